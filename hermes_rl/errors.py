@@ -1,0 +1,349 @@
+"""How things fail, and what follows from it.
+
+The model, in four points:
+
+1. An error is named after the boundary that it crossed (model, sandbox, verifier, task, store), not
+   after the call.
+2. Each class names its `cause`; `CAUSES` maps the cause to what follows: who owns it, whether the
+   attempt is
+   tried again, whether it counts against `max_attempts`, and whether it stops dispatch (the
+   breaker).
+3. An ending that the policy brought about is not an error. `ENDINGS` lists those; they are graded.
+4. A failed rollout is data. Only `hermes_rl.rollout` turns an error into a recorded failure;
+   cancellation and
+   bugs of ours pass through it.
+
+    HermesError
+    ├── UserError (ValueError)            bad input; one line with place and mend; exit 2
+    ├── TaskFault                         bad row, setup failed, image missing
+    ├── ModelError                        crossing to the model
+    │   ├── AuthError · BillingError · ModelNotFound            open the breaker
+    │   ├── RateLimited · Overloaded · ServerError · ModelTimeout · ConnectionLost
+    │   ├── ProtocolError · ModelAborted                        like these, worth another try
+    │   ├── BadRequest · ContentFiltered
+    │   └── ContextOverflow · PayloadTooLarge                   the policy filled its window
+    ├── SandboxError
+    │   ├── SandboxStartError · SandboxDied                     infrastructure
+    │   └── SandboxKilled                                       the agent's own deed
+    ├── ToolError                         shown to the model, ends nothing
+    ├── VerifierFault                     the verifier cannot judge
+    ├── Stalled                           wall limit reached
+    ├── DiskFull                          the run directory cannot be written
+    ├── CostLimit · Interrupted           the operator's doing; the unit stays open
+    └── StoreError                        run directory corrupt, foreign or of another configuration
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Owner = Literal["policy", "infrastructure", "task", "operator"]
+"""Who could have caused an ending (DESIGN 3)."""
+
+
+@dataclass(frozen=True)
+class Consequence:
+    """What follows from one cause of failure."""
+
+    owner: Owner
+    retry: bool = True
+    """The unit is tried again while attempts are left."""
+    counted: bool = True
+    """The failure counts against `max_attempts`."""
+    breaker: bool = False
+    """Dispatch stops: no further unit could do better."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """An ending that the policy brought about: it goes to `trajectories` and is graded."""
+
+    truncated: bool = False
+    """Cut by a limit."""
+
+
+_INFRA = Consequence("infrastructure")
+_UNCOUNTED = Consequence("infrastructure", counted=False)
+_BREAKER = Consequence("infrastructure", counted=False, breaker=True)
+_TASK = Consequence("task", retry=False)
+_OPERATOR = Consequence("operator", counted=False)
+
+CAUSES: dict[str, Consequence] = {
+    "rate_limit": _INFRA,
+    "overloaded": _INFRA,
+    "auth": _BREAKER,
+    "billing": _BREAKER,
+    "model_not_found": _BREAKER,
+    "model_server": _INFRA,
+    "model_timeout": _INFRA,
+    "model_protocol": _INFRA,
+    "model_aborted": _INFRA,
+    "content_filter": _INFRA,
+    "sandbox_start": _INFRA,
+    "sandbox_died": _INFRA,
+    "stalled": _INFRA,
+    "tool": _INFRA,
+    "verifier": _INFRA,
+    "worker_lost": _UNCOUNTED,  # counted apart: three lost workers give a unit up
+    "driver_lost": _UNCOUNTED,
+    "disk": _BREAKER,
+    "harness": _INFRA,
+    "duplicate": _UNCOUNTED,
+    "task": _TASK,
+    "interrupted": _OPERATOR,
+    "cost_limit": Consequence("operator", counted=False, breaker=True),
+}
+"""Cause -> what follows. The one table for retry, grading and exit codes (DESIGN 5.6)."""
+
+ENDINGS: dict[str, Ending] = {
+    "answered": Ending(),
+    "refused": Ending(),
+    "max_turns": Ending(truncated=True),
+    "token_limit": Ending(truncated=True),
+    "time_limit": Ending(truncated=True),
+    "output_truncated": Ending(truncated=True),
+    "context_overflow": Ending(truncated=True),
+    "empty_response": Ending(),
+    "invalid_tool_calls": Ending(),
+    "tool_loop": Ending(),
+    "sandbox_killed": Ending(),
+}
+"""end_reason -> its ending, for all endings that are graded."""
+
+CANCELLED = ("interrupted", "cost_limit")
+"""Causes whose end_reason is the cause itself; every other failure has end_reason `error`."""
+
+
+class ExitCode:
+    """Exit codes of every command."""
+
+    DONE = 0
+    GIVEN_UP = 1
+    BAD_INPUT = 2
+    STOPPED = 3
+    INTERRUPTED = 130
+
+
+class HermesError(Exception):
+    """Root of all errors of hermes_rl."""
+
+    cause: str = "harness"
+    """Key of `CAUSES`; `harness` marks a bug of ours."""
+
+
+class UserError(HermesError, ValueError):
+    """Bad input. The message is one line that names the place and the mend."""
+
+    cause = "task"
+
+
+class TaskFault(HermesError):
+    """The task itself cannot be run: bad row, failed setup, missing image."""
+
+    cause = "task"
+
+
+class ModelError(HermesError):
+    """A model call failed.
+
+    Args:
+        message: one line, without secrets.
+        status: HTTP status, when there was one.
+        request_id: the provider's id of the request, when it sent one.
+        retry_after_s: seconds that the provider asked to wait.
+        served: whether the provider may have served (and billed) the request; True for a cut stream
+            or a
+            response that could not be read, False for a refusal before any work.
+    """
+
+    cause = "model_server"
+    transient = False
+    """Another attempt at the same call may succeed."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        request_id: str | None = None,
+        retry_after_s: float | None = None,
+        served: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.request_id = request_id
+        self.retry_after_s = retry_after_s
+        self.served = served
+
+
+class AuthError(ModelError):
+    """401 or 403: the key is missing, wrong or not allowed."""
+
+    cause = "auth"
+
+
+class BillingError(ModelError):
+    """402, or a quota code: the account cannot pay for the call."""
+
+    cause = "billing"
+
+
+class ModelNotFound(ModelError):
+    """404 for the model or the route."""
+
+    cause = "model_not_found"
+
+
+class RateLimited(ModelError):
+    """429: wait and try again."""
+
+    cause = "rate_limit"
+    transient = True
+
+
+class Overloaded(ModelError):
+    """529 or 503 with an overload code: the provider's trouble, not our rate."""
+
+    cause = "overloaded"
+    transient = True
+
+
+class ServerError(ModelError):
+    """5xx, 408 and other failures on the provider's side."""
+
+    cause = "model_server"
+    transient = True
+
+
+class ModelTimeout(ModelError, TimeoutError):
+    """No connection, no first byte, or no further byte in time."""
+
+    cause = "model_timeout"
+    transient = True
+
+
+class ConnectionLost(ModelError, ConnectionError):
+    """The connection could not be made, was reset, or broke off."""
+
+    cause = "model_server"
+    transient = True
+
+
+class ProtocolError(ModelError):
+    """The response cannot be read: cut body, no JSON, or a shape outside the dialect."""
+
+    cause = "model_protocol"
+    transient = True
+
+
+class BadRequest(ModelError):
+    """400 and other refusals of this very request: trying again cannot help."""
+
+    cause = "model_protocol"
+
+
+class ContentFiltered(ModelError):
+    """The provider's filter withheld the answer."""
+
+    cause = "content_filter"
+
+
+class ModelAborted(ModelError):
+    """The engine gave the request up (finish reason `abort`)."""
+
+    cause = "model_aborted"
+    transient = True
+
+
+class ContextOverflow(ModelError):
+    """The request does not fit the model's window: ends the rollout as `context_overflow`, graded."""
+
+    cause = "model_protocol"
+
+
+class PayloadTooLarge(ModelError):
+    """413: the body is larger than the provider takes; handled as a context overflow."""
+
+    cause = "model_protocol"
+
+
+class SandboxError(HermesError):
+    """Something about a sandbox failed."""
+
+    cause = "sandbox_died"
+
+
+class SandboxStartError(SandboxError):
+    """The sandbox could not be started."""
+
+    cause = "sandbox_start"
+
+
+class SandboxDied(SandboxError):
+    """The sandbox was lost by a fault of its backend or host."""
+
+    cause = "sandbox_died"
+
+
+class SandboxKilled(SandboxError):
+    """The agent's own deed ended the sandbox on a healthy host; ends as `sandbox_killed`, graded."""
+
+    cause = "sandbox_died"
+
+
+class ToolError(HermesError):
+    """A tool failed in a way that the model should see; the text goes back as the tool's result."""
+
+    cause = "tool"
+
+
+class VerifierFault(HermesError):
+    """The verifier cannot judge this state."""
+
+    cause = "verifier"
+
+
+class Stalled(HermesError):
+    """The wall limit of an attempt was reached."""
+
+    cause = "stalled"
+
+
+class DiskFull(HermesError, OSError):
+    """The run directory cannot take more bytes."""
+
+    cause = "disk"
+
+
+class CostLimit(HermesError):
+    """A budget is used up."""
+
+    cause = "cost_limit"
+
+
+class Interrupted(HermesError):
+    """The operator stopped the rollout."""
+
+    cause = "interrupted"
+
+
+class StoreError(HermesError):
+    """A run directory is corrupt, foreign, locked, of a newer schema or of another configuration."""
+
+    cause = "disk"
+
+
+def cause_of(error: BaseException) -> str:
+    """The cause (a key of `CAUSES`) of any exception; what is not ours is `harness`, a full disk
+    `disk`."""
+    if isinstance(error, HermesError):
+        return error.cause
+    if isinstance(error, OSError) and error.errno in (28, 122):  # ENOSPC, EDQUOT
+        return "disk"
+    return "harness"
+
+
+def end_reason_of(cause: str) -> str:
+    """The end_reason of a failure with this cause: the operator's causes name themselves."""
+    return cause if cause in CANCELLED else "error"

@@ -1,0 +1,1 @@
+"""Who answers. Dialects translate, transports carry; `hermes_rl.wiring` joins them."""

@@ -1,0 +1,214 @@
+"""The contract of every sandbox backend. `conformance` is the suite that each of them must pass.
+
+A sandbox is leased by one rollout, keeps one shell session's state between commands, and dies with
+its worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+MAX_OUTPUT_BYTES = 50_000
+"""Bytes of output that a command's result keeps: the first 40 % and the last 60 %."""
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """Upper bounds asked for. What the machine can enforce is in `SandboxInfo.limits`."""
+
+    processes: int = 128
+    memory_bytes: int = 2 << 30
+    """Address space of one process; of the whole sandbox where cgroups allow it."""
+    file_bytes: int = 1 << 30
+    """Size of one file."""
+    workspace_bytes: int = 2 << 30
+    workspace_files: int = 200_000
+    tmp_bytes: int = 256 << 20
+    shm_bytes: int = 64 << 20
+
+
+@dataclass(frozen=True)
+class SandboxSpec:
+    """What a rollout asks of a backend."""
+
+    lease: str
+    """Unique id of this lease: run id, unit id and attempt; stands in the argv of every process
+    made for it."""
+    image: str | None = None
+    """A root file system directory (bubblewrap), an image name (docker); None is the backend's
+    default."""
+    cwd: str | None = None
+    """Working directory of the first command; None is the workspace. Made when absent."""
+    network: bool = False
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Extra variables of the shell. Never secrets."""
+
+
+@dataclass(frozen=True)
+class SandboxInfo:
+    """What was given: recorded in the row."""
+
+    backend: str
+    image: str | None
+    digest: str | None
+    limits: dict[str, object]
+    """Limits in force, by name; a limit that the machine cannot enforce is absent."""
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """A command's end."""
+
+    output: str
+    """stdout and stderr in order; UTF-8 with replacement characters; cut in the middle when too
+    long."""
+    exit_code: int
+    """The shell's code; 124 after a timeout, 128 + n after signal n."""
+    output_bytes: int
+    """True number of bytes that the command printed, kept or not."""
+    timed_out: bool = False
+    truncated: bool = False
+    """`output` lacks its middle."""
+    seconds: float = 0.0
+    raw: bytes = b""
+    """The kept bytes as printed (head and tail, without the cut mark)."""
+
+
+@dataclass(frozen=True)
+class GradingSpec:
+    """A verifier for the grading box: a fresh sandbox over the workspace that the agent left."""
+
+    script: str
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Read-only in /verify, by relative path."""
+    timeout_s: float = 60.0
+    score: bool = False
+    """Descriptor 3 takes one line: `reward=<finite float>` or `cannot-judge=<why>`."""
+    image: str | None = None
+
+
+@dataclass(frozen=True)
+class GradingResult:
+    """What the grading box saw. Judging it is `hermes_rl.verify`'s business."""
+
+    exit_code: int
+    timed_out: bool
+    output: str
+    """For people to read; never parsed for a reward."""
+    report: bytes = b""
+    """What was written to descriptor 3, at most 4 KB; empty without `score`."""
+    seconds: float = 0.0
+
+
+class Process(Protocol):
+    """A background process in a sandbox."""
+
+    pid: int
+
+    async def poll(self) -> int | None:
+        """Exit code, or None while it runs."""
+        ...
+
+    async def write(self, data: bytes) -> None:
+        """Write to its stdin. Raises: BrokenPipeError when it has ended."""
+        ...
+
+    async def read(self) -> bytes:
+        """Output since the last read (bounded)."""
+        ...
+
+    async def kill(self) -> None:
+        """End its whole process tree."""
+        ...
+
+
+class Sandbox(Protocol):
+    """One leased sandbox; an async context manager.
+
+    Every verb raises SandboxDied when backend or host lost the sandbox, and SandboxKilled when the
+    agent's own
+    deed ended it (out of memory or disk, killed its supervisor). After either, every later verb
+    raises it again:
+    a dead sandbox is never silently replaced.
+    """
+
+    info: SandboxInfo
+
+    async def run(
+        self,
+        command: str,
+        *,
+        timeout_s: float,
+        cwd: str | None = None,
+        stdin: bytes | None = None,
+        max_output_bytes: int = MAX_OUTPUT_BYTES,
+    ) -> CommandResult:
+        """Run a bash command in the session: cwd, exports, functions, aliases and options persist.
+
+        A timeout kills the command's whole tree, keeps the session's earlier state and returns what
+        was printed.
+        """
+        ...
+
+    async def start_process(self, command: str, *, cwd: str | None = None) -> Process:
+        """Start a background process in the session's environment."""
+        ...
+
+    async def read_file(self, path: str) -> bytes:
+        """Read a regular file. Raises: FileNotFoundError, IsADirectoryError, PermissionError."""
+        ...
+
+    async def write_file(self, path: str, data: bytes) -> None:
+        """Write a file, making its parents. Raises: IsADirectoryError, PermissionError, OSError."""
+        ...
+
+    async def upload(self, local: Path, remote: str) -> None:
+        """Copy a host file into the sandbox, streamed."""
+        ...
+
+    async def download(self, remote: str, local: Path) -> None:
+        """Copy a regular file out of the sandbox, streamed. Raises as `read_file`."""
+        ...
+
+    async def grade(self, spec: GradingSpec) -> GradingResult:
+        """End the agent's processes for good, then run the verifier in a fresh sandbox over a copy-
+        safe workspace.
+
+        May be called again (a new box each time). After the first call `run` and its kin raise
+        SandboxDied.
+        Raises: SandboxStartError or SandboxDied when the box itself fails.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """End all processes and remove everything. Idempotent; shielded from cancellation by the
+        caller."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class SandboxBackend(Protocol):
+    """Makes sandboxes of one kind; one per process, shared by all rollouts."""
+
+    name: str
+
+    async def lease(self, spec: SandboxSpec) -> Sandbox:
+        """Start a sandbox. Raises: SandboxStartError; TaskFault when the image is missing."""
+        ...
+
+    async def aclose(self) -> None:
+        """End all sandboxes of this process."""
+        ...

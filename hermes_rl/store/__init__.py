@@ -1,0 +1,1 @@
+"""The run directory: schema, journal, commit, recovery, reader."""

@@ -1,0 +1,1 @@
+"""Fakes over real sockets, shipped beside the real thing."""
