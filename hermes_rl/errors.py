@@ -5,13 +5,11 @@ The model, in four points:
 1. An error is named after the boundary that it crossed (model, sandbox, verifier, task, store), not
    after the call.
 2. Each class names its `cause`; `CAUSES` maps the cause to what follows: who owns it, whether the
-   attempt is
-   tried again, whether it counts against `max_attempts`, and whether it stops dispatch (the
-   breaker).
+   attempt is tried again, whether it counts against `max_attempts`, and whether it stops dispatch
+   (the breaker).
 3. An ending that the policy brought about is not an error. `ENDINGS` lists those; they are graded.
 4. A failed rollout is data. Only `hermes_rl.rollout` turns an error into a recorded failure;
-   cancellation and
-   bugs of ours pass through it.
+   cancellation and bugs of ours pass through it.
 
     HermesError
     ├── UserError (ValueError)            bad input; one line with place and mend; exit 2
@@ -257,7 +255,7 @@ class ModelAborted(ModelError):
 
 
 class ContextOverflow(ModelError):
-    """The request does not fit the model's window: ends the rollout as `context_overflow`, graded."""
+    """The request does not fit the model's window: ends as `context_overflow`, graded."""
 
     cause = "model_protocol"
 
@@ -287,7 +285,7 @@ class SandboxDied(SandboxError):
 
 
 class SandboxKilled(SandboxError):
-    """The agent's own deed ended the sandbox on a healthy host; ends as `sandbox_killed`, graded."""
+    """The agent's own deed ended it on a healthy host: ends as `sandbox_killed`, graded."""
 
     cause = "sandbox_died"
 
@@ -329,7 +327,7 @@ class Interrupted(HermesError):
 
 
 class StoreError(HermesError):
-    """A run directory is corrupt, foreign, locked, of a newer schema or of another configuration."""
+    """A run directory is corrupt, foreign, locked, newer or of another configuration."""
 
     cause = "disk"
 

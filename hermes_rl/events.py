@@ -1,0 +1,200 @@
+"""What happens in a rollout, as it is journalled. `trajectory.fold` turns events into a row.
+
+Events are appended to the journal while they happen, so that a killed attempt still leaves its
+turns and
+the calls that were paid. They are frozen, small and tagged by `event`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from hermes_rl.messages import Message
+from hermes_rl.usage import Usage
+
+Purpose = Literal["agent", "summary", "judge", "user", "vision"]
+"""What a model call was for."""
+
+Outcome = Literal["ok", "refused", "cut", "cancelled", "unknown"]
+"""How a model call ended: a complete answer; refused before any work; an answer that broke off;
+given up
+by us; no end recorded (killed)."""
+
+
+class AttemptKey(msgspec.Struct, frozen=True, kw_only=True):
+    """Names one attempt (COMMIT)."""
+
+    unit_id: str
+    epoch: int
+    attempt: int
+    """0-based."""
+
+
+class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
+    pass
+
+
+class Begun(_Event, frozen=True, kw_only=True, tag="begun"):
+    """The attempt starts: all that is known before the first call."""
+
+    key: AttemptKey
+    started_at: float
+    """Unix time, seconds."""
+    run_id: str
+    group_id: str
+    member: int
+    """Index within the group: the repeat."""
+    repeat: int
+    row_index: int
+    """0-based position of the row in the dataset as read."""
+    task_id: str
+    task_hash: str
+    config_hash: str
+    seed: int
+    prompt: str
+    model: str
+    api_mode: str
+    endpoint: str
+    """Host (and port) of the endpoint; the model's name for played models."""
+    toolsets: tuple[str, ...] = ()
+    sampling: dict[str, Any] = {}
+    """Sampling parameters as sent."""
+    split: str | None = None
+    env_name: str | None = None
+    metadata: dict[str, Any] = {}
+    """The task's other columns."""
+    queued_s: float = 0.0
+    prompt_sha256: str | None = None
+    """Of an ephemeral system prompt that is sent but not stored."""
+
+
+class ToolsOffered(_Event, frozen=True, kw_only=True, tag="tools"):
+    """The schemas that the model saw, as OpenAI functions."""
+
+    tools: list[dict[str, Any]]
+
+
+class SandboxLeased(_Event, frozen=True, kw_only=True, tag="sandbox"):
+    """A sandbox stands and the task's setup has run."""
+
+    backend: str
+    image: str | None = None
+    digest: str | None = None
+    limits: dict[str, Any] = {}
+    """Limits in force."""
+    seconds: float = 0.0
+
+
+class MessageAdded(_Event, frozen=True, kw_only=True, tag="message"):
+    """A message joined the conversation."""
+
+    message: Message
+    turn: int
+    """1-based number of the model call that made or caused it; 0 before the first."""
+    context: int = 0
+    synthetic: bool = False
+    """Written by the harness, not by user, policy or tool."""
+    tool_ok: bool | None = None
+    """For tool results: whether the tool succeeded."""
+    seconds: float | None = None
+    """For tool results: how long the tool took."""
+
+
+class CallStarted(_Event, frozen=True, kw_only=True, tag="call_start"):
+    """A request is about to be sent: written before its first byte."""
+
+    call_id: str
+    turn: int
+    purpose: Purpose
+    model: str
+    started_at: float
+    agent: str = "main"
+    max_input_tokens: int | None = None
+    """Upper bound of the prompt's tokens: the request's bytes."""
+    max_output_tokens: int | None = None
+    """The output cap that was sent; None when none was."""
+
+
+class CallEnded(_Event, frozen=True, kw_only=True, tag="call_end"):
+    """A request ended. Usage only from a complete usage object."""
+
+    call_id: str
+    outcome: Outcome
+    latency_s: float
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    usage_raw: str | None = None
+    """The provider's usage object as JSON text."""
+    cost_usd: float | None = None
+    retries: int = 0
+    """How many earlier requests the same step had already made."""
+    request_id: str | None = None
+    error: str | None = None
+    served_model: str | None = None
+    """The model that the response names."""
+    policy_version: str | None = None
+
+
+class Waited(_Event, frozen=True, kw_only=True, tag="waited"):
+    """Time spent waiting for the limiter or between retries: never the agent's active time."""
+
+    seconds: float
+
+
+class ContextStarted(_Event, frozen=True, kw_only=True, tag="context"):
+    """The model sees another context from here on (after compaction)."""
+
+    start: int
+    """Index of the first message that is new in this context."""
+    kept: list[int] = []
+    """Indices of earlier messages that it still holds."""
+    summary_index: int | None = None
+    reason: str = ""
+
+
+class RewardPart(msgspec.Struct, frozen=True, kw_only=True):
+    """One component of a reward."""
+
+    name: str
+    score: float
+    weight: float = 1.0
+    turn: int | None = None
+    """The turn it belongs to; None for the whole rollout."""
+    detail: str | None = None
+
+
+class Graded(_Event, frozen=True, kw_only=True, tag="graded"):
+    """The verifier judged."""
+
+    reward: float | None
+    rewards: tuple[RewardPart, ...] = ()
+    metrics: dict[str, float] = {}
+    seconds: float = 0.0
+
+
+class Ended(_Event, frozen=True, kw_only=True, tag="ended"):
+    """The attempt is over."""
+
+    finished_at: float
+    end_reason: str
+    cause: str | None = None
+    """Key of `errors.CAUSES` for failures; None for the policy's endings."""
+    error: str | None = None
+    """Class and message, scrubbed."""
+    metrics: dict[str, float] = {}
+
+
+Event = (
+    Begun
+    | ToolsOffered
+    | SandboxLeased
+    | MessageAdded
+    | CallStarted
+    | CallEnded
+    | Waited
+    | ContextStarted
+    | Graded
+    | Ended
+)

@@ -1,0 +1,81 @@
+"""Who is who: hashes that name tasks, configurations, units, groups, attempts and seeds.
+
+Every id is a function of content alone, so that a resumed run, a reordered dataset and another
+number
+of workers find the same units (DESIGN 5.2).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Any
+
+IDENTITY_VERSION = 1
+"""Changes only when the meaning of a hash changes; old run directories are then refused."""
+
+ID_LENGTH = 32
+"""Hex digits of an id: 128 bits."""
+
+
+def canonical(value: Any) -> Any:
+    """A JSON value with integral floats as integers, so that 1 and 1.0 hash alike.
+
+    Raises: ValueError for NaN and infinities, TypeError for what is not JSON.
+    """
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{value} is not a JSON number")
+        return int(value) if value.is_integer() else value
+    if isinstance(value, dict):
+        return {str(k): canonical(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [canonical(v) for v in value]
+    return value
+
+
+def canonical_json(value: Any) -> str:
+    """Canonical JSON text: sorted keys, no spaces, integral floats as integers."""
+    return json.dumps(
+        canonical(value),
+        sort_keys=True,
+        separators=(",", ":"),
+        ensure_ascii=False,
+        allow_nan=False,
+    )
+
+
+def digest(value: Any) -> str:
+    """sha256 over the canonical JSON of a value, as 64 hex digits."""
+    text = canonical_json(value)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def unit_id(config_hash: str, task_hash: str, occurrence: int, repeat: int) -> str:
+    """The id of a unit: (task, repeat) under one configuration.
+
+    Args:
+        config_hash: of the identity sections of the configuration.
+        task_hash: of the whole normalised row.
+        occurrence: 0 for the first of several identical rows, 1 for the second, and so on.
+        repeat: 0-based.
+    """
+    return digest(["unit", IDENTITY_VERSION, config_hash, task_hash, occurrence, repeat])[
+        :ID_LENGTH
+    ]
+
+
+def group_id(config_hash: str, task_hash: str, occurrence: int) -> str:
+    """The id of the group of all repeats of one task: the unit's hash without the repeat."""
+    return digest(["unit", IDENTITY_VERSION, config_hash, task_hash, occurrence])[:ID_LENGTH]
+
+
+def trajectory_id(unit: str, epoch: int, attempt: int) -> str:
+    """The id of one attempt's record: a function of its key, so that a redo names it alike."""
+    return digest(["trajectory", IDENTITY_VERSION, unit, epoch, attempt])[:ID_LENGTH]
+
+
+def unit_seed(seed: int, unit: str) -> int:
+    """The seed of a unit from the run's seed: 31 bits, which every engine takes."""
+    return int(digest(["seed", IDENTITY_VERSION, seed, unit])[:8], 16) & 0x7FFFFFFF

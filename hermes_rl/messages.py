@@ -1,0 +1,159 @@
+"""Messages: the one internal form, and OpenAI's form at the public doors.
+
+Frozen structs tagged by `role`. A tool call keeps its arguments as the text that the model wrote:
+what
+cannot be parsed is still recorded exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from hermes_rl.errors import UserError
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of a tool, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+    """The model's text: usually a JSON object, but possibly anything."""
+
+
+class SystemMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="role", tag="system"):
+    """Instructions, first in a conversation."""
+
+    content: str
+
+
+class UserMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="role", tag="user"):
+    """What the user (or, marked as synthetic in its event, the harness) says."""
+
+    content: str | list[dict[str, Any]]
+    """Text, or OpenAI content parts."""
+
+
+class AssistantMessage(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="role", tag="assistant", omit_defaults=True
+):
+    """The model's answer to one call."""
+
+    content: str = ""
+    reasoning_content: str | None = None
+    """Reasoning text, whatever the provider calls it."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    raw_content: str | None = None
+    """The exact text where `content` tidied it (`<think>` taken out); None where they are equal."""
+    reasoning_details: Any = None
+    """Opaque or signed reasoning blocks as received: replayed verbatim, never trained on."""
+
+
+class ToolMessage(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="role", tag="tool", omit_defaults=True
+):
+    """The result of one tool call."""
+
+    tool_call_id: str
+    name: str
+    content: str
+
+
+Message = SystemMessage | UserMessage | AssistantMessage | ToolMessage
+
+
+def parse_arguments(text: str) -> dict[str, Any] | None:
+    """The arguments of a tool call as an object; None when the text is no JSON object."""
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def text_of(message: Message) -> str:
+    """The plain text of a message; of content parts, the text parts joined by newlines."""
+    if isinstance(message.content, str):
+        return message.content
+    parts = (str(p.get("text", "")) for p in message.content if p.get("type") == "text")
+    return "\n".join(parts)
+
+
+def to_openai(message: Message, *, parsed_arguments: bool = False) -> dict[str, Any]:
+    """A message in OpenAI's chat form: `content` always there, no null keys.
+
+    Args:
+        parsed_arguments: give `arguments` as an object where the text parses to one (the form of
+            rows and
+            chat templates) instead of the exact text (the form of the wire).
+    """
+    if isinstance(message, SystemMessage | UserMessage):
+        role = "system" if isinstance(message, SystemMessage) else "user"
+        return {"role": role, "content": message.content}
+    if isinstance(message, ToolMessage):
+        form = {"role": "tool", "tool_call_id": message.tool_call_id, "name": message.name}
+        return {**form, "content": message.content}
+    out: dict[str, Any] = {"role": "assistant", "content": message.content}
+    if message.reasoning_content is not None:
+        out["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        out["tool_calls"] = [_call_to_openai(c, parsed_arguments) for c in message.tool_calls]
+    return out
+
+
+def _call_to_openai(call: ToolCall, parsed: bool) -> dict[str, Any]:
+    arguments: Any = call.arguments
+    if parsed:
+        value = parse_arguments(call.arguments)
+        arguments = call.arguments if value is None else value
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }
+
+
+def from_openai(form: Mapping[str, Any]) -> Message:
+    """A message from OpenAI's chat form.
+
+    Raises: UserError when role or content is not of that form.
+    """
+    role = form.get("role")
+    content = form.get("content")
+    if role in ("system", "developer", "user"):
+        if not isinstance(content, str) and not (role == "user" and isinstance(content, list)):
+            raise UserError(f"message of role {role}: 'content' must be text")
+        if role == "user":
+            return UserMessage(content=content)
+        return SystemMessage(content=str(content))
+    if role == "tool":
+        return ToolMessage(
+            tool_call_id=str(form.get("tool_call_id", "")),
+            name=str(form.get("name", "")),
+            content=content if isinstance(content, str) else "",
+        )
+    if role == "assistant":
+        return AssistantMessage(
+            content=content if isinstance(content, str) else "",
+            reasoning_content=form.get("reasoning_content"),
+            tool_calls=tuple(_call_from_openai(c) for c in form.get("tool_calls") or ()),
+        )
+    raise UserError(f"message with role {role!r}: use system, user, assistant or tool")
+
+
+def _call_from_openai(form: Mapping[str, Any]) -> ToolCall:
+    function = form.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError("tool call without a name: use {'function': {'name', 'arguments'}}")
+    arguments = function.get("arguments", "{}")
+    if not isinstance(arguments, str):
+        arguments = msgspec.json.encode(arguments).decode()
+    return ToolCall(id=str(form.get("id", "")), name=function["name"], arguments=arguments)
+
+
+def conversation_from_openai(forms: Iterable[Mapping[str, Any]]) -> list[Message]:
+    """All messages of a conversation; see `from_openai`."""
+    return [from_openai(form) for form in forms]

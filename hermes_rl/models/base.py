@@ -1,0 +1,144 @@
+"""The contract of model clients. A client is a dialect on a transport (DESIGN 5.8).
+
+`complete` makes one attempt and raises typed errors; waiting, retrying and limiting live in `retry`
+and
+`limiter`, in one place for all clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from hermes_rl.messages import AssistantMessage, Message
+from hermes_rl.usage import Usage
+
+LogprobsKind = Literal["sampling", "raw", "constrained", "unknown"]
+
+
+class Conversation:
+    """The messages of one context, append-only; each is encoded for the wire once.
+
+    A turn's request so extends the last one byte for byte, and costs only its new messages.
+    """
+
+    def __init__(self, messages: Iterable[Message] = ()) -> None:
+        self._messages: list[Message] = list(messages)
+        self._wire: dict[str, list[bytes]] = {}
+
+    def append(self, message: Message) -> None:
+        """Add a message at the end."""
+        self._messages.append(message)
+
+    def __iter__(self) -> Iterator[Message]:
+        return iter(self._messages)
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def __getitem__(self, index: int) -> Message:
+        return self._messages[index]
+
+    def wire(self, dialect: str, encode: Callable[[Message], bytes]) -> list[bytes]:
+        """All messages as a dialect encodes them; only new ones are encoded.
+
+        Args:
+            dialect: the dialect's name, so that a conversation may be sent in several.
+            encode: one message to the bytes of its JSON value.
+        """
+        encoded = self._wire.setdefault(dialect, [])
+        for message in self._messages[len(encoded) :]:
+            encoded.append(encode(message))
+        return encoded
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters; None is not sent."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """-1 (all) is sent as such; engines outside the vLLM family may refuse it."""
+    min_p: float | None = None
+    max_tokens: int | None = None
+    """Output tokens per call."""
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    reasoning: str | None = None
+    """Reasoning effort as the provider spells it (`low`, `medium`, `high`)."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The parameters that are set."""
+        pairs = {k: v for k, v in self.__dict__.items() if v not in (None, ())}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in pairs.items()}
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """One request in the internal form."""
+
+    model: str
+    conversation: Conversation
+    call_id: str
+    """Sent as `x-request-id`-like header `x-hermes-call-id`, so that a server's log can be joined.
+    """
+    tools: tuple[dict[str, Any], ...] = ()
+    """OpenAI function schemas: {"type": "function", "function": {...}}. Same object at every turn.
+    """
+    sampling: Sampling = field(default_factory=Sampling)
+    stream: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
+    """Ask for prompt and completion token ids where the engine returns them."""
+    on_delta: Callable[[str], None] | None = None
+    """Called with each piece of streamed text."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further body fields, as given by the user."""
+
+
+@dataclass(frozen=True)
+class TokenCapture:
+    """Token ids of one call, as the engine returned them."""
+
+    prompt_ids: tuple[int, ...] | None = None
+    completion_ids: tuple[int, ...] | None = None
+    logprobs: tuple[float, ...] | None = None
+    logprobs_kind: LogprobsKind = "unknown"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A complete answer."""
+
+    message: AssistantMessage
+    finish_reason: str | None
+    """As the server says: stop, length, tool_calls, content_filter, ..."""
+    usage: Usage | None
+    """None when the response held no complete usage object."""
+    usage_raw: str | None = None
+    request_id: str | None = None
+    served_model: str | None = None
+    first_byte_s: float | None = None
+    tokens: TokenCapture | None = None
+    policy_version: str | None = None
+    rate_limit: dict[str, str] = field(default_factory=dict)
+    """The rate-limit headers of the response, lower case."""
+
+
+class ModelClient(Protocol):
+    """Answers requests. One per process, endpoint and account; shared by all rollouts."""
+
+    api_mode: str
+    """The dialect's name, or `played`."""
+    endpoint: str
+    """Host (and port), for records."""
+
+    async def complete(self, request: ModelRequest) -> Completion:
+        """Make one attempt, never a hidden retry. Raises: subclasses of ModelError."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close connections."""
+        ...

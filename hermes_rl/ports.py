@@ -1,0 +1,94 @@
+"""The small protocols that higher floors meet through."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from hermes_rl.events import Event
+from hermes_rl.tasks import Task
+from hermes_rl.usage import UsageTotal
+
+
+class Recorder(Protocol):
+    """Takes a rollout's events as they happen. The journal is one, a list in memory another."""
+
+    def record(self, event: Event) -> None:
+        """Append one event: a plain write, no fsync. Raises: DiskFull."""
+        ...
+
+
+class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt to be made."""
+
+    unit_id: str
+    group_id: str
+    epoch: int
+    attempt: int
+    repeat: int
+    row_index: int
+    task: Task
+    task_hash: str
+    seed: int
+    enqueued_at: float = 0.0
+    """Unix time, seconds."""
+    alone: bool = False
+    """Runs in a worker of its own: earlier workers died under this unit."""
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """What the driver learns of a finished attempt; under 4 KB."""
+
+    unit_id: str
+    epoch: int
+    attempt: int
+    writer: str
+    """EPOCH-WORKER."""
+    task_id: str
+    repeat: int
+    status: str
+    end_reason: str
+    cause: str | None
+    reward: float | None
+    turns: int
+    usage: UsageTotal
+    cost_usd: float | None
+    unpriced_calls: int
+    seconds: float
+    error: str | None = None
+    """At most 500 characters."""
+
+
+class WorkSource(Protocol):
+    """Where work comes from and results go back to. The executor asks, the source decides."""
+
+    async def next(self) -> WorkItem | None:
+        """The next attempt; waits while some may still come; None when all is done."""
+        ...
+
+    async def receive(self, receipt: Receipt) -> None:
+        """Take the receipt of a finished attempt."""
+        ...
+
+    async def lost(self, item: WorkItem) -> None:
+        """Take back an attempt whose worker died."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs a source's work to its end."""
+
+    async def run(self, source: WorkSource) -> None:
+        """Return when the source is done. Raises: StoreError, Interrupted."""
+        ...
+
+
+class SpawnAgent(Protocol):
+    """Lets a tool run a sub-agent without knowing the agent."""
+
+    async def __call__(
+        self, goal: str, *, context: str = "", toolsets: tuple[str, ...] = ()
+    ) -> str:
+        """Run a sub-agent to its end and return its final text."""
+        ...

@@ -1,0 +1,250 @@
+"""Tasks: one row of a dataset each, read lazily from every input of DESIGN 5.1.
+
+`read_tasks` yields a `TaskRow` per row, good or bad: a bad row becomes a failed unit with cause
+`task`
+and never stops the run.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from hermes_rl.errors import TaskFault
+from hermes_rl.identity import canonical, digest
+from hermes_rl.messages import Message, UserMessage, conversation_from_openai, text_of
+
+FIELDS = frozenset(
+    ("prompt", "id", "system", "image", "cwd", "files", "setup", "verify", "oracle")
+    + ("requires", "toolsets", "distribution", "limits", "repeats")
+)
+"""The columns of a task row that have a meaning of their own; all others travel in `metadata`."""
+
+_SCRIPTS = ("setup", "oracle")
+_TEXTS = ("id", "system", "image", "cwd", "setup", "oracle", "distribution")
+_LISTS = ("requires", "toolsets")
+_VERIFY_KEYS = ("script", "files", "timeout_s", "image", "score")
+_LIMIT_KEYS = ("max_turns", "max_tokens", "max_seconds", "wall_seconds")
+
+DEFAULT_VERIFY_TIMEOUT_S = 120.0
+
+
+class Verify(msgspec.Struct, frozen=True, kw_only=True):
+    """What turns the state a rollout left into a reward."""
+
+    script: str
+    files: dict[str, bytes] = {}
+    timeout_s: float = DEFAULT_VERIFY_TIMEOUT_S
+    image: str | None = None
+    score: bool = False
+    """Descriptor 3 takes one line: `reward=<float>` or `cannot-judge=<why>`."""
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One task, normalised."""
+
+    id: str
+    prompt: tuple[Message, ...]
+    system: str | None = None
+    image: str | None = None
+    cwd: str | None = None
+    files: dict[str, bytes] = {}
+    setup: str | None = None
+    verify: Verify | None = None
+    oracle: str | None = None
+    """Never shown to the agent."""
+    requires: tuple[str, ...] = ()
+    toolsets: tuple[str, ...] | None = None
+    distribution: str | None = None
+    limits: dict[str, float] = {}
+    repeats: int | None = None
+    metadata: dict[str, Any] = {}
+
+    @property
+    def prompt_text(self) -> str:
+        """The last user text."""
+        users = [m for m in self.prompt if isinstance(m, UserMessage)]
+        return text_of(users[-1]) if users else ""
+
+
+class TaskRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One row as read: a task, or the reason why it is none."""
+
+    index: int
+    """0-based position in the dataset."""
+    place: str
+    """Where a person finds it: `my.jsonl:17`."""
+    task_hash: str
+    task: Task | None = None
+    error: str | None = None
+    raw_id: str = ""
+    """The row's own id, also for a bad row; the content hash's start without one."""
+    repeats: int | None = None
+
+
+def parse_row(row: Mapping[str, Any], index: int, place: str) -> TaskRow:
+    """A task from a row, after columns were renamed; never raises for a bad row.
+
+    The hash covers the whole row as given, unknown columns and `verify` included, `oracle` and
+    `repeats`
+    not. Columns whose value is None count as absent, so that Parquet and JSONL give one hash.
+    """
+    given = {k: v for k, v in row.items() if v is not None}
+    hashed = {k: v for k, v in given.items() if k not in ("oracle", "repeats")}
+    try:
+        task_hash = digest(hashed)
+    except (TypeError, ValueError, RecursionError) as error:
+        fallback = digest({"bad row": repr(sorted(hashed, key=str)), "why": str(error)})
+        return TaskRow(index=index, place=place, task_hash=fallback, error=str(error))
+    raw_id = str(given.get("id") or task_hash[:12])
+    repeats = given.get("repeats")
+    if repeats is not None and (not isinstance(repeats, int) or repeats < 1):
+        repeats = None
+    base = TaskRow(index=index, place=place, task_hash=task_hash, raw_id=raw_id, repeats=repeats)
+    try:
+        return msgspec.structs.replace(base, task=_task(given, raw_id))
+    except TaskFault as error:
+        return msgspec.structs.replace(base, error=str(error))
+
+
+def _task(row: Mapping[str, Any], task_id: str) -> Task:
+    _check_types(row)
+    metadata = {k: canonical(v) for k, v in row.items() if k not in FIELDS}
+    return Task(
+        id=task_id,
+        prompt=_prompt(row),
+        system=row.get("system"),
+        image=row.get("image"),
+        cwd=row.get("cwd"),
+        files=_files(row.get("files"), "files"),
+        setup=row.get("setup"),
+        verify=_verify(row.get("verify")),
+        oracle=row.get("oracle"),
+        requires=tuple(row.get("requires", ())),
+        toolsets=tuple(row["toolsets"]) if "toolsets" in row else None,
+        distribution=row.get("distribution"),
+        limits=_limits(row.get("limits", {})),
+        repeats=row.get("repeats"),
+        metadata=metadata,
+    )
+
+
+def _check_types(row: Mapping[str, Any]) -> None:
+    for name in _TEXTS:
+        if name in row and not isinstance(row[name], str):
+            raise TaskFault(f"'{name}' must be text, not {type(row[name]).__name__}")
+    for name in _LISTS:
+        value = row.get(name, [])
+        if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+            raise TaskFault(f"'{name}' must be a list of texts")
+    for name in _SCRIPTS:
+        if "\0" in row.get(name, ""):
+            raise TaskFault(f"'{name}' holds a NUL byte")
+    repeats = row.get("repeats", 1)
+    if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
+        raise TaskFault("'repeats' must be a whole number of 1 or more")
+
+
+def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    if "prompt" not in row:
+        found = ", ".join(list(map(str, row))[:8]) or "nothing"
+        raise TaskFault(f"no column 'prompt' (found: {found}). Try --map prompt=COLUMN")
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise TaskFault("'prompt' is empty")
+        return (UserMessage(content=prompt),)
+    if not isinstance(prompt, list | tuple) or not prompt:
+        raise TaskFault("'prompt' must be text or a list of messages")
+    if not all(isinstance(m, Mapping) for m in prompt):
+        raise TaskFault("'prompt' must be text or a list of {role, content} messages")
+    try:
+        messages = tuple(conversation_from_openai(_without_nulls(m) for m in prompt))
+    except ValueError as error:
+        raise TaskFault(f"'prompt': {error}") from error
+    if not isinstance(messages[-1], UserMessage):
+        raise TaskFault("'prompt' must end with a user message")
+    return messages
+
+
+def _without_nulls(form: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in form.items() if v is not None}
+
+
+def _files(value: Any, where: str) -> dict[str, bytes]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TaskFault(f"'{where}' must be an object of path and content")
+    return {_path(p, where): _content(v, f"{where}.{p}") for p, v in value.items() if v is not None}
+
+
+def _path(path: Any, where: str) -> str:
+    text = str(path)
+    if not text or "\0" in text or ".." in text.split("/"):
+        raise TaskFault(f"'{where}' holds the path {text!r}: use a path inside the workspace")
+    return text
+
+
+def _content(value: Any, where: str) -> bytes:
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogatepass")
+    if isinstance(value, Mapping) and isinstance(value.get("base64"), str):
+        try:
+            return base64.b64decode(value["base64"], validate=True)
+        except ValueError as error:
+            raise TaskFault(f"'{where}' is not valid base64") from error
+    raise TaskFault(f"'{where}' must be text or {{\"base64\": ...}}")
+
+
+def _verify(value: Any) -> Verify | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = {"script": value}
+    if not isinstance(value, Mapping) or not isinstance(value.get("script"), str):
+        raise TaskFault("'verify' must be a script, or an object with 'script'")
+    given = _without_nulls(value)
+    unknown = [k for k in given if k not in _VERIFY_KEYS]
+    if unknown:
+        raise TaskFault(f"'verify' has the unknown key {unknown[0]!r} (known: {_VERIFY_KEYS})")
+    timeout = given.get("timeout_s", DEFAULT_VERIFY_TIMEOUT_S)
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
+        raise TaskFault("'verify.timeout_s' must be a number of seconds above 0")
+    if not isinstance(given.get("score", False), bool):
+        raise TaskFault("'verify.score' must be true or false")
+    return Verify(
+        script=given["script"],
+        files=_files(given.get("files"), "verify.files"),
+        timeout_s=float(timeout),
+        image=given.get("image"),
+        score=given.get("score", False),
+    )
+
+
+def _limits(value: Any) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        raise TaskFault("'limits' must be an object")
+    for name, number in _without_nulls(value).items():
+        if name not in _LIMIT_KEYS:
+            known = ", ".join(_LIMIT_KEYS)
+            raise TaskFault(f"'limits' has the unknown key {name!r} (known: {known})")
+        if isinstance(number, bool) or not isinstance(number, int | float) or number <= 0:
+            raise TaskFault(f"'limits.{name}' must be a number above 0")
+    return {k: float(v) for k, v in _without_nulls(value).items()}
+
+
+def parse_rows(
+    rows: Iterable[tuple[Mapping[str, Any] | str, str]], columns: Mapping[str, str] | None = None
+) -> Iterator[TaskRow]:
+    """Tasks from (row or error text, place) pairs; `columns` renames: ours -> theirs."""
+    renames = {theirs: ours for ours, theirs in (columns or {}).items()}
+    for index, (row, place) in enumerate(rows):
+        if isinstance(row, str):
+            fake = digest({"bad row": row, "place": place})
+            yield TaskRow(index=index, place=place, task_hash=fake, error=row, raw_id=fake[:12])
+            continue
+        yield parse_row({renames.get(str(k), str(k)): v for k, v in row.items()}, index, place)

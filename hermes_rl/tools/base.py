@@ -1,0 +1,70 @@
+"""The contract of tools: a schema, an async handler and limits (DESIGN 5.10).
+
+A handler returns a `ToolResult`; a failure that the model should see is a `ToolError`. Everything
+else
+that a handler raises ends the attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hermes_rl.ports import SpawnAgent
+from hermes_rl.sandboxes.base import Sandbox
+
+
+@dataclass(frozen=True)
+class ToolContext:
+    """What a tool may use: given by the agent for each rollout."""
+
+    sandbox: Sandbox | None
+    state: dict[str, Any] = field(default_factory=dict)
+    """State of this rollout's tools (read markers, todo lists); dies with the rollout."""
+    max_timeout_s: float = 600.0
+    """What is left of the rollout's active time, at most the tool's own limit."""
+    spawn: SpawnAgent | None = None
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a tool gives back."""
+
+    text: str
+    """For the model."""
+    ok: bool = True
+    data: Mapping[str, Any] | None = None
+    """Structured form, for programs."""
+
+
+Handler = Callable[[ToolContext, dict[str, Any]], Awaitable[ToolResult]]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool as registered."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """JSON schema of the arguments, an object."""
+    handler: Handler
+    toolset: str
+    parallel: bool = False
+    """May run beside other parallel tools of the same turn."""
+    needs_sandbox: bool = True
+    max_chars: int = 100_000
+    """Characters of the result that the model sees."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The OpenAI function schema."""
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": self.parameters,
+            },
+        }

@@ -1,0 +1,279 @@
+"""The record of a rollout, and the one function that makes it: `fold(events)`, live and in
+recovery.
+
+`Trajectory` has the columns of DESIGN 5.4 in their order; `hermes_rl.store.schema` declares the
+same in
+Arrow, and a test holds the two together. JSON columns are JSON text here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from hermes_rl import events as ev
+from hermes_rl.errors import CAUSES, ENDINGS, end_reason_of
+from hermes_rl.identity import trajectory_id
+from hermes_rl.messages import AssistantMessage, Message, ToolMessage, to_openai
+from hermes_rl.record import (
+    Call,
+    Context,
+    MessageInfo,
+    SandboxRecord,
+    Timing,
+    ToolStat,
+    Trajectory,
+)
+from hermes_rl.usage import Usage, total_usage
+
+_encode = msgspec.json.Encoder().encode
+
+
+def fold(events: Iterable[ev.Event], *, lost: str | None = None, at: float = 0.0) -> Trajectory:
+    """The row of one attempt.
+
+    Args:
+        events: the attempt's events in order; the first is `Begun`.
+        lost: the cause to record when the attempt has no `Ended` (`worker_lost`, `driver_lost`).
+        at: Unix time in seconds at which the loss was noticed.
+
+    Raises: ValueError when the first event is not `Begun`, or the end is missing and `lost` is
+    None.
+    """
+    stream = list(events)
+    if not stream or not isinstance(stream[0], ev.Begun):
+        raise ValueError("an attempt's first event must be 'begun'")
+    ends = [e for e in stream if isinstance(e, ev.Ended)]
+    if not ends:
+        if lost is None:
+            raise ValueError("an attempt without an end needs the cause of its loss")
+        ends = [ev.Ended(finished_at=at, end_reason="error", cause=lost, error=f"{lost}: killed")]
+    return _Fold(stream, stream[0], ends[-1]).row()
+
+
+def call_bounds(events: Iterable[ev.Event]) -> dict[str, float]:
+    """Upper bounds on what calls without a known usage may have cost, as metrics; empty without
+    such."""
+    known = {e.call_id for e in events if isinstance(e, ev.CallEnded) and _settled(e)}
+    open_calls = [e for e in events if isinstance(e, ev.CallStarted) and e.call_id not in known]
+    if not open_calls:
+        return {}
+    bounds = {"unknown_input_tokens_max": sum(e.max_input_tokens or 0 for e in open_calls)}
+    if all(e.max_output_tokens is not None for e in open_calls):
+        bounds["unknown_output_tokens_max"] = sum(e.max_output_tokens or 0 for e in open_calls)
+    return {k: float(v) for k, v in bounds.items()}
+
+
+def _settled(end: ev.CallEnded) -> bool:
+    return end.outcome == "refused" or (
+        end.usage is not None and end.usage.total_tokens is not None
+    )
+
+
+def _micros(seconds: float) -> int:
+    return round(seconds * 1_000_000)
+
+
+class _Fold:
+    """One pass over an attempt's events; each method makes some columns."""
+
+    def __init__(self, stream: list[ev.Event], begun: ev.Begun, ended: ev.Ended) -> None:
+        self.stream, self.begun, self.ended = stream, begun, ended
+        self.added = [e for e in stream if isinstance(e, ev.MessageAdded)]
+        self.starts = [e for e in stream if isinstance(e, ev.CallStarted)]
+        self.ends = {e.call_id: e for e in stream if isinstance(e, ev.CallEnded)}
+
+    def row(self) -> Trajectory:
+        begun, ended = self.begun, self.ended
+        cause = ended.cause
+        own_id = trajectory_id(begun.key.unit_id, begun.key.epoch, begun.key.attempt)
+        columns = {
+            **self._ending(cause),
+            **self._conversation(),
+            **self._books(),
+            **self._tools(),
+            **self._surroundings(),
+        }
+        return Trajectory(
+            **columns,
+            task_id=begun.task_id,
+            repeat=begun.repeat,
+            prompt=begun.prompt,
+            timing=self._timing(),
+            error=ended.error,
+            cause=cause,
+            images=[],
+            model=begun.model,
+            api_mode=begun.api_mode,
+            endpoint=begun.endpoint,
+            toolsets=list(begun.toolsets),
+            sampling=_json(begun.sampling),
+            seed=begun.seed,
+            started_at=_micros(begun.started_at),
+            finished_at=_micros(ended.finished_at),
+            split=begun.split,
+            env_name=begun.env_name,
+            metadata=_json(begun.metadata),
+            trajectory_id=own_id,
+            unit_id=begun.key.unit_id,
+            group_id=begun.group_id,
+            member=begun.member,
+            attempt=begun.key.attempt,
+            run_id=begun.run_id,
+            task_hash=begun.task_hash,
+            config_hash=begun.config_hash,
+            row_index=begun.row_index,
+            root_trajectory_id=own_id,
+            parent_trajectory_id=None,
+            parent_call_id=None,
+            prompt_sha256=begun.prompt_sha256,
+        )
+
+    def _ending(self, cause: str | None) -> dict[str, Any]:
+        reason = self.ended.end_reason if cause is None else end_reason_of(cause)
+        graded = [e for e in self.stream if isinstance(e, ev.Graded)]
+        last = graded[-1] if graded and cause is None else None
+        owner = "policy" if cause is None else CAUSES[cause].owner
+        ok = cause is None
+        metrics = {**call_bounds(self.stream), **self.ended.metrics}
+        return {
+            "status": "ok" if ok else ("cancelled" if owner == "operator" else "failed"),
+            "end_reason": reason,
+            "truncated": ok and ENDINGS[reason].truncated,
+            "owner": owner,
+            "reward": last.reward if last else None,
+            "rewards": list(last.rewards) if last else [],
+            "metrics": {**metrics, **(last.metrics if last else {})},
+        }
+
+    def _conversation(self) -> dict[str, Any]:
+        final = [e.message for e in self.added if isinstance(e.message, AssistantMessage)]
+        contexts = [
+            Context(start=e.start, kept=e.kept, summary_index=e.summary_index, reason=e.reason)
+            for e in self.stream
+            if isinstance(e, ev.ContextStarted)
+        ]
+        return {
+            "turns": len({e.turn for e in self.starts if e.purpose == "agent"}),
+            "final_response": final[-1].content if final else None,
+            "messages": [_json(to_openai(e.message, parsed_arguments=True)) for e in self.added],
+            "message_info": [_info(e) for e in self.added],
+            "contexts": contexts or [Context(start=0, kept=[], summary_index=None, reason="")],
+        }
+
+    def _books(self) -> dict[str, Any]:
+        calls = [_call(s, self.ends.get(s.call_id)) for s in self.starts]
+        ends = list(self.ends.values())
+        reported = [e.usage for e in ends if e.usage is not None]
+        unknown = len(self.starts) - sum(_settled(e) for e in ends)
+        spending = [e for e in ends if e.outcome != "refused"]
+        unpriced = len(self.starts) - (len(ends) - len(spending))
+        unpriced -= sum(e.cost_usd is not None for e in spending)
+        costs = [e.cost_usd for e in spending if e.cost_usd is not None]
+        return {
+            "calls": calls,
+            "usage": total_usage(reported, unknown_calls=unknown),
+            "cost_usd": None if unpriced else float(sum(costs)),
+            "unpriced_calls": unpriced,
+            "served_models": sorted({e.served_model for e in ends if e.served_model}),
+        }
+
+    def _tools(self) -> dict[str, Any]:
+        offered = [e.tools for e in self.stream if isinstance(e, ev.ToolsOffered)]
+        results = [e for e in self.added if isinstance(e.message, ToolMessage)]
+        stats: dict[str, list[ev.MessageAdded]] = {}
+        for e in results:
+            stats.setdefault(_tool_name(e.message) or "", []).append(e)
+        return {
+            "tools": _json(offered[-1] if offered else []),
+            "tool_call_count": len(results),
+            "tool_stats": [_stat(tool, used) for tool, used in sorted(stats.items())],
+        }
+
+    def _timing(self) -> Timing:
+        leased = [e.seconds for e in self.stream if isinstance(e, ev.SandboxLeased)]
+        return Timing(
+            queued_s=self.begun.queued_s,
+            sandbox_s=sum(leased),
+            model_s=sum(e.latency_s for e in self.ends.values()),
+            tool_s=sum(e.seconds or 0.0 for e in self.added),
+            waiting_s=sum(e.seconds for e in self.stream if isinstance(e, ev.Waited)),
+            verify_s=sum(e.seconds for e in self.stream if isinstance(e, ev.Graded)),
+            total_s=max(0.0, self.ended.finished_at - self.begun.started_at),
+        )
+
+    def _surroundings(self) -> dict[str, Any]:
+        leased = [e for e in self.stream if isinstance(e, ev.SandboxLeased)]
+        if not leased:
+            return {"sandbox": None}
+        e = leased[-1]
+        record = SandboxRecord(
+            backend=e.backend, image=e.image, digest=e.digest, limits=_json(e.limits)
+        )
+        return {"sandbox": record}
+
+
+def _json(value: Any) -> str:
+    return _encode(value).decode()
+
+
+def _tool_name(message: Message) -> str | None:
+    return message.name if isinstance(message, ToolMessage) else None
+
+
+def _info(e: ev.MessageAdded) -> MessageInfo:
+    message = e.message
+    raw_content, raw_arguments, details = None, None, None
+    if isinstance(message, AssistantMessage):
+        raw_content = message.raw_content
+        if message.tool_calls:
+            raw_arguments = [c.arguments for c in message.tool_calls]
+        if message.reasoning_details is not None:
+            details = _json(message.reasoning_details)
+    content = message.content
+    return MessageInfo(
+        role=message.__struct_config__.tag,  # type: ignore[arg-type]
+        turn=e.turn,
+        context=e.context,
+        synthetic=e.synthetic,
+        tool_name=_tool_name(message),
+        tool_ok=e.tool_ok,
+        chars=len(content) if isinstance(content, str) else len(_json(content)),
+        raw_content=raw_content,
+        raw_arguments=raw_arguments,
+        reasoning_details=details,
+    )
+
+
+def _stat(tool: str, used: list[ev.MessageAdded]) -> ToolStat:
+    ok = sum(e.tool_ok is not False for e in used)
+    seconds = sum(e.seconds or 0.0 for e in used)
+    return ToolStat(tool=tool, calls=len(used), ok=ok, errors=len(used) - ok, seconds=seconds)
+
+
+def _call(start: ev.CallStarted, end: ev.CallEnded | None) -> Call:
+    usage = (end.usage if end else None) or Usage()
+    return Call(
+        call_id=start.call_id,
+        turn=start.turn,
+        purpose=start.purpose,
+        agent=start.agent,
+        model=(end.served_model if end else None) or start.model,
+        finish_reason=end.finish_reason if end else None,
+        input_tokens=usage.input_tokens,
+        cache_read_tokens=usage.cache_read_tokens,
+        cache_write_tokens=usage.cache_write_tokens,
+        output_tokens=usage.output_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
+        cost_usd=end.cost_usd if end else None,
+        latency_s=end.latency_s if end else None,
+        retries=end.retries if end else 0,
+        request_id=end.request_id if end else None,
+        outcome=end.outcome if end else "unknown",
+        error=end.error if end else None,
+        started_at=_micros(start.started_at),
+        policy_version=end.policy_version if end else None,
+        usage_raw=end.usage_raw if end else None,
+    )
