@@ -1,0 +1,57 @@
+# `make` lists the targets. Each one makes its own virtual environment ready first; that is quick when nothing changed.
+
+PYTHON ?= python3
+export PYTHON
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+CONSUMERS := .venv-consumers
+# torch stands outside the hashed locks: scripts/lock.sh says why. For another build or index:
+# make test-consumers TORCH='torch==2.13.0 --index-url ...'
+TORCH ?= torch==2.13.0
+
+# Taken from make's command line only: a MODEL in the environment is nobody's wish to send it prompts.
+given = $(if $(filter command,$(firstword $(origin $(1)))),$(2) '$($(1))')
+DEMO_ARGS = $(call given,MODEL,--model) $(call given,BASE_URL,--base-url) $(call given,API_KEY_ENV,--api-key-env)
+CHAOS_ARGS = $(call given,N,--n) $(call given,SEED,--seed)
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench chaos test-consumers lock clean demo-venv dev-venv
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: demo-venv ## the whole product on ten small tasks (MODEL=... BASE_URL=... [API_KEY_ENV=...] for your own model)
+	@$(VENV)/bin/hermes-rl demo $(DEMO_ARGS)
+
+test: dev-venv ## all tests (PYTEST_ARGS='-k journal' for some)
+	@$(RUN) -m pytest $(PYTEST_ARGS)
+
+lint: dev-venv ## ruff, formatting and strict types
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m mypy
+
+bench: dev-venv ## the numbers of the README, measured beside bare loops
+	@$(RUN) tests/bench/run.py
+
+chaos: dev-venv ## kill a run at random moments and check its books (N=200 SEED=1)
+	@$(RUN) tests/chaos/run.py $(CHAOS_ARGS)
+
+test-consumers: dev-venv ## our Parquet read by TRL, in an environment of its own
+	@bash scripts/venv.sh $(CONSUMERS) locks/consumers.txt $(TORCH)
+	@$(CONSUMERS)/bin/python -m pytest -c tests/consumers/pytest.ini tests/consumers --producer=$(CURDIR)/$(RUN) $(PYTEST_ARGS)
+
+lock: ## write the lock files anew from pyproject.toml (newest versions: scripts/lock.sh --upgrade)
+	@bash scripts/lock.sh
+
+clean: ## remove the virtual environments, caches and build output; runs/ is kept
+	@rm -rf .venv .venv-consumers .make .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	@find hermes_rl batch_runner environments tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+demo-venv:
+	@bash scripts/venv.sh $(VENV) locks/demo.txt --editable
+
+dev-venv:
+	@bash scripts/venv.sh $(VENV) locks/dev.txt --editable
