@@ -28,11 +28,15 @@ class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     repeat: int
     row_index: int
-    task: Task
+    task_id: str
+    task: Task | None
+    """None for a bad row; `bad_row` then says what is wrong with it."""
     task_hash: str
     seed: int
     enqueued_at: float = 0.0
     """Unix time, seconds."""
+    bad_row: str | None = None
+    """Place and fault: `my.jsonl:17: 'prompt' is empty`."""
     alone: bool = False
     """Runs in a worker of its own: earlier workers died under this unit."""
 

@@ -17,15 +17,13 @@ from hermes_rl.errors import TaskFault
 from hermes_rl.identity import canonical, digest
 from hermes_rl.messages import Message, UserMessage, conversation_from_openai, text_of
 
-FIELDS = frozenset(
-    ("prompt", "id", "system", "image", "cwd", "files", "setup", "verify", "oracle")
-    + ("requires", "toolsets", "distribution", "limits", "repeats")
-)
-"""The columns of a task row that have a meaning of their own; all others travel in `metadata`."""
-
-_SCRIPTS = ("setup", "oracle")
 _TEXTS = ("id", "system", "image", "cwd", "setup", "oracle", "distribution")
 _LISTS = ("requires", "toolsets")
+_SCRIPTS = ("setup", "oracle")
+
+FIELDS = frozenset(("prompt", "files", "verify", "limits", "repeats", *_TEXTS, *_LISTS))
+"""The columns of a task row that have a meaning of their own; all others travel in `metadata`."""
+
 _VERIFY_KEYS = ("script", "files", "timeout_s", "image", "score")
 _LIMIT_KEYS = ("max_turns", "max_tokens", "max_seconds", "wall_seconds")
 

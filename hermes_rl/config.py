@@ -1,0 +1,255 @@
+"""What people write: strict pydantic. Unknown keys are refused, and errors name the place.
+
+`model`, `agent` and `sandbox` are the run's identity; `dataset`, `endpoint` and `run` are not
+(DESIGN 5.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+from hermes_rl.errors import UserError
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Preset = Literal["interactive", "datagen", "rl"]
+ApiMode = Literal["chat_completions", "codex_responses", "anthropic_messages"]
+
+PLAYED_MODELS = ("oracle", "noop")
+"""Models that are played by the harness: no endpoint, no tokens."""
+
+LOCAL_MODELS = ("local", "local-tiny")
+"""Embedded models: served from this machine, for trying the machinery."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+class DatasetSection(_Section):
+    """Which units."""
+
+    path: str
+    """A file, a folder, a Hugging Face dataset name, or a bundled name (`smoke`, `terminal_tasks`).
+    """
+    map: dict[str, str] = {}
+    """Our column name -> the dataset's."""
+    limit: Positive | None = None
+    """Only the first rows."""
+    repeats: Positive = 1
+    """Units per row, unless the row says otherwise."""
+
+
+class ModelSection(_Section):
+    """Identity: who answers, and how it is sampled."""
+
+    name: str
+    mix: dict[str, float] | None = None
+    """Models and weights, drawn per unit. Reserved: refused until model mixes exist."""
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_tokens: Positive | None = None
+    """Output tokens per call."""
+    reasoning: str | None = None
+    """Reasoning effort, as the provider spells it."""
+
+
+class LimitsSection(_Section):
+    """Bounds of one attempt. Identity."""
+
+    max_turns: Positive = 30
+    max_tokens: Positive | None = None
+    """Input and output tokens of all calls together."""
+    max_seconds: Seconds = 1800.0
+    """Active time: tools and sandbox."""
+    wall_seconds: Seconds = 14400.0
+    """All time; reaching it ends the attempt as `stalled`, which is infrastructure's."""
+
+
+class AgentSection(_Section):
+    """Identity: how the agent behaves."""
+
+    preset: Preset = "datagen"
+    toolsets: tuple[str, ...] | None = None
+    """Named toolsets; None is `terminal` and `file`."""
+    distribution: str | None = None
+    """A named distribution that toolsets are drawn from, per unit."""
+    system_prompt: str | None = None
+    """Replaces the preset's system prompt; `@FILE` reads it from a file."""
+    limits: LimitsSection = LimitsSection()
+    seed: int = 0
+
+
+class SandboxSection(_Section):
+    """Identity: where commands run."""
+
+    backend: Literal["bubblewrap", "none"] = "bubblewrap"
+    image: str | None = None
+    network: bool = False
+
+
+class EndpointSection(_Section):
+    """Where the model is; not identity."""
+
+    base_url: str | None = None
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the key."""
+    api_mode: ApiMode | None = None
+    transport: Literal["http", "sdk"] = "http"
+    stream: bool = False
+    model_path: str | None = None
+    """Weights file for the embedded model."""
+    fallbacks: tuple[str, ...] = ()
+    """Reserved: refused until fallback chains exist."""
+    outage_seconds: Seconds = 1800.0
+    """How long one call keeps trying through an outage."""
+    first_byte_seconds: Seconds = 600.0
+    """How long a request waits for the first byte of its answer."""
+
+
+class RunSection(_Section):
+    """How the run is carried out; not identity."""
+
+    out: str | None = None
+    """Run directory; None is `runs/<dataset>-<model>`."""
+    workers: Annotated[int, Field(ge=0)] | None = None
+    """Ray workers; 0 runs in this process without Ray; None decides by cores and concurrency."""
+    concurrency: Positive | None = None
+    """Rollouts in flight over all workers; None is 64, or 4 with the embedded model."""
+    max_attempts: Positive = 3
+    retry_failed: bool = False
+    allow_unsandboxed: bool = False
+    budget_usd: Annotated[float, Field(gt=0)] | None = None
+    """Reserved: refused until prices exist."""
+    publish_every_s: Seconds = 300.0
+    lease_s: Seconds = 30.0
+    """How long a worker lives without hearing from its driver."""
+
+
+class RunConfig(_Section):
+    """Everything that `hermes-rl run` can be told."""
+
+    dataset: DatasetSection
+    model: ModelSection
+    agent: AgentSection = AgentSection()
+    sandbox: SandboxSection = SandboxSection()
+    endpoint: EndpointSection = EndpointSection()
+    run: RunSection = RunSection()
+
+
+class ModelConfig(_Section):
+    """A model for `AIAgent`, with its endpoint."""
+
+    name: str
+    base_url: str | None = None
+    api_key: SecretStr | None = None
+    api_key_env: str | None = None
+    api_mode: ApiMode | None = None
+    provider: str | None = None
+    transport: Literal["http", "sdk"] = "http"
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_tokens: Positive | None = None
+    reasoning: str | None = None
+
+
+def parse_config(data: Mapping[str, Any], place: str = "config") -> RunConfig:
+    """A configuration from plain data.
+
+    Args:
+        place: what the data came from, for the message.
+
+    Raises: UserError, one line: place, key and what is wrong with it.
+    """
+    try:
+        config = RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise UserError(f"{place}: {_first(error)}") from None
+    _refuse_reserved(config, place)
+    return config
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(p) for p in first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = ", ".join(_fields_at(first["loc"][:-1]))
+        return f"unknown key '{key}' (known here: {known})"
+    if first["type"] == "missing":
+        return f"'{key}' is missing"
+    return f"'{key}' {first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}"
+
+
+def _fields_at(path: Iterable[str | int]) -> list[str]:
+    section: type[BaseModel] = RunConfig
+    for name in path:
+        kind = section.model_fields[str(name)].annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            section = kind
+    return list(section.model_fields)
+
+
+def _refuse_reserved(config: RunConfig, place: str) -> None:
+    reserved = {
+        "model.mix": config.model.mix,
+        "endpoint.fallbacks": config.endpoint.fallbacks,
+        "run.budget_usd": config.run.budget_usd,
+    }
+    for key, value in reserved.items():
+        if value:
+            raise UserError(f"{place}: '{key}' is not available in this version; leave it out")
+    if config.sandbox.backend == "none" and not config.run.allow_unsandboxed:
+        raise UserError(
+            "--sandbox none runs the model's commands as you, on this machine. "
+            "Use the default sandbox, or add --allow-unsandboxed"
+        )
+
+
+def load_config(path: Path) -> dict[str, Any]:
+    """The plain data of a YAML file, for `parse_config`.
+
+    Raises: UserError when the file is absent, no YAML, or no mapping.
+    """
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}. Check --config") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise UserError(f"{path}{line}: not valid YAML. Mend that line") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: must hold sections such as 'dataset:' and 'model:'")
+    return data
+
+
+def set_key(data: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set `a.b.c` in nested plain data, making sections on the way."""
+    *sections, last = dotted.split(".")
+    for section in sections:
+        inner = data.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"--set {dotted}: '{section}' is not a section")
+        data = inner
+    data[last] = value
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """`a.b=c` of `--set`; the value is read as YAML. Raises: UserError."""
+    key, sign, value = text.partition("=")
+    if not sign or not key:
+        raise UserError(f"--set {text}: write --set section.key=value")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError:
+        return key, value
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The resolved configuration as YAML. Keys are stored by variable name, never by value."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

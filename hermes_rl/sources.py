@@ -1,0 +1,216 @@
+"""Where task rows come from: files, folders, Hugging Face datasets, bundled names, Python
+iterables.
+
+Every source is streamed; none is loaded whole. A source yields (row, place), or (error text, place)
+for a
+row that cannot be read, so that bad rows become failed units and never stop a run.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.resources
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hermes_rl.errors import UserError
+from hermes_rl.tasks import TaskRow, parse_rows
+
+BUNDLED = ("smoke", "terminal_tasks")
+"""Datasets that ship with the package."""
+
+Source = Iterator[tuple[Mapping[str, Any] | str, str]]
+
+_BATCH_ROWS = 256
+
+
+def read_tasks(
+    dataset: str | Iterable[Mapping[str, Any]],
+    *,
+    columns: Mapping[str, str] | None = None,
+    limit: int | None = None,
+) -> Iterator[TaskRow]:
+    """The rows of a dataset, lazily and in order.
+
+    Args:
+        dataset: a path, a bundled name, a Hugging Face name (`owner/name`, `name:config:split`), or
+            rows.
+        columns: renames, our name -> the dataset's.
+        limit: only this many rows.
+
+    Raises: UserError when there is no such dataset, or it is of no known kind.
+    """
+    source = _from_rows(dataset) if not isinstance(dataset, str) else _open(dataset)
+    for row in parse_rows(source, columns):
+        if limit is not None and row.index >= limit:
+            return
+        yield row
+
+
+def dataset_name(dataset: str) -> str:
+    """A short name for a run directory: `data/my.jsonl` -> `my`."""
+    return Path(dataset.partition(":")[0]).stem or "dataset"
+
+
+def _from_rows(rows: Iterable[Mapping[str, Any]]) -> Source:
+    for number, row in enumerate(rows):
+        if isinstance(row, Mapping):
+            yield row, f"row {number}"
+        else:
+            yield f"a row must be a mapping, not {type(row).__name__}", f"row {number}"
+
+
+def _open(dataset: str) -> Source:
+    path = Path(dataset).expanduser()
+    if dataset in BUNDLED and not path.exists():
+        return _jsonl(bundled_path(dataset))
+    if path.is_dir():
+        return _folder(path)
+    if path.is_file():
+        return _file(path)
+    if path.suffix or dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
+        raise UserError(f"{dataset}: no such file. Check the path (bundled: {', '.join(BUNDLED)})")
+    return _hub(dataset)
+
+
+def bundled_path(name: str) -> Path:
+    """The file of a bundled dataset, as installed or in a checkout. Raises: UserError."""
+    installed = importlib.resources.files("hermes_rl") / "data" / f"{name}.jsonl"
+    candidates = [Path(str(installed)), Path(__file__).parents[1] / "datasets" / f"{name}.jsonl"]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise UserError(f"the bundled dataset {name!r} is missing: reinstall hermes-rl")
+
+
+def _file(path: Path) -> Source:
+    readers = {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv}
+    readers[".parquet"] = _parquet
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        known = ", ".join(readers)
+        raise UserError(f"{path}: unknown kind of file. Use one of {known}")
+    return reader(path)
+
+
+def _jsonl(path: Path) -> Source:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            place = f"{path}:{number}"
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                yield f"not valid JSON: {error}", place
+                continue
+            yield (row if isinstance(row, dict) else "a row must be a JSON object"), place
+
+
+def _json(path: Path) -> Source:
+    try:
+        data = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path}: not valid JSON: {error}. For one object a line use .jsonl"
+        ) from None
+    if not isinstance(data, list):
+        raise UserError(f"{path}: must hold a list of rows. For one object a line use .jsonl")
+    for number, row in enumerate(data):
+        yield (row if isinstance(row, dict) else "a row must be a JSON object"), f"{path}[{number}]"
+
+
+def _csv(path: Path) -> Source:
+    with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as lines:
+        reader = csv.DictReader(lines)
+        for row in reader:
+            place = f"{path}:{reader.line_num}"
+            if None in row:
+                yield "more fields than columns", place
+                continue
+            yield {k: _csv_value(k, v) for k, v in row.items() if v not in (None, "")}, place
+
+
+_CSV_JSON = frozenset(("files", "verify", "requires", "toolsets", "limits", "repeats"))
+
+
+def _csv_value(column: str, text: str) -> Any:
+    """CSV holds only text: columns of another type are read as JSON where they parse."""
+    if column not in _CSV_JSON:
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _parquet(path: Path) -> Source:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(f"{path}: not a readable Parquet file: {error}") from None
+    with file:
+        number = 0
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+            for row in batch.to_pylist():
+                yield _plain(row), f"{path} row {number}"
+                number += 1
+
+
+def _folder(path: Path) -> Source:
+    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+        yield from _saved(path)
+        return
+    files = sorted(p for p in path.iterdir() if p.suffix in (".jsonl", ".json", ".csv", ".parquet"))
+    if not files:
+        raise UserError(f"{path}: holds no .jsonl, .json, .csv or .parquet file")
+    for file in files:
+        yield from _file(file)
+
+
+def _saved(path: Path) -> Source:
+    from datasets import DatasetDict, load_from_disk
+
+    data = load_from_disk(str(path))
+    if isinstance(data, DatasetDict):
+        names = ", ".join(data)
+        raise UserError(
+            f"{path}: holds the splits {names}; name one, such as {path}/{next(iter(data))}"
+        )
+    for number, row in enumerate(data):
+        yield _plain(row), f"{path} row {number}"
+
+
+def _hub(name: str) -> Source:
+    from datasets import load_dataset
+
+    repo, _, rest = name.partition(":")
+    config, _, split = rest.partition(":")
+    try:
+        data = load_dataset(repo, config or None, split=split or "train", streaming=True)
+    except Exception as error:  # a boundary: the hub's client raises many unrelated classes
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"{name}: no such file, no bundled dataset ({', '.join(BUNDLED)}), and no Hugging Face "
+            f"dataset that can be reached: {reason}"
+        ) from None
+    for number, row in enumerate(data):
+        yield _plain(row), f"{name} row {number}"
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns that Arrow filled with nulls count as absent, at every depth of objects."""
+    return {str(k): _without_nulls(v) for k, v in row.items() if v is not None}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [_without_nulls(v) for v in value]
+    return value
