@@ -82,7 +82,7 @@ CAUSES: dict[str, Consequence] = {
     "sandbox_died": _INFRA,
     "stalled": _INFRA,
     "tool": _INFRA,
-    "verifier": _INFRA,
+    "verifier": Consequence("infrastructure", retry=False),  # judged in three boxes already
     "worker_lost": _UNCOUNTED,  # counted apart: three lost workers give a unit up
     "driver_lost": _UNCOUNTED,
     "disk": _BREAKER,
