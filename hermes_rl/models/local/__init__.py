@@ -1,8 +1,30 @@
-"""The embedded models: tiny ones that run on any machine, for trying the machinery."""
+"""The embedded models: tiny ones that run on any machine, for trying the machinery.
+
+async with local_server("local") as endpoint:
+    ...  # an ordinary Chat Completions endpoint: endpoint.base_url, .api_key, .model
+"""
 
 from __future__ import annotations
 
-from hermes_rl.models.local.catalogue import find_weights, read_catalogue
+from hermes_rl.models.local.catalogue import LOCAL_MODELS, Weights, find_weights
+from hermes_rl.models.local.client import Endpoint, local_server
+from hermes_rl.models.local.fetching import WeightsUnavailable
 from hermes_rl.models.local.weights import ensure_weights
 
-__all__ = ["ensure_weights", "find_weights", "read_catalogue"]
+__all__ = [
+    "LOCAL_MODELS",
+    "Endpoint",
+    "Weights",
+    "WeightsUnavailable",
+    "ensure_weights",
+    "find_weights",
+    "local_server",
+]
+    "LOCAL_MODELS",
+    "Endpoint",
+    "Weights",
+    "WeightsUnavailable",
+    "ensure_weights",
+    "find_weights",
+    "local_server",
+]

@@ -12,6 +12,9 @@ from hermes_rl.errors import UserError
 
 _HERE = Path(__file__).parent
 
+LOCAL_MODELS = ("local", "local-tiny")
+"""Names of the embedded models; `find_weights` tells what each one is."""
+
 
 @dataclass(frozen=True)
 class Part:

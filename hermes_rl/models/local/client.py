@@ -1,0 +1,256 @@
+"""A share in the machine's one server of an embedded model: join it, or start it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import platform
+import signal
+import stat
+import sys
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+import hermes_rl
+from hermes_rl.errors import UserError
+from hermes_rl.models.local.catalogue import find_weights
+from hermes_rl.models.local.engine import EngineSettings, missing_extra
+from hermes_rl.models.local.fetching import Progress, silent
+from hermes_rl.models.local.holders import Hello, peer_of, short_path
+from hermes_rl.models.local.locks import try_lock
+from hermes_rl.models.local.settings import READY, TAKEN, ServerSettings
+from hermes_rl.models.local.weights import cache_folder, ensure_weights
+
+_START_S = 180.0
+"""The whole wait for a server: its start takes 2 s on an idle machine."""
+_ANSWER_S = 20.0
+"""A server that does not greet or is not healthy within this time counts as wedged."""
+_POLL_S = 0.1
+_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR")
+"""What a server gets to see of the environment: no keys."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the model answers, as any OpenAI-compatible endpoint does."""
+
+    base_url: str
+    api_key: str = field(repr=False)
+    model: str
+    description: str
+    """What the model is, honestly."""
+
+
+@contextlib.asynccontextmanager
+async def local_server(
+    name: str = "local",
+    *,
+    model_path: Path | None = None,
+    progress: Progress = silent,
+    env: Mapping[str, str] | None = None,
+    slots: int = 4,
+    context: int = 4096,
+) -> AsyncIterator[Endpoint]:
+    """Holds the machine's server of the embedded model `name`; the first holder starts it.
+
+    The server ends about two seconds after its last holder, also when that was killed.
+
+    Args:
+        name: a model of the catalogue.
+        model_path: a GGUF file to serve instead of the pinned weights.
+        progress: told about a download of the weights.
+        env: the environment; the process's own, read now, if not given.
+        slots: requests decoded side by side; more of them wait.
+        context: tokens of prompt and answer together, per request.
+
+    Raises:
+        UserError: no such model, no engine, or it cannot be started.
+        WeightsUnavailable: there are no weights to be had.
+    """
+    require_engine()
+    given = dict(os.environ) if env is None else env
+    weights = await ensure_weights(name, model_path=model_path, progress=progress, env=given)
+    engine = EngineSettings(
+        weights=weights, slots=slots, context=context, threads=threads_of_this_machine()
+    )
+    description = find_weights(name).description
+    if model_path is not None:
+        description = f"{weights.name}, a file given by the user"
+    settings = ServerSettings(
+        socket=_socket_for(name, engine, given), model=name, description=description, engine=engine
+    )
+    async with hold_server(settings, given) as endpoint:
+        yield endpoint
+
+
+def require_engine() -> None:
+    """Looks whether the engine is installed, without loading it.
+
+    Raises:
+        UserError: it is not.
+    """
+    from importlib.util import find_spec
+
+    if find_spec("xllamacpp") is None:
+        raise missing_extra()
+
+
+def threads_of_this_machine() -> int:
+    """All cores that this process may use but one, which the agents need."""
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+def runtime_folder(env: Mapping[str, str]) -> Path:
+    """The folder for sockets, which only this user can enter.
+
+    Raises:
+        UserError: it belongs to somebody else.
+    """
+    given = env.get("XDG_RUNTIME_DIR")
+    base = Path(given) / "hermes_rl" if given and Path(given).is_dir() else None
+    folder = base or cache_folder(env).parent / "run"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid != os.getuid():
+            raise UserError(f"{folder} belongs to another user; set XDG_RUNTIME_DIR to your own")
+        if stat.S_IMODE(status.st_mode) != 0o700:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise UserError(
+            f"cannot use {folder} for the local model's socket: {error.strerror}; "
+            "set XDG_RUNTIME_DIR to a folder of your own"
+        ) from error
+    return folder
+
+
+def _socket_for(name: str, engine: EngineSettings, env: Mapping[str, str]) -> Path:
+    """One place per machine, weights, shape and version of the server."""
+    status = engine.weights.stat()
+    identity = repr(
+        (platform.node(), hermes_rl.__version__, engine, status.st_size, status.st_mtime_ns)
+    )
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+    return runtime_folder(env) / f"{name}-{digest}.sock"
+
+
+@contextlib.asynccontextmanager
+async def hold_server(settings: ServerSettings, env: Mapping[str, str]) -> AsyncIterator[Endpoint]:
+    """Joins the server of these settings, or starts it; holds it until the exit.
+
+    Raises:
+        UserError: it cannot be started.
+    """
+    hello, pipe = await _obtain(settings, env)
+    try:
+        yield Endpoint(
+            base_url=hello.base_url,
+            api_key=hello.api_key,
+            model=hello.model,
+            description=hello.description,
+        )
+    finally:
+        pipe.close()
+
+
+Held = tuple[Hello, asyncio.StreamWriter]
+
+
+async def _obtain(settings: ServerSettings, env: Mapping[str, str]) -> Held:
+    lock = settings.socket.with_suffix(".starting")
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + _START_S
+    while loop.time() < deadline:
+        if held := await _join(settings.socket, end_if_wedged=False):
+            return held
+        with try_lock(lock) as ours:
+            if ours and (held := await _join(settings.socket, end_if_wedged=True)):
+                return held
+            if ours:
+                await _start(settings, env, deadline - loop.time())
+        await asyncio.sleep(_POLL_S)
+    raise UserError(
+        f"the local model's server was not ready after {_START_S:.0f} s; its log is "
+        f"{settings.socket.with_suffix('.log')}; end the process that holds {lock}, or try again"
+    )
+
+
+async def _join(socket: Path, *, end_if_wedged: bool) -> Held | None:
+    """A pipe to the running server; None if there is none or it is not well."""
+    try:
+        with short_path(socket) as address:
+            reader, writer = await asyncio.open_unix_connection(address)
+    except OSError:
+        return None
+    pid, _ = peer_of(writer.get_extra_info("socket"))
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            line = await reader.readline()
+            hello = msgspec.json.decode(line, type=Hello) if line else None
+            if hello is not None and await _is_healthy(hello):
+                return hello, writer
+    except (TimeoutError, ConnectionError, msgspec.DecodeError):
+        hello = None
+    except asyncio.CancelledError:
+        writer.close()
+        raise
+    if end_if_wedged and not reader.at_eof():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # our own server, by the kernel's word
+    writer.close()
+    return None
+
+
+async def _is_healthy(hello: Hello) -> bool:
+    import aiohttp
+
+    url = hello.base_url.removesuffix("/v1") + "/health"
+    headers = {"Authorization": f"Bearer {hello.api_key}"}
+    try:
+        async with aiohttp.ClientSession(headers=headers) as session, session.get(url) as response:
+            return response.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+async def _start(settings: ServerSettings, env: Mapping[str, str], patience_s: float) -> None:
+    """Starts the server process and waits until it is ready or has given up.
+
+    Raises:
+        UserError: it has given up, or takes too long.
+    """
+    log_path = settings.socket.with_suffix(".log")
+    root = Path(hermes_rl.__file__).resolve().parents[1]
+    child_env = {name: env[name] for name in _PASSED_ON if name in env}
+    log = await asyncio.to_thread(log_path.open, "wb")
+    with log:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "hermes_rl.models.local.server", *settings.arguments()),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            cwd=root,
+            env=child_env,
+            start_new_session=True,
+        )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(patience_s):
+            said = await process.stdout.read()
+    except TimeoutError:
+        said = b"it did not become ready in time"
+    await process.wait()
+    reason = said.decode(errors="replace").strip()
+    if reason not in (READY, TAKEN):
+        reason = reason or _last_line(log_path) or "it ended without a word"
+        raise UserError(f"the local model cannot be started: {reason} (log: {log_path})")
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else ""
