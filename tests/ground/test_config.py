@@ -1,0 +1,62 @@
+"""Configuration: unknown keys are refused, and every message names place and mend."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hermes_rl.config import load_config, parse_assignment, parse_config, set_key, to_yaml
+from hermes_rl.errors import UserError
+
+GOOD: dict[str, Any] = {"dataset": {"path": "x.jsonl"}, "model": {"name": "m"}}
+
+
+def test_the_resolved_configuration_reads_back() -> None:
+    config = parse_config({**GOOD, "agent": {"limits": {"max_turns": 3}}})
+    assert parse_config(yaml.safe_load(to_yaml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"modle": {}}, "unknown key 'modle'"),
+        ({"model": {"name": "m", "temprature": 1}}, "unknown key 'model.temprature'"),
+        ({"agent": {"limits": {"turns": 1}}}, "known here: max_turns"),
+        ({"model": {}}, "'model.name' is missing"),
+        ({"model": {"name": "m", "temperature": -1}}, "'model.temperature'"),
+        ({"model": {"name": "m", "mix": {"a": 1}}}, "not available in this version"),
+        ({"sandbox": {"backend": "none"}}, "--allow-unsandboxed"),
+    ],
+)
+def test_mistakes_are_one_line(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_config({**GOOD, **change}, "my.yaml")
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_set_makes_sections_and_reads_values_as_yaml() -> None:
+    data: dict[str, Any] = {}
+    for text in ("model.temperature=0.5", "agent.toolsets=[terminal]", "run.retry_failed=true"):
+        set_key(data, *parse_assignment(text))
+    assert data == {
+        "model": {"temperature": 0.5},
+        "agent": {"toolsets": ["terminal"]},
+        "run": {"retry_failed": True},
+    }
+    with pytest.raises(UserError, match=r"section\.key=value"):
+        parse_assignment("model.temperature")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("a: [", "not valid YAML"), ("- 1", "must hold sections")],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=says):
+        load_config(path)
+    with pytest.raises(UserError, match="Check --config"):
+        load_config(tmp_path / "absent.yaml")

@@ -1,0 +1,141 @@
+"""Task rows: read lazily from every input; a bad row names its place and stops nothing."""
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hermes_rl.errors import UserError
+from hermes_rl.sources import dataset_name, read_tasks
+from hermes_rl.tasks import parse_row
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "one", "id": "a", "verify": "true", "level": 1},
+    {"prompt": "two", "files": {"x.txt": "hello"}, "requires": ["git"]},
+    {"prompt": [{"role": "user", "content": "three"}]},
+]
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+def test_all_inputs_give_the_same_tasks(tmp_path: Path) -> None:
+    import datasets
+
+    jsonl = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    as_json = tmp_path / "b.json"
+    as_json.write_text(json.dumps(ROWS))
+    # Arrow wants one type a column, so the list prompt is left out of the columnar inputs.
+    columns = dict.fromkeys(k for row in ROWS[:2] for k in row)
+    flat = [{**columns, **row} for row in ROWS[:2]]
+    pq.write_table(pa.Table.from_pylist(flat), tmp_path / "c.parquet")
+    datasets.Dataset.from_list(flat).save_to_disk(str(tmp_path / "saved"))
+    expected = [r.task_hash for r in read_tasks(ROWS)]
+    assert [r.task_hash for r in read_tasks(str(jsonl))] == expected
+    assert [r.task_hash for r in read_tasks(str(as_json))] == expected
+    assert [r.task_hash for r in read_tasks(str(tmp_path / "c.parquet"))] == expected[:2]
+    assert [r.task_hash for r in read_tasks(str(tmp_path / "saved"))] == expected[:2]
+    assert all(r.task is not None for r in read_tasks(ROWS))
+
+
+def test_csv_reads_json_columns(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text('question,requires,repeats\n"say ""hi""","[""git""]",2\n')
+    (row,) = read_tasks(str(path), columns={"prompt": "question"})
+    assert row.task is not None
+    assert row.task.prompt_text == 'say "hi"'
+    assert row.task.requires == ("git",)
+    assert row.repeats == 2
+
+
+def test_sources_are_streamed() -> None:
+    def endless() -> Iterator[dict[str, str]]:
+        number = 0
+        while True:
+            yield {"prompt": f"task {number}"}
+            number += 1
+
+    rows = list(read_tasks(endless(), limit=3))
+    assert [r.index for r in rows] == [0, 1, 2]
+
+
+def test_a_bad_row_is_reported_with_its_place_and_stops_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "my.jsonl"
+    path.write_text('{"prompt": "fine"}\n{"broken\n\n{"question": "q"}\n[1]\n{"prompt": "last"}\n')
+    rows = list(read_tasks(str(path)))
+    assert [r.task is not None for r in rows] == [True, False, False, False, True]
+    assert rows[1].place == f"{path}:2"
+    assert "not valid JSON" in (rows[1].error or "")
+    assert rows[2].place == f"{path}:4"
+    assert rows[2].error == "no column 'prompt' (found: question). Try --map prompt=COLUMN"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"prompt": ""}, "'prompt' is empty"),
+        ({"prompt": 3}, "'prompt' must be text"),
+        ({"prompt": [{"role": "robot", "content": "x"}]}, "role 'robot'"),
+        ({"prompt": [{"role": "assistant", "content": "x"}]}, "end with a user message"),
+        ({"files": {"../up": "x"}}, "inside the workspace"),
+        ({"files": {"a": {"base64": "!"}}}, "not valid base64"),
+        ({"files": ["a"]}, "'files' must be an object"),
+        ({"verify": {"scirpt": "x"}}, "'script'"),
+        ({"verify": {"script": "x", "timeuot": 3}}, "unknown key 'timeuot'"),
+        ({"verify": {"script": "x", "timeout_s": -1}}, "timeout_s"),
+        ({"requires": "git"}, "'requires' must be a list"),
+        ({"repeats": 0}, "'repeats'"),
+        ({"limits": {"turns": 3}}, "unknown key 'turns'"),
+        ({"setup": 4}, "'setup' must be text"),
+    ],
+)
+def test_what_is_wrong_is_said(change: dict[str, Any], says: str) -> None:
+    row = parse_row({"prompt": "p", **change}, 0, "here")
+    assert row.task is None
+    assert says in (row.error or "")
+
+
+def test_files_and_metadata_are_kept_exactly() -> None:
+    blob = bytes(range(256))
+    given = {
+        "prompt": "p",
+        "files": {"bin": {"base64": base64.b64encode(blob).decode()}, "ü.txt": "grüße"},
+        "level": 2.0,
+        "nested": {"a": [1, None]},
+    }
+    task = parse_row(given, 0, "here").task
+    assert task is not None
+    assert task.files == {"bin": blob, "ü.txt": "grüße".encode()}
+    assert task.metadata == {"level": 2, "nested": {"a": [1, None]}}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("absent.jsonl", "no such file"),
+        ("./absent", "no such file"),
+    ],
+)
+def test_a_missing_dataset_names_the_mend(name: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        list(read_tasks(name))
+
+
+def test_an_unknown_kind_of_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.xlsx"
+    path.write_bytes(b"x")
+    with pytest.raises(UserError, match="unknown kind of file"):
+        list(read_tasks(str(path)))
+
+
+def test_names_for_run_directories() -> None:
+    assert dataset_name("data/my.jsonl") == "my"
+    assert dataset_name("smoke") == "smoke"
+    assert dataset_name("openai/gsm8k:main:test") == "gsm8k"

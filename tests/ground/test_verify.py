@@ -1,0 +1,44 @@
+"""What a grading box's end means."""
+
+import pytest
+
+from hermes_rl.errors import VerifierFault
+from hermes_rl.sandboxes.base import GradingResult
+from hermes_rl.verify import judge
+
+
+def box(exit_code: int = 0, report: bytes = b"", **more: bool) -> GradingResult:
+    timed_out = more.get("timed_out", False)
+    return GradingResult(
+        exit_code=exit_code, timed_out=timed_out, output="reward=1.0\n", report=report
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "score", "reward"),
+    [
+        (box(0), False, 1.0),
+        (box(1), False, 0.0),
+        (box(0, timed_out=True), False, 0.0),
+        (box(0, b"reward=0.25\n"), True, 0.25),
+        (box(1, b"reward=0.25\n"), True, 0.25),
+        (box(1), True, 0.0),
+        (box(0, b"reward=1\n", timed_out=True), True, 0.0),
+    ],
+)
+def test_rewards(result: GradingResult, score: bool, reward: float) -> None:
+    assert judge(result, score=score) == reward
+
+
+@pytest.mark.parametrize(
+    "report",
+    [b"", b"reward=nan", b"reward=inf", b"reward=x", b"1.0", b"reward=1\nreward=1", b"\xff"],
+)
+def test_a_report_that_is_none_is_the_verifiers_fault(report: bytes) -> None:
+    with pytest.raises(VerifierFault):
+        judge(box(0, report), score=True)
+
+
+def test_the_verifier_may_decline() -> None:
+    with pytest.raises(VerifierFault, match="cannot judge: no display"):
+        judge(box(0, b"cannot-judge=no display\n"), score=True)
