@@ -20,11 +20,3 @@ __all__ = [
     "find_weights",
     "local_server",
 ]
-    "LOCAL_MODELS",
-    "Endpoint",
-    "Weights",
-    "WeightsUnavailable",
-    "ensure_weights",
-    "find_weights",
-    "local_server",
-]
