@@ -1,0 +1,78 @@
+"""What one run says about its model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hermes_rl.evals.statistics import Interval, bootstrap
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from hermes_rl.store.reader import Run
+
+SOLVED = 1.0
+"""The reward from which a task counts as solved."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of one run. Infrastructure failures are counted apart and in no score."""
+
+    name: str
+    tasks: int
+    """Tasks with at least one graded unit."""
+    units: int
+    """Graded units."""
+    solved: Interval
+    """Share of units solved, averaged per task, then over tasks."""
+    reward: Interval
+    """Mean reward, averaged per task, then over tasks."""
+    failed_attempts: int
+    """Attempts that ended without a verdict: infrastructure, task or operator."""
+    per_task: pd.DataFrame
+    """task_id, units, solved (share), reward (mean), turns (mean)."""
+    failures: pd.DataFrame
+    """task_id, owner, cause, error: one row per such attempt."""
+
+    def __str__(self) -> str:
+        low, high = f"{self.solved.low:.0%}", f"{self.solved.high:.0%}"
+        return (
+            f"{self.name}: solved {self.solved.mean:.0%} (95 % interval {low} to {high}) over "
+            f"{self.tasks} tasks, {self.units} units; {self.failed_attempts} attempts left out"
+        )
+
+
+def summary(run: Run) -> Summary:
+    """The figures of a run, with the task as the sampling unit.
+
+    Args:
+        run: as `hermes_rl.load_run` gives it.
+    """
+    per_task = task_scores(run.trajectories)
+    failed = run.failures
+    return Summary(
+        name=run.path.name,
+        tasks=len(per_task),
+        units=int(per_task["units"].sum()) if len(per_task) else 0,
+        solved=bootstrap(per_task["solved"].tolist()),
+        reward=bootstrap(per_task["reward"].tolist()),
+        failed_attempts=len(failed),
+        per_task=per_task,
+        failures=failed[["task_id", "owner", "cause", "error"]].reset_index(drop=True),
+    )
+
+
+def task_scores(trajectories: pd.DataFrame) -> pd.DataFrame:
+    """One row per task: its graded units, the share of them solved, mean reward and mean turns."""
+    graded = trajectories[trajectories["reward"].notna()]
+    graded = graded.assign(solved=(graded["reward"] >= SOLVED).astype(float))
+    groups = graded.groupby(["task_id", "task_hash"], sort=True)
+    scores = groups.agg(
+        units=("reward", "size"),
+        solved=("solved", "mean"),
+        reward=("reward", "mean"),
+        turns=("turns", "mean"),
+    )
+    return scores.reset_index()

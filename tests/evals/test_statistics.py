@@ -1,0 +1,85 @@
+"""Intervals that cover, pairs that are paired, infrastructure that is in no score."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from hermes_rl.errors import UserError
+from hermes_rl.evals import bootstrap, compare, summary
+
+
+@dataclass
+class Frames:
+    """The part of a run that statistics read."""
+
+    path: Path
+    trajectories: pd.DataFrame
+    failures: pd.DataFrame
+
+
+def run(name: str, rewards: dict[str, list[float | None]], failed: int = 0) -> Frames:
+    rows = [
+        {"task_id": task, "task_hash": f"h-{task}", "reward": reward, "turns": 2}
+        for task, given in rewards.items()
+        for reward in given
+    ]
+    failure = {"task_id": "x", "owner": "infrastructure", "cause": "rate_limit", "error": "429"}
+    columns = ["task_id", "owner", "cause", "error"]
+    return Frames(
+        path=Path(name),
+        trajectories=pd.DataFrame(rows),
+        failures=pd.DataFrame([failure] * failed, columns=columns),
+    )
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+    random = np.random.default_rng(7)
+    hits = 0
+    for trial in range(300):
+        data = random.random(60) < 0.4
+        _, low, high = bootstrap(data.astype(float).tolist(), seed=trial)
+        hits += low <= 0.4 <= high
+    assert 0.91 <= hits / 300 <= 0.98
+
+
+def test_few_tasks_give_no_false_bounds() -> None:
+    assert np.isnan(bootstrap([]).mean)
+    one = bootstrap([1.0])
+    assert one.mean == 1.0
+    assert np.isnan(one.low)
+
+
+def test_the_task_is_the_sampling_unit() -> None:
+    # 100 repeats of one task are one observation: they must not outvote the other task.
+    result = summary(run("r", {"a": [1.0] * 100, "b": [0.0]}))
+    assert result.solved.mean == 0.5
+    assert (result.tasks, result.units) == (2, 101)
+
+
+def test_infrastructure_failures_are_left_out_and_counted() -> None:
+    result = summary(run("r", {"a": [1.0, None], "b": [0.5]}, failed=3))
+    assert result.solved.mean == 0.5
+    assert result.reward.mean == 0.75
+    assert result.failed_attempts == 3
+    assert set(result.failures["cause"]) == {"rate_limit"}
+
+
+def test_a_paired_difference_sees_what_unpaired_means_would_not() -> None:
+    a = run("a", {f"t{i}": [float(i % 2)] for i in range(40)})
+    b = run("b", {f"t{i}": [1.0 if i % 4 == 0 else float(i % 2)] for i in range(40)})
+    result = compare(a, b)
+    assert result.difference.mean == pytest.approx(0.25)
+    assert result.verdict == "b"
+    assert compare(b, a).verdict == "a"
+    assert compare(a, a).verdict == "undecided"
+
+
+def test_only_common_tasks_are_compared() -> None:
+    a, b = run("a", {"x": [1.0], "y": [1.0]}), run("b", {"y": [0.0], "z": [1.0]})
+    result = compare(a, b)
+    assert (result.tasks, result.only_a, result.only_b) == (1, ["x"], ["z"])
+    with pytest.raises(UserError, match="no graded task in common"):
+        compare(a, run("c", {"q": [1.0]}))
