@@ -68,3 +68,34 @@ class Tool:
                 "parameters": self.parameters,
             },
         }
+
+
+def tool(
+    *,
+    name: str,
+    description: str,
+    parameters: dict[str, Any],
+    toolset: str,
+    parallel: bool = False,
+    max_chars: int = 100_000,
+) -> Callable[[Handler], Tool]:
+    """Make a `Tool` of an async handler that works in the sandbox; `registry` lists it by name.
+
+    Args:
+        parameters: JSON schema of the arguments.
+        parallel: may run beside other parallel tools of the same turn.
+        max_chars: characters of the result that the model sees.
+    """
+
+    def make(handler: Handler) -> Tool:
+        return Tool(
+            name=name,
+            description=description,
+            parameters=parameters,
+            handler=handler,
+            toolset=toolset,
+            parallel=parallel,
+            max_chars=max_chars,
+        )
+
+    return make

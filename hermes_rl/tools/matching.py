@@ -1,0 +1,247 @@
+"""Find the text that a model means to replace, also when its copy is not exact.
+
+Strategies are tried from strict to tolerant; the first that finds anything decides. Each returns
+spans of the content, so that everything outside them stays byte for byte.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MAX_FUZZY_LINES = 20_000
+"""Files with more lines are matched without the two strategies that compare by likeness."""
+BLOCK_LIKENESS = 0.7
+"""Likeness of the inner lines when the first and last line agree."""
+CONTEXT_LIKENESS = 0.9
+"""Likeness of whole blocks in the last strategy."""
+
+_QUOTES = str.maketrans(
+    {
+        "\u2018": "'", "\u2019": "'", "\u201a": "'", "\u201b": "'",
+        "\u201c": '"', "\u201d": '"', "\u201e": '"', "\u201f": '"',
+        "\u2010": "-", "\u2011": "-", "\u2012": "-", "\u2013": "-", "\u2014": "-", "\u2212": "-",
+        "\u00a0": " ", "\u2007": " ", "\u202f": " ", "\u200b": None, "\ufeff": None,
+    }
+)  # fmt: skip
+_ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": "\r", '\\"': '"', "\\'": "'", "\\\\": "\\"}
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of the content."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a strategy found: never empty."""
+
+    strategy: str
+    spans: list[Span]
+    """In order, without overlap."""
+
+
+Finder = Callable[[str, str], list[Span]]
+
+
+def find(content: str, old: str) -> Found | None:
+    """Where `old` (not empty) stands in `content`; None when no strategy finds it."""
+    for name, strategy in STRATEGIES:
+        if spans := strategy(content, old):
+            return Found(name, spans)
+    return None
+
+
+def replace(content: str, found: Found, old: str, new: str) -> str:
+    """The content with every span replaced; indentation follows the text that was found."""
+    out: list[str] = []
+    at = 0
+    for span in found.spans:
+        original = content[span.start : span.end]
+        fitted = new if found.strategy == "exact" else _fitted(original, old, new)
+        out += [content[at : span.start], fitted]
+        at = span.end
+    return "".join(out) + content[at:]
+
+
+def _fitted(original: str, old: str, new: str) -> str:
+    """`new` for a tolerant match: escapes as the match read them, and the place's indentation."""
+    if "\n" not in old and "\\n" in old and "\n" in original:
+        old, new = _unescape(old), _unescape(new)
+    was, there = _indent(old), _indent(original)
+    if was == there:
+        return new
+    return "\n".join(
+        there + line[len(was) :] if line.strip() and line.startswith(was) else line
+        for line in new.split("\n")
+    )
+
+
+def _indent(text: str) -> str:
+    for line in text.split("\n"):
+        if line.strip():
+            return line[: len(line) - len(line.lstrip())]
+    return ""
+
+
+def _exact(content: str, old: str) -> list[Span]:
+    spans: list[Span] = []
+    at = content.find(old)
+    while at >= 0:
+        spans.append(Span(at, at + len(old)))
+        at = content.find(old, at + len(old))
+    return spans
+
+
+def _by_lines(normal: Callable[[str], str]) -> Finder:
+    """A strategy that compares line by line after `normal`."""
+
+    def strategy(content: str, old: str) -> list[Span]:
+        wanted = [normal(line) for line in _lines_of(old)]
+        if not any(wanted):
+            return []
+        lines = content.split("\n")
+        have = [normal(line) for line in lines]
+        return _windows(lines, len(wanted), lambda i: have[i : i + len(wanted)] == wanted)
+
+    return strategy
+
+
+def _lines_of(old: str) -> list[str]:
+    """The lines of the wanted text; a last newline does not make one more."""
+    return (old[:-1] if old.endswith("\n") and old.strip("\n") else old).split("\n")
+
+
+def _windows(lines: list[str], size: int, fits: Callable[[int], bool]) -> list[Span]:
+    """Spans of the windows of `size` lines that fit, from the top, without overlap.
+
+    A span ends before the newline of its last line.
+    """
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line) + 1)
+    spans: list[Span] = []
+    at = 0
+    while at + size <= len(lines):
+        if fits(at):
+            spans.append(Span(starts[at], starts[at + size] - 1))
+            at += size
+        else:
+            at += 1
+    return spans
+
+
+def _collapse(line: str) -> str:
+    return re.sub(r"\s+", " ", line).strip()
+
+
+def _indentation(content: str, old: str) -> list[Span]:
+    """Blocks that agree once their common indentation is taken away, blank lines being equal."""
+    wanted = _dedented(_lines_of(old))
+    if not any(wanted):
+        return []
+    lines = content.split("\n")
+    size = len(wanted)
+    return _windows(lines, size, lambda i: _dedented(lines[i : i + size]) == wanted)
+
+
+def _dedented(lines: list[str]) -> list[str]:
+    depth = min((len(x) - len(x.lstrip()) for x in lines if x.strip()), default=0)
+    return [x[depth:].rstrip() if x.strip() else "" for x in lines]
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\[ntr\"'\\]", lambda m: _ESCAPES[m.group()], text)
+
+
+def _escapes(content: str, old: str) -> list[Span]:
+    plain = _unescape(old)
+    if plain == old or not plain.strip():
+        return []
+    return _exact(content, plain) or _by_lines(str.strip)(content, plain)
+
+
+def _boundary(content: str, old: str) -> list[Span]:
+    """Without the blank lines around the wanted text, and its outer lines without their margins."""
+    trimmed = old.strip()
+    if not trimmed or trimmed == old:
+        return []
+    return _exact(content, trimmed)
+
+
+def _unicode(content: str, old: str) -> list[Span]:
+    """Typographic quotes, dashes and spaces taken for their ASCII forms."""
+    return _by_lines(lambda line: _collapse(line.translate(_QUOTES)))(content, old)
+
+
+def _block_anchor(content: str, old: str) -> list[Span]:
+    """First and last line agree, and what lies between is alike; the best such block only."""
+    wanted = [line.strip() for line in _lines_of(old)]
+    size = len(wanted)
+    lines = content.split("\n")
+    if size < 3 or not wanted[0] or not wanted[-1] or len(lines) > MAX_FUZZY_LINES:
+        return []
+    have = [line.strip() for line in lines]
+    inner = "\n".join(wanted[1:-1])
+    scores: dict[int, float] = {}
+    for i in range(len(lines) - size + 1):
+        if have[i] == wanted[0] and have[i + size - 1] == wanted[-1]:
+            between = "\n".join(have[i + 1 : i + size - 1])
+            scores[i] = _likeness(inner, between, BLOCK_LIKENESS)
+    return _best(lines, size, scores, BLOCK_LIKENESS)
+
+
+def _context_aware(content: str, old: str) -> list[Span]:
+    """The block that is most alike, when it is alike enough and no other comes near."""
+    wanted = [_collapse(line) for line in _lines_of(old)]
+    size = len(wanted)
+    lines = content.split("\n")
+    if size < 2 or len("".join(wanted)) < 20 or len(lines) > MAX_FUZZY_LINES:
+        return []
+    have = [_collapse(line) for line in lines]
+    exact = set(filter(None, wanted))
+    scores: dict[int, float] = {}
+    for i in range(len(lines) - size + 1):
+        window = have[i : i + size]
+        if exact.isdisjoint(window):  # at least one line must be as written
+            continue
+        scores[i] = _likeness("\n".join(wanted), "\n".join(window), CONTEXT_LIKENESS)
+    return _best(lines, size, scores, CONTEXT_LIKENESS)
+
+
+def _likeness(a: str, b: str, floor: float) -> float:
+    """difflib's ratio, or 0 where cheaper bounds already say that it is below `floor`."""
+    matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
+    if matcher.real_quick_ratio() < floor or matcher.quick_ratio() < floor:
+        return 0.0
+    return matcher.ratio()
+
+
+def _best(lines: list[str], size: int, scores: dict[int, float], floor: float) -> list[Span]:
+    """The span of the best score, if it reaches the floor and stands apart from other blocks."""
+    if not scores:
+        return []
+    start, score = max(scores.items(), key=lambda item: item[1])
+    rivals = [s for i, s in scores.items() if i != start and s >= floor and s > score - 0.05]
+    if score < floor or rivals:
+        return []
+    return _windows(lines, size, lambda i: i == start)
+
+
+STRATEGIES: tuple[tuple[str, Finder], ...] = (
+    ("exact", _exact),
+    ("line_trimmed", _by_lines(str.strip)),
+    ("whitespace", _by_lines(_collapse)),
+    ("indentation", _indentation),
+    ("escapes", _escapes),
+    ("boundary_trimmed", _boundary),
+    ("unicode", _unicode),
+    ("block_anchor", _block_anchor),
+    ("context_aware", _context_aware),
+)
+"""From strict to tolerant."""

@@ -1,0 +1,141 @@
+"""The tool `read_file`: a window of a text file with line numbers."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from hermes_rl.errors import ToolError
+from hermes_rl.tools.base import ToolContext, ToolResult, tool
+from hermes_rl.tools.shell import (
+    WHOLE_FILE_BYTES,
+    FileBytes,
+    names_beside,
+    quote,
+    read_bytes,
+    run_script,
+)
+from hermes_rl.tools.text import to_json
+
+DEFAULT_LINES = 500
+MAX_LINES = 2_000
+MAX_LINE_CHARS = 2_000
+MAX_CONTENT_CHARS = 100_000
+MAX_RESULT_CHARS = 120_000
+_SNIFF_BYTES = 8_192
+_LINE_CUT = " ... [line cut]"
+
+
+@dataclass(frozen=True)
+class _Window:
+    lines: list[str]
+    total: int
+
+
+@tool(
+    name="read_file",
+    description=(
+        "Read a text file. Lines come as NUMBER|TEXT. Read long files in windows by offset and "
+        "limit."
+    ),
+    parameters={
+        "type": "object",
+        "properties": {
+            "path": {"type": "string", "description": "The file."},
+            "offset": {
+                "type": "integer",
+                "description": "First line, counted from 1. Default 1.",
+                "minimum": 1,
+            },
+            "limit": {
+                "type": "integer",
+                "description": f"Number of lines. Default {DEFAULT_LINES}, at most {MAX_LINES}.",
+                "minimum": 1,
+            },
+        },
+        "required": ["path"],
+    },
+    toolset="file",
+    parallel=True,
+    max_chars=MAX_RESULT_CHARS,
+)
+async def read_file(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
+    """Return {content, total_lines, file_size, truncated, hint?}."""
+    path, offset = args["path"], args.get("offset", 1)
+    limit = min(args.get("limit", DEFAULT_LINES), MAX_LINES)
+    try:
+        file = await read_bytes(ctx, path)
+    except ToolError as error:
+        raise await _with_similar(ctx, path, error) from None
+    if b"\0" in file.data[:_SNIFF_BYTES]:
+        raise ToolError(f"'{path}' is a binary file of {file.size} bytes; use the terminal for it")
+    window = _window(file, offset, limit) if file.whole else await _far(ctx, file, offset, limit)
+    if offset > max(window.total, 1):
+        raise ToolError(f"offset {offset} is beyond the end: '{path}' has {window.total} lines")
+    fields = _fields(window, offset, file.size)
+    text = to_json(fields)
+    while len(text) > MAX_RESULT_CHARS:  # escaping made it longer: give fewer lines
+        window = _Window(window.lines[: len(window.lines) // 2], window.total)
+        fields = _fields(window, offset, file.size)
+        text = to_json(fields)
+    return ToolResult(text=text, data=fields)
+
+
+def _split(data: bytes) -> list[str]:
+    lines = data.decode("utf-8", "replace").split("\n")
+    return lines[:-1] if lines and not lines[-1] else lines
+
+
+def _window(file: FileBytes, offset: int, limit: int) -> _Window:
+    lines = _split(file.data)
+    return _Window(lines[offset - 1 : offset - 1 + limit], len(lines))
+
+
+async def _far(ctx: ToolContext, file: FileBytes, offset: int, limit: int) -> _Window:
+    """The window of a file that is too large to take whole: cut out in the sandbox."""
+    path = quote(file.path)
+    script = f"""command awk 'END {{ print NR }}' <{path}
+command tail -n +{offset} -- {path} | command head -n {limit} | command head -c {WHOLE_FILE_BYTES}
+exit 0"""
+    result = await run_script(ctx, script, max_output_bytes=WHOLE_FILE_BYTES + 100)
+    total, _, rest = result.raw.partition(b"\n")
+    if not total.isdigit():
+        raise ToolError(f"cannot read '{file.path}': {result.output.strip()[:500]}")
+    return _Window(_split(rest), int(total))
+
+
+def _fields(window: _Window, offset: int, size: int) -> dict[str, Any]:
+    shown: list[str] = []
+    room = MAX_CONTENT_CHARS
+    for number, line in enumerate(window.lines, offset):
+        cut = line if len(line) <= MAX_LINE_CHARS else line[:MAX_LINE_CHARS] + _LINE_CUT
+        numbered = f"{number}|{cut}"
+        room -= len(numbered) + 1
+        if room < 0:
+            break
+        shown.append(numbered)
+    last = offset + len(shown) - 1
+    truncated = last < window.total
+    fields: dict[str, Any] = {
+        "content": "\n".join(shown),
+        "total_lines": window.total,
+        "file_size": size,
+        "truncated": truncated,
+    }
+    if truncated:
+        fields["hint"] = f"go on with offset={last + 1} (lines {offset}-{last} are shown)"
+    return fields
+
+
+async def _with_similar(ctx: ToolContext, path: str, error: ToolError) -> ToolError:
+    if not str(error).startswith("file not found"):
+        return error
+    directory, slash, name = path.rpartition("/")
+    by_lower = {n.lower(): n for n in await names_beside(ctx, path)}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=5, cutoff=0.5)
+    if not close:
+        return error
+    return ToolError(
+        f"{error}. Similar: {', '.join(directory + slash + by_lower[c] for c in close)}"
+    )

@@ -1,0 +1,135 @@
+"""How tools reach files: small scripts in the sandbox's session, so that paths mean what they mean
+there (working directory, home, links, permissions). No host path is ever opened.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+from hermes_rl.errors import ToolError
+from hermes_rl.sandboxes.base import CommandResult, Sandbox
+from hermes_rl.tools.base import ToolContext
+
+FILE_TIMEOUT_S = 60.0
+"""Bound of one file operation."""
+WHOLE_FILE_BYTES = 8 << 20
+"""Files up to this size are taken whole; of larger ones only a part."""
+
+_ABSENT, _DIRECTORY, _SPECIAL, _UNREADABLE = 81, 82, 83, 84
+
+
+@dataclass(frozen=True)
+class FileBytes:
+    """A file as read: its path, true size and content, possibly only the beginning."""
+
+    path: str
+    """Absolute, as the sandbox's session sees it."""
+    size: int
+    data: bytes
+
+    @property
+    def whole(self) -> bool:
+        """Whether `data` is all of it."""
+        return len(self.data) == self.size
+
+
+def sandbox_of(ctx: ToolContext) -> Sandbox:
+    """The rollout's sandbox. Raises: ToolError when it has none."""
+    if ctx.sandbox is None:
+        raise ToolError("this tool needs a sandbox, and there is none")
+    return ctx.sandbox
+
+
+def quote(path: str) -> str:
+    """A path as a shell word; a leading `~/` stays the home directory.
+
+    Raises: ToolError when no file can have that path.
+    """
+    if not path or "\0" in path:
+        raise ToolError("the path must not be empty or hold NUL characters")
+    if path == "~":
+        return '"$HOME"'
+    if path.startswith("~/"):
+        return '"$HOME"/' + shlex.quote(path[2:])
+    return shlex.quote(path)
+
+
+async def run_script(
+    ctx: ToolContext, script: str, *, stdin: bytes | None = None, max_output_bytes: int = 50_000
+) -> CommandResult:
+    """Run a script in a subshell of the session: it sees its state and changes nothing of it.
+
+    Options that the agent may have set (-e, -u, -x, noclobber, no globbing) are put back first.
+    """
+    calm = "{ set +xveuCf; trap - ERR DEBUG; export LC_ALL=C.UTF-8; } 2>/dev/null"
+    timeout_s = min(FILE_TIMEOUT_S, ctx.max_timeout_s)
+    result = await sandbox_of(ctx).run(
+        f"( {calm}\n{script}\n)",
+        timeout_s=timeout_s,
+        stdin=stdin,
+        max_output_bytes=max_output_bytes,
+    )
+    if result.timed_out:
+        raise ToolError(f"it took longer than {timeout_s:g} s")
+    return result
+
+
+async def read_bytes(ctx: ToolContext, path: str, limit: int = WHOLE_FILE_BYTES) -> FileBytes:
+    """A regular file of the sandbox, at most its first `limit` bytes.
+
+    Raises: ToolError when it is absent, a directory, special or unreadable.
+    """
+    script = f"""f={quote(path)}
+[[ -e $f ]] || exit {_ABSENT}
+[[ -d $f ]] && exit {_DIRECTORY}
+[[ -f $f ]] || exit {_SPECIAL}
+[[ -r $f ]] || exit {_UNREADABLE}
+[[ $f = /* ]] || f=$PWD/$f
+command printf '%s\\n%s\\0' "$(command stat -Lc %s -- "$f")" "$f"
+command head -c {limit} -- "$f\""""
+    result = await run_script(ctx, script, max_output_bytes=limit + 20_000)
+    if result.exit_code in _PROBLEMS:
+        raise ToolError(_PROBLEMS[result.exit_code].format(path))
+    size, _, rest = result.raw.partition(b"\n")
+    name, found, data = rest.partition(b"\0")
+    if result.exit_code or not found or not size.isdigit():
+        raise ToolError(f"cannot read '{path}': {result.output.strip()[:500]}")
+    return FileBytes(path=name.decode(errors="replace"), size=int(size), data=data)
+
+
+_PROBLEMS = {
+    _ABSENT: "file not found: '{}'",
+    _DIRECTORY: "'{}' is a directory",
+    _SPECIAL: "'{}' is not a regular file",
+    _UNREADABLE: "permission denied: '{}'",
+}
+
+
+async def write_bytes(ctx: ToolContext, path: str, data: bytes) -> bool:
+    """Write a file of the sandbox, making its parents; the mode of an existing file stays.
+
+    Returns: whether the file is new.
+
+    Raises: ToolError with the system's reason.
+    """
+    script = f"""f={quote(path)}
+[[ -d $f ]] && {{ echo "it is a directory"; exit 1; }}
+[[ -e $f ]] && new= || new=new
+d=${{f%/*}}
+[[ $d = "$f" || -z $d || -d $d ]] || command mkdir -p -- "$d" || exit 1
+command cat >"$f" || exit 1
+echo "$new\""""
+    result = await run_script(ctx, script, stdin=data)
+    if result.exit_code:
+        raise ToolError(f"cannot write '{path}': {result.output.strip()[-500:]}")
+    return result.output.strip() == "new"
+
+
+async def names_beside(ctx: ToolContext, path: str) -> list[str]:
+    """Names in the directory of a path (at most some thousands); empty when there is none."""
+    script = f"""f={quote(path)}
+d=${{f%/*}}; [[ $d = "$f" ]] && d=.
+command ls -A -- "${{d:-/}}" 2>/dev/null"""
+    result = await run_script(ctx, script)
+    return result.output.splitlines() if result.exit_code == 0 else []

@@ -1,0 +1,71 @@
+"""The tool `terminal`: run a command in the sandbox's shell session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hermes_rl.errors import ToolError
+from hermes_rl.sandboxes.base import CommandResult
+from hermes_rl.tools.base import ToolContext, ToolResult, tool
+from hermes_rl.tools.shell import sandbox_of
+from hermes_rl.tools.text import cut_middle, json_result, strip_ansi
+
+DEFAULT_TIMEOUT_S = 180
+MAX_TIMEOUT_S = 600
+MAX_OUTPUT_CHARS = 50_000
+MAX_RESULT_CHARS = 60_000
+
+
+@tool(
+    name="terminal",
+    description=(
+        "Run a bash command. The working directory, variables and functions stay for the next "
+        "command. Returns the output (stdout and stderr together) and the exit code. Long output "
+        "loses its middle. Commands must end by themselves: nobody can type into them."
+    ),
+    parameters={
+        "type": "object",
+        "properties": {
+            "command": {"type": "string", "description": "The command."},
+            "timeout": {
+                "type": "number",
+                "description": f"Seconds until it is stopped. Default {DEFAULT_TIMEOUT_S}, at most "
+                f"{MAX_TIMEOUT_S}.",
+            },
+            "workdir": {
+                "type": "string",
+                "description": "Directory to run it in. Default: where the last command ended.",
+            },
+        },
+        "required": ["command"],
+    },
+    toolset="terminal",
+    max_chars=MAX_RESULT_CHARS,
+)
+async def terminal(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
+    """Run `command` in the foreground; ok when it exits with 0."""
+    timeout = args.get("timeout", DEFAULT_TIMEOUT_S)
+    if not 0 < timeout <= MAX_TIMEOUT_S:
+        raise ToolError(f"timeout must be above 0 and at most {MAX_TIMEOUT_S} s, not {timeout:g}")
+    timeout = min(timeout, ctx.max_timeout_s)
+    result = await sandbox_of(ctx).run(
+        args["command"],
+        timeout_s=timeout,
+        cwd=args.get("workdir"),
+        max_output_bytes=MAX_OUTPUT_CHARS,
+    )
+    fields = _fields(result, timeout)
+    return ToolResult(
+        text=json_result(fields, "output", MAX_RESULT_CHARS),
+        ok=result.exit_code == 0 and not result.timed_out,
+        data=fields,
+    )
+
+
+def _fields(result: CommandResult, timeout_s: float) -> dict[str, Any]:
+    output = cut_middle(strip_ansi(result.output), MAX_OUTPUT_CHARS)
+    fields: dict[str, Any] = {"output": output, "exit_code": result.exit_code}
+    if result.timed_out:
+        fields["exit_code"] = 124
+        fields["error"] = f"stopped after {timeout_s:g} s, with everything that it had started"
+    return fields
