@@ -19,6 +19,7 @@ BOXES = 3
 rollout is never rolled again for it."""
 
 _DETAIL_CHARS = 2_000
+_SCRIPT_CHARS = 300
 
 
 async def verify(sandbox: Sandbox, verifier: Verify | None) -> Graded:
@@ -51,7 +52,7 @@ async def verify(sandbox: Sandbox, verifier: Verify | None) -> Graded:
         except (VerifierFault, SandboxDied, SandboxStartError) as fault:
             faults.append(f"{type(fault).__name__}: {fault}")
             continue
-        part = RewardPart(name="verify", score=reward, detail=_detail(result))
+        part = RewardPart(name="verify", score=reward, detail=_detail(verifier, result))
         return Graded(reward=reward, rewards=(part,), seconds=seconds)
     raise VerifierFault(f"no verdict in {BOXES} grading boxes; the last: {faults[-1]}")
 
@@ -93,8 +94,10 @@ def _parse_report(report: bytes) -> float:
     return reward
 
 
-def _detail(result: GradingResult) -> str:
-    """How it ended, then the end of what was printed: for people, never for a reward."""
+def _detail(verifier: Verify, result: GradingResult) -> str:
+    """What ran and how it ended, then the end of what was printed: for people, never for a reward."""
+    script = " ; ".join(line for line in verifier.script.strip().splitlines() if line.strip())
     ending = "timed out" if result.timed_out else f"exit {result.exit_code}"
     printed = result.output.strip()[-_DETAIL_CHARS:]
-    return f"{ending}\n{printed}" if printed else ending
+    first = f"{script[:_SCRIPT_CHARS]}  -> {ending}"
+    return f"{first}\n{printed}" if printed else first

@@ -1,0 +1,181 @@
+"""Rows as text for people: the table of a run, and one trajectory.
+
+Pure functions over the columns of DESIGN 5.4; nothing here reads files or knows colours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+
+WIDTH = 100
+_OUTPUT_LINES = 12
+
+
+def number(value: float | int | None) -> str:
+    """A count with thousands separators; a dash for what is unknown."""
+    return "-" if value is None else f"{value:,}"
+
+
+def reward(value: float | None) -> str:
+    """A reward as people read it: 1.0, 0.25, or a dash when not graded."""
+    return "-" if value is None else f"{round(value, 3)}"
+
+
+def seconds(value: float | None) -> str:
+    """A duration: 2.6 s, 4:05, 1:02:30."""
+    if value is None:
+        return "-"
+    if value < 60:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def columns(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: str = "") -> str:
+    """Aligned columns.
+
+    Args:
+        right: names of the columns that are aligned to the right, separated by spaces.
+    """
+    table = [tuple(header), *(tuple(r) for r in rows)]
+    widths = [max(len(r[i]) for r in table) for i in range(len(header))]
+    rights = set(right.split())
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            c.rjust(w) if h in rights else c.ljust(w)
+            for c, w, h in zip(cells, widths, header, strict=True)
+        )
+        return "  ".join(padded).rstrip()
+
+    return "\n".join(line(r) for r in table)
+
+
+def run_table(rows: Iterable[Row]) -> str:
+    """One line per trajectory or failed attempt."""
+    return columns(
+        ("unit", "task", "#", "reward", "ended", "turns", "in", "out", "time"),
+        (_table_line(r) for r in rows),
+        right="# reward turns in out time",
+    )
+
+
+def _table_line(row: Row) -> tuple[str, ...]:
+    usage = row.get("usage") or {}
+    timing = row.get("timing") or {}
+    cause = row.get("cause")
+    ended = row["end_reason"] if not cause or cause == row["end_reason"] else f"error: {cause}"
+    return (
+        row["unit_id"][:8],
+        clip(row["task_id"], 32),
+        str(row["repeat"]),
+        reward(row["reward"]),
+        ended,
+        str(row["turns"]),
+        number(usage.get("input_tokens")),
+        number(usage.get("output_tokens")),
+        seconds(timing.get("total_s")),
+    )
+
+
+def clip(text: str, width: int) -> str:
+    """The first line of a text, at most `width` characters."""
+    first, _, rest = text.strip().partition("\n")
+    if rest or len(first) > width:
+        return first[: width - 1] + "…"
+    return first
+
+
+def trajectory(row: Row) -> str:
+    """One trajectory from its first line to the verifier's word."""
+    lines = [_headline(row)]
+    infos = row["message_info"]
+    for text, info in zip(row["messages"], infos, strict=True):
+        message = json.loads(text) if isinstance(text, str) else text
+        lines += _message(message, info, row)
+    for part in row.get("rewards") or []:
+        first, _, printed = (part["detail"] or reward(part["score"])).partition("\n")
+        lines += [f" {part['name']:<8}  {first}", *_indented(printed)]
+    if row.get("error"):
+        lines.append(f" error     {row['error']}")
+    return "\n".join(lines)
+
+
+def _headline(row: Row) -> str:
+    usage, timing = row["usage"], row["timing"]
+    ended = row["end_reason"] if not row["cause"] else f"{row['end_reason']} ({row['cause']})"
+    parts = (
+        f"{row['task_id']} #{row['repeat']}",
+        f"reward {reward(row['reward'])}",
+        ended,
+        f"{row['turns']} turn{'s' if row['turns'] != 1 else ''}",
+        f"{number(usage['input_tokens'])} in, {number(usage['output_tokens'])} out",
+        seconds(timing["total_s"]),
+    )
+    return " " + "   ".join(parts)
+
+
+def _message(message: Row, info: Row, row: Row) -> list[str]:
+    role, mark = message["role"], " (synthetic)" if info["synthetic"] else ""
+    content = message.get("content") or ""
+    if role == "system":
+        return [f" system    {clip(content, WIDTH - 12)}"]
+    if role == "user":
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        first, *rest = text.strip().split("\n") or [""]
+        return [f" user{mark}      {first}"[: WIDTH * 4], *(f"           {x}" for x in rest)]
+    if role == "tool":
+        return _indented(tool_output(content))
+    lines = []
+    if content.strip():
+        first, *rest = content.strip().split("\n")
+        lines = [f" {info['turn']:<2} {first}", *(f"    {x}" for x in rest)]
+    calls = message.get("tool_calls") or []
+    taken = _call_seconds(row, info["turn"])
+    for call in calls:
+        lines.append(f" {info['turn']:<2} {_call_text(call):<56} {seconds(taken)}")
+    return lines
+
+
+def _call_seconds(row: Row, turn: int) -> float | None:
+    spent = [c["latency_s"] for c in row["calls"] if c["turn"] == turn and c["latency_s"]]
+    return sum(spent) if spent else None
+
+
+def _call_text(call: Row) -> str:
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    if name == "terminal" and isinstance(arguments, Mapping) and "command" in arguments:
+        return "$ " + str(arguments["command"])
+    shown = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f"{name} {shown}"
+
+
+def tool_output(content: str) -> str:
+    """What a tool printed, without the envelope that the model saw."""
+    try:
+        value = json.loads(content)
+    except ValueError:
+        return content
+    if not isinstance(value, dict):
+        return content
+    output = str(value.get("output", "")) if "output" in value else content
+    code = value.get("exit_code")
+    notes = [f"[exit {code}]"] if code not in (0, None) else []
+    notes += [str(value["error"])] if value.get("error") else []
+    return "\n".join([output.rstrip("\n"), *notes]).strip("\n")
+
+
+def _indented(text: str) -> list[str]:
+    if not text.strip():
+        return []
+    lines = text.rstrip("\n").split("\n")
+    if len(lines) > _OUTPUT_LINES:
+        hidden = len(lines) - _OUTPUT_LINES
+        head = lines[: _OUTPUT_LINES // 2]
+        lines = [*head, f"… {hidden} lines …", *lines[-_OUTPUT_LINES // 2 :]]
+    return [f"      {line}" for line in lines]
