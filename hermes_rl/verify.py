@@ -95,7 +95,7 @@ def _parse_report(report: bytes) -> float:
 
 
 def _detail(verifier: Verify, result: GradingResult) -> str:
-    """What ran and how it ended, then the end of what was printed: for people, never for a reward."""
+    """What ran, how it ended, the end of what was printed: for people, never for a reward."""
     script = " ; ".join(line for line in verifier.script.strip().splitlines() if line.strip())
     ending = "timed out" if result.timed_out else f"exit {result.exit_code}"
     printed = result.output.strip()[-_DETAIL_CHARS:]
