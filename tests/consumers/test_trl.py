@@ -1,0 +1,156 @@
+"""TRL trains on a run's Parquet as it is, and its chat templates lose nothing of it.
+
+TRL's own parse_response is the judge of the rendered text: what it reads back must be what the
+agent did.
+"""
+
+import json
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, load_dataset
+from trainer_side import tiny_model, tokenizer
+from trl import SFTConfig, SFTTrainer
+from trl.chat_template_utils import add_response_schema, parse_response
+
+# One of each family that TRL ships with both a tool role and a parser of the rendered text.
+READ_BACK = [
+    "gemma4_v5",
+    "glm4moe",
+    "gptoss",
+    "llama3_2",
+    "nemotron_3_ultra",
+    "qwen2_5",
+    "qwen3",
+    "qwen3_5_think",
+    "qwen3_8",
+]
+# TRL has no parser for two of these; lfm2_2_5 writes calls as Python without escaping quotes, so that
+# nobody can read those back.
+RENDERED = [*READ_BACK, "deepseekv3_training", "lfm2_2_5", "muse_glimmer"]
+
+Message = dict[str, Any]
+
+
+def rows(parquet: str, cache: str) -> Dataset:
+    return load_dataset("parquet", data_files=parquet, split="train", cache_dir=cache)
+
+
+def train_one_step(data: Dataset, folder: Path, **settings: object) -> SFTTrainer:
+    words = tokenizer("qwen3")
+    config = SFTConfig(
+        output_dir=str(folder),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        max_length=None,
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        report_to=[],
+        **settings,
+    )
+    trainer = SFTTrainer(
+        model=tiny_model(len(words)), args=config, train_dataset=data, processing_class=words
+    )
+    loss = trainer.train().training_loss
+    assert 0 < loss < 20  # ln(259) = 5.6 for random weights
+    return trainer
+
+
+def test_sft_takes_the_files_with_no_preprocessing(
+    parquet: str, cache: str, tmp_path: Path
+) -> None:
+    data = rows(parquet, cache)
+    trainer = train_one_step(data, tmp_path)
+    trained = [trainer.processing_class.decode(row["input_ids"]) for row in trainer.train_dataset]
+    assert len(trained) == len(data)
+    for row, text in zip(data, trained, strict=True):
+        for value in [*argument_texts(row["messages"]), *result_texts(row["messages"])]:
+            assert occurrences(text, value) == 1, value
+
+
+def test_sft_streams_and_masks_all_but_the_assistant(
+    parquet: str, cache: str, tmp_path: Path
+) -> None:
+    data = load_dataset("parquet", data_files=parquet, split="train", streaming=True)
+    train_one_step(data, tmp_path / "streamed")
+    trainer = train_one_step(rows(parquet, cache), tmp_path / "masked", assistant_only_loss=True)
+    for row in trainer.train_dataset:
+        kept = [token for token in row["labels"] if token != -100]
+        text = trainer.processing_class.decode(kept)
+        assert 0 < len(kept) < len(row["labels"])
+        assert "tool_response" not in text
+
+
+@pytest.mark.parametrize("template", RENDERED)
+def test_a_template_shows_every_value_once(template: str, parquet: str, cache: str) -> None:
+    words = tokenizer(template)
+    seen = 0
+    for row in rows(parquet, cache):
+        text = words.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
+        for value in [*argument_texts(row["messages"]), *result_texts(row["messages"])]:
+            assert occurrences(text, value) == 1, value
+            seen += 1
+    assert seen >= 10
+
+
+@pytest.mark.parametrize("template", READ_BACK)
+def test_a_call_reads_back_equal(template: str, parquet: str, cache: str) -> None:
+    words = add_response_schema(tokenizer(template))
+    seen = 0
+    for row in rows(parquet, cache):
+        for place, message in enumerate(row["messages"]):
+            if message.get("tool_calls"):
+                got = read_back(words, row["messages"][: place + 1], row["tools"])
+                assert got == [call["function"] for call in message["tool_calls"]]
+                seen += 1
+    assert seen >= 5
+
+
+def read_back(words: Any, messages: list[Message], tools: list[Message]) -> list[Message]:
+    """What TRL's parser makes of the last message's text, given the text before it."""
+    before = words.apply_chat_template(
+        messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True
+    )
+    whole = words.apply_chat_template(messages, tools=tools, tokenize=False)
+    cut = common_length(before, whole)
+    prefix, turn = (
+        words(part, add_special_tokens=False)["input_ids"] for part in (whole[:cut], whole[cut:])
+    )
+    parsed = parse_response(words, turn, prefix=prefix, tools=tools)
+    return [call["function"] for call in parsed.get("tool_calls", [])]
+
+
+def common_length(one: str, other: str) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def argument_texts(messages: list[Message]) -> list[str]:
+    return [
+        value
+        for message in messages
+        for call in message.get("tool_calls") or []
+        for value in call["function"]["arguments"].values()
+        if isinstance(value, str)
+    ]
+
+
+def result_texts(messages: list[Message]) -> list[str]:
+    """Results that say something; templates may trim the white space around them."""
+    texts = [message["content"].strip() for message in messages if message["role"] == "tool"]
+    return [text for text in texts if text]
+
+
+def occurrences(text: str, value: str) -> int:
+    """How often a value stands in a text, as it is or as JSON or Python writes it in quotes."""
+    plain = json.dumps(value, ensure_ascii=False)[1:-1]
+    spellings = {
+        value,
+        plain,
+        json.dumps(value)[1:-1],
+        repr(value)[1:-1],
+        plain.replace("'", "\\'"),
+    }
+    return max(text.count(spelling) for spelling in spellings)
