@@ -1,6 +1,6 @@
 """A run made by the project's own environment, for the programs of other people to read.
 
-These tests run in `.venv-consumers` (make test-consumers), where hermes_rl is not installed: nothing
+They run in `.venv-consumers` (make test-consumers), where hermes_rl is not installed: nothing
 of ours helps the readers.
 """
 

@@ -27,8 +27,8 @@ READ_BACK = [
     "qwen3_5_think",
     "qwen3_8",
 ]
-# TRL has no parser for two of these; lfm2_2_5 writes calls as Python without escaping quotes, so that
-# nobody can read those back.
+# TRL has no parser for two of these; lfm2_2_5 writes calls as Python but escapes no quotes, so
+# that nobody can read them back.
 RENDERED = [*READ_BACK, "deepseekv3_training", "lfm2_2_5", "muse_glimmer"]
 
 Message = dict[str, Any]
