@@ -16,7 +16,6 @@ from pathlib import Path
 
 import msgspec
 
-import hermes_rl
 from hermes_rl.errors import UserError
 from hermes_rl.models.local.catalogue import find_weights
 from hermes_rl.models.local.engine import EngineSettings, missing_extra
@@ -31,6 +30,8 @@ _START_S = 180.0
 _ANSWER_S = 20.0
 """A server that does not greet or is not healthy within this time counts as wedged."""
 _POLL_S = 0.1
+_ROOT = Path(__file__).resolve().parents[3]
+"""The folder from which this very copy of the package is imported."""
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR")
 """What a server gets to see of the environment: no keys."""
 
@@ -130,11 +131,9 @@ def runtime_folder(env: Mapping[str, str]) -> Path:
 
 
 def _socket_for(name: str, engine: EngineSettings, env: Mapping[str, str]) -> Path:
-    """One place per machine, weights, shape and version of the server."""
+    """One place per machine, weights, shape of the server and copy of this package."""
     status = engine.weights.stat()
-    identity = repr(
-        (platform.node(), hermes_rl.__version__, engine, status.st_size, status.st_mtime_ns)
-    )
+    identity = repr((platform.node(), str(_ROOT), engine, status.st_size, status.st_mtime_ns))
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return runtime_folder(env) / f"{name}-{digest}.sock"
 
@@ -225,7 +224,6 @@ async def _start(settings: ServerSettings, env: Mapping[str, str], patience_s: f
         UserError: it has given up, or takes too long.
     """
     log_path = settings.socket.with_suffix(".log")
-    root = Path(hermes_rl.__file__).resolve().parents[1]
     child_env = {name: env[name] for name in _PASSED_ON if name in env}
     log = await asyncio.to_thread(log_path.open, "wb")
     with log:
@@ -234,7 +232,7 @@ async def _start(settings: ServerSettings, env: Mapping[str, str], patience_s: f
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
-            cwd=root,
+            cwd=_ROOT,
             env=child_env,
             start_new_session=True,
         )
