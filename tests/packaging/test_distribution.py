@@ -1,0 +1,174 @@
+"""What we ship, and that it works where nothing of ours is but the wheel: no extras, no HOME."""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+class Place(NamedTuple):
+    """Where a program runs."""
+
+    folder: Path = ROOT
+    variables: dict[str, str] | None = None
+
+
+def execute(
+    *words: str | Path, place: Place = Place(), timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in words],
+        cwd=place.folder,
+        env=place.variables,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def command(*words: str | Path, place: Place = Place(), timeout: float = 120) -> str:
+    done = execute(*words, place=place, timeout=timeout)
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def tracked(*folders: str) -> set[str]:
+    listed = command("git", "ls-files", "-z", *folders)
+    return {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a wheel and an sdist, built by the locked hatchling without a network."""
+    out = tmp_path_factory.mktemp("built")
+    command(sys.executable, "-m", "hatchling", "build", "-d", out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    return next(built.glob("*.whl"))
+
+
+def test_the_wheel_holds_the_packages_and_the_bundled_tasks(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    shipped = {name for name in names if ".dist-info/" not in name}
+    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    cards = {f"hermes_rl/data/{Path(name).name}" for name in tracked("datasets")}
+    assert tracked(*packages) | cards <= shipped
+    assert {"hermes_rl/data/smoke.jsonl", "hermes_rl/data/terminal_tasks.jsonl"} <= shipped
+    assert "hermes_rl/py.typed" in shipped
+    assert {name.split("/")[0] for name in shipped} <= {"hermes_rl", "batch_runner", "environments"}
+    assert "environments/__init__.py" not in shipped
+    assert not [name for name in shipped if name.endswith(".pyc")]
+    licences = [name for name in names if "/licenses/" in name]
+    assert any(name.endswith("/LICENSE") for name in licences)
+
+
+def test_every_environment_package_is_listed() -> None:
+    listed = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    present = {
+        f"environments/{path.parent.name}" for path in ROOT.glob("environments/*/__init__.py")
+    }
+    assert present <= set(listed)
+
+
+def test_the_sdist_holds_no_junk_and_builds_the_same_wheel(
+    built: Path, wheel: Path, tmp_path: Path
+) -> None:
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        names = {member.name.split("/", 1)[1] for member in archive.getmembers()}
+        archive.extractall(tmp_path, filter="data")
+    assert names - {"PKG-INFO"} <= tracked() | untracked()
+    source = next(tmp_path.glob("hermes_rl-*"))
+    command(
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "-t",
+        "wheel",
+        "-d",
+        "again",
+        place=Place(source),
+    )
+    again = next((source / "again").glob("*.whl"))
+    assert set(zipfile.ZipFile(again).namelist()) == set(zipfile.ZipFile(wheel).namelist())
+
+
+def untracked() -> set[str]:
+    """New files that are not committed yet; none in CI, where what is not tracked is not there."""
+    listed = command("git", "ls-files", "-z", "--others", "--exclude-standard")
+    return set(listed.split("\0"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clean environment with the wheel and what it declares, no extras; pip resolves it itself.
+
+    Versions are held to the locked ones, so that tonight's release of a dependency fails no test.
+    """
+    home = tmp_path_factory.mktemp("installed")
+    pins = re.findall(r"^[^\s#]+==[^\\\n]+", (ROOT / "locks/demo.txt").read_text("utf-8"), re.M)
+    (home / "pins.txt").write_text("\n".join(pins), encoding="utf-8")
+    command(sys.executable, "-m", "venv", home / "venv")
+    python = home / "venv/bin/python"
+    quiet = ["--quiet", "--no-compile", "--disable-pip-version-check", "--no-input"]
+    install = [python, "-m", "pip", "install", *quiet, "--constraint", home / "pins.txt", wheel]
+    command(*install, timeout=600)
+    command(python, "-m", "pip", "check")
+    return home / "venv"
+
+
+def bare(tmp_path: Path) -> Place:
+    """An empty folder, an empty HOME and next to nothing in the environment."""
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    kept = {k: v for k, v in os.environ.items() if k in {"PATH", "LANG", "TMPDIR"}}
+    return Place(here, {**kept, "HOME": str(home), "HF_HUB_OFFLINE": "1"})
+
+
+READ = """
+import sys
+import pyarrow.dataset
+rows = pyarrow.dataset.dataset("runs/smoke-oracle/trajectories").to_table().to_pylist()
+assert len(rows) == 10, len(rows)
+assert [row["reward"] for row in rows] == [1.0] * 10, [row["reward"] for row in rows]
+import datasets
+assert datasets.__file__.startswith(sys.prefix), datasets.__file__
+loaded = datasets.load_dataset("parquet", data_files="runs/smoke-oracle/trajectories/*.parquet")
+assert loaded["train"].num_rows == 10
+"""
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_where_nothing_else_is(installed: Path, tmp_path: Path) -> None:
+    place = bare(tmp_path)
+    python = installed / "bin/python"
+    where = command(python, "-c", "import hermes_rl; print(hermes_rl.__file__)", place=place)
+    assert Path(where.strip()).is_relative_to(installed)
+    run = ["run", "smoke", "--model", "oracle", "--workers", "0"]
+    command(installed / "bin/hermes-rl", *run, timeout=300, place=place)
+    command(python, "-c", READ, place=place)
+
+
+@pytest.mark.slow
+def test_a_missing_extra_is_one_line(installed: Path, tmp_path: Path) -> None:
+    run = ["run", "smoke", "--model", "local", "--workers", "0"]
+    done = execute(installed / "bin/hermes-rl", *run, place=bare(tmp_path))
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, done.stderr
+    assert "hermes-rl[local]" in lines[0]
