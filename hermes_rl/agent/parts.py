@@ -1,0 +1,169 @@
+"""What a run of the agent is given, what it gives back, and its state between the two."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hermes_rl.agent.policy import Limits, Policy
+from hermes_rl.events import MessageAdded, Purpose
+from hermes_rl.messages import AssistantMessage, Message
+from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampling
+from hermes_rl.ports import Recorder, SpawnAgent
+from hermes_rl.sandboxes.base import Sandbox
+from hermes_rl.tools.base import Tool
+from hermes_rl.tools.registry import schemas
+from hermes_rl.usage import Usage
+
+
+class Caller(Protocol):
+    """Calls the model: retries, limits and records every request (`hermes_rl.models.retry`)."""
+
+    async def call(
+        self, request: ModelRequest, *, turn: int, purpose: Purpose = "agent", agent: str = "main"
+    ) -> Completion:
+        """One answer; `request.call_id` is replaced. Raises: ModelError."""
+        ...
+
+
+@dataclass(frozen=True)
+class AgentParts:
+    """What a run works with; shared things come from outside and stay open."""
+
+    caller: Caller
+    model: str
+    tools: Mapping[str, Tool]
+    """The offered tools by name, in the order in which the model sees them."""
+    sandbox: Sandbox | None
+    recorder: Recorder
+    policy: Policy
+    limits: Limits = field(default_factory=Limits)
+    sampling: Sampling = field(default_factory=Sampling)
+    system: str | None = None
+    """System prompt; a system message at the head of the prompt takes its place."""
+    stream: bool = False
+    on_delta: Callable[[str], None] | None = None
+    """Called with each piece of streamed text."""
+    spawn: SpawnAgent | None = None
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    """How a run of the agent ended."""
+
+    end_reason: str
+    """A key of `errors.ENDINGS`."""
+    final_response: str | None
+    """The last assistant text."""
+    turns: int
+    messages: list[Message]
+    """The whole conversation, the system message first."""
+    seconds: float
+    active_seconds: float
+    """Time spent in tools."""
+
+
+class Finish(Exception):
+    """Leaves the loop with an ending of the policy's. Never seen outside `hermes_rl.agent`."""
+
+    def __init__(self, end_reason: str) -> None:
+        super().__init__(end_reason)
+        self.end_reason = end_reason
+
+
+@dataclass
+class RunState:
+    """One run while it goes on."""
+
+    parts: AgentParts
+    request: ModelRequest
+    """The request of every turn: it holds the growing conversation, and the same tools throughout.
+    """
+    given: int = 0
+    """Messages of the prompt, the system message included."""
+    turn: int = 0
+    tokens: int = 0
+    """Known input and output tokens of all calls."""
+    active_s: float = 0.0
+    invalid_turns: int = 0
+    """Turns in a row without one valid call."""
+    last_call: tuple[str, str, str] | None = None
+    """Tool, arguments and result of the last call."""
+    same_calls: int = 0
+    """How often in a row that call gave that result."""
+    tool_state: dict[str, Any] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def of(cls, parts: AgentParts) -> RunState:
+        """The state before the first message."""
+        request = ModelRequest(
+            model=parts.model,
+            conversation=Conversation(),
+            call_id="",
+            tools=schemas(parts.tools.values()),
+            sampling=parts.policy.complete(parts.sampling),
+            stream=parts.stream,
+            on_delta=parts.on_delta,
+        )
+        return cls(parts=parts, request=request)
+
+    @property
+    def conversation(self) -> Conversation:
+        """All messages so far."""
+        return self.request.conversation
+
+    def add(
+        self,
+        message: Message,
+        *,
+        synthetic: bool = False,
+        tool_ok: bool | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        """Append a message and record it."""
+        self.conversation.append(message)
+        self.parts.recorder.record(
+            MessageAdded(
+                message=message,
+                turn=self.turn,
+                synthetic=synthetic,
+                tool_ok=tool_ok,
+                seconds=seconds,
+            )
+        )
+
+    def count(self, usage: Usage | None) -> None:
+        """Add a call's usage, as far as it is known."""
+        if usage is not None:
+            self.tokens += (usage.input_tokens or 0) + (usage.output_tokens or 0)
+
+    def check_limits(self) -> None:
+        """Raises: Finish when a limit of the run is reached."""
+        limits = self.parts.limits
+        if limits.max_turns is not None and self.turn >= limits.max_turns:
+            raise Finish("max_turns")
+        if limits.max_tokens is not None and self.tokens >= limits.max_tokens:
+            raise Finish("token_limit")
+        if limits.max_seconds is not None and self.active_s >= limits.max_seconds:
+            raise Finish("time_limit")
+
+    def time_left(self, most: float) -> float:
+        """Seconds of active time that are left, at most `most`."""
+        bound = self.parts.limits.max_seconds
+        return most if bound is None else max(0.01, min(most, bound - self.active_s))
+
+    def result(self, end_reason: str) -> AgentResult:
+        """The result, from the conversation as it is now."""
+        messages = list(self.conversation)
+        said = [m.content for m in messages[self.given :] if isinstance(m, AssistantMessage)]
+        return AgentResult(
+            end_reason=end_reason,
+            final_response=said[-1] if said else None,
+            turns=self.turn,
+            messages=messages,
+            seconds=time.monotonic() - self.started,
+            active_seconds=self.active_s,
+        )

@@ -1,0 +1,197 @@
+"""Run the tool calls of one turn: side by side where safe, results in call order."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hermes_rl.agent.control import Control
+from hermes_rl.agent.parts import Finish, RunState
+from hermes_rl.agent.prompt import steer_note
+from hermes_rl.errors import SandboxKilled, ToolError
+from hermes_rl.messages import ToolCall, ToolMessage
+from hermes_rl.tools.arguments import read_arguments
+from hermes_rl.tools.base import Tool, ToolContext, ToolResult
+from hermes_rl.tools.text import cut_middle, to_json
+
+MAX_TOOL_S = 600.0
+"""Bound of one tool call, whatever the limits say."""
+MAX_SIDE_BY_SIDE = 8
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """One call's end: what the model is told, or the error that ends the run."""
+
+    text: str
+    ok: bool
+    seconds: float = 0.0
+    invalid: bool = False
+    """No tool ran: unknown name or arguments that cannot be read."""
+    error: Exception | None = None
+
+
+async def run_calls(run: RunState, calls: Sequence[ToolCall], control: Control) -> None:
+    """Run a turn's calls and add their results.
+
+    Every call gets a result, also when the sandbox dies or the user interrupts, so that the
+    conversation stays well-formed.
+
+    Raises: Finish when the calls end the run; errors of infrastructure as they are.
+    """
+    start = time.monotonic()
+    context = ToolContext(
+        sandbox=run.parts.sandbox,
+        state=run.tool_state,
+        max_timeout_s=run.time_left(MAX_TOOL_S),
+        spawn=run.parts.spawn,
+    )
+    turn = _Turn(run, context, calls, control)
+    try:
+        for group in _groups(calls, turn.tools):
+            await turn.run_group(group)
+    except asyncio.CancelledError:
+        if control.interrupted:
+            turn.fill("interrupted by the user")
+        raise
+    except SandboxKilled as error:
+        turn.fill(f"the sandbox is gone: {error}")
+        raise Finish("sandbox_killed") from error
+    finally:
+        run.active_s += time.monotonic() - start
+    turn.judge()
+
+
+def _groups(
+    calls: Sequence[ToolCall], tools: Sequence[Tool | None]
+) -> Iterator[list[tuple[ToolCall, Tool | None]]]:
+    """Neighbours that may run side by side; every other call is a barrier of its own."""
+    group: list[tuple[ToolCall, Tool | None]] = []
+    for call, tool in zip(calls, tools, strict=True):
+        safe = tool is None or tool.parallel
+        if group and (not safe or len(group) == MAX_SIDE_BY_SIDE):
+            yield group
+            group = []
+        group.append((call, tool))
+        if not safe:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+class _Turn:
+    """The results of one turn as they come."""
+
+    def __init__(
+        self, run: RunState, context: ToolContext, calls: Sequence[ToolCall], control: Control
+    ) -> None:
+        self.run, self.context, self.calls, self.control = run, context, calls, control
+        self.tools = [_tool(run, call) for call in calls]
+        self.done = 0
+        self.valid = False
+
+    async def run_group(self, group: list[tuple[ToolCall, Tool | None]]) -> None:
+        """Run the calls of a group and add their results in call order."""
+        if len(group) == 1:
+            self._add(await _run_one(self.run, self.context, *group[0]))
+            return
+        failed: _Outcome | None = None
+        async with asyncio.TaskGroup() as tasks:
+            # _run_one carries errors in its outcome, so no task fails and cancels the others.
+            for task in [tasks.create_task(_run_one(self.run, self.context, *p)) for p in group]:
+                outcome = await task
+                failed = failed or (outcome if outcome.error else None)
+                if failed is None:
+                    self._add(outcome)
+        if failed is not None:
+            self._add(failed)
+
+    def _add(self, outcome: _Outcome) -> None:
+        if outcome.error is not None:
+            raise outcome.error
+        call = self.calls[self.done]
+        text = outcome.text
+        if self.done + 1 == len(self.calls) and (texts := self.control.take_steers()):
+            text += steer_note(texts)
+        self.done += 1
+        self.valid = self.valid or not outcome.invalid
+        self._watch(call, outcome.text)
+        message = ToolMessage(tool_call_id=call.id, name=call.name, content=text)
+        self.run.add(message, tool_ok=outcome.ok, seconds=outcome.seconds)
+
+    def _watch(self, call: ToolCall, text: str) -> None:
+        run = self.run
+        this = (call.name, call.arguments, text)
+        run.same_calls = run.same_calls + 1 if this == run.last_call else 1
+        run.last_call = this
+
+    def fill(self, why: str) -> None:
+        """Give every call that has no result yet one that says why."""
+        for call in self.calls[self.done :]:
+            content = to_json({"error": why})
+            message = ToolMessage(tool_call_id=call.id, name=call.name, content=content)
+            self.run.add(message, synthetic=True, tool_ok=False, seconds=0.0)
+        self.done = len(self.calls)
+
+    def judge(self) -> None:
+        """Raises: Finish when the model is stuck."""
+        run, policy = self.run, self.run.parts.policy
+        run.invalid_turns = 0 if self.valid else run.invalid_turns + 1
+        if run.invalid_turns >= policy.invalid_turn_limit:
+            raise Finish("invalid_tool_calls")
+        if policy.tool_loop_limit is not None and run.same_calls >= policy.tool_loop_limit:
+            raise Finish("tool_loop")
+
+
+def _tool(run: RunState, call: ToolCall) -> Tool | None:
+    tools = run.parts.tools
+    tool = tools.get(call.name)
+    if tool is None and run.parts.policy.repair_tool_names:
+        return _repaired(call.name, tools)
+    return tool
+
+
+def _repaired(name: str, tools: Mapping[str, Tool]) -> Tool | None:
+    """The tool meant by a name in other letters, separators or with a namespace in front."""
+    plain = name.strip().lower().replace("-", "_").replace(" ", "_")
+    return tools.get(plain) or tools.get(plain.rpartition(".")[2])
+
+
+async def _run_one(
+    run: RunState, context: ToolContext, call: ToolCall, tool: Tool | None
+) -> _Outcome:
+    if tool is None:
+        known = ", ".join(run.parts.tools) or "none"
+        return _told(f"unknown tool {call.name!r}; the tools are: {known}", invalid=True)
+    try:
+        arguments = read_arguments(call.arguments, tool.parameters)
+    except ToolError as error:
+        return _told(f"{tool.name}: {error}", invalid=True)
+    start = time.monotonic()
+    try:
+        result = await tool.handler(context, arguments)
+    except ToolError as error:
+        return _told(str(error), seconds=time.monotonic() - start)
+    except Exception as error:  # carried to its place in call order, and raised there
+        return _Outcome("", ok=False, error=error)
+    return _Outcome(_text(result, tool), result.ok, time.monotonic() - start)
+
+
+def _told(error: str, *, seconds: float = 0.0, invalid: bool = False) -> _Outcome:
+    return _Outcome(_clean(to_json({"error": _clean(error)})), False, seconds, invalid)
+
+
+def _text(result: ToolResult, tool: Tool) -> str:
+    return _clean(cut_middle(result.text, tool.max_chars))
+
+
+def _clean(text: str) -> str:
+    """Text that can be sent and stored: lone surrogates become question marks."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
+    return text
