@@ -139,6 +139,10 @@ class ModelClient(Protocol):
         """Make one attempt, never a hidden retry. Raises: subclasses of ModelError."""
         ...
 
+    def bound(self, request: ModelRequest) -> int:
+        """An upper bound on the prompt's tokens, known before the request is sent."""
+        ...
+
     async def aclose(self) -> None:
         """Close connections."""
         ...

@@ -1,0 +1,84 @@
+"""A client is a dialect on a transport: `connect(Endpoint(...))`."""
+
+from __future__ import annotations
+
+from hermes_rl.errors import UserError
+from hermes_rl.models.base import Completion, ModelClient, ModelRequest
+from hermes_rl.models.classify import classify
+from hermes_rl.models.dialects.base import Dialect, ReplyHead
+from hermes_rl.models.dialects.chat_completions import ChatCompletions
+from hermes_rl.models.endpoint import Endpoint, Timeouts
+from hermes_rl.models.transports.base import Transport
+
+__all__ = ["Endpoint", "Timeouts", "WireClient", "connect"]
+
+CALL_ID_HEADER = "x-hermes-call-id"
+_ERROR_BYTES = 65_536
+"""As much of an error's body is read."""
+
+
+def connect(endpoint: Endpoint) -> ModelClient:
+    """A client for an endpoint. Nothing is sent yet; close it with `aclose`.
+
+    Raises: UserError for an address, key, mode or transport that can never work.
+    """
+    endpoint.check()
+    return WireClient(endpoint, _dialect(endpoint), _transport(endpoint))
+
+
+class WireClient:
+    """One per process, endpoint and account; shared by all rollouts."""
+
+    def __init__(self, endpoint: Endpoint, dialect: Dialect, transport: Transport) -> None:
+        self.api_mode = dialect.name
+        self.endpoint = endpoint.host
+        self._dialect, self._transport = dialect, transport
+        self._url = endpoint.url(dialect.path)
+        self._headers = {**dialect.headers(endpoint.api_key), **endpoint.headers}
+        self._secrets = endpoint.secrets
+
+    async def complete(self, request: ModelRequest) -> Completion:
+        """See `ModelClient.complete`."""
+        headers = {**self._headers, CALL_ID_HEADER: request.call_id}
+        body = self._dialect.encode(request)
+        async with self._transport.post(self._url, body, headers) as reply:
+            if not 200 <= reply.status < 300:
+                text = bytearray()
+                async for piece in reply.chunks():
+                    text += piece
+                    if len(text) > _ERROR_BYTES:
+                        break
+                raise classify(reply.status, reply.headers, bytes(text), secrets=self._secrets)
+            head = ReplyHead(reply.headers, reply.first_byte_s)
+            decoder = self._dialect.decoder(request, head)
+            async for piece in reply.chunks():
+                decoder.feed(piece)
+                if decoder.done:
+                    break
+        return decoder.finish()
+
+    def bound(self, request: ModelRequest) -> int:
+        """See `ModelClient.bound`."""
+        return self._dialect.bound(request)
+
+    async def aclose(self) -> None:
+        """See `ModelClient.aclose`."""
+        await self._transport.aclose()
+
+
+def _dialect(endpoint: Endpoint) -> Dialect:
+    if endpoint.api_mode == "chat_completions":
+        return ChatCompletions(endpoint.host, endpoint.secrets)
+    raise UserError(f"api_mode {endpoint.api_mode!r} is unknown. Use chat_completions")
+
+
+def _transport(endpoint: Endpoint) -> Transport:
+    if endpoint.transport == "http":
+        from hermes_rl.models.transports.http import HttpTransport
+
+        return HttpTransport(endpoint)
+    if endpoint.transport == "sdk":
+        from hermes_rl.models.transports.sdk import SdkTransport
+
+        return SdkTransport(endpoint)
+    raise UserError(f"transport {endpoint.transport!r} is unknown. Use http or sdk")

@@ -1,0 +1,1 @@
+"""Wire formats. A dialect translates between the internal form and one wire, both ways."""

@@ -1,0 +1,134 @@
+"""The dialect `chat_completions`: OpenAI's Chat Completions and the engines that speak it.
+
+Client side: a request's body and a decoder for its answer. The server side is `chat_server`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hermes_rl.messages import AssistantMessage, Message, to_openai
+from hermes_rl.models.base import ModelRequest
+from hermes_rl.models.dialects.base import Decoder, ReplyHead
+from hermes_rl.models.dialects.chat_answer import BodyDecoder
+from hermes_rl.models.dialects.chat_stream import StreamDecoder
+from hermes_rl.models.dialects.lenient import encode_json
+
+NAME = "chat_completions"
+TAIL = b"]}"
+"""The last bytes of every body. A turn's body without them begins the next turn's."""
+
+_REPLAYED = {"api.deepseek.com": "reasoning_content", "api.moonshot.ai": "reasoning_content",
+             "api.moonshot.cn": "reasoning_content"}  # fmt: skip
+"""Hosts that want the reasoning of earlier tool turns back, and the field they want it in."""
+
+
+class ChatCompletions:
+    """One per client.
+
+    Args:
+        host: of the endpoint; a few hosts have ways of their own.
+        secrets: texts that no error may show.
+    """
+
+    name = NAME
+    path = "/chat/completions"
+
+    def __init__(self, host: str = "", secrets: tuple[str, ...] = ()) -> None:
+        # OpenAI's reasoning models refuse the old name, other servers may not know the new one.
+        self._max_tokens = "max_completion_tokens" if host == "api.openai.com" else "max_tokens"
+        self._replay = _REPLAYED.get(host)
+        self._wire_name = f"{NAME}+{self._replay}" if self._replay else NAME
+        self._secrets = secrets
+        self._tools: tuple[tuple[dict[str, Any], ...], bytes] = ((), b"")
+
+    def encode(self, request: ModelRequest) -> bytes:
+        """See `Dialect.encode`. The messages come last; what stands before them does not change
+        from
+        turn to turn."""
+        return b"".join((self._head(request), b",".join(self._messages(request)), TAIL))
+
+    def bound(self, request: ModelRequest) -> int:
+        """See `Dialect.bound`: the bytes of messages and tools. No tokeniser in use makes more than
+        one
+        token of a byte, and JSON costs more than a chat template's marks."""
+        messages = self._messages(request)
+        return sum(map(len, messages)) + len(messages) + len(self._encoded_tools(request))
+
+    def headers(self, api_key: str | None) -> dict[str, str]:
+        """See `Dialect.headers`."""
+        fixed = {
+            "content-type": "application/json",
+            "accept": "application/json, text/event-stream",
+        }
+        return {**fixed, "authorization": f"Bearer {api_key}"} if api_key else fixed
+
+    def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
+        """See `Dialect.decoder`. What the answer is says its content type, not the request."""
+        kind = StreamDecoder if _is_stream(head, request) else BodyDecoder
+        return kind(
+            head,
+            secrets=self._secrets,
+            salt=str(len(request.conversation)),
+            on_delta=request.on_delta,
+        )
+
+    def _messages(self, request: ModelRequest) -> list[bytes]:
+        return request.conversation.wire(self._wire_name, self._encoder())
+
+    def _encoder(self) -> Callable[[Message], bytes]:
+        if self._replay is None:
+            return encode_message
+        return lambda message: encode_message(message, replay=self._replay)
+
+    def _head(self, request: ModelRequest) -> bytes:
+        fields: dict[str, Any] = {"model": request.model}
+        if request.stream:
+            fields["stream"] = True
+            fields["stream_options"] = {"include_usage": True}
+        for name, value in request.sampling.as_dict().items():
+            fields[self._field(name)] = value
+        if request.logprobs:
+            fields["logprobs"] = True
+        if request.token_ids:
+            fields["return_token_ids"] = True
+        fields.update(request.extra)
+        tools = self._encoded_tools(request)
+        return encode_json(fields)[:-1] + tools + b',"messages":['
+
+    def _field(self, name: str) -> str:
+        if name == "max_tokens":
+            return self._max_tokens
+        return "reasoning_effort" if name == "reasoning" else name
+
+    def _encoded_tools(self, request: ModelRequest) -> bytes:
+        """The tools as a body field; encoded once per tuple, since turns share theirs."""
+        if not request.tools:
+            return b""
+        known, encoded = self._tools
+        if known is not request.tools:
+            encoded = b',"tools":' + encode_json(request.tools)
+            self._tools = (request.tools, encoded)
+        return encoded
+
+
+def encode_message(message: Message, replay: str | None = None) -> bytes:
+    """One message as the wire has it: arguments as the model's exact text, signed reasoning blocks
+    as
+    received, reasoning text only in the field `replay`."""
+    form = to_openai(message)
+    if isinstance(message, AssistantMessage):
+        reasoning = form.pop("reasoning_content", None)
+        if replay and reasoning:
+            form[replay] = reasoning
+        if message.reasoning_details is not None:
+            form["reasoning_details"] = message.reasoning_details
+    return encode_json(form)
+
+
+def _is_stream(head: ReplyHead, request: ModelRequest) -> bool:
+    kind = head.headers.get("content-type", "")
+    if "event-stream" in kind:
+        return True
+    return request.stream and "json" not in kind

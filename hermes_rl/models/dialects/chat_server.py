@@ -1,0 +1,189 @@
+"""The other side of Chat Completions: reading requests and writing answers.
+
+For servers of ours: the fake one, and whatever stands between an agent and an engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from hermes_rl.messages import AssistantMessage, Message, ToolCall, from_openai
+from hermes_rl.models.base import Completion, TokenCapture
+from hermes_rl.models.dialects.chat_usage import write_usage
+from hermes_rl.models.dialects.lenient import decode_json, encode_json
+from hermes_rl.models.dialects.sse import DONE, event
+
+
+class WireRequest(msgspec.Struct, kw_only=True):
+    """A request's body; unknown fields are left out."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    stream: bool | None = False
+    stream_options: dict[str, Any] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    seed: int | None = None
+    stop: Any = None
+    logprobs: bool | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """A body always says its usage, a stream only when asked."""
+        return not self.stream or bool((self.stream_options or {}).get("include_usage"))
+
+
+_decode = msgspec.json.Decoder(WireRequest).decode
+
+
+def decode_request(body: bytes) -> WireRequest:
+    """Raises: ValueError (msgspec's errors are such) when the body is no request."""
+    return _decode(body)
+
+
+def decode_message(form: dict[str, Any]) -> Message:
+    """One message of a request, with what `from_openai` leaves out. Raises: UserError."""
+    message = from_openai(form)
+    details = form.get("reasoning_details")
+    if isinstance(message, AssistantMessage) and details is not None:
+        return msgspec.structs.replace(message, reasoning_details=details)
+    return message
+
+
+def encode_answer(
+    answer: Completion,
+    *,
+    answer_id: str,
+    created: int = 0,
+    reasoning_field: str = "reasoning_content",
+) -> bytes:
+    """An answer in one body.
+
+    Args:
+        created: Unix time in seconds.
+        reasoning_field: the spelling of reasoning; `think` writes it into the content.
+    """
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": _message_form(answer.message, reasoning_field),
+        "finish_reason": answer.finish_reason,
+    }
+    form = _envelope(answer, answer_id, created, "chat.completion")
+    form["choices"] = [choice]
+    _add_tokens(form, choice, answer.tokens)
+    form["usage"] = _usage_form(answer)
+    return encode_json(form)
+
+
+def encode_stream(
+    answer: Completion,
+    *,
+    answer_id: str,
+    created: int = 0,
+    reasoning_field: str = "reasoning_content",
+    include_usage: bool = True,
+    piece_chars: int = 24,
+) -> list[bytes]:
+    """An answer as server-sent events: a role, pieces of reasoning, text and calls, the finish
+    reason,
+    usage, and the end mark."""
+    base = _envelope(answer, answer_id, created, "chat.completion.chunk")
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    form = _message_form(answer.message, reasoning_field)
+    for name in ("reasoning_content", "reasoning", "thinking", "content"):
+        deltas += [{name: text} for text in _pieces(form.get(name) or "", piece_chars)]
+    if form.get("reasoning_details") is not None:
+        deltas.append({"reasoning_details": form["reasoning_details"]})
+    for index, call in enumerate(answer.message.tool_calls):
+        deltas += _call_deltas(index, call, piece_chars)
+    choices: list[dict[str, Any]] = [
+        {"index": 0, "delta": delta, "finish_reason": None} for delta in deltas
+    ]
+    choices.append({"index": 0, "delta": {}, "finish_reason": answer.finish_reason})
+    forms = [{**base, "choices": [choice]} for choice in choices]
+    _add_tokens(forms[0], choices[0], answer.tokens)
+    if include_usage:
+        forms.append({**base, "choices": [], "usage": _usage_form(answer)})
+    return [event(encode_json(form)) for form in forms] + [event(DONE)]
+
+
+def encode_error(message: str, *, kind: str, code: str | int | None = None) -> bytes:
+    """The body of a refusal."""
+    return encode_json({"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+def _envelope(answer: Completion, answer_id: str, created: int, kind: str) -> dict[str, Any]:
+    form = {"id": answer_id, "object": kind, "created": created, "model": answer.served_model}
+    if answer.policy_version is not None:
+        form["policy_version"] = answer.policy_version
+    return form
+
+
+def _message_form(message: AssistantMessage, reasoning_field: str) -> dict[str, Any]:
+    content, reasoning = message.content, message.reasoning_content
+    form: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning is not None and reasoning_field == "think":
+        form["content"] = message.raw_content or f"<think>\n{reasoning}\n</think>\n\n{content}"
+    elif reasoning is not None:
+        form[reasoning_field] = reasoning
+    if message.tool_calls:
+        form["content"] = form["content"] or None
+        form["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    if message.reasoning_details is not None:
+        form["reasoning_details"] = message.reasoning_details
+    return form
+
+
+def _usage_form(answer: Completion) -> Any:
+    """The usage as it is to be sent: `usage_raw` where it is given (a server may err on purpose),
+    else
+    the complete object, else null."""
+    if answer.usage_raw is not None:
+        return decode_json(answer.usage_raw.encode())
+    usage = answer.usage
+    if usage is None or usage.input_tokens is None or usage.output_tokens is None:
+        return None
+    return write_usage(usage)
+
+
+def _add_tokens(form: dict[str, Any], choice: dict[str, Any], tokens: TokenCapture | None) -> None:
+    if tokens is None:
+        return
+    if tokens.prompt_ids is not None:
+        form["prompt_token_ids"] = tokens.prompt_ids
+    if tokens.completion_ids is not None:
+        choice["token_ids"] = tokens.completion_ids
+    if tokens.logprobs is not None:
+        choice["logprobs"] = {"content": [{"token": "", "logprob": p} for p in tokens.logprobs]}
+        choice["logprobs_kind"] = tokens.logprobs_kind
+
+
+def _pieces(text: str, size: int) -> list[str]:
+    return [text[i : i + size] for i in range(0, len(text), size)]
+
+
+def _call_deltas(index: int, call: ToolCall, size: int) -> list[dict[str, Any]]:
+    """The first delta of a call names it, the others carry its arguments."""
+    head = {
+        "index": index,
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": ""},
+    }
+    rest = [
+        {"index": index, "function": {"arguments": text}} for text in _pieces(call.arguments, size)
+    ]
+    return [{"tool_calls": [piece]} for piece in (head, *rest)]

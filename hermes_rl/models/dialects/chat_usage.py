@@ -1,0 +1,78 @@
+"""The usage object of Chat Completions, in the spellings of several providers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hermes_rl.usage import Usage
+
+
+def read_usage(form: Any) -> Usage | None:
+    """The usage of a response; None unless prompt and completion tokens are both there.
+
+    Cached tokens: `prompt_tokens_details.cached_tokens` (OpenAI, vLLM, SGLang), or
+    `prompt_cache_hit_tokens` (DeepSeek), or `cached_tokens` (Moonshot). Where a provider leaves
+    reasoning
+    out of `completion_tokens` (its total then is the sum of all three), it is added.
+    """
+    if not isinstance(form, Mapping):
+        return None
+    prompt, output = _count(form.get("prompt_tokens")), _count(form.get("completion_tokens"))
+    if prompt is None or output is None:
+        return None
+    given, taken = _part(form, "prompt_tokens_details"), _part(form, "completion_tokens_details")
+    reasoning = _first(taken.get("reasoning_tokens"), form.get("reasoning_tokens"))
+    if reasoning and form.get("total_tokens") == prompt + output + reasoning:
+        output += reasoning
+    cached = _first(
+        given.get("cached_tokens"), form.get("prompt_cache_hit_tokens"), form.get("cached_tokens")
+    )
+    written = _first(given.get("cache_write_tokens"), form.get("cache_write_tokens"))
+    return Usage(
+        input_tokens=prompt,
+        cache_read_tokens=_within(cached, prompt),
+        cache_write_tokens=_within(written, prompt),
+        output_tokens=output,
+        reasoning_tokens=_within(reasoning, output),
+    )
+
+
+def write_usage(usage: Usage) -> dict[str, Any]:
+    """The usage object that a server sends. Input and output must be known."""
+    prompt, output = usage.input_tokens or 0, usage.output_tokens or 0
+    form: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+    }
+    given = {
+        "cached_tokens": usage.cache_read_tokens,
+        "cache_write_tokens": usage.cache_write_tokens,
+    }
+    known = {k: v for k, v in given.items() if v is not None}
+    if known:
+        form["prompt_tokens_details"] = known
+    if usage.reasoning_tokens is not None:
+        form["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return form
+
+
+def _count(value: Any) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        return None
+    return value
+
+
+def _first(*values: Any) -> int | None:
+    return next((n for n in map(_count, values) if n is not None), None)
+
+
+def _within(part: int | None, whole: int) -> int | None:
+    """A part larger than its whole is a provider's error: then it is unknown."""
+    return part if part is None or part <= whole else None
+
+
+def _part(form: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = form.get(name)
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,103 @@
+"""Where a model is reached: address, key and patience."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import urlsplit
+
+from hermes_rl.errors import UserError
+
+TransportName = Literal["http", "sdk"]
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Patience in seconds, by phase. There is no limit on a whole call: long answers are fine."""
+
+    connect_s: float = 10.0
+    """Name look-up, TCP and TLS."""
+    first_byte_s: float = 600.0
+    """From the start of the request to the head of the answer (its queueing at the server too)."""
+    idle_s: float = 120.0
+    """Between two pieces of the answer."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One address and account. Text forms never show the key."""
+
+    base_url: str
+    """For example `https://api.example.com/v1`; the dialect adds its path."""
+    api_key: str | None = field(default=None, repr=False)
+    transport: TransportName = "http"
+    api_mode: str = "chat_completions"
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Further headers of every request."""
+    timeouts: Timeouts = Timeouts()
+    pool_size: int = 0
+    """Most connections at once; 0 is no limit, so that only the limiter decides."""
+    verify: bool = True
+    """Check the server's certificate."""
+    ca_file: str | None = None
+    """Certificates to trust instead of the system's."""
+    proxy: str | None = field(default=None, repr=False)
+    """URL of an HTTP proxy; the environment is not asked."""
+
+    @property
+    def host(self) -> str:
+        """Host and port, for records: never user, password or path."""
+        parts = urlsplit(self.base_url)
+        host = parts.hostname or ""
+        host = f"[{host}]" if ":" in host else host
+        return f"{host}:{parts.port}" if parts.port else host
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Texts that no message may show."""
+        values = [self.api_key, urlsplit(self.base_url).password, *self.headers.values()]
+        if self.proxy:
+            values.append(urlsplit(self.proxy).password)
+        return tuple(v for v in values if v and len(v) >= 6)
+
+    def url(self, path: str) -> str:
+        """The address of one route. The route itself at the end of `base_url` is not doubled."""
+        base = self.base_url.rstrip("/")
+        return base if base.endswith(path) else base + path
+
+    def tls(self) -> ssl.SSLContext | None:
+        """The TLS settings, made once per client; None for plain HTTP."""
+        if not self.base_url.startswith("https:"):
+            return None
+        context = ssl.create_default_context(cafile=self.ca_file)
+        if not self.verify:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return context
+
+    def check(self) -> None:
+        """Raises: UserError when the address or a header can never work."""
+        try:
+            parts = urlsplit(self.base_url)
+            known = parts.scheme in ("http", "https") and bool(parts.hostname)
+            _ = parts.port
+        except ValueError:
+            known = False
+        if not known:
+            raise UserError(
+                f"base_url {self.base_url!r} is no address. Use for example http://127.0.0.1:8000/v1"
+            )
+        if self.api_key is not None and not _printable(self.api_key):
+            raise UserError(
+                "the API key holds characters that no header can carry (a line break, a space?)."
+                " Set it again without them"
+            )
+        for name, value in self.headers.items():
+            if not _printable(name) or any(c in value for c in "\r\n\0"):
+                raise UserError(f"header {name!r} holds characters that no header can carry")
+
+
+def _printable(text: str) -> bool:
+    return bool(text) and all("!" <= c <= "~" for c in text)

@@ -1,0 +1,72 @@
+"""The contract of transports: one POST, one reply, no retry, typed errors.
+
+A transport knows nothing of the body. It maps what went wrong below HTTP to typed errors; statuses
+are
+the client's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from hermes_rl.errors import ConnectionLost, ModelTimeout, ProtocolError
+
+
+class Reply(Protocol):
+    """The head of an answer, and its body piece by piece."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    first_byte_s: float
+    """Seconds from the start of the request to this head."""
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it comes in. Raises: ModelTimeout, ProtocolError."""
+        ...
+
+
+class Transport(Protocol):
+    """Posts bytes."""
+
+    def post(
+        self, url: str, body: bytes, headers: Mapping[str, str]
+    ) -> AbstractAsyncContextManager[Reply]:
+        """One request. Raises: ModelTimeout, ConnectionLost."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        ...
+
+
+def connect_timeout(host: str, seconds: float) -> ModelTimeout:
+    """No connection in time: nothing was served."""
+    return ModelTimeout(f"no connection to {host} within {seconds:g} s")
+
+
+def first_byte_timeout(host: str, seconds: float) -> ModelTimeout:
+    """A request was sent and nothing came back: it may be served, and billed."""
+    return ModelTimeout(f"no answer from {host} within {seconds:g} s", served=True)
+
+
+def idle_timeout(host: str, seconds: float) -> ModelTimeout:
+    """An answer began and then stood still."""
+    return ModelTimeout(f"the answer of {host} stood still for {seconds:g} s", served=True)
+
+
+def not_connected(host: str, reason: str) -> ConnectionLost:
+    """The connection could not be made: nothing was served."""
+    return ConnectionLost(f"cannot reach {host}: {reason}")
+
+
+def broken(host: str, reason: str) -> ConnectionLost:
+    """The connection broke off after the request was sent."""
+    return ConnectionLost(f"connection to {host} broke off: {reason}", served=True)
+
+
+def cut(host: str, reason: str) -> ProtocolError:
+    """An answer broke off in the middle of its body."""
+    return ProtocolError(f"the answer of {host} broke off: {reason}", served=True)

@@ -1,0 +1,137 @@
+"""The default transport: aiohttp, one pooled session per process and endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.transports.base import (
+    Reply,
+    broken,
+    connect_timeout,
+    cut,
+    first_byte_timeout,
+    idle_timeout,
+    not_connected,
+)
+
+_LARGE = 1 << 20
+"""Bytes from which a body is written in pieces, so that the loop stays free."""
+_LINGER_S = 0.25
+"""How long an answer that said it is complete may take to end, so that its connection is reused."""
+
+
+class HttpTransport:
+    """Connections to one endpoint. No redirects, cookies, hidden retries or environment proxies."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._session: aiohttp.ClientSession | None = None
+
+    @asynccontextmanager
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[Reply]:
+        """See `Transport.post`."""
+        started = time.monotonic()
+        response = await self._open(url, body, headers)
+        try:
+            yield _HttpReply(response, time.monotonic() - started, self._endpoint)
+            await _settle(response)
+        finally:
+            response.close()  # a no-op when the body was read to its end
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _open(
+        self, url: str, body: bytes, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
+        host, patience = self._endpoint.host, self._endpoint.timeouts
+        session = self._session or self._connect()
+        data = body if len(body) < _LARGE else io.BytesIO(body)
+        try:
+            async with asyncio.timeout(patience.first_byte_s):
+                return await session.post(
+                    url,
+                    data=data,
+                    headers=headers,
+                    allow_redirects=False,
+                    proxy=self._endpoint.proxy,
+                )
+        except aiohttp.ConnectionTimeoutError:
+            raise connect_timeout(host, patience.connect_s) from None
+        except TimeoutError:
+            raise first_byte_timeout(host, patience.first_byte_s) from None
+        except aiohttp.ClientConnectorError as error:
+            raise not_connected(host, _reason(error)) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise broken(host, _reason(error)) from None
+
+    def _connect(self) -> aiohttp.ClientSession:
+        """Made at the first request: a session belongs to the loop that runs then."""
+        endpoint = self._endpoint
+        tls = endpoint.tls()
+        connector = aiohttp.TCPConnector(
+            limit=endpoint.pool_size, ssl=True if tls is None else tls, keepalive_timeout=30
+        )
+        patience = aiohttp.ClientTimeout(total=None, sock_connect=endpoint.timeouts.connect_s)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=patience,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+        )
+        return self._session
+
+
+class _HttpReply:
+    def __init__(
+        self, response: aiohttp.ClientResponse, first_byte_s: float, endpoint: Endpoint
+    ) -> None:
+        self.status = response.status
+        self.headers: Mapping[str, str] = {
+            name.lower(): value for name, value in response.headers.items()
+        }
+        self.first_byte_s = first_byte_s
+        self._response = response
+        self._endpoint = endpoint
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        content = self._response.content
+        idle = self._endpoint.timeouts.idle_s
+        host = self._endpoint.host
+        try:
+            while not content.at_eof():
+                async with asyncio.timeout(idle):
+                    piece = await content.readany()
+                if piece:
+                    yield piece
+        except TimeoutError:
+            raise idle_timeout(host, idle) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise cut(host, _reason(error)) from None
+
+
+async def _settle(response: aiohttp.ClientResponse) -> None:
+    """Read what is left of an answer that was complete before its connection was free."""
+    if response.content.at_eof():
+        return
+    try:
+        async with asyncio.timeout(_LINGER_S):
+            while not response.content.at_eof():
+                await response.content.readany()
+    except (TimeoutError, aiohttp.ClientError, OSError):
+        pass  # the answer is whole; only the connection is lost
+
+
+def _reason(error: Any) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,122 @@
+"""The transport `sdk`: the official openai package, its retries off, its connection handling as it
+is.
+
+It costs ten times the CPU of `http`; it is there as the oracle of our wire, and for endpoints whose
+ways only the official package knows. Bodies go in and come out as bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import httpx2
+import openai
+
+from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.transports.base import (
+    Reply,
+    broken,
+    connect_timeout,
+    cut,
+    first_byte_timeout,
+    idle_timeout,
+    not_connected,
+)
+
+
+class SdkTransport:
+    """Connections of one `AsyncOpenAI`."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._client: openai.AsyncOpenAI | None = None
+
+    @asynccontextmanager
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[Reply]:
+        """See `Transport.post`."""
+        started = time.monotonic()
+        response = await self._open(url, body, headers)
+        try:
+            yield _SdkReply(response, time.monotonic() - started, self._endpoint)
+        finally:
+            await response.aclose()
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+    async def _open(self, url: str, body: bytes, headers: Mapping[str, str]) -> httpx2.Response:
+        host, patience = self._endpoint.host, self._endpoint.timeouts
+        client = self._client or self._connect()
+        try:
+            async with asyncio.timeout(patience.first_byte_s):
+                return await client.post(
+                    url,
+                    content=body,
+                    cast_to=httpx2.Response,
+                    options={"headers": dict(headers), "follow_redirects": False},
+                    stream=True,  # the body unread
+                )
+        except openai.APIStatusError as error:
+            return error.response
+        except openai.APITimeoutError as error:
+            if isinstance(error.__cause__, httpx2.ConnectTimeout):
+                raise connect_timeout(host, patience.connect_s) from None
+            raise first_byte_timeout(host, patience.first_byte_s) from None
+        except TimeoutError:
+            raise first_byte_timeout(host, patience.first_byte_s) from None
+        except openai.APIConnectionError as error:
+            cause = error.__cause__ or error
+            make = not_connected if isinstance(cause, httpx2.ConnectError) else broken
+            raise make(host, f"{type(cause).__name__}: {cause}") from None
+
+    def _connect(self) -> openai.AsyncOpenAI:
+        endpoint = self._endpoint
+        tls = endpoint.tls()
+        limit = endpoint.pool_size or None
+        http = httpx2.AsyncClient(
+            timeout=httpx2.Timeout(None, connect=endpoint.timeouts.connect_s),
+            limits=httpx2.Limits(max_connections=limit, max_keepalive_connections=limit),
+            verify=True if tls is None else tls,
+            proxy=endpoint.proxy,
+            trust_env=False,
+        )
+        self._client = openai.AsyncOpenAI(
+            api_key=endpoint.api_key or "none",
+            base_url=endpoint.base_url,
+            max_retries=0,
+            http_client=http,
+        )
+        return self._client
+
+
+class _SdkReply:
+    def __init__(self, response: httpx2.Response, first_byte_s: float, endpoint: Endpoint) -> None:
+        self.status = response.status_code
+        self.headers: Mapping[str, str] = dict(response.headers)
+        self.first_byte_s = first_byte_s
+        self._response = response
+        self._endpoint = endpoint
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        if self._response.is_stream_consumed:  # the package reads the bodies of errors itself
+            yield self._response.content
+            return
+        idle, host = self._endpoint.timeouts.idle_s, self._endpoint.host
+        pieces = self._response.aiter_bytes()
+        try:
+            while True:
+                async with asyncio.timeout(idle):
+                    piece = await anext(pieces, b"")
+                if not piece:
+                    return
+                yield piece
+        except TimeoutError:
+            raise idle_timeout(host, idle) from None
+        except httpx2.HTTPError as error:
+            raise cut(host, f"{type(error).__name__}: {error}") from None

@@ -1,0 +1,162 @@
+"""What the fake model server answers: a pure function of the request.
+
+The script is chosen by a line `SCRIPT: [...]` in the first user message, else by the model's name,
+else it
+is the server's default; the turn is the number of assistant messages in the history. A script is a
+list of
+steps, each text (a final answer), or an object:
+
+    {"text": "...", "reasoning": "...", "field": "reasoning",        # spelling, or "think"
+     "run": "ls -l",                                                 # one call of `terminal`
+     "calls": [{"name": "read_file", "arguments": {"path": "a"}},    # an object, or any text:
+               {"name": "terminal", "arguments": "{not json"}],      # written as it is
+     "finish": "length", "latency_s": 0.1, "fault": "reset",
+     "details": [...]}                                               # reasoning_details
+
+After its last step a script answers "done". Names: `echo` (5 turns of `echo step-N`, then a text),
+`echo-N`
+(N turns), `noop` (a text at once), `fault-KIND` (that fault, always; see `faults`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from hermes_rl.messages import AssistantMessage, ToolCall
+from hermes_rl.models.dialects.chat_server import WireRequest
+from hermes_rl.usage import Usage
+
+_MARK = re.compile(r"^SCRIPT:\s*(\[.*\])\s*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One answer of a script."""
+
+    message: AssistantMessage
+    finish_reason: str
+    reasoning_field: str = "reasoning_content"
+    latency_s: float = 0.0
+    fault: str | None = None
+
+
+class ScriptError(ValueError):
+    """The script in a prompt cannot be played; the server answers 400 with this text."""
+
+
+def step_for(request: WireRequest, default: str = "echo") -> Step:
+    """The step that answers a request. Raises: ScriptError."""
+    turn = sum(m.get("role") == "assistant" for m in request.messages)
+    written = _written(request.messages)
+    if written is not None:
+        return _step_of(written, turn)
+    return _named(request.model, turn) or _named(default, turn) or _echo(5, turn)
+
+
+def usage_of(request: WireRequest, step: Step) -> Usage:
+    """Tokens as this server counts them: a fixed cost and a quarter of the characters per message.
+
+    Cached is all but the last message: what an engine with a warm prefix cache would have.
+    """
+    sizes = [_size(m) for m in request.messages]
+    message = step.message
+    reasoning = len(message.reasoning_content or "") // 4
+    calls = sum(len(c.name) + len(c.arguments) for c in message.tool_calls)
+    return Usage(
+        input_tokens=sum(sizes),
+        cache_read_tokens=sum(sizes[:-1]),
+        output_tokens=1 + reasoning + (len(message.content) + calls) // 4,
+        reasoning_tokens=reasoning,
+    )
+
+
+def _size(form: dict[str, Any]) -> int:
+    content = form.get("content")
+    size = len(content) if isinstance(content, str) else 0
+    for call in form.get("tool_calls") or ():
+        size += len(str(call.get("function", {}).get("arguments", "")))
+    return 4 + size // 4
+
+
+def _written(messages: Sequence[dict[str, Any]]) -> str | None:
+    """The script text in the first user message."""
+    first = next((m.get("content") for m in messages if m.get("role") == "user"), None)
+    if isinstance(first, list):
+        first = "\n".join(str(p.get("text", "")) for p in first if isinstance(p, dict))
+    if not isinstance(first, str) or "SCRIPT:" not in first:
+        return None
+    found = _MARK.search(first)
+    return found.group(1) if found else None
+
+
+@lru_cache(maxsize=4096)
+def _step_of(written: str, turn: int) -> Step:
+    try:
+        steps = json.loads(written)
+    except ValueError as error:
+        raise ScriptError(f"SCRIPT is no JSON list: {error}") from None
+    if turn >= len(steps):
+        return _text("done")
+    step = steps[turn]
+    if isinstance(step, str):
+        return _text(step)
+    if not isinstance(step, dict):
+        raise ScriptError(f"step {turn} of SCRIPT must be text or an object")
+    return _build(step, turn)
+
+
+def _build(step: dict[str, Any], turn: int) -> Step:
+    listed = list(step.get("calls", ()))
+    if "run" in step:
+        listed.insert(0, {"name": "terminal", "arguments": {"command": step["run"]}})
+    calls = tuple(_call(form, turn, index) for index, form in enumerate(listed))
+    message = AssistantMessage(
+        content=step.get("text", ""),
+        reasoning_content=step.get("reasoning"),
+        tool_calls=calls,
+        reasoning_details=step.get("details"),
+    )
+    return Step(
+        message=message,
+        finish_reason=step.get("finish") or ("tool_calls" if calls else "stop"),
+        reasoning_field=step.get("field", "reasoning_content"),
+        latency_s=float(step.get("latency_s", 0.0)),
+        fault=step.get("fault"),
+    )
+
+
+def _call(form: dict[str, Any], turn: int, index: int) -> ToolCall:
+    arguments = form.get("arguments", {})
+    if not isinstance(arguments, str):
+        arguments = msgspec.json.encode(arguments).decode()
+    given = form.get("id", f"call_{turn}_{index}")
+    return ToolCall(id=given, name=form.get("name", "terminal"), arguments=arguments)
+
+
+@lru_cache(maxsize=4096)
+def _named(name: str, turn: int) -> Step | None:
+    if name == "noop":
+        return _text("done")
+    if name.startswith("fault-"):
+        return Step(AssistantMessage(content="done"), "stop", fault=name.removeprefix("fault-"))
+    kind, _, count = name.partition("-")
+    if kind == "echo" and (count.isdigit() or not count):
+        return _echo(int(count or 5), turn)
+    return None
+
+
+def _echo(turns: int, turn: int) -> Step:
+    if turn >= turns:
+        return _text(f"All {turns} steps are done.")
+    return _build({"run": f"echo step-{turn + 1}"}, turn)
+
+
+def _text(text: str) -> Step:
+    return Step(AssistantMessage(content=text), "stop")
