@@ -1,0 +1,273 @@
+"""`AIAgent`: the agent as people use it, from scripts, notebooks and async code.
+
+All its work happens on one event loop in a thread of its own, so that connections and sandbox stay
+whole over many calls, whoever makes them. `run_agent` is the same agent without all this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import msgspec
+
+from hermes_rl import events as ev
+from hermes_rl.agent.assembly import Assembly, Link
+from hermes_rl.agent.control import Control
+from hermes_rl.agent.history import continuable, last_answer, split_system, with_user
+from hermes_rl.agent.hooks import OnEvent, Tape
+from hermes_rl.agent.parts import AgentParts
+from hermes_rl.agent.policy import Limits
+from hermes_rl.agent.policy import preset as policy_of
+from hermes_rl.agent.prompt import system_prompt
+from hermes_rl.agent.run import run_agent
+from hermes_rl.doors import Home
+from hermes_rl.errors import Interrupted, UserError
+from hermes_rl.messages import Message, conversation_from_openai, to_openai
+from hermes_rl.sandboxes.base import Sandbox
+from hermes_rl.tools.toolsets import DEFAULT_TOOLSETS, resolve
+from hermes_rl.trajectory import fold
+
+INTERACTIVE_TURNS = 90
+
+
+class AIAgent:
+    """An agent with tools in a sandbox. Keeps its conversation and its sandbox until `close`.
+
+    Args:
+        model: a model's name, or a `ModelConfig`.
+        toolsets: names of toolsets; empty for none.
+        sandbox: where tools work; None is the default backend with an empty workspace.
+        preset: `interactive`, `datagen` or `rl`.
+        limits: bounds of each run; None is 90 turns.
+        system: system prompt in place of the preset's.
+        on_event: called with each event of `hermes_rl.events` as it happens, on the agent's loop.
+        on_delta: called with each piece of text as it is streamed; without it nothing is streamed.
+
+    Raises: UserError for an unknown toolset or preset.
+    """
+
+    assembly: ClassVar[Assembly | None] = None
+    """Bound in `hermes_rl.wiring`."""
+
+    def __init__(
+        self,
+        model: object,
+        *,
+        toolsets: Sequence[str] = DEFAULT_TOOLSETS,
+        sandbox: object = None,
+        preset: str = "interactive",
+        limits: Limits | None = None,
+        system: str | None = None,
+        on_event: OnEvent | None = None,
+        on_delta: Callable[[str], None] | None = None,
+    ) -> None:
+        self.model, self.sandbox = model, sandbox
+        self.toolsets = tuple(toolsets)
+        self.session_id = uuid.uuid4().hex
+        self._tools = resolve(self.toolsets)
+        self._policy = policy_of(preset)
+        self._limits = limits or Limits(max_turns=INTERACTIVE_TURNS)
+        self._system = system or system_prompt(preset, self._tools)
+        self._on_event, self._on_delta = on_event, on_delta
+        self._home = Home("hermes-rl-agent")
+        self._history: list[Message] = []
+        self._control = Control()
+        self._running = False
+        self._link: Link | None = None
+        self._leased: Sandbox | None = None
+
+    def chat(self, message: str) -> str:
+        """Say something and get the answer; the conversation goes on from call to call.
+
+        Raises: as `run_conversation`.
+        """
+        return str(self.run_conversation(message)["final_response"] or "")
+
+    def run_conversation(
+        self,
+        user_message: str,
+        system_message: str | None = None,
+        conversation_history: Sequence[Mapping[str, Any]] | None = None,
+        task_id: str | None = None,
+    ) -> dict[str, Any]:
+        """Run until the agent ends; works in plain scripts and where a loop is already running.
+
+        Args:
+            system_message: replaces the system prompt from here on.
+            conversation_history: OpenAI messages to go on from instead of the agent's own; `[]`
+                starts anew.
+
+        Returns: final_response, messages, completed, end_reason, usage, calls, cost_usd, model,
+            session_id, task_id.
+
+        Raises: ModelError, SandboxError, Stalled, UserError. The conversation then stays as it was.
+        """
+        return self._home.run(
+            self._converse(user_message, system_message, conversation_history, task_id)
+        )
+
+    async def run(
+        self,
+        user_message: str,
+        system_message: str | None = None,
+        conversation_history: Sequence[Mapping[str, Any]] | None = None,
+        task_id: str | None = None,
+    ) -> dict[str, Any]:
+        """See `run_conversation`; cancelling it ends the run at once."""
+        return await self._home.arun(
+            self._converse(user_message, system_message, conversation_history, task_id)
+        )
+
+    def interrupt(self, message: str | None = None) -> None:
+        """End the running run now, from any thread; with a message, go on with that instead.
+
+        Does nothing while no run is going on.
+        """
+        if self._running:
+            self._control.interrupt(message)
+
+    def steer(self, text: str) -> None:
+        """Give the agent a hint without ending its run, from any thread: it reads it next turn."""
+        self._control.steer(text)
+
+    def close(self) -> None:
+        """End the sandbox and the connections. Idempotent."""
+        try:
+            if self._link is not None or self._leased is not None:
+                self._home.run(self._release())
+        finally:
+            self._home.close()
+
+    async def aclose(self) -> None:
+        """See `close`."""
+        await asyncio.to_thread(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    async def _converse(
+        self,
+        text: str,
+        system: str | None,
+        history: Sequence[Mapping[str, Any]] | None,
+        task_id: str | None,
+    ) -> dict[str, Any]:
+        if self._running:
+            raise UserError("this agent is already running; interrupt it, steer it, or wait")
+        self._running = True
+        try:
+            if history is not None:
+                own, given = split_system(conversation_from_openai(history))
+                self._history, system = continuable(given), system or own
+            self._system = system or self._system
+            return await self._until_done(text, task_id or uuid.uuid4().hex)
+        finally:
+            self._running = False
+
+    async def _until_done(self, text: str, task_id: str) -> dict[str, Any]:
+        """Run; after an interrupt with a message, run on with that."""
+        link = await self._open()
+        tape = Tape(self._on_event)
+        tape.events.append(self._begun(link, text, task_id))
+        while True:
+            first, prompt = len(tape.events), with_user(self._history, text)
+            end_reason = await self._run_once(link, tape, prompt)
+            messages = [e.message for e in tape.events[first:] if isinstance(e, ev.MessageAdded)]
+            self._history = continuable(messages)
+            ended, self._control = self._control, Control()
+            for hint in ended.take_steers():
+                self._control.steer(hint)
+            if end_reason != "interrupted" or ended.message is None:
+                break
+            text = ended.message
+        return {
+            "final_response": last_answer(messages, len(prompt)),
+            "messages": [to_openai(m) for m in messages],
+            "completed": end_reason == "answered",
+            "end_reason": end_reason,
+            **_books(tape, end_reason),
+            "model": link.model,
+            "session_id": self.session_id,
+            "task_id": task_id,
+        }
+
+    async def _run_once(self, link: Link, tape: Tape, prompt: list[Message]) -> str:
+        parts = AgentParts(
+            caller=link.caller(tape),
+            model=link.model,
+            tools=self._tools,
+            sandbox=self._leased,
+            recorder=tape,
+            policy=self._policy,
+            limits=self._limits,
+            sampling=link.sampling,
+            system=self._system,
+            stream=self._on_delta is not None,
+            on_delta=self._on_delta,
+        )
+        try:
+            return (await run_agent(parts, prompt, self._control)).end_reason
+        except Interrupted:
+            return "interrupted"
+
+    async def _open(self) -> Link:
+        if self.assembly is None:
+            raise UserError("use hermes_rl.AIAgent; this class does not know models and sandboxes")
+        if self._link is None:
+            self._link = await self.assembly.connect(self.model)
+        if self._leased is None and any(t.needs_sandbox for t in self._tools.values()):
+            self._leased = await self.assembly.lease(self.sandbox)
+        return self._link
+
+    async def _release(self) -> None:
+        sandbox, self._leased = self._leased, None
+        link, self._link = self._link, None
+        try:
+            if sandbox is not None:
+                await sandbox.aclose()
+        finally:
+            if link is not None:
+                await link.aclose()
+
+    def _begun(self, link: Link, text: str, task_id: str) -> ev.Begun:
+        return ev.Begun(
+            key=ev.AttemptKey(unit_id=task_id, epoch=0, attempt=0),
+            started_at=time.time(),
+            run_id=self.session_id,
+            group_id=task_id,
+            member=0,
+            repeat=0,
+            row_index=0,
+            task_id=task_id,
+            task_hash="",
+            config_hash="",
+            seed=0,
+            prompt=text,
+            model=link.model,
+            api_mode=link.api_mode,
+            endpoint=link.endpoint,
+            toolsets=self.toolsets,
+            sampling=self._policy.complete(link.sampling).as_dict(),
+        )
+
+
+def _books(tape: Tape, end_reason: str) -> dict[str, Any]:
+    """Usage, calls and cost, made by the same fold as the rows of a run."""
+    cause = end_reason if end_reason == "interrupted" else None
+    ended = ev.Ended(finished_at=time.time(), end_reason=end_reason, cause=cause)
+    row = fold([*tape.events, ended])
+    usage, calls = msgspec.to_builtins(row.usage), msgspec.to_builtins(row.calls)
+    return {"usage": usage, "calls": calls, "cost_usd": row.cost_usd}

@@ -1,0 +1,121 @@
+"""The way from synchronous code into the one async path.
+
+`run_sync` is for one call. `Home` is an event loop in a thread of its own, for objects whose
+connections and sandboxes must stay on one loop over many calls; it works from plain scripts, from
+notebooks (where a loop is already running) and from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from hermes_rl.errors import UserError
+
+T = TypeVar("T")
+
+
+def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, whether or not a loop is running in this thread.
+
+    Ctrl-C cancels it, waits for its clean-up, and raises KeyboardInterrupt.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with Home() as home:
+        return home.run(coroutine)
+
+
+class Home:
+    """An event loop in a thread of its own, started at the first use."""
+
+    def __init__(self, name: str = "hermes-rl") -> None:
+        self._name = name
+        self._lock = threading.Lock()  # guards the start: first uses may come from two threads
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the home loop and wait for it.
+
+        Ctrl-C cancels it, waits for its clean-up (a second Ctrl-C does not), and raises
+        KeyboardInterrupt.
+
+        Raises: UserError when called on the home loop itself, where it would wait for ever.
+        """
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise UserError("a synchronous door was called from a callback of its own agent")
+        loop = self._start()
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            task = loop.create_task(coroutine)
+            tasks.append(task)
+            task.add_done_callback(lambda done: _hand_over(done, future))
+
+        loop.call_soon_threadsafe(begin)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            concurrent.futures.wait([future])
+            raise
+
+    async def arun(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the home loop and await it on this one; cancelling goes through."""
+        loop = self._start()
+        if asyncio.get_running_loop() is loop:
+            return await coroutine
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        return await asyncio.wrap_future(future)
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                ready = threading.Event()
+                self._thread = threading.Thread(
+                    target=lambda: asyncio.run(self._serve(ready)), name=self._name, daemon=True
+                )
+                self._thread.start()
+                ready.wait()
+            assert self._loop is not None
+            return self._loop
+
+    async def _serve(self, ready: threading.Event) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        ready.set()
+        await self._stop.wait()
+
+    def close(self) -> None:
+        """Cancel what still runs and end the thread. Idempotent; a later use starts a new loop."""
+        with self._lock:
+            if self._loop is None or self._thread is None or self._stop is None:
+                return
+            self._loop.call_soon_threadsafe(self._stop.set)
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+            self._loop = self._thread = self._stop = None
+
+    def __enter__(self) -> Home:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _hand_over(task: asyncio.Task[T], future: concurrent.futures.Future[T]) -> None:
+    if task.cancelled():
+        future.set_exception(asyncio.CancelledError())
+    elif (error := task.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(task.result())
