@@ -165,10 +165,10 @@ async def _obtain(settings: ServerSettings, env: Mapping[str, str]) -> Held:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _START_S
     while loop.time() < deadline:
-        if held := await _join(settings.socket, end_if_wedged=False):
+        if held := await _join(settings.socket):
             return held
         with try_lock(lock) as ours:
-            if ours and (held := await _join(settings.socket, end_if_wedged=True)):
+            if ours and (held := await _join(settings.socket)):
                 return held
             if ours:
                 await _start(settings, env, deadline - loop.time())
@@ -179,8 +179,11 @@ async def _obtain(settings: ServerSettings, env: Mapping[str, str]) -> Held:
     )
 
 
-async def _join(socket: Path, *, end_if_wedged: bool) -> Held | None:
-    """A pipe to the running server; None if there is none or it is not well."""
+async def _join(socket: Path) -> Held | None:
+    """A pipe to the running server; None if there is none, or none any more.
+
+    A server that takes the connection but does not greet, or is not healthy, is ended.
+    """
     try:
         with short_path(socket) as address:
             reader, writer = await asyncio.open_unix_connection(address)
@@ -189,18 +192,18 @@ async def _join(socket: Path, *, end_if_wedged: bool) -> Held | None:
     pid, _ = peer_of(writer.get_extra_info("socket"))
     try:
         async with asyncio.timeout(_ANSWER_S):
-            line = await reader.readline()
-            hello = msgspec.json.decode(line, type=Hello) if line else None
-            if hello is not None and await _is_healthy(hello):
-                return hello, writer
-    except (TimeoutError, ConnectionError, msgspec.DecodeError):
-        hello = None
-    except asyncio.CancelledError:
+            if line := await reader.readline():
+                hello = msgspec.json.decode(line, type=Hello)
+                if await _is_healthy(hello):
+                    return hello, writer
+    except (TimeoutError, ConnectionError):
+        pass  # wedged, or gone while we asked
+    except BaseException:  # cancelled: the pipe must not stay open
         writer.close()
         raise
-    if end_if_wedged and not reader.at_eof():
+    if not reader.at_eof():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)  # our own server, by the kernel's word
+            os.kill(pid, signal.SIGKILL)  # the pipe is open, so this is still our own server
     writer.close()
     return None
 

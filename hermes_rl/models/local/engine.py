@@ -99,7 +99,8 @@ class EngineClient:
             base_url=self._engine.address,
             headers={"Authorization": f"Bearer {self._engine.key}"},
             timeout=aiohttp.ClientTimeout(total=None),
-            connector=aiohttp.TCPConnector(limit=0),
+            # The engine drops idle connections, so none is used twice.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
         )
         props = await self._ask("/props")
         self.template_has_tools = bool(props["chat_template_caps"]["supports_tools"])
