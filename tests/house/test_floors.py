@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 # Lowest first. A floor is a row of rooms; a room is a set of names that may import each other.
 # Names stand below hermes_rl unless they begin with a wing.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors messages usage identity config tasks trajectory ports events record sources",),
+    ("errors messages usage identity config tasks trajectory ports events record sources doors",),
     ("sandboxes",),
     ("models", "tools", "sessions"),
     ("agent", "store"),
@@ -135,6 +135,8 @@ def violation(path: Path, imp: Import) -> str | None:
         return None
     if theirs not in PLACES:
         return f"{imp.module} is the front door, or a room without a floor"
+    if mine is not None and mine not in PLACES:
+        return f"{mine} has no floor"
     if mine is None:  # hermes_rl/__init__.py: its lazy names are strings, and typing may see them
         return (
             None if imp.typing_only or PLACES[theirs].floor == 0 else "makes the front door heavy"

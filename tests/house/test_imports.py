@@ -95,16 +95,18 @@ def test_environments_stays_a_namespace() -> None:
 
 
 def third_party_imports() -> dict[str, str]:
-    """Top-level name -> one place that imports it, over the three import roots."""
+    """Top-level name -> one file that imports it, over the three import roots."""
     found: dict[str, str] = {}
     for root in HOUSE:
         for path in sorted((ROOT / root).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-                if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                     names = [node.module]
                 for name in names:
-                    found.setdefault(name.split(".")[0], f"{path.relative_to(ROOT)}:{node.lineno}")
+                    found.setdefault(name.split(".")[0], str(path.relative_to(ROOT)))
     ours = {*HOUSE, *sys.stdlib_module_names}
     return {name: place for name, place in found.items() if name not in ours}
 

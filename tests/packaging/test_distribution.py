@@ -125,8 +125,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     command(sys.executable, "-m", "venv", home / "venv")
     python = home / "venv/bin/python"
     quiet = ["--quiet", "--no-compile", "--disable-pip-version-check", "--no-input"]
-    install = [python, "-m", "pip", "install", *quiet, "--constraint", home / "pins.txt", wheel]
-    command(*install, timeout=600)
+    pinned = ["--constraint", str(home / "pins.txt"), str(wheel)]
+    command(python, "-m", "pip", "install", *quiet, *pinned, timeout=600)
     command(python, "-m", "pip", "check")
     return home / "venv"
 

@@ -1,0 +1,50 @@
+"""What a newcomer reads first is short and true: links lead somewhere, examples are good rows."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hermes_rl.tasks import parse_row
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "datasets/*.md", "environments/*.md", "notebooks/*.md")
+    for path in ROOT.glob(pattern)
+)
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    local = [link for link in links if "://" not in link and not link.startswith("mailto:")]
+    assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+def test_every_page_of_the_docs_is_in_the_index() -> None:
+    index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert {page for page in pages if f"({page})" not in index} == set()
+
+
+def test_the_readme_tasks_are_good_rows() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith('{"')]
+    assert len(lines) == 3
+    for number, line in enumerate(lines):
+        assert parse_row(json.loads(line), number, f"README.md:{number}").error is None
+
+
+def test_targets_of_the_makefile_are_documented() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = set(re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE))
+    assert {"demo", "test", "lint", "bench", "chaos", "clean", "test-consumers"} <= named
+    for page in PAGES:
+        used = set(re.findall(r"`make ([a-z][a-z-]+)", page.read_text(encoding="utf-8")))
+        assert used <= named, page
