@@ -1,0 +1,159 @@
+"""Background processes of a session: started by the supervisor, read and written through pipes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from hermes_rl.sandboxes.output import HeadTail
+from hermes_rl.sandboxes.pipes import CHUNK
+from hermes_rl.sandboxes.shell import Shell, ShellLost
+
+KEPT = 200_000
+"""Bytes of unread output that are kept: the beginning and the end."""
+PAUSE_S = 0.02
+
+
+class BackgroundProcess:
+    """One of them (see `base.Process`)."""
+
+    def __init__(self, shell: Shell, number: int, end: Callable[[int], None]) -> None:
+        self.pid = 0
+        self._shell = shell
+        self._number = number
+        self._end = end
+        self._code: int | None = None
+        self._done = asyncio.Event()
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._output = HeadTail(KEPT)
+        control = shell.paths.control
+        self._in = _fifo(control / f"p{number}.in", os.O_RDWR, 0o644)
+        self._out = _fifo(control / f"p{number}.out", os.O_RDONLY, 0o622)
+        self._loop = asyncio.get_running_loop()
+        self._pump()
+
+    def told(self, kind: bytes, value: int) -> None:
+        """The supervisor's word: P with the process id, X with the exit code."""
+        if kind == b"P":
+            self.pid = value
+            if not self.started.done():
+                self.started.set_result(None)
+        else:
+            self._code = value
+            self._done.set()
+
+    def lost(self) -> None:
+        """The sandbox is gone."""
+        if self._code is None:
+            self._code = 137
+        if not self.started.done():
+            self.started.set_exception(ShellLost("the sandbox ended"))
+        self._done.set()
+
+    def _pump(self) -> None:
+        """Take output, at most a chunk per pause, so that nobody can keep the loop busy."""
+        if self._out < 0:
+            return
+        try:
+            data = os.read(self._out, CHUNK)
+        except BlockingIOError:
+            data = b""
+        if data:
+            self._output.feed(data)
+        elif self._done.is_set():
+            self.close()
+            return
+        self._loop.call_later(PAUSE_S, self._pump)
+
+    async def poll(self) -> int | None:
+        """Exit code, or None while it runs."""
+        if self._shell.lost.is_set():
+            self.lost()
+        return self._code
+
+    async def write(self, data: bytes) -> None:
+        """Write to its stdin. Raises: BrokenPipeError when it has ended."""
+        view = memoryview(data)
+        while view:
+            if await self.poll() is not None or self._in < 0:
+                raise BrokenPipeError("the process has ended")
+            try:
+                view = view[os.write(self._in, view) :]
+            except BlockingIOError:
+                await asyncio.sleep(PAUSE_S)
+
+    async def read(self) -> bytes:
+        """Output since the last read."""
+        self._take_rest()
+        output, self._output = self._output, HeadTail(KEPT)
+        return b"".join(output.parts())
+
+    def _take_rest(self) -> None:
+        for _ in range(16):
+            if self._out < 0:
+                return
+            try:
+                data = os.read(self._out, CHUNK)
+            except BlockingIOError:
+                return
+            if not data:
+                return
+            self._output.feed(data)
+
+    async def kill(self) -> None:
+        """End its whole process tree."""
+        if await self.poll() is None:
+            await asyncio.to_thread(self._end, self.pid)
+            async with asyncio.timeout(2):
+                await self._done.wait()
+
+    def close(self) -> None:
+        """Close and remove its pipes."""
+        for fd in (self._in, self._out):
+            if fd >= 0:
+                os.close(fd)
+        self._in = self._out = -1
+        for kind in ("in", "out", "cmd"):
+            (self._shell.paths.control / f"p{self._number}.{kind}").unlink(missing_ok=True)
+
+
+def _fifo(path: Path, how: int, mode: int) -> int:
+    os.mkfifo(path)
+    os.chmod(path, mode)
+    return os.open(path, how | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+class Background:
+    """All background processes of one session."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._processes: dict[int, BackgroundProcess] = {}
+        self._made = 0
+        shell.on_process = self._told
+
+    def _told(self, kind: bytes, number: int, value: int) -> None:
+        process = self._processes.get(number)
+        if process is not None:
+            process.told(kind, value)
+
+    async def start(self, text: bytes, end: Callable[[int], None]) -> BackgroundProcess:
+        """Start one in the session's present state. Raises: ShellLost."""
+        self._made += 1
+        number = self._made
+        command = self._shell.paths.control / f"p{number}.cmd"
+        command.write_bytes(text)
+        command.chmod(0o644)
+        process = self._processes[number] = BackgroundProcess(self._shell, number, end)
+        await self._shell.background(number)
+        await process.started
+        return process
+
+    def close(self) -> None:
+        """The session is over."""
+        for process in self._processes.values():
+            process.lost()
+            process.close()
+        self._processes.clear()

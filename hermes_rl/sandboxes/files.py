@@ -1,0 +1,114 @@
+"""Opening files in a folder that a sandbox writes, from the host.
+
+A sandbox can put a symlink, a device or a pipe anywhere in its workspace at any moment. So the host
+opens only by openat2: beneath the folder, through no symlink and no magic link, without blocking,
+and regular files only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+_OPENAT2 = 437
+_RESOLVE = 0x08 | 0x04 | 0x02  # beneath, no symlinks, no magic links
+_SAFE = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+UNSAFE = (errno.ELOOP, errno.EXDEV, errno.ENXIO, errno.ENOSYS, errno.EAGAIN)
+"""Errors that mean: not a plain path. Such a file is read inside the sandbox instead."""
+
+
+class _How(ctypes.Structure):
+    _fields_ = (
+        ("flags", ctypes.c_uint64),
+        ("mode", ctypes.c_uint64),
+        ("resolve", ctypes.c_uint64),
+    )
+
+
+@lru_cache(maxsize=1)
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _openat2(folder: int, path: str, flags: int, mode: int = 0) -> int:
+    how = _How(flags | _SAFE, mode, _RESOLVE)
+    name = os.fsencode(path)
+    fd = _libc().syscall(_OPENAT2, folder, name, ctypes.byref(how), ctypes.sizeof(how))
+    if fd < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), path)
+    return int(fd)
+
+
+@dataclass(frozen=True)
+class Beneath:
+    """A folder of the host that a sandbox writes.
+
+    Attributes:
+        folder: the folder; its own path is made and owned by the host.
+        uid: who owns what we make in it; None is ourselves.
+    """
+
+    folder: Path
+    uid: int | None = None
+
+    def open_read(self, path: str) -> int:
+        """Open a regular file. Raises: OSError; IsADirectoryError for a folder."""
+        return self._checked(self._open(path, os.O_RDONLY), path)
+
+    def open_write(self, path: str) -> int:
+        """Open a regular file to write it anew, making its parents. Raises: OSError."""
+        flags = os.O_WRONLY | os.O_CREAT
+        try:
+            fd = self._open(path, flags, 0o644)
+        except FileNotFoundError:
+            self.make_folder(os.path.dirname(path))
+            fd = self._open(path, flags, 0o644)
+        self._checked(fd, path)
+        os.ftruncate(fd, 0)
+        if self.uid is not None:
+            os.fchown(fd, self.uid, self.uid)
+        return fd
+
+    def make_folder(self, path: str) -> None:
+        """Make a folder and its parents."""
+        here = os.open(self.folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for part in [part for part in path.split("/") if part not in ("", ".")]:
+                here = self._enter(here, part)
+        finally:
+            os.close(here)
+
+    def _enter(self, here: int, part: str) -> int:
+        """Go one folder down, made when absent; closes the one that it leaves."""
+        try:
+            os.mkdir(part, 0o755, dir_fd=here)
+            made = True
+        except FileExistsError:
+            made = False
+        below = _openat2(here, part, os.O_RDONLY | os.O_DIRECTORY)
+        if made and self.uid is not None:
+            os.fchown(below, self.uid, self.uid)
+        os.close(here)
+        return below
+
+    def _open(self, path: str, flags: int, mode: int = 0) -> int:
+        here = os.open(self.folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return _openat2(here, path, flags, mode)
+        finally:
+            os.close(here)
+
+    def _checked(self, fd: int, path: str) -> int:
+        kind = os.fstat(fd).st_mode
+        if stat.S_ISREG(kind):
+            return fd
+        os.close(fd)
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        raise OSError(errno.ENXIO, "not a regular file", path)

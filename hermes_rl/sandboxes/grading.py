@@ -1,0 +1,185 @@
+"""The grading box: a verifier in a fresh sandbox over the workspace that the agent left.
+
+Nothing of the agent's runs any more, and nothing that it left is found by accident: HOME and the
+working directory are empty and outside the workspace, Python and git read no configuration from
+them, the verifier's files are read-only. The workspace is shown through a layer that is thrown
+away (or as a copy, where the machine has no overlays), so the same state can be graded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import posixpath
+import shlex
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hermes_rl.errors import SandboxDied, SandboxStartError, TaskFault
+from hermes_rl.sandboxes.base import MAX_OUTPUT_BYTES, GradingResult, GradingSpec
+from hermes_rl.sandboxes.output import HeadTail
+from hermes_rl.sandboxes.pipes import DRAIN_PAUSE_S, Pipe
+
+HOME = "/grading"
+VERIFY = "/verify"
+REPORT_BYTES = 4096
+START_S = 30.0
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where things are, as the verifier sees them."""
+
+    control: str
+    home: str
+    verify: str
+    workspace: str
+
+
+def environment(paths: Paths, path: str) -> dict[str, str]:
+    """The verifier's variables: nothing of the agent's."""
+    return {
+        "PATH": path,
+        "HOME": paths.home,
+        "TMPDIR": "/tmp",
+        "LANG": "C.UTF-8",
+        "LC_ALL": "C.UTF-8",
+        "TZ": "UTC",
+        "TERM": "dumb",
+        "WORKSPACE": paths.workspace,
+        "VERIFY": paths.verify,
+        "PYTHONNOUSERSITE": "1",
+        "PYTHONSAFEPATH": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "GIT_CONFIG_GLOBAL": "/dev/null",
+        "GIT_CONFIG_NOSYSTEM": "1",
+    }
+
+
+def starter(paths: Paths, variables: dict[str, str], ulimits: list[str], score: bool) -> str:
+    """The script that sets the stage, tells the channel (its output) that it stands, and becomes
+    the verifier."""
+    pairs = zip(ulimits[::2], ulimits[1::2], strict=True)
+    control = shlex.quote(paths.control)
+    return "\n".join(
+        [
+            *(f"ulimit {name} {value} || exit 125" for name, value in pairs),
+            "printf 1000 >/proc/self/oom_score_adj",
+            "unset BASH_ENV ENV OLDPWD",
+            *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
+            f"cd -- {shlex.quote(paths.home)} || exit 125",
+            "umask 022",
+            *([f"exec 3>{control}/report"] if score else []),
+            "echo R",
+            f"exec </dev/null >{control}/out 2>&1 bash --norc --noprofile {control}/script",
+            "",
+        ]
+    )
+
+
+def write_stage(control: Path, verify: Path, spec: GradingSpec, start: str) -> None:
+    """Put starter, script and the verifier's files where the box shows them read-only."""
+    (control / "start").write_text(start)
+    (control / "script").write_bytes(spec.script.encode("utf-8", "surrogateescape"))
+    for name, data in spec.files.items():
+        clean = posixpath.normpath(name)
+        if clean.startswith(("/", "..")) or "\0" in clean or clean == ".":
+            raise TaskFault(f"verifier file {name!r} is not a relative path below /verify")
+        target = verify / clean
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+    for folder, _, names in os.walk(verify):
+        os.chmod(folder, 0o755)
+        for name in names:
+            os.chmod(os.path.join(folder, name), 0o755)
+    for name in ("start", "script"):
+        os.chmod(control / name, 0o644)
+
+
+@dataclass(frozen=True)
+class Running:
+    """A started verifier."""
+
+    ended: Callable[[], Awaitable[int]]
+    """Waits for its end and for the end of all that it started; its code, negative after a signal
+    from outside."""
+    kill: Callable[[], object]
+
+
+async def judge(
+    spec: GradingSpec, control: Path, start: Callable[[socket.socket], Awaitable[Running]]
+) -> GradingResult:
+    """Run a verifier whose stage stands in `control`.
+
+    Raises: SandboxStartError when the box does not come up; SandboxDied when the host lost it.
+    """
+    out = Pipe(control, "out")
+    report = Pipe(control, "report")
+    try:
+        return await _judge(spec, out, report, start)
+    finally:
+        out.close()
+        report.close()
+
+
+async def _judge(
+    spec: GradingSpec, out: Pipe, report: Pipe, start: Callable[[socket.socket], Awaitable[Running]]
+) -> GradingResult:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    kept, told = HeadTail(MAX_OUTPUT_BYTES), HeadTail(REPORT_BYTES * 5 // 2)
+    began = time.monotonic()
+    timed_out = False
+    with ours:
+        running = await start(theirs)
+        end = asyncio.ensure_future(running.ended())
+        try:
+            await _started(ours, end, running)
+            began = time.monotonic()
+            async with asyncio.timeout(spec.timeout_s):
+                while not end.done():
+                    before = kept.total
+                    out.read_into(kept, 1 << 20)
+                    report.read_into(told, 1 << 16)
+                    pause = DRAIN_PAUSE_S if kept.total == before else 0.001
+                    await asyncio.wait([end], timeout=pause)
+        except TimeoutError:
+            timed_out = True
+        finally:
+            if not end.done():
+                running.kill()
+                await asyncio.wait([end])
+    code = end.result()
+    out.read_into(kept, 4 << 20)
+    report.read_into(told, 1 << 16)
+    if code < 0 and not timed_out:
+        raise SandboxDied(f"the grading box was ended by signal {-code} from outside")
+    return GradingResult(
+        exit_code=124 if timed_out else code,
+        timed_out=timed_out,
+        output=kept.text(),
+        report=told.parts()[0][:REPORT_BYTES] if spec.score else b"",
+        seconds=time.monotonic() - began,
+    )
+
+
+async def _started(ours: socket.socket, end: asyncio.Future[int], running: Running) -> None:
+    """Wait for the starter's word. Raises: SandboxStartError with what came instead."""
+    loop = asyncio.get_running_loop()
+    said = b""
+    try:
+        async with asyncio.timeout(START_S):
+            while not said.endswith(b"R\n"):
+                data = await loop.sock_recv(ours, 4096)
+                if not data:
+                    break
+                said += data
+    except TimeoutError:
+        said += b"it did not start in time"
+    if not said.endswith(b"R\n"):
+        if not end.done():
+            running.kill()
+        raise SandboxStartError(f"the grading box did not start: {said.decode('utf-8', 'replace')}")

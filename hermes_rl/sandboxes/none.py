@@ -1,0 +1,216 @@
+"""No sandbox: plain processes in a temporary workspace, with the same shell protocol.
+
+Nothing is locked in. What a command does, it does to this machine as this user; only an operator
+who allows that by name gets this backend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from hermes_rl.errors import SandboxDied, SandboxError, SandboxKilled, SandboxStartError, TaskFault
+from hermes_rl.sandboxes import grading, processes, recipe
+from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
+from hermes_rl.sandboxes.files import Beneath
+from hermes_rl.sandboxes.session import Place, ShellSandbox, environment_file
+from hermes_rl.sandboxes.shell import SUPERVISOR, Shell, ShellLost, ShellPaths
+from hermes_rl.sandboxes.slots import Home
+from hermes_rl.sandboxes.spawn import Launch, Spawner, exited, start
+from hermes_rl.sandboxes.workspace import copy_tree, remove_tree
+
+MARK = "HERMES_RL_LEASE"
+"""Variable by which processes that left their tree are found again."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """The live parts of one."""
+
+    box: Path
+    process: subprocess.Popen[bytes]
+    shell: Shell
+
+
+class PlainSandbox(ShellSandbox):
+    """A workspace and a shell, nothing around them."""
+
+    def __init__(self, backend: Subprocess, spec: SandboxSpec, running: Running) -> None:
+        workspace = running.box / "ws"
+        info = SandboxInfo(backend.name, None, None, {"open_files": recipe.OPEN_FILES})
+        super().__init__(info, running.shell, Place(str(workspace), Beneath(workspace)))
+        self._backend = backend
+        self._spec = spec
+        self._running = running
+        self._closed = False
+        self._boxes = 0
+
+    def _end_background(self, inside: int) -> None:
+        proc = processes.find(inside)
+        if proc is not None:
+            processes.end_tree(proc)
+
+    async def _classify(self, lost: ShellLost) -> SandboxError:
+        if not (self._running.box / "ws").is_dir():
+            return SandboxDied("the workspace vanished")
+        return SandboxKilled(f"the shell ended: {lost}")
+
+    async def _end_processes(self) -> None:
+        """End the shell's tree, and what escaped from it while it still holds the life line."""
+        process = self._running.process
+        if process.poll() is None or self._shell.paths.control.exists():
+            await asyncio.to_thread(end_everything, process, str(self._running.box))
+        await exited(process)
+
+    async def grade(self, spec: GradingSpec) -> GradingResult:
+        """See `base.Sandbox.grade`; a fresh shell is all that keeps the verifier apart."""
+        if self._closed:
+            self._raise_if_dead()
+        self._background.close()
+        self._shell.close()
+        await self._end_processes()
+        self._error = self._error or SandboxDied("the sandbox is being graded: its session is over")
+        if not (self._running.box / "ws").is_dir():
+            raise SandboxDied("the workspace vanished")
+        self._boxes += 1
+        return await self._backend.grade(self._running.box, spec, self._boxes)
+
+    async def aclose(self) -> None:
+        """End all processes and remove the folder. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._error = self._error or SandboxDied("the sandbox is closed")
+        self._background.close()
+        self._shell.close()
+        await self._end_processes()
+        self._shell.release()
+        await asyncio.to_thread(remove_tree, self._running.box)
+
+
+def end_everything(process: subprocess.Popen[bytes], box: str) -> None:
+    """End a session's processes: its tree, then strays that carry its mark. Blocks."""
+    root = processes.find(process.pid)
+    if root is not None and process.returncode is None:
+        processes.end_tree(root)
+    mark = f"{MARK}={box}".encode()
+    for _ in range(processes.ROUNDS):
+        strays = processes.marked(mark)
+        if not strays:
+            return
+        processes.send(strays, signal.SIGKILL)
+
+
+class Subprocess:
+    """The backend `none`: one per process.
+
+    Args:
+        state_dir: where workspaces go; None is a folder of this user below the machine's temporary
+            folder.
+    """
+
+    name = "none"
+
+    def __init__(self, *, state_dir: Path | None = None) -> None:
+        self._state_dir = state_dir
+        self._home: Home | None = None
+        self._spawner = Spawner()
+
+    async def lease(self, spec: SandboxSpec) -> PlainSandbox:
+        """Start a shell. Raises: SandboxStartError; TaskFault when an image is asked for."""
+        if spec.image is not None:
+            raise TaskFault(f"image {spec.image!r}: the sandbox 'none' has no images")
+        if self._home is None:
+            self._home = Home(self._state_dir)
+        box = self._home.new_box()
+        try:
+            sandbox = PlainSandbox(self, spec, await self._start(box, spec))
+        except BaseException:
+            await asyncio.to_thread(remove_tree, box)
+            raise
+        if spec.cwd is not None:
+            await sandbox.make_cwd(spec.cwd)
+        return sandbox
+
+    async def _start(self, box: Path, spec: SandboxSpec) -> Running:
+        control, state, workspace = box / "ctl", box / "state", box / "ws"
+        for path in (control, state, workspace):
+            path.mkdir(mode=0o700)
+        variables = recipe.environment(str(workspace), {MARK: str(box), **spec.env})
+        (control / "env").write_text(environment_file(variables, str(workspace), spec.cwd))
+        bash = shutil.which("bash", path=recipe.PATH)
+        if bash is None:
+            raise SandboxStartError("no bash on this machine: install bash")
+        limits = ["-n", str(recipe.OPEN_FILES), "-c", "0"]
+        argv = [bash, "--norc", "--noprofile", str(SUPERVISOR), str(control), str(state)]
+        ours, theirs = socket.socketpair()
+        with theirs:
+            launch = Launch([*argv, *limits, spec.lease])
+            process = await self._spawner.call(lambda: start(launch, theirs))
+        shell = Shell(
+            ours, ShellPaths(control, str(control), str(state)), lambda: _end_job(process.pid)
+        )
+        try:
+            await shell.ready()
+        except (ShellLost, TimeoutError) as error:
+            shell.release()
+            process.kill()
+            await exited(process)
+            raise SandboxStartError(f"the shell did not start: {error}") from error
+        return Running(box, process, shell)
+
+    async def grade(self, box: Path, spec: GradingSpec, number: int) -> GradingResult:
+        """Run a verifier on a copy of the workspace. /workspace and /verify in its script stand for the
+        folders that take their place here."""
+        stage = box / f"grade{number}"
+        control, verify, home = stage / "ctl", stage / "verify", stage / "home"
+        for path in (stage, control, verify, home):
+            path.mkdir(mode=0o755)
+        workspace = stage / "ws"
+        await asyncio.to_thread(copy_tree, box / "ws", workspace)
+        paths = grading.Paths(str(control), str(home), str(verify), str(workspace))
+        variables = {**grading.environment(paths, recipe.PATH), MARK: str(box)}
+        script = spec.script.replace("/workspace", paths.workspace).replace("/verify", paths.verify)
+        limits = ["-c", "0"]
+        grading.write_stage(
+            control,
+            verify,
+            GradingSpec(script=script, files=spec.files),
+            grading.starter(paths, variables, limits, spec.score),
+        )
+
+        async def begin(stdio: socket.socket) -> grading.Running:
+            bash = shutil.which("bash", path=recipe.PATH) or "/bin/bash"
+            with stdio:
+                launch = Launch([bash, "--norc", "--noprofile", str(control / "start")])
+                process = await self._spawner.call(lambda: start(launch, stdio))
+
+            async def ended() -> int:
+                code = await exited(process)
+                await asyncio.to_thread(end_everything, process, str(box))
+                return 128 - code if code < 0 else code
+
+            return grading.Running(ended, lambda: os.killpg(process.pid, signal.SIGKILL))
+
+        try:
+            return await grading.judge(spec, control, begin)
+        finally:
+            await asyncio.to_thread(remove_tree, stage)
+
+    async def aclose(self) -> None:
+        """Give the state folder up; all sandboxes are closed by their owners."""
+        if self._home is not None:
+            self._home.close()
+            self._home = None
+        self._spawner.close()
+
+
+def _end_job(supervisor: int) -> bool:
+    job = processes.job_of(supervisor)
+    return job is None or processes.end_job(0, supervisor, job)

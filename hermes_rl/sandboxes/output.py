@@ -1,0 +1,103 @@
+"""Where a command's output goes while it is produced: bounded, exact, or into a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+HEAD_SHARE = 0.4
+"""Share of the kept bytes that comes from the beginning; errors stand at the end."""
+
+
+class Sink(Protocol):
+    """Takes output as it arrives."""
+
+    total: int
+    """Bytes taken so far."""
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes."""
+        ...
+
+
+class HeadTail:
+    """Keeps the first 40 % and the last 60 % of `limit` bytes, whatever arrives between them."""
+
+    def __init__(self, limit: int) -> None:
+        self.total = 0
+        self._head_limit = int(limit * HEAD_SHARE)
+        self._tail_limit = limit - self._head_limit
+        self._head = b""
+        self._tail = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes; memory stays below twice the limit."""
+        self.total += len(data)
+        room = self._head_limit - len(self._head)
+        if room > 0:
+            self._head += data[:room]
+            data = data[room:]
+        if not data:
+            return
+        self._tail += data[-self._tail_limit :] if self._tail_limit else b""
+        if len(self._tail) > 2 * self._tail_limit:
+            del self._tail[: -self._tail_limit]
+
+    @property
+    def dropped(self) -> int:
+        """Bytes of the middle that are not kept."""
+        return max(0, self.total - self._head_limit - self._tail_limit)
+
+    def parts(self) -> tuple[bytes, bytes]:
+        """Head and tail; together the whole output when nothing was dropped."""
+        tail = self._tail[-self._tail_limit :] if self._tail_limit else b""
+        return self._head, bytes(tail)
+
+    def text(self) -> str:
+        """The kept output as text, a mark where the middle is missing."""
+        head, tail = self.parts()
+        if not self.dropped:
+            return (head + tail).decode("utf-8", "replace")
+        mark = f"\n[... {self.dropped} bytes cut here ...]\n"
+        return head.decode("utf-8", "replace") + mark + tail.decode("utf-8", "replace")
+
+
+class Everything:
+    """Keeps every byte: for files, which are wanted whole."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes."""
+        self.total += len(data)
+        self._data += data
+
+    def value(self) -> bytes:
+        """All bytes."""
+        return bytes(self._data)
+
+
+class IntoFile:
+    """Writes every byte to a new file."""
+
+    def __init__(self, path: Path) -> None:
+        self.total = 0
+        self._path = path
+        path.write_bytes(b"")
+
+    def feed(self, data: bytes) -> None:
+        """Write the next bytes."""
+        self.total += len(data)
+        with open(self._path, "ab") as file:
+            file.write(data)
+
+
+class Nothing:
+    """Takes output that nobody wants."""
+
+    total = 0
+
+    def feed(self, data: bytes) -> None:
+        """Drop it."""

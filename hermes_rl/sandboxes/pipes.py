@@ -1,0 +1,45 @@
+"""Named pipes in a control directory: made and opened by the host before a command runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hermes_rl.sandboxes.output import Sink
+
+CHUNK = 1 << 16
+"""Bytes read at once: what a pipe holds."""
+DRAIN_PAUSE_S = 0.05
+"""Between two looks at a pipe whose writer is silent, or whose output nobody wants."""
+
+
+class Pipe:
+    """A named pipe that takes a command's output, open for reading on the host."""
+
+    def __init__(self, control: Path, name: str) -> None:
+        self.name = name
+        self.path = control / name
+        os.mkfifo(self.path)
+        os.chmod(self.path, 0o622)
+        self.fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def read_into(self, sink: Sink, most: int) -> bool | None:
+        """Move up to `most` bytes to the sink.
+
+        Returns None at the end (no writer), False when a writer is silent, True when more may come.
+        """
+        while most > 0:
+            try:
+                data = os.read(self.fd, CHUNK)
+            except BlockingIOError:
+                return False
+            if not data:
+                return None
+            sink.feed(data)
+            most -= len(data)
+        return True
+
+    def close(self) -> None:
+        """Remove the pipe."""
+        os.close(self.fd)
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,159 @@
+"""What a bubblewrap sandbox is made of: the command line, and the /etc that it shows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hermes_rl.errors import TaskFault
+from hermes_rl.sandboxes.base import SandboxLimits
+
+WORKSPACE = "/workspace"
+CONTROL = "/hx"
+STATE = "/run/hx"
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+LANG = "C.UTF-8"
+RUN_BYTES = 16 << 20
+OPEN_FILES = 1024
+_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_ACCOUNTS = {
+    "passwd": "root:x:0:0:root:/root:/bin/sh\n"
+    "agent:x:1000:1000:agent:/workspace:/bin/bash\n"
+    "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
+    "group": "root:x:0:\nagent:x:1000:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
+    "hostname": "sandbox\n",
+    "resolv.conf": "",
+}
+_COPIED = ("alternatives", "ssl/certs", "ssl/openssl.cnf", "ld.so.cache", "localtime")
+"""What programs below /usr need of the machine's /etc. Never the whole of it."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The root file system of a sandbox."""
+
+    etc: Path
+    """What /etc shows, without an image."""
+    lower: Sequence[Path] = ()
+    """An image's directories, lowest first; empty shows the machine's /usr."""
+    upper: Path | None = None
+    """Where writes to an image go: a folder with `up` and `work`, kept for the grading box."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """One sandbox to start."""
+
+    layers: Layers
+    control: Path
+    limits: SandboxLimits
+    network: bool = False
+    workspace: Path | None = None
+    """Bound to /workspace, writable."""
+    mounts: Sequence[str] = ()
+    """Further arguments of bubblewrap: mounts of the grading box."""
+    cwd: str = WORKSPACE
+    state: str = STATE
+    command: Sequence[str] = field(default=())
+    """The command, as the sandbox sees it."""
+
+
+def make_etc(folder: Path, machine: Path = Path("/etc")) -> Path:
+    """Make the /etc of sandboxes without an image."""
+    folder.mkdir(mode=0o755)
+    for name, text in _ACCOUNTS.items():
+        (folder / name).write_text(text)
+    for name in _COPIED:
+        source, target = machine / name, folder / name
+        target.parent.mkdir(exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, symlinks=True)
+        elif source.exists():
+            shutil.copyfile(source, target)
+    return folder
+
+
+def image_layers(image: str) -> Sequence[Path]:
+    """The directory that an image name means. Raises: TaskFault."""
+    path = Path(image)
+    if not path.is_dir():
+        raise TaskFault(f"image {image!r} is not a directory: bubblewrap takes a root file system")
+    if not (path / "bin" / "bash").exists() and not (path / "usr" / "bin" / "bash").exists():
+        raise TaskFault(f"image {image!r} holds no bash")
+    return (path.absolute(),)
+
+
+def arguments(binary: str, box: Box, descriptors: Mapping[str, int]) -> list[str]:
+    """The whole command line. `descriptors` holds the numbers of `seccomp` and `info`."""
+    limits = box.limits
+    share = ["--share-net"] if box.network else []
+    return [
+        binary,
+        *("--unshare-all", *share, "--unshare-user", "--disable-userns"),
+        *("--die-with-parent", "--new-session"),
+        *_root(box.layers),
+        *("--proc", "/proc", "--dev", "/dev"),
+        *("--size", str(limits.shm_bytes), "--perms", "1777", "--tmpfs", "/dev/shm"),
+        *("--size", str(limits.tmp_bytes), "--perms", "1777", "--tmpfs", "/tmp"),
+        *("--size", str(RUN_BYTES), "--tmpfs", "/run", "--dir", box.state),
+        *(("--bind", str(box.workspace), WORKSPACE) if box.workspace is not None else ()),
+        *("--ro-bind", str(box.control), CONTROL),
+        *box.mounts,
+        *("--remount-ro", "/dev"),
+        *(() if box.layers.lower else ("--remount-ro", "/")),
+        *("--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--cap-drop", "ALL"),
+        *("--clearenv", "--setenv", "LANG", LANG, "--chdir", box.cwd),
+        *("--seccomp", str(descriptors["seccomp"]), "--info-fd", str(descriptors["info"])),
+        *("--", *box.command),
+    ]
+
+
+def _root(layers: Layers) -> list[str]:
+    if layers.lower:
+        sources = [part for path in layers.lower for part in ("--overlay-src", str(path))]
+        if layers.upper is None:
+            return [*sources, "--ro-overlay", "/"]
+        return [*sources, "--overlay", str(layers.upper / "up"), str(layers.upper / "work"), "/"]
+    found = ["--ro-bind", "/usr", "/usr", "--ro-bind", str(layers.etc), "/etc"]
+    for name in _LINKS:
+        path = f"/{name}"
+        if os.path.islink(path):
+            found += ["--symlink", f"usr/{name}", path]
+        elif os.path.isdir(path):
+            found += ["--ro-bind", path, path]
+    return found
+
+
+def shell_command(control: str, state: str, lease: str, limits: SandboxLimits) -> list[str]:
+    """The supervisor with its limits: bash sets them on itself, inside the user namespace, where
+    the number of processes counts per sandbox."""
+    supervisor = f"{control}/supervisor"
+    return ["bash", "--norc", "--noprofile", supervisor, control, state, *ulimits(limits), lease]
+
+
+def ulimits(limits: SandboxLimits) -> list[str]:
+    """Pairs of arguments for bash's `ulimit`."""
+    return [
+        *("-u", str(limits.processes), "-v", str(limits.memory_bytes >> 10)),
+        *("-f", str(limits.file_bytes >> 10), "-n", str(OPEN_FILES), "-c", "0"),
+    ]
+
+
+def environment(home: str, extra: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a session starts with."""
+    return {
+        "PATH": PATH,
+        "HOME": home,
+        "LANG": LANG,
+        "USER": "agent",
+        "LOGNAME": "agent",
+        "SHELL": "/bin/bash",
+        "TERM": "dumb",
+        "TMPDIR": "/tmp",
+        **extra,
+    }

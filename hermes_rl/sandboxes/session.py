@@ -1,0 +1,301 @@
+"""What all sandboxes with a shell and a workspace folder on this machine have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import posixpath
+import shlex
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from hermes_rl.errors import SandboxDied, SandboxError, SandboxStartError
+from hermes_rl.sandboxes.background import Background
+from hermes_rl.sandboxes.base import MAX_OUTPUT_BYTES, CommandResult, Process, SandboxInfo
+from hermes_rl.sandboxes.files import UNSAFE, Beneath
+from hermes_rl.sandboxes.output import Everything, HeadTail, IntoFile, Sink
+from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost
+
+IN_THREAD = 1 << 18
+"""Files above this size are read and written in a thread."""
+TRANSFER_S = 600.0
+_CODES: dict[int, type[OSError]] = {
+    61: FileNotFoundError,
+    62: IsADirectoryError,
+    63: PermissionError,
+    64: OSError,
+}
+_READ = (
+    "p={path}; if [[ -d $p ]]; then exit 62; elif [[ ! -e $p ]]; then exit 61; "
+    'elif [[ ! -f $p ]]; then exit 64; elif [[ ! -r $p ]]; then exit 63; fi; exec cat -- "$p"'
+)
+_WRITE = (
+    'p={path}; if [[ -d $p ]]; then exit 62; fi; mkdir -p -- "${{p%/*}}" || exit 63; '
+    'cat >|"$p" || exit 63'
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the workspace is."""
+
+    inside: str
+    """As commands see it."""
+    files: Beneath
+    """As the host opens it."""
+
+
+def environment_file(variables: dict[str, str], workspace: str, cwd: str | None) -> str:
+    """The state that a session starts from, as bash reads it."""
+    cwd = posixpath.join(workspace, cwd or "")
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    return "\n".join([f"cd -- {shlex.quote(cwd)}", "umask 022", *lines, ""])
+
+
+def encode(command: str) -> bytes:
+    """A command as bash can read it: NUL bytes, which no program could receive, are left out."""
+    return command.replace("\0", "").encode("utf-8", "surrogateescape") + b"\n"
+
+
+class ShellSandbox:
+    """One leased sandbox: the verbs of `base.Sandbox` on a shell and a workspace folder.
+
+    Args:
+        info: what was given.
+        shell: the running session.
+        place: its workspace.
+    """
+
+    def __init__(self, info: SandboxInfo, shell: Shell, place: Place) -> None:
+        self.info = info
+        self.workspace = place.inside
+        self._shell = shell
+        self._place = place
+        self._background = Background(shell)
+        self._error: SandboxError | None = None
+
+    async def run(
+        self,
+        command: str,
+        *,
+        timeout_s: float,
+        cwd: str | None = None,
+        stdin: bytes | None = None,
+        max_output_bytes: int = MAX_OUTPUT_BYTES,
+    ) -> CommandResult:
+        """See `base.Sandbox.run`."""
+        sink = HeadTail(max_output_bytes)
+        text = encode(command)
+        if cwd is not None:
+            there = shlex.quote(posixpath.join(self.workspace, cwd))
+            text = f"_hx_pwd=$PWD; cd -- {there} || exit; _hx_tmp=$PWD\n".encode() + text
+        started = time.monotonic()
+        ended = await self._execute("r", text, sink, timeout_s, stdin)
+        seconds = time.monotonic() - started
+        await self._after(seconds)
+        head, tail = sink.parts()
+        return CommandResult(
+            output=sink.text(),
+            exit_code=ended.exit_code,
+            output_bytes=sink.total,
+            timed_out=ended.timed_out,
+            truncated=sink.dropped > 0,
+            seconds=seconds,
+            raw=head + tail,
+        )
+
+    async def start_process(self, command: str, *, cwd: str | None = None) -> Process:
+        """See `base.Sandbox.start_process`."""
+        text = encode(command)
+        if cwd is not None:
+            there = shlex.quote(posixpath.join(self.workspace, cwd))
+            text = f"cd -- {there} || exit\n".encode() + text
+        self._raise_if_dead()
+        try:
+            return await self._background.start(text, self._end_background)
+        except ShellLost as lost:
+            raise await self._dead(lost) from None
+
+    async def read_file(self, path: str) -> bytes:
+        """See `base.Sandbox.read_file`. A relative path starts from the workspace."""
+        self._raise_if_dead()
+        beneath = self._beneath(path)
+        if beneath is not None:
+            try:
+                return await _read_all(self._place.files.open_read(beneath))
+            except OSError as error:
+                if error.errno not in UNSAFE:
+                    raise
+        sink = Everything()
+        await self._inside(_READ, path, sink)
+        return sink.value()
+
+    async def write_file(self, path: str, data: bytes) -> None:
+        """See `base.Sandbox.write_file`. A relative path starts from the workspace."""
+        self._raise_if_dead()
+        beneath = self._beneath(path)
+        if beneath is not None:
+            try:
+                await _write_all(self._place.files.open_write(beneath), data)
+            except OSError as error:
+                if error.errno not in UNSAFE:
+                    raise
+            else:
+                return
+        await self._inside(_WRITE, path, HeadTail(4096), data)
+
+    async def upload(self, local: Path, remote: str) -> None:
+        """See `base.Sandbox.upload`."""
+        self._raise_if_dead()
+        beneath = self._beneath(remote)
+        if beneath is not None:
+            try:
+                fd = self._place.files.open_write(beneath)
+            except OSError as error:
+                if error.errno not in UNSAFE:
+                    raise
+            else:
+                await asyncio.to_thread(_copy_in, local, fd)
+                return
+        given = self._shell.paths.control / f"upload{id(remote)}"
+        await asyncio.to_thread(shutil.copyfile, local, given)
+        await self._inside(_WRITE, remote, HeadTail(4096), given)
+
+    async def download(self, remote: str, local: Path) -> None:
+        """See `base.Sandbox.download`."""
+        self._raise_if_dead()
+        beneath = self._beneath(remote)
+        if beneath is not None:
+            try:
+                fd = self._place.files.open_read(beneath)
+            except OSError as error:
+                if error.errno not in UNSAFE:
+                    raise
+            else:
+                await asyncio.to_thread(_copy_out, fd, local)
+                return
+        await self._inside(_READ, remote, IntoFile(local))
+
+    def _beneath(self, path: str) -> str | None:
+        """The path from the workspace on, when it lies in it as written."""
+        whole = posixpath.normpath(posixpath.join(self.workspace, path))
+        if ".." in path.split("/") or "\0" in path:
+            return None  # `..` after a symlink is only known inside
+        root = self.workspace.rstrip("/") + "/"
+        return whole[len(root) :] if whole.startswith(root) else None
+
+    async def make_cwd(self, path: str) -> None:
+        """Make the first command's working directory when it is absent."""
+        text = f"mkdir -p -- {shlex.quote(posixpath.join(self.workspace, path))}"
+        sink = HeadTail(1000)
+        if (await self._execute("i", encode(text), sink, TRANSFER_S)).exit_code:
+            raise SandboxStartError(f"cannot make the working directory: {sink.text().strip()}")
+
+    async def _inside(
+        self, script: str, path: str, sink: Sink, stdin: bytes | Path | None = None
+    ) -> None:
+        """Run one of our own scripts on a path that only the sandbox can resolve."""
+        if "\0" in path:
+            raise ValueError("a path cannot hold a NUL byte")
+        whole = posixpath.join(self.workspace, path)
+        text = script.format(path=shlex.quote(whole))
+        ended = await self._execute("i", encode(text), sink, TRANSFER_S, stdin)
+        if ended.exit_code:
+            kind = _CODES.get(ended.exit_code, OSError)
+            raise kind(f"{path}: {_reason(kind)}")
+
+    async def _execute(
+        self,
+        kind: str,
+        text: bytes,
+        sink: Sink,
+        timeout_s: float,
+        stdin: bytes | Path | None = None,
+    ) -> Ended:
+        self._raise_if_dead()
+        try:
+            return await self._shell.execute(
+                "r" if kind == "r" else "i", text, sink, timeout_s=timeout_s, stdin=stdin
+            )
+        except ShellLost as lost:
+            raise await self._dead(lost) from None
+
+    def _raise_if_dead(self) -> None:
+        if self._error is not None:
+            raise type(self._error)(*self._error.args)
+
+    async def _dead(self, lost: ShellLost) -> SandboxError:
+        """The shell is lost: find out why, once."""
+        if self._error is None:
+            self._error = await self._classify(lost)
+        return self._error
+
+    async def _classify(self, lost: ShellLost) -> SandboxError:
+        """Whose deed was it? Backends know."""
+        return SandboxDied(str(lost))
+
+    async def _after(self, seconds: float) -> None:
+        """Called at each command's end with its duration: backends check their limits."""
+
+    def _end_background(self, inside: int) -> None:
+        """End a background process's tree by its id in the sandbox. Called in a thread."""
+        raise NotImplementedError
+
+    async def aclose(self) -> None:
+        """See `base.Sandbox.aclose`."""
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+def _reason(kind: type[OSError]) -> str:
+    return {
+        FileNotFoundError: "no such file",
+        IsADirectoryError: "is a directory",
+        PermissionError: "permission denied",
+    }.get(kind, "not a regular file, or it could not be read or written")
+
+
+async def _read_all(fd: int) -> bytes:
+    if os.fstat(fd).st_size <= IN_THREAD:
+        return _read_fd(fd)
+    return await asyncio.to_thread(_read_fd, fd)
+
+
+def _read_fd(fd: int) -> bytes:
+    with open(fd, "rb", buffering=0) as file:
+        return file.readall()
+
+
+async def _write_all(fd: int, data: bytes) -> None:
+    def write() -> None:
+        with open(fd, "wb") as file:
+            file.write(data)
+
+    if len(data) <= IN_THREAD:
+        write()
+    else:
+        await asyncio.to_thread(write)
+
+
+def _copy_in(local: Path, fd: int) -> None:
+    with open(fd, "wb") as target, open(local, "rb") as source:
+        shutil.copyfileobj(source, target, 1 << 20)
+
+
+def _copy_out(fd: int, local: Path) -> None:
+    with open(fd, "rb") as source, open(local, "wb") as target:
+        shutil.copyfileobj(source, target, 1 << 20)

@@ -1,0 +1,352 @@
+"""The host side of the shell protocol; `supervisor.sh` is the side in the sandbox.
+
+The supervisor is a bash that forks a subshell per command. Between the two stand
+
+- the *channel*, a socket pair: one line per command in, one line per end out. No command holds it,
+  and a socket cannot be reopened through /proc, so the end of a command is never confused with
+  something that was printed;
+- the *control directory*, made by the host and read-only in the sandbox: `cmd`, the text to run,
+  and named pipes that take the output. The host opens each of them before a command runs and never
+  again, so no command can lead the host to another file.
+
+A pipe that a background job still holds after its command is set aside and drained, so that late
+output never lands in the result of another command. State (directory, exports, functions, aliases,
+options, umask) is written inside the sandbox to one of two files; the host says which one the next
+command starts from and moves on only after a command that ended by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hermes_rl.sandboxes.output import Nothing, Sink
+from hermes_rl.sandboxes.pipes import CHUNK, DRAIN_PAUSE_S, Pipe
+
+SUPERVISOR = Path(__file__).with_name("supervisor.sh")
+QUIET_S = 0.005
+"""A command that ends sooner is read once, at its end; a longer one as it prints."""
+END_S = 2.0
+"""How long a killed command may take to be reported before the sandbox is given up."""
+START_S = 30.0
+
+Kind = Literal["r", "i"]
+"""r: a command of the session; i: a command of the host's own, outside the session."""
+
+
+class ShellLost(Exception):
+    """The channel is closed: the supervisor is gone."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command's end."""
+
+    exit_code: int
+    timed_out: bool = False
+
+
+@dataclass(frozen=True)
+class ShellPaths:
+    """Where both sides meet."""
+
+    control: Path
+    """The control directory on the host."""
+    inside: str
+    """The same directory as the sandbox sees it."""
+    state: str
+    """A directory that only the sandbox uses."""
+
+
+class Shell:
+    """Drives one supervisor. One command at a time; the rest wait their turn.
+
+    Args:
+        channel: our end of the socket pair; owned from here on.
+        paths: where both sides meet.
+        end_job: ends the running command's process tree, in a thread; returns whether it is gone.
+    """
+
+    def __init__(
+        self, channel: socket.socket, paths: ShellPaths, end_job: Callable[[], bool]
+    ) -> None:
+        self.paths = paths
+        self.lost = asyncio.Event()
+        self.on_process: Callable[[bytes, int, int], None] = lambda kind, number, value: None
+        self._channel = channel
+        self._end_job = end_job
+        self._loop = asyncio.get_running_loop()
+        self._buffer = b""
+        self._turn = asyncio.Lock()
+        self._waiter: asyncio.Future[bool] | None = None
+        self._answer: tuple[int, bool] | None = None
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._abort: asyncio.Task[None] | None = None
+        self._pipes = 0
+        self._pipe = self._new_pipe()
+        self._aside: set[Pipe] = set()
+        self._command = os.open(
+            paths.control / "cmd", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
+        )
+        self._source = f"{paths.inside}/env"
+        self._flip = False
+        self._files = 0
+        channel.setblocking(False)
+        self._loop.add_reader(channel.fileno(), self._readable)
+
+    def _new_pipe(self) -> Pipe:
+        self._pipes += 1
+        return Pipe(self.paths.control, f"o{self._pipes}")
+
+    async def ready(self) -> None:
+        """Wait for the supervisor. Raises: ShellLost with what came instead; TimeoutError."""
+        async with asyncio.timeout(START_S):
+            await self._ready
+
+    async def execute(
+        self,
+        kind: Kind,
+        command: bytes,
+        sink: Sink,
+        *,
+        timeout_s: float | None = None,
+        stdin: bytes | Path | None = None,
+    ) -> Ended:
+        """Run a command and move its output to the sink.
+
+        Raises: ShellLost when the supervisor is gone, or had to be given up after a timeout.
+        """
+        async with self._turn:
+            if self._abort is not None:
+                await self._abort
+            if self.lost.is_set():
+                raise ShellLost(self._last_words())
+            given = self._give(stdin) if stdin is not None else None
+            os.pwrite(self._command, command, 0)
+            os.ftruncate(self._command, len(command))
+            out = "b" if self._flip else "a"
+            source = f"{self.paths.inside}/{given.name}" if given is not None else "/dev/null"
+            line = f"{kind} {self._pipe.name} {source} {self._source} {out}\n"
+            try:
+                return await self._converse(kind, line.encode(), out, sink, timeout_s)
+            finally:
+                if given is not None:
+                    given.unlink(missing_ok=True)
+
+    async def background(self, number: int) -> None:
+        """Have the supervisor start background process `number`; `on_process` hears of it."""
+        async with self._turn:
+            self.send(f"b {number} - {self._source} -\n".encode())
+
+    async def _converse(
+        self, kind: Kind, line: bytes, out: str, sink: Sink, timeout_s: float | None
+    ) -> Ended:
+        self._answer = None
+        waiter = self._waiter = self._loop.create_future()
+        watch = _Watch(self._loop, self._pipe, sink, waiter, timeout_s)
+        try:
+            self.send(line)
+            in_time = await waiter
+            answer = self._answer or await self._ended_by_force(watch)
+        except asyncio.CancelledError:
+            watch.stop()
+            self._abort = self._loop.create_task(self._abandon(watch))
+            raise
+        except ShellLost:
+            watch.finish()
+            raise
+        self._settle(watch)
+        code, saved = answer
+        if kind == "r" and saved and in_time:
+            self._source = f"{self.paths.state}/{out}"
+            self._flip = not self._flip
+        return Ended(code if in_time else 124, not in_time)
+
+    def send(self, line: bytes) -> None:
+        """Write one line to the supervisor. Raises: ShellLost."""
+        try:
+            self._channel.send(line)
+        except OSError as error:
+            raise ShellLost(str(error)) from error
+
+    async def _ended_by_force(self, watch: _Watch) -> tuple[int, bool]:
+        """Kill the running command's tree and wait for the supervisor's word of its end."""
+        waiter = self._waiter = self._loop.create_future()
+        watch.resume()
+        gone = await asyncio.to_thread(self._end_job)
+        if self._answer is None and not self.lost.is_set():
+            try:
+                async with asyncio.timeout(END_S):
+                    await waiter
+            except TimeoutError:
+                pass
+        if self._answer is None or not gone:
+            raise ShellLost("a command could not be ended")
+        return self._answer
+
+    async def _abandon(self, watch: _Watch) -> None:
+        """End a command whose caller was cancelled, so that the session can go on."""
+        try:
+            if self._answer is None and not self.lost.is_set():
+                await self._ended_by_force(watch)
+        except ShellLost:
+            self.close()
+        else:
+            if not self.lost.is_set():
+                self._settle(watch)
+        finally:
+            watch.stop()
+            self._abort = None
+
+    def _settle(self, watch: _Watch) -> None:
+        """Take what is left in the pipe; set it aside when a background job still holds it."""
+        if watch.finish() is not None:
+            held, self._pipe = self._pipe, self._new_pipe()
+            self._aside.add(held)
+            self._drain(held)
+
+    def _drain(self, pipe: Pipe) -> None:
+        """Drop what a background job prints, at most a chunk per pause: it must never block."""
+        if pipe not in self._aside:
+            return
+        if pipe.read_into(Nothing(), CHUNK) is None:
+            self._aside.discard(pipe)
+            pipe.close()
+            return
+        self._loop.call_later(DRAIN_PAUSE_S, self._drain, pipe)
+
+    def _give(self, stdin: bytes | Path) -> Path:
+        """Put a command's input into the control directory."""
+        self._files += 1
+        path = self.paths.control / f"in{self._files}"
+        if isinstance(stdin, Path):
+            stdin.rename(path)
+        else:
+            path.write_bytes(stdin)
+        path.chmod(0o644)
+        return path
+
+    def _readable(self) -> None:
+        try:
+            data = self._channel.recv(4096)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            return
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        """One line of the supervisor."""
+        words = line.split()
+        if not self._ready.done():
+            if line == b"R":
+                self._ready.set_result(None)
+            else:
+                self._buffer = line + b"\n" + self._buffer
+            return
+        kind = words[0] if words else b""
+        if kind == b"E":
+            self._answer = (int(words[1]), words[2] == b"1")
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(True)
+        elif kind in (b"P", b"X"):
+            self.on_process(kind, int(words[1]), int(words[2]))
+
+    def _last_words(self) -> str:
+        return self._buffer.decode("utf-8", "replace").strip()
+
+    def close(self) -> None:
+        """Give the supervisor up: every wait ends with ShellLost. Idempotent."""
+        if self.lost.is_set():
+            return
+        self.lost.set()
+        self._loop.remove_reader(self._channel.fileno())
+        self._channel.close()
+        error = ShellLost(self._last_words())
+        for future in (self._ready, self._waiter):
+            if future is not None and not future.done():
+                future.set_exception(error)
+                future.exception()  # nobody may be waiting any more
+        for pipe in [*self._aside]:
+            self._aside.discard(pipe)
+            pipe.close()
+
+    def release(self) -> None:
+        """Close what is left; after `close`, when no command waits any more."""
+        self.close()
+        self._pipe.close()
+        os.close(self._command)
+
+
+class _Watch:
+    """Reads a command's pipe while it runs, and tells its waiter when the time is up (False)."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        pipe: Pipe,
+        sink: Sink,
+        waiter: asyncio.Future[bool],
+        timeout_s: float | None,
+    ) -> None:
+        self._loop, self._pipe, self._sink, self._waiter = loop, pipe, sink, waiter
+        self._end = None if timeout_s is None else loop.time() + timeout_s
+        self._reading = False
+        self._stopped = False
+        first = QUIET_S if timeout_s is None else min(QUIET_S, timeout_s)
+        self._timer: asyncio.TimerHandle | None = loop.call_later(first, self._tick)
+
+    def _tick(self) -> None:
+        """The quiet time is over, or the command's time."""
+        self._timer = None
+        if self._end is not None and self._loop.time() >= self._end:
+            if not self._waiter.done():
+                self._waiter.set_result(False)
+            return
+        self.resume()
+        if self._end is not None:
+            self._timer = self._loop.call_at(self._end, self._tick)
+
+    def resume(self) -> None:
+        """Read whenever there is something to read."""
+        if not self._reading:
+            self._reading = True
+            self._loop.add_reader(self._pipe.fd, self._read)
+
+    def _read(self) -> None:
+        if self._pipe.read_into(self._sink, 16 * CHUNK) is None:
+            # No writer, yet or any more: the selector would report that without end.
+            self._unread()
+            self._loop.call_later(DRAIN_PAUSE_S, self._again)
+
+    def _again(self) -> None:
+        if not self._stopped:
+            self.resume()
+
+    def _unread(self) -> None:
+        if self._reading:
+            self._reading = False
+            self._loop.remove_reader(self._pipe.fd)
+
+    def stop(self) -> None:
+        """No more reading, no more timer."""
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._unread()
+
+    def finish(self) -> bool | None:
+        """Take what is in the pipe now; None when nobody holds it any more."""
+        self.stop()
+        return self._pipe.read_into(self._sink, 4 << 20)

@@ -1,0 +1,138 @@
+"""Folders and user ids of sandboxes, each held by a lock of the process that made it.
+
+A lock (flock) ends with its holder, however that dies, so "is its owner alive?" is one system call
+and never a guess from a process id:
+
+    STATE/owners/OWNER          locked while the owner lives
+    STATE/boxes/OWNER.N/        one sandbox: control directory, workspace, layers
+    STATE/slots/N               root only: locked while uid 200000 + N is in use on this machine
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+from hermes_rl.errors import SandboxStartError
+from hermes_rl.sandboxes import processes
+
+FIRST_UID = 200_000
+SLOTS = 20_000
+
+
+def default_state_dir() -> Path:
+    """A folder of this user below the machine's temporary folder."""
+    return Path(tempfile.gettempdir()) / f"hermes-rl-{os.geteuid()}"
+
+
+def _own_folder(path: Path, mode: int) -> Path:
+    """Make a folder of ours. Raises: SandboxStartError when somebody else's stands there."""
+    path.mkdir(parents=True, exist_ok=True, mode=mode)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise SandboxStartError(f"{path} is not a folder of ours: remove it, or choose a state_dir")
+    if stat.S_IMODE(found.st_mode) != mode:
+        path.chmod(mode)
+    return path
+
+
+def lock(path: Path) -> int | None:
+    """Open and lock a file. Returns its descriptor, or None while somebody else holds it."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    # The former holder may have removed the file between our open and our lock.
+    try:
+        if os.stat(path).st_ino == os.fstat(fd).st_ino:
+            return fd
+    except FileNotFoundError:
+        pass
+    os.close(fd)
+    return None
+
+
+class Home:
+    """The state folder as one owner (a backend in a process) uses it."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = _own_folder(root or default_state_dir(), 0o711)
+        self.boxes = _own_folder(self.root / "boxes", 0o711)
+        self.owners = _own_folder(self.root / "owners", 0o700)
+        self._made = 0
+        self._lock = self._become_owner()
+
+    def _become_owner(self) -> int:
+        me = processes.find(os.getpid())
+        self.owner = f"{os.getpid()}-{me.start if me else 0}-{secrets.token_hex(3)}"
+        held = lock(self.owners / self.owner)
+        if held is None:
+            raise SandboxStartError(f"cannot lock {self.owners / self.owner}")
+        return held
+
+    def new_box(self) -> Path:
+        """A new folder for one sandbox."""
+        self._made += 1
+        box = self.boxes / f"{self.owner}.{self._made}"
+        box.mkdir(mode=0o711)
+        return box
+
+    def close(self) -> None:
+        """Give the ownership up; all boxes are removed by now."""
+        if self._lock >= 0:
+            (self.owners / self.owner).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+class Slot:
+    """A user id that no other sandbox on this machine has."""
+
+    def __init__(self, number: int, held: int) -> None:
+        self.uid = FIRST_UID + number
+        self._held = held
+
+    def close(self) -> None:
+        """Give it back."""
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
+
+
+class Slots:
+    """Machine-wide user ids, for a launcher that is root."""
+
+    def __init__(self) -> None:
+        run = Path("/run")
+        base = run / "hermes-rl" if os.access(run, os.W_OK) else default_state_dir()
+        self._folder = _own_folder(_own_folder(base, 0o711) / "slots", 0o700)
+        self._free: list[Slot] = []
+        self._next = 0
+
+    def take(self) -> Slot:
+        """A free slot. Raises: SandboxStartError when all are taken."""
+        if self._free:
+            return self._free.pop()
+        while self._next < SLOTS:
+            number = self._next
+            self._next += 1
+            held = lock(self._folder / str(number))
+            if held is not None:
+                return Slot(number, held)
+        raise SandboxStartError(f"all {SLOTS} sandbox slots of this machine are taken")
+
+    def give_back(self, slot: Slot) -> None:
+        """Keep a slot, whose processes and folders are gone, for the next sandbox."""
+        self._free.append(slot)
+
+    def close(self) -> None:
+        """Give all slots back to the machine."""
+        for slot in self._free:
+            slot.close()
+        self._free.clear()
