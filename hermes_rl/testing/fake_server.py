@@ -34,7 +34,6 @@ from dataclasses import dataclass, field, replace
 from email.utils import formatdate
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
 
 import msgspec
 
@@ -55,30 +54,9 @@ from hermes_rl.testing.faults import (
     refusal_body,
 )
 from hermes_rl.testing.scripts import ScriptError, Step, step_for, usage_of
+from hermes_rl.testing.served_log import Entry, LogOutcome, ServedLog
 from hermes_rl.testing.wire import LAST_CHUNK, Connection, Incoming, chunked, head
 from hermes_rl.usage import Usage
-
-LogOutcome = Literal["served", "refused", "cut", "dropped"]
-
-
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the log."""
-
-    n: int
-    """1-based number of the request."""
-    request_id: str
-    call_id: str | None
-    model: str | None
-    outcome: LogOutcome
-    at: float
-    """Unix time, seconds."""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    reasoning_tokens: int = 0
-    reported: bool = False
-    """The answer that was sent holds a complete usage object."""
-    fault: str | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +92,6 @@ class FakeServer:
         self, config: FakeConfig | None = None, on_request: Callable[[int], None] | None = None
     ) -> None:
         self.config = config or FakeConfig()
-        self.entries: list[Entry] = []
         self.requests = 0
         self.in_flight = 0
         self.peak_in_flight = 0
@@ -122,13 +99,12 @@ class FakeServer:
         self._on_request = on_request
         self._pending: dict[Connection, _Job] = {}
         self._server: asyncio.Server | None = None
-        self._log = -1
+        self._log = ServedLog(None, False)
         self._prefix = os.urandom(4).hex()
 
     async def __aenter__(self) -> FakeServer:
         loop = asyncio.get_running_loop()
-        if self.config.log is not None:
-            self._log = os.open(self.config.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._log = ServedLog(self.config.log, self.config.keep)
         self._server = await loop.create_server(
             lambda: Connection(self, self.connections),
             "127.0.0.1",
@@ -156,9 +132,12 @@ class FakeServer:
             connection.close()
         await self._server.wait_closed()
         self._server = None
-        if self._log >= 0:
-            os.close(self._log)
-            self._log = -1
+        self._log.close()
+
+    @property
+    def entries(self) -> list[Entry]:
+        """What it did so far, in order; empty unless the configuration keeps it."""
+        return self._log.entries
 
     @property
     def port(self) -> int:
@@ -296,27 +275,25 @@ class FakeServer:
         self, job: _Job, outcome: LogOutcome, usage: Usage | None = None, *, reported: bool = False
     ) -> None:
         self.in_flight -= 1
-        if not self.config.keep and self._log < 0:
+        if not self._log.wanted:
             return
         usage = usage or Usage()
-        entry = Entry(
-            n=job.n,
-            request_id=job.request_id,
-            call_id=job.call_id,
-            model=job.request.model if job.request else None,
-            outcome=outcome,
-            at=time.time(),
-            prompt_tokens=usage.input_tokens or 0,
-            completion_tokens=usage.output_tokens or 0,
-            cached_tokens=usage.cache_read_tokens or 0,
-            reasoning_tokens=usage.reasoning_tokens or 0,
-            reported=reported,
-            fault=job.fault,
+        self._log.add(
+            Entry(
+                n=job.n,
+                request_id=job.request_id,
+                call_id=job.call_id,
+                model=job.request.model if job.request else None,
+                outcome=outcome,
+                at=time.time(),
+                prompt_tokens=usage.input_tokens or 0,
+                completion_tokens=usage.output_tokens or 0,
+                cached_tokens=usage.cache_read_tokens or 0,
+                reasoning_tokens=usage.reasoning_tokens or 0,
+                reported=reported,
+                fault=job.fault,
+            )
         )
-        if self.config.keep:
-            self.entries.append(entry)
-        if self._log >= 0:
-            os.write(self._log, msgspec.json.encode(entry) + b"\n")
 
 
 class _Job:
@@ -361,12 +338,6 @@ def _body(answer: Completion, step: Step, job: _Job, stream: bool) -> bytes:
     asked = job.request.include_usage
     events = encode_stream(answer, answer_id=answer_id, reasoning_field=field, include_usage=asked)
     return b"".join(events)
-
-
-def read_log(path: Path) -> list[Entry]:
-    """The entries of a log; a torn last line is left out."""
-    lines = path.read_bytes().split(b"\n")[:-1]
-    return [msgspec.json.decode(line, type=Entry) for line in lines]
 
 
 def _config_from(arguments: argparse.Namespace) -> FakeConfig:

@@ -33,6 +33,7 @@ class HttpTransport:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
+        self._host = endpoint.host
         self._session: aiohttp.ClientSession | None = None
 
     @asynccontextmanager
@@ -55,7 +56,7 @@ class HttpTransport:
     async def _open(
         self, url: str, body: bytes, headers: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
-        host, patience = self._endpoint.host, self._endpoint.timeouts
+        host, patience = self._host, self._endpoint.timeouts
         session = self._session or self._connect()
         data = body if len(body) < _LARGE else io.BytesIO(body)
         try:
@@ -108,7 +109,6 @@ class _HttpReply:
     async def chunks(self) -> AsyncIterator[bytes]:
         content = self._response.content
         idle = self._endpoint.timeouts.idle_s
-        host = self._endpoint.host
         try:
             while not content.at_eof():
                 async with asyncio.timeout(idle):
@@ -116,9 +116,9 @@ class _HttpReply:
                 if piece:
                     yield piece
         except TimeoutError:
-            raise idle_timeout(host, idle) from None
+            raise idle_timeout(self._endpoint.host, idle) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise cut(host, _reason(error)) from None
+            raise cut(self._endpoint.host, _reason(error)) from None
 
 
 async def _settle(response: aiohttp.ClientResponse) -> None:

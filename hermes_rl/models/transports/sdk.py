@@ -32,6 +32,7 @@ class SdkTransport:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
+        self._host = endpoint.host
         self._client: openai.AsyncOpenAI | None = None
 
     @asynccontextmanager
@@ -51,7 +52,7 @@ class SdkTransport:
             self._client = None
 
     async def _open(self, url: str, body: bytes, headers: Mapping[str, str]) -> httpx2.Response:
-        host, patience = self._endpoint.host, self._endpoint.timeouts
+        host, patience = self._host, self._endpoint.timeouts
         client = self._client or self._connect()
         try:
             async with asyncio.timeout(patience.first_byte_s):
