@@ -96,10 +96,11 @@ def _printable(text: str) -> str:
 
 
 def _diff(path: str, before: str, after: str) -> str:
-    old, new = before.split("\n"), after.split("\n")
+    old, new = before.splitlines(), after.splitlines()
     if len(old) + len(new) > 2 * _DIFF_LINES:
         return f"(no diff: the file has {len(new)} lines)"
-    lines = difflib.unified_diff(old, new, f"a/{path}", f"b/{path}", lineterm="")
+    name = path.lstrip("/")
+    lines = difflib.unified_diff(old, new, f"a/{name}", f"b/{name}", lineterm="")
     text = _printable("\n".join(lines))
     return text if len(text) <= MAX_DIFF_CHARS else text[:MAX_DIFF_CHARS] + "\n... [diff cut]"
 

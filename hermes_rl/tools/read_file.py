@@ -98,10 +98,10 @@ async def _far(ctx: ToolContext, file: FileBytes, offset: int, limit: int) -> _W
     script = f"""command awk 'END {{ print NR }}' <{path}
 command tail -n +{offset} -- {path} | command head -n {limit} | command head -c {WHOLE_FILE_BYTES}
 exit 0"""
-    result = await run_script(ctx, script, max_output_bytes=WHOLE_FILE_BYTES + 100)
-    total, _, rest = result.raw.partition(b"\n")
+    result = await run_script(ctx, script, max_output_bytes=WHOLE_FILE_BYTES)
+    total, _, rest = result.data.partition(b"\n")
     if not total.isdigit():
-        raise ToolError(f"cannot read '{file.path}': {result.output.strip()[:500]}")
+        raise ToolError(f"cannot read '{file.path}': {result.text}")
     return _Window(_split(rest), int(total))
 
 

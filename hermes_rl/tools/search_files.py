@@ -137,15 +137,15 @@ def _quoted(text: str) -> str:
 
 
 async def _scan(ctx: ToolContext, script: str, args: dict[str, Any]) -> bytes:
-    result = await run_script(ctx, script, max_output_bytes=MAX_SCAN_BYTES + 10_000)
+    result = await run_script(ctx, script, max_output_bytes=MAX_SCAN_BYTES)
     if result.exit_code == 99:
         raise ToolError(f"there is no such path: '{args.get('path', '.')}'")
-    if result.exit_code == 2 and b"\0" not in result.raw and result.raw.startswith(b"grep:"):
-        said = result.output.strip().removeprefix("grep: ")
+    if result.exit_code == 2 and result.data.startswith(b"grep:"):
+        said = result.text.removeprefix("grep: ")
         raise ToolError(f"the regular expression is not valid: {said[:300]}")
     if result.exit_code in (126, 127):
-        raise ToolError(f"cannot search: {result.output.strip()[:300]}")
-    return result.raw
+        raise ToolError(f"cannot search: {result.text}")
+    return result.data
 
 
 _Record = tuple[str, int, bool, str]

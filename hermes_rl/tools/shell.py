@@ -8,7 +8,7 @@ import shlex
 from dataclasses import dataclass
 
 from hermes_rl.errors import ToolError
-from hermes_rl.sandboxes.base import CommandResult, Sandbox
+from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.tools.base import ToolContext
 
 FILE_TIMEOUT_S = 60.0
@@ -55,24 +55,51 @@ def quote(path: str) -> str:
     return shlex.quote(path)
 
 
+@dataclass(frozen=True)
+class ScriptResult:
+    """What a script printed and how it ended."""
+
+    exit_code: int
+    data: bytes
+
+    @property
+    def text(self) -> str:
+        """The output as text for a message, at most 500 characters."""
+        return self.data.decode("utf-8", "replace").strip()[:500]
+
+
 async def run_script(
     ctx: ToolContext, script: str, *, stdin: bytes | None = None, max_output_bytes: int = 50_000
-) -> CommandResult:
+) -> ScriptResult:
     """Run a script in a subshell of the session: it sees its state and changes nothing of it.
 
-    Options that the agent may have set (-e, -u, -x, noclobber, no globbing) are put back first.
+    Options that the agent may have set (-e, -u, -x, noclobber, no globbing) are put back first, and
+    the output is what stands between two marks: a session that traces itself prints around them.
+
+    Raises: ToolError after a timeout or an end in the middle.
     """
-    calm = "{ set +xveuCf; trap - ERR DEBUG; export LC_ALL=C.UTF-8; } 2>/dev/null"
+    command = f"""( {{ set +xveuCf; trap - ERR DEBUG; export LC_ALL=C.UTF-8; }} 2>/dev/null
+trap '_hx=$?; builtin printf "{_MARKS}"; builtin exit $_hx' EXIT
+builtin printf '{_MARKS}'
+{script}
+)"""
     timeout_s = min(FILE_TIMEOUT_S, ctx.max_timeout_s)
     result = await sandbox_of(ctx).run(
-        f"( {calm}\n{script}\n)",
-        timeout_s=timeout_s,
-        stdin=stdin,
-        max_output_bytes=max_output_bytes,
+        command, timeout_s=timeout_s, stdin=stdin, max_output_bytes=max_output_bytes + _SPARE
     )
     if result.timed_out:
         raise ToolError(f"it took longer than {timeout_s:g} s")
-    return result
+    _, opened, rest = result.raw.partition(_MARK)
+    data, closed, _ = rest.rpartition(_MARK)
+    if not opened or not closed:
+        raise ToolError(f"the shell ended in the middle of it: {result.output.strip()[-300:]}")
+    return ScriptResult(result.exit_code, data)
+
+
+_MARK = b"\0\x01hx\x02\0"
+_MARKS = r"\000\001hx\002\000"
+_SPARE = 100_000
+"""Bytes for what a session prints around a script."""
 
 
 async def read_bytes(ctx: ToolContext, path: str, limit: int = WHOLE_FILE_BYTES) -> FileBytes:
@@ -86,15 +113,15 @@ async def read_bytes(ctx: ToolContext, path: str, limit: int = WHOLE_FILE_BYTES)
 [[ -f $f ]] || exit {_SPECIAL}
 [[ -r $f ]] || exit {_UNREADABLE}
 [[ $f = /* ]] || f=$PWD/$f
-command printf '%s\\n%s\\0' "$(command stat -Lc %s -- "$f")" "$f"
+builtin printf '%s\\n%s\\0' "$(command stat -Lc %s -- "$f")" "$f"
 command head -c {limit} -- "$f\""""
-    result = await run_script(ctx, script, max_output_bytes=limit + 20_000)
+    result = await run_script(ctx, script, max_output_bytes=limit)
     if result.exit_code in _PROBLEMS:
         raise ToolError(_PROBLEMS[result.exit_code].format(path))
-    size, _, rest = result.raw.partition(b"\n")
+    size, _, rest = result.data.partition(b"\n")
     name, found, data = rest.partition(b"\0")
     if result.exit_code or not found or not size.isdigit():
-        raise ToolError(f"cannot read '{path}': {result.output.strip()[:500]}")
+        raise ToolError(f"cannot read '{path}': {result.text}")
     return FileBytes(path=name.decode(errors="replace"), size=int(size), data=data)
 
 
@@ -115,15 +142,15 @@ async def write_bytes(ctx: ToolContext, path: str, data: bytes) -> bool:
     """
     script = f"""f={quote(path)}
 [[ -d $f ]] && {{ echo "it is a directory"; exit 1; }}
-[[ -e $f ]] && new= || new=new
+new=; [[ -e $f ]] || new=new
 d=${{f%/*}}
 [[ $d = "$f" || -z $d || -d $d ]] || command mkdir -p -- "$d" || exit 1
 command cat >"$f" || exit 1
 echo "$new\""""
     result = await run_script(ctx, script, stdin=data)
     if result.exit_code:
-        raise ToolError(f"cannot write '{path}': {result.output.strip()[-500:]}")
-    return result.output.strip() == "new"
+        raise ToolError(f"cannot write '{path}': {result.text}")
+    return result.data.strip() == b"new"
 
 
 async def names_beside(ctx: ToolContext, path: str) -> list[str]:
@@ -132,4 +159,5 @@ async def names_beside(ctx: ToolContext, path: str) -> list[str]:
 d=${{f%/*}}; [[ $d = "$f" ]] && d=.
 command ls -A -- "${{d:-/}}" 2>/dev/null"""
     result = await run_script(ctx, script)
-    return result.output.splitlines() if result.exit_code == 0 else []
+    names = result.data.decode("utf-8", "replace").splitlines()
+    return names if result.exit_code == 0 else []

@@ -52,7 +52,7 @@ async def terminal(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
         args["command"],
         timeout_s=timeout,
         cwd=args.get("workdir"),
-        max_output_bytes=MAX_OUTPUT_CHARS,
+        max_output_bytes=MAX_OUTPUT_CHARS - 100,  # room for the mark of a cut
     )
     fields = _fields(result, timeout)
     return ToolResult(
