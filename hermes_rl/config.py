@@ -171,7 +171,20 @@ def parse_config(data: Mapping[str, Any], place: str = "config") -> RunConfig:
     except ValidationError as error:
         raise UserError(f"{place}: {_first(error)}") from None
     _refuse_reserved(config, place)
-    return config
+    return _with_prompt_file(config)
+
+
+def _with_prompt_file(config: RunConfig) -> RunConfig:
+    """`agent.system_prompt: "@FILE"` replaced by the file's text."""
+    own = config.agent.system_prompt
+    if own is None or not own.startswith("@"):
+        return config
+    try:
+        text = Path(own[1:]).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{own[1:]}: {error}. Check --system-prompt") from None
+    agent = config.agent.model_copy(update={"system_prompt": text})
+    return config.model_copy(update={"agent": agent})
 
 
 def _first(error: ValidationError) -> str:

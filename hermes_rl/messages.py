@@ -14,6 +14,9 @@ import msgspec
 
 from hermes_rl.errors import UserError
 
+UNPARSED = "_unparsed"
+"""Key under which a row holds arguments that are no JSON object."""
+
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call of a tool, as the model wrote it."""
@@ -88,7 +91,8 @@ def to_openai(message: Message, *, parsed_arguments: bool = False) -> dict[str, 
     Args:
         parsed_arguments: give `arguments` as an object where the text parses to one (the form of
             rows and
-            chat templates) instead of the exact text (the form of the wire).
+            chat templates) instead of the exact text (the form of the wire). Other text becomes
+            `{"_unparsed": text}`, since most templates walk over the object and stop at a string.
     """
     if isinstance(message, SystemMessage | UserMessage):
         role = "system" if isinstance(message, SystemMessage) else "user"
@@ -108,7 +112,7 @@ def _call_to_openai(call: ToolCall, parsed: bool) -> dict[str, Any]:
     arguments: Any = call.arguments
     if parsed:
         value = parse_arguments(call.arguments)
-        arguments = call.arguments if value is None else value
+        arguments = {UNPARSED: call.arguments} if value is None else value
     return {
         "id": call.id,
         "type": "function",

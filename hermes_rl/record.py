@@ -116,7 +116,8 @@ class Trajectory(_Part, frozen=True, kw_only=True):
     end_reason: str
     truncated: bool
     turns: int
-    prompt: str
+    task_prompt: str
+    """The task's last user text. Not `prompt`: SFT trainers would take that for theirs."""
     final_response: str | None
     messages: list[str]
     message_info: list[MessageInfo]
@@ -134,7 +135,8 @@ class Trajectory(_Part, frozen=True, kw_only=True):
     owner: str
     cause: str | None
     contexts: list[Context]
-    images: list[Image]
+    image_data: list[Image]
+    """Not named `images`, for the same reason."""
     model: str
     served_models: list[str]
     api_mode: str

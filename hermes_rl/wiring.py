@@ -1,6 +1,296 @@
 """The only file that knows all variants by name: from a configuration to parts that work together.
 
 A `Workshop` is what one process needs for its rollouts: a client, a limiter, a sandbox backend and
-the
-tools, opened once and shared by all rollouts of the process.
+the tools, opened once and shared by all rollouts of the process.
 """
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from hermes_rl.agent.policy import Limits, Policy, preset
+from hermes_rl.agent.prompt import SUMMARY_REQUEST, system_prompt
+from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, LimitsSection, RunConfig
+from hermes_rl.errors import TaskFault, UserError
+from hermes_rl.identity import digest
+from hermes_rl.models.base import ModelClient, Sampling
+from hermes_rl.models.limiter import InProcessLimiter
+from hermes_rl.models.retry import ModelCaller, Price, RetryPolicy
+from hermes_rl.ports import Recorder, WorkItem
+from hermes_rl.sandboxes.base import SandboxBackend
+from hermes_rl.tasks import Task
+from hermes_rl.tools.base import Tool
+from hermes_rl.tools.distributions import draw_toolsets, get_distribution
+from hermes_rl.tools.registry import schema_digest
+from hermes_rl.tools.toolsets import DEFAULT_TOOLSETS, resolve
+
+DEFAULT_BASE_URL = "https://api.openai.com/v1"
+DEFAULT_KEY_ENV = "OPENAI_API_KEY"
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What one unit works with: drawn by its own seed, recorded in its row."""
+
+    model: str
+    api_mode: str
+    endpoint: str
+    toolsets: tuple[str, ...]
+    tools: Mapping[str, Tool]
+    sampling: Sampling
+    policy: Policy
+    limits: Limits
+    system: str | None
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """What one process has for all its rollouts."""
+
+    config: RunConfig
+    run_id: str
+    config_hash: str
+    backend: SandboxBackend
+    client: ModelClient | None
+    """None for played models, which are made per rollout."""
+    limiter: InProcessLimiter
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    free: bool = False
+    """Calls cost nothing: played models."""
+
+    def draw(self, item: WorkItem) -> Draw:
+        """The parts of one unit. Raises: UserError for a toolset or distribution unknown here."""
+        return self._draw(item, toolsets_of(self.config, item.task, item.seed))
+
+    def no_draw(self, item: WorkItem) -> Draw:
+        """The parts recorded for a unit that cannot be run."""
+        return self._draw(item, ())
+
+    def _draw(self, item: WorkItem, toolsets: tuple[str, ...]) -> Draw:
+        policy = preset(self.config.agent.preset)
+        tools = resolve(toolsets)
+        name = self.config.model.name
+        own = item.task.system if item.task else None
+        client = self.client
+        return Draw(
+            model=name,
+            api_mode=client.api_mode if client else "played",
+            endpoint=client.endpoint if client else name,
+            toolsets=toolsets,
+            tools=tools,
+            sampling=policy.complete(sampling_of(self.config, item.seed)),
+            policy=policy,
+            limits=limits_of(self.config.agent.limits, item.task),
+            system=own or system_text(self.config, tools),
+        )
+
+    def caller(self, task: Task, recorder: Recorder) -> ModelCaller:
+        """The model for one rollout."""
+        patience = RetryPolicy(outage_s=self.config.endpoint.outage_seconds)
+        client = self.client or _played(self.config.model.name, task)
+        price: Price | None = (lambda model, usage: 0.0) if self.free else None
+        return ModelCaller(client, self.limiter, recorder, patience, price=price)
+
+    def scrub(self, text: str) -> str:
+        """A text without the secrets of this run."""
+        for secret in self.secrets:
+            text = text.replace(secret, "[secret]")
+        return text
+
+
+def _played(name: str, task: Task) -> ModelClient:
+    from hermes_rl.models.played import NoopClient, OracleClient
+
+    return OracleClient(task.oracle) if name == "oracle" else NoopClient()
+
+
+@asynccontextmanager
+async def open_workshop(
+    config: RunConfig, *, run_id: str, concurrency: int, state_dir: Path | None = None
+) -> AsyncIterator[Workshop]:
+    """Open what this process needs, and close it all at the end.
+
+    Args:
+        run_id: of the run; stands in the lease of every sandbox.
+        concurrency: rollouts in flight in this process.
+        state_dir: where sandboxes keep their folders; None is the backend's default.
+
+    Raises: UserError when the model or the key cannot be had.
+    """
+    async with AsyncExitStack() as stack:
+        backend = make_backend(config, state_dir)
+        stack.push_async_callback(backend.aclose)
+        client, secrets = await _client(config, stack)
+        yield Workshop(
+            config=config,
+            run_id=run_id,
+            config_hash=digest(identity_of(config)),
+            backend=backend,
+            client=client,
+            limiter=InProcessLimiter(concurrency),
+            secrets=secrets,
+            free=client is None,
+        )
+
+
+def make_backend(config: RunConfig, state_dir: Path | None = None) -> SandboxBackend:
+    """The sandbox backend of a configuration."""
+    if config.sandbox.backend == "none":
+        from hermes_rl.sandboxes.none import Subprocess
+
+        return Subprocess(state_dir=state_dir)
+    from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+
+    return Bubblewrap(state_dir=state_dir)
+
+
+async def _client(
+    config: RunConfig, stack: AsyncExitStack
+) -> tuple[ModelClient | None, tuple[str, ...]]:
+    name = config.model.name
+    if name in PLAYED_MODELS:
+        return None, ()
+    from hermes_rl.models.client import Endpoint, Timeouts, connect
+
+    where = config.endpoint
+    base_url = where.base_url or DEFAULT_BASE_URL
+    if name in LOCAL_MODELS and where.base_url is None:
+        from hermes_rl.models.local import local_server
+
+        path = Path(where.model_path) if where.model_path else None
+        held = await stack.enter_async_context(local_server(name, model_path=path))
+        base_url, key = held.base_url, str(held.api_key)
+    else:
+        key = api_key(config) or ""
+    endpoint = Endpoint(
+        base_url=base_url,
+        api_key=key or None,
+        transport=where.transport,
+        api_mode=where.api_mode or "chat_completions",
+        timeouts=Timeouts(first_byte_s=where.first_byte_seconds),
+    )
+    client = connect(endpoint)
+    stack.push_async_callback(client.aclose)
+    return client, endpoint.secrets
+
+
+def api_key(config: RunConfig) -> str | None:
+    """The endpoint's key, from the variable that the configuration names.
+
+    Raises: UserError when an endpoint that is not on this machine has no key.
+    """
+    where = config.endpoint
+    host = urlsplit(where.base_url or DEFAULT_BASE_URL).hostname or ""
+    name = where.api_key_env or (None if where.base_url else DEFAULT_KEY_ENV)
+    if name is not None:
+        key = os.environ.get(name)
+        if key:
+            return key
+        raise UserError(f"no key: the variable {name} is not set. Set it, then run again")
+    if host in LOOPBACK:
+        return None
+    raise UserError(
+        f"no key for {host}: name the variable that holds it with --api-key-env NAME "
+        "(a loopback endpoint needs none)"
+    )
+
+
+def toolsets_of(config: RunConfig, task: Task | None, seed: int) -> tuple[str, ...]:
+    """The toolsets of a unit: the task's own, or the run's, or drawn from a distribution."""
+    if task is not None and task.toolsets is not None:
+        return task.toolsets
+    if task is not None and task.distribution is not None:
+        return draw_toolsets(task.distribution, seed)
+    if config.agent.toolsets is not None:
+        return config.agent.toolsets
+    if config.agent.distribution is not None:
+        return draw_toolsets(config.agent.distribution, seed)
+    return DEFAULT_TOOLSETS
+
+
+def sampling_of(config: RunConfig, seed: int) -> Sampling:
+    """What the configuration says of sampling, with the unit's seed."""
+    model = config.model
+    return Sampling(
+        temperature=model.temperature,
+        top_p=model.top_p,
+        max_tokens=model.max_tokens,
+        reasoning=model.reasoning,
+        seed=seed,
+    )
+
+
+def limits_of(run: LimitsSection, task: Task | None) -> Limits:
+    """The run's limits, with the task's own in their place."""
+    own = task.limits if task else {}
+    return Limits(
+        max_turns=int(own.get("max_turns", run.max_turns)),
+        max_tokens=int(own["max_tokens"]) if "max_tokens" in own else run.max_tokens,
+        max_seconds=own.get("max_seconds", run.max_seconds),
+        wall_seconds=own.get("wall_seconds", run.wall_seconds),
+    )
+
+
+def system_text(config: RunConfig, tools: Mapping[str, Tool]) -> str:
+    """The run's system prompt."""
+    own = config.agent.system_prompt
+    return system_prompt(config.agent.preset, tools) if own is None else own
+
+
+def identity_of(config: RunConfig) -> dict[str, Any]:
+    """The identity sections as definitions (DESIGN 5.2); its digest is the config_hash.
+
+    Raises: UserError for a toolset, distribution or image that does not exist.
+    """
+    agent, model = config.agent, config.model
+    toolsets = agent.toolsets or DEFAULT_TOOLSETS
+    if agent.distribution is not None and agent.toolsets is None:
+        toolsets = tuple(get_distribution(agent.distribution))
+    tools = resolve(toolsets)
+    drawn = agent.distribution and dict(get_distribution(agent.distribution))
+    switches = {k: v for k, v in vars(preset(agent.preset)).items() if k != "sampling"}
+    return {
+        "model": {
+            "name": model.name,
+            **sampling_of(config, 0).as_dict(),
+            "seed": None,  # the unit's seed follows from agent.seed
+        },
+        "agent": {
+            "preset": switches,
+            "sampling": preset(agent.preset).sampling.as_dict(),
+            "toolsets": sorted(toolsets),
+            "distribution": drawn,
+            "tools": schema_digest(tools.values()),
+            "system_prompt": digest(system_text(config, tools)),
+            "summary_request": digest(SUMMARY_REQUEST),
+            "limits": agent.limits.model_dump(),
+            "seed": agent.seed,
+        },
+        "sandbox": {
+            "backend": config.sandbox.backend,
+            "image": image_digest(config.sandbox.image),
+            "network": config.sandbox.network,
+        },
+    }
+
+
+def image_digest(image: str | None) -> str | None:
+    """What names the content of an image; None for the default image.
+
+    Raises: UserError when the image does not exist.
+    """
+    if image is None:
+        return None
+    from hermes_rl.sandboxes.images import digest_of
+
+    try:
+        return digest_of(image)
+    except TaskFault as error:
+        raise UserError(f"--image {image}: {error}") from None

@@ -1,0 +1,228 @@
+"""One attempt end to end: lease a sandbox, run the agent, verify, record.
+
+`run_attempt` never raises for a failed attempt: the row says how it ended. Cancellation, a full
+disk and bugs
+of ours do raise; the worker above turns a bug into a row with cause `harness`, by `lost_row`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hermes_rl import events as ev
+from hermes_rl.agent.control import Control
+from hermes_rl.agent.run import AgentParts, AgentResult, run_agent
+from hermes_rl.errors import (
+    DiskFull,
+    HermesError,
+    SandboxKilled,
+    Stalled,
+    TaskFault,
+    UserError,
+    cause_of,
+    end_reason_of,
+)
+from hermes_rl.ports import Recorder, WorkItem
+from hermes_rl.record import Trajectory
+from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
+from hermes_rl.tasks import Task
+from hermes_rl.trajectory import fold
+from hermes_rl.verify import verify
+from hermes_rl.wiring import Draw, Workshop
+
+SETUP_TIMEOUT_S = 300.0
+_ERROR_CHARS = 2_000
+
+
+@dataclass
+class Tape:
+    """Records events and keeps them for the fold."""
+
+    recorder: Recorder
+    events: list[ev.Event] = field(default_factory=list)
+
+    def record(self, event: ev.Event) -> None:
+        """Journal first, keep second: what the row says is in the journal."""
+        self.recorder.record(event)
+        self.events.append(event)
+
+
+def lost_row(tape: Tape, error: BaseException) -> Trajectory:
+    """The row of an attempt that a bug of ours ended; its turns and calls are kept."""
+    why = f"{type(error).__name__}: {error}"[:_ERROR_CHARS]
+    tape.record(ev.Ended(finished_at=time.time(), end_reason="error", cause="harness", error=why))
+    return fold(tape.events)
+
+
+async def run_attempt(
+    workshop: Workshop, item: WorkItem, tape: Tape, control: Control | None = None
+) -> Trajectory:
+    """Make one attempt at a unit and return its row.
+
+    Args:
+        workshop: what this process has for all its rollouts.
+        item: the attempt to make.
+        tape: takes every event, `Begun` and `Ended` included.
+        control: lets an operator interrupt or steer it.
+
+    Raises: CancelledError; DiskFull when the journal cannot be written; bugs of ours as they are.
+    """
+    fault: HermesError | None = None
+    try:
+        draw = workshop.draw(item)
+    except (UserError, TaskFault) as error:
+        draw, fault = workshop.no_draw(item), error
+    tape.record(_begun(workshop, item, draw))
+    try:
+        if fault is not None or item.task is None:
+            raise fault or TaskFault(item.bad_row or "bad row")
+        attempt = _Attempt(workshop, item, item.task, draw, tape, control or Control())
+        end_reason = await attempt.within_wall_limit()
+        tape.record(ev.Ended(finished_at=time.time(), end_reason=end_reason))
+    except DiskFull:
+        raise
+    except HermesError as error:
+        tape.record(_failed(workshop, error))
+    return fold(tape.events)
+
+
+def _begun(workshop: Workshop, item: WorkItem, draw: Draw) -> ev.Begun:
+    now = time.time()
+    return ev.Begun(
+        key=ev.AttemptKey(unit_id=item.unit_id, epoch=item.epoch, attempt=item.attempt),
+        started_at=now,
+        run_id=workshop.run_id,
+        group_id=item.group_id,
+        member=item.repeat,
+        repeat=item.repeat,
+        row_index=item.row_index,
+        task_id=item.task_id,
+        task_hash=item.task_hash,
+        config_hash=workshop.config_hash,
+        seed=item.seed,
+        prompt=item.task.prompt_text if item.task else "",
+        model=draw.model,
+        api_mode=draw.api_mode,
+        endpoint=draw.endpoint,
+        toolsets=draw.toolsets,
+        sampling=draw.sampling.as_dict(),
+        split=_text(item.task, "split"),
+        env_name=None,
+        metadata=item.task.metadata if item.task else {},
+        queued_s=max(0.0, now - item.enqueued_at) if item.enqueued_at else 0.0,
+    )
+
+
+def _text(task: Task | None, column: str) -> str | None:
+    value = task.metadata.get(column) if task else None
+    return value if isinstance(value, str) else None
+
+
+def _failed(workshop: Workshop, error: HermesError) -> ev.Ended:
+    cause = "task" if isinstance(error, UserError) else cause_of(error)
+    text = workshop.scrub(f"{type(error).__name__}: {error}")[:_ERROR_CHARS]
+    return ev.Ended(
+        finished_at=time.time(), end_reason=end_reason_of(cause), cause=cause, error=text
+    )
+
+
+@dataclass
+class _Attempt:
+    """The middle of one attempt, in the order in which it happens."""
+
+    workshop: Workshop
+    item: WorkItem
+    task: Task
+    draw: Draw
+    tape: Tape
+    control: Control
+
+    async def within_wall_limit(self) -> str:
+        limit = self.draw.limits.wall_seconds
+        try:
+            async with asyncio.timeout(limit) as wall:
+                return await self._run()
+        except TimeoutError as error:
+            if not wall.expired():
+                raise
+            raise Stalled(f"no end within {limit:g} s (limits.wall_seconds)") from error
+
+    async def _run(self) -> str:
+        start = time.monotonic()
+        sandbox = await self.workshop.backend.lease(self._spec())
+        try:
+            await self._prepare(sandbox)
+            self.tape.record(
+                ev.SandboxLeased(
+                    backend=sandbox.info.backend,
+                    image=sandbox.info.image,
+                    digest=sandbox.info.digest,
+                    limits=sandbox.info.limits,
+                    seconds=time.monotonic() - start,
+                )
+            )
+            result = await self._agent(sandbox)
+            self.tape.record(await verify(sandbox, self.task.verify))
+            return result.end_reason
+        finally:
+            # A cancelled attempt must still end its sandbox: the shield lets teardown finish.
+            await asyncio.shield(sandbox.aclose())
+
+    def _spec(self) -> SandboxSpec:
+        key = f"{self.item.unit_id[:16]}-{self.item.epoch}-{self.item.attempt}"
+        return SandboxSpec(
+            lease=f"{self.workshop.run_id}-{key}",
+            image=self.task.image or self.workshop.config.sandbox.image,
+            cwd=self.task.cwd,
+            network=self.workshop.config.sandbox.network,
+        )
+
+    async def _prepare(self, sandbox: Sandbox) -> None:
+        """Files, required programs, setup. What fails here is the task's fault, not the model's."""
+        try:
+            for path, data in self.task.files.items():
+                await sandbox.write_file(path, data)
+            if self.task.requires:
+                await _require(sandbox, self.task.requires)
+            if self.task.setup:
+                await _set_up(sandbox, self.task.setup)
+        except (OSError, SandboxKilled) as error:
+            raise TaskFault(f"setup failed: {error}") from error
+
+    async def _agent(self, sandbox: Sandbox) -> AgentResult:
+        draw = self.draw
+        parts = AgentParts(
+            caller=self.workshop.caller(self.task, self.tape),
+            model=draw.model,
+            tools=draw.tools,
+            sandbox=sandbox,
+            recorder=self.tape,
+            policy=draw.policy,
+            limits=draw.limits,
+            sampling=draw.sampling,
+            system=draw.system,
+            stream=self.workshop.config.endpoint.stream,
+        )
+        return await run_agent(parts, self.task.prompt, self.control)
+
+
+async def _require(sandbox: Sandbox, programs: Sequence[str]) -> None:
+    words = " ".join("'" + p.replace("'", "'\\''") + "'" for p in programs)
+    command = f'for p in {words}; do command -v -- "$p" >/dev/null || printf \'%s \' "$p"; done'
+    result = await sandbox.run(command, timeout_s=30.0)
+    if result.output.strip():
+        raise TaskFault(f"the sandbox lacks {', '.join(result.output.split())} ('requires')")
+
+
+async def _set_up(sandbox: Sandbox, script: str) -> None:
+    # In a shell of its own: a `cd` or `export` of the setup must not reach the agent's session.
+    command = 'bash -c "$(cat)" setup'
+    result = await sandbox.run(command, timeout_s=SETUP_TIMEOUT_S, stdin=script.encode())
+    if result.timed_out:
+        raise TaskFault(f"setup took more than {SETUP_TIMEOUT_S:g} s")
+    if result.exit_code != 0:
+        printed = result.output.strip()[-500:]
+        raise TaskFault(f"setup failed with exit code {result.exit_code}: {printed}")
