@@ -105,7 +105,7 @@ def test_a_whole_episode() -> None:
     assistant = json.loads(row.messages[2])
     assert assistant["content"] == ""
     arguments = [c["function"]["arguments"] for c in assistant["tool_calls"]]
-    assert arguments == [{"command": "ls"}, "{oops"]
+    assert arguments == [{"command": "ls"}, {"_unparsed": "{oops"}]
 
 
 @given(st.integers(0, 20))
