@@ -1,0 +1,196 @@
+"""Publishing a sealed batch: steps 7 to 9 of the commit protocol, the same for writer and
+recovery.
+
+A redo gives the same rows under the same names, so that it may be killed and repeated at will.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from hermes_rl.errors import StoreError
+from hermes_rl.store.lines import payloads
+from hermes_rl.store.rundir import RunDir
+from hermes_rl.store.summary import Summary
+from hermes_rl.store.version import SCHEMA_VERSION, TABLES
+
+if TYPE_CHECKING:
+    from hermes_rl.store.parts import PartWriter
+
+
+class Keys(msgspec.Struct, frozen=True, kw_only=True):
+    """The attempts of a batch, as columns; `end` and `cause` are indices into the names."""
+
+    unit_id: list[str]
+    epoch: list[int]
+    attempt: list[int]
+    table: str
+    """One letter per attempt: `t` for trajectories, `f` for failures."""
+    end: list[int]
+    cause: list[int]
+    """-1 for none."""
+    names: list[str]
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One published Parquet file."""
+
+    table: str
+    rows: int
+    size: int
+    """Bytes."""
+    sha256: str
+
+
+class Commit(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of commits/STEM.json: the batch exists from this file on."""
+
+    stem: str
+    schema_version: int
+    committed_at: float
+    """Unix time, seconds."""
+    keys: Keys
+    parts: list[Part]
+    summary: Summary
+
+
+_decode_commit = msgspec.json.Decoder(Commit).decode
+
+
+def publish_batch(run_dir: RunDir, done: Path, stem: str) -> Commit | None:
+    """Publish the rows of a sealed `done` file, then unlink it. Blocking: for threads.
+
+    None when there is nothing to publish: no rows, or committed already.
+    Raises: DiskFull (the `done` file stays), DamagedFile.
+    """
+    commit = None
+    if not run_dir.committed(stem):
+        commit = _commit(run_dir, done, stem)
+    done.unlink(missing_ok=True)
+    run_dir.crash("publish-9-done")
+    return commit
+
+
+def read_commits(run_dir: RunDir) -> Iterator[Commit]:
+    """All commits, one in memory at a time."""
+    for stem in run_dir.commit_stems():
+        yield read_commit(run_dir, stem)
+
+
+def read_commit(run_dir: RunDir, stem: str) -> Commit:
+    """One commit. Raises: StoreError when it cannot be read."""
+    name = f"commits/{stem}.json"
+    try:
+        return _decode_commit(run_dir.storage.read(name))
+    except msgspec.DecodeError as error:
+        raise StoreError(f"{run_dir.path}/{name} is damaged: {error}") from error
+
+
+def write_commit(run_dir: RunDir, commit: Commit) -> None:
+    """Step 8."""
+    data = msgspec.json.encode(commit)
+    run_dir.storage.put(f"commits/{commit.stem}.json", data, point="publish-8")
+
+
+def _commit(run_dir: RunDir, done: Path, stem: str) -> Commit | None:
+    tally = Tally()
+    writers = _write_tables(run_dir, done, stem, tally)
+    if not tally.rows:
+        return None
+    parts = []
+    for table in TABLES:
+        if table in writers:
+            parts.append(publish_part(run_dir, writers[table], table, stem))
+    commit = Commit(
+        stem=stem,
+        schema_version=SCHEMA_VERSION,
+        committed_at=time.time(),
+        keys=tally.keys(),
+        parts=parts,
+        summary=tally.summary,
+    )
+    write_commit(run_dir, commit)
+    return commit
+
+
+def publish_part(run_dir: RunDir, writer: PartWriter, table: str, stem: str) -> Part:
+    """Step 7 for one table."""
+    from hermes_rl.store.parts import file_sha256
+
+    digest, size = file_sha256(writer.path), writer.path.stat().st_size
+    name = f"{table}/part-{stem}.parquet"
+    run_dir.storage.put_file(name, writer.path, point="publish-7")
+    return Part(table=table, rows=writer.rows, size=size, sha256=digest)
+
+
+def _write_tables(run_dir: RunDir, done: Path, stem: str, tally: Tally) -> dict[str, PartWriter]:
+    from hermes_rl.store.parts import PartWriter
+
+    writers: dict[str, PartWriter] = {}
+    try:
+        for payload in payloads(done):
+            line = msgspec.json.decode(payload)
+            for table, row in rows_of(line):
+                if table not in writers:
+                    path = run_dir.path / "tmp" / f"{stem}.{table}.parquet"
+                    writers[table] = PartWriter(path, table, run_dir.crash)
+                writers[table].add(row, len(payload))
+            tally.add(line)
+        for writer in writers.values():
+            writer.close()
+    except BaseException:
+        for writer in writers.values():
+            writer.abandon()
+        raise
+    return writers
+
+
+def rows_of(line: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of one `done` line with their tables."""
+    yield _table(line["row"]), line["row"]
+    for row in line["subagents"]:
+        yield "subagents", row
+    for row in line["segments"]:
+        yield "segments", row
+
+
+def _table(row: dict[str, Any]) -> str:
+    return "trajectories" if row["status"] == "ok" else "failures"
+
+
+class Tally:
+    """Collects keys and summary of a batch while its rows pass by."""
+
+    def __init__(self) -> None:
+        self.summary = Summary()
+        self.rows = 0
+        self._columns: dict[str, list[Any]] = {
+            name: [] for name in ("unit_id", "epoch", "attempt", "end", "cause")
+        }
+        self._table = ""
+        self._names: dict[str, int] = {}
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Count one finished attempt."""
+        key, row = line["key"], line["row"]
+        table = _table(row)
+        self.rows += 1
+        self.summary.add(row, table)
+        self._table += table[0]
+        for name in ("unit_id", "epoch", "attempt"):
+            self._columns[name].append(key[name])
+        self._columns["end"].append(self._index(row["end_reason"]))
+        cause = row["cause"]
+        self._columns["cause"].append(-1 if cause is None else self._index(cause))
+
+    def _index(self, name: str) -> int:
+        return self._names.setdefault(name, len(self._names))
+
+    def keys(self) -> Keys:
+        """The keys of all attempts, in order."""
+        return Keys(**self._columns, table=self._table, names=list(self._names))

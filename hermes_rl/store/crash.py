@@ -1,0 +1,84 @@
+"""A hook for tests: the process kills itself at a named step of the commit protocol.
+
+`HERMES_RL_CRASH_AT=publish-7-renamed:2` dies (kill -9) at the second passing of that point. The
+variable is read when a run directory is opened, never at import. Points are numbered after
+the steps of the protocol: attempt 1-5, publish 6-9, recovery R1-R6.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+CRASH_VARIABLE = "HERMES_RL_CRASH_AT"
+
+CRASH_POINTS = (
+    "attempt-1-dispatch-torn",
+    "attempt-1-dispatch",
+    "attempt-2-live-torn",
+    "attempt-2-live",
+    "attempt-3-done-torn",
+    "attempt-3-done",
+    "attempt-4-synced",
+    "attempt-5-receipt",
+    "publish-6-opened",
+    "publish-6-sealed",
+    "publish-7-half",
+    "publish-7-written",
+    "publish-7-renamed",
+    "publish-7-durable",
+    "publish-8-written",
+    "publish-8-renamed",
+    "publish-8-durable",
+    "publish-9-done",
+    "publish-9-live",
+    "recover-1-locked",
+    "recover-1-epoch",
+    "recover-1-compared",
+    "recover-2-fenced",
+    "recover-3-batch",
+    "recover-4-written",
+    "recover-4-published",
+    "recover-4-unlinked",
+    "recover-5-emptied",
+    "recover-5-loaded",
+    "recover-6-ready",
+)
+
+
+class CrashHook:
+    """Counts the passings of one point and dies at the wanted one.
+
+    Args:
+        spec: `NAME` or `NAME:K` (K-th passing, 1-based); empty for never.
+
+    Raises: ValueError for a name that is no crash point.
+    """
+
+    def __init__(self, spec: str = "") -> None:
+        name, _, nth = spec.partition(":")
+        if name and name not in CRASH_POINTS:
+            raise ValueError(f"{CRASH_VARIABLE}={spec}: no such crash point")
+        self._name = name
+        self._left = int(nth or 1)
+
+    @classmethod
+    def from_environment(cls) -> CrashHook:
+        """The hook that the environment asks for."""
+        return cls(os.environ.get(CRASH_VARIABLE, ""))
+
+    def due(self, name: str) -> bool:
+        """Count one passing; True when this is the one to die at."""
+        if name != self._name:
+            return False
+        self._left -= 1
+        return self._left == 0
+
+    def die(self) -> None:
+        """kill -9 this process."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def __call__(self, name: str) -> None:
+        """Pass a point: die when it is due."""
+        if self.due(name):
+            self.die()

@@ -1,0 +1,223 @@
+"""The driver's hold on a run directory: lock, epoch, recovery, ledger, dispatches and receipts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from hermes_rl.errors import StoreError
+from hermes_rl.events import AttemptKey
+from hermes_rl.ports import Receipt, WorkItem
+from hermes_rl.store.commit import read_commit
+from hermes_rl.store.dispatch import Dispatched, DispatchJournal
+from hermes_rl.store.fence import GRACE_S, fence
+from hermes_rl.store.identity_check import refuse_changes
+from hermes_rl.store.ledger import Disposition, Ledger
+from hermes_rl.store.recovery import Outcome, Recovery, Report, outcomes, quarantined
+from hermes_rl.store.replay import Lost
+from hermes_rl.store.rundir import Epoch, RunDir
+from hermes_rl.store.version import SCHEMA_VERSION
+
+
+@dataclass(frozen=True)
+class OpenOptions:
+    """How a run directory is opened."""
+
+    max_attempts: int = 3
+    """Counted failures after which a unit is given up."""
+    retry_failed: bool = False
+    """Open again what was given up."""
+    grace_s: float = GRACE_S
+    """Old writers get this long to end before they are killed."""
+    fsync_delay_s: float = 0.0
+    """Slows every fsync, for tests."""
+
+
+class Driver:
+    """One driver of one run: holds LOCK and the highest epoch. Made by `open_run`."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        lock: int,
+        epoch: Epoch,
+        ledger: Ledger,
+        recovery: Recovery,
+        *,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self.run_dir = run_dir
+        self.epoch = epoch.epoch
+        self.run_id = epoch.run_id
+        self.ledger = ledger
+        self._info = epoch
+        self._lock = lock
+        self._recovery = recovery
+        self._journal = DispatchJournal(run_dir, f"{epoch.epoch}-driver")
+        self._in_flight: dict[AttemptKey, Dispatched] = {}
+        self._grace_s = grace_s
+        self._recovering = asyncio.Lock()
+
+    @property
+    def report(self) -> Report:
+        """What recovery found, at the start and since."""
+        return self._recovery.report
+
+    @property
+    def in_flight(self) -> int:
+        """Attempts that were sent and have no receipt yet."""
+        return len(self._in_flight)
+
+    def dispatch(self, item: WorkItem, writer: str) -> None:
+        """Step 1: note an attempt before it is sent to a writer. Raises: DiskFull."""
+        line = self._journal.append(item, writer)
+        self._in_flight[line.key] = line
+
+    def receive(self, receipt: Receipt) -> Disposition:
+        """Step 5: take a receipt into the ledger; says what became of the unit."""
+        key = AttemptKey(unit_id=receipt.unit_id, epoch=receipt.epoch, attempt=receipt.attempt)
+        if self._in_flight.pop(key, None) is not None:
+            done = receipt.status == "ok"
+            self.ledger.apply(key.unit_id, key.attempt, done=done, cause=receipt.cause)
+            self.run_dir.crash("attempt-5-receipt")
+        return self.ledger.disposition(receipt.unit_id)
+
+    async def recover_worker(self, writer: str) -> list[Outcome]:
+        """Take over from a worker that died: fence it, publish what it finished, and give each
+        attempt that died with it a row with cause `worker_lost`.
+
+        Returns how its attempts ended of which the driver had no receipt; the ledger knows them.
+        Raises: StoreError when it cannot be fenced or its journal is damaged; DiskFull.
+        """
+        async with self._recovering:
+            sent = {k: d for k, d in self._in_flight.items() if d.writer == writer}
+            ended = await asyncio.to_thread(self._recover_worker, writer, sent)
+        news = [o for o in ended if self._in_flight.pop(o.key, None) is not None]
+        for outcome in news:
+            key = outcome.key
+            self.ledger.apply(key.unit_id, key.attempt, done=outcome.done, cause=outcome.cause)
+        return news
+
+    def _recover_worker(self, writer: str, sent: dict[AttemptKey, Dispatched]) -> list[Outcome]:
+        fence(self.run_dir, writer, grace_s=self._grace_s)
+        self._recovery.publish_finished(writer)
+        stems = [s for s in self.run_dir.commit_stems() if s.rpartition("-")[0] == writer]
+        ended = [o for stem in stems for o in outcomes(read_commit(self.run_dir, stem))]
+        known = {o.key for o in ended}
+        attempts = Lost(
+            recorded=lambda key: key in known or key not in sent,
+            cause="worker_lost",
+            run_id=self.run_id,
+            config_hash=str(self._info.meta.get("config_hash", "")),
+        )
+        rows = list(self._recovery.lost([writer], attempts))
+        missing = [d for k, d in sent.items() if k not in attempts.found and k not in known]
+        rows += [attempts.never_begun(d) for d in missing]
+        for commit in self._recovery.publish_lost(rows):
+            ended += outcomes(commit)
+        self._recovery.remove(writer)
+        return ended
+
+    async def __aenter__(self) -> Driver:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Let the run directory go. Attempts without a receipt are left to the next start."""
+        if self._lock >= 0:
+            await asyncio.to_thread(self._journal.close, clean=not self._in_flight)
+            os.close(self._lock)
+            self._lock = -1
+
+
+async def open_run(
+    path: str | Path,
+    identity: Mapping[str, Any],
+    meta: Mapping[str, Any] | None = None,
+    options: OpenOptions | None = None,
+) -> Driver:
+    """Open a run directory as its only driver: R1 to R5, then the ledger is ready.
+
+    Args:
+        path: the run directory; made when absent.
+        identity: the identity sections of the configuration, plain JSON values.
+        meta: for people; `config_hash` is used in rows of attempts that never began.
+        options: see there.
+
+    Raises: UserError for a place that cannot be used; StoreError when the run is in use, damaged,
+    newer or of another configuration; DiskFull.
+    """
+    return await asyncio.to_thread(
+        open_run_blocking, path, dict(identity), dict(meta or {}), options or OpenOptions()
+    )
+
+
+def open_run_blocking(
+    path: str | Path, identity: dict[str, Any], meta: dict[str, Any], options: OpenOptions
+) -> Driver:
+    """`open_run` for threads."""
+    run_dir = RunDir(path, fsync_delay_s=options.fsync_delay_s)
+    run_dir.create()
+    lock = run_dir.lock()
+    try:
+        run_dir.crash("recover-1-locked")
+        epoch = begin_epoch(run_dir, identity, meta)
+        if damaged := quarantined(run_dir):
+            raise StoreError(
+                f"{damaged[0]} waits for `hermes-rl check {run_dir.path} --repair`, "
+                "which saves its good lines"
+            )
+        recovery = Recovery(run_dir, epoch, itertools.count())
+        ledger = Ledger(options.max_attempts)
+        recovery.at_start(ledger, grace_s=options.grace_s)
+        if options.retry_failed:
+            ledger.reopen_given_up()
+        run_dir.crash("recover-6-ready")
+    except BaseException:
+        os.close(lock)
+        raise
+    return Driver(run_dir, lock, epoch, ledger, recovery, grace_s=options.grace_s)
+
+
+def begin_epoch(run_dir: RunDir, identity: dict[str, Any] | None, meta: dict[str, Any]) -> Epoch:
+    """R1: compare the configuration with the run's and begin the next epoch.
+
+    Args:
+        identity: None takes the run's own (repair).
+
+    Raises: StoreError for a run that is newer or of another configuration.
+    """
+    earlier = run_dir.epochs()
+    first = run_dir.epoch(earlier[0]) if earlier else None
+    if earlier:
+        run_dir.epoch(earlier[-1])  # refuses a newer schema
+    if first is not None and identity is not None:
+        refuse_changes(run_dir.path, first.identity, identity)
+    run_dir.crash("recover-1-compared")
+    epoch = Epoch(
+        epoch=earlier[-1] + 1 if earlier else 1,
+        schema_version=SCHEMA_VERSION,
+        run_id=first.run_id if first else uuid.uuid4().hex,
+        identity=(first.identity if first else identity) or {},
+        meta=meta,
+    )
+    if not run_dir.storage.put_new(f"epochs/{epoch.epoch}.json", msgspec.json.encode(epoch)):
+        raise StoreError(f"{run_dir.path}: another driver began epoch {epoch.epoch}")
+    run_dir.crash("recover-1-epoch")
+    return epoch

@@ -1,0 +1,39 @@
+"""R2: no old writer may write any more. `alive` says who it is, its flock whether it lives."""
+
+from __future__ import annotations
+
+import os
+
+from hermes_rl.errors import StoreError
+from hermes_rl.store.processes import lock_within, read_holder
+from hermes_rl.store.rundir import RunDir
+
+GRACE_S = 10.0
+"""A writer whose driver is gone gets this long to end by itself."""
+
+LEASE_S = 30.0
+"""A writer that does not hear its driver for this long stops by itself."""
+
+
+def fence(run_dir: RunDir, writer: str, *, grace_s: float = GRACE_S) -> None:
+    """Return once the writer cannot write any more. Blocking: for threads.
+
+    Waits, then kills a local process by pid and start time, else waits for the lease to end.
+    Raises: StoreError when the writer still holds its journal after that.
+    """
+    path = run_dir.writer_path(writer) / "alive"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        if lock_within(fd, grace_s):
+            return
+        holder = read_holder(fd)
+        if holder is not None and holder.pid != os.getpid():
+            holder.kill()
+        if not lock_within(fd, GRACE_S if holder and holder.local else LEASE_S):
+            who = f"process {holder.pid} on {holder.host}" if holder else "another process"
+            raise StoreError(f"{run_dir.path}: writer {writer} ({who}) still runs; stop it first")
+    finally:
+        os.close(fd)  # its owner is dead by now, and its name is never used again

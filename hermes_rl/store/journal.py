@@ -1,0 +1,298 @@
+"""The writing side of the journal: one folder per writer, made and held by one process.
+
+`live` files take events as they happen (no fsync), `done` files take the complete rows of finished
+attempts
+(grouped fdatasync). Both are only ever appended to by the process that made them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from hermes_rl.errors import StoreError
+from hermes_rl.events import AttemptKey, Event
+from hermes_rl.ports import Recorder
+from hermes_rl.store.disk import AppendFile
+from hermes_rl.store.processes import try_lock, write_holder
+from hermes_rl.store.rows import Finished
+from hermes_rl.store.rundir import RunDir, epoch_of
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True)
+class SealPolicy:
+    """When a batch is large enough to be published."""
+
+    rows: int = 1000
+    """Finished attempts."""
+    size: int = 128 * 1024 * 1024
+    """Bytes of the `done` file."""
+
+
+@dataclass
+class Batch:
+    """One `done` file: open while it takes rows, then sealed."""
+
+    stem: str
+    file: AppendFile
+    attempts: list[AttemptKey] = field(default_factory=list)
+    since: float | None = None
+    """time.monotonic() of the first row."""
+
+
+class _LiveFile:
+    def __init__(self, file: AppendFile) -> None:
+        self.file = file
+        self.open: set[AttemptKey] = set()
+        """Attempts that began here and are in no committed batch yet."""
+
+
+class LiveLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a live file."""
+
+    a: int
+    """Which attempt of this writer; its `begun` event says the key."""
+    e: Event
+
+
+class _LiveRecorder:
+    """Appends the events of one attempt."""
+
+    def __init__(self, live: _LiveFile, ordinal: int) -> None:
+        self._live = live
+        self._ordinal = ordinal
+
+    def record(self, event: Event) -> None:
+        self._live.file.append(_encode(LiveLine(a=self._ordinal, e=event)))
+
+
+class GroupSync:
+    """fdatasync in a thread, one for all that wait at that moment."""
+
+    def __init__(self, run_dir: RunDir, pool: ThreadPoolExecutor) -> None:
+        self._run_dir = run_dir
+        self._pool = pool
+        self._waiting: list[tuple[AppendFile, asyncio.Future[None]]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def durable(self, file: AppendFile) -> None:
+        """Return once all that was appended to the file so far is on disk."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((file, done))
+        if self._task is None:
+            self._task = asyncio.create_task(self._serve())
+        await done
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            group, self._waiting = self._waiting, []
+            files = {file for file, _ in group}
+            error: BaseException | None = None
+            try:
+                await loop.run_in_executor(self._pool, self._sync, files)
+            except OSError as failure:
+                error = failure
+            for _, done in group:
+                if not done.done():
+                    _settle(done, error)
+        self._task = None
+
+    def _sync(self, files: set[AppendFile]) -> None:
+        for file in files:
+            self._run_dir.storage.sync(file.fileno())
+        self._run_dir.crash("attempt-4-synced")
+
+
+def _settle(done: asyncio.Future[None], error: BaseException | None) -> None:
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
+
+
+class JournalWriter:
+    """The journal of one writer, EPOCH-WORKER. An async context manager.
+
+    Entering raises StoreError when the writer is too late: a newer driver took the run over.
+    """
+
+    def __init__(
+        self, run_dir: RunDir, epoch: int, worker: int | str, *, policy: SealPolicy | None = None
+    ) -> None:
+        self.run_dir = run_dir
+        self.writer = f"{epoch}-{worker}"
+        self.policy = policy or SealPolicy()
+        self.full = asyncio.Event()
+        """Set when the open batch has reached the policy's size."""
+        self._path = run_dir.writer_path(self.writer)
+        self._alive = -1
+        self._sequence = 0
+        self._live_number = 0
+        self._ordinal = 0
+        self._batch: Batch | None = None
+        self._live: _LiveFile | None = None
+        self._where: dict[AttemptKey, _LiveFile] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="journal-sync")
+        self._sync = GroupSync(run_dir, self._pool)
+        self._sealing = asyncio.Lock()
+
+    async def __aenter__(self) -> JournalWriter:
+        self._batch = await asyncio.to_thread(self._open)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def _open(self) -> Batch:
+        self._path.mkdir(exist_ok=True)
+        self._alive = hold_alive(self._path / "alive")
+        epochs = self.run_dir.epochs()
+        if epochs and epochs[-1] > epoch_of(self.writer):
+            os.close(self._alive)
+            self._alive = -1
+            raise StoreError(f"writer {self.writer} comes too late: epoch {epochs[-1]} has begun")
+        self.run_dir.storage.sync_folder(self._path.parent)
+        return self._new_batch()
+
+    def _new_batch(self) -> Batch:
+        stem = f"{self.writer}-{self._sequence}"
+        path = self._path / f"done-{self._sequence}.jsonl"
+        batch = Batch(stem, AppendFile(path, self.run_dir.crash, "attempt-3-done"))
+        self.run_dir.storage.sync_folder(self._path)
+        self._sequence += 1
+        return batch
+
+    @property
+    def waiting(self) -> int:
+        """Finished attempts in the open batch."""
+        return len(self._batch.attempts) if self._batch else 0
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the first row of the open batch; 0 when it is empty."""
+        since = self._batch.since if self._batch else None
+        return 0.0 if since is None else time.monotonic() - since
+
+    def recorder(self, key: AttemptKey) -> Recorder:
+        """Where the events of one attempt go. Its first event must be `Begun`."""
+        if self._live is None:
+            path = self._path / f"live-{self._live_number}.jsonl"
+            self._live = _LiveFile(AppendFile(path, self.run_dir.crash, "attempt-2-live"))
+            self._live_number += 1
+        self._ordinal += 1
+        self._live.open.add(key)
+        self._where[key] = self._live
+        return _LiveRecorder(self._live, self._ordinal)
+
+    async def finish(self, rows: Finished) -> None:
+        """Write the rows of a finished attempt; on return they are durable.
+
+        When this is cancelled the rows may be durable all the same: then recovery finds them.
+        Raises: DiskFull (nothing was written, the attempt is not finished).
+        """
+        batch = self._batch
+        if batch is None:
+            raise StoreError(f"writer {self.writer} is closed")
+        batch.file.append(_encode(rows))
+        batch.attempts.append(rows.key)
+        batch.since = batch.since or time.monotonic()
+        if len(batch.attempts) >= self.policy.rows or batch.file.size >= self.policy.size:
+            self.full.set()
+        await self._sync.durable(batch.file)
+
+    async def seal(self) -> Batch | None:
+        """Close the open batch for appends and open the next; None when it is empty."""
+        async with self._sealing:
+            if self._batch is None or not self._batch.attempts:
+                return None
+            fresh = await asyncio.to_thread(self._new_batch)
+            self.run_dir.crash("publish-6-opened")
+            sealed, self._batch = self._batch, fresh
+            self.full.clear()
+            self._retire_live()
+            await self._sync.durable(sealed.file)
+            sealed.file.close()
+            self.run_dir.crash("publish-6-sealed")
+            return sealed
+
+    def _retire_live(self) -> None:
+        """New attempts go to a new live file, so that the old one can end."""
+        live, self._live = self._live, None
+        if live is not None and not live.open:
+            live.file.close()
+            live.file.path.unlink(missing_ok=True)
+
+    async def committed(self, batch: Batch) -> None:
+        """Step 9 for live files: unlink those whose attempts are all in committed batches."""
+        ended: list[Path] = []
+        for key in batch.attempts:
+            live = self._where.pop(key, None)
+            if live is None:
+                continue
+            live.open.discard(key)
+            if not live.open and live is not self._live:
+                live.file.close()
+                ended.append(live.file.path)
+        await asyncio.to_thread(self._unlink, ended)
+
+    def _unlink(self, paths: list[Path]) -> None:
+        for path in paths:
+            path.unlink(missing_ok=True)
+            self.run_dir.crash("publish-9-live")
+
+    async def aclose(self) -> None:
+        """Close all files. The folder goes when nothing in it is needed any more."""
+        async with self._sealing:
+            batch, self._batch = self._batch, None
+            if batch is None:
+                return
+            await self._sync.durable(batch.file)
+            await asyncio.to_thread(self._close, batch)
+            self._pool.shutdown()
+
+    def _close(self, batch: Batch) -> None:
+        batch.file.close()
+        if not batch.attempts:
+            batch.file.path.unlink()
+        lives = {id(live): live for live in self._where.values()}
+        if self._live is not None:
+            lives[id(self._live)] = self._live
+        for live in lives.values():
+            live.file.close()
+            if not live.open:
+                live.file.path.unlink(missing_ok=True)
+        if [p.name for p in self._path.iterdir()] == ["alive"]:
+            (self._path / "alive").unlink()
+            self._path.rmdir()
+        os.close(self._alive)
+
+
+def hold_alive(path: Path) -> int:
+    """Make a writer's `alive` file and lock it for the life of the returned descriptor.
+
+    Raises: StoreError when a driver fenced this writer, or another process has its name.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except (FileExistsError, FileNotFoundError) as error:
+        raise StoreError(f"writer {path.parent.name} was fenced or exists already") from error
+    if not try_lock(fd):
+        os.close(fd)
+        raise StoreError(f"writer {path.parent.name} was fenced")
+    write_holder(fd)
+    return fd

@@ -1,0 +1,86 @@
+"""Framed lines: `LENGTH CRC32 JSON\\n`, the one format of all journal files.
+
+Length is that of the JSON in bytes, the checksum stands in 8 hex digits. What a kill tears is the
+tail of
+a file; anything bad before the tail is damage, and is never skipped over in silence.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hermes_rl.errors import StoreError
+
+
+class DamagedFile(StoreError):
+    """A journal file has a bad line that is not its tail."""
+
+    def __init__(self, path: Path, line: int, offset: int) -> None:
+        super().__init__(f"{path}: line {line} (byte {offset}) is damaged")
+        self.path = path
+        self.line = line
+        self.offset = offset
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line as read."""
+
+    number: int
+    """1-based."""
+    offset: int
+    """Of its first byte."""
+    payload: bytes | None
+    """None when it is torn or damaged."""
+    last: bool
+    """Nothing follows it."""
+
+
+def encode_line(payload: bytes) -> bytes:
+    """A framed line for a payload without raw newlines."""
+    return b"%d %08x %b\n" % (len(payload), zlib.crc32(payload), payload)
+
+
+def decode_line(line: bytes) -> bytes | None:
+    """The payload of a line with its newline, or None when it is torn or damaged."""
+    head, _, rest = line.partition(b" ")
+    checksum, _, body = rest.partition(b" ")
+    if not body.endswith(b"\n") or not head.isdigit() or len(checksum) != 8:
+        return None
+    payload = body[:-1]
+    try:
+        sound = len(payload) == int(head) and zlib.crc32(payload) == int(checksum, 16)
+    except ValueError:
+        return None
+    return payload if sound else None
+
+
+def scan(path: Path) -> Iterator[Line]:
+    """All lines of a file, good and bad, one in memory at a time."""
+    with path.open("rb") as file:
+        number, offset = 0, 0
+        line = file.readline()
+        while line:
+            after = file.readline()
+            number += 1
+            yield Line(number, offset, decode_line(line), not after)
+            offset += len(line)
+            line = after
+
+
+def payloads(path: Path, *, sound: bool = True) -> Iterator[bytes]:
+    """The payloads of a file without its torn tail.
+
+    Args:
+        sound: False passes over damaged lines (repair).
+
+    Raises: DamagedFile for a bad line that is not the tail, when `sound`.
+    """
+    for line in scan(path):
+        if line.payload is not None:
+            yield line.payload
+        elif sound and not line.last:
+            raise DamagedFile(path, line.number, line.offset)

@@ -1,0 +1,113 @@
+"""Parquet parts: written whole in tmp/, published by rename.
+
+Rows come as the plain values of a `done` line; conversion goes in small steps, so that the
+interpreter's lock is never held for long beside a busy event loop.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hermes_rl.store.crash import CrashHook
+from hermes_rl.store.disk import disk_errors
+from hermes_rl.store.schema import schema_of, storage_schema
+
+ROW_GROUP_BYTES = 64 * 1024 * 1024
+"""Of Arrow data in one row group, at most (a larger single row stands alone)."""
+
+_STEP_BYTES = 2 * 1024 * 1024
+"""Of JSON that is converted in one go."""
+
+
+class PartWriter:
+    """Writes the rows of one table to a temporary file. Blocking: for threads.
+
+    Raises: DiskFull from every method.
+    """
+
+    def __init__(self, path: Path, table: str, crash: CrashHook) -> None:
+        schema = schema_of(table)
+        self.path = path
+        self.rows = 0
+        self._schema = schema
+        self._plain = storage_schema(schema)
+        self._crash = crash
+        self._step: list[dict[str, Any]] = []
+        self._step_size = 0
+        self._tables: list[Any] = []
+        with disk_errors():
+            self._writer = pq.ParquetWriter(
+                path, schema, compression="zstd", compression_level=3, store_schema=True
+            )
+
+    def add(self, row: dict[str, Any], size: int) -> None:
+        """Add one row; `size` is about its bytes as JSON."""
+        self.rows += 1
+        self._step.append(row)
+        self._step_size += size
+        if self._step_size >= _STEP_BYTES:
+            self._convert()
+
+    def close(self) -> None:
+        """Write the rest and the footer."""
+        self._convert()
+        self._write()
+        self._crash("publish-7-half")
+        with disk_errors():
+            self._writer.close()
+
+    def abandon(self) -> None:
+        """Give the file up."""
+        try:
+            self._writer.close()
+        except OSError:
+            pass
+        self.path.unlink(missing_ok=True)
+
+    def _convert(self) -> None:
+        if not self._step:
+            return
+        table = to_arrow(self._step, self._schema, self._plain)
+        self._step, self._step_size = [], 0
+        if sum(t.nbytes for t in self._tables) + table.nbytes > ROW_GROUP_BYTES:
+            self._write()
+        self._tables.append(table)
+
+    def _write(self) -> None:
+        if not self._tables:
+            return
+        group = pa.concat_tables(self._tables)
+        self._tables = []
+        with disk_errors():
+            self._writer.write_table(group, row_group_size=group.num_rows)
+
+
+def to_arrow(rows: list[dict[str, Any]], schema: Any, plain: Any | None = None) -> Any:
+    """A table of the declared schema from rows as they stand in a `done` line."""
+    plain = storage_schema(schema) if plain is None else plain
+    return pa.Table.from_pylist([_columns(row) for row in rows], schema=plain).cast(schema)
+
+
+def _columns(row: dict[str, Any]) -> dict[str, Any]:
+    """Journal form to column form: metrics as pairs, image bytes out of base64."""
+    if "metrics" not in row:
+        return row
+    out = {**row, "metrics": [{"name": k, "value": v} for k, v in row["metrics"].items()]}
+    if row["image_data"]:
+        out["image_data"] = [
+            {**i, "bytes": None if i["bytes"] is None else base64.b64decode(i["bytes"])}
+            for i in row["image_data"]
+        ]
+    return out
+
+
+def file_sha256(path: Path) -> str:
+    """The digest of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,98 @@
+"""Who holds a lock: a process named by host, boot, pid and start time, so that none is mistaken."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import msgspec
+
+
+class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
+    """One process, unmistakably."""
+
+    pid: int
+    started: int
+    """Clock ticks after boot (field 22 of /proc/PID/stat)."""
+    host: str
+    boot: str
+    """The kernel's boot id; another one means that the process is gone."""
+
+    @property
+    def local(self) -> bool:
+        """It ran under this very kernel."""
+        return self.host == socket.gethostname() and self.boot == _boot_id()
+
+    @property
+    def alive(self) -> bool:
+        """A local process that still runs; a pid that was given anew does not count."""
+        return self.local and _started(self.pid) == self.started
+
+    def kill(self) -> None:
+        """kill -9, if it is alive."""
+        if self.alive:
+            try:
+                os.kill(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+def this_process() -> ProcessId:
+    """The identity of the calling process."""
+    pid = os.getpid()
+    return ProcessId(
+        pid=pid, started=_started(pid) or 0, host=socket.gethostname(), boot=_boot_id()
+    )
+
+
+def try_lock(fd: int) -> bool:
+    """Take an exclusive flock without waiting."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def lock_within(fd: int, seconds: float) -> bool:
+    """Take an exclusive flock, waiting a while."""
+    deadline = time.monotonic() + seconds
+    while not try_lock(fd):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def write_holder(fd: int) -> None:
+    """Write into a lock file who holds it."""
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, msgspec.json.encode(this_process()), 0)
+
+
+def read_holder(fd: int) -> ProcessId | None:
+    """Who holds a lock file; None when it does not say."""
+    try:
+        return msgspec.json.decode(os.pread(fd, 4096, 0), type=ProcessId)
+    except msgspec.DecodeError:
+        return None
+
+
+def _started(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

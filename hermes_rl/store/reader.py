@@ -1,0 +1,170 @@
+"""Reading a run directory, also while the run goes on.
+
+Published parts, and rows that are finished but not published yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from hermes_rl.errors import UserError
+from hermes_rl.store.commit import read_commits, rows_of
+from hermes_rl.store.ledger import Ledger
+from hermes_rl.store.lines import payloads
+from hermes_rl.store.replay import journal_files
+from hermes_rl.store.rundir import RunDir, sequence_of
+from hermes_rl.store.stats import compute_stats
+from hermes_rl.store.version import TABLES
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+_loads = msgspec.json.decode
+
+
+def load_run(path: str | Path, *, pending: bool = True) -> Run:
+    """A run directory for analysis.
+
+    Args:
+        path: the run directory, which may be in use.
+        pending: also show rows that are finished but not published yet.
+
+    Raises: UserError when there is no run; StoreError when it is of a newer version.
+    """
+    run_dir = RunDir(path)
+    epochs = run_dir.epochs()
+    if not epochs:
+        raise UserError(f"{path} is no run directory (no epochs/). Give the path of a run")
+    run_dir.epoch(epochs[-1])
+    return Run(run_dir, pending=pending)
+
+
+class Run:
+    """One run: frames with JSON columns decoded, the same as Arrow, ledger and statistics.
+
+    Frames are read at the first use and kept; `load_run` again shows what came since.
+    """
+
+    def __init__(self, run_dir: RunDir, *, pending: bool = True) -> None:
+        self.run_dir = run_dir
+        self.path = run_dir.path
+        self._pending = pending
+
+    def __repr__(self) -> str:
+        return f"<Run {self.path}: {self.ledger.done} done, {self.ledger.given_up} given up>"
+
+    @cached_property
+    def trajectories(self) -> pd.DataFrame:
+        """One row per finished unit."""
+        return self.frame("trajectories")
+
+    @cached_property
+    def failures(self) -> pd.DataFrame:
+        """One row per attempt that did not finish its unit."""
+        return self.frame("failures")
+
+    @cached_property
+    def subagents(self) -> pd.DataFrame:
+        """Transcripts of sub-agents."""
+        return self.frame("subagents")
+
+    @cached_property
+    def segments(self) -> pd.DataFrame:
+        """Token-exact training segments."""
+        return self.frame("segments")
+
+    def frame(self, table: str) -> pd.DataFrame:
+        """A table as a pandas frame, JSON columns decoded to Python values."""
+        frame: pd.DataFrame = self.arrow(table).to_pandas()
+        for name, decode in _DECODERS.items():
+            if name in frame.columns:
+                frame[name] = [None if v is None else decode(v) for v in frame[name]]
+        return frame
+
+    def arrow(self, table: str) -> pa.Table:
+        """A table as Arrow with the declared schema, JSON columns as text.
+
+        Raises: UserError for an unknown table.
+        """
+        if table not in TABLES:
+            raise UserError(f"no table {table!r}; choose one of {', '.join(TABLES)}")
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        from hermes_rl.store.schema import schema_of
+
+        schema = schema_of(table)
+        waiting = _pending_rows(self.run_dir, table) if self._pending else {}
+        parts = self.run_dir.parts(table)
+        published = {p.name.removeprefix("part-").removesuffix(".parquet") for p in parts}
+        tables = [pq.read_table(part, schema=schema) for part in parts]
+        tables += [t for stem, t in waiting.items() if stem not in published]
+        return pa.concat_tables(tables) if tables else _empty(schema)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Dispositions of all units in committed batches."""
+        ledger = Ledger()
+        ledger.load(read_commits(self.run_dir))
+        return ledger
+
+    @cached_property
+    def stats(self) -> dict[str, Any]:
+        """The content of stats.json, computed anew from the commits."""
+        return compute_stats(self.ledger.summary, self.ledger, self._plan())
+
+    def _plan(self) -> Mapping[str, Any]:
+        try:
+            plan = _loads(self.run_dir.storage.read("stats.json"))["plan"]
+        except FileNotFoundError:
+            return {"units": None}
+        return dict(plan)
+
+
+def _pending_rows(run_dir: RunDir, table: str) -> dict[str, pa.Table]:
+    """Rows of one table that stand in `done` files, by stem.
+
+    They are read before the parts are listed: a batch that is published in between shows twice here
+    and is then taken from its part.
+    """
+    from hermes_rl.store.parts import to_arrow
+    from hermes_rl.store.schema import schema_of
+
+    found = {}
+    for writer in run_dir.writers():
+        for done in journal_files(run_dir.writer_path(writer), "done"):
+            try:
+                lines = [_loads(payload) for payload in payloads(done)]
+            except FileNotFoundError:
+                continue
+            rows = [row for line in lines for name, row in rows_of(line) if name == table]
+            if rows:
+                found[f"{writer}-{sequence_of(done)}"] = to_arrow(rows, schema_of(table))
+    return found
+
+
+def _empty(schema: pa.Schema) -> pa.Table:
+    from hermes_rl.store.schema import empty_table
+
+    return empty_table(schema)
+
+
+def _decode_sandbox(sandbox: Mapping[str, Any]) -> dict[str, Any]:
+    limits = sandbox["limits"]
+    return {**sandbox, "limits": None if limits is None else _loads(limits)}
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "messages": lambda texts: [_loads(text) for text in texts],
+    "tools": _loads,
+    "metrics": lambda pairs: {pair["name"]: pair["value"] for pair in pairs},
+    "sampling": _loads,
+    "metadata": _loads,
+    "sandbox": _decode_sandbox,
+}

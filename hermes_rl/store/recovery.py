@@ -1,0 +1,253 @@
+"""Recovery, R2 to R5 of the commit protocol: at each start before any dispatch, and for a worker
+that
+died under a running driver. Every step may be killed and repeated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from hermes_rl.errors import StoreError
+from hermes_rl.events import AttemptKey
+from hermes_rl.store.commit import Commit, publish_batch, read_commits
+from hermes_rl.store.disk import AppendFile
+from hermes_rl.store.fence import GRACE_S, fence
+from hermes_rl.store.ledger import Ledger
+from hermes_rl.store.lines import DamagedFile
+from hermes_rl.store.replay import Lost, journal_files
+from hermes_rl.store.rows import Finished
+from hermes_rl.store.rundir import Epoch, RunDir, epoch_of, sequence_of
+from hermes_rl.store.version import TABLES
+
+LOST_ROWS_PER_BATCH = 1000
+
+
+@dataclass
+class Report:
+    """What recovery found."""
+
+    batches: int = 0
+    """Batches of finished attempts that were still to be published."""
+    lost: list[AttemptKey] = field(default_factory=list)
+    """Attempts that were cut."""
+    foreign: list[str] = field(default_factory=list)
+    """Parts that no commit knows: left alone."""
+
+
+class Recovery:
+    """Recovery by one driver. All methods block: for threads.
+
+    Args:
+        run_dir: the run directory; its LOCK is held.
+        epoch: of this driver.
+        sequence: numbers for the driver's own batches.
+        sound: False takes damaged lines for absent (repair).
+    """
+
+    def __init__(
+        self, run_dir: RunDir, epoch: Epoch, sequence: Iterator[int], *, sound: bool = True
+    ) -> None:
+        self.run_dir = run_dir
+        self.report = Report()
+        self._epoch = epoch
+        self._driver = f"{epoch.epoch}-driver"
+        self._sequence = sequence
+        self._sound = sound
+
+    def at_start(self, ledger: Ledger, *, grace_s: float = GRACE_S) -> Report:
+        """R2 to R5 over all that older epochs left; fills the ledger.
+
+        Raises: StoreError for damage (the file is quarantined) and for units that are done twice.
+        """
+        crash = self.run_dir.crash
+        old = [w for w in self.run_dir.writers() if epoch_of(w) < self._epoch.epoch]
+        for writer in old:
+            fence(self.run_dir, writer, grace_s=grace_s)
+        crash("recover-2-fenced")
+        for writer in old:
+            self.publish_finished(writer)
+        twice = ledger.load(read_commits(self.run_dir))
+        crash("recover-5-loaded")
+        for commit in self.publish_lost(self._lost_at_start(old, ledger)):
+            _apply(ledger, commit)
+        for writer in old:
+            self.remove(writer)
+        self._empty_tmp()
+        self.report.foreign = foreign_parts(self.run_dir)
+        if twice:
+            raise StoreError(_twice(self.run_dir, twice[0]))
+        return self.report
+
+    def publish_finished(self, writer: str) -> list[Commit]:
+        """R3: publish (or only unlink) the `done` files of one fenced writer."""
+        commits = []
+        for done in journal_files(self.run_dir.writer_path(writer), "done"):
+            stem = f"{writer}-{sequence_of(done)}"
+            with self._quarantine(writer):
+                commit = publish_batch(self.run_dir, done, stem)
+            if commit is not None:
+                self.report.batches += 1
+                commits.append(commit)
+            self.run_dir.crash("recover-3-batch")
+        return commits
+
+    def publish_lost(self, rows: Iterable[Finished]) -> Iterator[Commit]:
+        """R4: write rows of lost attempts to the driver's own `done` files and publish them."""
+        folder = self.run_dir.writer_path(self._driver)
+        stream = iter(rows)
+        while batch := list(itertools.islice(stream, LOST_ROWS_PER_BATCH)):
+            sequence = next(self._sequence)
+            folder.mkdir(exist_ok=True)
+            self.run_dir.storage.sync_folder(folder.parent)
+            done = self._write_done(folder / f"done-{sequence}.jsonl", batch)
+            self.run_dir.crash("recover-4-written")
+            commit = publish_batch(self.run_dir, done, f"{self._driver}-{sequence}")
+            self.run_dir.crash("recover-4-published")
+            self.report.lost += [finished.key for finished in batch]
+            if commit is not None:
+                yield commit
+
+    def lost(self, writers: Iterable[str], attempts: Lost) -> Iterator[Finished]:
+        """The rows of all lost attempts of some fenced writers."""
+        kinds = (("live", attempts.live), ("dispatch", attempts.dispatched))
+        folders = [(w, self.run_dir.writer_path(w)) for w in writers]
+        for kind, read in kinds:
+            for writer, folder in folders:
+                for path in journal_files(folder, kind):
+                    with self._quarantine(writer):
+                        yield from read(path)
+
+    def remove(self, writer: str) -> None:
+        """Unlink what a writer left, once its rows are published."""
+        folder = self.run_dir.writer_path(writer)
+        for kind in ("live", "dispatch"):
+            for path in journal_files(folder, kind):
+                path.unlink()
+                self.run_dir.crash("recover-4-unlinked")
+        (folder / "alive").unlink(missing_ok=True)
+        if not any(folder.glob("done-*")):
+            folder.rmdir()
+
+    def _lost_at_start(self, old: list[str], ledger: Ledger) -> Iterator[Finished]:
+        attempts = Lost(
+            recorded=lambda key: key.attempt < ledger.next_attempt(key.unit_id),
+            cause="driver_lost",
+            run_id=self._epoch.run_id,
+            config_hash=str(self._epoch.meta.get("config_hash", "")),
+            sound=self._sound,
+        )
+        return self.lost(old, attempts)
+
+    def _write_done(self, path: Path, batch: list[Finished]) -> Path:
+        file = AppendFile(path, self.run_dir.crash, "attempt-3-done")
+        try:
+            self.run_dir.storage.sync_folder(path.parent)
+            for finished in batch:
+                file.append(msgspec.json.encode(finished))
+            self.run_dir.storage.sync(file.fileno())
+        finally:
+            file.close()
+        return path
+
+    def _empty_tmp(self) -> None:
+        for name in self.run_dir.storage.names("tmp"):
+            self.run_dir.storage.delete(f"tmp/{name}")
+        self.run_dir.crash("recover-5-emptied")
+
+    def _quarantine(self, writer: str) -> _Quarantine:
+        return _Quarantine(self.run_dir, writer)
+
+
+class _Quarantine:
+    """Moves a damaged journal file aside and says where."""
+
+    def __init__(self, run_dir: RunDir, writer: str) -> None:
+        self._run_dir = run_dir
+        self._writer = writer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, DamagedFile):
+            return
+        folder = self._run_dir.path / "quarantine" / self._writer
+        folder.mkdir(parents=True, exist_ok=True)
+        os.rename(error.path, folder / error.path.name)
+        self._run_dir.storage.sync_folder(folder)
+        raise StoreError(
+            f"{error}. It was moved to {folder / error.path.name}; "
+            f"`hermes-rl check {self._run_dir.path} --repair` saves its good lines"
+        ) from error
+
+
+def quarantined(run_dir: RunDir) -> list[Path]:
+    """Damaged files that wait for a repair."""
+    return sorted((run_dir.path / "quarantine").glob("*-*/*.jsonl"))
+
+
+def foreign_parts(run_dir: RunDir) -> list[str]:
+    """Parts whose stem no commit names, as TABLE/NAME."""
+    stems = set(run_dir.commit_stems())
+    return [
+        f"{table}/{part.name}"
+        for table in TABLES
+        for part in run_dir.parts(table)
+        if part.name.removeprefix("part-").removesuffix(".parquet") not in stems
+    ]
+
+
+def _apply(ledger: Ledger, commit: Commit) -> None:
+    ledger.summary.merge(commit.summary)
+    for outcome in outcomes(commit):
+        key = outcome.key
+        ledger.apply(key.unit_id, key.attempt, done=outcome.done, cause=outcome.cause)
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How one attempt ended, as its commit says."""
+
+    key: AttemptKey
+    done: bool
+    end_reason: str
+    cause: str | None
+
+
+def outcomes(commit: Commit) -> Iterator[Outcome]:
+    """All attempts of a batch."""
+    keys = commit.keys
+    columns = zip(
+        keys.unit_id, keys.epoch, keys.attempt, keys.table, keys.end, keys.cause, strict=True
+    )
+    for unit_id, epoch, attempt, table, end, cause in columns:
+        yield Outcome(
+            key=AttemptKey(unit_id=unit_id, epoch=epoch, attempt=attempt),
+            done=table == "t",
+            end_reason=keys.names[end],
+            cause=None if cause < 0 else keys.names[cause],
+        )
+
+
+def finals(run_dir: RunDir, unit_id: str) -> list[tuple[str, AttemptKey]]:
+    """All (stem, key) under which a unit stands in `trajectories`, earliest commit first."""
+    found = [
+        (commit.committed_at, commit.stem, outcome.key)
+        for commit in read_commits(run_dir)
+        for outcome in outcomes(commit)
+        if outcome.done and outcome.key.unit_id == unit_id
+    ]
+    return [(stem, key) for _, stem, key in sorted(found, key=lambda f: f[:2])]
+
+
+def _twice(run_dir: RunDir, unit_id: str) -> str:
+    keys = [f"epoch {k.epoch} attempt {k.attempt} ({s})" for s, k in finals(run_dir, unit_id)]
+    return (
+        f"{run_dir.path}: unit {unit_id} is finished more than once: {' and '.join(keys)}. "
+        f"`hermes-rl check {run_dir.path} --repair` moves the later one to failures"
+    )

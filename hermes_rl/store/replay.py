@@ -1,0 +1,96 @@
+"""Attempts that were cut: their rows, folded from what the journal kept of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from hermes_rl.errors import StoreError
+from hermes_rl.events import AttemptKey, Begun, Ended, Event
+from hermes_rl.store.dispatch import DISPATCH_FILE, Dispatched
+from hermes_rl.store.journal import LiveLine
+from hermes_rl.store.lines import payloads
+from hermes_rl.store.rows import Finished
+from hermes_rl.trajectory import fold
+
+_T = TypeVar("_T")
+
+_decode_live = msgspec.json.Decoder(LiveLine).decode
+_decode_dispatch = msgspec.json.Decoder(Dispatched).decode
+
+
+@dataclass
+class Lost:
+    """Finds the lost attempts in journal folders and makes one row of each.
+
+    Args:
+        recorded: whether an attempt already has its row.
+        cause: `driver_lost` or `worker_lost`.
+        run_id, config_hash: for rows of attempts that never began.
+        sound: False takes damaged lines for absent (repair).
+    """
+
+    recorded: Callable[[AttemptKey], bool]
+    cause: str
+    run_id: str
+    config_hash: str
+    sound: bool = True
+    found: set[AttemptKey] = field(default_factory=set)
+    """Keys of all attempts that were given a row."""
+
+    def live(self, path: Path) -> Iterator[Finished]:
+        """Rows of the lost attempts of one live file. Raises: DamagedFile."""
+        at = path.stat().st_mtime
+        for events in self._attempts(path):
+            begun = events[0]
+            assert isinstance(begun, Begun)
+            yield self._row(begun, events, at)
+
+    def dispatched(self, path: Path) -> Iterator[Finished]:
+        """Rows of attempts that were sent and left no live line. Raises: DamagedFile."""
+        for payload in payloads(path, sound=self.sound):
+            line = _decoded(path, payload, _decode_dispatch)
+            if line.key not in self.found and not self.recorded(line.key):
+                yield self.never_begun(line)
+
+    def never_begun(self, line: Dispatched) -> Finished:
+        """The row of an attempt of which only the dispatch is known."""
+        begun = line.begun(self.run_id, self.config_hash)
+        return self._row(begun, [begun], line.at)
+
+    def _row(self, begun: Begun, events: list[Event], at: float) -> Finished:
+        self.found.add(begun.key)
+        # An end without its `done` line was never reported: the attempt counts as cut.
+        kept = [e for e in events if not isinstance(e, Ended)]
+        return Finished(key=begun.key, row=fold(kept, lost=self.cause, at=at))
+
+    def _attempts(self, path: Path) -> Iterator[list[Event]]:
+        attempts: dict[int, list[Event]] = {}
+        for payload in payloads(path, sound=self.sound):
+            line = _decoded(path, payload, _decode_live)
+            if isinstance(line.e, Begun):
+                if line.e.key not in self.found and not self.recorded(line.e.key):
+                    attempts[line.a] = [line.e]
+            elif line.a in attempts:
+                attempts[line.a].append(line.e)
+        yield from attempts.values()
+
+
+def journal_files(folder: Path, kind: str) -> list[Path]:
+    """The `done`, `live` or `dispatch` files of a journal folder, in order of their numbers."""
+    if kind == "dispatch":
+        path = folder / DISPATCH_FILE
+        return [path] if path.exists() else []
+    found = folder.glob(f"{kind}-*.jsonl")
+    return sorted(found, key=lambda p: int(p.stem.rpartition("-")[2]))
+
+
+def _decoded(path: Path, payload: bytes, decode: Callable[[bytes], _T]) -> _T:
+    try:
+        return decode(payload)
+    except msgspec.DecodeError as error:
+        raise StoreError(f"{path}: a line of another version: {error}") from error

@@ -1,0 +1,145 @@
+"""The folder of a run: its names, its lock and its epochs (the layout of the commit protocol)."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hermes_rl.errors import StoreError, UserError
+from hermes_rl.store.crash import CrashHook
+from hermes_rl.store.disk import LocalStorage
+from hermes_rl.store.processes import read_holder, try_lock, write_holder
+from hermes_rl.store.version import SCHEMA_VERSION, TABLES
+
+_FOLDERS = ("epochs", "journal", "commits", "tmp", *TABLES)
+_STEM = re.compile(r"(\d+-[A-Za-z0-9_.]+-\d+)")
+
+
+class Epoch(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of a driver: the content of epochs/E.json."""
+
+    epoch: int
+    schema_version: int
+    run_id: str
+    identity: dict[str, Any]
+    """The identity sections of the configuration: a resume must bring the same."""
+    meta: dict[str, Any] = {}
+    """For people: versions, host, command line."""
+
+
+class RunDir:
+    """Names and small verbs of one run directory. Opening it reads or makes nothing.
+
+    Args:
+        path: a local folder; URLs are refused for now.
+        fsync_delay_s: slows every fsync, for tests.
+
+    Raises: UserError for a URL.
+    """
+
+    def __init__(self, path: str | Path, *, fsync_delay_s: float = 0.0) -> None:
+        if "://" in str(path):
+            raise UserError(
+                f"{path}: run directories at URLs are not supported yet. "
+                "Choose a local folder, such as runs/NAME"
+            )
+        self.path = Path(path)
+        self.crash = CrashHook.from_environment()
+        self.storage = LocalStorage(self.path, self.crash, fsync_delay_s)
+
+    def create(self) -> None:
+        """Make the folders.
+
+        Raises: UserError when the place holds something else or cannot be written.
+        """
+        try:
+            if self.path.is_dir() and not (self.path / "epochs").is_dir():
+                others = {p.name for p in self.path.iterdir()} - {*_FOLDERS, "LOCK"}
+                if others:
+                    raise UserError(
+                        f"{self.path} holds other files ({min(others)}) and is no run directory. "
+                        "Choose another --out"
+                    )
+            for folder in _FOLDERS:
+                (self.path / folder).mkdir(parents=True, exist_ok=True)
+            self.storage.sync_folder(self.path)
+            if not os.access(self.path, os.W_OK):
+                raise PermissionError(13, "Permission denied")
+        except (PermissionError, NotADirectoryError, FileExistsError) as error:
+            raise UserError(
+                f"{self.path} cannot be written: {error.strerror}. Choose another --out"
+            ) from error
+
+    def lock(self) -> int:
+        """Take LOCK for the life of the returned descriptor.
+
+        Raises: StoreError, naming the process that holds it.
+        """
+        fd = os.open(self.path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if not try_lock(fd):
+            holder = read_holder(fd)
+            os.close(fd)
+            who = f"process {holder.pid} on {holder.host}" if holder else "another process"
+            raise StoreError(
+                f"{self.path} is in use by {who}; wait, or stop it with "
+                f"`hermes-rl status {self.path} --stop`"
+            )
+        write_holder(fd)
+        return fd
+
+    def epochs(self) -> list[int]:
+        """All epochs so far, ascending."""
+        names = self.storage.names("epochs")
+        return sorted(int(n[:-5]) for n in names if re.fullmatch(r"\d+\.json", n))
+
+    def epoch(self, number: int) -> Epoch:
+        """What epochs/NUMBER.json says. Raises: StoreError when it is of a newer version."""
+        data = self.storage.read(f"epochs/{number}.json")
+        raw = msgspec.json.decode(data)
+        if raw["schema_version"] > SCHEMA_VERSION:
+            raise StoreError(
+                f"{self.path} was written by a newer hermes_rl (schema {raw['schema_version']}, "
+                f"this one knows {SCHEMA_VERSION}). Upgrade hermes_rl, or choose another --out"
+            )
+        return msgspec.convert(raw, Epoch)
+
+    def writer_path(self, writer: str) -> Path:
+        """The journal folder of a writer (EPOCH-WORKER)."""
+        return self.path / "journal" / writer
+
+    def writers(self) -> list[str]:
+        """All writers that left a journal folder, oldest epoch first."""
+        names = [n for n in self.storage.names("journal") if re.fullmatch(r"\d+-[\w.]+", n)]
+        return sorted(names, key=lambda n: (epoch_of(n), n))
+
+    def part_path(self, table: str, stem: str) -> Path:
+        """The final name of a part."""
+        return self.path / table / f"part-{stem}.parquet"
+
+    def parts(self, table: str) -> list[Path]:
+        """All parts of a table."""
+        names = self.storage.names(table)
+        return [self.path / table / n for n in names if re.fullmatch(r"part-.*\.parquet", n)]
+
+    def commit_stems(self) -> list[str]:
+        """The stems of all committed batches."""
+        names = self.storage.names("commits")
+        return [n[:-5] for n in names if n.endswith(".json") and _STEM.fullmatch(n[:-5])]
+
+    def committed(self, stem: str) -> bool:
+        """Whether a batch is committed."""
+        return (self.path / "commits" / f"{stem}.json").exists()
+
+
+def epoch_of(writer: str) -> int:
+    """The epoch in a writer's name or a stem."""
+    return int(writer.partition("-")[0])
+
+
+def sequence_of(done: Path) -> int:
+    """The number in `done-S.jsonl` or `live-K.jsonl`."""
+    return int(done.stem.rpartition("-")[2])

@@ -1,0 +1,87 @@
+"""stats.json: a pure function of the commit summaries, the ledger and the plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from hermes_rl.store.ledger import Ledger
+from hermes_rl.store.rundir import RunDir
+from hermes_rl.store.summary import REWARD_EDGES, Summary, known_causes
+
+_TOKENS = (
+    "input_tokens",
+    "cache_read_tokens",
+    "cache_write_tokens",
+    "output_tokens",
+    "reasoning_tokens",
+    "total_tokens",
+)
+_DIGITS = 9
+"""Sums of floats are rounded to this, so that the order of the batches does not show."""
+
+
+def compute_stats(summary: Summary, ledger: Ledger, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The statistics of a run.
+
+    Args:
+        summary: of all commits.
+        ledger: of the same commits.
+        plan: `units` (planned, None when unknown) and whatever else should stand in the file.
+    """
+    counts, sums = summary.counts, summary.sums
+    graded = counts.get("graded", 0)
+    reward = sums.get("reward", 0.0)
+    planned = plan.get("units")
+    return {
+        "plan": dict(plan),
+        "units": {
+            "done": ledger.done,
+            "given_up": ledger.given_up,
+            "open": None if planned is None else max(0, planned - ledger.done - ledger.given_up),
+        },
+        "attempts": {
+            "finished": counts.get("trajectories", 0),
+            "failed": counts.get("failures", 0),
+            "truncated": counts.get("truncated", 0),
+        },
+        "ends": _prefixed(counts, "end."),
+        "causes": known_causes(summary),
+        "owners": _prefixed(counts, "owner."),
+        "reward": {
+            "graded": graded,
+            "solved": counts.get("solved", 0),
+            "mean": round(reward / graded, _DIGITS) if graded else None,
+        },
+        "turns": counts.get("turns", 0),
+        "tool_calls": counts.get("tool_calls", 0),
+        "calls": {
+            "total": counts.get("calls", 0),
+            "unknown": counts.get("unknown_calls", 0),
+            "unpriced": counts.get("unpriced_calls", 0),
+        },
+        "tokens": {name: counts.get(name) for name in _TOKENS},
+        "cost_usd": round(sums["cost_usd"], _DIGITS) if "cost_usd" in sums else None,
+        "seconds": {n: round(v, 3) for n, v in sorted(sums.items()) if n.endswith("_s")},
+        "histograms": {
+            "reward_upper_ends": list(REWARD_EDGES),
+            **{
+                name: {str(b): n for b, n in sorted(buckets.items())}
+                for name, buckets in sorted(summary.histograms.items())
+            },
+        },
+    }
+
+
+def write_stats(run_dir: RunDir, ledger: Ledger, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Write stats.json from a ledger that was loaded from all commits. Blocking."""
+    stats = compute_stats(ledger.summary, ledger, plan)
+    text = json.dumps(stats, indent=2, ensure_ascii=False) + "\n"
+    run_dir.storage.put("stats.json", text.encode())
+    return stats
+
+
+def _prefixed(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
+    found = {k.removeprefix(prefix): n for k, n in counts.items() if k.startswith(prefix)}
+    return dict(sorted(found.items()))

@@ -1,0 +1,95 @@
+"""What a batch adds up to: counters and fixed-bucket histograms, merged by addition alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from hermes_rl.errors import CAUSES
+
+REWARD_EDGES = tuple(i / 10 for i in range(11))
+"""Upper ends of the reward buckets; one more bucket takes what lies above."""
+
+_TOKENS = (
+    "input_tokens",
+    "cache_read_tokens",
+    "cache_write_tokens",
+    "output_tokens",
+    "reasoning_tokens",
+    "total_tokens",
+    "unknown_calls",
+)
+_TIMES = ("queued_s", "sandbox_s", "model_s", "tool_s", "waiting_s", "verify_s", "total_s")
+
+
+class Summary(msgspec.Struct, kw_only=True):
+    """Sums over the root rows of a batch (or of many); sub-agents are inside their root's row."""
+
+    counts: dict[str, int] = {}
+    """`trajectories`, `failures`, `end.REASON`, `cause.CAUSE`, `owner.OWNER`, `graded`, `solved`,
+    `turns`, `tool_calls`, `calls`, token sums. A key that nothing reported is absent, not 0."""
+    sums: dict[str, float] = {}
+    """`reward`, `cost_usd` (of priced rows) and seconds by part."""
+    histograms: dict[str, dict[int, int]] = {}
+    """Bucket -> rows. `reward` uses REWARD_EDGES; `turns`, `total_tokens` and `total_s` use powers
+    of two: bucket b holds values in [2^(b-1), 2^b), bucket 0 those below 1."""
+
+    def add(self, row: Mapping[str, Any], table: str) -> None:
+        """Count one root row."""
+        self._count(table, 1)
+        self._count(f"end.{row['end_reason']}", 1)
+        self._count(f"owner.{row['owner']}", 1)
+        if row["cause"] is not None:
+            self._count(f"cause.{row['cause']}", 1)
+        if table == "trajectories":
+            self._add_outcome(row)
+        self._count("turns", row["turns"])
+        self._count("tool_calls", row["tool_call_count"])
+        self._count("calls", len(row["calls"]))
+        self._count("unpriced_calls", row["unpriced_calls"])
+        for name in _TOKENS:
+            self._count(name, row["usage"][name])
+        self._sum("cost_usd", row["cost_usd"])
+        for name in _TIMES:
+            self._sum(name, row["timing"][name])
+
+    def _add_outcome(self, row: Mapping[str, Any]) -> None:
+        if row["truncated"]:
+            self._count("truncated", 1)
+        if row["reward"] is not None:
+            self._count("graded", 1)
+            self._count("solved", int(row["reward"] >= 1.0))
+            self._sum("reward", row["reward"])
+            self._bucket("reward", sum(row["reward"] > edge for edge in REWARD_EDGES))
+        self._bucket("turns", int(row["turns"]).bit_length())
+        self._bucket("total_tokens", int(row["usage"]["total_tokens"] or 0).bit_length())
+        self._bucket("total_s", int(row["timing"]["total_s"]).bit_length())
+
+    def merge(self, other: Summary) -> None:
+        """Add another summary to this one."""
+        for name, count in other.counts.items():
+            self._count(name, count)
+        for name, value in other.sums.items():
+            self._sum(name, value)
+        for name, buckets in other.histograms.items():
+            for bucket, rows in buckets.items():
+                self._bucket(name, bucket, rows)
+
+    def _count(self, name: str, more: int | None) -> None:
+        if more is not None:
+            self.counts[name] = self.counts.get(name, 0) + more
+
+    def _sum(self, name: str, more: float | None) -> None:
+        if more is not None:
+            self.sums[name] = self.sums.get(name, 0.0) + more
+
+    def _bucket(self, name: str, bucket: int, rows: int = 1) -> None:
+        histogram = self.histograms.setdefault(name, {})
+        histogram[bucket] = histogram.get(bucket, 0) + rows
+
+
+def known_causes(summary: Summary) -> dict[str, int]:
+    """Failures by cause, in the order of the error table."""
+    return {c: n for c in CAUSES if (n := summary.counts.get(f"cause.{c}", 0))}

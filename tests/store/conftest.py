@@ -1,0 +1,8 @@
+"""The folder of these tests is on the path of its own modules and of their subprocesses."""
+
+import sys
+from pathlib import Path
+
+HERE = str(Path(__file__).parent)
+if HERE not in sys.path:
+    sys.path.insert(0, HERE)

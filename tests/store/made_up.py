@@ -1,0 +1,192 @@
+"""Rows and units that no model made: what the store's tests write."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any
+
+from hermes_rl.events import (
+    AttemptKey,
+    Begun,
+    CallEnded,
+    CallStarted,
+    Ended,
+    Event,
+    Graded,
+    MessageAdded,
+    ToolsOffered,
+)
+from hermes_rl.messages import AssistantMessage, ToolCall, UserMessage
+from hermes_rl.ports import Receipt, WorkItem
+from hermes_rl.record import Trajectory
+from hermes_rl.store.rows import Finished, Segment
+from hermes_rl.trajectory import fold
+from hermes_rl.usage import Usage
+
+CONFIG = {"model": {"name": "made-up", "temperature": 0.7}}
+TOOLS = [{"type": "function", "function": {"name": "terminal", "parameters": {"type": "object"}}}]
+
+
+def unit(number: int) -> str:
+    """The id of a unit."""
+    return hashlib.sha256(b"unit %d" % number).hexdigest()[:32]
+
+
+def key(number: int, attempt: int = 0, epoch: int = 1) -> AttemptKey:
+    return AttemptKey(unit_id=unit(number), epoch=epoch, attempt=attempt)
+
+
+def item(number: int, attempt: int = 0, epoch: int = 1) -> WorkItem:
+    """The work of one attempt."""
+    return WorkItem(
+        unit_id=unit(number),
+        group_id=unit(number // 4),
+        epoch=epoch,
+        attempt=attempt,
+        repeat=number % 4,
+        row_index=number // 4,
+        task_id=f"task-{number // 4}",
+        task=None,
+        task_hash="h" * 64,
+        seed=number,
+    )
+
+
+def begun(number: int, attempt: int = 0, epoch: int = 1, **more: Any) -> Begun:
+    return Begun(
+        key=key(number, attempt, epoch),
+        started_at=time.time(),
+        run_id="run",
+        group_id=unit(number // 4),
+        member=number % 4,
+        repeat=number % 4,
+        row_index=number // 4,
+        task_id=f"task-{number // 4}",
+        task_hash="h" * 64,
+        config_hash="c" * 64,
+        seed=number,
+        prompt=f"Do thing {number}",
+        model="made-up",
+        api_mode="chat_completions",
+        endpoint="127.0.0.1:1",
+        **more,
+    )
+
+
+def story(
+    number: int,
+    attempt: int = 0,
+    epoch: int = 1,
+    *,
+    cause: str | None = None,
+    arguments: str = '{"command":"ls"}',
+    content: str = "",
+    **more: Any,
+) -> list[Event]:
+    """All events of one attempt."""
+    answer = AssistantMessage(
+        content=content,
+        tool_calls=(ToolCall(id="call_1", name="terminal", arguments=arguments),),
+    )
+    call = f"{unit(number)}-{epoch}-{attempt}"
+    return [
+        begun(number, attempt, epoch, **more),
+        ToolsOffered(tools=TOOLS),
+        MessageAdded(message=UserMessage(content=f"Do thing {number}"), turn=0),
+        CallStarted(call_id=call, turn=1, purpose="agent", model="made-up", started_at=1.0),
+        CallEnded(
+            call_id=call,
+            outcome="ok",
+            latency_s=0.1,
+            finish_reason="tool_calls",
+            usage=Usage(input_tokens=10, output_tokens=number),
+        ),
+        MessageAdded(message=answer, turn=1),
+        Graded(reward=float(number % 2), metrics={"score": number / 3}),
+        Ended(
+            finished_at=time.time(),
+            end_reason="answered" if cause is None else "error",
+            cause=cause,
+            error=None if cause is None else f"Failure: {cause}",
+        ),
+    ]
+
+
+def row(number: int, attempt: int = 0, epoch: int = 1, **more: Any) -> Trajectory:
+    return fold(story(number, attempt, epoch, **more))
+
+
+def finished(number: int, attempt: int = 0, epoch: int = 1, **more: Any) -> Finished:
+    """What the attempt leaves."""
+    return Finished(
+        key=key(number, attempt, epoch),
+        row=row(number, attempt, epoch, **more),
+        subagents=(row(number, attempt, epoch),) if number % 3 == 0 else (),
+        segments=(segment(number),) if number % 5 == 0 else (),
+    )
+
+
+def segment(number: int) -> Segment:
+    return Segment(
+        trajectory_id="t" * 32,
+        unit_id=unit(number),
+        run_id="run",
+        task_id="task",
+        group_id=unit(number // 4),
+        member=0,
+        env_name=None,
+        agent_name="main",
+        branch_index=0,
+        n_branches=1,
+        branch_kind="main",
+        parent_branch=None,
+        fork_reason=None,
+        input_ids=[1, 2, number],
+        loss_mask=[False, True, True],
+        sampled_mask=[False, True, True],
+        logprobs=[None, -0.5, -1.5],
+        logprobs_kind="sampling",
+        turn_ids=[0, 1, 1],
+        version_ids=[0, 0, 0],
+        prompt_len=1,
+        n_sampled=2,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=None,
+        min_p=None,
+        finish_reasons=["stop"],
+        truncated=False,
+        reward=None,
+        policy_version_min=None,
+        policy_version_max=None,
+        token_source="engine",
+        tokenizer_hash=None,
+        template_hash=None,
+        model="made-up",
+        trainable=True,
+        exclude_reason=None,
+    )
+
+
+def receipt(made: Finished, writer: str) -> Receipt:
+    """What the driver is told of it."""
+    got = made.row
+    return Receipt(
+        unit_id=made.key.unit_id,
+        epoch=made.key.epoch,
+        attempt=made.key.attempt,
+        writer=writer,
+        task_id=got.task_id,
+        repeat=got.repeat,
+        status=got.status,
+        end_reason=got.end_reason,
+        cause=got.cause,
+        reward=got.reward,
+        turns=got.turns,
+        usage=got.usage,
+        cost_usd=got.cost_usd,
+        unpriced_calls=got.unpriced_calls,
+        seconds=got.timing.total_s,
+        error=got.error,
+    )

@@ -1,0 +1,134 @@
+"""The ordinary way: dispatch, record, finish, publish, read; then resume."""
+
+import os
+from pathlib import Path
+
+import made_up
+import pyarrow.parquet as pq
+import pytest
+
+from hermes_rl.errors import StoreError, UserError
+from hermes_rl.store.driver import Driver, open_run
+from hermes_rl.store.journal import JournalWriter
+from hermes_rl.store.publisher import Publisher
+from hermes_rl.store.reader import load_run
+from hermes_rl.store.schema import schema_of
+from hermes_rl.store.version import TABLES
+
+
+async def attempt(driver: Driver, journal: JournalWriter, number: int, **more: object) -> None:
+    """One whole attempt."""
+    tried = driver.ledger.next_attempt(made_up.unit(number))
+    work = made_up.item(number, tried, driver.epoch)
+    driver.dispatch(work, journal.writer)
+    made = made_up.finished(number, tried, driver.epoch, **more)
+    recorder = journal.recorder(made.key)
+    for event in made_up.story(number, tried, driver.epoch, **more):
+        recorder.record(event)
+    await journal.finish(made)
+    driver.receive(made_up.receipt(made, journal.writer))
+
+
+async def test_a_run_is_written_read_and_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "demo"
+    async with await open_run(path, made_up.CONFIG) as driver:
+        async with JournalWriter(driver.run_dir, driver.epoch, 0) as journal:
+            publisher = Publisher(journal)
+            for number in range(10):
+                await attempt(driver, journal, number)
+            await publisher.drain()
+            await attempt(driver, journal, 10, cause="rate_limit")
+            await attempt(driver, journal, 11, cause="task")
+
+            now = load_run(path)
+            assert len(now.trajectories) == 10
+            assert len(now.failures) == 2, "finished, not published yet"
+            assert list((path / "failures").iterdir()) == []
+            await publisher.drain()
+        assert driver.ledger.disposition(made_up.unit(9)) == "done"
+        assert driver.ledger.disposition(made_up.unit(10)) == "open"
+        assert driver.ledger.disposition(made_up.unit(11)) == "given_up"
+
+    assert list((path / "journal").iterdir()) == []
+    assert list((path / "tmp").iterdir()) == []
+    run = load_run(path)
+    assert sorted(run.trajectories["unit_id"]) == sorted(made_up.unit(n) for n in range(10))
+    first = run.trajectories.sort_values("seed").iloc[1]
+    call = first["messages"][1]["tool_calls"][0]
+    assert call["function"]["arguments"] == {"command": "ls"}
+    assert first["metrics"] == {"score": 1 / 3}
+    assert first["tools"] == made_up.TOOLS
+    assert len(run.subagents) == 4
+    assert list(run.segments["input_ids"].iloc[0]) == [1, 2, 0]
+    assert run.stats["units"] == {"done": 10, "given_up": 1, "open": None}
+    assert run.stats["causes"] == {"rate_limit": 1, "task": 1}
+    assert run.stats["reward"] == {"graded": 10, "solved": 5, "mean": 0.5}
+
+    async with await open_run(path, made_up.CONFIG) as again:
+        assert again.epoch == 2
+        assert again.ledger.done == 10
+        assert again.ledger.next_attempt(made_up.unit(10)) == 1
+        assert again.report.lost == []
+
+
+async def test_all_parts_have_the_one_schema(tmp_path: Path) -> None:
+    async with (
+        await open_run(tmp_path, made_up.CONFIG) as driver,
+        JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
+    ):
+        publisher = Publisher(journal)
+        for number in range(3):
+            await attempt(driver, journal, number, cause="model_timeout" if number else None)
+            await publisher.drain()
+    for table in TABLES:
+        for part in (tmp_path / table).iterdir():
+            assert pq.read_schema(part).equals(schema_of(table), check_metadata=True)
+            assert pq.ParquetFile(part).metadata.row_group(0).column(0).compression == "ZSTD"
+
+
+async def test_a_second_driver_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
+    async with await open_run(tmp_path, made_up.CONFIG):
+        with pytest.raises(StoreError, match=f"in use by process {os.getpid()} on .*--stop"):
+            await open_run(tmp_path, made_up.CONFIG)
+
+
+async def test_another_configuration_is_refused_with_the_difference(tmp_path: Path) -> None:
+    path = tmp_path / "demo"
+    async with await open_run(path, made_up.CONFIG):
+        pass
+    changed = {"model": {"name": "made-up", "temperature": 1.0}}
+    with pytest.raises(StoreError) as caught:
+        await open_run(path, changed)
+    assert str(caught.value) == (
+        f"{path} was made with temperature 0.7, now 1.0. Keep 0.7, or choose --out {path}-2"
+    )
+    changed = {"model": {"name": "other"}, "agent": {"toolsets": ["web"]}}
+    with pytest.raises(StoreError) as caught:
+        await open_run(path, changed)
+    assert str(caught.value) == (
+        f"{path} was made with name made-up, now other; temperature 0.7, now none; "
+        f'toolsets none, now ["web"]. Keep these, or choose --out {path}-2'
+    )
+
+
+async def test_a_newer_run_directory_is_refused(tmp_path: Path) -> None:
+    async with await open_run(tmp_path, made_up.CONFIG):
+        pass
+    epoch = tmp_path / "epochs" / "1.json"
+    epoch.write_text(epoch.read_text().replace('"schema_version":1', '"schema_version":2'))
+    with pytest.raises(StoreError, match=r"newer hermes_rl .schema 2, this one knows 1"):
+        await open_run(tmp_path, made_up.CONFIG)
+    with pytest.raises(StoreError, match="newer hermes_rl"):
+        load_run(tmp_path)
+
+
+async def test_places_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"holds other files .notes.txt. .*another --out"):
+        await open_run(tmp_path, made_up.CONFIG)
+    with pytest.raises(UserError, match="cannot be written"):
+        await open_run(tmp_path / "notes.txt", made_up.CONFIG)
+    with pytest.raises(UserError, match="URLs are not supported yet"):
+        await open_run("s3://bucket/run", made_up.CONFIG)
+    with pytest.raises(UserError, match="no run directory"):
+        load_run(tmp_path)
