@@ -14,7 +14,7 @@ cd "$(dirname "$0")/.."
 tools=$(mktemp -d)
 trap 'rm -rf "$tools"' EXIT
 "${PYTHON:-python3}" -m venv "$tools/venv"
-"$tools/venv/bin/python" -m pip install --quiet --disable-pip-version-check uv
+"$tools/venv/bin/python" -m pip install -qq --disable-pip-version-check uv
 
 compile() { # OUT ARGUMENT...
     local out=$1
