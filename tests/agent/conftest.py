@@ -1,0 +1,104 @@
+"""The agent against the fake model server over a socket, with real shells."""
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hermes_rl.agent.control import Control
+from hermes_rl.agent.hooks import Tape
+from hermes_rl.agent.policy import PRESETS, Limits
+from hermes_rl.agent.run import AgentParts, AgentResult, run_agent
+from hermes_rl.events import CallEnded, CallStarted, Event, MessageAdded
+from hermes_rl.messages import Message, UserMessage
+from hermes_rl.models.base import ModelClient, Sampling
+from hermes_rl.models.client import connect
+from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.limiter import InProcessLimiter
+from hermes_rl.models.retry import ModelCaller, RetryPolicy
+from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
+from hermes_rl.sandboxes.none import Subprocess
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.tools.base import Tool
+from hermes_rl.tools.toolsets import resolve
+
+
+def scripted(*steps: Any) -> str:
+    """A prompt that tells the fake server what to answer."""
+    return "Do it.\nSCRIPT: " + json.dumps(list(steps))
+
+
+@dataclass
+class Ran:
+    """A run and what it recorded."""
+
+    result: AgentResult
+    tape: Tape
+
+    def added(self) -> list[MessageAdded]:
+        return [e for e in self.tape.events if isinstance(e, MessageAdded)]
+
+    def results(self) -> list[MessageAdded]:
+        return [e for e in self.added() if e.tool_ok is not None]
+
+    def calls(self) -> list[tuple[CallStarted, CallEnded]]:
+        starts = [e for e in self.tape.events if isinstance(e, CallStarted)]
+        ends = {e.call_id: e for e in self.tape.events if isinstance(e, CallEnded)}
+        return [(s, ends[s.call_id]) for s in starts]
+
+
+@dataclass
+class Rig:
+    """Runs the agent; keeps the tape of the last run."""
+
+    server: FakeServer
+    client: ModelClient
+    sandbox: Sandbox
+    tools: dict[str, Tool]
+    tape: Tape = field(default_factory=Tape)
+    listener: Callable[[Event], None] | None = None
+
+    def parts(self, **changes: Any) -> AgentParts:
+        self.tape = Tape(self.listener)
+        caller = ModelCaller(
+            self.client, InProcessLimiter(8), self.tape, RetryPolicy(max_attempts=2, base_s=0.01)
+        )
+        parts = AgentParts(
+            caller=caller,
+            model="echo",
+            tools=self.tools,
+            sandbox=self.sandbox,
+            recorder=self.tape,
+            policy=PRESETS["datagen"],
+            limits=Limits(max_turns=10),
+            sampling=Sampling(),
+            system="You are a test.",
+        )
+        return replace(parts, **changes)
+
+    async def play(self, *steps: Any, control: Control | None = None, **changes: Any) -> Ran:
+        """Run on a prompt that tells the fake server what to answer, step by step."""
+        return await self.run(scripted(*steps), control, **changes)
+
+    async def run(
+        self, prompt: str | Sequence[Message], control: Control | None = None, **changes: Any
+    ) -> Ran:
+        messages = [UserMessage(content=prompt)] if isinstance(prompt, str) else prompt
+        parts = self.parts(**changes)
+        return Ran(await run_agent(parts, messages, control), self.tape)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(FakeServer(FakeConfig()))
+        client = connect(Endpoint(server.base_url))
+        stack.push_async_callback(client.aclose)
+        backend = Subprocess(state_dir=tmp_path)
+        stack.push_async_callback(backend.aclose)
+        sandbox = await stack.enter_async_context(await backend.lease(SandboxSpec(lease="test")))
+        yield Rig(server, client, sandbox, resolve(["terminal", "file"]))

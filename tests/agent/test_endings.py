@@ -1,0 +1,244 @@
+"""Every way in which a run ends."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from hermes_rl.agent.policy import PRESETS, Limits
+from hermes_rl.errors import (
+    ENDINGS,
+    AuthError,
+    Interrupted,
+    ServerError,
+    Stalled,
+    ToolError,
+    UserError,
+)
+from hermes_rl.messages import AssistantMessage, SystemMessage, ToolMessage, UserMessage
+from hermes_rl.tools.base import Tool, ToolContext, ToolResult
+
+LS = {"run": "ls"}
+QUICK = dataclasses.replace(PRESETS["datagen"], summary_on_limit=False)
+
+
+def roles(messages: list[Any]) -> str:
+    letters = {SystemMessage: "s", UserMessage: "u", AssistantMessage: "a", ToolMessage: "t"}
+    return "".join(letters[type(m)] for m in messages)
+
+
+async def test_answered(rig: Any) -> None:
+    ran = await rig.play({"run": "echo one > f; cat f"}, "I wrote one.")
+    assert ran.result.end_reason == "answered"
+    assert ran.result.final_response == "I wrote one."
+    assert ran.result.turns == 2
+    assert roles(ran.result.messages) == "suata"
+    assert ran.results()[0].message.content == '{"output":"one\\n","exit_code":0}'
+    assert [e.turn for e in ran.added()] == [0, 0, 1, 1, 2]
+    assert 0 < ran.results()[0].seconds <= ran.result.active_seconds < ran.result.seconds
+
+
+async def test_output_truncated_runs_no_call(rig: Any) -> None:
+    ran = await rig.play({"run": "touch made", "finish": "length"}, "done")
+    assert ran.result.end_reason == "output_truncated"
+    assert (await rig.sandbox.run("ls", timeout_s=5)).output == ""
+    assert roles(ran.result.messages) == "sua"
+
+
+async def test_refused(rig: Any) -> None:
+    ran = await rig.play({"text": "I won't.", "finish": "refusal"})
+    assert (ran.result.end_reason, ran.result.final_response) == ("refused", "I won't.")
+
+
+async def test_refusing_words_are_an_answer(rig: Any) -> None:
+    ran = await rig.play("I'm sorry, I can't help with that.")
+    assert ran.result.end_reason == "answered"
+
+
+@pytest.mark.parametrize("step", [{"text": ""}, {"text": " \n"}, {"text": "", "reasoning": "hm"}])
+async def test_empty_response(rig: Any, step: dict[str, Any]) -> None:
+    ran = await rig.play(step)
+    assert ran.result.end_reason == "empty_response"
+    assert ran.result.messages[-1].content == step["text"]
+
+
+@pytest.mark.parametrize("fault", ["context_overflow", "too_large"])
+async def test_context_overflow(rig: Any, fault: str) -> None:
+    ran = await rig.play(LS, {"fault": fault})
+    assert ran.result.end_reason == "context_overflow"
+    assert ran.result.turns == 2
+    assert [end.outcome for _, end in ran.calls()] == ["ok", "refused"]
+
+
+async def test_max_turns_without_a_summary(rig: Any) -> None:
+    ran = await rig.play(*[LS] * 9, limits=Limits(max_turns=3), policy=QUICK)
+    assert ran.result.end_reason == "max_turns"
+    assert roles(ran.result.messages) == "suatatat"
+    assert ran.result.turns == len(ran.calls()) == 3
+
+
+async def test_max_turns_with_a_summary(rig: Any) -> None:
+    ran = await rig.play(LS, LS, "That is the summary.", limits=Limits(max_turns=2))
+    assert ran.result.end_reason == "max_turns"
+    assert ran.result.final_response == "That is the summary."
+    assert ran.result.turns == 2
+    assert roles(ran.result.messages) == "suatatua"
+    synthetic = [e.synthetic for e in ran.added()]
+    assert synthetic == [False] * 6 + [True, False]
+    assert [start.purpose for start, _ in ran.calls()] == ["agent", "agent", "summary"]
+
+
+async def test_a_summary_that_does_not_fit_is_left_out(rig: Any) -> None:
+    ran = await rig.play(LS, {"fault": "context_overflow"}, limits=Limits(max_turns=1))
+    assert ran.result.end_reason == "max_turns"
+    assert roles(ran.result.messages) == "suatu"
+
+
+async def test_rl_asks_for_no_summary_and_sends_its_sampling(rig: Any) -> None:
+    ran = await rig.play(LS, LS, limits=Limits(max_turns=1), policy=PRESETS["rl"])
+    assert ran.result.end_reason == "max_turns"
+    assert roles(ran.result.messages) == "suat"
+    assert rig.parts().policy.complete(rig.parts().sampling).as_dict() == {}
+    sampling = PRESETS["rl"].complete(rig.parts().sampling)
+    assert sampling.as_dict() == {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+
+
+async def test_token_limit_ends_after_a_whole_turn(rig: Any) -> None:
+    ran = await rig.play(*[LS] * 9, limits=Limits(max_turns=None, max_tokens=100))
+    assert ran.result.end_reason == "token_limit"
+    assert roles(ran.result.messages)[-1] == "t"
+    used = [end.usage.total_tokens for _, end in ran.calls()]
+    assert sum(used) >= 100 > sum(used[:-1])
+
+
+async def test_time_limit_counts_tools_and_cuts_them(rig: Any) -> None:
+    slow = {"run": "sleep 20", "latency_s": 0.3}
+    ran = await rig.play(slow, "done", limits=Limits(max_seconds=0.2))
+    assert ran.result.end_reason == "time_limit"
+    assert 0.2 <= ran.result.active_seconds < 3
+    assert '"exit_code":124' in ran.results()[0].message.content
+
+
+async def test_time_limit_leaves_model_seconds_out(rig: Any) -> None:
+    ran = await rig.play({"text": "slow", "latency_s": 0.3}, limits=Limits(max_seconds=0.1))
+    assert ran.result.end_reason == "answered"
+
+
+async def test_wall_limit_is_infrastructure(rig: Any) -> None:
+    with pytest.raises(Stalled, match=r"0\.2 s"):
+        await rig.play({"text": "x", "latency_s": 30}, limits=Limits(wall_seconds=0.2))
+    assert [e.outcome for e in rig.tape.events if hasattr(e, "outcome")] == ["cancelled"]
+
+
+async def test_three_turns_without_a_valid_call(rig: Any) -> None:
+    bad = {"calls": [{"name": "nope"}, {"name": "terminal", "arguments": "{"}]}
+    ran = await rig.play(bad, bad, bad, "never")
+    assert ran.result.end_reason == "invalid_tool_calls"
+    assert len(ran.results()) == 6
+    assert not any(e.tool_ok for e in ran.results())
+
+
+async def test_one_valid_call_is_enough_to_go_on(rig: Any) -> None:
+    bad = {"calls": [{"name": "nope"}]}
+    mixed = {"calls": [{"name": "nope"}, {"arguments": {"command": "true"}}]}
+    ran = await rig.play(bad, bad, mixed, bad, bad, "done")
+    assert ran.result.end_reason == "answered"
+
+
+async def test_a_loop_of_one_call_is_stopped(rig: Any) -> None:
+    ran = await rig.play(*[LS] * 9)
+    assert ran.result.end_reason == "tool_loop"
+    assert ran.result.turns == 5
+
+
+async def test_a_call_whose_result_changes_is_no_loop(rig: Any) -> None:
+    ran = await rig.play(*[{"run": "echo x >> f; wc -l < f"}] * 8, "done")
+    assert ran.result.end_reason == "answered"
+
+
+async def test_rl_stops_no_loop(rig: Any) -> None:
+    ran = await rig.play(*[LS] * 8, "done", policy=PRESETS["rl"])
+    assert ran.result.end_reason == "answered"
+
+
+async def test_sandbox_killed_by_the_agent(rig: Any) -> None:
+    calls = [{"arguments": {"command": "kill -9 $$"}}, {"arguments": {"command": "ls"}}]
+    ran = await rig.play({"calls": calls}, "never")
+    assert ran.result.end_reason == "sandbox_killed"
+    assert roles(ran.result.messages) == "suatt"
+    assert [e.synthetic for e in ran.results()] == [True, True]
+
+
+async def test_every_ending_has_a_test_here() -> None:
+    source = open(__file__).read()
+    assert [e for e in ENDINGS if f'"{e}"' not in source] == []
+
+
+async def test_infrastructure_errors_come_out_typed(rig: Any) -> None:
+    with pytest.raises(AuthError):
+        await rig.play(LS, {"fault": "auth"})
+    with pytest.raises(ServerError):
+        await rig.play({"fault": "server_error"})
+    outcomes = [e.outcome for e in rig.tape.events if hasattr(e, "outcome")]
+    assert outcomes == ["refused", "refused"]  # both requests of the failed step are in the record
+
+
+async def test_a_bug_in_a_tool_is_ours(rig: Any) -> None:
+    async def broken(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
+        raise ZeroDivisionError("bug")
+
+    tool = Tool("terminal", "", {"type": "object"}, broken, "x", parallel=True)
+    with pytest.raises(ZeroDivisionError):
+        await rig.play({"calls": [{}, {}]}, tools={"terminal": tool})
+
+
+async def test_a_tool_error_goes_to_the_model(rig: Any) -> None:
+    async def failing(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
+        raise ToolError("no such thing: \ud800")
+
+    tool = Tool("terminal", "", {"type": "object"}, failing, "x")
+    ran = await rig.play({"calls": [{}]}, "done", tools={"terminal": tool})
+    assert ran.result.end_reason == "answered"
+    assert ran.results()[0].message.content == '{"error":"no such thing: ?"}'
+    assert ran.results()[0].tool_ok is False
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([], "the prompt is empty"),
+        ([AssistantMessage(content="hi")], "assistant message cannot stand first"),
+        ([UserMessage(content="a"), UserMessage(content="b")], "user message cannot stand after"),
+        ([UserMessage(content="a"), AssistantMessage(content="b")], "ends with a assistant"),
+        ([UserMessage(content="a"), SystemMessage(content="b")], "system message cannot stand"),
+        (
+            [UserMessage(content="a"), ToolMessage(tool_call_id="1", name="x", content="")],
+            "tool message cannot stand after user",
+        ),
+    ],
+)
+async def test_prompts_out_of_order(rig: Any, prompt: list[Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        await rig.run(prompt)
+
+
+async def test_a_system_message_in_the_prompt_takes_the_place_of_the_preset(rig: Any) -> None:
+    ran = await rig.run([SystemMessage(content="Own."), UserMessage(content="x")], model="noop")
+    assert [m.content for m in ran.result.messages if isinstance(m, SystemMessage)] == ["Own."]
+
+
+async def test_tools_without_a_sandbox_are_refused(rig: Any) -> None:
+    with pytest.raises(UserError, match="terminal.* need a sandbox"):
+        await rig.run("x", sandbox=None)
+    ran = await rig.run("x", sandbox=None, tools={}, model="noop")
+    assert ran.result.end_reason == "answered"
+
+
+async def test_interrupted_before_the_start(rig: Any) -> None:
+    from hermes_rl.agent.control import Control
+
+    control = Control()
+    control.interrupt()
+    with pytest.raises(Interrupted):
+        await rig.play("x", control=control)
+    assert rig.server.requests == 0
