@@ -96,6 +96,7 @@ class FakeServer:
         self.in_flight = 0
         self.peak_in_flight = 0
         self.connections: set[Connection] = set()
+        self.connections_made = 0
         self._on_request = on_request
         self._pending: dict[Connection, _Job] = {}
         self._server: asyncio.Server | None = None
@@ -106,7 +107,7 @@ class FakeServer:
         loop = asyncio.get_running_loop()
         self._log = ServedLog(self.config.log, self.config.keep)
         self._server = await loop.create_server(
-            lambda: Connection(self, self.connections),
+            self._accept,
             "127.0.0.1",
             self.config.port,
             backlog=4096,
@@ -149,6 +150,10 @@ class FakeServer:
     def base_url(self) -> str:
         """What a client takes as `base_url`."""
         return f"http://127.0.0.1:{self.port}/v1"
+
+    def _accept(self) -> Connection:
+        self.connections_made += 1
+        return Connection(self, self.connections)
 
     def handle(self, connection: Connection, request: Incoming) -> None:
         """See `Handler.handle`."""

@@ -13,6 +13,9 @@ from typing import Protocol
 
 from hermes_rl.errors import ConnectionLost, ModelTimeout, ProtocolError
 
+LINGER_S = 0.25
+"""How long an answer that said it is complete may take to end, so that its connection is reused."""
+
 
 class Reply(Protocol):
     """The head of an answer, and its body piece by piece."""

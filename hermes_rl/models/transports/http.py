@@ -13,6 +13,7 @@ import aiohttp
 
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.transports.base import (
+    LINGER_S,
     Reply,
     broken,
     connect_timeout,
@@ -24,8 +25,6 @@ from hermes_rl.models.transports.base import (
 
 _LARGE = 1 << 20
 """Bytes from which a body is written in pieces, so that the loop stays free."""
-_LINGER_S = 0.25
-"""How long an answer that said it is complete may take to end, so that its connection is reused."""
 
 
 class HttpTransport:
@@ -126,7 +125,7 @@ async def _settle(response: aiohttp.ClientResponse) -> None:
     if response.content.at_eof():
         return
     try:
-        async with asyncio.timeout(_LINGER_S):
+        async with asyncio.timeout(LINGER_S):
             while not response.content.at_eof():
                 await response.content.readany()
     except (TimeoutError, aiohttp.ClientError, OSError):

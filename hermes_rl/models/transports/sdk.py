@@ -17,6 +17,7 @@ import openai
 
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.transports.base import (
+    LINGER_S,
     Reply,
     broken,
     connect_timeout,
@@ -41,7 +42,9 @@ class SdkTransport:
         started = time.monotonic()
         response = await self._open(url, body, headers)
         try:
-            yield _SdkReply(response, time.monotonic() - started, self._endpoint)
+            reply = _SdkReply(response, time.monotonic() - started, self._endpoint)
+            yield reply
+            await reply.settle()
         finally:
             await response.aclose()
 
@@ -103,17 +106,17 @@ class _SdkReply:
         self.first_byte_s = first_byte_s
         self._response = response
         self._endpoint = endpoint
+        self._pieces = aiter(response.aiter_bytes())
 
     async def chunks(self) -> AsyncIterator[bytes]:
         if self._response.is_stream_consumed:  # the package reads the bodies of errors itself
             yield self._response.content
             return
         idle, host = self._endpoint.timeouts.idle_s, self._endpoint.host
-        pieces = self._response.aiter_bytes()
         try:
             while True:
                 async with asyncio.timeout(idle):
-                    piece = await anext(pieces, b"")
+                    piece = await anext(self._pieces, b"")
                 if not piece:
                     return
                 yield piece
@@ -121,3 +124,14 @@ class _SdkReply:
             raise idle_timeout(host, idle) from None
         except httpx2.HTTPError as error:
             raise cut(host, f"{type(error).__name__}: {error}") from None
+
+    async def settle(self) -> None:
+        """Read what is left of a complete answer, so that its connection is reused."""
+        if self._response.is_closed:
+            return
+        try:
+            async with asyncio.timeout(LINGER_S):
+                while await anext(self._pieces, b""):
+                    pass
+        except (TimeoutError, httpx2.HTTPError):
+            pass  # the answer is whole; only the connection is lost

@@ -1,0 +1,124 @@
+"""What the tests of models share: the fixture `kit`."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hermes_rl.events import CallEnded, CallStarted, Event, Waited
+from hermes_rl.messages import Message, ToolMessage, UserMessage
+from hermes_rl.models.base import Conversation, ModelClient, ModelRequest
+from hermes_rl.models.limiter import InProcessLimiter
+from hermes_rl.models.retry import Clock, ModelCaller, RetryPolicy
+
+TERMINAL: tuple[dict[str, Any], ...] = (
+    {
+        "type": "function",
+        "function": {
+            "name": "terminal",
+            "description": "Run a command.",
+            "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
+        },
+    },
+)
+
+
+class Events:
+    """A recorder in memory."""
+
+    def __init__(self) -> None:
+        self.all: list[Event] = []
+
+    def record(self, event: Event) -> None:
+        self.all.append(event)
+
+    @property
+    def starts(self) -> list[CallStarted]:
+        return [e for e in self.all if isinstance(e, CallStarted)]
+
+    @property
+    def ends(self) -> list[CallEnded]:
+        return [e for e in self.all if isinstance(e, CallEnded)]
+
+    @property
+    def waited(self) -> list[float]:
+        return [e.seconds for e in self.all if isinstance(e, Waited)]
+
+
+class FakeTime:
+    """A clock that only sleeping moves; chance always takes the upper end."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.slept: list[float] = []
+        self._ids = 0
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+    def clock(self) -> Clock:
+        return Clock(
+            monotonic=lambda: self.now,
+            time=lambda: self.now,
+            sleep=self.sleep,
+            uniform=lambda low, high: high,
+            new_id=self._next,
+        )
+
+    def _next(self) -> str:
+        self._ids += 1
+        return f"call-{self._ids}"
+
+
+def request(
+    prompt: str | Iterable[Message] = "hi", model: str = "echo", **fields: Any
+) -> ModelRequest:
+    messages = [UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt)
+    return ModelRequest(
+        model=model, conversation=Conversation(messages), call_id="test-call", **fields
+    )
+
+
+def caller(client: ModelClient, events: Events, **options: Any) -> ModelCaller:
+    options.setdefault("policy", RetryPolicy(base_s=0.01, max_attempts=50))
+    return ModelCaller(client, InProcessLimiter(256), events, **options)
+
+
+async def rollout(
+    calling: ModelCaller, prompt: str = "hi", model: str = "echo", **fields: Any
+) -> Conversation:
+    """An agent's conversation in small: answers every tool call with its arguments."""
+    asked = request(prompt, model, tools=TERMINAL, **fields)
+    conversation = asked.conversation
+    for turn in range(1, 50):
+        answer = await calling.call(asked, turn=turn)
+        conversation.append(answer.message)
+        if not answer.message.tool_calls:
+            break
+        for call in answer.message.tool_calls:
+            conversation.append(
+                ToolMessage(tool_call_id=call.id, name=call.name, content=call.arguments)
+            )
+    return conversation
+
+
+async def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def kit() -> SimpleNamespace:
+    return SimpleNamespace(
+        TERMINAL=TERMINAL,
+        Events=Events,
+        FakeTime=FakeTime,
+        request=request,
+        caller=caller,
+        rollout=rollout,
+        until=until,
+    )
