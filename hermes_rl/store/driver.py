@@ -91,23 +91,25 @@ class Driver:
             self.run_dir.crash("attempt-5-receipt")
         return self.ledger.disposition(receipt.unit_id)
 
-    async def recover_worker(self, writer: str) -> list[Outcome]:
+    async def recover_worker(self, writer: str, cause: str = "worker_lost") -> list[Outcome]:
         """Take over from a worker that died: fence it, publish what it finished, and give each
-        attempt that died with it a row with cause `worker_lost`.
+        attempt that died with it a row with this cause.
 
         Returns how its attempts ended of which the driver had no receipt; the ledger knows them.
         Raises: StoreError when it cannot be fenced or its journal is damaged; DiskFull.
         """
         async with self._recovering:
             sent = {k: d for k, d in self._in_flight.items() if d.writer == writer}
-            ended = await asyncio.to_thread(self._recover_worker, writer, sent)
+            ended = await asyncio.to_thread(self._recover_worker, writer, cause, sent)
         news = [o for o in ended if self._in_flight.pop(o.key, None) is not None]
         for outcome in news:
             key = outcome.key
             self.ledger.apply(key.unit_id, key.attempt, done=outcome.done, cause=outcome.cause)
         return news
 
-    def _recover_worker(self, writer: str, sent: dict[AttemptKey, Dispatched]) -> list[Outcome]:
+    def _recover_worker(
+        self, writer: str, cause: str, sent: dict[AttemptKey, Dispatched]
+    ) -> list[Outcome]:
         fence(self.run_dir, writer, grace_s=self._grace_s)
         self._recovery.publish_finished(writer)
         stems = [s for s in self.run_dir.commit_stems() if s.rpartition("-")[0] == writer]
@@ -115,7 +117,7 @@ class Driver:
         known = {o.key for o in ended}
         attempts = Lost(
             recorded=lambda key: key in known or key not in sent,
-            cause="worker_lost",
+            cause=cause,
             run_id=self.run_id,
             config_hash=str(self._info.meta.get("config_hash", "")),
         )
