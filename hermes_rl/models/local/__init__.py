@@ -7,13 +7,14 @@ async with local_server("local") as endpoint:
 from __future__ import annotations
 
 from hermes_rl.models.local.catalogue import LOCAL_MODELS, Weights, find_weights
-from hermes_rl.models.local.client import Endpoint, local_server
+from hermes_rl.models.local.client import Endpoint, LocalServer, local_server
 from hermes_rl.models.local.fetching import WeightsUnavailable
 from hermes_rl.models.local.weights import ensure_weights
 
 __all__ = [
     "LOCAL_MODELS",
     "Endpoint",
+    "LocalServer",
     "Weights",
     "WeightsUnavailable",
     "ensure_weights",

@@ -56,7 +56,7 @@ async def local_server(
     env: Mapping[str, str] | None = None,
     slots: int = 4,
     context: int = 4096,
-) -> AsyncIterator[Endpoint]:
+) -> AsyncIterator[LocalServer]:
     """Holds the machine's server of the embedded model `name`; the first holder starts it.
 
     The server ends about two seconds after its last holder, also when that was killed.
@@ -85,8 +85,46 @@ async def local_server(
     settings = ServerSettings(
         socket=_socket_for(name, engine, given), model=name, description=description, engine=engine
     )
-    async with hold_server(settings, given) as endpoint:
-        yield endpoint
+    server = LocalServer(settings, given)
+    try:
+        await server.endpoint()
+        yield server
+    finally:
+        await server.aclose()
+
+
+class LocalServer:
+    """A share in the machine's one server of a model, which is joined anew if it has died."""
+
+    def __init__(self, settings: ServerSettings, env: Mapping[str, str]) -> None:
+        self._settings = settings
+        self._env = env
+        self._held: _Held | None = None
+        self._joining = asyncio.Lock()
+
+    async def endpoint(self) -> Endpoint:
+        """Where the model answers now. Cheap while the server lives: ask before each request.
+
+        Raises:
+            UserError: the server cannot be started.
+        """
+        async with self._joining:
+            if self._held is None or self._held.reader.at_eof():
+                await self.aclose()
+                self._held = await _obtain(self._settings, self._env)
+            hello = self._held.hello
+        return Endpoint(
+            base_url=hello.base_url,
+            api_key=hello.api_key,
+            model=hello.model,
+            description=hello.description,
+        )
+
+    async def aclose(self) -> None:
+        """Gives the share up."""
+        if self._held is not None:
+            self._held.writer.close()
+            self._held = None
 
 
 def require_engine() -> None:
@@ -138,29 +176,17 @@ def _socket_for(name: str, engine: EngineSettings, env: Mapping[str, str]) -> Pa
     return runtime_folder(env) / f"{name}-{digest}.sock"
 
 
-@contextlib.asynccontextmanager
-async def hold_server(settings: ServerSettings, env: Mapping[str, str]) -> AsyncIterator[Endpoint]:
-    """Joins the server of these settings, or starts it; holds it until the exit.
+@dataclass(frozen=True)
+class _Held:
+    """An open pipe to a server and what it said."""
 
-    Raises:
-        UserError: it cannot be started.
-    """
-    hello, pipe = await _obtain(settings, env)
-    try:
-        yield Endpoint(
-            base_url=hello.base_url,
-            api_key=hello.api_key,
-            model=hello.model,
-            description=hello.description,
-        )
-    finally:
-        pipe.close()
+    hello: Hello
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
 
 
-Held = tuple[Hello, asyncio.StreamWriter]
-
-
-async def _obtain(settings: ServerSettings, env: Mapping[str, str]) -> Held:
+async def _obtain(settings: ServerSettings, env: Mapping[str, str]) -> _Held:
+    """Joins the server of these settings, or starts it."""
     lock = settings.socket.with_suffix(".starting")
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _START_S
@@ -179,7 +205,7 @@ async def _obtain(settings: ServerSettings, env: Mapping[str, str]) -> Held:
     )
 
 
-async def _join(socket: Path) -> Held | None:
+async def _join(socket: Path) -> _Held | None:
     """A pipe to the running server; None if there is none, or none any more.
 
     A server that takes the connection but does not greet, or is not healthy, is ended.
@@ -195,7 +221,7 @@ async def _join(socket: Path) -> Held | None:
             if line := await reader.readline():
                 hello = msgspec.json.decode(line, type=Hello)
                 if await _is_healthy(hello):
-                    return hello, writer
+                    return _Held(hello, reader, writer)
     except (TimeoutError, ConnectionError):
         pass  # wedged, or gone while we asked
     except BaseException:  # cancelled: the pipe must not stay open
