@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from hermes_rl.agent.policy import Limits, Policy, preset
 from hermes_rl.agent.prompt import SUMMARY_REQUEST, system_prompt
-from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, LimitsSection, RunConfig
+from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, EndpointSection, LimitsSection, RunConfig
 from hermes_rl.errors import TaskFault, UserError
 from hermes_rl.identity import digest
 from hermes_rl.models.base import ModelClient, Sampling
@@ -32,6 +32,7 @@ from hermes_rl.tools.toolsets import DEFAULT_TOOLSETS, resolve
 
 DEFAULT_BASE_URL = "https://api.openai.com/v1"
 DEFAULT_KEY_ENV = "OPENAI_API_KEY"
+BACKENDS = ("bubblewrap", "none")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -125,9 +126,9 @@ async def open_workshop(
     Raises: UserError when the model or the key cannot be had.
     """
     async with AsyncExitStack() as stack:
-        backend = make_backend(config, state_dir)
+        backend = make_backend(config.sandbox.backend, state_dir)
         stack.push_async_callback(backend.aclose)
-        client, secrets = await _client(config, stack)
+        client, secrets = await open_client(config.model.name, config.endpoint, stack)
         yield Workshop(
             config=config,
             run_id=run_id,
@@ -140,9 +141,11 @@ async def open_workshop(
         )
 
 
-def make_backend(config: RunConfig, state_dir: Path | None = None) -> SandboxBackend:
-    """The sandbox backend of a configuration."""
-    if config.sandbox.backend == "none":
+def make_backend(name: str, state_dir: Path | None = None) -> SandboxBackend:
+    """A sandbox backend by name. Raises: UserError for an unknown one."""
+    if name not in BACKENDS:
+        raise UserError(f"unknown sandbox {name!r} (known: {', '.join(BACKENDS)})")
+    if name == "none":
         from hermes_rl.sandboxes.none import Subprocess
 
         return Subprocess(state_dir=state_dir)
@@ -151,27 +154,27 @@ def make_backend(config: RunConfig, state_dir: Path | None = None) -> SandboxBac
     return Bubblewrap(state_dir=state_dir)
 
 
-async def _client(
-    config: RunConfig, stack: AsyncExitStack
+async def open_client(
+    name: str, where: EndpointSection, stack: AsyncExitStack, key: str | None = None
 ) -> tuple[ModelClient | None, tuple[str, ...]]:
-    name = config.model.name
+    """A client for a model, closed by `stack`, and the texts that no record may show.
+
+    Args:
+        key: the endpoint's key, where it is given rather than named.
+
+    Returns: None for played models, which are made per rollout.
+
+    Raises: UserError when the key or the embedded model cannot be had.
+    """
     if name in PLAYED_MODELS:
         return None, ()
     from hermes_rl.models.client import Endpoint, Timeouts, connect
 
-    where = config.endpoint
-    base_url = where.base_url or DEFAULT_BASE_URL
     if name in LOCAL_MODELS and where.base_url is None:
-        from hermes_rl.models.local import local_server
-
-        path = Path(where.model_path) if where.model_path else None
-        held = await stack.enter_async_context(local_server(name, model_path=path))
-        base_url, key = held.base_url, str(held.api_key)
-    else:
-        key = api_key(config) or ""
+        return await _embedded(name, where, stack), ()
     endpoint = Endpoint(
-        base_url=base_url,
-        api_key=key or None,
+        base_url=where.base_url or DEFAULT_BASE_URL,
+        api_key=key or api_key(where),
         transport=where.transport,
         api_mode=where.api_mode or "chat_completions",
         timeouts=Timeouts(first_byte_s=where.first_byte_seconds),
@@ -181,12 +184,23 @@ async def _client(
     return client, endpoint.secrets
 
 
-def api_key(config: RunConfig) -> str | None:
+async def _embedded(name: str, where: EndpointSection, stack: AsyncExitStack) -> ModelClient:
+    from hermes_rl.models.embedded import EmbeddedClient
+    from hermes_rl.models.local import local_server
+
+    path = Path(where.model_path) if where.model_path else None
+    server = await stack.enter_async_context(local_server(name, model_path=path))
+    client = EmbeddedClient(name, server)
+    stack.push_async_callback(client.aclose)
+    await client.open()
+    return client
+
+
+def api_key(where: EndpointSection) -> str | None:
     """The endpoint's key, from the variable that the configuration names.
 
     Raises: UserError when an endpoint that is not on this machine has no key.
     """
-    where = config.endpoint
     host = urlsplit(where.base_url or DEFAULT_BASE_URL).hostname or ""
     name = where.api_key_env or (None if where.base_url else DEFAULT_KEY_ENV)
     if name is not None:

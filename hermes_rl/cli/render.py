@@ -179,3 +179,38 @@ def _indented(text: str) -> list[str]:
         head = lines[: _OUTPUT_LINES // 2]
         lines = [*head, f"… {hidden} lines …", *lines[-_OUTPUT_LINES // 2 :]]
     return [f"      {line}" for line in lines]
+
+
+def totals(rows: Sequence[Row]) -> str:
+    """The last lines of a table: solved, tokens, cost, and where the time went."""
+    final = [r for r in rows if r["status"] == "ok"]
+    failed = len(rows) - len(final)
+    solved = sum((r["reward"] or 0.0) >= 1.0 for r in final)
+    tokens = {
+        name: sum(r["usage"][name] or 0 for r in rows) for name in ("input_tokens", "output_tokens")
+    }
+    unknown = sum(r["usage"]["unknown_calls"] for r in rows)
+    spent = f"{tokens['input_tokens']:,} in, {tokens['output_tokens']:,} out"
+    lines = [
+        f"{solved} of {len(final)} solved, {sum(r['turns'] for r in rows):,} turns, {spent}"
+        + (f", {unknown} calls of unknown usage" if unknown else "")
+        + f", cost {cost(rows)}"
+        + (f"; {failed} attempts without a verdict" if failed else "")
+    ]
+    parts = ("queued_s", "sandbox_s", "model_s", "tool_s", "waiting_s", "verify_s")
+    by_part = {p: sum((r["timing"] or {}).get(p) or 0.0 for r in rows) for p in parts}
+    shown = ", ".join(f"{p[:-2]} {seconds(s)}" for p, s in by_part.items() if s >= 0.05)
+    return "\n".join([*lines, f"time by part, summed over rollouts: {shown}" if shown else ""])
+
+
+def cost(rows: Iterable[Row]) -> str:
+    """The sum of costs, or `unpriced` where a price is not known."""
+    costs, unpriced = 0.0, 0
+    for row in rows:
+        unpriced += row["unpriced_calls"] or 0
+        costs += row["cost_usd"] or 0.0
+    if unpriced:
+        return (
+            f"unpriced ({unpriced:,} calls)" if not costs else f"${costs:.4f} + {unpriced} unpriced"
+        )
+    return f"${costs:.4f}"

@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("models", "tools", "sessions"),
     ("agent", "store"),
     ("wiring", "testing"),
-    ("rollout verify", "evals"),
+    ("rollout verify", "assembly", "evals"),
     ("rl",),
     ("servers", "export", "environments", "batch_runner"),
     ("cli",),

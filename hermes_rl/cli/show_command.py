@@ -1,0 +1,106 @@
+"""`hermes-rl show`: the table of a run, or one trajectory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hermes_rl.cli import render
+from hermes_rl.errors import UserError
+
+Row = dict[str, Any]
+
+SORTS: dict[str, Callable[[Row], Any]] = {
+    "row": lambda r: (r["row_index"], r["repeat"], r["attempt"]),
+    "reward": lambda r: (r["reward"] is None, r["reward"] or 0.0),
+    "turns": lambda r: -r["turns"],
+    "tokens": lambda r: -(r["usage"]["total_tokens"] or 0),
+    "time": lambda r: -(r["timing"]["total_s"] or 0.0),
+}
+"""`--sort` -> what rows are ordered by."""
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="run directory", metavar="RUN")],
+    unit: Annotated[
+        str | None,
+        typer.Argument(
+            help="a unit or trajectory: the beginning of its id, or TASK, or TASK#REPEAT"
+        ),
+    ] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="attempts without a verdict")] = False,
+    sort: Annotated[str, typer.Option(help=f"order by: {', '.join(SORTS)}")] = "row",
+    limit: Annotated[int, typer.Option(help="rows of the table; 0 is all")] = 200,
+    as_json: Annotated[bool, typer.Option("--json", help="rows as JSON lines")] = False,
+) -> int:
+    """The table of a run, or one trajectory.
+
+    \b
+    hermes-rl show runs/smoke-local               the table of the run
+    hermes-rl show runs/smoke-local 4f1c          the trajectory whose id begins with 4f1c
+    hermes-rl show runs/smoke-local --failed      attempts that ended without a verdict
+    """
+    from hermes_rl.store.reader import load_run
+
+    if sort not in SORTS:
+        raise UserError(f"--sort {sort}: choose one of {', '.join(SORTS)}")
+    opened = load_run(run)
+    tables = ("failures",) if failed else ("trajectories", "failures")
+    rows = [row for table in tables for row in opened.arrow(table).to_pylist()]
+    rows.sort(key=SORTS[sort])
+    if unit is not None:
+        chosen = [find(rows, unit, run)]
+        _print_json(chosen) if as_json else print(render.trajectory(chosen[0]))
+        return 0
+    if as_json:
+        _print_json(rows)
+        return 0
+    shown = rows[:limit] if limit else rows
+    print(render.run_table(shown))
+    if len(shown) < len(rows):
+        print(f"... and {len(rows) - len(shown)} more (--limit 0 shows all)")
+    print(render.totals(rows))
+    return 0
+
+
+def find(rows: list[Row], wanted: str, run: Path) -> Row:
+    """The one row that `wanted` names. Raises: UserError for none or several."""
+    task, _, repeat = wanted.rpartition("#")
+    matches = [
+        row
+        for row in rows
+        if row["unit_id"].startswith(wanted)
+        or row["trajectory_id"].startswith(wanted)
+        or row["task_id"] == wanted
+        or (task and row["task_id"] == task and str(row["repeat"]) == repeat)
+    ]
+    units = {row["unit_id"] for row in matches}
+    if not matches:
+        raise UserError(f"{run}: nothing begins with {wanted!r}. `hermes-rl show {run}` lists ids")
+    if len(units) > 1:
+        ids = ", ".join(sorted(u[:12] for u in units)[:6])
+        raise UserError(f"{wanted!r} names {len(units)} units ({ids}). Give more of the id")
+    # The final row says most: trajectories before failures, later attempts before earlier ones.
+    return max(matches, key=lambda r: (r["status"] == "ok", r["attempt"]))
+
+
+def _print_json(rows: list[Row]) -> None:
+    for row in rows:
+        print(json.dumps(_plain(row), ensure_ascii=False, default=str))
+
+
+def _plain(row: Row) -> Row:
+    """JSON columns as values instead of text."""
+    out = dict(row)
+    out["messages"] = [json.loads(text) for text in row["messages"]]
+    for column in ("tools", "metadata", "sampling"):
+        out[column] = json.loads(row[column]) if row[column] is not None else None
+    sandbox: Mapping[str, Any] | None = row["sandbox"]
+    if sandbox:
+        out["sandbox"] = {**sandbox, "limits": json.loads(sandbox["limits"])}
+    out["image_data"] = [{"path": image["path"]} for image in row["image_data"] or []]
+    return out

@@ -1,0 +1,55 @@
+"""A client for the embedded model, which joins a new server when the old one has died."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hermes_rl.errors import ConnectionLost, UserError
+from hermes_rl.models.base import Completion, ModelClient, ModelRequest
+from hermes_rl.models.client import connect
+from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.local import LocalServer
+
+
+class EmbeddedClient:
+    """An ordinary chat client whose address follows the machine's one server."""
+
+    api_mode = "chat_completions"
+
+    def __init__(self, name: str, server: LocalServer) -> None:
+        self.endpoint = f"embedded:{name}"
+        self._server = server
+        self._client: ModelClient | None = None
+        self._address = ""
+        self._joining = asyncio.Lock()  # invariant: one client, for the current address
+
+    async def _current(self) -> ModelClient:
+        where = await self._server.endpoint()
+        async with self._joining:
+            if self._client is None or where.base_url != self._address:
+                if self._client is not None:
+                    await self._client.aclose()
+                endpoint = Endpoint(base_url=where.base_url, api_key=where.api_key)
+                self._client, self._address = connect(endpoint), where.base_url
+            return self._client
+
+    async def complete(self, request: ModelRequest) -> Completion:
+        """See `ModelClient.complete`."""
+        try:
+            client = await self._current()
+        except UserError as error:  # it stood at the start: now it is a fault, not a mistake
+            raise ConnectionLost(f"the embedded model is gone: {error}") from error
+        return await client.complete(request)
+
+    def bound(self, request: ModelRequest) -> int:
+        """See `ModelClient.bound`."""
+        return self._client.bound(request) if self._client else 0
+
+    async def open(self) -> None:
+        """Start or join the server now, so that a missing engine is said at once."""
+        await self._current()
+
+    async def aclose(self) -> None:
+        """See `ModelClient.aclose`."""
+        if self._client is not None:
+            await self._client.aclose()
