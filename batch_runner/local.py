@@ -1,0 +1,64 @@
+"""A worker in the driver's own process: `--workers 0`, without Ray."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import msgspec
+
+from batch_runner.wire import Reply, WorkerSpec
+from batch_runner.worker import Worker, open_worker
+from hermes_rl.errors import HermesError, cause_of
+from hermes_rl.ports import WorkItem
+
+_POLL_S = 5.0
+
+
+@dataclass
+class LocalWorker:
+    """The driver's end of a worker in its own process. It cannot be lost: it dies with the driver."""
+
+    worker: Worker
+    stack: AsyncExitStack
+
+    @property
+    def writer(self) -> str:
+        """Its name in the journal."""
+        return self.worker.spec.writer
+
+    async def send(self, item: WorkItem) -> None:
+        """Start an attempt."""
+        self.worker.submit(item)
+
+    async def poll(self) -> Reply:
+        """What happened since the last poll."""
+        return await self.worker.poll(_POLL_S)
+
+    async def close(self) -> Reply:
+        """Publish and end."""
+        reply = Reply()
+        try:
+            await self.worker.publish()
+        except HermesError as error:
+            reply = Reply(fault=str(error), cause=cause_of(error))
+        await self.stack.aclose()
+        return reply
+
+    async def kill(self) -> None:
+        """Cancel its rollouts and let its journal go; nothing is published."""
+        await self.stack.aclose()
+
+
+@dataclass(frozen=True)
+class LocalFactory:
+    """Starts the one worker of this process."""
+
+    spec: WorkerSpec
+
+    async def start(self, worker: int, capacity: int) -> LocalWorker:
+        """Raises: HermesError when the model, the key or the sandbox cannot be had."""
+        spec = msgspec.structs.replace(self.spec, worker=worker, capacity=capacity)
+        async with AsyncExitStack() as stack:
+            opened = await stack.enter_async_context(open_worker(spec))
+            return LocalWorker(opened, stack.pop_all())

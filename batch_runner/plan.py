@@ -1,0 +1,112 @@
+"""Which attempts are to be made: the dataset's units in order, minus those that need none."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from batch_runner.units import Unit, UnitReader
+from hermes_rl.identity import group_id, unit_seed
+from hermes_rl.ports import WorkItem
+from hermes_rl.store.ledger import Ledger
+
+ALONE_AFTER = 2
+"""After so many lost workers a unit runs alone in a fresh one."""
+
+_STEP = 256
+"""Units looked up in one go: well under a millisecond of the loop."""
+
+
+@dataclass
+class Counts:
+    """Units of the dataset as far as it was read, as they stood when they went by."""
+
+    rows: int = 0
+    bad_rows: int = 0
+    units: int = 0
+    done: int = 0
+    given_up: int = 0
+    known: int = 0
+    """Units with at least one recorded attempt."""
+    complete: bool = False
+    """The whole dataset was read."""
+
+    @property
+    def open(self) -> int:
+        """Units that are to be run."""
+        return self.units - self.done - self.given_up
+
+
+@dataclass(frozen=True)
+class PlanRules:
+    """What a unit's attempt is given beside the unit itself."""
+
+    config_hash: str
+    seed: int
+    """The configuration's; a unit's own derives from it."""
+    epoch: int
+
+
+class Plan:
+    """The open units as work items, read lazily: the dataset in a thread, the ledger on the loop.
+
+    Args:
+        reader: the dataset's units.
+        ledger: what is known of units; only read here.
+    """
+
+    def __init__(self, reader: UnitReader, rules: PlanRules, ledger: Ledger) -> None:
+        self.counts = Counts()
+        self._reader = reader
+        self._rules = rules
+        self._ledger = ledger
+
+    async def take(self) -> list[WorkItem]:
+        """Some next open units; maybe none, until `counts.complete`. Raises: UserError."""
+        units = await asyncio.to_thread(self._reader.take, _STEP)
+        items = [item for unit in units if (item := self._item(unit)) is not None]
+        self.counts.rows = self._reader.rows
+        self.counts.bad_rows = self._reader.bad_rows
+        self.counts.complete = self._reader.ended
+        return items
+
+    def _item(self, unit: Unit) -> WorkItem | None:
+        attempt = self._ledger.next_attempt(unit.unit_id)
+        self.counts.units += 1
+        if attempt:
+            self.counts.known += 1
+            match self._ledger.disposition(unit.unit_id):
+                case "done":
+                    self.counts.done += 1
+                    return None
+                case "given_up":
+                    self.counts.given_up += 1
+                    return None
+        return self._work(unit, attempt)
+
+    def _work(self, unit: Unit, attempt: int) -> WorkItem:
+        rules, row = self._rules, unit.row
+        return WorkItem(
+            unit_id=unit.unit_id,
+            group_id=group_id(rules.config_hash, row.task_hash, unit.occurrence),
+            epoch=rules.epoch,
+            attempt=attempt,
+            repeat=unit.repeat,
+            row_index=row.index,
+            task_id=row.task.id if row.task else row.raw_id or row.task_hash[:12],
+            task=row.task,
+            task_hash=row.task_hash,
+            seed=unit_seed(rules.seed, unit.unit_id),
+            enqueued_at=time.time(),
+            bad_row=f"{row.place}: {row.error}" if row.task is None else None,
+            alone=self._ledger.lost_workers(unit.unit_id) >= ALONE_AFTER,
+        )
+
+
+async def survey(reader: UnitReader, rules: PlanRules, ledger: Ledger) -> Counts:
+    """Count the units of a dataset without running one. Raises: UserError."""
+    plan = Plan(reader, rules, ledger)
+    while not plan.counts.complete:
+        await plan.take()
+    return plan.counts

@@ -1,0 +1,123 @@
+"""What a run ended with: for people, programs and the exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hermes_rl.errors import CAUSES, ExitCode
+
+
+@dataclass(frozen=True)
+class Report:
+    """The end of a run. Figures cover the whole run directory, all its starts together."""
+
+    path: str
+    """The run directory."""
+    run_id: str
+    units: int | None
+    """Of the dataset; None when it was not read to its end."""
+    done: int
+    solved: int
+    """Reward 1 or more."""
+    graded: int
+    mean_reward: float | None
+    given_up: int
+    open: int | None
+    left: int
+    """Units of earlier starts that are no longer in the dataset: kept."""
+    bad_rows: int
+    failed_attempts: int
+    causes: Mapping[str, int]
+    """Failed attempts by cause."""
+    input_tokens: int | None
+    output_tokens: int | None
+    unknown_calls: int
+    """Calls that a server may have served without our learning the usage."""
+    cost_usd: float | None
+    unpriced_calls: int
+    seconds: float
+    """Of this start."""
+    resume: str
+    """The command that goes on."""
+    stopped: str | None = None
+    """Cause that stopped this start before its end."""
+    detail: str | None = None
+    """What happened then."""
+    stats: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """What stats.json holds."""
+
+    @property
+    def exit_code(self) -> int:
+        """DESIGN 5.6: 0 done, 1 done with units given up, 3 stopped, 130 interrupted."""
+        if self.stopped == "interrupted":
+            return ExitCode.INTERRUPTED
+        if self.stopped is not None:
+            return ExitCode.STOPPED
+        return ExitCode.GIVEN_UP if self.given_up else ExitCode.DONE
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "exit_code": self.exit_code}
+
+    def lines(self) -> list[str]:
+        """The summary for people."""
+        lines = [self._units_line(), self._books_line()]
+        if self.causes:
+            lines.append(f"failed attempts: {self.failed_attempts} ({_causes(self.causes)})")
+        if self.left:
+            lines.append(f"{self.left} units are no longer in the dataset; their rows are kept")
+        if self.bad_rows:
+            lines.append(f"{self.bad_rows} bad rows: see {self.path}/failures, or hermes-rl check")
+        lines.append(f"trajectories: {self.path}/trajectories/*.parquet")
+        if self.stopped is not None:
+            lines.append(self._stop_line())
+        return lines
+
+    def _units_line(self) -> str:
+        total = "" if self.units is None else f"/{self.units:,}"
+        graded = f", {self.solved:,} solved" if self.graded else ""
+        mean = f", mean reward {self.mean_reward:.3g}" if self.mean_reward is not None else ""
+        given_up = f", {self.given_up:,} given up" if self.given_up else ""
+        still = f", {self.open:,} open" if self.open else ""
+        return f"{self.path}: {self.done:,}{total} units done{graded}{mean}{given_up}{still}"
+
+    def _books_line(self) -> str:
+        tokens = f"{_number(self.input_tokens)} in, {_number(self.output_tokens)} out"
+        unknown = f", {self.unknown_calls} calls unknown" if self.unknown_calls else ""
+        return f"tokens: {tokens}{unknown} | cost: {cost_text(self.cost_usd, self.unpriced_calls)}"
+
+    def _stop_line(self) -> str:
+        if self.stopped == "interrupted":
+            return f"interrupted. Go on with: {self.resume}"
+        mend = _MENDS.get(self.stopped or "", "Mend that")
+        detail = (self.detail or self.stopped or "").rstrip(".")
+        code = self.exit_code
+        return f"stopped: {detail}. {mend}, then run the same command. (exit {code})"
+
+
+_MENDS = {
+    "auth": "Set the right key",
+    "billing": "Mend the account",
+    "model_not_found": "Correct --model or --base-url",
+    "disk": "Free some space",
+    "cost_limit": "Raise the budget",
+}
+assert set(_MENDS) == {c for c, what in CAUSES.items() if what.breaker}
+
+
+def cost_text(cost_usd: float | None, unpriced_calls: int) -> str:
+    """A cost; `unpriced` where no price is known."""
+    if cost_usd is None:
+        return "unpriced"
+    more = f" + {unpriced_calls} calls unpriced" if unpriced_calls else ""
+    return f"${cost_usd:,.2f}{more}" if cost_usd >= 0.01 or not cost_usd else f"<$0.01{more}"
+
+
+def _number(value: int | None) -> str:
+    return "unknown" if value is None else f"{value:,}"
+
+
+def _causes(causes: Mapping[str, int]) -> str:
+    return ", ".join(f"{cause} {count}" for cause, count in causes.items())

@@ -1,0 +1,228 @@
+"""A whole run: open the run directory, work through the dataset, say how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from batch_runner.books import Books
+from batch_runner.dispatcher import Dispatcher, Fleet, WorkerFactory
+from batch_runner.interrupts import Interrupts
+from batch_runner.local import LocalFactory
+from batch_runner.manifest import start_meta, write_manifest
+from batch_runner.plan import Plan, PlanRules
+from batch_runner.progress import Progress, View, default_progress
+from batch_runner.report import Report
+from batch_runner.settings import Settings, settle
+from batch_runner.sink import Sink
+from batch_runner.source import RunSource, Stop
+from batch_runner.units import UnitReader
+from batch_runner.wire import WorkerSpec
+from hermes_rl.config import RunConfig, to_yaml
+from hermes_rl.doors import run_sync
+from hermes_rl.sources import read_tasks
+from hermes_rl.store.commit import read_commit
+from hermes_rl.store.driver import Driver, OpenOptions, open_run
+from hermes_rl.store.stats import write_stats
+
+
+def run_batch(config: RunConfig, *, progress: Progress | None = None) -> Report:
+    """Run a dataset to its end; also resumes. Works where a loop is running, as in notebooks.
+
+    Args:
+        progress: where progress goes; None is a line on stderr.
+
+    Raises: UserError for bad input; StoreError for a run directory that is in use, damaged or of
+    another configuration.
+    """
+    return run_sync(arun_batch(config, progress=progress))
+
+
+async def arun_batch(config: RunConfig, *, progress: Progress | None = None) -> Report:
+    """`run_batch` for callers with a loop of their own."""
+    settings = settle(config)
+    reader = open_reader(settings)
+    await asyncio.to_thread(reader.prime)
+    section = settings.config.run
+    options = OpenOptions(max_attempts=section.max_attempts, retry_failed=section.retry_failed)
+    identity, meta = settings.identity, start_meta(settings)
+    async with await open_run(settings.out, identity, meta, options) as driver:
+        return await _Run(settings, driver, reader, progress or default_progress()).run()
+
+
+def open_reader(settings: Settings) -> UnitReader:
+    """The units of the run's dataset."""
+    dataset = settings.config.dataset
+    rows = read_tasks(dataset.path, columns=dataset.map, limit=dataset.limit)
+    return UnitReader(rows, settings.config_hash, dataset.repeats)
+
+
+class _Run:
+    """One start of a run: the parts, and how they are put together."""
+
+    def __init__(
+        self, settings: Settings, driver: Driver, reader: UnitReader, progress: Progress
+    ) -> None:
+        self.settings = settings
+        self.driver = driver
+        self.progress = progress
+        self.started = time.monotonic()
+        self.known = len(driver.ledger)
+        """Units of earlier starts."""
+        self.solved_before = driver.ledger.summary.counts.get("solved", 0)
+        self.committed = frozenset(driver.run_dir.commit_stems())
+        seed = settings.config.agent.seed
+        rules = PlanRules(settings.config_hash, seed, driver.epoch)
+        self.plan = Plan(reader, rules, driver.ledger)
+        self.sink = Sink((progress.attempt,))
+        self.books = Books(driver)
+        window = max(256, 4 * settings.concurrency)
+        self.source = RunSource(self.plan, self.books, self.sink, driver.ledger, window=window)
+
+    async def run(self) -> Report:
+        """Work to the end, write what the driver writes, and report."""
+        await asyncio.to_thread(self._write_start)
+        ticker = asyncio.create_task(self._tick())
+        try:
+            async with open_factory(self.settings, self.spec()) as factory:
+                await self._work(factory)
+        finally:
+            ticker.cancel()
+            self.progress.close(self.view())
+        stats = await asyncio.to_thread(self._write_end)
+        return self.report(stats)
+
+    async def _work(self, factory: WorkerFactory) -> None:
+        settings = self.settings
+        first = 1 if settings.workers else 0
+        fleet = Fleet(max(1, settings.workers), settings.concurrency, first)
+        dispatcher = Dispatcher(factory, self.books, fleet, self)
+        work = asyncio.create_task(dispatcher.run(self.source))
+        with Interrupts(self._interrupted, work.cancel):
+            try:
+                await work
+            except asyncio.CancelledError:
+                current = asyncio.current_task()
+                if current is not None and current.cancelling():
+                    raise
+                self.source.halt(Stop("interrupted", "interrupted"))
+
+    def spec(self) -> WorkerSpec:
+        """What every worker is told."""
+        run = self.settings.config.run
+        return WorkerSpec(
+            run_path=str(self.driver.run_dir.path.resolve()),
+            run_id=self.driver.run_id,
+            epoch=self.driver.epoch,
+            worker=0,
+            capacity=self.settings.concurrency,
+            lease_s=run.lease_s,
+            publish_every_s=run.publish_every_s,
+            config=self.settings.config.model_dump_json().encode(),
+        )
+
+    def heard(self, requests: int, throttled: int) -> None:
+        """Listener of the dispatcher."""
+        self.sink.heard(requests, throttled)
+
+    def fault(self, cause: str, text: str) -> None:
+        """Listener of the dispatcher."""
+        self.source.halt(Stop(cause, text))
+
+    def _interrupted(self) -> None:
+        self.source.halt(Stop("interrupted", "interrupted"))
+        running = len(self.source.in_flight)
+        self.progress.note(
+            f"stopping: {running} running rollouts end first (Ctrl-C again stops at once)"
+        )
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self.progress.every_s)
+            self.progress.tick(self.view())
+
+    def view(self) -> View:
+        """The state now, for progress."""
+        counts, tally = self.plan.counts, self.sink.tally
+        return View(
+            units=counts.units,
+            complete=counts.complete,
+            ended=counts.done + counts.given_up + tally.done + tally.given_up,
+            solved=self.solved_before + tally.solved,
+            given_up=counts.given_up + tally.given_up,
+            running=len(self.source.in_flight),
+            tally=tally,
+            rates=self.sink.rates(),
+        )
+
+    def _write_start(self) -> None:
+        text = to_yaml(self.settings.config)
+        self.driver.run_dir.storage.put("run.yaml", text.encode())
+        write_manifest(self.driver, self.settings, {})
+
+    def _write_end(self) -> dict[str, Any]:
+        run_dir, ledger = self.driver.run_dir, self.driver.ledger
+        for stem in run_dir.commit_stems():
+            if stem not in self.committed:
+                ledger.summary.merge(read_commit(run_dir, stem).summary)
+        counts = self.plan.counts
+        plan = {
+            "units": counts.units if counts.complete else None,
+            "rows": counts.rows if counts.complete else None,
+            "bad_rows": counts.bad_rows,
+            "left": self._left(),
+        }
+        write_manifest(self.driver, self.settings, {"plan": plan})
+        return write_stats(run_dir, ledger, plan)
+
+    def _left(self) -> int:
+        return self.known - self.plan.counts.known if self.plan.counts.complete else 0
+
+    def report(self, stats: dict[str, Any]) -> Report:
+        """The end of this start."""
+        counts, tally, ledger = self.plan.counts, self.sink.tally, self.driver.ledger
+        done, given_up = counts.done + tally.done, counts.given_up + tally.given_up
+        stop = self.source.stop
+        still = counts.units - done - given_up if counts.complete else None
+        if stop is not None and stop.cause == "interrupted" and still == 0:
+            stop = None
+        return Report(
+            path=str(self.settings.out),
+            run_id=self.driver.run_id,
+            units=counts.units if counts.complete else None,
+            done=done if counts.complete else ledger.done,
+            solved=stats["reward"]["solved"],
+            graded=stats["reward"]["graded"],
+            mean_reward=stats["reward"]["mean"],
+            given_up=given_up,
+            open=still,
+            left=self._left(),
+            bad_rows=counts.bad_rows,
+            failed_attempts=stats["attempts"]["failed"],
+            causes=stats["causes"],
+            input_tokens=stats["tokens"]["input_tokens"],
+            output_tokens=stats["tokens"]["output_tokens"],
+            unknown_calls=stats["calls"]["unknown"],
+            cost_usd=stats["cost_usd"],
+            unpriced_calls=stats["calls"]["unpriced"],
+            seconds=time.monotonic() - self.started,
+            resume=self.settings.resume,
+            stopped=stop.cause if stop else None,
+            detail=stop.detail if stop else None,
+            stats=stats,
+        )
+
+
+@asynccontextmanager
+async def open_factory(settings: Settings, spec: WorkerSpec) -> AsyncIterator[WorkerFactory]:
+    """What starts workers: this process without Ray, or a Ray cluster."""
+    if settings.workers == 0:
+        yield LocalFactory(spec)
+        return
+    from batch_runner.pool import open_pool
+
+    async with open_pool(settings.workers, spec) as pool:
+        yield pool

@@ -1,0 +1,77 @@
+"""What a run's configuration leaves open, decided: folder, workers, concurrency."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig
+from hermes_rl.identity import digest
+from hermes_rl.sources import dataset_name
+from hermes_rl.wiring import api_key, identity_of
+
+CONCURRENCY = 64
+LOCAL_CONCURRENCY = 4
+"""With the embedded model: it computes on this machine."""
+
+ROLLOUTS_PER_WORKER = 32
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A run, settled."""
+
+    config: RunConfig
+    """With `run.out`, `run.workers` and `run.concurrency` filled in."""
+    out: Path
+    workers: int
+    concurrency: int
+    identity: dict[str, Any]
+    config_hash: str
+
+    @property
+    def resume(self) -> str:
+        """The command that goes on with this run."""
+        return f"hermes-rl run --config {self.out}/run.yaml"
+
+
+def settle(config: RunConfig) -> Settings:
+    """Decide what the configuration leaves open, and refuse what cannot work.
+
+    Raises: UserError for an absent key, and for toolsets, distributions or images that do not
+    exist.
+    """
+    if config.model.name not in (*PLAYED_MODELS, *LOCAL_MODELS):
+        api_key(config)
+    identity = identity_of(config)
+    local = config.model.name in LOCAL_MODELS
+    concurrency = config.run.concurrency or (LOCAL_CONCURRENCY if local else CONCURRENCY)
+    workers = config.run.workers
+    if workers is None:
+        workers = min(_cores(), math.ceil(concurrency / ROLLOUTS_PER_WORKER))
+    out = Path(config.run.out or default_out(config))
+    run = config.run.model_copy(
+        update={"out": str(out), "workers": workers, "concurrency": concurrency}
+    )
+    return Settings(
+        config=config.model_copy(update={"run": run}),
+        out=out,
+        workers=min(workers, concurrency),
+        concurrency=concurrency,
+        identity=identity,
+        config_hash=digest(identity),
+    )
+
+
+def default_out(config: RunConfig) -> str:
+    """`runs/<dataset>-<model>`."""
+    model = re.sub(r"[^A-Za-z0-9._-]+", "-", config.model.name.rpartition("/")[2]).strip("-.")
+    return f"runs/{dataset_name(config.dataset.path)}-{model or 'model'}"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,77 @@
+"""What passes between driver and worker."""
+
+from __future__ import annotations
+
+import msgspec
+
+from hermes_rl.ports import Receipt, WorkItem
+from hermes_rl.record import Trajectory
+
+_TEXT_CHARS = 500
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is told at its start."""
+
+    run_path: str
+    """Absolute path of the run directory."""
+    run_id: str
+    epoch: int
+    worker: int
+    """Unique within the epoch; 0 is the driver's own process."""
+    capacity: int
+    """Rollouts in flight at most."""
+    lease_s: float
+    """How long it lives without hearing from its driver."""
+    publish_every_s: float
+    config: bytes
+    """The run's configuration as JSON."""
+
+    @property
+    def writer(self) -> str:
+        """The worker's name in the journal: EPOCH-WORKER."""
+        return f"{self.epoch}-{self.worker}"
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's answer to one poll."""
+
+    receipts: tuple[Receipt, ...] = ()
+    requests: int = 0
+    """Model requests of the attempts that finished since the last poll."""
+    throttled: int = 0
+    """Of those, how many were refused with 429."""
+    fault: str | None = None
+    """Why the worker can go on no longer; it has stopped then."""
+    cause: str | None = None
+    """The fault's cause, a key of `errors.CAUSES`."""
+
+
+def receipt_of(row: Trajectory, epoch: int, writer: str) -> Receipt:
+    """The receipt of a finished attempt, under 4 KB whatever the row holds."""
+    return Receipt(
+        unit_id=row.unit_id,
+        epoch=epoch,
+        attempt=row.attempt,
+        writer=writer,
+        task_id=row.task_id[:_TEXT_CHARS],
+        repeat=row.repeat,
+        status=row.status,
+        end_reason=row.end_reason,
+        cause=row.cause,
+        reward=row.reward,
+        turns=row.turns,
+        usage=row.usage,
+        cost_usd=row.cost_usd,
+        unpriced_calls=row.unpriced_calls,
+        seconds=row.timing.total_s,
+        error=row.error[:_TEXT_CHARS] if row.error else None,
+    )
+
+
+encode_item = msgspec.msgpack.Encoder().encode
+decode_item = msgspec.msgpack.Decoder(WorkItem).decode
+encode_reply = msgspec.msgpack.Encoder().encode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
+encode_spec = msgspec.msgpack.Encoder().encode
+decode_spec = msgspec.msgpack.Decoder(WorkerSpec).decode

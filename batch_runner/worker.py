@@ -1,0 +1,173 @@
+"""One worker: one event loop with many rollouts, one journal, one publisher.
+
+The same class runs in the driver's process (`--workers 0`) and inside a Ray actor. Invariants: a
+receipt
+leaves only after the attempt's rows are durable; a worker that stops for a fault, a lost lease or
+an abort
+writes nothing more and leaves the rest to recovery.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from batch_runner.wire import Reply, WorkerSpec, receipt_of
+from hermes_rl.config import parse_config
+from hermes_rl.errors import DiskFull, HermesError, StoreError, cause_of
+from hermes_rl.events import AttemptKey
+from hermes_rl.ports import Receipt, WorkItem
+from hermes_rl.record import Trajectory
+from hermes_rl.rollout import Tape, lost_row, run_attempt
+from hermes_rl.store.journal import JournalWriter
+from hermes_rl.store.publisher import Publisher
+from hermes_rl.store.rows import Finished
+from hermes_rl.store.rundir import RunDir
+from hermes_rl.wiring import Workshop, open_workshop
+
+_GATHER_S = 0.01
+"""Receipts that come within this time of the first travel together."""
+
+ABORT_S = 10.0
+"""How long cancelled rollouts may take to end their sandboxes."""
+
+
+class Worker:
+    """Makes attempts and hands out their receipts; made by `open_worker`."""
+
+    def __init__(self, spec: WorkerSpec, workshop: Workshop, journal: JournalWriter) -> None:
+        self.spec = spec
+        self.heard = time.monotonic()
+        """When the driver was last heard."""
+        self._workshop = workshop
+        self._journal = journal
+        self._publisher = Publisher(journal, every_s=spec.publish_every_s)
+        self._publishing = asyncio.create_task(self._publish())
+        self._running: set[asyncio.Task[None]] = set()
+        self._outbox: list[Receipt] = []
+        self._requests = 0
+        self._throttled = 0
+        self._fault: HermesError | None = None
+        self._news = asyncio.Event()
+
+    def submit(self, item: WorkItem) -> None:
+        """Start an attempt. After a fault nothing is started any more."""
+        self.heard = time.monotonic()
+        if self._fault is None:
+            task = asyncio.create_task(self._attempt(item))
+            self._running.add(task)
+            task.add_done_callback(self._ended)
+
+    async def poll(self, wait_s: float) -> Reply:
+        """What happened since the last poll; waits a while for something to happen."""
+        self.heard = time.monotonic()
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._news.wait()
+                await asyncio.sleep(_GATHER_S)
+        except TimeoutError:
+            pass
+        self.heard = time.monotonic()
+        return self._reply()
+
+    async def publish(self) -> None:
+        """Publish all that is finished. Raises: DiskFull."""
+        await self._publisher.drain()
+
+    async def abort(self) -> None:
+        """Cancel all rollouts and wait until their sandboxes have ended; publish nothing."""
+        tasks = [*self._running, self._publishing]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=ABORT_S)
+
+    async def outlive_driver(self) -> None:
+        """Return once the driver was not heard for the lease."""
+        while (left := self.heard + self.spec.lease_s - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, self.spec.lease_s / 10))
+
+    def _reply(self) -> Reply:
+        self._news.clear()
+        receipts, self._outbox = tuple(self._outbox), []
+        requests, self._requests = self._requests, 0
+        throttled, self._throttled = self._throttled, 0
+        fault = self._fault
+        if fault is not None:
+            self._news.set()
+        return Reply(
+            receipts=receipts,
+            requests=requests,
+            throttled=throttled,
+            fault=str(fault) if fault else None,
+            cause=cause_of(fault) if fault else None,
+        )
+
+    async def _attempt(self, item: WorkItem) -> None:
+        key = AttemptKey(unit_id=item.unit_id, epoch=item.epoch, attempt=item.attempt)
+        row = await self._row(item, Tape(self._journal.recorder(key)))
+        await self._journal.finish(Finished(key=key, row=row))
+        self._outbox.append(receipt_of(row, item.epoch, self.spec.writer))
+        self._requests += len(row.calls)
+        self._throttled += sum(_was_throttled(call.error) for call in row.calls)
+        self._news.set()
+
+    async def _row(self, item: WorkItem, tape: Tape) -> Trajectory:
+        try:
+            return await run_attempt(self._workshop, item, tape)
+        except DiskFull:
+            raise
+        except Exception as error:  # a bug of ours must end one attempt, not the run
+            return lost_row(tape, error)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._stop(error)
+
+    async def _publish(self) -> None:
+        try:
+            await self._publisher.run()
+        except (HermesError, OSError) as error:
+            self._stop(error)
+
+    def _stop(self, error: BaseException) -> None:
+        """End in a fault: no new attempts, and those that run are given up (recovery finds them).
+
+        A full disk would fail each of them at its next event all the same.
+        """
+        if self._fault is None:
+            known = isinstance(error, HermesError)
+            fault = error if known else StoreError(f"{type(error).__name__}: {error}")
+            assert isinstance(fault, HermesError)
+            self._fault = fault
+        for task in self._running:
+            task.cancel()
+        self._news.set()
+
+
+def _was_throttled(error: str | None) -> bool:
+    return error is not None and error.startswith("RateLimited")
+
+
+@asynccontextmanager
+async def open_worker(spec: WorkerSpec) -> AsyncIterator[Worker]:
+    """A worker with its journal and workshop; on leaving, what still runs is aborted.
+
+    Raises: StoreError when it cannot see the run directory, or comes too late.
+    """
+    run_dir = RunDir(Path(spec.run_path))
+    if spec.epoch not in await asyncio.to_thread(run_dir.epochs):
+        raise StoreError(f"the worker does not see {spec.run_path}")
+    config = parse_config(json.loads(spec.config))
+    async with AsyncExitStack() as stack:
+        journal = await stack.enter_async_context(JournalWriter(run_dir, spec.epoch, spec.worker))
+        workshop = await stack.enter_async_context(
+            open_workshop(config, run_id=spec.run_id, concurrency=spec.capacity)
+        )
+        worker = Worker(spec, workshop, journal)
+        stack.push_async_callback(worker.abort)
+        yield worker

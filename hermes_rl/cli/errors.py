@@ -1,0 +1,50 @@
+"""How a command fails: one line on stderr that names place and mend, and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import typer
+
+from hermes_rl.errors import ExitCode, HermesError
+
+_UsageError = typer.BadParameter.__mro__[1]
+_ClickError = _UsageError.__mro__[1]
+"""Root of what typer raises for a wrong command line; typer offers it under no public name."""
+
+
+def guarded(command: Callable[[], int], program: str) -> int:
+    """Run a command; errors for people become one line and an exit code, bugs a traceback.
+
+    Args:
+        program: the command as typed, for the hint: `hermes-rl run`.
+    """
+    try:
+        return command()
+    except HermesError as error:
+        fail(str(error))
+        return ExitCode.BAD_INPUT
+    except _ClickError as error:
+        fail(_usage_line(error, program))
+        return ExitCode.BAD_INPUT
+    except (KeyboardInterrupt, typer.Abort):
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`| head`) has gone; the interpreter must not stumble over it at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.DONE
+
+
+def fail(message: str) -> None:
+    """Say an error on stderr. A message of several lines (a diff) keeps them."""
+    print(f"error: {message}", file=sys.stderr)
+
+
+def _usage_line(error: BaseException, program: str) -> str:
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context is not None else program
+    format_message: Callable[[], str] = getattr(error, "format_message", lambda: str(error))
+    line = " ".join(format_message().split()).rstrip(".")
+    return f"{line}. See {where} --help"
