@@ -1,11 +1,14 @@
-"""A run made by the project's own environment, for the programs of other people to read.
+"""Two runs made by the project's own environment, for the programs of other people to read.
 
-They run in `.venv-consumers` (make test-consumers), where hermes_rl is not installed: nothing
-of ours helps the readers.
+The readers run in `.venv-consumers` (make test-consumers), where hermes_rl is not installed: nothing
+of ours helps them.
 """
 
+import json
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,34 +17,58 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-TASKS = Path(__file__).with_name("tasks.jsonl")
+HERE = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--producer", help="the Python that has hermes_rl")
-    parser.addoption("--run-dir", help="read this run directory instead of making one")
+    parser.addoption(
+        "--run-dir", action="append", default=[], help="read this run directory, make none"
+    )
 
 
 @pytest.fixture(scope="session")
-def run_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A run of oracles, and one of scripted calls of several tools, made by a fake model server."""
     given = request.config.getoption("--run-dir")
     if given:
-        return Path(given)
+        return [Path(path) for path in given]
     producer = request.config.getoption("--producer")
     if not producer:
         pytest.fail("say --producer=.venv/bin/python (make test-consumers does) or --run-dir=RUN")
-    out = tmp_path_factory.mktemp("produced") / "run"
-    command = [str(Path(producer).parent / "hermes-rl"), "run", str(TASKS), "--model", "oracle"]
-    command += ["--workers", "0", "--out", str(out)]
+    out = tmp_path_factory.mktemp("runs")
+    produce(producer, HERE / "tasks.jsonl", out / "oracle", "--model", "oracle")
+    with fake_server(producer) as url:
+        scripted = ["--model", "scripted", "--base-url", url, "--toolsets", "terminal,file"]
+        produce(producer, HERE / "scripted.jsonl", out / "scripted", *scripted)
+    return [out / "oracle", out / "scripted"]
+
+
+def produce(producer: str, tasks: Path, out: Path, *options: str) -> None:
+    command = [str(Path(producer).parent / "hermes-rl"), "run", str(tasks), "--out", str(out)]
+    command += ["--workers", "0", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return out
+
+
+@contextmanager
+def fake_server(producer: str) -> Iterator[str]:
+    """The base URL of a fake model server that lives as long as the context."""
+    command = [producer, "-m", "hermes_rl.testing.fake_server", "--until-eof"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdin
+        assert server.stdout
+        yield json.loads(server.stdout.readline())["base_url"]
+        server.stdin.close()
+        server.wait(timeout=30)
 
 
 @pytest.fixture(scope="session")
-def parquet(run_dir: Path) -> str:
+def parquet(runs: list[Path]) -> list[str]:
     """The files as a user would name them."""
-    return str(run_dir / "trajectories" / "*.parquet")
+    return [str(run / "trajectories" / "*.parquet") for run in runs]
 
 
 @pytest.fixture

@@ -27,14 +27,20 @@ READ_BACK = [
     "qwen3_5_think",
     "qwen3_8",
 ]
+# These write values between tags, and TRL's parser trims white space there.
+TRIMMED = {"glm4moe", "nemotron_3_ultra", "qwen3_5_think", "qwen3_8"}
+ONE_CALL_A_TURN = {"llama3_2", "gptoss"}
 # TRL has no parser for two of these; lfm2_2_5 writes calls as Python but escapes no quotes, so
 # that nobody can read them back.
 RENDERED = [*READ_BACK, "deepseekv3_training", "lfm2_2_5", "muse_glimmer"]
 
+TELLING = 10
+"""Characters from which a value is not found in a text by chance."""
+
 Message = dict[str, Any]
 
 
-def rows(parquet: str, cache: str) -> Dataset:
+def rows(parquet: list[str], cache: str) -> Dataset:
     return load_dataset("parquet", data_files=parquet, split="train", cache_dir=cache)
 
 
@@ -60,19 +66,18 @@ def train_one_step(data: Dataset, folder: Path, **settings: object) -> SFTTraine
 
 
 def test_sft_takes_the_files_with_no_preprocessing(
-    parquet: str, cache: str, tmp_path: Path
+    parquet: list[str], cache: str, tmp_path: Path
 ) -> None:
     data = rows(parquet, cache)
     trainer = train_one_step(data, tmp_path)
     trained = [trainer.processing_class.decode(row["input_ids"]) for row in trainer.train_dataset]
     assert len(trained) == len(data)
     for row, text in zip(data, trained, strict=True):
-        for value in [*argument_texts(row["messages"]), *result_texts(row["messages"])]:
-            assert occurrences(text, value) == 1, value
+        assert_all_there(row["messages"], text)
 
 
 def test_sft_streams_and_masks_all_but_the_assistant(
-    parquet: str, cache: str, tmp_path: Path
+    parquet: list[str], cache: str, tmp_path: Path
 ) -> None:
     data = load_dataset("parquet", data_files=parquet, split="train", streaming=True)
     train_one_step(data, tmp_path / "streamed")
@@ -85,28 +90,41 @@ def test_sft_streams_and_masks_all_but_the_assistant(
 
 
 @pytest.mark.parametrize("template", RENDERED)
-def test_a_template_shows_every_value_once(template: str, parquet: str, cache: str) -> None:
+def test_a_template_shows_every_value_once(template: str, parquet: list[str], cache: str) -> None:
     words = tokenizer(template)
     seen = 0
-    for row in rows(parquet, cache):
+    for row in fitting(rows(parquet, cache), template):
         text = words.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
-        for value in [*argument_texts(row["messages"]), *result_texts(row["messages"])]:
-            assert occurrences(text, value) == 1, value
-            seen += 1
-    assert seen >= 10
+        seen += assert_all_there(row["messages"], text)
+    assert seen >= 30
 
 
 @pytest.mark.parametrize("template", READ_BACK)
-def test_a_call_reads_back_equal(template: str, parquet: str, cache: str) -> None:
+def test_a_call_reads_back_equal(template: str, parquet: list[str], cache: str) -> None:
     words = add_response_schema(tokenizer(template))
     seen = 0
-    for row in rows(parquet, cache):
+    for row in fitting(rows(parquet, cache), template):
         for place, message in enumerate(row["messages"]):
             if message.get("tool_calls"):
                 got = read_back(words, row["messages"][: place + 1], row["tools"])
-                assert got == [call["function"] for call in message["tool_calls"]]
+                assert told(got, template) == told(calls_of(message), template)
                 seen += 1
-    assert seen >= 5
+    assert seen >= 15
+
+
+def fitting(data: Dataset, template: str) -> list[dict[str, Any]]:
+    """The rows that a template can carry: two have room for one call per turn only."""
+    most = 1 if template in ONE_CALL_A_TURN else 99
+    return [row for row in data if all(len(calls_of(m)) <= most for m in row["messages"])]
+
+
+def told(calls: list[Message], template: str) -> list[tuple[str, Message]]:
+    """Names and arguments, as far as the template's parser can tell them."""
+
+    def value(given: Any) -> Any:
+        return given.strip() if isinstance(given, str) and template in TRIMMED else given
+
+    return [(c["name"], {k: value(v) for k, v in c["arguments"].items()}) for c in calls]
 
 
 def read_back(words: Any, messages: list[Message], tools: list[Message]) -> list[Message]:
@@ -127,30 +145,28 @@ def common_length(one: str, other: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def argument_texts(messages: list[Message]) -> list[str]:
-    return [
-        value
-        for message in messages
-        for call in message.get("tool_calls") or []
-        for value in call["function"]["arguments"].values()
-        if isinstance(value, str)
-    ]
+def calls_of(message: Message) -> list[Message]:
+    return [call["function"] for call in message.get("tool_calls") or []]
 
 
-def result_texts(messages: list[Message]) -> list[str]:
-    """Results that say something; templates may trim the white space around them."""
-    texts = [message["content"].strip() for message in messages if message["role"] == "tool"]
-    return [text for text in texts if text]
+def assert_all_there(messages: list[Message], text: str) -> int:
+    """Each argument value and result stands in the text as often as in the messages; how many.
+
+    Almost all stand there once. A path that a script uses twice stands there twice.
+    """
+    results = [m["content"].strip() for m in messages if m["role"] == "tool"]
+    arguments = [v for m in messages for call in calls_of(m) for v in call["arguments"].values()]
+    said = [m["content"] for m in messages] + [str(value) for value in arguments]
+    distinct = [v for v in {*results, *map(str, arguments)} if len(v) >= TELLING]
+    for value in distinct:
+        wanted = sum(occurrences(part, value) for part in said)
+        assert occurrences(text, value) == wanted, value
+    return len(distinct)
 
 
 def occurrences(text: str, value: str) -> int:
     """How often a value stands in a text, as it is or as JSON or Python writes it in quotes."""
     plain = json.dumps(value, ensure_ascii=False)[1:-1]
-    spellings = {
-        value,
-        plain,
-        json.dumps(value)[1:-1],
-        repr(value)[1:-1],
-        plain.replace("'", "\\'"),
-    }
-    return max(text.count(spelling) for spelling in spellings)
+    twice = json.dumps(plain, ensure_ascii=False)[1:-1]
+    spellings = {value, plain, twice, json.dumps(value)[1:-1], plain.replace("'", "\\'")}
+    return sum(text.count(spelling) for spelling in spellings)
