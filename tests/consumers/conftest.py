@@ -1,7 +1,7 @@
 """Two runs made by the project's own environment, for the programs of other people to read.
 
-The readers run in `.venv-consumers` (make test-consumers), where hermes_rl is not installed: nothing
-of ours helps them.
+The readers run in `.venv-consumers` (make test-consumers), where hermes_rl is not installed:
+nothing of ours helps them.
 """
 
 import json
