@@ -50,8 +50,9 @@ class Controller:
       it is
       clean without throttling or trouble, and counts only when 80 % of the limit was in use.
     - Throttling (429): four fifths, at most once per 15 s, because the refusals of one burst speak
-      of one
-      cause. Trouble of the server (529, 5xx) only begins the round anew: it is not our rate.
+      of one cause. Until another cut is due the limit stays below 95 % of where it was refused, so
+      that the next refusals are answered at once.
+    - Trouble of the server (529, 5xx) only begins the round anew: it is not our rate.
     - Retry-After has no say here: it delays the one request that it was sent to.
 
     Args:
@@ -63,6 +64,7 @@ class Controller:
     GROWTH = 1.05
     CUT = 0.8
     CUT_INTERVAL_S = 15.0
+    HEADROOM = 0.95
 
     def __init__(self, maximum: int, start: int = 32) -> None:
         self.maximum = max(1, maximum)
@@ -71,6 +73,7 @@ class Controller:
         self._ended = 0
         self._peak = 0
         self._last_cut: float | None = None
+        self._refused_at = self.limit
 
     def started(self, in_flight: int) -> None:
         """A request began; `in_flight` counts it."""
@@ -87,9 +90,9 @@ class Controller:
         elif signal == "trouble":
             self._new_round()
         elif signal == "clean":
-            self._grow()
+            self._grow(now)
 
-    def _grow(self) -> None:
+    def _grow(self, now: float) -> None:
         saturated = self._peak >= self.SATURATED * self.limit
         if self.slow_start:
             if saturated:
@@ -99,15 +102,22 @@ class Controller:
         if self._ended < self.limit:
             return
         if saturated:
-            self.limit = min(self.maximum, max(self.limit + 1, int(self.limit * self.GROWTH)))
+            grown = max(self.limit + 1, int(self.limit * self.GROWTH))
+            if not self._may_cut(now):
+                grown = min(grown, max(self.limit, int(self._refused_at * self.HEADROOM)))
+            self.limit = min(self.maximum, grown)
         self._new_round()
 
     def _cut(self, now: float) -> None:
         self.slow_start = False
         self._new_round()
-        if self._last_cut is None or now - self._last_cut >= self.CUT_INTERVAL_S:
+        if self._may_cut(now):
             self._last_cut = now
+            self._refused_at = self.limit
             self.limit = max(1, int(self.limit * self.CUT))
+
+    def _may_cut(self, now: float) -> bool:
+        return self._last_cut is None or now - self._last_cut >= self.CUT_INTERVAL_S
 
     def _new_round(self) -> None:
         self._ended = self._peak = 0
@@ -139,8 +149,7 @@ class InProcessLimiter:
             await self._turn()
             waited = self._clock() - began
         else:
-            self.in_flight += 1
-        self.controller.started(self.in_flight)
+            self._take()
         try:
             yield waited
         finally:
@@ -160,14 +169,16 @@ class InProcessLimiter:
         except asyncio.CancelledError:
             if ready.done() and not ready.cancelled():
                 self.in_flight -= 1  # the slot came in the same moment: hand it on
-                self._wake()
-            else:
-                self._waiting.remove(ready)
+            self._wake()
             raise
+
+    def _take(self) -> None:
+        self.in_flight += 1
+        self.controller.started(self.in_flight)
 
     def _wake(self) -> None:
         while self._waiting and self.in_flight < self.controller.limit:
             ready = self._waiting.popleft()
-            if not ready.done():
-                self.in_flight += 1  # taken on the waiter's behalf, so that nobody overtakes it
+            if not ready.done():  # else its waiter was cancelled
+                self._take()  # on the waiter's behalf, so that nobody overtakes it
                 ready.set_result(None)

@@ -58,6 +58,7 @@ class FakeTime:
     async def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         self.now += seconds
+        await asyncio.sleep(0)
 
     def clock(self) -> Clock:
         return Clock(
@@ -105,10 +106,10 @@ async def rollout(
     return conversation
 
 
-async def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 30.0, step: float = 0.005) -> None:
     async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
+        while not condition():  # noqa: ASYNC110 - it lives in another task
+            await asyncio.sleep(step)
 
 
 @pytest.fixture

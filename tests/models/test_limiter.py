@@ -1,0 +1,242 @@
+"""The adaptive limit: its pure controller, and the slots of one process."""
+
+import asyncio
+import heapq
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hermes_rl import errors as e
+from hermes_rl.models.limiter import Controller, InProcessLimiter, signal_of
+
+SIGNALS = st.lists(
+    st.tuples(
+        st.sampled_from(["clean", "throttled", "trouble", "neutral"]),
+        st.floats(min_value=0, max_value=40),
+        st.integers(min_value=0, max_value=300),
+    ),
+    max_size=300,
+)
+
+
+@given(st.integers(-3, 200), st.integers(1, 64), SIGNALS)
+def test_the_limit_keeps_its_bounds(maximum, start, heard):
+    controller, now, last_cut = Controller(maximum, start), 0.0, None
+    for signal, seconds, in_flight in heard:
+        now += seconds
+        before = controller.limit
+        controller.started(min(in_flight, before))
+        controller.heard(signal, now)
+        after = controller.limit
+        assert 1 <= after <= max(1, maximum)
+        if after < before:
+            assert signal == "throttled"
+            assert last_cut is None or now - last_cut >= 15
+            assert after >= int(before * 0.8)
+            last_cut = now
+        if after > before:
+            assert signal == "clean"
+            assert after <= max(before + 1, before * 1.05)
+
+
+def steady(controller, requests, now=0.0):
+    for _ in range(requests):
+        controller.started(controller.limit)
+        controller.heard("clean", now)
+
+
+def test_slow_start_doubles_per_round():
+    controller = Controller(1000, start=8)
+    steady(controller, 8)
+    assert controller.limit == 16
+    steady(controller, 16)
+    assert controller.limit == 32
+
+
+def test_after_a_refusal_it_grows_by_five_percent_a_round():
+    controller = Controller(1000, start=100)
+    controller.heard("throttled", 0.0)
+    assert controller.limit == 80
+    steady(controller, 80)
+    assert controller.limit == 84
+    steady(controller, 83)
+    assert controller.limit == 84
+
+
+def test_it_does_not_go_back_to_where_it_was_refused_before_a_cut_is_due():
+    controller = Controller(1000, start=100)
+    controller.heard("throttled", 0.0)
+    steady(controller, 1000, now=14.0)
+    assert controller.limit == 95
+    steady(controller, 95, now=15.0)
+    assert controller.limit == 99
+
+
+def test_a_burst_of_refusals_is_one_cut():
+    controller = Controller(1000, start=100)
+    for second in range(15):
+        controller.heard("throttled", float(second))
+    assert controller.limit == 80
+    controller.heard("throttled", 15.0)
+    assert controller.limit == 64
+
+
+def test_an_unused_limit_does_not_grow():
+    controller = Controller(1000, start=100)
+    for _ in range(500):
+        controller.started(79)
+        controller.heard("clean", 0.0)
+    assert controller.limit == 100
+
+
+def test_the_servers_trouble_only_holds_growth():
+    controller = Controller(1000, start=100)
+    controller.heard("throttled", 0.0)
+    for _ in range(10):
+        steady(controller, 79)
+        controller.heard("trouble", 1.0)
+    assert controller.limit == 80
+
+
+def test_it_grows_from_one():
+    controller = Controller(10, start=1)
+    controller.heard("throttled", 0.0)
+    steady(controller, 5, now=14.0)
+    assert controller.limit == 1
+    steady(controller, 1, now=15.0)
+    assert controller.limit == 2
+
+
+def test_signals():
+    assert signal_of(None) == "clean"
+    assert signal_of(e.RateLimited("", retry_after_s=3600)) == "throttled"
+    assert signal_of(e.Overloaded("")) == "trouble"
+    assert signal_of(e.ServerError("")) == "trouble"
+    assert signal_of(e.ModelTimeout("")) == "neutral"
+
+
+def simulate(rate, seconds, *, maximum=200, latency=1.0, controller=None, start=0.0):
+    """Requests against a token bucket of `rate` per second (burst of one second); refused ones
+    come back
+    after a second. Returns (admitted, refused) over the second half."""
+    controller = controller or Controller(maximum)
+    tokens, last, now = rate, start, start
+    ends, in_flight, order = [], 0, 0
+    admitted = refused = 0
+    while now < start + seconds:
+        while in_flight < controller.limit:
+            tokens, last = min(rate, tokens + (now - last) * rate), now
+            ok = tokens >= 1
+            tokens -= ok
+            in_flight += 1
+            order += 1
+            controller.started(in_flight)
+            # A refused request gives its slot back at once, and its rollout pauses.
+            heapq.heappush(ends, (now + (latency if ok else 0.5), order, ok))
+        now, _, ok = heapq.heappop(ends)
+        in_flight -= 1
+        controller.heard("clean" if ok else "throttled", now)
+        if now > start + seconds / 2:
+            admitted += ok
+            refused += not ok
+    return admitted, refused, controller
+
+
+@pytest.mark.parametrize("rate", [20, 60, 150])
+def test_it_finds_the_allowed_rate(rate):
+    admitted, refused, _ = simulate(rate, 1200)
+    assert admitted >= 0.85 * rate * 600
+    assert refused < 0.05 * (admitted + refused)
+
+
+def test_it_recovers_when_the_quota_rises():
+    _, _, controller = simulate(20, 600)
+    low = controller.limit
+    admitted, _, _ = simulate(60, 120, controller=controller, start=600.0)
+    assert low < 35
+    assert admitted / 60 > 2 * 20
+
+
+async def hold(limiter, release):
+    async with limiter.slot() as waited:
+        await release.wait()
+        return waited
+
+
+async def test_slots_are_first_come_first_served():
+    limiter, order = InProcessLimiter(2), []
+
+    async def work(name):
+        async with limiter.slot():
+            order.append(name)
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group:
+        for name in range(20):
+            group.create_task(work(name))
+    assert order == list(range(20))
+    assert limiter.in_flight == 0
+
+
+async def test_never_more_than_the_limit():
+    limiter, peak = InProcessLimiter(5, start=3), 0
+
+    async def work():
+        nonlocal peak
+        async with limiter.slot():
+            peak = max(peak, limiter.in_flight)
+            assert limiter.in_flight <= limiter.controller.limit
+            await asyncio.sleep(0.001)
+        limiter.report(None)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(100):
+            group.create_task(work())
+    assert peak == 5
+
+
+async def test_growth_wakes_who_waits():
+    limiter, release = InProcessLimiter(4, start=1), asyncio.Event()
+    tasks = [asyncio.create_task(hold(limiter, release)) for _ in range(4)]
+    await asyncio.sleep(0.01)
+    assert limiter.in_flight == 1
+    for _ in range(3):
+        limiter.report(None)
+    await asyncio.sleep(0.01)
+    assert limiter.in_flight == 4
+    release.set()
+    waits = await asyncio.gather(*tasks)
+    assert waits[0] == 0
+    assert min(waits[1:]) > 0
+
+
+async def test_a_cancelled_waiter_leaves_no_hole():
+    limiter, release = InProcessLimiter(1), asyncio.Event()
+    first = asyncio.create_task(hold(limiter, release))
+    second = asyncio.create_task(hold(limiter, release))
+    await asyncio.sleep(0.01)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    release.set()
+    await first
+    async with asyncio.timeout(1):
+        await hold(limiter, release)
+    assert limiter.in_flight == 0
+
+
+async def test_a_slot_that_comes_with_the_cancellation_is_handed_on():
+    limiter, release = InProcessLimiter(1), asyncio.Event()
+    release.set()
+    async with limiter.slot():
+        second = asyncio.create_task(hold(limiter, release))
+        third = asyncio.create_task(hold(limiter, release))
+        await asyncio.sleep(0.01)
+    assert limiter.in_flight == 1  # the second's already
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    async with asyncio.timeout(1):
+        await third
+    assert limiter.in_flight == 0

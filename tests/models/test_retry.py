@@ -1,0 +1,254 @@
+"""The one retry layer: what is tried again, how long, and that the books know every request."""
+
+import asyncio
+
+import pytest
+
+from hermes_rl import errors as e
+from hermes_rl.events import CallEnded, CallStarted, Waited
+from hermes_rl.messages import AssistantMessage
+from hermes_rl.models.base import Completion
+from hermes_rl.models.client import Endpoint, connect
+from hermes_rl.models.limiter import InProcessLimiter
+from hermes_rl.models.retry import ModelCaller, RetryPolicy
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.testing.faults import FaultPlan
+from hermes_rl.usage import Usage
+
+ANSWER = Completion(
+    message=AssistantMessage(content="yes"),
+    finish_reason="stop",
+    usage=Usage(input_tokens=3, output_tokens=1),
+)
+
+
+class Scripted:
+    """A client that raises or returns what it is told, call by call; the last one for ever."""
+
+    api_mode = endpoint = "scripted"
+
+    def __init__(self, *outcomes):
+        self.outcomes = list(outcomes)
+        self.call_ids = []
+
+    async def complete(self, request):
+        self.call_ids.append(request.call_id)
+        outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def bound(self, request):
+        return 11
+
+    async def aclose(self):
+        pass
+
+
+def setup(kit, *outcomes, **policy):
+    client, events, time = Scripted(*outcomes), kit.Events(), kit.FakeTime()
+    limiter = InProcessLimiter(4, clock=lambda: time.now)
+    calling = ModelCaller(client, limiter, events, RetryPolicy(**policy), clock=time.clock())
+    return client, events, time, calling
+
+
+async def test_each_request_is_a_call_of_its_own(kit):
+    client, events, time, calling = setup(
+        kit,
+        e.RateLimited("429", status=429, request_id="r1", retry_after_s=5),
+        e.ProtocolError("cut", served=True),
+        ANSWER,
+    )
+    answer = await calling.call(kit.request(), turn=3, purpose="summary", agent="sub")
+    assert answer is ANSWER
+    assert client.call_ids == ["call-1", "call-2", "call-3"]
+    assert [type(x) for x in events.all] == [
+        CallStarted, CallEnded, Waited, CallStarted, CallEnded, Waited, CallStarted, CallEnded,
+    ]  # fmt: skip
+    assert [(x.outcome, x.retries, x.usage) for x in events.ends] == [
+        ("refused", 0, None),
+        ("cut", 1, None),
+        ("ok", 2, ANSWER.usage),
+    ]
+    assert events.ends[0].request_id == "r1"
+    assert events.ends[0].error == "RateLimited: 429"
+    assert events.ends[2].cost_usd is None
+    first = events.starts[0]
+    assert (first.turn, first.purpose, first.agent, first.model) == (3, "summary", "sub", "echo")
+    assert (first.max_input_tokens, first.max_output_tokens) == (11, None)
+    # The hint, and jitter on top of it; then jitter alone. Waiting is not the model's time.
+    assert time.slept == [5.5, 1.0]
+    assert events.waited == [5.5, 1.0]
+    assert all(x.latency_s == 0 for x in events.ends)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        e.AuthError, e.BillingError, e.ModelNotFound, e.BadRequest, e.ContentFiltered,
+        e.ContextOverflow, e.PayloadTooLarge,
+    ],
+)  # fmt: skip
+async def test_what_is_final_is_not_tried_again(kit, error):
+    client, events, time, calling = setup(kit, error("no"))
+    with pytest.raises(error):
+        await calling.call(kit.request(), turn=1)
+    assert len(client.call_ids) == 1
+    assert time.slept == []
+    assert events.ends[0].outcome == "refused"
+
+
+async def test_ten_minutes_of_429_are_waited_out(kit):
+    """An outage is bounded by time, not by a count, and pauses never exceed the cap."""
+    client, events, time, calling = setup(kit, e.RateLimited("429"))
+    began = time.now
+    task = asyncio.create_task(calling.call(kit.request(), turn=1))
+    await kit.until(lambda: time.now - began >= 600, step=0)
+    client.outcomes = [ANSWER]
+    assert await task is ANSWER
+    assert max(time.slept) == 30
+    assert sum(events.waited) == pytest.approx(time.now - began)
+
+
+async def test_an_outage_ends_after_its_time(kit):
+    client, _, time, calling = setup(kit, e.Overloaded("529"), outage_s=100)
+    began = time.now
+    with pytest.raises(e.Overloaded):
+        await calling.call(kit.request(), turn=1)
+    assert 60 < time.now - began <= 100
+    assert len(client.call_ids) > 5
+
+
+async def test_a_hint_beyond_the_patience_gives_up_at_once(kit):
+    client, _, time, calling = setup(kit, e.RateLimited("429", retry_after_s=3601))
+    with pytest.raises(e.RateLimited):
+        await calling.call(kit.request(), turn=1)
+    assert time.slept == []
+    assert len(client.call_ids) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        e.ServerError("500"),
+        e.ProtocolError("cut", served=True),
+        e.ModelTimeout("idle", served=True),
+        e.ConnectionLost("reset", served=True),
+    ],
+)
+async def test_what_may_have_been_paid_is_tried_a_few_times_only(kit, error):
+    client, events, _, calling = setup(kit, error, max_attempts=4)
+    with pytest.raises(type(error)):
+        await calling.call(kit.request(), turn=1)
+    assert len(client.call_ids) == 4
+    assert {x.outcome for x in events.ends} == {"cut" if error.served else "refused"}
+
+
+async def test_an_unreachable_server_is_waited_for(kit):
+    client, _, _, calling = setup(kit, *[e.ConnectionLost("refused")] * 20, ANSWER, max_attempts=2)
+    assert await calling.call(kit.request(), turn=1) is ANSWER
+    assert len(client.call_ids) == 21
+
+
+async def test_a_filtered_answer_is_paid_and_final(kit):
+    filtered = Completion(
+        message=AssistantMessage(), finish_reason="content_filter", usage=ANSWER.usage
+    )
+    client, events, _, calling = setup(kit, filtered)
+    with pytest.raises(e.ContentFiltered):
+        await calling.call(kit.request(), turn=1)
+    assert len(client.call_ids) == 1
+    assert (events.ends[0].outcome, events.ends[0].usage) == ("ok", ANSWER.usage)
+
+
+async def test_an_aborted_answer_is_paid_and_asked_for_again(kit):
+    aborted = Completion(message=AssistantMessage(), finish_reason="abort", usage=ANSWER.usage)
+    _, events, _, calling = setup(kit, aborted, ANSWER)
+    assert await calling.call(kit.request(), turn=1) is ANSWER
+    assert [(x.outcome, x.usage) for x in events.ends] == [
+        ("cut", ANSWER.usage),
+        ("ok", ANSWER.usage),
+    ]
+
+
+async def test_a_bug_is_recorded_and_passes_through(kit):
+    _, events, _, calling = setup(kit, ZeroDivisionError("secret text"))
+    with pytest.raises(ZeroDivisionError):
+        await calling.call(kit.request(), turn=1)
+    assert (events.ends[0].outcome, events.ends[0].error) == ("unknown", "ZeroDivisionError")
+
+
+async def test_prices_come_from_the_hook(kit):
+    client, events = Scripted(ANSWER), kit.Events()
+    calling = ModelCaller(
+        client,
+        InProcessLimiter(1),
+        events,
+        price=lambda model, usage: {"echo": 0.5}[model] * usage.output_tokens,
+    )
+    await calling.call(kit.request(), turn=1)
+    assert events.ends[0].cost_usd == 0.5
+
+
+async def test_cancelled_in_a_pause(kit):
+    """At once, the slot free, the waiting recorded."""
+    client, events = Scripted(e.RateLimited("429", retry_after_s=500)), kit.Events()
+    limiter = InProcessLimiter(1)
+    calling = ModelCaller(client, limiter, events)
+    task = asyncio.create_task(calling.call(kit.request(), turn=1))
+    await kit.until(lambda: events.ends)
+    task.cancel()
+    async with asyncio.timeout(1):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert limiter.in_flight == 0
+    assert len(events.waited) == 1
+    assert len(events.starts) == 1
+
+
+async def test_waiting_for_a_slot_is_not_the_models_time(kit):
+    limiter, events = InProcessLimiter(1), kit.Events()
+    async with FakeServer(FakeConfig(latency_s=0.15, script="noop")) as server:
+        client = connect(Endpoint(server.base_url))
+        calling = ModelCaller(client, limiter, events)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(3):
+                group.create_task(calling.call(kit.request(model="noop"), turn=1))
+        assert server.peak_in_flight == 1
+        await client.aclose()
+    assert sum(events.waited) >= 0.4
+    assert sum(x.latency_s for x in events.ends) < sum(events.waited) + 0.45
+
+
+@pytest.mark.parametrize("transport", ["http", "sdk"])
+@pytest.mark.parametrize("stream", [False, True], ids=["body", "stream"])
+async def test_the_books_are_the_servers(kit, transport, stream):
+    """20 % mixed faults: call by call our record says what the server's log says."""
+    faults = FaultPlan(seed=3, mixed=0.2, retry_after_s=0.01, slow_s=0.01)
+    async with FakeServer(FakeConfig(faults=faults, script="echo-3")) as server:
+        client, events = connect(Endpoint(server.base_url, transport=transport)), kit.Events()
+        calling = kit.caller(client, events)
+        async with asyncio.TaskGroup() as group:
+            runs = [
+                group.create_task(kit.rollout(calling, f"task {i}", "m", stream=stream))
+                for i in range(40)
+            ]
+        await client.aclose()
+    assert all(run.result()[-1].content == "All 3 steps are done." for run in runs)
+    served = {entry.call_id: entry for entry in server.entries}
+    ours = {end.call_id: end for end in events.ends}
+    assert set(ours) == set(served) == {start.call_id for start in events.starts}
+    expected = {"ok": "served", "refused": "refused", "cut": "cut"}
+    for call_id, end in ours.items():
+        entry = served[call_id]
+        assert expected[end.outcome] == entry.outcome, entry
+        assert (end.usage is not None) == entry.reported
+        if end.usage is not None:
+            assert end.usage.input_tokens == entry.prompt_tokens
+            assert end.usage.output_tokens == entry.completion_tokens
+            assert end.usage.cache_read_tokens == entry.cached_tokens
+    outcomes = [end.outcome for end in ours.values()]
+    assert outcomes.count("ok") == 160
+    assert outcomes.count("refused") > 3
+    assert outcomes.count("cut") > 3
+    assert any(x.outcome == "ok" and x.usage is None for x in ours.values())
