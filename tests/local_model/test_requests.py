@@ -182,6 +182,18 @@ def test_a_schema_keeps_only_what_the_grammar_knows_and_never_gets_narrower():
         jsonschema.validate({"mode": "b"}, simple)
 
 
+def test_a_call_writes_required_arguments_only_or_any_where_none_is_required():
+    step = step_of(tools=[TERMINAL])
+    arguments = step.sampling["json_schema"]["anyOf"][0]["properties"]["arguments"]
+    assert arguments["properties"] == {"command": {"type": "string"}}
+    assert arguments["additionalProperties"] is False
+    relaxed = json.loads(json.dumps(TERMINAL))
+    del relaxed["function"]["parameters"]["required"]
+    step = step_of(tools=[relaxed])
+    arguments = step.sampling["json_schema"]["anyOf"][0]["properties"]["arguments"]
+    assert set(arguments["properties"]) == {"command", "timeout"}
+
+
 @pytest.mark.parametrize("schema", [None, {}, True, {"type": "foo"}, {"type": ["string", "foo"]}])
 def test_a_schema_that_says_nothing_known_allows_everything(schema):
     assert simplify(schema) == {}

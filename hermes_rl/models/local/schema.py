@@ -1,8 +1,7 @@
 """JSON schemas that the engine's grammar surely understands.
 
 The engine does not refuse a schema with a keyword that it cannot compile: it drops the grammar and
-the model writes freely. So a tool's schema is cut down to the keywords that it knows; the result
-accepts at least what the tool's own schema accepts.
+the model writes freely. So a schema is cut down to the keywords that the grammar knows.
 """
 
 from __future__ import annotations
@@ -34,9 +33,18 @@ def step_schema(offered: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments: always an object."""
+    """The schema of a function's arguments: an object of the required ones, if any is required.
+
+    Models this small fill in every optional argument that they may, with defaults copied from its
+    description: that doubles the tokens of a call and adds mistakes. So they are not let to.
+    """
     simple = simplify(parameters)
-    return simple if simple.get("type") == "object" else {"type": "object"}
+    if simple.get("type") != "object":
+        return {"type": "object"}
+    if not simple.get("required"):
+        return simple
+    needed = {name: simple["properties"][name] for name in simple["required"]}
+    return {**simple, "properties": needed, "additionalProperties": False}
 
 
 def answer_schema(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from hermes_rl.models.local.fetching import (
     SourceFailed,
     WeightsUnavailable,
     not_enough_disk,
-    require_disk,
     sha256_of,
     silent,
 )
@@ -145,7 +144,6 @@ async def _fetch(fetch: Fetch, target: Path) -> None:
         await asyncio.to_thread(_settle, partial, target, weights)
         await asyncio.to_thread(fetch.clean)
         return
-    require_disk(fetch.folder, 0)
     raise WeightsUnavailable(
         f"no weights for the model {weights.name!r}: {'; '.join(reasons)}. What was fetched is "
         "kept: try again with a network, or give --model-path FILE (a GGUF of any chat model)"
