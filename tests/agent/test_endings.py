@@ -1,10 +1,12 @@
 """Every way in which a run ends."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hermes_rl.agent.control import Control
 from hermes_rl.agent.policy import PRESETS, Limits
 from hermes_rl.errors import (
     ENDINGS,
@@ -169,8 +171,8 @@ async def test_sandbox_killed_by_the_agent(rig: Any) -> None:
     assert [e.synthetic for e in ran.results()] == [True, True]
 
 
-async def test_every_ending_has_a_test_here() -> None:
-    source = open(__file__).read()
+def test_every_ending_has_a_test_here() -> None:
+    source = Path(__file__).read_text()
     assert [e for e in ENDINGS if f'"{e}"' not in source] == []
 
 
@@ -228,15 +230,13 @@ async def test_a_system_message_in_the_prompt_takes_the_place_of_the_preset(rig:
 
 
 async def test_tools_without_a_sandbox_are_refused(rig: Any) -> None:
-    with pytest.raises(UserError, match="terminal.* need a sandbox"):
+    with pytest.raises(UserError, match=r"terminal.* need a sandbox"):
         await rig.run("x", sandbox=None)
     ran = await rig.run("x", sandbox=None, tools={}, model="noop")
     assert ran.result.end_reason == "answered"
 
 
 async def test_interrupted_before_the_start(rig: Any) -> None:
-    from hermes_rl.agent.control import Control
-
     control = Control()
     control.interrupt()
     with pytest.raises(Interrupted):

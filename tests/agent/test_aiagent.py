@@ -1,0 +1,302 @@
+"""`AIAgent` through its doors: scripts, running loops, other threads."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from hermes_rl.agent.agent import AIAgent
+from hermes_rl.agent.assembly import Assembly
+from hermes_rl.agent.parts import Caller
+from hermes_rl.agent.policy import Limits
+from hermes_rl.doors import Home
+from hermes_rl.errors import AuthError, UserError
+from hermes_rl.events import CallStarted, MessageAdded
+from hermes_rl.models.base import ModelClient, Sampling
+from hermes_rl.models.client import connect
+from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.limiter import InProcessLimiter
+from hermes_rl.models.retry import ModelCaller
+from hermes_rl.ports import Recorder
+from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
+from hermes_rl.sandboxes.none import Subprocess
+from hermes_rl.testing.fake_server import FakeServer
+
+
+class Linked:
+    """A link to the fake server."""
+
+    api_mode = "chat_completions"
+    sampling = Sampling()
+
+    def __init__(self, model: str, client: ModelClient, log: list[str]) -> None:
+        self.model, self.client, self.log = model, client, log
+        self.endpoint = client.endpoint
+
+    def caller(self, recorder: Recorder) -> Caller:
+        return ModelCaller(self.client, InProcessLimiter(8), recorder)
+
+    async def aclose(self) -> None:
+        await self.client.aclose()
+        self.log.append("link closed")
+
+
+class Assembled:
+    """Makes links to one server, and shells without a sandbox."""
+
+    def __init__(self, base_url: str, folder: Path) -> None:
+        self.base_url, self.backend = base_url, Subprocess(state_dir=folder)
+        self.log: list[str] = []
+
+    async def connect(self, model: object) -> Linked:
+        self.log.append(f"connect {model}")
+        return Linked(str(model), connect(Endpoint(self.base_url)), self.log)
+
+    async def lease(self, sandbox: object) -> Sandbox:
+        self.log.append(f"lease {sandbox}")
+        return await self.backend.lease(SandboxSpec(lease="agent-test"))
+
+
+@pytest.fixture
+def home() -> Iterator[Home]:
+    """A loop in another thread: the fake server lives there."""
+    with Home() as home:
+        yield home
+
+
+@pytest.fixture
+def assembled(home: Home, tmp_path: Path) -> Iterator[Assembled]:
+    server = FakeServer()
+    home.run(server.__aenter__())
+    yield Assembled(server.base_url, tmp_path)
+    home.run(server.aclose())
+
+
+@pytest.fixture
+def agent_class(assembled: Assembled) -> type[AIAgent]:
+    class Bound(AIAgent):
+        assembly: ClassVar[Assembly | None] = assembled
+
+    return Bound
+
+
+def say(*steps: Any) -> str:
+    return "Do it.\nSCRIPT: " + json.dumps(list(steps))
+
+
+def test_chat_keeps_conversation_and_files(
+    agent_class: type[AIAgent], assembled: Assembled
+) -> None:
+    script = say({"run": "echo kept > f"}, "Written.", {"run": "cat f"}, "It says kept.")
+    with agent_class("m") as agent:
+        assert agent.chat(script) == "Written."
+        assert agent.chat("And now read it.") == "It says kept."
+        result = agent.run_conversation("Anything else?")
+    assert result["final_response"] == "done"
+    assert [m["role"] for m in result["messages"]] == [
+        "system",
+        *("user", "assistant", "tool", "assistant"),
+        *("user", "assistant", "tool", "assistant"),
+        *("user", "assistant"),
+    ]
+    assert json.loads(result["messages"][7]["content"])["output"] == "kept\n"
+    assert assembled.log == ["connect m", "lease None", "link closed"]
+
+
+def test_the_result_has_the_keys_of_the_contract(agent_class: type[AIAgent]) -> None:
+    with agent_class("m") as agent:
+        result = agent.run_conversation(say({"run": "true"}, "ok"), "Be terse.", task_id="t1")
+    assert list(result) == [
+        "final_response",
+        "messages",
+        "completed",
+        "end_reason",
+        "usage",
+        "calls",
+        "cost_usd",
+        "model",
+        "session_id",
+        "task_id",
+    ]
+    assert result["messages"][0] == {"role": "system", "content": "Be terse."}
+    assert (result["completed"], result["end_reason"]) == (True, "answered")
+    assert len(result["calls"]) == 2
+    total = sum(c["input_tokens"] + c["output_tokens"] for c in result["calls"])
+    assert result["usage"]["total_tokens"] == total > 0
+    assert (result["model"], result["task_id"]) == ("m", "t1")
+    json.dumps(result)
+
+
+def test_history_from_outside(agent_class: type[AIAgent]) -> None:
+    history = [
+        {"role": "system", "content": "Old rules."},
+        {"role": "user", "content": say("one", "two")},
+        {"role": "assistant", "content": "one"},
+    ]
+    with agent_class("m", toolsets=()) as agent:
+        result = agent.run_conversation("Go on.", conversation_history=history)
+        assert result["final_response"] == "two"
+        assert result["messages"][0]["content"] == "Old rules."
+        again = agent.run_conversation("x", conversation_history=result["messages"])
+        assert [m["role"][0] for m in again["messages"]] == list("suauaua")
+        anew = agent.run_conversation(say("fresh"), conversation_history=[])
+        assert anew["final_response"] == "fresh"
+        assert len(anew["messages"]) == 3
+
+
+async def test_the_doors_work_where_a_loop_is_running(agent_class: type[AIAgent]) -> None:
+    async with agent_class("m") as agent:
+        assert agent.chat(say({"run": "pwd"}, "here")) == "here"  # as in a notebook cell
+        result = await agent.run("again")
+        assert result["completed"]
+
+
+async def test_one_agent_over_several_loops(agent_class: type[AIAgent]) -> None:
+    agent = agent_class("m")
+    script = say({"run": "echo a > f"}, "1", {"run": "cat f"}, "2")
+
+    def elsewhere() -> dict[str, Any]:
+        return asyncio.run(agent.run(script))
+
+    first = await asyncio.to_thread(elsewhere)
+    assert first["final_response"] == "1"
+    second = await agent.run("now here")
+    assert json.loads(second["messages"][-2]["content"])["output"] == "a\n"
+    await agent.aclose()
+
+
+def test_interrupt_with_a_message_goes_on_with_that(agent_class: type[AIAgent]) -> None:
+    started = threading.Event()
+
+    def on_event(event: Any) -> None:
+        if isinstance(event, MessageAdded) and event.turn == 1:
+            started.set()
+
+    steps = [{"run": "touch f; sleep 30"}, "Changed my mind, as you said.", "third"]
+    with agent_class("m", on_event=on_event) as agent:
+
+        def interrupt() -> None:
+            started.wait(10)
+            time.sleep(0.2)
+            agent.interrupt("Do something else.")
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        start = time.monotonic()
+        result = agent.run_conversation(say(*steps))
+        thread.join()
+        assert time.monotonic() - start < 10
+        assert result["final_response"] == "Changed my mind, as you said."
+        assert [m["role"][0] for m in result["messages"]] == list("suatua")
+        assert result["messages"][4]["content"] == "Do something else."
+        assert len(result["calls"]) == 2
+        assert agent.chat("more") == "third"
+
+
+def test_interrupt_without_a_message_ends_the_run(agent_class: type[AIAgent]) -> None:
+    started = threading.Event()
+
+    def on_event(event: Any) -> None:
+        if isinstance(event, CallStarted):
+            started.set()
+
+    with agent_class("m", on_event=on_event) as agent:
+
+        def interrupt() -> None:
+            started.wait(10)
+            time.sleep(0.2)
+            agent.interrupt()
+
+        threading.Thread(target=interrupt).start()
+        start = time.monotonic()
+        result = agent.run_conversation(say({"text": "late", "latency_s": 2}, "second"))
+        assert time.monotonic() - start < 1.5
+        assert (result["completed"], result["end_reason"]) == (False, "interrupted")
+        assert result["final_response"] is None
+        assert [c["outcome"] for c in result["calls"]] == ["cancelled"]
+        assert result["usage"]["unknown_calls"] == 1
+        # The next message joins the one that got no answer: roles go on alternating.
+        result = agent.run_conversation("SCRIPT is off")
+        assert [m["role"][0] for m in result["messages"]] == list("sua")
+
+
+def test_interrupt_while_idle_does_nothing(agent_class: type[AIAgent]) -> None:
+    with agent_class("m") as agent:
+        agent.interrupt("x")
+        assert agent.chat(say("fine")) == "fine"
+
+
+def test_a_failed_call_leaves_the_conversation_as_it_was(agent_class: type[AIAgent]) -> None:
+    with agent_class("m") as agent:
+        assert agent.chat(say("one", {"fault": "auth"})) == "one"
+        with pytest.raises(AuthError):
+            agent.chat("two")
+        with pytest.raises(AuthError):
+            agent.chat("two")
+
+
+def test_one_run_at_a_time(agent_class: type[AIAgent]) -> None:
+    with agent_class("m") as agent:
+        errors: list[BaseException] = []
+
+        def second() -> None:
+            time.sleep(0.3)
+            try:
+                agent.chat("me too")
+            except UserError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=second)
+        thread.start()
+        agent.chat(say({"text": "slow", "latency_s": 1}))
+        thread.join()
+        assert "already running" in str(errors[0])
+
+
+def test_calling_a_door_from_a_callback_is_refused(agent_class: type[AIAgent]) -> None:
+    agents: list[AIAgent] = []
+    errors: list[str] = []
+
+    def on_event(event: Any) -> None:
+        if isinstance(event, CallStarted):
+            try:
+                agents[0].chat("inner")
+            except UserError as error:
+                errors.append(str(error))
+
+    with agent_class("m", on_event=on_event) as agent:
+        agents.append(agent)
+        assert agent.chat(say("outer")) == "outer"
+    assert "callback" in errors[0]
+
+
+def test_streamed_pieces(agent_class: type[AIAgent]) -> None:
+    pieces: list[str] = []
+    with agent_class("m", toolsets=(), on_delta=pieces.append) as agent:
+        assert agent.chat(say("piece by piece")) == "".join(pieces) == "piece by piece"
+
+
+def test_lone_surrogates_are_replaced(agent_class: type[AIAgent]) -> None:
+    with agent_class("m", toolsets=()) as agent:
+        result = agent.run_conversation("\ud800" + say("ok"))
+    assert result["messages"][1]["content"].startswith("?Do it.")
+
+
+def test_limits_and_bad_names(agent_class: type[AIAgent]) -> None:
+    with agent_class("m", limits=Limits(max_turns=1), preset="rl") as agent:
+        result = agent.run_conversation(say({"run": "true"}, "never"))
+        assert result["end_reason"] == "max_turns"
+    with pytest.raises(UserError, match=r"unknown toolset 'web' \(known: terminal, file"):
+        agent_class("m", toolsets=["web"])
+    with pytest.raises(UserError, match=r"unknown preset 'fast' \(known: interactive"):
+        agent_class("m", preset="fast")
+
+
+def test_the_bare_class_says_what_to_use() -> None:
+    with AIAgent("m") as agent, pytest.raises(UserError, match=r"use hermes_rl\.AIAgent"):
+        agent.chat("x")

@@ -1,0 +1,137 @@
+"""Dispatch of tool calls: order, side by side, bad arguments, unknown names."""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+from hermes_rl.agent.policy import PRESETS
+from hermes_rl.tools.base import Tool, ToolContext, ToolResult
+
+ANY = {"type": "object", "additionalProperties": True}
+
+
+class Log:
+    """Tools that note when they begin and end."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def tool(self, name: str, *, parallel: bool) -> Tool:
+        async def handler(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
+            self.lines.append(f"{args['n']}+")
+            await asyncio.sleep(args.get("s", 0.01))
+            self.lines.append(f"{args['n']}-")
+            return ToolResult(str(args["n"]))
+
+        return Tool(name, "", ANY, handler, "x", parallel=parallel, needs_sandbox=False)
+
+
+def call(name: str, n: int, **more: Any) -> dict[str, Any]:
+    return {"name": name, "arguments": {"n": n, **more}}
+
+
+def texts(ran: Any) -> list[str]:
+    return [e.message.content for e in ran.results()]
+
+
+async def test_parallel_tools_run_side_by_side_with_results_in_call_order(rig: Any) -> None:
+    log = Log()
+    tools = {"look": log.tool("look", parallel=True)}
+    calls = [call("look", 1, s=0.1), call("look", 2, s=0.01), call("look", 3, s=0.05)]
+    start = time.monotonic()
+    ran = await rig.play({"calls": calls}, "done", tools=tools)
+    assert texts(ran) == ["1", "2", "3"]
+    assert log.lines == ["1+", "2+", "3+", "2-", "3-", "1-"]
+    assert [e.message.tool_call_id for e in ran.results()] == ["call_0_0", "call_0_1", "call_0_2"]
+    assert ran.result.active_seconds < time.monotonic() - start < 0.5
+    assert ran.result.active_seconds < 0.15
+
+
+async def test_other_tools_are_barriers(rig: Any) -> None:
+    log = Log()
+    tools = {
+        "look": log.tool("look", parallel=True),
+        "act": log.tool("act", parallel=False),
+    }
+    calls = [call("look", 1), call("look", 2), call("act", 3), call("look", 4), call("act", 5)]
+    ran = await rig.play({"calls": calls}, "done", tools=tools)
+    assert texts(ran) == ["1", "2", "3", "4", "5"]
+    assert log.lines[:2] == ["1+", "2+"]
+    assert log.lines[4:] == ["3+", "3-", "4+", "4-", "5+", "5-"]
+
+
+async def test_at_most_eight_side_by_side(rig: Any) -> None:
+    log = Log()
+    tools = {"look": log.tool("look", parallel=True)}
+    ran = await rig.play({"calls": [call("look", n) for n in range(20)]}, "done", tools=tools)
+    assert texts(ran) == [str(n) for n in range(20)]
+    running = most = 0
+    for line in log.lines:
+        running += 1 if line.endswith("+") else -1
+        most = max(most, running)
+    assert most == 8
+
+
+async def test_commands_of_one_turn_run_in_order(rig: Any) -> None:
+    calls = [{"arguments": {"command": f"echo {n} >> f; cat f"}} for n in range(3)]
+    ran = await rig.play({"calls": calls}, "done")
+    assert [json.loads(t)["output"] for t in texts(ran)] == ["0\n", "0\n1\n", "0\n1\n2\n"]
+
+
+async def test_equal_calls_of_one_turn_both_run(rig: Any) -> None:
+    calls = [{"arguments": {"command": "echo x >> f; wc -l < f"}}] * 2
+    ran = await rig.play({"calls": calls}, "done")
+    assert [json.loads(t)["output"] for t in texts(ran)] == ["1\n", "2\n"]
+
+
+async def test_bad_json_goes_back_and_never_runs(rig: Any) -> None:
+    bad = '{"command": "touch made",, }'
+    calls = [{"arguments": bad}, {"arguments": '["touch made"]'}, {"arguments": ""}]
+    ran = await rig.play({"calls": calls}, "done")
+    first, second, third = (json.loads(t)["error"] for t in texts(ran))
+    assert "not valid JSON" in first
+    assert "line 1, column 26" in first
+    assert "must be a JSON object, not an array" in second
+    assert "no arguments were given; required: command" in third
+    assert (await rig.sandbox.run("ls", timeout_s=5)).output == ""
+    assert ran.result.messages[2].tool_calls[0].arguments == bad  # kept as the model wrote it
+    assert [e.tool_ok for e in ran.results()] == [False] * 3
+
+
+async def test_unknown_tools_are_told_the_names(rig: Any) -> None:
+    ran = await rig.play({"calls": [{"name": "python", "arguments": {}}]}, "done")
+    error = json.loads(texts(ran)[0])["error"]
+    expected = "terminal, read_file, write_file, patch, search_files"
+    assert error == f"unknown tool 'python'; the tools are: {expected}"
+
+
+async def test_names_are_repaired_by_policy_only(rig: Any) -> None:
+    calls = {"calls": [{"name": "functions.Terminal", "arguments": {"command": "echo hi"}}]}
+    repaired = await rig.play(calls, "done")
+    assert json.loads(texts(repaired)[0])["output"] == "hi\n"
+    assert repaired.results()[0].message.name == "functions.Terminal"
+    strict = await rig.play(calls, "done", policy=PRESETS["rl"])
+    assert "unknown tool" in texts(strict)[0]
+
+
+async def test_large_results_are_cut(rig: Any) -> None:
+    async def handler(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
+        return ToolResult("a" * 500 + "b" * 600)
+
+    tools = {"terminal": Tool("terminal", "", ANY, handler, "x", max_chars=100)}
+    ran = await rig.play({"calls": [{}]}, "done", tools=tools)
+    assert len(texts(ran)[0]) == 100
+    assert texts(ran)[0].startswith("a")
+    assert texts(ran)[0].endswith("bbb")
+
+
+async def test_tools_share_the_state_of_one_run_only(rig: Any) -> None:
+    async def handler(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
+        ctx.state["n"] = ctx.state.get("n", 0) + 1
+        return ToolResult(str(ctx.state["n"]))
+
+    tools = {"terminal": Tool("terminal", "", ANY, handler, "x")}
+    for _ in range(2):
+        ran = await rig.play({"calls": [{}, {}]}, {"calls": [{}]}, "done", tools=tools)
+        assert texts(ran) == ["1", "2", "3"]
