@@ -18,7 +18,7 @@ from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, Sa
 from hermes_rl.sandboxes.box import Inner, Lease, find_binary, launch
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.session import Place, ShellSandbox, environment_file
-from hermes_rl.sandboxes.shell import SUPERVISOR, Shell, ShellLost, ShellPaths
+from hermes_rl.sandboxes.shell import Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Home, Slots
 from hermes_rl.sandboxes.spawn import Spawner, exited, gone
 from hermes_rl.sandboxes.workspace import remove_tree
@@ -129,7 +129,7 @@ class Bubblewrap:
             home = Home(self._state_dir)
             shared = home.new_box()
             os.chmod(shared, 0o755)
-            (shared / "supervisor").write_bytes(SUPERVISOR.read_bytes())
+            (shared / "supervisor").write_text(supervisor_text())
             (shared / "supervisor").chmod(0o644)
             self._etc[False] = recipe.make_etc(shared / "etc")
             self._shared = shared
@@ -162,8 +162,6 @@ class Bubblewrap:
             await self.give_back(lease)
             raise
         self._live.add(sandbox)
-        if spec.cwd is not None:
-            await sandbox.make_cwd(spec.cwd)
         return sandbox
 
     async def _start(self, lease: Lease) -> Running:

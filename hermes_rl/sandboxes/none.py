@@ -20,7 +20,7 @@ from hermes_rl.sandboxes import grading, processes, recipe
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.session import Place, ShellSandbox, environment_file
-from hermes_rl.sandboxes.shell import SUPERVISOR, Shell, ShellLost, ShellPaths
+from hermes_rl.sandboxes.shell import Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Home
 from hermes_rl.sandboxes.spawn import Launch, Spawner, exited, start
 from hermes_rl.sandboxes.workspace import copy_tree, remove_tree
@@ -128,14 +128,14 @@ class Subprocess:
             raise TaskFault(f"image {spec.image!r}: the sandbox 'none' has no images")
         if self._home is None:
             self._home = Home(self._state_dir)
+            self._shared = self._home.new_box()
+            (self._shared / "supervisor").write_text(supervisor_text())
         box = self._home.new_box()
         try:
             sandbox = PlainSandbox(self, spec, await self._start(box, spec))
         except BaseException:
             await asyncio.to_thread(remove_tree, box)
             raise
-        if spec.cwd is not None:
-            await sandbox.make_cwd(spec.cwd)
         return sandbox
 
     async def _start(self, box: Path, spec: SandboxSpec) -> Running:
@@ -148,7 +148,14 @@ class Subprocess:
         if bash is None:
             raise SandboxStartError("no bash on this machine: install bash")
         limits = ["-n", str(recipe.OPEN_FILES), "-c", "0"]
-        argv = [bash, "--norc", "--noprofile", str(SUPERVISOR), str(control), str(state)]
+        argv = [
+            bash,
+            "--norc",
+            "--noprofile",
+            str(self._shared / "supervisor"),
+            str(control),
+            str(state),
+        ]
         ours, theirs = socket.socketpair()
         with theirs:
             launch = Launch([*argv, *limits, spec.lease])
@@ -166,8 +173,8 @@ class Subprocess:
         return Running(box, process, shell)
 
     async def grade(self, box: Path, spec: GradingSpec, number: int) -> GradingResult:
-        """Run a verifier on a copy of the workspace. /workspace and /verify in its script stand for the
-        folders that take their place here."""
+        """Run a verifier on a copy of the workspace. /workspace and /verify in its script stand for
+        the folders that take their place here."""
         stage = box / f"grade{number}"
         control, verify, home = stage / "ctl", stage / "verify", stage / "home"
         for path in (stage, control, verify, home):
@@ -206,6 +213,7 @@ class Subprocess:
     async def aclose(self) -> None:
         """Give the state folder up; all sandboxes are closed by their owners."""
         if self._home is not None:
+            await asyncio.to_thread(remove_tree, self._shared)
             self._home.close()
             self._home = None
         self._spawner.close()

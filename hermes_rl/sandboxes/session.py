@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from hermes_rl.errors import SandboxDied, SandboxError, SandboxStartError
+from hermes_rl.errors import SandboxDied, SandboxError
 from hermes_rl.sandboxes.background import Background
 from hermes_rl.sandboxes.base import MAX_OUTPUT_BYTES, CommandResult, Process, SandboxInfo
 from hermes_rl.sandboxes.files import UNSAFE, Beneath
@@ -51,9 +51,13 @@ class Place:
 
 def environment_file(variables: dict[str, str], workspace: str, cwd: str | None) -> str:
     """The state that a session starts from, as bash reads it."""
-    cwd = posixpath.join(workspace, cwd or "")
+    there = shlex.quote(posixpath.join(workspace, cwd or ""))
+    made = f"{{ mkdir -p -- {there} && cd -- {there}; }}"
+    failed = f"{{ printf 'no working directory %s\\n' {there} >&4; exit 125; }}"
+    go = f"cd -- {there} 2>/dev/null || {made} || {failed}"
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    return "\n".join([f"cd -- {shlex.quote(cwd)}", "umask 022", *lines, ""])
+    names = " ".join(name for name in variables if name != "LANG")  # unsetting that one is slow
+    return "\n".join([f"_hx_names='{names}'", "umask 022", *lines, go, ""])
 
 
 def encode(command: str) -> bytes:
@@ -187,13 +191,6 @@ class ShellSandbox:
             return None  # `..` after a symlink is only known inside
         root = self.workspace.rstrip("/") + "/"
         return whole[len(root) :] if whole.startswith(root) else None
-
-    async def make_cwd(self, path: str) -> None:
-        """Make the first command's working directory when it is absent."""
-        text = f"mkdir -p -- {shlex.quote(posixpath.join(self.workspace, path))}"
-        sink = HeadTail(1000)
-        if (await self._execute("i", encode(text), sink, TRANSFER_S)).exit_code:
-            raise SandboxStartError(f"cannot make the working directory: {sink.text().strip()}")
 
     async def _inside(
         self, script: str, path: str, sink: Sink, stdin: bytes | Path | None = None

@@ -28,7 +28,6 @@ from typing import Literal
 from hermes_rl.sandboxes.output import Nothing, Sink
 from hermes_rl.sandboxes.pipes import CHUNK, DRAIN_PAUSE_S, Pipe
 
-SUPERVISOR = Path(__file__).with_name("supervisor.sh")
 QUIET_S = 0.005
 """A command that ends sooner is read once, at its end; a longer one as it prints."""
 END_S = 2.0
@@ -63,6 +62,20 @@ class ShellPaths:
     """A directory that only the sandbox uses."""
 
 
+def supervisor_text() -> str:
+    """The supervisor as bash runs it: comments left out, saving put in its places."""
+    here = Path(__file__)
+    save, text = (
+        "\n".join(
+            line
+            for line in here.with_name(name).read_text().splitlines()
+            if not line.lstrip().startswith("#")
+        )
+        for name in ("save.sh", "supervisor.sh")
+    )
+    return text.replace("@SAVE@", save) + "\n"
+
+
 class Shell:
     """Drives one supervisor. One command at a time; the rest wait their turn.
 
@@ -84,7 +97,7 @@ class Shell:
         self._buffer = b""
         self._turn = asyncio.Lock()
         self._waiter: asyncio.Future[bool] | None = None
-        self._answer: tuple[int, bool] | None = None
+        self._answer: tuple[int, bytes] | None = None
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._abort: asyncio.Task[None] | None = None
         self._pipes = 0
@@ -93,7 +106,7 @@ class Shell:
         self._command = os.open(
             paths.control / "cmd", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
         )
-        self._source = f"{paths.inside}/env"
+        self._source = "-"
         self._flip = False
         self._files = 0
         channel.setblocking(False)
@@ -163,7 +176,7 @@ class Shell:
         self._settle(watch)
         code, saved = answer
         if kind == "r" and saved and in_time:
-            self._source = f"{self.paths.state}/{out}"
+            self._source = "-" if saved == b"-" else f"{self.paths.state}/{out}"
             self._flip = not self._flip
         return Ended(code if in_time else 124, not in_time)
 
@@ -174,7 +187,7 @@ class Shell:
         except OSError as error:
             raise ShellLost(str(error)) from error
 
-    async def _ended_by_force(self, watch: _Watch) -> tuple[int, bool]:
+    async def _ended_by_force(self, watch: _Watch) -> tuple[int, bytes]:
         """Kill the running command's tree and wait for the supervisor's word of its end."""
         waiter = self._waiter = self._loop.create_future()
         watch.resume()
@@ -256,7 +269,7 @@ class Shell:
             return
         kind = words[0] if words else b""
         if kind == b"E":
-            self._answer = (int(words[1]), words[2] == b"1")
+            self._answer = (int(words[1]), words[2] if len(words) > 2 else b"")
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(True)
         elif kind in (b"P", b"X"):
