@@ -3,7 +3,8 @@
     from batch_runner import run_batch
     report = run_batch(config)
 
-`await arun_batch(config)` is the same where a loop runs. Ray is imported by `pool` and `actor` only.
+`await arun_batch(config)` is the same where a loop runs. Ray is imported by `pool` and `actor`
+only.
 """
 
 from __future__ import annotations

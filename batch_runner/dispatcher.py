@@ -1,10 +1,8 @@
 """The executor: gives a source's attempts to workers and brings their receipts back.
 
 Invariants: an attempt is journalled before it is sent; a worker never holds more than its capacity;
-an
-attempt that was sent comes back as exactly one receipt, from its worker or, when that died, from the
-recovery
-of its journal; a dead worker is fenced before its units are handed out again.
+an attempt that was sent comes back as exactly one receipt, from its worker or, when that died, from
+the recovery of its journal; a dead worker is fenced before its units are handed out again.
 """
 
 from __future__ import annotations
@@ -80,6 +78,10 @@ class Listener(Protocol):
 
     def heard(self, requests: int, throttled: int) -> None:
         """Model requests since the last time, and how many of them were refused with 429."""
+        ...
+
+    def lost(self, writer: str, why: str) -> None:
+        """A worker died; its attempts come again."""
         ...
 
     def fault(self, cause: str, text: str) -> None:
@@ -160,6 +162,8 @@ class Dispatcher:
 
     async def _feed(self, source: WorkSource, group: asyncio.TaskGroup) -> None:
         """Hand out attempts, each to the worker with the most room, until there are no more."""
+        # The first worker to stand must not take all of a small dataset.
+        await self._until(lambda: all(s.handle is not None for s in self._slots))
         while True:
             await self._until(lambda: self._faulty or self._roomiest().free > 0)
             if self._faulty or (item := await source.next()) is None:
@@ -218,7 +222,8 @@ class Dispatcher:
             else:
                 slot.in_flight.clear()  # its disk is full: the next start recovers them
                 await handle.kill()
-        except WorkerLost:
+        except WorkerLost as error:
+            self._listener.lost(handle.writer, str(error))
             slot.handle = None
             idle = not slot.in_flight
             await handle.kill()

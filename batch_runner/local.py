@@ -17,7 +17,7 @@ _POLL_S = 5.0
 
 @dataclass
 class LocalWorker:
-    """The driver's end of a worker in its own process. It cannot be lost: it dies with the driver."""
+    """The driver's end of a worker in its own process: it lives and dies with the driver."""
 
     worker: Worker
     stack: AsyncExitStack

@@ -101,7 +101,7 @@ class _Run:
         fleet = Fleet(max(1, settings.workers), settings.concurrency, first)
         dispatcher = Dispatcher(factory, self.books, fleet, self)
         work = asyncio.create_task(dispatcher.run(self.source))
-        with Interrupts(self._interrupted, work.cancel):
+        with Interrupts(self._interrupted, lambda: _cancel(work)):
             try:
                 await work
             except asyncio.CancelledError:
@@ -127,6 +127,10 @@ class _Run:
     def heard(self, requests: int, throttled: int) -> None:
         """Listener of the dispatcher."""
         self.sink.heard(requests, throttled)
+
+    def lost(self, writer: str, why: str) -> None:
+        """Listener of the dispatcher."""
+        self.progress.note(f"worker {writer} was lost ({why}); its units go back")
 
     def fault(self, cause: str, text: str) -> None:
         """Listener of the dispatcher."""
@@ -214,6 +218,10 @@ class _Run:
             detail=stop.detail if stop else None,
             stats=stats,
         )
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
 
 
 @asynccontextmanager

@@ -46,7 +46,7 @@ def settle(config: RunConfig) -> Settings:
     exist.
     """
     if config.model.name not in (*PLAYED_MODELS, *LOCAL_MODELS):
-        api_key(config)
+        api_key(config.endpoint)
     identity = identity_of(config)
     local = config.model.name in LOCAL_MODELS
     concurrency = config.run.concurrency or (LOCAL_CONCURRENCY if local else CONCURRENCY)

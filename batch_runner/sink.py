@@ -15,6 +15,9 @@ RATE_WINDOW_S = 60.0
 """Rates are taken over the last minute."""
 
 
+_NOTHING = UsageTotal(input_tokens=0, output_tokens=0, total_tokens=0)
+
+
 @dataclass
 class Tally:
     """What this start of the run has seen so far."""
@@ -32,7 +35,7 @@ class Tally:
     cancelled: int = 0
     causes: dict[str, int] = field(default_factory=dict)
     """Failed attempts by cause."""
-    usage: UsageTotal = UsageTotal(input_tokens=0, output_tokens=0, total_tokens=0)
+    usage: UsageTotal = _NOTHING
     cost_usd: float | None = None
     unpriced_calls: int = 0
     requests: int = 0

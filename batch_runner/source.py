@@ -1,8 +1,7 @@
 """Where work comes from: plan, retries and the breaker, behind the protocol `WorkSource`.
 
 Invariants: a unit is handed out only while it is open and not in flight; only receipts change the
-ledger;
-once stopped, nothing more is handed out.
+ledger; once stopped, nothing more is handed out.
 """
 
 from __future__ import annotations
@@ -93,9 +92,8 @@ class RunSource:
         consequence = CAUSES[receipt.cause] if receipt.cause else None
         if consequence is not None and consequence.breaker:
             self.halt(Stop(receipt.cause or "", receipt.error or receipt.cause or ""))
-        elif item is not None and disposition == "open" and consequence is not None:
-            if consequence.owner != "operator":
-                self._retry(item, receipt.cause or "")
+        elif item is not None and disposition == "open" and _again(receipt.cause):
+            self._retry(item, receipt.cause or "")
         self._changed.set()
 
     async def lost(self, item: WorkItem) -> None:
@@ -132,6 +130,11 @@ class RunSource:
                 await self._changed.wait()
         except TimeoutError:
             pass
+
+
+def _again(cause: str | None) -> bool:
+    """Whether this run tries the unit again: what the operator ended waits for the next start."""
+    return cause is not None and CAUSES[cause].retry and CAUSES[cause].owner != "operator"
 
 
 def _backoff(failures: int) -> float:

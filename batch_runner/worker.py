@@ -1,10 +1,8 @@
 """One worker: one event loop with many rollouts, one journal, one publisher.
 
 The same class runs in the driver's process (`--workers 0`) and inside a Ray actor. Invariants: a
-receipt
-leaves only after the attempt's rows are durable; a worker that stops for a fault, a lost lease or
-an abort
-writes nothing more and leaves the rest to recovery.
+receipt leaves only after the attempt's rows are durable; a worker that stops for a fault, a lost
+lease or an abort writes nothing more and leaves the rest to recovery.
 """
 
 from __future__ import annotations
@@ -87,8 +85,10 @@ class Worker:
 
     async def outlive_driver(self) -> None:
         """Return once the driver was not heard for the lease."""
-        while (left := self.heard + self.spec.lease_s - time.monotonic()) > 0:
-            await asyncio.sleep(min(left, self.spec.lease_s / 10))
+        left = self.spec.lease_s
+        while left > 0:
+            await asyncio.sleep(left)
+            left = self.heard + self.spec.lease_s - time.monotonic()
 
     def _reply(self) -> Reply:
         self._news.clear()
@@ -153,6 +153,13 @@ def _was_throttled(error: str | None) -> bool:
     return error is not None and error.startswith("RateLimited")
 
 
+def _prove_sight(run_dir: RunDir, spec: WorkerSpec) -> None:
+    """A worker on another machine may see no run directory, or another one of that name."""
+    epochs = run_dir.epochs()
+    if spec.epoch not in epochs or run_dir.epoch(spec.epoch).run_id != spec.run_id:
+        raise StoreError(f"no such run at {spec.run_path}: choose --out on storage that all share")
+
+
 @asynccontextmanager
 async def open_worker(spec: WorkerSpec) -> AsyncIterator[Worker]:
     """A worker with its journal and workshop; on leaving, what still runs is aborted.
@@ -160,8 +167,7 @@ async def open_worker(spec: WorkerSpec) -> AsyncIterator[Worker]:
     Raises: StoreError when it cannot see the run directory, or comes too late.
     """
     run_dir = RunDir(Path(spec.run_path))
-    if spec.epoch not in await asyncio.to_thread(run_dir.epochs):
-        raise StoreError(f"the worker does not see {spec.run_path}")
+    await asyncio.to_thread(_prove_sight, run_dir, spec)
     config = parse_config(json.loads(spec.config))
     async with AsyncExitStack() as stack:
         journal = await stack.enter_async_context(JournalWriter(run_dir, spec.epoch, spec.worker))
