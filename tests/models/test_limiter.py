@@ -4,7 +4,7 @@ import asyncio
 import heapq
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hermes_rl import errors as e
@@ -20,6 +20,7 @@ SIGNALS = st.lists(
 )
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.integers(-3, 200), st.integers(1, 64), SIGNALS)
 def test_the_limit_keeps_its_bounds(maximum, start, heard):
     controller, now, last_cut = Controller(maximum, start), 0.0, None
