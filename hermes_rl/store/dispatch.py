@@ -77,7 +77,7 @@ class DispatchJournal:
         self._file.append(msgspec.json.encode(line))
         return line
 
-    def close(self, *, clean: bool) -> None:
+    def close(self, clean: bool) -> None:
         """Close it; a clean end leaves nothing behind."""
         if self._file is not None:
             self._file.close()

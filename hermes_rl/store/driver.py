@@ -25,6 +25,7 @@ from hermes_rl.store.ledger import Disposition, Ledger
 from hermes_rl.store.recovery import Outcome, Recovery, Report, outcomes, quarantined
 from hermes_rl.store.replay import Lost
 from hermes_rl.store.rundir import Epoch, RunDir
+from hermes_rl.store.threads import in_thread
 from hermes_rl.store.version import SCHEMA_VERSION
 
 
@@ -100,7 +101,7 @@ class Driver:
         """
         async with self._recovering:
             sent = {k: d for k, d in self._in_flight.items() if d.writer == writer}
-            ended = await asyncio.to_thread(self._recover_worker, writer, cause, sent)
+            ended = await in_thread(self._recover_worker, writer, cause, sent)
         news = [o for o in ended if self._in_flight.pop(o.key, None) is not None]
         for outcome in news:
             key = outcome.key
@@ -143,9 +144,13 @@ class Driver:
     async def aclose(self) -> None:
         """Let the run directory go. Attempts without a receipt are left to the next start."""
         if self._lock >= 0:
-            await asyncio.to_thread(self._journal.close, clean=not self._in_flight)
-            os.close(self._lock)
-            self._lock = -1
+            await in_thread(self._journal.close, not self._in_flight)
+            self.release()
+
+    def release(self) -> None:
+        """Let LOCK go, whatever else is open."""
+        os.close(self._lock)
+        self._lock = -1
 
 
 async def open_run(
@@ -165,9 +170,20 @@ async def open_run(
     Raises: UserError for a place that cannot be used; StoreError when the run is in use, damaged,
     newer or of another configuration; DiskFull.
     """
-    return await asyncio.to_thread(
-        open_run_blocking, path, dict(identity), dict(meta or {}), options or OpenOptions()
-    )
+    opened: list[Driver] = []
+
+    def work() -> None:
+        opened.append(
+            open_run_blocking(path, dict(identity), dict(meta or {}), options or OpenOptions())
+        )
+
+    try:
+        await in_thread(work)
+    except asyncio.CancelledError:
+        for driver in opened:
+            driver.release()
+        raise
+    return opened[0]
 
 
 def open_run_blocking(

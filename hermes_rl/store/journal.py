@@ -24,6 +24,7 @@ from hermes_rl.store.disk import AppendFile
 from hermes_rl.store.processes import try_lock, write_holder
 from hermes_rl.store.rows import Finished
 from hermes_rl.store.rundir import RunDir, epoch_of
+from hermes_rl.store.threads import in_thread
 
 _encode = msgspec.json.Encoder().encode
 
@@ -147,7 +148,7 @@ class JournalWriter:
         self._sealing = asyncio.Lock()
 
     async def __aenter__(self) -> JournalWriter:
-        self._batch = await asyncio.to_thread(self._open)
+        self._batch = await in_thread(self._open)
         return self
 
     async def __aexit__(
@@ -220,7 +221,7 @@ class JournalWriter:
         async with self._sealing:
             if self._batch is None or not self._batch.attempts:
                 return None
-            fresh = await asyncio.to_thread(self._new_batch)
+            fresh = await in_thread(self._new_batch)
             self.run_dir.crash("publish-6-opened")
             sealed, self._batch = self._batch, fresh
             self.full.clear()
@@ -248,7 +249,7 @@ class JournalWriter:
             if not live.open and live is not self._live:
                 live.file.close()
                 ended.append(live.file.path)
-        await asyncio.to_thread(self._unlink, ended)
+        await in_thread(self._unlink, ended)
 
     def _unlink(self, paths: list[Path]) -> None:
         for path in paths:
@@ -262,7 +263,7 @@ class JournalWriter:
             if batch is None:
                 return
             await self._sync.durable(batch.file)
-            await asyncio.to_thread(self._close, batch)
+            await in_thread(self._close, batch)
             self._pool.shutdown()
 
     def _close(self, batch: Batch) -> None:

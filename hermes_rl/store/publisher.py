@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from hermes_rl.store.commit import Commit, publish_batch
 from hermes_rl.store.journal import Batch, JournalWriter
+from hermes_rl.store.threads import in_thread
 
 PUBLISH_EVERY_S = 300.0
 """A finished row stands in Parquet after this many seconds at the latest."""
@@ -58,7 +59,7 @@ class Publisher:
 
     async def _publish(self, batch: Batch) -> None:
         run_dir = self._journal.run_dir
-        commit = await asyncio.to_thread(publish_batch, run_dir, batch.file.path, batch.stem)
+        commit = await in_thread(publish_batch, run_dir, batch.file.path, batch.stem)
         await self._journal.committed(batch)
         if commit is not None and self._on_commit is not None:
             self._on_commit(commit)

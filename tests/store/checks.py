@@ -1,0 +1,146 @@
+"""What must hold of a run directory: at every moment, and at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import made_up
+import msgspec
+import pyarrow.parquet as pq
+from scripted_driver import Plan
+
+from hermes_rl.store.commit import read_commits
+from hermes_rl.store.lines import payloads
+from hermes_rl.store.parts import file_sha256
+from hermes_rl.store.reader import load_run
+from hermes_rl.store.recovery import outcomes
+from hermes_rl.store.replay import journal_files
+from hermes_rl.store.rundir import RunDir
+from hermes_rl.store.schema import schema_of
+from hermes_rl.store.version import TABLES
+
+Key = tuple[str, int, int]
+
+
+def always(path: Path) -> None:
+    """The invariants of the commit protocol, and: every Parquet file is whole."""
+    run_dir = RunDir(path)
+    if not (path / "commits").is_dir():
+        return
+    ids: Counter[str] = Counter()
+    for table in TABLES:
+        for part in path.glob(f"{table}/*"):
+            content = pq.read_table(part)
+            assert content.schema.equals(schema_of(table), check_metadata=True)
+            assert content.num_rows > 0
+            if table == "trajectories":
+                ids.update(content["unit_id"].to_pylist())
+    assert set(ids.values()) <= {1}, "a glob reader sees a unit twice"
+
+    committed = committed_keys(run_dir)
+    waiting = waiting_keys(run_dir)
+    recorded = Counter(k for keys in (*committed.values(), *waiting.values()) for k in keys)
+    twice = {k for k, n in recorded.items() if n > 1}
+    # Between steps 8 and 9 a batch stands in both places, under one stem.
+    both = {k for stem in committed.keys() & waiting.keys() for k in committed[stem]}
+    assert twice <= both, "I1: an attempt has two records"
+    asked, receipts = books(path)
+    missing = set(receipts) - set(recorded)
+    assert not missing, "I2: a receipt without a durable record"
+    for commit in read_commits(run_dir):
+        for part in commit.parts:
+            file = run_dir.part_path(part.table, commit.stem)
+            assert file_sha256(file) == part.sha256, "I3: a commit without its parts"
+
+
+def committed_keys(run_dir: RunDir) -> dict[str, list[Key]]:
+    return {
+        commit.stem: [(o.key.unit_id, o.key.epoch, o.key.attempt) for o in outcomes(commit)]
+        for commit in read_commits(run_dir)
+    }
+
+
+def waiting_keys(run_dir: RunDir) -> dict[str, list[Key]]:
+    found = {}
+    for writer in run_dir.writers():
+        for done in journal_files(run_dir.writer_path(writer), "done"):
+            keys = [msgspec.json.decode(line)["key"] for line in payloads(done)]
+            stem = f"{writer}-{done.stem.rpartition('-')[2]}"
+            found[stem] = [(k["unit_id"], k["epoch"], k["attempt"]) for k in keys]
+    return found
+
+
+def books(path: Path) -> tuple[list[Key], list[Key]]:
+    """(asked, receipts) of the outside world, each in order."""
+    log = path.with_name(path.name + ".books")
+    lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+    found: dict[str, list[Key]] = {"asked": [], "receipt": []}
+    for what, number, epoch, attempt in lines:
+        found[what].append((made_up.unit(int(number)), int(epoch), int(attempt)))
+    return found["asked"], found["receipt"]
+
+
+def nothing_asked_twice(path: Path, plan: Plan) -> None:
+    """No unit is asked again after the receipt that ended it; no attempt twice."""
+    log = path.with_name(path.name + ".books").read_text().splitlines()
+    over: set[str] = set()
+    seen: set[tuple[str, str]] = set()
+    for what, number, _, attempt in (line.split() for line in log):
+        if what == "asked":
+            assert number not in over, f"unit {number} was finished and is asked again"
+            assert (number, attempt) not in seen
+            seen.add((number, attempt))
+        elif plan.cause(int(number), int(attempt)) is None:
+            over.add(number)
+
+
+def at_the_end(path: Path, plan: Plan) -> None:
+    """Every unit in exactly one final state, equal to that of an unbroken run."""
+    always(path)
+    nothing_asked_twice(path, plan)
+    run = load_run(path)
+    assert list((path / "journal").iterdir()) == []
+    assert list((path / "tmp").iterdir()) == []
+    assert not (path / "quarantine").exists()
+
+    rows = run.trajectories
+    assert dict(Counter(rows["unit_id"])) == {
+        made_up.unit(n): 1 for n in range(plan.units) if n not in (3, 6)
+    }
+    for _, row in rows.iterrows():
+        assert final_content(row) == final_content(made_up_row(int(row["seed"])))
+    states = {n: run.ledger.disposition(made_up.unit(n)) for n in range(plan.units)}
+    assert states == {n: "given_up" if n in (3, 6) else "done" for n in range(plan.units)}
+
+    failed = run.failures
+    counted = Counter(failed[~failed["cause"].isin(["driver_lost", "worker_lost"])]["seed"])
+    lost = failed[failed["cause"].isin(["driver_lost", "worker_lost"])]
+    first_lost = set(lost[lost["attempt"] == 0]["seed"])
+    expected = {n: 1 for n in range(plan.units) if n % 5 == 4 and n not in first_lost}
+    assert dict(counted) == expected | {3: 3, 6: 1}
+    assert lost["reward"].isna().all()
+    assert (lost["status"] == "failed").all()
+    keys = [(r["unit_id"], r["attempt"]) for r in (*recs(rows), *recs(failed))]
+    assert len(keys) == len(set(keys)), "one row per attempt"
+    asked, _ = books(path)
+    assert {(u, a) for u, _, a in asked} <= set(keys), "every attempt that was paid has a row"
+
+
+def recs(frame: Any) -> list[dict[str, Any]]:
+    return list(frame.to_dict("records"))
+
+
+def made_up_row(number: int) -> dict[str, Any]:
+    row = msgspec.to_builtins(made_up.row(number))
+    row["messages"] = [msgspec.json.decode(m) for m in row["messages"]]
+    row["tools"] = msgspec.json.decode(row["tools"])
+    return dict(row)
+
+
+def final_content(row: Any) -> dict[str, Any]:
+    """What a final row says, without times, ids of attempts and the like."""
+    names = ("task_id", "repeat", "status", "reward", "end_reason", "truncated", "turns")
+    names += ("task_prompt", "final_response", "messages", "tools", "metrics", "unit_id")
+    return {name: row[name] for name in names}
