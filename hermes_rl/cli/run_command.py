@@ -1,0 +1,240 @@
+"""`hermes-rl run`: generate trajectories; the same command resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hermes_rl.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from batch_runner.progress import Progress
+    from hermes_rl.config import RunConfig
+
+_FLAGS = {
+    "dataset": "dataset.path",
+    "limit": "dataset.limit",
+    "repeats": "dataset.repeats",
+    "model": "model.name",
+    "temperature": "model.temperature",
+    "max_tokens": "model.max_tokens",
+    "base_url": "endpoint.base_url",
+    "api_key_env": "endpoint.api_key_env",
+    "api_mode": "endpoint.api_mode",
+    "transport": "endpoint.transport",
+    "model_path": "endpoint.model_path",
+    "toolsets": "agent.toolsets",
+    "distribution": "agent.distribution",
+    "system_prompt": "agent.system_prompt",
+    "preset": "agent.preset",
+    "seed": "agent.seed",
+    "max_turns": "agent.limits.max_turns",
+    "max_seconds": "agent.limits.max_seconds",
+    "sandbox": "sandbox.backend",
+    "image": "sandbox.image",
+    "network": "sandbox.network",
+    "allow_unsandboxed": "run.allow_unsandboxed",
+    "out": "run.out",
+    "workers": "run.workers",
+    "concurrency": "run.concurrency",
+    "max_attempts": "run.max_attempts",
+    "retry_failed": "run.retry_failed",
+    "budget_usd": "run.budget_usd",
+}
+"""Option -> the key of the configuration that it sets; an option that is not given sets nothing."""
+
+_EPILOG = (
+    "Example: hermes-rl run tasks.jsonl --model gpt-5-mini --repeats 4 --concurrency 32. "
+    "Kill it and run it again: what is finished is not run or paid twice."
+)
+
+_Text = str | None
+_Whole = int | None
+_Number = float | None
+
+
+def _option(*names: str, text: str, value: str | None = None) -> Any:
+    return typer.Option(*names, help=text, metavar=value, show_default=False)
+
+
+Dataset = Annotated[
+    _Text, typer.Argument(help="File, folder, Hugging Face name, or smoke", show_default=False)
+]
+Model = Annotated[_Text, _option("--model", text="Model; also local, oracle or noop", value="NAME")]
+BaseUrl = Annotated[_Text, _option("--base-url", text="Endpoint", value="URL")]
+ApiKeyEnv = Annotated[
+    _Text, _option("--api-key-env", text="Variable that holds the key", value="NAME")
+]
+ApiMode = Annotated[_Text, _option("--api-mode", text="Dialect", value="MODE")]
+Transport = Annotated[_Text, _option("--transport", text="http or sdk", value="KIND")]
+ModelPath = Annotated[
+    _Text, _option("--model-path", text="Weights for --model local", value="FILE")
+]
+Out = Annotated[_Text, _option("--out", text="Run directory [runs/DATASET-MODEL]", value="DIR")]
+Repeats = Annotated[_Whole, _option("--repeats", text="Rollouts per row [1]")]
+Limit = Annotated[_Whole, _option("--limit", text="Only the first rows")]
+Toolsets = Annotated[_Text, _option("--toolsets", text="Toolsets [terminal,file]", value="A,B")]
+Distribution = Annotated[
+    _Text, _option("--distribution", text="Draw toolsets per unit from this", value="NAME")
+]
+SystemPrompt = Annotated[
+    _Text, _option("--system-prompt", text="In place of the preset's; @FILE reads a file")
+]
+Preset = Annotated[
+    _Text, _option("--preset", text="datagen, interactive or rl [datagen]", value="NAME")
+]
+MaxTurns = Annotated[_Whole, _option("--max-turns", text="Model calls per unit [30]")]
+Temperature = Annotated[_Number, _option("--temperature", text="Sampling temperature")]
+MaxTokens = Annotated[_Whole, _option("--max-tokens", text="Output tokens per call")]
+Seed = Annotated[_Whole, _option("--seed", text="All units' seeds derive from it [0]")]
+Workers = Annotated[_Whole, _option("--workers", text="Ray workers; 0 runs here, without Ray")]
+Concurrency = Annotated[
+    _Whole, _option("--concurrency", text="Rollouts in flight over all workers [64]")
+]
+MaxAttempts = Annotated[
+    _Whole, _option("--max-attempts", text="Failures until a unit is given up [3]")
+]
+RetryFailed = Annotated[bool | None, _option("--retry-failed", text="Open again what was given up")]
+Sandbox = Annotated[
+    _Text, _option("--sandbox", text="bubblewrap or none [bubblewrap]", value="KIND")
+]
+Image = Annotated[_Text, _option("--image", text="Root of the sandbox", value="IMAGE")]
+Network = Annotated[bool | None, _option("--network", text="Give the sandbox the network")]
+AllowUnsandboxed = Annotated[
+    bool | None, _option("--allow-unsandboxed", text="Permit --sandbox none")
+]
+BudgetUsd = Annotated[_Number, _option("--budget-usd", text="Stop at this cost")]
+MaxSeconds = Annotated[
+    _Number, _option("--max-seconds", text="Active time per unit, in seconds [1800]")
+]
+Config = Annotated[Path | None, _option("--config", text="YAML with all of this", value="FILE")]
+Settings = Annotated[
+    list[str] | None, _option("--set", text="Any key of the configuration", value="A.B=C")
+]
+Columns = Annotated[
+    list[str] | None, _option("--map", text="Rename a column", value="prompt=COLUMN")
+]
+DryRun = Annotated[bool, _option("--dry-run", text="Say what would run")]
+AsJson = Annotated[bool, _option("--json", text="One JSON event a line on stdout")]
+
+
+def command(
+    dataset: Dataset = None,
+    model: Model = None,
+    base_url: BaseUrl = None,
+    api_key_env: ApiKeyEnv = None,
+    api_mode: ApiMode = None,
+    transport: Transport = None,
+    model_path: ModelPath = None,
+    out: Out = None,
+    repeats: Repeats = None,
+    limit: Limit = None,
+    toolsets: Toolsets = None,
+    distribution: Distribution = None,
+    system_prompt: SystemPrompt = None,
+    preset: Preset = None,
+    max_turns: MaxTurns = None,
+    temperature: Temperature = None,
+    max_tokens: MaxTokens = None,
+    seed: Seed = None,
+    workers: Workers = None,
+    concurrency: Concurrency = None,
+    max_attempts: MaxAttempts = None,
+    retry_failed: RetryFailed = None,
+    sandbox: Sandbox = None,
+    image: Image = None,
+    network: Network = None,
+    allow_unsandboxed: AllowUnsandboxed = None,
+    budget_usd: BudgetUsd = None,
+    max_seconds: MaxSeconds = None,
+    config: Config = None,
+    settings: Settings = None,
+    columns: Columns = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> int:
+    """Generate trajectories from a dataset. The same command resumes."""
+    given = dict(locals())
+    parsed = _config(given, config, settings or (), columns or ())
+    if dry_run:
+        return _dry_run(parsed, as_json)
+    return _run(parsed, as_json)
+
+
+command.__doc__ = f"{command.__doc__}\n\n{_EPILOG}"
+
+
+def _config(given: dict[str, Any], file: Path | None, settings: Any, columns: Any) -> RunConfig:
+    """Flags before --set before --config before defaults. Raises: UserError."""
+    from hermes_rl.config import load_config, parse_assignment, parse_config, set_key
+
+    data: dict[str, Any] = load_config(file) if file is not None else {}
+    for text in settings:
+        set_key(data, *parse_assignment(text))
+    for text in columns:
+        ours, sign, theirs = text.partition("=")
+        if not sign or not ours or not theirs:
+            raise UserError(f"--map {text}: write --map prompt=COLUMN")
+        set_key(data, f"dataset.map.{ours}", theirs)
+    for flag, key in _FLAGS.items():
+        if given[flag] is not None:
+            set_key(data, key, _value(flag, given[flag]))
+    _read_prompt(data)
+    _require(data)
+    return parse_config(data, str(file) if file is not None else "run")
+
+
+def _value(flag: str, value: Any) -> Any:
+    if flag == "toolsets":
+        return [name.strip() for name in value.split(",") if name.strip()]
+    return value
+
+
+def _read_prompt(data: dict[str, Any]) -> None:
+    """`@FILE` as a system prompt is the file's content. Raises: UserError."""
+    agent = data.get("agent")
+    text = agent.get("system_prompt") if isinstance(agent, dict) else None
+    if isinstance(agent, dict) and isinstance(text, str) and text.startswith("@"):
+        try:
+            agent["system_prompt"] = Path(text[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"system prompt {text}: cannot be read: {error}") from None
+
+
+def _require(data: dict[str, Any]) -> None:
+    example = "hermes-rl run tasks.jsonl --model gpt-5-mini"
+    if not isinstance(data.get("dataset"), dict) or not data["dataset"].get("path"):
+        raise UserError(f"no dataset. Name one: {example}")
+    if not isinstance(data.get("model"), dict) or not data["model"].get("name"):
+        raise UserError(f"no model. Name one: {example} (local needs no endpoint)")
+
+
+def _run(config: RunConfig, as_json: bool) -> int:
+    from batch_runner.progress import JsonEvents, default_progress
+    from batch_runner.runner import run_batch
+
+    progress: Progress = JsonEvents() if as_json else default_progress()
+    report = run_batch(config, progress=progress)
+    if isinstance(progress, JsonEvents):
+        progress.report(report)
+        return report.exit_code
+    for line in report.lines():
+        typer.echo(line)
+    return report.exit_code
+
+
+def _dry_run(config: RunConfig, as_json: bool) -> int:
+    import json
+
+    from batch_runner.dryrun import dry_run
+    from hermes_rl.doors import run_sync
+
+    forecast = run_sync(dry_run(config))
+    if as_json:
+        typer.echo(json.dumps(forecast.as_dict()))
+    else:
+        for line in forecast.lines():
+            typer.echo(line)
+    return ExitCode.DONE
