@@ -131,6 +131,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "venv"
 
 
+def test_the_lock_is_complete() -> None:
+    """The environment that these tests run in was installed from it without resolving."""
+    command(sys.executable, "-m", "pip", "check")
+
+
 def bare(tmp_path: Path) -> Place:
     """An empty folder, an empty HOME and next to nothing in the environment."""
     home, here = tmp_path / "home", tmp_path / "here"
