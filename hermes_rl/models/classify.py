@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -109,9 +110,10 @@ def classify_in_answer(
 
 
 def scrub(text: str, secrets: Iterable[str] = ()) -> str:
-    """One line of at most 500 characters, without keys."""
+    """One line of at most 500 characters, without keys (as they are, or in base64)."""
     for secret in secrets:
         text = text.replace(secret, "***")
+        text = text.replace(base64.b64encode(secret.encode()).decode(), "***")
     text = _KEYS.sub("***", " ".join(text.split()))
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
 

@@ -68,7 +68,7 @@ def open_envelope(data: bytes, head: ReplyHead, secrets: tuple[str, ...]) -> Env
     """The top level of one JSON text. Raises: ProtocolError, or what its error object means."""
     try:
         envelope = _decode(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         try:
             envelope = _decode(repaired(data))
         except (ValueError, RecursionError):

@@ -24,7 +24,7 @@ def decode_json(data: bytes) -> Any:
     """A JSON value. Raises: ValueError (msgspec.DecodeError is one) when it is none."""
     try:
         return _decode(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return _decode(repaired(data))
 
 

@@ -1,0 +1,227 @@
+"""The fake model server obeys the wire as the official package knows it, and tells the truth."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+
+import openai
+import pytest
+
+from hermes_rl.models.client import Endpoint, connect
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.testing.faults import KINDS, MIXED, FaultPlan, plan_from_json
+from hermes_rl.testing.served_log import read_log
+
+STEPS = [
+    {"text": "Let me see.", "reasoning": "hm", "calls": [
+        {"name": "terminal", "arguments": {"command": "ls"}},
+        {"name": "read_file", "arguments": {"path": "a"}},
+    ]},
+    "There are two files.",
+]  # fmt: skip
+PROMPT = "Count.\nSCRIPT: " + json.dumps(STEPS)
+MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": PROMPT}]
+
+
+def official(server, **options):
+    return openai.AsyncOpenAI(
+        base_url=server.base_url, api_key="k", **{"max_retries": 0, **options}
+    )
+
+
+async def test_the_official_client_reads_a_body(kit):
+    async with FakeServer() as server, official(server) as client:
+        answer = await client.chat.completions.create(
+            model="m", messages=MESSAGES, tools=list(kit.TERMINAL)
+        )
+        (entry,) = server.entries
+    message = answer.choices[0].message
+    assert message.content == "Let me see."
+    assert message.reasoning_content == "hm"
+    assert [(c.id, c.function.name, c.function.arguments) for c in message.tool_calls] == [
+        ("call_0_0", "terminal", '{"command":"ls"}'),
+        ("call_0_1", "read_file", '{"path":"a"}'),
+    ]
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert answer.model == "m"
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (
+        entry.prompt_tokens,
+        entry.completion_tokens,
+    )
+    assert usage.prompt_tokens_details.cached_tokens == entry.cached_tokens > 0
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert answer._request_id == entry.request_id
+
+
+async def test_the_official_client_reads_a_stream(kit):
+    async with FakeServer() as server, official(server) as client:
+        async with client.chat.completions.stream(
+            model="m", messages=MESSAGES, stream_options={"include_usage": True}
+        ) as stream:
+            kinds = {event.type async for event in stream}
+            answer = await stream.get_final_completion()
+        (entry,) = server.entries
+    message = answer.choices[0].message
+    assert message.content == "Let me see."
+    assert [c.function.arguments for c in message.tool_calls] == [
+        '{"command":"ls"}',
+        '{"path":"a"}',
+    ]
+    assert answer.usage.completion_tokens == entry.completion_tokens
+    assert {"chunk", "content.delta", "tool_calls.function.arguments.delta"} <= kinds
+    assert entry.reported
+
+
+async def test_our_clients_read_what_the_official_one_reads(kit):
+    """The package is the oracle of our wire: same server, same request, same message."""
+    async with FakeServer() as server, official(server) as client:
+        theirs = await client.chat.completions.create(model="m", messages=MESSAGES)
+        ours = connect(Endpoint(server.base_url, api_key="k"))
+        answer = await ours.complete(kit.request(PROMPT, "m"))
+        await ours.aclose()
+    message = theirs.choices[0].message
+    assert answer.message.content == message.content
+    assert answer.message.reasoning_content == message.reasoning_content
+    assert [(c.id, c.name, c.arguments) for c in answer.message.tool_calls] == [
+        (c.id, c.function.name, c.function.arguments) for c in message.tool_calls
+    ]
+
+
+async def test_the_official_client_knows_our_refusals():
+    config = FakeConfig(key="right", models=("m",))
+    async with FakeServer(config) as server:
+        async with official(server) as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.chat.completions.create(model="m", messages=MESSAGES)
+        async with official(server).with_options(api_key="right") as client:
+            with pytest.raises(openai.NotFoundError):
+                await client.chat.completions.create(model="other", messages=MESSAGES)
+            listed = await client.models.list()
+            assert [m.id for m in listed.data] == ["m"]
+    assert [entry.outcome for entry in server.entries] == ["refused", "refused"]
+
+
+async def test_the_official_clients_own_retries_meet_another_draw():
+    plan = FaultPlan(seed=1, rates={"rate_limit_after": 0.5}, retry_after_s=0.01)
+    async with (
+        FakeServer(FakeConfig(faults=plan)) as server,
+        official(server, max_retries=20) as client,
+    ):
+        for i in range(6):
+            messages = [{"role": "user", "content": f"{i}"}]
+            await client.chat.completions.create(model="noop", messages=messages)
+    outcomes = [entry.outcome for entry in server.entries]
+    assert outcomes.count("served") == 6
+    assert "refused" in outcomes
+
+
+async def test_answers_are_a_function_of_the_request():
+    async def bodies(stream):
+        async with FakeServer() as server, official(server) as client:
+            call = client.chat.completions.with_raw_response.create
+            return [
+                (await call(model="m", messages=MESSAGES, stream=stream)).http_response
+                for _ in range(2)
+            ]
+
+    first, again = await bodies(False)
+    (other, _) = await bodies(False)
+    assert first.content == again.content == other.content
+
+
+async def test_bad_requests_get_one_line():
+    async with FakeServer() as server, official(server) as client:
+        for messages in ([{"role": "user", "content": "SCRIPT: [oops]"}], "no list"):
+            with pytest.raises(openai.BadRequestError):
+                await client.chat.completions.create(model="m", messages=messages)
+        with pytest.raises(openai.NotFoundError):
+            await client.embeddings.create(model="m", input="x")
+
+
+def test_faults_are_a_seeded_function_of_the_request():
+    plan = FaultPlan(seed=1, mixed=0.2)
+    drawn = [plan.draw(f"call-{i}".encode()) for i in range(4000)]
+    assert drawn == [plan.draw(f"call-{i}".encode()) for i in range(4000)]
+    assert drawn != [FaultPlan(seed=2, mixed=0.2).draw(f"call-{i}".encode()) for i in range(4000)]
+    assert 700 < sum(d is not None for d in drawn) < 900
+    assert {d for d in drawn if d} == set(MIXED)
+    assert all(FaultPlan(rates={kind: 1.0}).draw(b"x") == kind for kind in KINDS)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"rates": {"no_such": 0.1}}', '{"mixed": 0.9, "rates": {"cut": 0.2}}', "{"]
+)
+def test_bad_plans_are_refused(text):
+    with pytest.raises(ValueError):
+        plan_from_json(text)
+
+
+async def start(*arguments):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "hermes_rl.testing.fake_server", "--until-eof", *arguments,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    return process, json.loads(await process.stdout.readline())
+
+
+async def stop(process):
+    process.stdin.close()
+    async with asyncio.timeout(10):
+        assert await process.wait() == 0
+
+
+async def test_as_a_program(kit, tmp_path):
+    log = tmp_path / "served.jsonl"
+    process, hello = await start("--log", str(log), "--script", "echo-2", "--key", "k-12345")
+    client, events = connect(Endpoint(hello["base_url"], api_key="k-12345")), kit.Events()
+    conversation = await kit.rollout(kit.caller(client, events), model="m")
+    await client.aclose()
+    await stop(process)
+    assert conversation[-1].content == "All 2 steps are done."
+    entries = read_log(log)
+    assert [entry.call_id for entry in entries] == [start.call_id for start in events.starts]
+    assert [entry.n for entry in entries] == [1, 2, 3]
+
+
+async def test_it_can_be_stopped_in_the_middle(kit, tmp_path):
+    """For kill tests: the k-th request is announced, and never answered."""
+    log = tmp_path / "served.jsonl"
+    process, hello = await start("--log", str(log), "--hold-at", "3")
+    client, events = connect(Endpoint(hello["base_url"])), kit.Events()
+    task = asyncio.create_task(kit.rollout(kit.caller(client, events)))
+    async with asyncio.timeout(10):
+        assert json.loads(await process.stdout.readline()) == {"request": 3}
+    task.cancel()
+    await asyncio.wait([task])
+    await client.aclose()
+    os.kill(process.pid, signal.SIGTERM)
+    async with asyncio.timeout(10):
+        assert await process.wait() == 0
+    assert [entry.outcome for entry in read_log(log)] == ["served", "served", "dropped"]
+    assert [end.outcome for end in events.ends] == ["ok", "ok", "cancelled"]
+
+
+async def test_a_callback_sees_each_request_before_its_answer(kit):
+    seen = []
+    async with FakeServer(FakeConfig(script="echo-1"), on_request=seen.append) as server:
+        client = connect(Endpoint(server.base_url))
+        await kit.rollout(kit.caller(client, kit.Events()), model="m")
+        await client.aclose()
+    assert seen == [1, 2]
+
+
+async def test_latency_is_kept(kit):
+    prompt = 'SCRIPT: [{"text": "late", "latency_s": 0.2}]'
+    async with FakeServer(FakeConfig(latency_s=0.1)) as server:
+        client = connect(Endpoint(server.base_url))
+        began = time.monotonic()
+        answer = await client.complete(kit.request(prompt))
+        await client.aclose()
+    assert answer.message.content == "late"
+    assert 0.29 < time.monotonic() - began < 2
+    assert answer.first_byte_s >= 0.29

@@ -1,0 +1,40 @@
+"""The played models go through the same caller and are recorded like any other."""
+
+import json
+
+from hermes_rl.messages import AssistantMessage, ToolMessage
+from hermes_rl.models.played import NoopClient, OracleClient, free
+
+
+async def test_the_oracle_is_one_terminal_call(kit):
+    events = kit.Events()
+    calling = kit.caller(OracleClient("echo 3 > count.txt"), events, price=free)
+    conversation = await kit.rollout(calling, model="oracle")
+    assert [type(m).__name__ for m in conversation][1:] == [
+        "AssistantMessage", "ToolMessage", "AssistantMessage",
+    ]  # fmt: skip
+    (call,) = conversation[1].tool_calls
+    assert call.name == "terminal"
+    assert json.loads(call.arguments) == {"command": "echo 3 > count.txt"}
+    assert isinstance(conversation[2], ToolMessage)
+    assert conversation[-1].content == "I ran the task's oracle."
+    assert [(x.outcome, x.cost_usd, x.usage.total_tokens) for x in events.ends] == [
+        ("ok", 0.0, 0),
+        ("ok", 0.0, 0),
+    ]
+    assert [x.max_input_tokens for x in events.starts] == [0, 0]
+
+
+async def test_a_task_without_an_oracle_says_so(kit):
+    calling = kit.caller(OracleClient(None), kit.Events())
+    conversation = await kit.rollout(calling, model="oracle")
+    assert conversation[-1] == AssistantMessage(content="This task has no oracle.")
+
+
+async def test_noop_answers_at_once(kit):
+    pieces, events = [], kit.Events()
+    calling = kit.caller(NoopClient(), events)
+    conversation = await kit.rollout(calling, model="noop", on_delta=pieces.append)
+    assert len(conversation) == 2
+    assert pieces == [conversation[-1].content]
+    assert events.ends[0].cost_usd is None
