@@ -98,7 +98,7 @@ async def _by_name(ctx: ToolContext, args: dict[str, Any]) -> Fields:
     skip = " -o ".join(f"-name {_quoted(name)}" for name in SKIPPED)
     where = quote(args.get("path", "."))
     script = f"""set -o pipefail; p={where}; [[ $p = -* ]] && p=./$p
-[[ -e $p ]] || {{ echo 'there is no such path'; exit 99; }}
+[[ -e $p ]] || {{ builtin echo 'there is no such path'; exit 99; }}
 command find -H "$p" -type d \\( {skip} \\) -prune -o \\( -type f -o -type l \\) {test} -print0 \
 2>/dev/null | command head -c {MAX_SCAN_BYTES}"""
     raw = await _scan(ctx, script, args)
@@ -114,7 +114,7 @@ async def _by_content(ctx: ToolContext, args: dict[str, Any]) -> Fields:
     only = f"--include={_quoted(args['file_glob'])}" if args.get("file_glob") else ""
     skip = " ".join(f"--exclude-dir={_quoted(name)}" for name in SKIPPED)
     script = f"""set -o pipefail; p={quote(args.get("path", "."))}; [[ $p = -* ]] && p=./$p
-[[ -e $p ]] || {{ echo 'there is no such path'; exit 99; }}
+[[ -e $p ]] || {{ builtin echo 'there is no such path'; exit 99; }}
 command grep -rHIsZ{flags}{kind} --color=never --no-group-separator {around} {only} {skip} \
 -e {_quoted(args["pattern"])} -- "$p" | command head -c {MAX_SCAN_BYTES}"""
     raw = await _scan(ctx, script, args)

@@ -4,6 +4,7 @@ there (working directory, home, links, permissions). No host path is ever opened
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ WHOLE_FILE_BYTES = 8 << 20
 """Files up to this size are taken whole; of larger ones only a part."""
 
 _ABSENT, _DIRECTORY, _SPECIAL, _UNREADABLE = 81, 82, 83, 84
+
+
+_BASH_PLACE = re.compile(r"^\S*: line \d+: ", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,9 @@ class ScriptResult:
 
     @property
     def text(self) -> str:
-        """The output as text for a message, at most 500 characters."""
-        return self.data.decode("utf-8", "replace").strip()[:500]
+        """The output as text for a message, without bash's own place, at most 500 characters."""
+        text = self.data.decode("utf-8", "replace").strip()
+        return _BASH_PLACE.sub("", text)[:500]
 
 
 async def run_script(
@@ -141,12 +146,12 @@ async def write_bytes(ctx: ToolContext, path: str, data: bytes) -> bool:
     Raises: ToolError with the system's reason.
     """
     script = f"""f={quote(path)}
-[[ -d $f ]] && {{ echo "it is a directory"; exit 1; }}
+[[ -d $f ]] && {{ builtin echo "it is a directory"; exit 1; }}
 new=; [[ -e $f ]] || new=new
 d=${{f%/*}}
 [[ $d = "$f" || -z $d || -d $d ]] || command mkdir -p -- "$d" || exit 1
 command cat >"$f" || exit 1
-echo "$new\""""
+builtin echo "$new\""""
     result = await run_script(ctx, script, stdin=data)
     if result.exit_code:
         raise ToolError(f"cannot write '{path}': {result.text}")

@@ -1,0 +1,49 @@
+"""Tools in real sandboxes: plain shells, and bubblewrap."""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hermes_rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
+from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+from hermes_rl.sandboxes.none import Subprocess
+from hermes_rl.tools.arguments import read_arguments
+from hermes_rl.tools.base import ToolContext, ToolResult
+from hermes_rl.tools.registry import get_tool
+
+
+@dataclass
+class Bench:
+    """Calls tools as the agent does: arguments by way of the schema."""
+
+    sandbox: Sandbox
+    context: ToolContext
+
+    async def result(self, name: str, **arguments: Any) -> ToolResult:
+        tool = get_tool(name)
+        read = read_arguments(json.dumps(arguments), tool.parameters)
+        result = await tool.handler(self.context, read)
+        assert len(result.text) <= tool.max_chars
+        return result
+
+    async def __call__(self, name: str, **arguments: Any) -> Any:
+        """The result as the JSON that the model reads."""
+        return json.loads((await self.result(name, **arguments)).text)
+
+    async def sh(self, command: str) -> str:
+        return (await self.sandbox.run(command, timeout_s=30)).output
+
+
+@pytest.fixture(params=["none", "bubblewrap"])
+async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
+    plain = request.param == "none"
+    backend: SandboxBackend = Subprocess(state_dir=tmp_path) if plain else Bubblewrap()
+    try:
+        async with await backend.lease(SandboxSpec(lease="tools-test")) as sandbox:
+            yield Bench(sandbox, ToolContext(sandbox=sandbox))
+    finally:
+        await backend.aclose()
