@@ -33,11 +33,12 @@ class WorkerActor:
         self._stack = AsyncExitStack()
         self._watch: asyncio.Task[None] | None = None
 
-    async def start(self, spec: bytes) -> bytes:
+    async def start(self, spec: bytes, key: str | None) -> bytes:
         """Open journal and workshop; returns `Started`."""
         fault = None
         try:
-            self._worker = await self._stack.enter_async_context(open_worker(decode_spec(spec)))
+            opened = open_worker(decode_spec(spec), key)
+            self._worker = await self._stack.enter_async_context(opened)
             self._watch = asyncio.create_task(self._outlive_driver())
         except HermesError as error:
             fault = str(error)

@@ -1,20 +1,20 @@
-"""Workers on Ray: a cluster of this machine's own, one that is already there, or RAY_ADDRESS."""
+"""Workers on Ray: a cluster of this machine's own, one that is already there, or RAY_ADDRESS.
+
+Ray is imported inside functions: importing it alone already changes the process's environment.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import ray
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from batch_runner.actor import Started, WorkerActor
 from batch_runner.dispatcher import WorkerLost
@@ -55,6 +55,8 @@ class RayWorker:
 
     async def poll(self) -> Reply:
         """What happened since the last poll. Raises: WorkerLost."""
+        from ray.exceptions import RayError
+
         lease = self.spec.lease_s
         try:
             async with asyncio.timeout(lease):
@@ -66,6 +68,8 @@ class RayWorker:
 
     async def close(self) -> Reply:
         """Publish and end. Raises: WorkerLost."""
+        from ray.exceptions import RayError
+
         try:
             reply = decode_reply(await self.actor.close.remote())
         except RayError as error:
@@ -75,6 +79,8 @@ class RayWorker:
 
     async def kill(self) -> None:
         """End the actor's process at once."""
+        import ray
+
         ray.kill(self.actor, no_restart=True)
 
 
@@ -86,21 +92,18 @@ class RayFactory:
     workers: int
     warden: Warden | None
     """Ends the processes of this machine's own cluster when the driver is killed."""
+    key: str | None = field(default=None, repr=False)
+    """The endpoint's key: workers of a cluster do not have this process's environment."""
 
     async def start(self, worker: int, capacity: int) -> RayWorker:
         """Raises: UserError when the cluster has no room, or the worker cannot do its work."""
+        from ray.exceptions import RayError
+
         spec = msgspec.structs.replace(self.spec, worker=worker, capacity=capacity)
-        actor = ray.remote(WorkerActor).options(
-            num_cpus=0,
-            memory=self._memory(capacity),
-            max_restarts=0,
-            max_task_retries=0,
-            scheduling_strategy=_strategy(worker),
-        )
-        handle = RayWorker(actor.remote(), spec)
+        handle = RayWorker(self._actor(worker, capacity), spec)
         try:
             async with asyncio.timeout(START_S):
-                data = await handle.actor.start.remote(encode_spec(spec))
+                data = await handle.actor.start.remote(encode_spec(spec), self.key)
         except TimeoutError:
             await handle.kill()
             raise UserError(
@@ -115,6 +118,20 @@ class RayFactory:
             self.warden.watch(started.pid)
         return handle
 
+    def _actor(self, worker: int, capacity: int) -> Any:
+        import ray
+
+        wanted = WORKER_BYTES + capacity * ROLLOUT_BYTES
+        there = float(ray.cluster_resources().get("memory", wanted))
+        options = {
+            "num_cpus": 0,
+            "memory": int(min(wanted, 0.8 * there / self.workers)),
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "scheduling_strategy": _strategy(worker),
+        }
+        return ray.remote(WorkerActor).options(**options).remote()
+
     async def _check(self, handle: RayWorker, started: Started) -> None:
         fault = started.fault
         alive = Path(self.spec.run_path) / "journal" / handle.writer / "alive"
@@ -125,14 +142,12 @@ class RayFactory:
             here = os.uname().nodename == started.host
             raise UserError(fault if here else f"worker on {started.host}: {fault}")
 
-    def _memory(self, capacity: int) -> int:
-        wanted = WORKER_BYTES + capacity * ROLLOUT_BYTES
-        there = float(ray.cluster_resources().get("memory", wanted))
-        return int(min(wanted, 0.8 * there / self.workers))
-
 
 def _strategy(worker: int) -> Any:
     """Spread over the nodes; none on the head of a cluster that has others."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
     nodes = sorted(
         node["NodeID"] for node in ray.nodes() if node["Alive"] and _HEAD not in node["Resources"]
     )
@@ -146,27 +161,34 @@ def _line(error: BaseException) -> str:
     return (lines[0] if lines else type(error).__name__)[:300]
 
 
-@asynccontextmanager
-async def open_pool(workers: int, spec: WorkerSpec) -> AsyncIterator[RayFactory]:
-    """Connect to Ray for one run. A Ray that was there before is used and left as it is."""
+@contextmanager
+def connected(workers: int) -> Iterator[Warden | None]:
+    """Ray, for as long as this is entered. One that was there before is used and left as it is.
+
+    Blocking for some seconds; entered on the main thread where there is a choice.
+    """
+    import ray
+
     if ray.is_initialized():
-        yield RayFactory(spec, workers, None)
+        yield None
         return
     local = not os.environ.get("RAY_ADDRESS")
     warden = Warden() if local else None
     try:
-        connect(workers, local=local)
+        _init(workers, local=local)
         if warden is not None:
             warden.watch_children()
-        yield RayFactory(spec, workers, warden)
+        yield warden
     finally:
         ray.shutdown()
         if warden is not None:
             warden.close()
 
 
-def connect(workers: int, *, local: bool) -> None:
-    """`ray.init`, quietly. Blocking, and for the main thread where there is a choice."""
+def _init(workers: int, *, local: bool) -> None:
+    """`ray.init`, quietly."""
+    import ray
+
     quiet: dict[str, Any] = {
         "namespace": NAMESPACE,
         "log_to_driver": False,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from batch_runner.books import Books
@@ -38,7 +38,8 @@ def run_batch(config: RunConfig, *, progress: Progress | None = None) -> Report:
     Raises: UserError for bad input; StoreError for a run directory that is in use, damaged or of
     another configuration.
     """
-    return run_sync(arun_batch(config, progress=progress))
+    with _ray_on_this_thread(config):
+        return run_sync(arun_batch(config, progress=progress))
 
 
 async def arun_batch(config: RunConfig, *, progress: Progress | None = None) -> Report:
@@ -87,7 +88,7 @@ class _Run:
         await asyncio.to_thread(self._write_start)
         ticker = asyncio.create_task(self._tick())
         try:
-            async with open_factory(self.settings, self.spec()) as factory:
+            with open_factory(self.settings, self.spec()) as factory:
                 await self._work(factory)
         finally:
             ticker.cancel()
@@ -224,13 +225,31 @@ def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
 
 
-@asynccontextmanager
-async def open_factory(settings: Settings, spec: WorkerSpec) -> AsyncIterator[WorkerFactory]:
+@contextmanager
+def _ray_on_this_thread(config: RunConfig) -> Iterator[None]:
+    """Where a loop is running, the run goes to another thread, and Ray is to start on this one."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        yield
+        return
+    workers = settle(config).workers
+    if workers == 0:
+        yield
+        return
+    from batch_runner.pool import connected
+
+    with connected(workers):
+        yield
+
+
+@contextmanager
+def open_factory(settings: Settings, spec: WorkerSpec) -> Iterator[WorkerFactory]:
     """What starts workers: this process without Ray, or a Ray cluster."""
     if settings.workers == 0:
         yield LocalFactory(spec)
         return
-    from batch_runner.pool import open_pool
+    from batch_runner.pool import RayFactory, connected
 
-    async with open_pool(settings.workers, spec) as pool:
-        yield pool
+    with connected(settings.workers) as warden:
+        yield RayFactory(spec, settings.workers, warden, settings.key)

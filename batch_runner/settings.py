@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class Settings:
     concurrency: int
     identity: dict[str, Any]
     config_hash: str
+    key: str | None = field(default=None, repr=False)
+    """The endpoint's key, when there is one."""
 
     @property
     def resume(self) -> str:
@@ -45,10 +47,10 @@ def settle(config: RunConfig) -> Settings:
     Raises: UserError for an absent key, and for toolsets, distributions or images that do not
     exist.
     """
-    if config.model.name not in (*PLAYED_MODELS, *LOCAL_MODELS):
-        api_key(config.endpoint)
-    identity = identity_of(config)
     local = config.model.name in LOCAL_MODELS
+    asked = config.model.name not in PLAYED_MODELS and not (local and not config.endpoint.base_url)
+    key = api_key(config.endpoint) if asked else None
+    identity = identity_of(config)
     concurrency = config.run.concurrency or (LOCAL_CONCURRENCY if local else CONCURRENCY)
     workers = config.run.workers
     if workers is None:
@@ -64,6 +66,7 @@ def settle(config: RunConfig) -> Settings:
         concurrency=concurrency,
         identity=identity,
         config_hash=digest(identity),
+        key=key,
     )
 
 

@@ -161,8 +161,11 @@ def _prove_sight(run_dir: RunDir, spec: WorkerSpec) -> None:
 
 
 @asynccontextmanager
-async def open_worker(spec: WorkerSpec) -> AsyncIterator[Worker]:
+async def open_worker(spec: WorkerSpec, key: str | None = None) -> AsyncIterator[Worker]:
     """A worker with its journal and workshop; on leaving, what still runs is aborted.
+
+    Args:
+        key: the endpoint's key, where this process's environment does not hold it.
 
     Raises: StoreError when it cannot see the run directory, or comes too late.
     """
@@ -172,7 +175,7 @@ async def open_worker(spec: WorkerSpec) -> AsyncIterator[Worker]:
     async with AsyncExitStack() as stack:
         journal = await stack.enter_async_context(JournalWriter(run_dir, spec.epoch, spec.worker))
         workshop = await stack.enter_async_context(
-            open_workshop(config, run_id=spec.run_id, concurrency=spec.capacity)
+            open_workshop(config, run_id=spec.run_id, concurrency=spec.capacity, key=key)
         )
         worker = Worker(spec, workshop, journal)
         stack.push_async_callback(worker.abort)

@@ -114,7 +114,12 @@ def _played(name: str, task: Task) -> ModelClient:
 
 @asynccontextmanager
 async def open_workshop(
-    config: RunConfig, *, run_id: str, concurrency: int, state_dir: Path | None = None
+    config: RunConfig,
+    *,
+    run_id: str,
+    concurrency: int,
+    state_dir: Path | None = None,
+    key: str | None = None,
 ) -> AsyncIterator[Workshop]:
     """Open what this process needs, and close it all at the end.
 
@@ -122,13 +127,14 @@ async def open_workshop(
         run_id: of the run; stands in the lease of every sandbox.
         concurrency: rollouts in flight in this process.
         state_dir: where sandboxes keep their folders; None is the backend's default.
+        key: the endpoint's key, where it was sent here rather than named.
 
     Raises: UserError when the model or the key cannot be had.
     """
     async with AsyncExitStack() as stack:
         backend = make_backend(config.sandbox.backend, state_dir)
         stack.push_async_callback(backend.aclose)
-        client, secrets = await open_client(config.model.name, config.endpoint, stack)
+        client, secrets = await open_client(config.model.name, config.endpoint, stack, key)
         yield Workshop(
             config=config,
             run_id=run_id,
