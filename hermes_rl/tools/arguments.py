@@ -57,7 +57,8 @@ def _what_is_wrong(text: str, error: Exception) -> str:
         if not text[found.pos :].strip():
             return f"the arguments are not valid JSON: they end too early, at {line}"
         near = text[max(0, found.pos - _EXCERPT) : found.pos + _EXCERPT]
-        return f"the arguments are not valid JSON: {found.msg} at {line}, near {near!r}"
+        what = found.msg.removesuffix(" at")
+        return f"the arguments are not valid JSON: {what} at {line}, near {near!r}"
     except RecursionError:
         return "the arguments are not valid JSON: nested too deeply"
     return f"the arguments are not valid JSON: {error}"
