@@ -160,7 +160,7 @@ assert loaded["train"].num_rows == 10
 
 @pytest.mark.slow
 def test_the_wheel_runs_where_nothing_else_is(installed: Path, tmp_path: Path) -> None:
-    """Also where root keeps its environment in a folder that is closed to others, as its HOME is."""
+    """Also as root with an environment in a folder that is closed to others, as its HOME is."""
     place = bare(tmp_path)
     python = installed / "bin/python"
     where = command(python, "-c", "import hermes_rl; print(hermes_rl.__file__)", place=place)
