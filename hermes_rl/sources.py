@@ -42,11 +42,15 @@ def read_tasks(
 
     Raises: UserError when there is no such dataset, or it is of no known kind.
     """
-    source = _from_rows(dataset) if not isinstance(dataset, str) else _open(dataset)
-    for row in parse_rows(source, columns):
+    for row in parse_rows(raw_rows(dataset), columns):
         if limit is not None and row.index >= limit:
             return
         yield row
+
+
+def raw_rows(dataset: str | Iterable[Mapping[str, Any]]) -> Source:
+    """The rows as they stand, with their places; see `read_tasks`. Raises: UserError."""
+    return _open(dataset) if isinstance(dataset, str) else _from_rows(dataset)
 
 
 def dataset_name(dataset: str) -> str:

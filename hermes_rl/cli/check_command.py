@@ -1,0 +1,151 @@
+"""`hermes-rl check`: a dataset before a token is spent, or the books of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hermes_rl.errors import ExitCode, UserError
+
+SHOWN = 50
+"""Faults that are printed one by one."""
+
+
+def command(
+    target: Annotated[str, typer.Argument(help="dataset, or run directory", metavar="DATASET|RUN")],
+    run: Annotated[
+        bool, typer.Option("--run", help="play oracle (1), no-op (0) and cheats (0) for real")
+    ] = False,
+    columns: Annotated[
+        list[str] | None, typer.Option("--map", help="rename a column: prompt=COLUMN")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="only the first rows")] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="a run: save damaged journals, move duplicates")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="findings as one JSON object")] = False,
+) -> int:
+    """Find what is wrong before it costs.
+
+    \b
+    hermes-rl check my.jsonl              every bad row with its line; scripts through bash -n
+    hermes-rl check my.jsonl --run        oracle must give 1, doing nothing 0, cheating 0
+    hermes-rl check runs/smoke-local      schema and books of a run
+    """
+    path = Path(target)
+    if path.is_dir() and (path / "epochs").is_dir():
+        return _check_run(path, repair, as_json)
+    if repair:
+        raise UserError(f"{target} is no run directory; --repair is for runs")
+    renames = dict(_renaming(text) for text in columns or [])
+    return _check_dataset(target, renames, limit, run, as_json)
+
+
+def _renaming(text: str) -> tuple[str, str]:
+    ours, sign, theirs = text.partition("=")
+    if not sign or not ours or not theirs:
+        raise UserError(f"--map {text}: write --map prompt=COLUMN")
+    return ours, theirs
+
+
+def _check_dataset(
+    dataset: str, columns: dict[str, str], limit: int | None, run: bool, as_json: bool
+) -> int:
+    from hermes_rl.cli import check_dataset
+    from hermes_rl.sources import read_tasks
+
+    found = check_dataset.look(read_tasks(dataset, columns=columns, limit=limit))
+    found.absent = asyncio.run(check_dataset.absent_programs(found.requires))
+    result: dict[str, Any] = {
+        "rows": found.rows,
+        "bad": found.faults,
+        "verified": found.verified,
+        "oracles": found.oracles,
+        "identical": found.repeated,
+        "requires": sorted(found.requires),
+        "absent": found.absent,
+    }
+    if not as_json:
+        _say_faults(found.faults)
+        print(_dataset_line(dataset, result))
+    good = not found.faults
+    if run:
+        result["played"] = {}
+        for played in check_dataset.play_all(dataset, columns, limit):
+            name = played.play.name
+            result["played"][name] = {"tasks": played.tasks, "wrong": played.wrong}
+            good = good and not played.wrong
+            if not as_json:
+                _say_played(name, played.play.wanted, played.tasks, played.wrong)
+    if as_json:
+        print(json.dumps(result, ensure_ascii=False))
+    return ExitCode.DONE if good else ExitCode.BAD_INPUT
+
+
+def _say_faults(faults: list[str]) -> None:
+    for fault in faults[:SHOWN]:
+        print(f"error: {fault}", file=sys.stderr)
+    if len(faults) > SHOWN:
+        print(f"... and {len(faults) - SHOWN} more", file=sys.stderr)
+
+
+def _dataset_line(dataset: str, result: dict[str, Any]) -> str:
+    parts = [
+        f"{result['rows']:,} rows",
+        f"{len(result['bad']):,} bad",
+        f"{result['verified']:,} with a verifier",
+        f"{result['oracles']:,} with an oracle",
+    ]
+    if result["identical"]:
+        parts.append(f"{result['identical']:,} identical to an earlier row (kept as repeats)")
+    if result["requires"]:
+        parts.append(f"requires {', '.join(result['requires'])}")
+    line = f"{dataset}: {', '.join(parts)}"
+    if result["absent"]:
+        line += (
+            f"\nabsent in the sandbox: {', '.join(result['absent'])}. Install them on this machine"
+        )
+    return line
+
+
+def _say_played(name: str, wanted: float, tasks: int, wrong: list[str]) -> None:
+    mark = "ok" if not wrong else f"{len(wrong)} wrong"
+    print(f"{name:<20} {tasks:>5} tasks, reward must be {wanted:g}: {mark}", flush=True)
+    for line in wrong[:SHOWN]:
+        print(f"  {line}")
+
+
+def _check_run(path: Path, repair: bool, as_json: bool) -> int:
+    from hermes_rl.cli import check_run
+    from hermes_rl.store.reader import load_run
+
+    if repair:
+        from hermes_rl.store.repair import repair_run
+
+        done = repair_run(path)
+        print(*(f"kept the good lines of {name}" for name in done.saved), sep="\n")
+        print(*(f"finished twice, the later row moved: {u}" for u in done.duplicates), sep="\n")
+    faults = list(check_run.look(path))
+    stats = load_run(path).stats
+    if as_json:
+        print(json.dumps({"faults": faults, "stats": stats}, ensure_ascii=False))
+    else:
+        _say_faults(faults)
+        print(_books_line(path, stats, len(faults)))
+    return ExitCode.DONE if not faults else ExitCode.BAD_INPUT
+
+
+def _books_line(path: Path, stats: dict[str, Any], faults: int) -> str:
+    tokens, calls = stats["tokens"], stats["calls"]
+    unknown = calls["unknown"]
+    bound = "" if not unknown else f"; {unknown} calls whose usage could not be learnt"
+    return (
+        f"{path}: {stats['units']['done']:,} units done, {stats['units']['given_up']:,} given up, "
+        f"{calls['total']:,} calls, {tokens['input_tokens'] or 0:,} in, "
+        f"{tokens['output_tokens'] or 0:,} out{bound}; {faults or 'no'} faults"
+    )

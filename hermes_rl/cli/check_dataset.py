@@ -1,0 +1,216 @@
+"""Looking at a dataset before a token is spent: bad rows, scripts, programs; and playing it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batch_runner import run_batch
+from batch_runner.progress import Progress, Silent
+from hermes_rl.config import parse_config
+from hermes_rl.sandboxes.base import SandboxSpec
+from hermes_rl.sources import raw_rows
+from hermes_rl.store.reader import load_run
+from hermes_rl.tasks import Task, TaskRow
+from hermes_rl.testing.cheats import CHEATS
+from hermes_rl.wiring import make_backend
+
+
+@dataclass
+class Findings:
+    """What a look at a dataset found."""
+
+    rows: int = 0
+    verified: int = 0
+    oracles: int = 0
+    repeated: int = 0
+    """Rows whose content stood before: kept as units of their own."""
+    faults: list[str] = field(default_factory=list)
+    """`place: what is wrong`, one line each."""
+    requires: set[str] = field(default_factory=set)
+    absent: list[str] = field(default_factory=list)
+
+
+def look(rows: Iterable[TaskRow]) -> Findings:
+    """Read every row: bad rows, scripts that bash cannot parse, needed programs."""
+    found = Findings()
+    seen: set[bytes] = set()
+    for row in rows:
+        _count(row, found, seen)
+        found.faults += [f"{row.place}: {fault}" for fault in unparsable(row)]
+    return found
+
+
+def _count(row: TaskRow, found: Findings, seen: set[bytes]) -> None:
+    found.rows += 1
+    key = bytes.fromhex(row.task_hash[:32])
+    found.repeated += key in seen
+    seen.add(key)
+    if row.task is None:
+        found.faults.append(f"{row.place}: {row.error}")
+        return
+    found.verified += row.task.verify is not None
+    found.oracles += row.task.oracle is not None
+    found.requires.update(row.task.requires)
+
+
+def unparsable(row: TaskRow) -> Iterator[str]:
+    """What `bash -n` says of scripts that it refuses."""
+    for name, script in scripts(row.task):
+        text = script.encode("utf-8", "replace")
+        result = subprocess.run(["bash", "-n"], input=text, capture_output=True)
+        if result.returncode:
+            said = result.stderr.decode("utf-8", "replace").strip().splitlines() or ["refused"]
+            yield f"'{name}' is no bash script: {said[0]}"
+
+
+def scripts(task: Task | None) -> list[tuple[str, str]]:
+    """A task's scripts by column."""
+    if task is None:
+        return []
+    verify = task.verify.script if task.verify else None
+    named = [("setup", task.setup), ("verify", verify), ("oracle", task.oracle)]
+    return [(name, script) for name, script in named if script]
+
+
+async def absent_programs(programs: Iterable[str]) -> list[str]:
+    """Which of these programs the default sandbox lacks. Raises: SandboxStartError."""
+    wanted = sorted(programs)
+    if not wanted:
+        return []
+    backend = make_backend("bubblewrap")
+    try:
+        async with await backend.lease(SandboxSpec(lease="check-requires")) as sandbox:
+            missing = []
+            for program in wanted:
+                quoted = "'" + program.replace("'", "'\\''") + "'"
+                result = await sandbox.run(f"command -v -- {quoted}", timeout_s=30.0)
+                missing += [program] if result.exit_code else []
+            return missing
+    finally:
+        await backend.aclose()
+
+
+@dataclass(frozen=True)
+class Play:
+    """One way of playing every task, and the reward that each must then have."""
+
+    name: str
+    model: str
+    wanted: float
+    script: str | None = None
+    """In place of the task's oracle."""
+
+
+def plays() -> list[Play]:
+    """Oracle 1, no-op 0, cheats 0."""
+    cheats = [Play(f"cheat {name}", "oracle", 0.0, script) for name, script in CHEATS.items()]
+    return [Play("oracle", "oracle", 1.0), Play("no-op", "noop", 0.0), *cheats]
+
+
+@dataclass(frozen=True)
+class Played:
+    """What one way of playing gave."""
+
+    play: Play
+    tasks: int
+    wrong: list[str]
+    """`task: what it should be and what it was`."""
+
+
+def play_all(
+    dataset: str, columns: dict[str, str], limit: int | None, progress: Progress | None = None
+) -> Iterator[Played]:
+    """Play every verified task in every way, through the real pipeline.
+
+    Raises: SandboxStartError, UserError.
+    """
+    rows = [r for r in _rows(dataset, columns, limit) if r.get("verify") is not None]
+    with tempfile.TemporaryDirectory(prefix="hermes-rl-check-") as scratch:
+        for number, play in enumerate(plays()):
+            out = Path(scratch) / str(number)
+            chosen = [r for r in rows if play.name != "oracle" or r.get("oracle")]
+            yield _play(chosen, play, out, progress or Silent())
+
+
+def _rows(dataset: str, columns: dict[str, str], limit: int | None) -> Iterator[dict[str, Any]]:
+    renames = {theirs: ours for ours, theirs in columns.items()}
+    for number, (row, _) in enumerate(raw_rows(dataset)):
+        if limit is not None and number >= limit:
+            return
+        if not isinstance(row, str):
+            yield {renames.get(str(k), str(k)): v for k, v in row.items()}
+
+
+def _play(rows: list[dict[str, Any]], play: Play, out: Path, progress: Progress) -> Played:
+    if not rows:
+        return Played(play, 0, [])
+    rewards = _run(rows, play, out, progress)
+    wrong = [
+        f"{task}: {why or f'reward {reward}, wanted {play.wanted}'}"
+        for task, (reward, why) in rewards.items()
+        if reward != play.wanted
+    ]
+    if play.name == "oracle" and wrong:
+        wrong = _explain(rows, wrong, out)
+    return Played(play, len(rows), wrong)
+
+
+def _run(
+    rows: list[dict[str, Any]], play: Play, out: Path, progress: Progress
+) -> dict[str, tuple[float | None, str | None]]:
+    """Task -> (reward, error), over one run of the batch runner."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "tasks.jsonl"
+    with path.open("w") as file:
+        for row in rows:
+            own = {k: v for k, v in row.items() if k not in ("repeats", "toolsets", "distribution")}
+            if play.script is not None:
+                own["oracle"] = play.script
+            file.write(json.dumps(own) + "\n")
+    config = parse_config(
+        {
+            "dataset": {"path": str(path)},
+            "model": {"name": play.model},
+            "agent": {"toolsets": ["terminal"]},
+            "run": {"out": str(out / "run"), "workers": 0, "concurrency": 8, "max_attempts": 1},
+        }
+    )
+    run_batch(config, progress=progress)
+    run = load_run(out / "run")
+    rewards: dict[str, tuple[float | None, str | None]] = {}
+    for table in ("failures", "trajectories"):
+        for row in run.arrow(table).to_pylist():
+            rewards[row["task_id"]] = (row["reward"], row["error"])
+    return rewards
+
+
+def _explain(rows: list[dict[str, Any]], wrong: list[str], out: Path) -> list[str]:
+    """Say of which failing oracles the verifier holds in the agent's own sandbox."""
+    failing = {line.partition(":")[0] for line in wrong}
+    suspects = [r for r in rows if str(r.get("id")) in failing and _plain_script(r)]
+    if not suspects:
+        return wrong
+    replayed = [
+        {**r, "oracle": _in_session(r), "verify": 'test -e "$WORKSPACE/.passed"'} for r in suspects
+    ]
+    rewards = _run(replayed, Play("in session", "oracle", 1.0), out / "again", Silent())
+    hint = " (it passes in the agent's sandbox: /tmp and services do not reach the grading box)"
+    return [
+        line + hint if rewards.get(line.partition(":")[0], (0.0, None))[0] == 1.0 else line
+        for line in wrong
+    ]
+
+
+def _plain_script(row: dict[str, Any]) -> bool:
+    return isinstance(row["verify"], str)
+
+
+def _in_session(row: dict[str, Any]) -> str:
+    quoted = "'" + row["verify"].replace("'", "'\\''") + "'"
+    return f'{row["oracle"]}\nbash -c {quoted} && touch "$WORKSPACE/.passed"'

@@ -1,0 +1,88 @@
+"""Looking at a run directory: schema, parts, books."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hermes_rl.errors import CAUSES, ENDINGS
+from hermes_rl.store.commit import read_commits
+from hermes_rl.store.recovery import foreign_parts
+from hermes_rl.store.rundir import RunDir
+from hermes_rl.store.schema import schema_of
+from hermes_rl.store.version import TABLES
+
+_TOKENS = ("input_tokens", "output_tokens", "cache_read_tokens", "cache_write_tokens")
+
+
+def look(path: Path) -> Iterator[str]:
+    """Everything that is wrong with a run, one line each."""
+    run_dir = RunDir(path)
+    yield from (f"{name}: belongs to no commit" for name in foreign_parts(run_dir))
+    yield from _missing_parts(run_dir)
+    seen: dict[str, str] = {}
+    for table in TABLES:
+        for part in run_dir.parts(table):
+            yield from _part(table, part, seen)
+
+
+def _missing_parts(run_dir: RunDir) -> Iterator[str]:
+    for commit in read_commits(run_dir):
+        for part in commit.parts:
+            place = run_dir.part_path(part.table, commit.stem)
+            if not place.exists():
+                yield f"{place}: is missing, but its batch is committed"
+            elif place.stat().st_size != part.size:
+                yield f"{place}: has {place.stat().st_size} bytes, committed were {part.size}"
+
+
+def _part(table: str, part: Path, seen: dict[str, str]) -> Iterator[str]:
+    try:
+        file = pq.ParquetFile(part)
+    except (pa.ArrowInvalid, OSError) as error:
+        yield f"{part}: not a readable Parquet file: {error}"
+        return
+    with file:
+        if not file.schema_arrow.equals(schema_of(table)):
+            yield f"{part}: does not have the declared schema of {table}"
+            return
+        if table == "segments":
+            return
+        number = 0
+        for batch in file.iter_batches(batch_size=64):
+            for row in batch.to_pylist():
+                for fault in row_faults(table, row, seen):
+                    yield f"{part} row {number} ({row['task_id']} #{row['repeat']}): {fault}"
+                number += 1
+
+
+def row_faults(table: str, row: dict[str, Any], seen: dict[str, str]) -> Iterator[str]:
+    """What is wrong with one row: its place, its ending, its books."""
+    if row["trajectory_id"] in seen:
+        yield f"trajectory_id stands in {seen[row['trajectory_id']]} too"
+    seen[row["trajectory_id"]] = table
+    if table == "trajectories" and (row["owner"] != "policy" or row["end_reason"] not in ENDINGS):
+        yield f"owner {row['owner']}, end_reason {row['end_reason']}: no row of this table"
+    if table == "failures" and (row["reward"] is not None or row["cause"] not in CAUSES):
+        yield f"reward {row['reward']}, cause {row['cause']}: no row of this table"
+    if len(row["messages"]) != len(row["message_info"]):
+        yield "messages and message_info differ in length"
+    yield from _book_faults(row)
+
+
+def _book_faults(row: dict[str, Any]) -> Iterator[str]:
+    calls = row["calls"]
+    for name in _TOKENS:
+        known = [call[name] for call in calls if call[name] is not None]
+        total = row["usage"][name]
+        if calls and total != (sum(known) if known else None):
+            yield f"usage.{name} is {total}, its calls have {sum(known) if known else None}"
+    ids = [call["call_id"] for call in calls]
+    if len(set(ids)) != len(ids):
+        yield "a call is recorded twice"
+    if row["cost_usd"] is not None and row["unpriced_calls"]:
+        yield "cost_usd is set although calls are unpriced"
