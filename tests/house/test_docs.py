@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hermes_rl.store.schema import TRAJECTORIES
 from hermes_rl.tasks import parse_row
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,21 @@ def test_the_readme_tasks_are_good_rows() -> None:
     assert len(lines) == 3
     for number, line in enumerate(lines):
         assert parse_row(json.loads(line), number, f"README.md:{number}").error is None
+
+
+def test_every_column_is_documented_and_every_documented_column_exists() -> None:
+    text = (ROOT / "docs/run-directory.md").read_text(encoding="utf-8").split("## Columns")[1]
+    first_cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    named = {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}
+    assert named == set(TRAJECTORIES.names)
+
+
+def test_the_readme_names_real_columns() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("| column |")[1].split("\n\n")[0]
+    first_cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    named = [name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)]
+    assert len(named) == 12
+    assert set(named) <= set(TRAJECTORIES.names)
 
 
 def test_targets_of_the_makefile_are_documented() -> None:
