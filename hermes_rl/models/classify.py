@@ -86,7 +86,7 @@ def classify(
     """
     fault = _fault_of(body)
     kind = _kind(status, fault)
-    text = _sentence(status, fault, body, kind)
+    text = _sentence(status, fault, body, kind, headers)
     return kind(
         scrub(text, secrets),
         status=status,
@@ -229,9 +229,17 @@ def _fault_in(error: Any) -> _Fault:
     return _Fault(codes, f"{message} {raw}" if isinstance(raw, str) else message)
 
 
-def _sentence(status: int, fault: _Fault, body: bytes, kind: type[e.ModelError]) -> str:
+def _sentence(
+    status: int,
+    fault: _Fault,
+    body: bytes,
+    kind: type[e.ModelError],
+    headers: Mapping[str, str],
+) -> str:
     said = fault.message or " ".join(fault.codes) or body[:200].decode("utf-8", "replace")
     hint = ""
-    if kind is e.ModelNotFound and not fault.message:
+    if kind is e.ModelNotFound and fault.message in ("", "Not Found"):
         hint = " (does base_url need /v1 at its end?)"
+    elif status in (301, 302, 307, 308):
+        hint = f" redirected to {headers.get('location', 'nowhere')}: use that as base_url"
     return f"{status}{': ' if said.strip() else ''}{said}{hint}"

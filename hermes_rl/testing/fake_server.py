@@ -37,14 +37,8 @@ from types import TracebackType
 
 import msgspec
 
-from hermes_rl.messages import AssistantMessage
-from hermes_rl.models.base import Completion
-from hermes_rl.models.dialects.chat_server import (
-    WireRequest,
-    decode_request,
-    encode_answer,
-    encode_stream,
-)
+from hermes_rl.models.dialects.chat_server import WireRequest, decode_request
+from hermes_rl.testing.answers import answer_bytes
 from hermes_rl.testing.faults import (
     BREAKS,
     REFUSALS,
@@ -238,9 +232,9 @@ class FakeServer:
         assert request is not None
         assert step is not None
         usage = usage_of(request, step)
-        answer = _completion(request, step, usage, job.fault)
         stream = bool(request.stream)
-        body = _body(answer, step, job, stream)
+        answer_id = f"chatcmpl-{job.body_hash}"
+        body = answer_bytes(request, step, usage, fault=job.fault, answer_id=answer_id)
         reported = request.include_usage and job.fault not in ("no_usage", "partial_usage")
         broken = job.fault in BREAKS and job.fault != "stall_first"
         self._end(job, "cut" if broken else "served", usage, reported=reported and not broken)
@@ -313,36 +307,6 @@ class _Job:
         self.fault: str | None = None
         self.body_hash = ""
         self.timer: asyncio.TimerHandle | None = None
-
-
-def _completion(request: WireRequest, step: Step, usage: Usage, fault: str | None) -> Completion:
-    raw, message, reason = None, step.message, step.finish_reason
-    if fault == "no_usage":
-        raw = "null"
-    elif fault == "partial_usage":
-        raw = f'{{"prompt_tokens":{usage.input_tokens}}}'
-    elif fault == "filtered":
-        message, reason = AssistantMessage(), "content_filter"
-    elif fault == "abort":
-        reason = "abort"
-    return Completion(
-        message=message,
-        finish_reason=reason,
-        usage=usage,
-        usage_raw=raw,
-        served_model=request.model,
-    )
-
-
-def _body(answer: Completion, step: Step, job: _Job, stream: bool) -> bytes:
-    answer_id = f"chatcmpl-{job.body_hash}"
-    field = step.reasoning_field
-    if not stream:
-        return encode_answer(answer, answer_id=answer_id, reasoning_field=field)
-    assert job.request is not None
-    asked = job.request.include_usage
-    events = encode_stream(answer, answer_id=answer_id, reasoning_field=field, include_usage=asked)
-    return b"".join(events)
 
 
 def _config_from(arguments: argparse.Namespace) -> FakeConfig:

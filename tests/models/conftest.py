@@ -1,6 +1,7 @@
 """What the tests of models share: the fixture `kit`."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,9 @@ import pytest
 from hermes_rl.events import CallEnded, CallStarted, Event, Waited
 from hermes_rl.messages import Message, ToolMessage, UserMessage
 from hermes_rl.models.base import Conversation, ModelClient, ModelRequest
+from hermes_rl.models.dialects.base import ReplyHead
+from hermes_rl.models.dialects.chat_completions import ChatCompletions
+from hermes_rl.models.dialects.sse import event
 from hermes_rl.models.limiter import InProcessLimiter
 from hermes_rl.models.retry import Clock, ModelCaller, RetryPolicy
 
@@ -112,7 +116,31 @@ async def until(condition: Callable[[], Any], seconds: float = 30.0, step: float
             await asyncio.sleep(step)
 
 
-@pytest.fixture
+JSON = {"content-type": "application/json", "x-request-id": "r-1"}
+SSE = {"content-type": "text/event-stream; charset=utf-8"}
+
+
+def decode(body, headers=JSON, turn=1, pieces=None, **fields):
+    """An answer through the client's decoder."""
+    asked = request([UserMessage(content="x")] * turn, **fields)
+    decoder = ChatCompletions(secrets=("sk-secret-key",)).decoder(asked, ReplyHead(headers, 0.1))
+    for piece in pieces or [body]:
+        decoder.feed(piece)
+    return decoder.finish()
+
+
+def answer_with(message, **fields):
+    return json.dumps({"id": "x", "choices": [{"message": message}], **fields}).encode()
+
+
+def stream_of(*deltas, finish="stop", done=True):
+    chunks = [{"choices": [{"index": 0, "delta": d}]} for d in deltas]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+    events = [event(json.dumps(c).encode()) for c in chunks]
+    return b"".join(events) + (event(b"[DONE]") if done else b"")
+
+
+@pytest.fixture(scope="session")
 def kit() -> SimpleNamespace:
     return SimpleNamespace(
         TERMINAL=TERMINAL,
@@ -122,4 +150,9 @@ def kit() -> SimpleNamespace:
         caller=caller,
         rollout=rollout,
         until=until,
+        decode=decode,
+        answer_with=answer_with,
+        stream_of=stream_of,
+        JSON=JSON,
+        SSE=SSE,
     )

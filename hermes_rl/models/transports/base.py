@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from hermes_rl.errors import ConnectionLost, ModelTimeout, ProtocolError
+from hermes_rl.errors import AuthError, ConnectionLost, ModelTimeout, ProtocolError
 
 LINGER_S = 0.25
 """How long an answer that said it is complete may take to end, so that its connection is reused."""
@@ -63,6 +63,11 @@ def idle_timeout(host: str, seconds: float) -> ModelTimeout:
 def not_connected(host: str, reason: str) -> ConnectionLost:
     """The connection could not be made: nothing was served."""
     return ConnectionLost(f"cannot reach {host}: {reason}")
+
+
+def untrusted(host: str, reason: str) -> AuthError:
+    """The server cannot prove who it is: no key was sent, and no other attempt could do better."""
+    return AuthError(f"cannot trust {host}: {reason}. Set ca_file if its certificate is your own")
 
 
 def broken(host: str, reason: str) -> ConnectionLost:

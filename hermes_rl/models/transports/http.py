@@ -21,10 +21,16 @@ from hermes_rl.models.transports.base import (
     first_byte_timeout,
     idle_timeout,
     not_connected,
+    untrusted,
 )
 
 _LARGE = 1 << 20
 """Bytes from which a body is written in pieces, so that the loop stays free."""
+
+_IDLE_S = {"plain": 4.0, "tls": 30.0}
+"""Seconds after which an idle connection is given up. Engines close theirs after 5 s, and a request
+that
+meets the closing one is lost; gateways wait for a minute or more, and TLS is dear to begin."""
 
 
 class HttpTransport:
@@ -71,6 +77,8 @@ class HttpTransport:
             raise connect_timeout(host, patience.connect_s) from None
         except TimeoutError:
             raise first_byte_timeout(host, patience.first_byte_s) from None
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise untrusted(host, str(error.certificate_error)) from None
         except aiohttp.ClientConnectorError as error:
             raise not_connected(host, _reason(error)) from None
         except (aiohttp.ClientError, OSError) as error:
@@ -81,14 +89,17 @@ class HttpTransport:
         endpoint = self._endpoint
         tls = endpoint.tls()
         connector = aiohttp.TCPConnector(
-            limit=endpoint.pool_size, ssl=True if tls is None else tls, keepalive_timeout=30
+            limit=endpoint.pool_size,
+            ssl=True if tls is None else tls,
+            keepalive_timeout=_IDLE_S["plain" if tls is None else "tls"],
         )
         patience = aiohttp.ClientTimeout(total=None, sock_connect=endpoint.timeouts.connect_s)
         self._session = aiohttp.ClientSession(
             connector=connector,
             timeout=patience,
             cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+            headers={"User-Agent": "hermes-rl"},
+            skip_auto_headers=("Accept-Encoding",),
         )
         return self._session
 

@@ -25,6 +25,7 @@ from hermes_rl.models.transports.base import (
     first_byte_timeout,
     idle_timeout,
     not_connected,
+    untrusted,
 )
 
 
@@ -76,6 +77,8 @@ class SdkTransport:
             raise first_byte_timeout(host, patience.first_byte_s) from None
         except openai.APIConnectionError as error:
             cause = error.__cause__ or error
+            if "CERTIFICATE_VERIFY_FAILED" in str(cause):
+                raise untrusted(host, str(cause)) from None
             make = not_connected if isinstance(cause, httpx2.ConnectError) else broken
             raise make(host, f"{type(cause).__name__}: {cause}") from None
 

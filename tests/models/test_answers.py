@@ -1,0 +1,252 @@
+"""Answers from servers of many habits: what they mean, and what is no answer at all."""
+
+import json
+
+import pytest
+
+from hermes_rl import errors as e
+from hermes_rl.messages import AssistantMessage
+from hermes_rl.models.base import TokenCapture
+from hermes_rl.models.dialects.sse import event
+from hermes_rl.usage import Usage
+
+# Answers: habits of providers
+
+
+@pytest.mark.parametrize(
+    ("message", "content", "reasoning", "raw"),
+    [
+        ({"content": None}, "", None, None),
+        ({"content": "a", "reasoning_content": "r", "reasoning": "r"}, "a", "r", None),
+        ({"content": "a", "reasoning": {"odd": 1}, "thinking": "t"}, "a", "t", None),
+        ({"content": "a", "reasoning_content": ""}, "a", None, None),
+        (
+            {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "r"}]},
+                         {"type": "text", "text": "a"}]}, "a", "r", None,
+        ),
+        ({"content": None, "refusal": "I will not."}, "I will not.", None, None),
+        ({"content": "<think>r</think>a"}, "a", "r", "<think>r</think>a"),
+        ({"content": "\n<think>\nr\n</think>\n\na"}, "a", "r", "\n<think>\nr\n</think>\n\na"),
+        ({"content": "r\n</think>\n\na"}, "a", "r", "r\n</think>\n\na"),
+        ({"content": "<think>cut off"}, "", "cut off", "<think>cut off"),
+        ({"content": "see <think>x</think>"}, "see <think>x</think>", None, None),
+        ({"content": "<think></think>a"}, "a", "", "<think></think>a"),
+        ({"content": "<think>r</think>a", "reasoning": "s"}, "<think>r</think>a", "s", None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_and_reasoning(kit, message, content, reasoning, raw, stream):
+    body = kit.stream_of(message) if stream else kit.answer_with(message)
+    got = kit.decode(body, kit.SSE if stream else kit.JSON, stream=stream).message
+    assert got == AssistantMessage(content=content, reasoning_content=reasoning, raw_content=raw)
+
+
+def made(kit, *deltas):
+    """(id, name, arguments) of the calls that deltas of tool_calls make."""
+    pieces = [{"tool_calls": d} for d in deltas]
+    return [
+        (c.id, c.name, c.arguments)
+        for c in kit.decode(kit.stream_of(*pieces), kit.SSE, stream=True).message.tool_calls
+    ]
+
+
+def piece(arguments=None, name=None, **fields):
+    function = {"name": name, "arguments": arguments}
+    return {**fields, "function": {k: v for k, v in function.items() if v is not None}}
+
+
+def test_calls_by_index_interleaved(kit):
+    assert made(
+        kit,
+        [piece(name="a", arguments="", index=0, id="1"), piece(name="b", index=1, id="2")],
+        [piece('{"x"', index=1), piece("{", index=0)],
+        [piece(":1}", index=1), piece("}", index=0)],
+    ) == [("1", "a", "{}"), ("2", "b", '{"x":1}')]
+
+
+def test_calls_without_index(kit):
+    assert made(
+        kit, [piece(name="a", id="1", arguments="{")], [piece("}")], [piece("{}", name="b", id="2")]
+    ) == [("1", "a", "{}"), ("2", "b", "{}")]
+
+
+def test_whole_calls_that_all_have_index_0(kit):
+    assert made(
+        kit, [piece("{}", name="a", index=0, id="1")], [piece("[]", name="a", index=0, id="2")]
+    ) == [("1", "a", "{}"), ("2", "a", "[]")]
+
+
+def test_names_and_ids_repeated_in_every_piece(kit):
+    assert made(
+        kit, [piece("{", name="a", index=0, id="1")], [piece("}", name="a", index=0, id="1")]
+    ) == [("1", "a", "{}")]
+
+
+def test_arguments_as_an_object(kit):
+    message = {"tool_calls": [piece({"x": 1}, name="a", id="1")]}
+    assert kit.decode(kit.answer_with(message)).message.tool_calls[0].arguments == '{"x":1}'
+    assert made(kit, [piece({"x": 1}, name="a", id="1", index=0)]) == [("1", "a", '{"x":1}')]
+
+
+def test_the_form_before_tool_calls(kit):
+    message = {"content": None, "function_call": {"name": "a", "arguments": "{}"}}
+    (call,) = kit.decode(kit.answer_with(message)).message.tool_calls
+    assert (call.name, call.arguments) == ("a", "{}")
+    first = {"function_call": {"name": "a", "arguments": "{"}}
+    body = kit.stream_of(first, {"function_call": {"arguments": "}"}})
+    (call,) = kit.decode(body, kit.SSE, stream=True).message.tool_calls
+    assert (call.name, call.arguments) == ("a", "{}")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("given", [{}, {"id": None}, {"id": ""}, {"id": "call_0"}])
+def test_missing_and_double_ids_are_made_stable(kit, given, stream):
+    listed = [piece("{}", name="a", index=i, **given) for i in range(2)]
+
+    def ids(turn):
+        body = (
+            kit.stream_of({"tool_calls": listed})
+            if stream
+            else kit.answer_with({"tool_calls": listed})
+        )
+        answer = kit.decode(body, kit.SSE if stream else kit.JSON, turn, stream=stream)
+        return [c.id for c in answer.message.tool_calls]
+
+    assert ids(1) == ids(1)
+    assert len(set(ids(1))) == 2
+    if not given.get("id"):
+        assert not set(ids(1)) & set(ids(3))  # nor do two turns share one
+
+
+def test_a_bad_byte_or_half_character_does_not_lose_an_answer(kit):
+    body = kit.answer_with({"content": "ab"}, usage={"prompt_tokens": 1, "completion_tokens": 2})
+    assert kit.decode(body.replace(b'"ab"', b'"a\xffb"')).message.content == "a\ufffdb"
+    halved = kit.decode(body.replace(b'"ab"', b'"a\\ud83d"'))
+    assert halved.message.content == "a\ufffd"
+    assert halved.usage == Usage(input_tokens=1, output_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"),
+    [
+        ({"prompt_tokens": 9, "completion_tokens": 2}, (9, None, None, 2, None)),
+        (
+            {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details":
+             {"cached_tokens": 4, "cache_write_tokens": 3}}, (9, 4, 3, 2, None),
+        ),
+        (
+            {"prompt_tokens": 9, "completion_tokens": 2, "prompt_cache_hit_tokens": 8,
+             "prompt_cache_miss_tokens": 1, "completion_tokens_details": {"reasoning_tokens": 1}},
+            (9, 8, None, 2, 1),
+        ),
+        ({"prompt_tokens": 9, "completion_tokens": 2, "cached_tokens": 5}, (9, 5, None, 2, None)),
+        # Reasoning beside the output, as one provider reports it
+        (
+            {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 18,
+             "completion_tokens_details": {"reasoning_tokens": 7}}, (9, None, None, 9, 7),
+        ),
+        ({"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": None},
+         (9, None, None, 2, None)),
+        ({"prompt_tokens": 9, "completion_tokens": 2, "cached_tokens": 10},
+         (9, None, None, 2, None)),
+        ({"prompt_tokens": 0, "completion_tokens": 0}, (0, None, None, 0, None)),
+        ({"prompt_tokens": 9}, None),
+        ({"prompt_tokens": 9, "completion_tokens": None}, None),
+        ({"prompt_tokens": -1, "completion_tokens": 2}, None),
+        ({"prompt_tokens": "9", "completion_tokens": 2}, None),
+        ({"prompt_tokens": True, "completion_tokens": 2}, None),
+        (None, None),
+        ([], None),
+    ],
+)  # fmt: skip
+def test_usage_spellings(kit, usage, expected):
+    got = kit.decode(kit.answer_with({"content": "a"}, usage=usage)).usage
+    if expected is None:
+        assert got is None
+    else:
+        assert got == Usage(
+            input_tokens=expected[0],
+            cache_read_tokens=expected[1],
+            cache_write_tokens=expected[2],
+            output_tokens=expected[3],
+            reasoning_tokens=expected[4],
+        )
+
+
+def test_the_last_of_running_totals_counts(kit):
+    chunk = {"choices": [{"delta": {"content": "a"}}]}
+    parts = [{**chunk, "usage": {"prompt_tokens": 5, "completion_tokens": n}} for n in (1, 2, 3)]
+    body = b"".join(event(json.dumps(p).encode()) for p in parts) + event(b"[DONE]")
+    answer = kit.decode(body, kit.SSE, stream=True)
+    assert answer.usage == Usage(input_tokens=5, output_tokens=3)
+    assert json.loads(answer.usage_raw) == {"prompt_tokens": 5, "completion_tokens": 3}
+
+
+def test_token_ids_of_vllm_and_sglang(kit):
+    logprobs = {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1}]}
+    vllm = {"prompt_token_ids": [1, 2], "choices": [
+        {"message": {"content": "ab"}, "token_ids": [3, 4], "logprobs": logprobs}]}  # fmt: skip
+    sglang = {"choices": [
+        {"message": {"content": "ab"}, "prompt_token_ids": [1, 2], "response_token_ids": [3, 4],
+         "logprobs": logprobs}]}  # fmt: skip
+    expected = TokenCapture(
+        prompt_ids=(1, 2), completion_ids=(3, 4), logprobs=(-0.5, -1.0), logprobs_kind="unknown"
+    )
+    for form in (vllm, sglang):
+        assert kit.decode(json.dumps(form).encode()).tokens == expected
+
+
+def test_signed_reasoning_blocks_of_a_stream_are_joined(kit):
+    blocks = [
+        {"type": "reasoning.text", "index": 0, "text": "let "},
+        {"type": "reasoning.text", "index": 0, "text": "me", "signature": "sig"},
+        {"type": "reasoning.encrypted", "index": 1, "data": "x"},
+    ]
+    body = kit.stream_of(*({"reasoning_details": [b]} for b in blocks))
+    assert kit.decode(body, kit.SSE, stream=True).message.reasoning_details == [
+        {"type": "reasoning.text", "index": 0, "text": "let me", "signature": "sig"},
+        {"type": "reasoning.encrypted", "index": 1, "data": "x"},
+    ]
+
+
+# Answers that are none
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"<html>", b"[]", b"null", b'"x"', b'{"choices": []}', b'{"choices": null}',
+     b'{"choices": [{"message": {"content": "a"', b"\xff\xfe", b"[" * 100_000],
+)  # fmt: skip
+def test_unreadable_bodies(kit, body):
+    with pytest.raises(e.ProtocolError) as caught:
+        kit.decode(body)
+    assert caught.value.served is True
+    assert caught.value.request_id == "r-1"
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_stream_must_say_that_it_is_complete(kit, done):
+    whole = kit.stream_of({"content": "a"}, done=False)
+    assert kit.decode(whole, kit.SSE, stream=True).message.content == "a"
+    cut = event(json.dumps({"choices": [{"delta": {"content": "a"}}]}).encode())
+    with pytest.raises(e.ProtocolError):
+        kit.decode(cut, kit.SSE, stream=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        ({"message": "key sk-secret-key is over its limit", "code": 429}, e.RateLimited),
+        ({"message": "Provider returned error", "code": 502}, e.ServerError),
+        ({"message": "maximum context length is 5", "code": 400}, e.ContextOverflow),
+        ("boom", e.ServerError),
+    ],
+)
+def test_errors_inside_an_answer(kit, error, kind, stream):
+    data = json.dumps({"error": error}).encode()
+    with pytest.raises(e.ModelError) as caught:
+        kit.decode(event(data) if stream else data, kit.SSE if stream else kit.JSON, stream=stream)
+    assert type(caught.value) is kind
+    assert caught.value.served is True
+    assert "sk-secret" not in str(caught.value)
