@@ -12,11 +12,15 @@ import msgspec
 from hermes_rl.errors import StoreError, UserError
 from hermes_rl.store.crash import CrashHook
 from hermes_rl.store.disk import LocalStorage
-from hermes_rl.store.processes import read_holder, try_lock, write_holder
+from hermes_rl.store.processes import lock_within, read_holder, write_holder
 from hermes_rl.store.version import SCHEMA_VERSION, TABLES
 
 _FOLDERS = ("epochs", "journal", "commits", "tmp", *TABLES)
 _STEM = re.compile(r"(\d+-[A-Za-z0-9_.]+-\d+)")
+
+
+_GLANCE_S = 0.2
+"""`status` holds LOCK for a glance; a driver that starts meanwhile waits that out."""
 
 
 class Epoch(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +84,7 @@ class RunDir:
         Raises: StoreError, naming the process that holds it.
         """
         fd = os.open(self.path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if not try_lock(fd):
+        if not lock_within(fd, _GLANCE_S):
             holder = read_holder(fd)
             os.close(fd)
             who = f"process {holder.pid} on {holder.host}" if holder else "another process"

@@ -1,0 +1,127 @@
+"""`hermes-rl status`: what a run is doing, from any other terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hermes_rl.cli import render
+from hermes_rl.errors import ExitCode, UserError
+
+FOLLOW_EVERY_S = 2.0
+STOP_WAIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Status:
+    """A run at one moment."""
+
+    path: str
+    driver: int | None
+    """Process id of the driver on this machine; None when no driver runs."""
+    host: str | None
+    """Where the driver runs, when it is another machine."""
+    units: int | None
+    """Planned; None while the dataset was never read to its end."""
+    done: int
+    solved: int
+    given_up: int
+    running: int
+    """Attempts that have begun and not ended."""
+    failed_attempts: int
+    input_tokens: int
+    output_tokens: int
+    cost: str
+
+    def line(self) -> str:
+        """As the live line of `run` has it."""
+        total = "?" if self.units is None else f"{self.units:,}"
+        state = f"driver {self.driver}" if self.driver else "no driver"
+        state = f"driver on {self.host}" if self.host else state
+        return (
+            f"{self.done:,}/{total} units  {self.solved:,} solved  {self.given_up:,} given up  "
+            f"{self.running:,} running | {self.failed_attempts:,} failed attempts | "
+            f"{self.input_tokens:,} in, {self.output_tokens:,} out  {self.cost} | {state}"
+        )
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="run directory", metavar="RUN")],
+    follow: Annotated[bool, typer.Option("--follow", help="say it again every 2 s")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="drain and end the run, resumable")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+) -> int:
+    """What is going on in a run.
+
+    \b
+    hermes-rl status runs/my-run             once
+    hermes-rl status runs/my-run --follow    until the driver ends
+    hermes-rl status runs/my-run --stop      let running rollouts end, publish, stop
+    """
+    if stop:
+        return _stop(run)
+    while True:
+        status = look(run)
+        print(json.dumps(asdict(status)) if as_json else status.line(), flush=True)
+        if not follow or (status.driver is None and status.host is None):
+            return ExitCode.DONE
+        time.sleep(FOLLOW_EVERY_S)
+
+
+def look(path: Path) -> Status:
+    """A run's state, from its files alone. Raises: UserError when there is no run."""
+    from hermes_rl.store.reader import load_run
+    from hermes_rl.store.watch import driver_of, in_flight
+
+    run = load_run(path)
+    rows = [
+        row
+        for table in ("trajectories", "failures")
+        for row in run.arrow(table).select(_COLUMNS).to_pylist()
+    ]
+    final = [row for row in rows if row["status"] == "ok"]
+    holder = driver_of(run.run_dir)
+    local = holder is not None and holder.local
+    return Status(
+        path=str(path),
+        driver=holder.pid if holder is not None and local else None,
+        host=holder.host if holder is not None and not local else None,
+        units=run.stats["plan"].get("units"),
+        done=len(final),
+        solved=sum((row["reward"] or 0.0) >= 1.0 for row in final),
+        given_up=run.ledger.given_up,
+        running=len(in_flight(run.run_dir)) if holder is not None else 0,
+        failed_attempts=len(rows) - len(final),
+        input_tokens=sum(row["usage"]["input_tokens"] or 0 for row in rows),
+        output_tokens=sum(row["usage"]["output_tokens"] or 0 for row in rows),
+        cost=render.cost(rows),
+    )
+
+
+_COLUMNS = ["status", "reward", "usage", "cost_usd", "unpriced_calls"]
+
+
+def _stop(path: Path) -> int:
+    status = look(path)
+    if status.host:
+        raise UserError(f"{path}: its driver runs on {status.host}; stop it there")
+    if status.driver is None:
+        print(f"{path}: no driver runs")
+        return ExitCode.DONE
+    os.kill(status.driver, signal.SIGINT)
+    print(f"asked process {status.driver} to stop; waiting for its rollouts", file=sys.stderr)
+    deadline = time.monotonic() + STOP_WAIT_S
+    while look(path).driver == status.driver:
+        if time.monotonic() > deadline:
+            raise UserError(f"{path}: process {status.driver} still runs after {STOP_WAIT_S:g} s")
+        time.sleep(0.2)
+    print(look(path).line())
+    return ExitCode.DONE
