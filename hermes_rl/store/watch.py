@@ -1,0 +1,66 @@
+"""Looking at a run from outside while its driver works: who drives it, and what is in flight."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+import msgspec
+
+from hermes_rl.events import AttemptKey
+from hermes_rl.store.commit import read_commits
+from hermes_rl.store.dispatch import Dispatched
+from hermes_rl.store.lines import payloads
+from hermes_rl.store.processes import ProcessId, read_holder
+from hermes_rl.store.replay import journal_files
+from hermes_rl.store.rundir import RunDir
+
+
+class _Keyed(msgspec.Struct):
+    """The part of a `done` line that names its attempt."""
+
+    key: AttemptKey
+
+
+_decode_done = msgspec.json.Decoder(_Keyed).decode
+_decode_dispatch = msgspec.json.Decoder(Dispatched).decode
+
+
+def driver_of(run_dir: RunDir) -> ProcessId | None:
+    """The process that drives a run now; None when nobody does."""
+    try:
+        fd = os.open(run_dir.path / "LOCK", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return read_holder(fd)
+    finally:
+        os.close(fd)
+    return None
+
+
+def in_flight(run_dir: RunDir) -> set[AttemptKey]:
+    """Attempts of the newest epoch that were sent and have no durable end.
+
+    It reads the commits of that epoch whole: for people who ask now and then.
+    """
+    epochs = run_dir.epochs()
+    if not epochs:
+        return set()
+    now = epochs[-1]
+    sent: set[AttemptKey] = set()
+    for path in journal_files(run_dir.writer_path(f"{now}-driver"), "dispatch"):
+        sent |= {_decode_dispatch(line).key for line in payloads(path)}
+    # Journals before commits: an attempt that is published in between stands in one of the two.
+    for writer in run_dir.writers():
+        for done in journal_files(run_dir.writer_path(writer), "done"):
+            try:
+                sent -= {_decode_done(line).key for line in payloads(done)}
+            except FileNotFoundError:
+                continue
+    for commit in read_commits(run_dir):
+        columns = zip(commit.keys.unit_id, commit.keys.epoch, commit.keys.attempt, strict=True)
+        sent -= {AttemptKey(unit_id=u, epoch=e, attempt=a) for u, e, a in columns if e == now}
+    return sent
