@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,11 @@ from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.tools.base import Tool
 from hermes_rl.tools.registry import schemas
 from hermes_rl.usage import Usage
+
+_MARKUP = re.compile(
+    r"</?tool_calls?>|<\|?(?:tool_call|python_tag|tool_calls_section)|\[TOOL_CALLS\]|<function="
+)
+"""How models in use write tool calls, where their server's parser let one through as text."""
 
 
 class Caller(Protocol):
@@ -63,6 +69,9 @@ class AgentResult:
     seconds: float
     active_seconds: float
     """Time spent in tools."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """`suspected_unparsed_calls`: answers whose text holds the markup of a tool call that no
+    server parsed; absent when there is none."""
 
 
 class Finish(Exception):
@@ -147,7 +156,12 @@ class RunState:
             raise Finish("max_turns")
         if limits.max_tokens is not None and self.tokens >= limits.max_tokens:
             raise Finish("token_limit")
-        if limits.max_seconds is not None and self.active_s >= limits.max_seconds:
+        self.check_time()
+
+    def check_time(self) -> None:
+        """Raises: Finish when no active time is left."""
+        bound = self.parts.limits.max_seconds
+        if bound is not None and self.active_s >= bound:
             raise Finish("time_limit")
 
     def time_left(self, most: float) -> float:
@@ -159,6 +173,7 @@ class RunState:
         """The result, from the conversation as it is now."""
         messages = list(self.conversation)
         said = [m.content for m in messages[self.given :] if isinstance(m, AssistantMessage)]
+        unparsed = sum(_MARKUP.search(text) is not None for text in said)
         return AgentResult(
             end_reason=end_reason,
             final_response=said[-1] if said else None,
@@ -166,4 +181,5 @@ class RunState:
             messages=messages,
             seconds=time.monotonic() - self.started,
             active_seconds=self.active_s,
+            metrics={"suspected_unparsed_calls": float(unparsed)} if unparsed else {},
         )

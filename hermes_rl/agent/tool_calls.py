@@ -41,14 +41,7 @@ async def run_calls(run: RunState, calls: Sequence[ToolCall], control: Control) 
 
     Raises: Finish when the calls end the run; errors of infrastructure as they are.
     """
-    start = time.monotonic()
-    context = ToolContext(
-        sandbox=run.parts.sandbox,
-        state=run.tool_state,
-        max_timeout_s=run.time_left(MAX_TOOL_S),
-        spawn=run.parts.spawn,
-    )
-    turn = _Turn(run, context, calls, control)
+    turn = _Turn(run, calls, control)
     try:
         for group in _groups(calls, turn.tools):
             await turn.run_group(group)
@@ -59,8 +52,9 @@ async def run_calls(run: RunState, calls: Sequence[ToolCall], control: Control) 
     except SandboxKilled as error:
         turn.fill(f"the sandbox is gone: {error}")
         raise Finish("sandbox_killed") from error
-    finally:
-        run.active_s += time.monotonic() - start
+    except Finish:
+        turn.fill("not run: the time limit is reached")
+        raise
     turn.judge()
 
 
@@ -85,23 +79,41 @@ def _groups(
 class _Turn:
     """The results of one turn as they come."""
 
-    def __init__(
-        self, run: RunState, context: ToolContext, calls: Sequence[ToolCall], control: Control
-    ) -> None:
-        self.run, self.context, self.calls, self.control = run, context, calls, control
+    def __init__(self, run: RunState, calls: Sequence[ToolCall], control: Control) -> None:
+        self.run, self.calls, self.control = run, calls, control
         self.tools = [_tool(run, call) for call in calls]
         self.done = 0
         self.valid = False
 
     async def run_group(self, group: list[tuple[ToolCall, Tool | None]]) -> None:
-        """Run the calls of a group and add their results in call order."""
-        if len(group) == 1:
-            self._add(await _run_one(self.run, self.context, *group[0]))
-            return
+        """Run the calls of a group and add their results in call order.
+
+        Raises: Finish when no active time is left.
+        """
+        run = self.run
+        run.check_time()
+        start = time.monotonic()
+        context = ToolContext(
+            sandbox=run.parts.sandbox,
+            state=run.tool_state,
+            max_timeout_s=run.time_left(MAX_TOOL_S),
+            spawn=run.parts.spawn,
+        )
+        try:
+            if len(group) == 1:
+                self._add(await _run_one(run, context, *group[0]))
+            else:
+                await self._side_by_side(context, group)
+        finally:
+            run.active_s += time.monotonic() - start
+
+    async def _side_by_side(
+        self, context: ToolContext, group: list[tuple[ToolCall, Tool | None]]
+    ) -> None:
         failed: _Outcome | None = None
         async with asyncio.TaskGroup() as tasks:
             # _run_one carries errors in its outcome, so no task fails and cancels the others.
-            for task in [tasks.create_task(_run_one(self.run, self.context, *p)) for p in group]:
+            for task in [tasks.create_task(_run_one(self.run, context, *pair)) for pair in group]:
                 outcome = await task
                 failed = failed or (outcome if outcome.error else None)
                 if failed is None:

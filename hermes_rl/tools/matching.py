@@ -63,16 +63,19 @@ def replace(content: str, found: Found, old: str, new: str) -> str:
     at = 0
     for span in found.spans:
         original = content[span.start : span.end]
-        fitted = new if found.strategy == "exact" else _fitted(original, old, new)
+        fitted = new if found.strategy == "exact" else _fitted(found.strategy, original, old, new)
         out += [content[at : span.start], fitted]
         at = span.end
     return "".join(out) + content[at:]
 
 
-def _fitted(original: str, old: str, new: str) -> str:
-    """`new` for a tolerant match: escapes as the match read them, and the place's indentation."""
-    if "\n" not in old and "\\n" in old and "\n" in original:
+def _fitted(strategy: str, original: str, old: str, new: str) -> str:
+    """`new` for a tolerant match: read as `old` was read, with the place's indentation."""
+    if strategy == "escapes":
         old, new = _unescape(old), _unescape(new)
+    if strategy == "boundary_trimmed":
+        head, tail = old[: len(old) - len(old.lstrip())], old[len(old.rstrip()) :]
+        return new.removeprefix(head).removesuffix(tail)
     was, there = _indent(old), _indent(original)
     if was == there:
         return new
@@ -107,14 +110,26 @@ def _by_lines(normal: Callable[[str], str]) -> Finder:
             return []
         lines = content.split("\n")
         have = [normal(line) for line in lines]
-        return _windows(lines, len(wanted), lambda i: have[i : i + len(wanted)] == wanted)
+        spans = _windows(lines, len(wanted), lambda i: have[i : i + len(wanted)] == wanted)
+        return _with_newline(content, old, spans)
 
     return strategy
 
 
 def _lines_of(old: str) -> list[str]:
     """The lines of the wanted text; a last newline does not make one more."""
-    return (old[:-1] if old.endswith("\n") and old.strip("\n") else old).split("\n")
+    return (old[:-1] if _ends_a_line(old) else old).split("\n")
+
+
+def _ends_a_line(old: str) -> bool:
+    return old.endswith("\n") and bool(old.strip("\n"))
+
+
+def _with_newline(content: str, old: str, spans: list[Span]) -> list[Span]:
+    """The spans of whole lines, with the last newline where the wanted text has one."""
+    if not _ends_a_line(old):
+        return spans
+    return [Span(s.start, s.end + content.startswith("\n", s.end)) for s in spans]
 
 
 def _windows(lines: list[str], size: int, fits: Callable[[int], bool]) -> list[Span]:
@@ -147,7 +162,8 @@ def _indentation(content: str, old: str) -> list[Span]:
         return []
     lines = content.split("\n")
     size = len(wanted)
-    return _windows(lines, size, lambda i: _dedented(lines[i : i + size]) == wanted)
+    spans = _windows(lines, size, lambda i: _dedented(lines[i : i + size]) == wanted)
+    return _with_newline(content, old, spans)
 
 
 def _dedented(lines: list[str]) -> list[str]:
@@ -193,7 +209,7 @@ def _block_anchor(content: str, old: str) -> list[Span]:
         if have[i] == wanted[0] and have[i + size - 1] == wanted[-1]:
             between = "\n".join(have[i + 1 : i + size - 1])
             scores[i] = _likeness(inner, between, BLOCK_LIKENESS)
-    return _best(lines, size, scores, BLOCK_LIKENESS)
+    return _with_newline(content, old, _best(lines, size, scores, BLOCK_LIKENESS))
 
 
 def _context_aware(content: str, old: str) -> list[Span]:
@@ -211,7 +227,7 @@ def _context_aware(content: str, old: str) -> list[Span]:
         if exact.isdisjoint(window):  # at least one line must be as written
             continue
         scores[i] = _likeness("\n".join(wanted), "\n".join(window), CONTEXT_LIKENESS)
-    return _best(lines, size, scores, CONTEXT_LIKENESS)
+    return _with_newline(content, old, _best(lines, size, scores, CONTEXT_LIKENESS))
 
 
 def _likeness(a: str, b: str, floor: float) -> float:

@@ -121,6 +121,14 @@ async def test_time_limit_counts_tools_and_cuts_them(rig: Any) -> None:
     assert '"exit_code":124' in ran.results()[0].message.content
 
 
+async def test_no_call_is_begun_without_time(rig: Any) -> None:
+    calls = [{"arguments": {"command": c}} for c in ("sleep 20", "touch late", "touch later")]
+    ran = await rig.play({"calls": calls}, "done", limits=Limits(max_seconds=0.2))
+    assert ran.result.end_reason == "time_limit"
+    assert [e.synthetic for e in ran.results()] == [False, True, True]
+    assert (await rig.sandbox.run("ls", timeout_s=5)).output == ""
+
+
 async def test_time_limit_leaves_model_seconds_out(rig: Any) -> None:
     ran = await rig.play({"text": "slow", "latency_s": 0.3}, limits=Limits(max_seconds=0.1))
     assert ran.result.end_reason == "answered"
@@ -222,6 +230,22 @@ async def test_a_tool_error_goes_to_the_model(rig: Any) -> None:
 async def test_prompts_out_of_order(rig: Any, prompt: list[Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         await rig.run(prompt)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "terminal", "arguments": {"command": "echo </tool_call>"}}',
+        "<function=terminal><parameter=command>ls</parameter></function>",
+        '[TOOL_CALLS] [{"name": "terminal"}]',
+        "<|tool_call_begin|>terminal",
+    ],
+)
+async def test_calls_that_no_server_parsed_are_counted(rig: Any, text: str) -> None:
+    ran = await rig.play(text)
+    assert (ran.result.end_reason, ran.result.final_response) == ("answered", text)
+    assert ran.result.metrics == {"suspected_unparsed_calls": 1.0}
+    assert (await rig.play("The tool_call was fine.")).result.metrics == {}
 
 
 async def test_a_system_message_in_the_prompt_takes_the_place_of_the_preset(rig: Any) -> None:

@@ -80,6 +80,12 @@ CASES = [
         'print("c")\n',
     ),
     ("boundary_trimmed", "x = call(1) + 2\n", "\n call(1) \n", "call(3)", "x = call(3) + 2\n"),
+    ("boundary_trimmed", "f(call(1))\n", "  call(1)\n", "  call(3)\n", "f(call(3))\n"),
+    # A quote of whole lines takes their newline: no blank line is left, none is added.
+    ("line_trimmed", "a\n  x\nb\n", "x \n", "", "a\nb\n"),
+    ("line_trimmed", "a\n  x\nb\n", "x \n", "y\n", "a\n  y\nb\n"),
+    ("line_trimmed", "a\n  x  ", "    x\n", "    y\n", "a\n  y\n"),
+    ("escapes", "  a\n  b\nc\n", "  a\\n  b", "  d\\n\\te", "  d\n\te\nc\n"),
     (
         "unicode",
         "say(\u201chello\u201d) \u2013 now\n",
