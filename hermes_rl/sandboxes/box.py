@@ -1,7 +1,8 @@
-"""One bubblewrap on the host: started, watched, and what it holds."""
+"""One bubblewrap on the host: how it is started, watched and ended, and what a lease holds."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -9,14 +10,14 @@ import platform
 import shutil
 import socket
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hermes_rl.errors import SandboxStartError
-from hermes_rl.sandboxes import processes, recipe
+from hermes_rl.sandboxes import limits, processes, recipe
 from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sandboxes.slots import Slot
-from hermes_rl.sandboxes.spawn import Launch, start
+from hermes_rl.sandboxes.spawn import Launch, exited, gone, start
 
 
 def find_binary() -> str:
@@ -32,16 +33,6 @@ def find_binary() -> str:
     return found
 
 
-@dataclass(frozen=True)
-class Started:
-    """A running bubblewrap."""
-
-    outer: subprocess.Popen[bytes]
-    """On the host; its end is the sandbox's end."""
-    info: int
-    """Where it tells the id of its inner process 1."""
-
-
 def filter_path() -> Path:
     """The seccomp filter of this machine's architecture. Raises: SandboxStartError."""
     machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
@@ -51,29 +42,52 @@ def filter_path() -> Path:
     return path
 
 
-def launch(binary: str, box: recipe.Box, uid: int | None, stdio: socket.socket) -> Started:
-    """Start bubblewrap. Call it in the spawner's thread."""
-    seccomp = os.open(filter_path(), os.O_RDONLY | os.O_CLOEXEC)
-    info, tell = os.pipe()
-    try:
-        argv = recipe.arguments(binary, box, {"seccomp": seccomp, "info": tell})
-        return Started(start(Launch(argv, (seccomp, tell), uid), stdio), info)
-    except OSError as error:
-        os.close(info)
-        raise SandboxStartError(f"cannot start bubblewrap: {error}") from error
-    finally:
-        os.close(seccomp)
-        os.close(tell)
-        stdio.close()
+@dataclass(frozen=True)
+class Lease:
+    """What one sandbox holds on the host."""
+
+    spec: SandboxSpec
+    box: Path
+    slot: Slot | None
+    layers: recipe.Layers
+    cgroup: list[str] = field(default_factory=list)
+    """The path of its control group, once there is one."""
+
+    @property
+    def uid(self) -> int | None:
+        """The host user that the sandbox runs as; None is ourselves."""
+        return None if self.slot is None else self.slot.uid
+
+    @property
+    def tag(self) -> str:
+        """How the reaper knows its processes: OWNER.N:LEASE."""
+        return f"{self.box.name}:{self.spec.lease}"
+
+    @property
+    def workspace(self) -> Path:
+        """The workspace on the host."""
+        return self.box / "ws"
+
+    def make(self, name: str) -> Path:
+        """A folder in the box that the sandbox may write."""
+        path = self.box / name
+        path.mkdir(mode=0o700)
+        if self.uid is not None:
+            os.chown(path, self.uid, self.uid)
+        return path
+
+    def layer(self, name: str) -> recipe.Writable:
+        """A new, empty layer for writes, below a folder of the box."""
+        self.make(name)
+        return recipe.Writable(self.make(f"{name}/up"), self.make(f"{name}/work"))
 
 
 class Inner:
     """Process 1 of a sandbox, and the supervisor, as the host sees them."""
 
-    def __init__(self, info: int) -> None:
-        with open(info, "rb") as file:
-            self.init = int(json.loads(file.read())["child-pid"])
-        self.pidfd = os.pidfd_open(self.init)
+    def __init__(self, init: int) -> None:
+        self.init = init
+        self.pidfd = os.pidfd_open(init)
         self._supervisor = 0
 
     @property
@@ -95,31 +109,90 @@ class Inner:
                 processes.end_tree(proc)
 
 
-@dataclass(frozen=True)
-class Lease:
-    """What one sandbox holds on the host."""
+class Outer:
+    """A started bubblewrap."""
 
-    spec: SandboxSpec
-    box: Path
-    slot: Slot | None
-    layers: recipe.Layers
+    def __init__(self, process: subprocess.Popen[bytes], info: int) -> None:
+        self.process = process
+        self._info = info
+        self._inner: Inner | None = None
 
-    @property
-    def uid(self) -> int | None:
-        """The host user that the sandbox runs as; None is ourselves."""
-        return None if self.slot is None else self.slot.uid
+    def inner(self) -> Inner:
+        """Its inside, once it stands. Raises: OSError or ValueError when it does not."""
+        if self._inner is None:
+            with open(self._info, "rb") as file:
+                self._info = -1
+                self._inner = Inner(int(json.loads(file.read())["child-pid"]))
+        return self._inner
 
-    def make(self, name: str) -> Path:
-        """A folder in the box that the sandbox may write."""
-        path = self.box / name
-        path.mkdir(mode=0o700)
-        if self.uid is not None:
-            os.chown(path, self.uid, self.uid)
-        return path
+    def kill(self) -> None:
+        """SIGKILL it. Its inside follows: by its own doing once it stands, else by ours."""
+        if self._inner is None:
+            root = processes.find(self.process.pid)
+            if root is not None and self.process.returncode is None:
+                processes.end_tree(root)
+        elif self.process.poll() is None:
+            self.process.kill()
 
-    def layered(self, name: str, where: str) -> list[str]:
-        """Mounts that show the workspace through a layer of its own."""
-        self.make(f"{name}/up")
-        self.make(f"{name}/work")
-        up, work = self.box / name / "up", self.box / name / "work"
-        return ["--overlay-src", str(self.box / "ws"), "--overlay", str(up), str(work), where]
+    async def ended(self) -> int:
+        """Wait until it and all that ran in it are gone. Its code, negative after a signal."""
+        code = await exited(self.process)
+        if self._inner is not None:
+            await gone(self._inner.pidfd)
+        return code
+
+    def close(self) -> None:
+        """Close our descriptors. Idempotent."""
+        if self._info >= 0:
+            os.close(self._info)
+            self._info = -1
+        if self._inner is not None and self._inner.pidfd >= 0:
+            os.close(self._inner.pidfd)
+            self._inner.pidfd = -1
+
+
+def launch(binary: str, box: recipe.Box, uid: int | None, stdio: socket.socket) -> Outer:
+    """Start bubblewrap. Call it in the spawner's thread. Raises: SandboxStartError.
+
+    Its options go through a pipe: in the command line they would show the host's paths to the
+    sandbox.
+    """
+    seccomp = os.open(filter_path(), os.O_RDONLY | os.O_CLOEXEC)
+    info, tell = os.pipe()
+    options, give = os.pipe()
+    try:
+        listed = recipe.arguments(box, {"seccomp": seccomp, "info": tell})
+        os.write(give, "\0".join(listed).encode() + b"\0")
+        os.close(give)
+        give = -1
+        argv = ["bwrap", "--args", str(options), "--", *box.command]
+        process = start(Launch(argv, binary, (seccomp, tell, options), uid), stdio)
+    except OSError as error:
+        os.close(info)
+        raise SandboxStartError(f"cannot start bubblewrap: {error}") from error
+    finally:
+        for fd in (seccomp, tell, options, give):
+            if fd >= 0:
+                os.close(fd)
+        stdio.close()
+    return Outer(process, info)
+
+
+async def abandon(outer: Outer) -> None:
+    """End a bubblewrap that did not come up."""
+    await asyncio.to_thread(outer.kill)
+    await outer.ended()
+    outer.close()
+
+
+def confine(lease: Lease, groups: limits.Cgroups, inner: Inner) -> None:
+    """Put a sandbox, in which nothing of the agent's runs yet, into a control group."""
+    if not groups.works:
+        return
+    try:
+        path = groups.make(lease.box.name, lease.spec.limits.memory_bytes)
+    except OSError:
+        return  # then the limit is not in force, and `info.limits` does not list it
+    lease.cgroup.append(path)
+    for pid in (inner.init, inner.supervisor):
+        limits.add(path, pid)

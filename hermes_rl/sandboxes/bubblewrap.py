@@ -1,106 +1,32 @@
 """Sandboxes by bubblewrap: no daemon, no root, a few milliseconds to start.
 
-The recipe is in `recipe`, what the machine allows in `probe`, the grading box in `grading`.
+The recipe is in `recipe`, processes and folders in `box`, what the machine allows in `probe`, the
+grading box in `grading`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
-import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from hermes_rl.errors import SandboxDied, SandboxError, SandboxKilled, SandboxStartError
-from hermes_rl.sandboxes import grading, recipe
-from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
-from hermes_rl.sandboxes.box import Inner, Lease, find_binary, launch
-from hermes_rl.sandboxes.files import Beneath
-from hermes_rl.sandboxes.session import Place, ShellSandbox, environment_file
+from hermes_rl.errors import SandboxError, SandboxStartError
+from hermes_rl.sandboxes import grading, limits, probe, recipe, warden
+from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxSpec
+from hermes_rl.sandboxes.box import Lease, Outer, abandon, confine, find_binary, launch
+from hermes_rl.sandboxes.leased import BubblewrapSandbox
+from hermes_rl.sandboxes.reaper import Warden, reap
+from hermes_rl.sandboxes.session import environment_file
 from hermes_rl.sandboxes.shell import Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Home, Slots
-from hermes_rl.sandboxes.spawn import Spawner, exited, gone
-from hermes_rl.sandboxes.workspace import remove_tree
+from hermes_rl.sandboxes.spawn import Spawner
+from hermes_rl.sandboxes.workspace import copy_tree, remove_tree
 
-
-class BubblewrapSandbox(ShellSandbox):
-    """One leased sandbox."""
-
-    def __init__(self, backend: Bubblewrap, lease: Lease, running: Running) -> None:
-        place = Place(recipe.WORKSPACE, Beneath(lease.box / "ws", lease.uid))
-        info = SandboxInfo(backend.name, lease.spec.image, None, backend.limits_in_force(lease))
-        super().__init__(info, running.shell, place)
-        self._backend = backend
-        self._lease = lease
-        self._running = running
-        self._closed = False
-        self._boxes = 0
-
-    def _end_background(self, inside: int) -> None:
-        self._running.inner.end_process(inside)
-
-    async def _classify(self, lost: ShellLost) -> SandboxError:
-        """Whose deed? The outer bubblewrap is out of the agent's reach: a signal to it is the
-        host's doing, its ordinary exit the sandbox's own."""
-        if not self._running.shell.lost.is_set():
-            await self._end_processes()
-            return SandboxKilled(f"sandbox ended: {lost}")
-        try:
-            async with asyncio.timeout(5):
-                code = await exited(self._running.outer)
-        except TimeoutError:
-            await self._end_processes()
-            return SandboxDied("the sandbox's channel is closed, bubblewrap still there")
-        if code < 0:
-            return SandboxDied(f"bubblewrap ended by signal {-code} from outside")
-        if not (self._lease.box / "ws").is_dir() or not (self._lease.box / "ctl").is_dir():
-            return SandboxDied("the sandbox's folders vanished")
-        return SandboxKilled(f"the sandbox's shell was killed (exit {code})")
-
-    async def _end_processes(self) -> None:
-        """End everything in the sandbox; returns once its process 1 is gone."""
-        outer = self._running.outer
-        if outer.poll() is None:
-            outer.kill()
-        await exited(outer)
-        await gone(self._running.inner.pidfd)
-
-    async def grade(self, spec: GradingSpec) -> GradingResult:
-        """See `base.Sandbox.grade`."""
-        if self._closed:
-            self._raise_if_dead()
-        self._background.close()
-        self._shell.close()
-        await self._end_processes()
-        self._error = self._error or SandboxDied("the sandbox is being graded: its session is over")
-        if not (self._lease.box / "ws").is_dir():
-            raise SandboxDied("the workspace vanished")
-        self._boxes += 1
-        return await self._backend.grade(self._lease, spec, self._boxes)
-
-    async def aclose(self) -> None:
-        """End all processes, remove the folders, give the slot back. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._error is None:
-            self._error = SandboxDied("the sandbox is closed")
-        self._background.close()
-        self._shell.close()
-        await self._end_processes()
-        self._shell.release()
-        os.close(self._running.inner.pidfd)
-        await self._backend.give_back(self._lease)
-
-
-@dataclass(frozen=True)
-class Running:
-    """The live parts of one sandbox."""
-
-    outer: subprocess.Popen[bytes]
-    inner: Inner
-    shell: Shell
+WATCH_S = 3.0
+"""Between two looks at sandboxes in which something runs."""
 
 
 class Bubblewrap:
@@ -110,61 +36,79 @@ class Bubblewrap:
         state_dir: where sandboxes' folders go; None is a folder of this user below the machine's
             temporary folder.
         binary: the bubblewrap to use; None takes the package's, else the one on PATH.
+        cgroups: limit the memory of whole sandboxes by control groups where the machine lets us.
     """
 
     name = "bubblewrap"
 
-    def __init__(self, *, state_dir: Path | None = None, binary: str | None = None) -> None:
+    def __init__(
+        self, *, state_dir: Path | None = None, binary: str | None = None, cgroups: bool = True
+    ) -> None:
         self._state_dir = state_dir
-        self._binary = binary
+        self._binary = binary or ""
+        self._want_cgroups = cgroups
+        self._cgroups = limits.Cgroups("")
         self._spawner = Spawner()
         self._home: Home | None = None
-        self._slots = Slots() if os.geteuid() == 0 else None
+        self._warden: Warden | None = None
+        self._slots: Slots | None = None
         self._etc: dict[bool, Path] = {}
         self._live: set[BubblewrapSandbox] = set()
+        self._opening = asyncio.Lock()
+        self._watcher: asyncio.Task[None] | None = None
+        self._overlay = True
+
+    async def _open(self) -> Home:
+        """Once: clean up after others that are gone, then make what all sandboxes share."""
+        async with self._opening:
+            if self._home is None:
+                self._home = await asyncio.to_thread(self._prepare)
+                self._watcher = asyncio.create_task(self._watch())
+            return self._home
 
     def _prepare(self) -> Home:
-        """Once: the state folder and the /etc to show."""
-        if self._home is None:
-            home = Home(self._state_dir)
-            shared = home.new_box()
-            os.chmod(shared, 0o755)
-            (shared / "supervisor").write_text(supervisor_text())
-            (shared / "supervisor").chmod(0o644)
-            self._etc[False] = recipe.make_etc(shared / "etc")
-            self._shared = shared
-            self._binary = self._binary or find_binary()
-            self._home = home
-        return self._home
-
-    def limits_in_force(self, lease: Lease) -> dict[str, object]:
-        """By name; what the machine cannot enforce is absent."""
-        limits = lease.spec.limits
-        return {
-            "processes": limits.processes,
-            "memory_bytes_per_process": limits.memory_bytes,
-            "file_bytes": limits.file_bytes,
-            "workspace_bytes": limits.workspace_bytes,
-            "workspace_files": limits.workspace_files,
-            "tmp_bytes": limits.tmp_bytes,
-            "shm_bytes": limits.shm_bytes,
-        }
+        self._binary = self._binary or find_binary()
+        if self._want_cgroups:
+            self._cgroups = limits.detect()
+        home = Home(self._state_dir)
+        try:
+            reap(home.root, self._cgroups.base)
+            self._warden = Warden(home.root, home.owner, self._cgroups.base)
+            self._overlay = "--overlay-src" in probe.options(self._binary)
+            if os.geteuid() == 0:
+                self._slots = Slots()
+            self._shared = home.new_box()
+            os.chmod(self._shared, 0o755)
+            (self._shared / "supervisor").write_text(supervisor_text())
+            (self._shared / "supervisor").chmod(0o644)
+            self._etc = {
+                network: recipe.make_etc(self._shared / name, network)
+                for network, name in ((False, "etc"), (True, "etc-network"))
+            }
+        except BaseException:
+            home.close()
+            raise
+        return home
 
     async def lease(self, spec: SandboxSpec) -> BubblewrapSandbox:
         """Start a sandbox. Raises: SandboxStartError; TaskFault when the image is missing."""
-        home = self._prepare()
         lower = recipe.image_layers(spec.image) if spec.image else ()
+        home = await self._open()
         slot = self._slots.take() if self._slots is not None else None
-        lease = Lease(spec, home.new_box(), slot, recipe.Layers(self._etc[False], lower))
+        layers = recipe.Layers(self._etc[spec.network], lower)
+        lease = Lease(spec, home.new_box(), slot, layers)
         try:
-            sandbox = BubblewrapSandbox(self, lease, await self._start(lease))
+            if lower:
+                lease = replace(lease, layers=replace(layers, upper=lease.layer("layer")))
+            outer, shell = await self._start(lease)
         except BaseException:
-            await self.give_back(lease)
+            await asyncio.shield(self.give_back(lease))
             raise
+        sandbox = BubblewrapSandbox(self, lease, outer, shell)
         self._live.add(sandbox)
         return sandbox
 
-    async def _start(self, lease: Lease) -> Running:
+    async def _start(self, lease: Lease) -> tuple[Outer, Shell]:
         spec = lease.spec
         lease.make("ws")
         control = lease.box / "ctl"
@@ -172,93 +116,160 @@ class Bubblewrap:
         os.link(self._shared / "supervisor", control / "supervisor")
         variables = recipe.environment(recipe.WORKSPACE, spec.env)
         (control / "env").write_text(environment_file(variables, recipe.WORKSPACE, spec.cwd))
-        layers = lease.layers
-        if layers.lower:
-            layers = replace(layers, upper=lease.make("layer"))
-            for name in ("layer/up", "layer/work"):
-                lease.make(name)
+        command = recipe.shell_command(recipe.CONTROL, recipe.STATE, lease.tag, spec.limits)
         box = recipe.Box(
-            layers=layers,
+            layers=lease.layers,
             control=control,
             limits=spec.limits,
             network=spec.network,
-            workspace=lease.box / "ws",
-            command=recipe.shell_command(recipe.CONTROL, recipe.STATE, spec.lease, spec.limits),
+            workspace=lease.workspace,
+            command=command,
         )
         ours, theirs = socket.socketpair()
-        assert self._binary is not None
-        binary = self._binary
-        started = await self._spawner.call(lambda: launch(binary, box, lease.uid, theirs))
+        try:
+            outer = await self._launch(box, lease.uid, theirs)
+        except BaseException:
+            ours.close()
+            raise
         paths = ShellPaths(control, recipe.CONTROL, recipe.STATE)
-        late: list[Inner] = []
-        shell = Shell(ours, paths, lambda: late[0].end_job())
+        shell = Shell(ours, paths, lambda: outer.inner().end_job())
         try:
             await shell.ready()
-            late.append(Inner(started.info))
+            confine(lease, self._cgroups, outer.inner())
         except (ShellLost, TimeoutError, OSError, ValueError) as error:
             shell.release()
-            started.outer.kill()
-            await exited(started.outer)
-            raise SandboxStartError(f"bubblewrap did not start: {error}") from error
-        return Running(started.outer, late[0], shell)
+            await abandon(outer)
+            raise SandboxStartError(probe.explain(str(error))) from error
+        except asyncio.CancelledError:
+            shell.release()
+            await asyncio.shield(abandon(outer))
+            raise
+        return outer, shell
+
+    async def _launch(self, box: recipe.Box, uid: int | None, stdio: socket.socket) -> Outer:
+        """Start a bubblewrap in the spawner's thread; a cancelled caller leaves none behind."""
+        started = asyncio.ensure_future(
+            self._spawner.call(lambda: launch(self._binary, box, uid, stdio))
+        )
+        try:
+            return await asyncio.shield(started)
+        except asyncio.CancelledError:
+            await abandon(await started)
+            raise
+
+    def limits_in_force(self, lease: Lease) -> dict[str, object]:
+        """By name; what the machine cannot enforce is absent."""
+        asked = lease.spec.limits
+        found: dict[str, object] = {
+            "processes": asked.processes,
+            "memory_bytes_per_process": asked.memory_bytes,
+            "file_bytes": asked.file_bytes,
+            "workspace_bytes": asked.workspace_bytes,
+            "workspace_files": asked.workspace_files,
+            "tmp_bytes": asked.tmp_bytes,
+            "shm_bytes": asked.shm_bytes,
+            "own_uid": lease.uid is not None,
+        }
+        if lease.cgroup:
+            found["memory_bytes"] = asked.memory_bytes
+        return found
 
     async def grade(self, lease: Lease, spec: GradingSpec, number: int) -> GradingResult:
-        """Run a verifier over what a lease left. Raises: SandboxStartError, SandboxDied."""
-        box = lease.box / f"grade{number}"
+        """Run a verifier over what a lease left. Raises: SandboxStartError, SandboxDied, TaskFault
+        when its image is missing."""
+        name = f"grade{number}"
+        box = lease.box / name
         box.mkdir(mode=0o711)
-        control, verify = box / "ctl", box / "verify"
+        try:
+            stage = await asyncio.to_thread(self._stage, lease, spec, name)
+
+            async def begin(stdio: socket.socket) -> grading.Running:
+                outer = await self._launch(stage, lease.uid, stdio)
+                return grading.Running(outer.ended, outer.kill, outer.inner, outer.close)
+
+            return await grading.judge(spec, stage.control, begin)
+        finally:
+            await asyncio.shield(asyncio.to_thread(remove_tree, box))
+
+    def _stage(self, lease: Lease, spec: GradingSpec, name: str) -> recipe.Box:
+        """Everything that a grading box needs. Blocks: it may have to copy the workspace."""
+        control, verify = lease.box / name / "ctl", lease.box / name / "verify"
         for path in (control, verify):
             path.mkdir(mode=0o755)
         paths = grading.Paths(recipe.CONTROL, grading.HOME, grading.VERIFY, recipe.WORKSPACE)
         variables = grading.environment(paths, recipe.PATH)
-        limits = recipe.ulimits(lease.spec.limits)
-        grading.write_stage(
-            control, verify, spec, grading.starter(paths, variables, limits, spec.score)
-        )
-        mounts = [*lease.layered(f"grade{number}", recipe.WORKSPACE)]
-        mounts += ["--ro-bind", str(verify), grading.VERIFY]
+        ulimits = recipe.ulimits(lease.spec.limits)
+        start = grading.starter(paths, variables, ulimits, spec.score)
+        grading.write_stage(control, verify, spec, start)
+        mounts = ["--ro-bind", str(verify), grading.VERIFY]
         mounts += ["--size", str(lease.spec.limits.tmp_bytes), "--tmpfs", grading.HOME]
-        described = recipe.Box(
-            layers=lease.layers,
+        workspace = None
+        if self._overlay:
+            layer = lease.layer(f"{name}/layer")
+            below = ["--overlay-src", str(lease.workspace)]
+            mounts += [*below, *layer.arguments(), recipe.WORKSPACE]
+        else:
+            workspace = lease.box / name / "ws"
+            copy_tree(lease.workspace, workspace, lease.uid)
+        return recipe.Box(
+            layers=self._grading_layers(lease, spec, name),
             control=control,
             limits=lease.spec.limits,
+            workspace=workspace,
             mounts=mounts,
             cwd=grading.HOME,
-            command=["bash", "--norc", "--noprofile", f"{recipe.CONTROL}/start", lease.spec.lease],
+            command=["bash", "--norc", "--noprofile", f"{recipe.CONTROL}/start", lease.tag],
         )
 
-        async def begin(stdio: socket.socket) -> grading.Running:
-            binary = self._binary or find_binary()
-            started = await self._spawner.call(lambda: launch(binary, described, lease.uid, stdio))
+    def _grading_layers(self, lease: Lease, spec: GradingSpec, name: str) -> recipe.Layers:
+        """The root of a grading box: the verifier's own image, or the agent's as it left it."""
+        lower = [*lease.layers.lower]
+        if spec.image is not None:
+            lower = [*recipe.image_layers(spec.image)]
+        elif lease.layers.upper is not None:
+            lower.append(lease.layers.upper.up)
+        upper = lease.layer(f"{name}/root") if lower else None
+        return recipe.Layers(self._etc[False], lower, upper)
 
-            async def ended() -> int:
-                code = await exited(started.outer)
-                inner = await asyncio.to_thread(Inner, started.info)
-                await gone(inner.pidfd)
-                os.close(inner.pidfd)
-                return code
+    async def _watch(self) -> None:
+        """Look at sandboxes in which something runs: a limit may be exceeded at any time."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for sandbox in [*self._live]:
+                if sandbox.due():
+                    with contextlib.suppress(SandboxError):
+                        await sandbox.check()
 
-            return grading.Running(ended, started.outer.kill)
-
-        try:
-            return await grading.judge(spec, control, begin)
-        finally:
-            await asyncio.to_thread(remove_tree, box)
-
-    async def give_back(self, lease: Lease) -> None:
-        """Remove a lease's folders and free its slot."""
-        await asyncio.to_thread(remove_tree, lease.box)
+    async def give_back(self, lease: Lease, sandbox: BubblewrapSandbox | None = None) -> None:
+        """Remove a lease's folders and group, free its slot."""
+        await asyncio.to_thread(_remove, lease)
         if lease.slot is not None and self._slots is not None:
             self._slots.give_back(lease.slot)
+        if sandbox is not None:
+            self._live.discard(sandbox)
 
     async def aclose(self) -> None:
         """End all sandboxes of this process."""
-        for sandbox in [*self._live]:
-            await sandbox.aclose()
+        await asyncio.gather(*(sandbox.aclose() for sandbox in self._live))
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.wait([self._watcher])
         if self._home is not None:
-            await asyncio.to_thread(remove_tree, self._shared)
-            self._home.close()
-            self._home = None
+            await asyncio.to_thread(self._close)
+        self._spawner.close()
+
+    def _close(self) -> None:
+        assert self._home is not None
+        remove_tree(self._shared)
         if self._slots is not None:
             self._slots.close()
-        self._spawner.close()
+        self._home.close()
+        if self._warden is not None:
+            self._warden.close()
+        self._home = None
+
+
+def _remove(lease: Lease) -> None:
+    for path in lease.cgroup:
+        warden.remove_cgroup(path)
+    remove_tree(lease.box)

@@ -7,6 +7,7 @@ and regular files only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -36,7 +37,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _openat2(folder: int, path: str, flags: int, mode: int = 0) -> int:
-    how = _How(flags | _SAFE, mode, _RESOLVE)
+    how = _How(flags | (os.O_CLOEXEC if flags & os.O_PATH else _SAFE), mode, _RESOLVE)
     name = os.fsencode(path)
     fd = _libc().syscall(_OPENAT2, folder, name, ctypes.byref(how), ctypes.sizeof(how))
     if fd < 0:
@@ -74,6 +75,45 @@ class Beneath:
         if self.uid is not None:
             os.fchown(fd, self.uid, self.uid)
         return fd
+
+    def listing(self, path: str) -> list[tuple[str, bool, int]]:
+        """What is in a folder: paths from here, whether they are folders, bytes on the disk.
+
+        A folder that its owner locked is opened for the look. One that vanished is empty; a path
+        too long to be opened counts as full, since nothing can be said about it.
+        """
+        try:
+            fd = self._open_folder(path)
+        except OSError as error:
+            return [(path, False, 1 << 62)] if error.errno == errno.ENAMETOOLONG else []
+        found = []
+        try:
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        size = entry.stat(follow_symlinks=False).st_blocks * 512
+                        is_folder = entry.is_dir(follow_symlinks=False)
+                        found.append((os.path.join(path, entry.name), is_folder, size))
+        finally:
+            os.close(fd)
+        return found
+
+    def _open_folder(self, path: str) -> int:
+        flags = os.O_RDONLY | os.O_DIRECTORY
+        try:
+            return self._open(path or ".", flags)
+        except PermissionError:
+            handle = self._open(path or ".", os.O_PATH | os.O_DIRECTORY)
+        try:
+            link = f"/proc/self/fd/{handle}"
+            mode = stat.S_IMODE(os.fstat(handle).st_mode)
+            os.chmod(link, 0o700)
+            try:
+                return self._open(path or ".", flags)
+            finally:
+                os.chmod(link, mode)
+        finally:
+            os.close(handle)
 
     def make_folder(self, path: str) -> None:
         """Make a folder and its parents."""

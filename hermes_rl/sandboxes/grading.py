@@ -107,6 +107,9 @@ class Running:
     """Waits for its end and for the end of all that it started; its code, negative after a signal
     from outside."""
     kill: Callable[[], object]
+    standing: Callable[[], object]
+    """Called once when the verifier is about to start."""
+    close: Callable[[], object]
 
 
 async def judge(
@@ -135,9 +138,11 @@ async def _judge(
     timed_out = False
     with ours:
         running = await start(theirs)
-        end = asyncio.ensure_future(running.ended())
+        end: asyncio.Future[int] | None = None
         try:
-            await _started(ours, end, running)
+            await _started(ours)
+            running.standing()
+            end = asyncio.ensure_future(running.ended())
             began = time.monotonic()
             async with asyncio.timeout(spec.timeout_s):
                 while not end.done():
@@ -149,10 +154,10 @@ async def _judge(
         except TimeoutError:
             timed_out = True
         finally:
-            if not end.done():
-                running.kill()
-                await asyncio.wait([end])
-    code = end.result()
+            if end is None or not end.done():
+                await asyncio.to_thread(running.kill)
+            code = await asyncio.shield(end or asyncio.ensure_future(running.ended()))
+            running.close()
     out.read_into(kept, 4 << 20)
     report.read_into(told, 1 << 16)
     if code < 0 and not timed_out:
@@ -166,7 +171,7 @@ async def _judge(
     )
 
 
-async def _started(ours: socket.socket, end: asyncio.Future[int], running: Running) -> None:
+async def _started(ours: socket.socket) -> None:
     """Wait for the starter's word. Raises: SandboxStartError with what came instead."""
     loop = asyncio.get_running_loop()
     said = b""
@@ -180,6 +185,4 @@ async def _started(ours: socket.socket, end: asyncio.Future[int], running: Runni
     except TimeoutError:
         said += b"it did not start in time"
     if not said.endswith(b"R\n"):
-        if not end.done():
-            running.kill()
         raise SandboxStartError(f"the grading box did not start: {said.decode('utf-8', 'replace')}")

@@ -7,7 +7,6 @@ who allows that by name gets this backend.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import signal
 import socket
@@ -158,7 +157,7 @@ class Subprocess:
         ]
         ours, theirs = socket.socketpair()
         with theirs:
-            launch = Launch([*argv, *limits, spec.lease])
+            launch = Launch([*argv, *limits, f"{box.name}:{spec.lease}"], bash)
             process = await self._spawner.call(lambda: start(launch, theirs))
         shell = Shell(
             ours, ShellPaths(control, str(control), str(state)), lambda: _end_job(process.pid)
@@ -195,7 +194,7 @@ class Subprocess:
         async def begin(stdio: socket.socket) -> grading.Running:
             bash = shutil.which("bash", path=recipe.PATH) or "/bin/bash"
             with stdio:
-                launch = Launch([bash, "--norc", "--noprofile", str(control / "start")])
+                launch = Launch([bash, "--norc", "--noprofile", str(control / "start")], bash)
                 process = await self._spawner.call(lambda: start(launch, stdio))
 
             async def ended() -> int:
@@ -203,7 +202,7 @@ class Subprocess:
                 await asyncio.to_thread(end_everything, process, str(box))
                 return 128 - code if code < 0 else code
 
-            return grading.Running(ended, lambda: os.killpg(process.pid, signal.SIGKILL))
+            return grading.Running(ended, process.kill, lambda: None, lambda: None)
 
         try:
             return await grading.judge(spec, control, begin)

@@ -34,6 +34,18 @@ _COPIED = ("alternatives", "ssl/certs", "ssl/openssl.cnf", "ld.so.cache", "local
 
 
 @dataclass(frozen=True)
+class Writable:
+    """Where an overlay's writes go."""
+
+    up: Path
+    work: Path
+
+    def arguments(self) -> list[str]:
+        """For bubblewrap, after the sources and before the place."""
+        return ["--overlay", str(self.up), str(self.work)]
+
+
+@dataclass(frozen=True)
 class Layers:
     """The root file system of a sandbox."""
 
@@ -41,8 +53,8 @@ class Layers:
     """What /etc shows, without an image."""
     lower: Sequence[Path] = ()
     """An image's directories, lowest first; empty shows the machine's /usr."""
-    upper: Path | None = None
-    """Where writes to an image go: a folder with `up` and `work`, kept for the grading box."""
+    upper: Writable | None = None
+    """Where writes to an image go; kept for the grading box."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +75,8 @@ class Box:
     """The command, as the sandbox sees it."""
 
 
-def make_etc(folder: Path, machine: Path = Path("/etc")) -> Path:
-    """Make the /etc of sandboxes without an image."""
+def make_etc(folder: Path, network: bool, machine: Path = Path("/etc")) -> Path:
+    """Make the /etc of sandboxes without an image; with `network`, the machine's name servers."""
     folder.mkdir(mode=0o755)
     for name, text in _ACCOUNTS.items():
         (folder / name).write_text(text)
@@ -75,6 +87,8 @@ def make_etc(folder: Path, machine: Path = Path("/etc")) -> Path:
             shutil.copytree(source, target, symlinks=True)
         elif source.exists():
             shutil.copyfile(source, target)
+    if network and (machine / "resolv.conf").exists():
+        shutil.copyfile(machine / "resolv.conf", folder / "resolv.conf")
     return folder
 
 
@@ -88,12 +102,11 @@ def image_layers(image: str) -> Sequence[Path]:
     return (path.absolute(),)
 
 
-def arguments(binary: str, box: Box, descriptors: Mapping[str, int]) -> list[str]:
-    """The whole command line. `descriptors` holds the numbers of `seccomp` and `info`."""
+def arguments(box: Box, descriptors: Mapping[str, int]) -> list[str]:
+    """All options of bubblewrap. `descriptors` holds the numbers of `seccomp` and `info`."""
     limits = box.limits
     share = ["--share-net"] if box.network else []
     return [
-        binary,
         *("--unshare-all", *share, "--unshare-user", "--disable-userns"),
         *("--die-with-parent", "--new-session"),
         *_root(box.layers),
@@ -109,16 +122,16 @@ def arguments(binary: str, box: Box, descriptors: Mapping[str, int]) -> list[str
         *("--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--cap-drop", "ALL"),
         *("--clearenv", "--setenv", "LANG", LANG, "--chdir", box.cwd),
         *("--seccomp", str(descriptors["seccomp"]), "--info-fd", str(descriptors["info"])),
-        *("--", *box.command),
     ]
 
 
 def _root(layers: Layers) -> list[str]:
     if layers.lower:
+        # Later sources lie on top.
         sources = [part for path in layers.lower for part in ("--overlay-src", str(path))]
         if layers.upper is None:
             return [*sources, "--ro-overlay", "/"]
-        return [*sources, "--overlay", str(layers.upper / "up"), str(layers.upper / "work"), "/"]
+        return [*sources, *layers.upper.arguments(), "/"]
     found = ["--ro-bind", "/usr", "/usr", "--ro-bind", str(layers.etc), "/etc"]
     for name in _LINKS:
         path = f"/{name}"
@@ -129,11 +142,11 @@ def _root(layers: Layers) -> list[str]:
     return found
 
 
-def shell_command(control: str, state: str, lease: str, limits: SandboxLimits) -> list[str]:
+def shell_command(control: str, state: str, tag: str, limits: SandboxLimits) -> list[str]:
     """The supervisor with its limits: bash sets them on itself, inside the user namespace, where
-    the number of processes counts per sandbox."""
+    the number of processes counts per sandbox. `tag` names the lease to the reaper."""
     supervisor = f"{control}/supervisor"
-    return ["bash", "--norc", "--noprofile", supervisor, control, state, *ulimits(limits), lease]
+    return ["bash", "--norc", "--noprofile", supervisor, control, state, *ulimits(limits), tag]
 
 
 def ulimits(limits: SandboxLimits) -> list[str]:

@@ -116,6 +116,11 @@ class Shell:
         self._pipes += 1
         return Pipe(self.paths.control, f"o{self._pipes}")
 
+    @property
+    def busy(self) -> bool:
+        """A command is running, or a background job still holds the pipe of its own."""
+        return self._turn.locked() or bool(self._aside)
+
     async def ready(self) -> None:
         """Wait for the supervisor. Raises: ShellLost with what came instead; TimeoutError."""
         async with asyncio.timeout(START_S):

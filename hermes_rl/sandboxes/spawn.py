@@ -2,19 +2,23 @@
 
 Die-with-parent follows the *thread* that spawned, so a short-lived one would take its sandboxes
 along. No preexec_fn and no user=: both cost vfork, several milliseconds in a large process. To drop
-to a slot's uid the command runs through `setpriv`, which is part of every Linux's util-linux.
+to a slot's uid the spawning thread takes that identity for the moment of the start: to the kernel
+an identity belongs to a thread. Where the system calls' numbers are not known, `setpriv` does it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
+import platform
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -25,12 +29,53 @@ class Launch:
     """What to start."""
 
     argv: Sequence[str]
+    executable: str
+    """What runs; argv[0] is only its name, which the sandbox can see."""
     pass_fds: Sequence[int] = ()
     uid: int | None = None
     """User and group id to drop to; None keeps ours."""
 
 
-def trampoline(uid: int) -> list[str]:
+@dataclass(frozen=True)
+class _Calls:
+    """System call numbers of one architecture: libc's functions would change every thread."""
+
+    setgroups: int
+    setresgid: int
+    setresuid: int
+
+
+_CALLS = {"x86_64": _Calls(116, 119, 117), "aarch64": _Calls(159, 149, 147)}
+_PR_SET_DUMPABLE = 4
+
+
+@contextmanager
+def _identity(uid: int, calls: _Calls) -> Iterator[None]:
+    """This thread as user and group `uid`, without any other group; root before and after.
+
+    The saved ids stay 0, which is the way back; a program that is started loses them at its exec.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    groups = os.getgroups()
+
+    def call(number: int, *values: object) -> None:
+        if libc.syscall(number, *values) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"cannot take the identity {uid}: {os.strerror(code)}")
+
+    call(calls.setgroups, 0, None)
+    try:
+        call(calls.setresgid, uid, uid, 0)
+        call(calls.setresuid, uid, uid, 0)
+        yield
+    finally:
+        call(calls.setresuid, 0, 0, 0)
+        call(calls.setresgid, 0, 0, 0)
+        call(calls.setgroups, len(groups), (ctypes.c_uint32 * len(groups))(*groups))
+        libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # a change of identity clears it
+
+
+def _setpriv(uid: int) -> list[str]:
     """The command prefix that drops to a uid and gid of this number, without any group."""
     binary = shutil.which("setpriv", path="/usr/bin:/bin:/usr/sbin:/sbin")
     if binary is None:
@@ -57,9 +102,21 @@ def start(launch: Launch, stdio: socket.socket) -> subprocess.Popen[bytes]:
     """Start a process with an empty environment, its own session, and all three standard
     descriptors on `stdio`. Call it in a Spawner's thread.
     """
-    prefix = [] if launch.uid is None else trampoline(launch.uid)
+    if launch.uid is None:
+        return _popen(launch.argv, launch, stdio)
+    calls = _CALLS.get(platform.machine())
+    if calls is None:
+        prefix = _setpriv(launch.uid)
+        whole = [*prefix, launch.executable, *launch.argv[1:]]
+        return _popen(whole, replace(launch, executable=prefix[0]), stdio)
+    with _identity(launch.uid, calls):
+        return _popen(launch.argv, launch, stdio)
+
+
+def _popen(argv: Sequence[str], launch: Launch, stdio: socket.socket) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [*prefix, *launch.argv],
+        argv,
+        executable=launch.executable,
         stdin=stdio.fileno(),
         stdout=stdio.fileno(),
         stderr=stdio.fileno(),

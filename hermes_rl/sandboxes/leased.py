@@ -1,0 +1,142 @@
+"""One leased bubblewrap sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from hermes_rl.errors import SandboxDied, SandboxError, SandboxKilled
+from hermes_rl.sandboxes import limits, recipe
+from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo
+from hermes_rl.sandboxes.box import Lease, Outer
+from hermes_rl.sandboxes.files import Beneath
+from hermes_rl.sandboxes.session import Place, ShellSandbox
+from hermes_rl.sandboxes.shell import Shell, ShellLost
+from hermes_rl.sandboxes.workspace import Usage, measure
+
+IDLE_S = 30.0
+"""Between two looks at a sandbox in which no command runs."""
+
+
+class Backend(Protocol):
+    """What a sandbox needs of the backend that made it."""
+
+    name: str
+
+    def limits_in_force(self, lease: Lease) -> dict[str, object]:
+        """By name."""
+        ...
+
+    async def grade(self, lease: Lease, spec: GradingSpec, number: int) -> GradingResult:
+        """Run a verifier over what a lease left."""
+        ...
+
+    async def give_back(self, lease: Lease, sandbox: BubblewrapSandbox | None = None) -> None:
+        """Remove what a lease holds."""
+        ...
+
+
+class BubblewrapSandbox(ShellSandbox):
+    """See `base.Sandbox`."""
+
+    def __init__(self, backend: Backend, lease: Lease, outer: Outer, shell: Shell) -> None:
+        image = lease.spec.image
+        info = SandboxInfo(backend.name, image, None, backend.limits_in_force(lease))
+        super().__init__(info, shell, Place(recipe.WORKSPACE, Beneath(lease.workspace, lease.uid)))
+        self._backend = backend
+        self._lease = lease
+        self._outer = outer
+        self._boxes = 0
+        self._closing: asyncio.Future[None] | None = None
+        self._ending = asyncio.Lock()
+        self._looked = asyncio.get_running_loop().time()
+        self._slack = Usage(0, 0).slack_s(lease.spec.limits)
+
+    @property
+    def host_pid(self) -> int:
+        """The outer bubblewrap's process id: what an operator, or a test, may kill."""
+        return self._outer.process.pid
+
+    def _end_background(self, inside: int) -> None:
+        self._outer.inner().end_process(inside)
+
+    def due(self) -> bool:
+        """Time for a look, seen from outside: a command runs, or the last look is long ago."""
+        ago = asyncio.get_running_loop().time() - self._looked
+        return not self._shell.lost.is_set() and (self._shell.busy or ago > IDLE_S)
+
+    async def _after(self, seconds: float) -> None:
+        if asyncio.get_running_loop().time() - self._looked >= self._slack:
+            await self.check()
+
+    async def check(self) -> None:
+        """Hold the sandbox against its limits. Raises: SandboxKilled when one is exceeded,
+        SandboxDied when its workspace vanished."""
+        asked = self._lease.spec.limits
+        root = f"/proc/{self._outer.inner().init}/root"
+        try:
+            usage = await asyncio.to_thread(measure, self._place.files, asked, root)
+        except FileNotFoundError:
+            await self._end(SandboxDied("the workspace vanished"))
+        else:
+            self._looked = asyncio.get_running_loop().time()
+            self._slack = usage.slack_s(asked)
+            excess = usage.excess(asked)
+            if excess is not None:
+                await self._end(SandboxKilled(f"the sandbox exceeded its limits: {excess}"))
+        self._raise_if_dead()
+
+    async def _end(self, error: SandboxError) -> None:
+        """End all processes for this reason, unless there is an earlier one."""
+        self._error = self._error or error
+        await self._end_processes()
+
+    async def _classify(self, lost: ShellLost) -> SandboxError:
+        """Whose deed? The outer bubblewrap is out of the agent's reach: a signal to it is the
+        host's doing, its ordinary exit the sandbox's own."""
+        if not self._shell.lost.is_set():
+            await self._end_processes()
+            return SandboxKilled(f"the sandbox was ended: {lost}")
+        try:
+            async with asyncio.timeout(5):
+                code = await self._outer.ended()
+        except TimeoutError:
+            await self._end_processes()
+            return SandboxDied("the channel to the sandbox closed while it was running")
+        if code < 0:
+            return SandboxDied(f"bubblewrap was ended by signal {-code} from outside")
+        if not self._lease.workspace.is_dir() or not self._shell.paths.control.is_dir():
+            return SandboxDied("the folders of the sandbox vanished")
+        if any(limits.out_of_memory(path) for path in self._lease.cgroup):
+            return SandboxKilled("the sandbox ran out of memory")
+        return SandboxKilled(f"the shell of the sandbox was killed (exit {code})")
+
+    async def _end_processes(self) -> None:
+        """End everything in the sandbox; returns once its process 1 is gone."""
+        async with self._ending:
+            self._background.close()
+            self._outer.kill()
+            await self._outer.ended()
+            self._shell.close()
+
+    async def grade(self, spec: GradingSpec) -> GradingResult:
+        """See `base.Sandbox.grade`."""
+        if self._closing is not None:
+            self._raise_if_dead()
+        await self._end(SandboxDied("the session is over: the sandbox was graded"))
+        if not self._lease.workspace.is_dir():
+            raise SandboxDied("the workspace vanished")
+        self._boxes += 1
+        return await self._backend.grade(self._lease, spec, self._boxes)
+
+    async def aclose(self) -> None:
+        """End all processes, remove the folders, give the slot back. Idempotent."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        await self._end(SandboxDied("the sandbox is closed"))
+        self._shell.release()
+        self._outer.close()
+        await self._backend.give_back(self._lease, self)

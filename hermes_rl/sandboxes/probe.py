@@ -1,0 +1,109 @@
+"""What this machine allows: for `doctor`, and for the one message when user namespaces are
+forbidden."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hermes_rl.errors import SandboxStartError
+from hermes_rl.sandboxes import box, limits, spawn
+
+_APPARMOR = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
+_CLONE = Path("/proc/sys/kernel/unprivileged_userns_clone")
+_MOST = Path("/proc/sys/user/max_user_namespaces")
+_SIGNS = ("namespace", "uid map", "uid_map", "userns", "RTM_NEWADDR", "No space left")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What bubblewrap can do here."""
+
+    works: bool
+    message: str
+    """One line: what it can do, or what stands in the way and what to do about it."""
+    binary: str = ""
+    version: str = ""
+    overlay: bool = False
+    """Root file systems as images; without it, workspaces are copied for grading."""
+    cgroups: bool = False
+    root: bool = False
+    """Each sandbox has a user id of its own; otherwise all of them share ours."""
+    limits: dict[str, bool] = field(default_factory=dict)
+    """Limit -> whether it can be enforced."""
+
+
+def options(binary: str) -> str:
+    """What `bwrap --help` lists: a version says less than that."""
+    return _output([binary, "--help"])
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, env={}, check=False)
+    return done.stdout + done.stderr
+
+
+def _value(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def explain(error: str) -> str:
+    """A failed start in one line: what stands in the way and what to do about it."""
+    first = " ".join(error.split())[:300] or "no word from it"
+    if _value(_APPARMOR) == "1":
+        mend = "sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0 (or an AppArmor profile)"
+    elif _value(_CLONE) == "0":
+        mend = "sudo sysctl kernel.unprivileged_userns_clone=1"
+    elif _value(_MOST) == "0":
+        mend = "sudo sysctl user.max_user_namespaces=10000"
+    elif any(sign in first for sign in _SIGNS):
+        mend = "a container needs --security-opt seccomp=unconfined, or user namespaces allowed"
+    else:
+        return f"bubblewrap did not start: {first}"
+    return f"user namespaces are forbidden here ({first}): {mend}; or --sandbox docker"
+
+
+def probe(binary: str | None = None) -> Probe:
+    """Start a tiny sandbox and look around. Blocks some tens of milliseconds."""
+    root = os.geteuid() == 0
+    try:
+        found = binary or box.find_binary()
+    except SandboxStartError as error:
+        return Probe(False, str(error), root=root)
+    listed = options(found)
+    command = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns"]
+    command += ["--ro-bind", "/usr", "/usr"]
+    for link in ("bin", "lib", "lib64"):
+        command += ["--symlink", f"usr/{link}", f"/{link}"] if os.path.islink(f"/{link}") else []
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = spawn.start(
+            spawn.Launch([*command, "true"], found, uid=200_000 if root else None), theirs
+        )
+        code = process.wait(timeout=20)
+        ours.setblocking(False)
+        try:
+            said = ours.recv(4096).decode("utf-8", "replace")
+        except BlockingIOError:
+            said = ""
+    groups = limits.detect()
+    enforced = dict.fromkeys(("processes", "file_bytes", "workspace_bytes", "tmp_bytes"), code == 0)
+    enforced |= {"memory_bytes_per_process": code == 0, "memory_bytes": groups.works}
+    who = "a user id for each sandbox" if root else "all sandboxes share your user id"
+    message = f"works; {who}" if code == 0 else ""
+    return Probe(
+        works=code == 0,
+        message=message or explain(said),
+        binary=found,
+        version=_output([found, "--version"]).strip(),
+        overlay="--overlay-src" in listed,
+        cgroups=groups.works,
+        root=root,
+        limits=enforced,
+    )
