@@ -1,0 +1,166 @@
+"""A run as people start it, without Ray: to the end, resumed, refused, stopped."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import kit
+
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.testing.faults import FaultPlan
+
+HERE = ("--workers", "0")
+
+
+async def test_a_run_and_its_resume(tmp_path: Path, server: FakeServer) -> None:
+    dataset = kit.write(tmp_path / "tasks.jsonl", kit.rows(10))
+    out = tmp_path / "run"
+    arguments = kit.played(dataset, out, server.base_url, *HERE)
+    first = await kit.finish(*arguments)
+    assert first.process.returncode == 0, first.errors
+    report = first.report()
+    assert (report["done"], report["units"], report["open"]) == (22, 22, 0)
+    assert report["solved"] == 20
+    assert len(kit.final_rows(out)) == 22
+    kit.check_books(out, server.entries)
+    served = server.requests
+
+    again = await kit.finish(*arguments)
+    assert again.process.returncode == 0
+    assert server.requests == served, "a finished run asked the model again"
+    assert again.report()["done"] == 22
+
+    kit.write(dataset, [*reversed(kit.rows(10)), kit.task(77)])
+    more = await kit.finish(*arguments)
+    assert more.report()["done"] == 23
+    assert server.requests == served + 3
+    kit.check_not_asked_again(out, first.receipts())
+
+
+async def test_what_the_driver_writes(tmp_path: Path, server: FakeServer) -> None:
+    dataset = kit.write(tmp_path / "tasks.jsonl", [kit.task(1), {"prompt": ""}])
+    out = tmp_path / "run"
+    run = await kit.finish(*kit.played(dataset, out, server.base_url, *HERE))
+    assert run.process.returncode == 1, "a bad row is a unit given up"
+    stats = json.loads((out / "stats.json").read_text())
+    assert stats["units"] == {"done": 1, "given_up": 1, "open": 0}
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["dataset"]["path"] == str(dataset)
+    assert manifest["plan"]["bad_rows"] == 1
+    (failure,) = kit.table(out, "failures")
+    assert (failure["cause"], failure["owner"], failure["reward"]) == ("task", "task", None)
+    assert "tasks.jsonl:2" in failure["error"]
+    assert list((out / "journal").iterdir()) == []
+    assert list((out / "tmp").iterdir()) == []
+
+    served = server.requests
+    again = await kit.finish("--config", out / "run.yaml")
+    assert again.process.returncode == 1
+    assert server.requests == served
+    other = await kit.finish("--config", out / "run.yaml", "--out", tmp_path / "other")
+    assert other.report()["done"] == 1
+
+
+async def test_dry_run_touches_nothing(tmp_path: Path, server: FakeServer) -> None:
+    dataset = kit.write(tmp_path / "tasks.jsonl", [*kit.rows(4), {"no": "prompt"}])
+    out = tmp_path / "run"
+    arguments = kit.played(dataset, out, server.base_url, *HERE)
+    dry = await kit.finish(*arguments, "--dry-run")
+    assert dry.process.returncode == 0, dry.errors
+    assert not out.exists()
+    await kit.finish(*arguments, "--limit", "2")
+    before = server.requests
+    files = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
+    process = await asyncio.create_subprocess_exec(
+        "hermes-rl", "run", *arguments, "--dry-run", stdout=asyncio.subprocess.PIPE
+    )
+    said, _ = await process.communicate()
+    assert "8 rows (1 bad), 17 units: 5 done, 0 given up, 12 to run" in said.decode()
+    assert server.requests == before
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == files
+
+
+async def test_another_configuration_is_refused(tmp_path: Path, server: FakeServer) -> None:
+    dataset = kit.write(tmp_path / "tasks.jsonl", [kit.task(1)])
+    arguments = kit.played(dataset, tmp_path / "run", server.base_url, *HERE)
+    await kit.finish(*arguments, "--temperature", "0.7")
+    refused = await kit.finish(*arguments, "--temperature", "1.0")
+    assert refused.process.returncode == 2
+    assert refused.errors.startswith("error: ")
+    assert "temperature 0.7, now 1" in refused.errors
+    assert refused.errors.count("\n") == 1
+
+
+async def test_a_second_driver_is_refused(tmp_path: Path, server: FakeServer) -> None:
+    dataset = kit.write(tmp_path / "tasks.jsonl", [kit.task(1, latency_s=2.0)])
+    arguments = kit.played(dataset, tmp_path / "run", server.base_url, *HERE)
+    first = await kit.launch(*arguments)
+    await kit.asked(server, 1)
+    second = await kit.finish(*arguments)
+    assert second.process.returncode == 2
+    assert f"in use by process {first.pid}" in second.errors
+    assert await first.wait() == 0
+    assert len(kit.final_rows(tmp_path / "run")) == 1
+
+
+async def test_a_wrong_key_stops_and_the_right_one_resumes(tmp_path: Path) -> None:
+    dataset = kit.write(tmp_path / "tasks.jsonl", kit.rows(20))
+    out = tmp_path / "run"
+    async with FakeServer(FakeConfig(key="right")) as server:
+        more = ("--api-key-env", "SOME_KEY", "--concurrency", "4", *HERE)
+        arguments = kit.played(dataset, out, server.base_url, *more)
+        begun = time.monotonic()
+        wrong = await kit.finish(*arguments, env={"SOME_KEY": "wrong-canary"})
+        assert wrong.process.returncode == 3, wrong.errors
+        assert time.monotonic() - begun < 15
+        assert wrong.report()["stopped"] == "auth"
+        assert server.requests <= 8, "dispatch went on after the breaker opened"
+        failures = kit.table(out, "failures")
+        assert {row["cause"] for row in failures} == {"auth"}
+        right = await kit.finish(*arguments, env={"SOME_KEY": "right"})
+        assert right.process.returncode == 0, right.errors
+        assert len(kit.final_rows(out)) == kit.units_of(20)
+        kit.check_books(out, server.entries)
+    for path in out.rglob("*"):
+        assert path.is_dir() or b"wrong-canary" not in path.read_bytes()
+
+
+async def test_mixed_faults_are_ridden_out(tmp_path: Path) -> None:
+    dataset = kit.write(tmp_path / "tasks.jsonl", kit.rows(30))
+    out = tmp_path / "run"
+    plan = FaultPlan(seed=3, mixed=0.2, retry_after_s=0.05)
+    async with FakeServer(FakeConfig(faults=plan)) as server:
+        run = await kit.finish(*kit.played(dataset, out, server.base_url, *HERE))
+        assert run.process.returncode == 0, run.errors
+        kit.check_books(out, server.entries)
+    final = kit.final_rows(out)
+    assert len(final) == kit.units_of(30)
+    for row in final.values():
+        assert row["reward"] is not None
+        said = [json.loads(m) for m in row["messages"]]
+        texts = [m["content"] for m in said if m["role"] == "assistant"]
+        assert all(t == "" or t.startswith("wrote ") for t in texts), texts
+    for row in kit.table(out, "failures"):
+        assert row["cause"] is not None
+        assert row["reward"] is None
+
+
+async def test_a_unit_that_keeps_failing_is_given_up_and_reopened(tmp_path: Path) -> None:
+    bad = {"id": "bad", "prompt": 'x\nSCRIPT: [{"fault": "filtered"}]'}
+    dataset = kit.write(tmp_path / "tasks.jsonl", [bad, kit.task(1)])
+    out = tmp_path / "run"
+    async with FakeServer() as server:
+        arguments = kit.played(dataset, out, server.base_url, *HERE, "--max-attempts", "2")
+        run = await kit.finish(*arguments)
+        assert run.process.returncode == 1, run.errors
+        assert run.report()["given_up"] == 1
+        failures = kit.table(out, "failures")
+        assert sorted(row["attempt"] for row in failures) == [0, 1]
+        requests = server.requests
+        assert (await kit.finish(*arguments)).process.returncode == 1
+        assert server.requests == requests
+        await kit.finish(*arguments, "--retry-failed")
+        assert server.requests > requests
+        attempts = [row["attempt"] for row in kit.table(out, "failures")]
+        assert sorted(attempts) == [0, 1, 2, 3]
