@@ -152,7 +152,7 @@ class FakeServer:
     def handle(self, connection: Connection, request: Incoming) -> None:
         """See `Handler.handle`."""
         if request.method == "GET":
-            self._tell(connection, request.path)
+            self._tell(connection, request)
             return
         self.requests += 1
         n = self.requests
@@ -180,20 +180,27 @@ class FakeServer:
                 job.timer.cancel()
             self._end(job, "dropped")
 
-    def _tell(self, connection: Connection, path: str) -> None:
+    def _tell(self, connection: Connection, request: Incoming) -> None:
+        """The list of models; not a model request, so it is neither counted nor logged."""
         names = self.config.models or (self.config.script,)
-        form = {"object": "list", "data": [{"id": n, "object": "model"} for n in names]}
-        body = msgspec.json.encode(form)
-        ok = path.endswith(("/models", "/health"))
+        listed = {"object": "list", "data": [{"id": n, "object": "model"} for n in names]}
+        status, body = 200, msgspec.json.encode(listed)
+        if not self._knows(request):
+            status, body = 401, refusal_body(REFUSALS["auth"])
+        elif not request.path.endswith(("/models", "/health")):
+            status, body = 404, b"{}"
         kind = {"content-type": "application/json"}
-        connection.send(head(200 if ok else 404, kind, len(body)) + body)
+        connection.send(head(status, kind, len(body)) + body)
+
+    def _knows(self, request: Incoming) -> bool:
+        key, sent = self.config.key, request.headers.get("authorization", "")
+        return key is None or hmac.compare_digest(sent.encode(), f"Bearer {key}".encode())
 
     def _admit(self, request: Incoming, job: _Job) -> Refusal | None:
         """Fill the job in; a refusal when it cannot be served."""
         if not request.path.endswith("/chat/completions"):
             return Refusal(404, "not_found_error", None, f"No route {request.path}.")
-        sent = request.headers.get("authorization", "")
-        if self.config.key and not hmac.compare_digest(sent, f"Bearer {self.config.key}"):
+        if not self._knows(request):
             return REFUSALS["auth"]
         try:
             job.request = decode_request(request.body)

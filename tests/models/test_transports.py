@@ -1,0 +1,162 @@
+"""Below HTTP: what carries an answer may be slow, odd or not to be trusted."""
+
+import asyncio
+import contextlib
+import json
+import ssl
+import time
+from pathlib import Path
+
+import pytest
+
+from hermes_rl import errors as e
+from hermes_rl.models.client import Endpoint, Timeouts, connect
+from hermes_rl.models.probe import probe
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+
+TLS = Path(__file__).parent / "tls"  # a key that protects nothing; valid for 127.0.0.1
+ANSWER = json.dumps({"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}).encode()
+TRANSPORTS = pytest.mark.parametrize("transport", ["http", "sdk"])
+
+
+@contextlib.asynccontextmanager
+async def serving(*pieces, pause=0.0, tls=None):
+    """A server that answers every request with these bytes, then hangs up; yields its address."""
+
+    async def handle(reader, writer):
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = head.lower().partition(b"content-length: ")[2].partition(b"\r")[0]
+            await reader.readexactly(int(length or 0))
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(pause)
+            writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=tls)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{port}/v1"
+
+
+async def ask(kit, url, transport, **options):
+    client = connect(Endpoint(url, transport=transport, **options))
+    try:
+        return await client.complete(kit.request())
+    finally:
+        await client.aclose()
+
+
+def head(*lines, version="1.1"):
+    first = f"HTTP/{version} 200 OK", "content-type: application/json"
+    return "\r\n".join((*first, *lines, "", "")).encode()
+
+
+@TRANSPORTS
+async def test_a_slow_answer_is_fine_while_it_moves(kit, transport):
+    """There is no limit on the whole call."""
+    pieces = [head(f"content-length: {len(ANSWER)}"), *(bytes([b]) for b in ANSWER)]
+    async with serving(*pieces, pause=0.015) as url:
+        began = time.monotonic()
+        patience = Timeouts(first_byte_s=0.8, idle_s=0.8)
+        answer = await ask(kit, url, transport, timeouts=patience)
+        assert time.monotonic() - began > 1
+    assert answer.message.content == "hi"
+
+
+@TRANSPORTS
+async def test_an_answer_that_ends_with_its_connection(kit, transport):
+    async with serving(head(version="1.0"), ANSWER) as url:
+        assert (await ask(kit, url, transport)).message.content == "hi"
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("reply", [b"", b"SSH-2.0-OpenSSH_9.6\r\n\r\n", b"HTTP/1.1 2"])
+async def test_no_http(kit, transport, reply):
+    async with serving(reply) as url:
+        with pytest.raises(e.ConnectionLost, match="broke off") as caught:
+            await ask(kit, url, transport)
+    assert caught.value.served is True
+
+
+@TRANSPORTS
+async def test_redirects_are_not_followed(kit, transport):
+    """A key must not travel to where a server points."""
+    moved = b"HTTP/1.1 307 x\r\nlocation: http://127.0.0.1:9/v1\r\ncontent-length: 0\r\n\r\n"
+    async with serving(moved) as url:
+        with pytest.raises(e.BadRequest, match=r"redirected to http://127\.0\.0\.1:9/v1: use"):
+            await ask(kit, url, transport)
+
+
+@TRANSPORTS
+async def test_certificates_are_checked(kit, transport):
+    server_side = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server_side.load_cert_chain(TLS / "cert.pem", TLS / "key.pem")
+    pieces = (head(f"content-length: {len(ANSWER)}"), ANSWER)
+    async with serving(*pieces, tls=server_side) as url:
+        with pytest.raises(e.AuthError, match=r"cannot trust 127\.0\.0\.1.*Set ca_file"):
+            await ask(kit, url, transport)
+        known = await ask(kit, url, transport, ca_file=str(TLS / "cert.pem"))
+        unchecked = await ask(kit, url, transport, verify=False)
+    assert known.message == unchecked.message
+
+
+@TRANSPORTS
+async def test_the_environment_is_not_asked_for_a_proxy(kit, transport, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    async with FakeServer() as server:
+        assert await ask(kit, server.base_url, transport)
+        with pytest.raises(e.ConnectionLost):
+            await ask(kit, server.base_url, transport, proxy="http://127.0.0.1:9")
+
+
+async def test_a_probe_costs_nothing():
+    async with FakeServer(FakeConfig(key="k-right", models=("a", "b"))) as server:
+        found = await probe(Endpoint(server.base_url, api_key="k-right"))
+    assert found.models == ("a", "b")
+    assert server.requests == 0
+
+
+async def test_a_probe_of_nobody():
+    async with FakeServer() as server:
+        url = server.base_url
+    with pytest.raises(e.UserError, match=r"^127\.0\.0\.1:\d+: .*Start the server"):
+        await probe(Endpoint(url))
+    with pytest.raises(e.UserError, match=r"Use for example http"):
+        await probe(Endpoint("nowhere"))
+
+
+async def test_a_probe_with_a_wrong_key():
+    async with FakeServer(FakeConfig(key="k-right")) as server:
+        with pytest.raises(e.AuthError, match="401") as caught:
+            await probe(Endpoint(server.base_url, api_key="k-wrong-one"))
+    assert "k-wrong-one" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("reply", "models"),
+    [
+        (b"HTTP/1.1 404 x\r\ncontent-length: 0\r\n\r\n", None),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi", None),
+        (b'HTTP/1.1 200 OK\r\ncontent-length: 12\r\n\r\n{"data": []}', ()),
+    ],
+)
+async def test_a_probe_where_no_list_is_kept(reply, models):
+    async def handle(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(reply)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        assert (await probe(Endpoint(f"http://127.0.0.1:{port}/v1"))).models == models
+
+
+async def test_a_probe_is_short():
+    async with serving(b"", pause=60) as url:
+        with pytest.raises(e.UserError, match=r"no answer within 0\.2 s"):
+            await probe(Endpoint(url), seconds=0.2)
