@@ -82,6 +82,7 @@ def test_every_environment_package_is_listed() -> None:
         f"environments/{path.parent.name}" for path in ROOT.glob("environments/*/__init__.py")
     }
     assert present <= set(listed)
+    assert present <= set(PROJECT["tool"]["mypy"]["files"])
 
 
 def test_the_sdist_holds_no_junk_and_builds_the_same_wheel(
