@@ -154,7 +154,7 @@ class _Attempt:
         start = time.monotonic()
         sandbox = await self.workshop.backend.lease(self._spec())
         try:
-            await self._prepare(sandbox)
+            await prepare(sandbox, self.task)
             self.tape.record(
                 ev.SandboxLeased(
                     backend=sandbox.info.backend,
@@ -180,18 +180,6 @@ class _Attempt:
             network=self.workshop.config.sandbox.network,
         )
 
-    async def _prepare(self, sandbox: Sandbox) -> None:
-        """Files, required programs, setup. What fails here is the task's fault, not the model's."""
-        try:
-            for path, data in self.task.files.items():
-                await sandbox.write_file(path, data)
-            if self.task.requires:
-                await _require(sandbox, self.task.requires)
-            if self.task.setup:
-                await _set_up(sandbox, self.task.setup)
-        except (OSError, SandboxKilled) as error:
-            raise TaskFault(f"setup failed: {error}") from error
-
     async def _agent(self, sandbox: Sandbox) -> AgentResult:
         draw = self.draw
         parts = AgentParts(
@@ -207,6 +195,22 @@ class _Attempt:
             stream=self.workshop.config.endpoint.stream,
         )
         return await run_agent(parts, self.task.prompt, self.control)
+
+
+async def prepare(sandbox: Sandbox, task: Task) -> None:
+    """Files, required programs, setup.
+
+    Raises: TaskFault for whatever fails here: it is the task's fault, not the model's.
+    """
+    try:
+        for path, data in task.files.items():
+            await sandbox.write_file(path, data)
+        if task.requires:
+            await _require(sandbox, task.requires)
+        if task.setup:
+            await _set_up(sandbox, task.setup)
+    except (OSError, SandboxKilled) as error:
+        raise TaskFault(f"setup failed: {error}") from error
 
 
 async def _require(sandbox: Sandbox, programs: Sequence[str]) -> None:

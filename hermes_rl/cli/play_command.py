@@ -1,0 +1,179 @@
+"""`hermes-rl play`: be the agent. Same sandbox, files, limits and verifier; graded on exit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hermes_rl.errors import ExitCode, SandboxKilled, UserError
+from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
+from hermes_rl.tasks import Task, TaskRow
+
+COMMAND_TIMEOUT_S = 180.0
+"""What an agent's terminal call has when it asks for nothing else."""
+
+
+def command(
+    dataset: Annotated[
+        str, typer.Argument(help="dataset, or run directory", metavar="DATASET|RUN")
+    ],
+    task: Annotated[str, typer.Argument(help="task id, row number, or a unit of the run")],
+    columns: Annotated[
+        list[str] | None, typer.Option("--map", help="rename a column: prompt=COLUMN")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="append the row, with what you typed as its oracle")
+    ] = None,
+    network: Annotated[bool, typer.Option(help="give the sandbox the network")] = False,
+) -> int:
+    """Be the agent: the same sandbox, files and verifier, you at the prompt.
+
+    \b
+    hermes-rl play smoke count-txt                 type commands; `exit` or Ctrl-D ends and grades
+    hermes-rl play my.jsonl 17 --save my-oracles.jsonl
+    """
+    renames = dict(text.split("=", 1) for text in columns or [] if "=" in text)
+    rows, wanted = _source(dataset, task, renames)
+    row = find(rows, wanted, dataset)
+    if row.task is None:
+        raise UserError(f"{row.place}: {row.error}")
+    return asyncio.run(_play(row.task, network, save))
+
+
+def _source(dataset: str, wanted: str, columns: dict[str, str]) -> tuple[Iterator[TaskRow], str]:
+    from hermes_rl.sources import read_tasks
+
+    path = Path(dataset)
+    if not (path / "epochs").is_dir():
+        return read_tasks(dataset, columns=columns), wanted
+    from hermes_rl.cli.show_command import find as find_unit
+    from hermes_rl.config import load_config, parse_config
+    from hermes_rl.store.reader import load_run
+
+    run = load_run(path)
+    rows = [r for t in ("trajectories", "failures") for r in run.arrow(t).to_pylist()]
+    config = parse_config(load_config(path / "run.yaml"), str(path / "run.yaml")).dataset
+    found = read_tasks(config.path, columns=config.map, limit=config.limit)
+    return found, find_unit(rows, wanted, path)["task_hash"]
+
+
+def find(rows: Iterator[TaskRow], wanted: str, dataset: str) -> TaskRow:
+    """The row with that id, content hash or number. Raises: UserError that lists some ids."""
+    ids = []
+    for row in rows:
+        if wanted in (row.raw_id, row.task_hash) or wanted == str(row.index):
+            return row
+        ids.append(row.raw_id)
+    some = ", ".join(ids[:10]) + (", ..." if len(ids) > 10 else "")
+    raise UserError(f"{dataset}: no task {wanted!r} (there are: {some})")
+
+
+async def _play(task: Task, network: bool, save: Path | None) -> int:
+    from hermes_rl.rollout import prepare
+    from hermes_rl.verify import verify
+    from hermes_rl.wiring import make_backend
+
+    backend = make_backend("bubblewrap")
+    try:
+        spec = SandboxSpec(lease="play", image=task.image, cwd=task.cwd, network=network)
+        async with await backend.lease(spec) as sandbox:
+            await prepare(sandbox, task)
+            print(f"{task.id}\n\n{task.prompt_text}\n")
+            print("You are in the workspace. `exit` or Ctrl-D ends and grades.", flush=True)
+            typed = await _commands(sandbox)
+            judged = await verify(sandbox, task.verify)
+    finally:
+        await backend.aclose()
+    detail = judged.rewards[0].detail if judged.rewards else "this task has no verifier"
+    print(f"\nreward {'-' if judged.reward is None else judged.reward}\n{detail}")
+    if save is not None and typed:
+        _save(task, typed, save)
+    return ExitCode.DONE
+
+
+async def _commands(sandbox: Sandbox) -> list[str]:
+    typed: list[str] = []
+    while True:
+        line = await asyncio.to_thread(_ask)
+        if line is None or line.strip() in ("exit", "logout"):
+            return typed
+        if not line.strip():
+            continue
+        try:
+            result = await sandbox.run(line, timeout_s=COMMAND_TIMEOUT_S)
+        except SandboxKilled as error:
+            print(f"[the sandbox ended: {error}]")
+            return typed
+        typed.append(line)
+        print(result.output, end="" if result.output.endswith("\n") or not result.output else "\n")
+        if result.exit_code:
+            print(f"[exit {result.exit_code}{', timed out' if result.timed_out else ''}]")
+
+
+def _ask() -> str | None:
+    prompt = "$ " if sys.stdin.isatty() else ""
+    try:
+        return input(prompt)
+    except EOFError:
+        return None
+
+
+def _save(task: Task, typed: list[str], path: Path) -> None:
+    """Append the task's row with what was typed as its oracle."""
+    row = _row(task) | {"oracle": "\n".join(typed)}
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}. Check --save") from None
+    print(f"saved with its oracle to {path}")
+
+
+def _row(task: Task) -> dict[str, Any]:
+    """A task as a row of a dataset."""
+    import base64
+
+    from hermes_rl.messages import to_openai
+
+    def content(data: bytes) -> Any:
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return {"base64": base64.b64encode(data).decode()}
+
+    def files(given: dict[str, bytes]) -> dict[str, Any]:
+        return {path: content(data) for path, data in given.items()}
+
+    verifier = task.verify
+    row: dict[str, Any] = {
+        "id": task.id,
+        "prompt": task.prompt_text
+        if len(task.prompt) == 1
+        else [to_openai(message) for message in task.prompt],
+        "system": task.system,
+        "image": task.image,
+        "cwd": task.cwd,
+        "files": files(task.files) or None,
+        "setup": task.setup,
+        "requires": list(task.requires) or None,
+        "toolsets": list(task.toolsets) if task.toolsets else None,
+        "distribution": task.distribution,
+        "limits": task.limits or None,
+        "repeats": task.repeats,
+    }
+    if verifier is not None:
+        row["verify"] = {
+            "script": verifier.script,
+            "files": files(verifier.files) or None,
+            "timeout_s": verifier.timeout_s,
+            "image": verifier.image,
+            "score": verifier.score,
+        }
+        row["verify"] = {k: v for k, v in row["verify"].items() if v is not None}
+    return {k: v for k, v in row.items() if v is not None} | task.metadata
