@@ -7,7 +7,7 @@ A redo gives the same rows under the same names, so that it may be killed and re
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,15 +62,21 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 _decode_commit = msgspec.json.Decoder(Commit).decode
 
 
-def publish_batch(run_dir: RunDir, done: Path, stem: str) -> Commit | None:
+def publish_batch(run_dir: RunDir, done: Path, stem: str, *, sound: bool = True) -> Commit | None:
     """Publish the rows of a sealed `done` file, then unlink it. Blocking: for threads.
 
-    None when there is nothing to publish: no rows, or committed already.
+    Args:
+        run_dir: the run directory.
+        done: the sealed file.
+        stem: EPOCH-WORKER-SEQ.
+        sound: False passes over damaged lines (repair).
+
+    Returns None when there is nothing to publish: no rows, or committed already.
     Raises: DiskFull (the `done` file stays), DamagedFile.
     """
     commit = None
     if not run_dir.committed(stem):
-        commit = _commit(run_dir, done, stem)
+        commit = _commit(run_dir, payloads(done, sound=sound), stem)
     done.unlink(missing_ok=True)
     run_dir.crash("publish-9-done")
     return commit
@@ -97,9 +103,9 @@ def write_commit(run_dir: RunDir, commit: Commit) -> None:
     run_dir.storage.put(f"commits/{commit.stem}.json", data, point="publish-8")
 
 
-def _commit(run_dir: RunDir, done: Path, stem: str) -> Commit | None:
+def _commit(run_dir: RunDir, lines: Iterable[bytes], stem: str) -> Commit | None:
     tally = Tally()
-    writers = _write_tables(run_dir, done, stem, tally)
+    writers = _write_tables(run_dir, lines, stem, tally)
     if not tally.rows:
         return None
     parts = []
@@ -128,12 +134,14 @@ def publish_part(run_dir: RunDir, writer: PartWriter, table: str, stem: str) -> 
     return Part(table=table, rows=writer.rows, size=size, sha256=digest)
 
 
-def _write_tables(run_dir: RunDir, done: Path, stem: str, tally: Tally) -> dict[str, PartWriter]:
+def _write_tables(
+    run_dir: RunDir, lines: Iterable[bytes], stem: str, tally: Tally
+) -> dict[str, PartWriter]:
     from hermes_rl.store.parts import PartWriter
 
     writers: dict[str, PartWriter] = {}
     try:
-        for payload in payloads(done):
+        for payload in lines:
             line = msgspec.json.decode(payload)
             for table, row in rows_of(line):
                 if table not in writers:

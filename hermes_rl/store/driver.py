@@ -22,7 +22,7 @@ from hermes_rl.store.dispatch import Dispatched, DispatchJournal
 from hermes_rl.store.fence import GRACE_S, fence
 from hermes_rl.store.identity_check import refuse_changes
 from hermes_rl.store.ledger import Disposition, Ledger
-from hermes_rl.store.recovery import Outcome, Recovery, Report, outcomes, quarantined
+from hermes_rl.store.recovery import Outcome, Recovery, Report, outcomes, quarantined, twice_message
 from hermes_rl.store.replay import Lost
 from hermes_rl.store.rundir import Epoch, RunDir
 from hermes_rl.store.threads import in_thread
@@ -203,7 +203,9 @@ def open_run_blocking(
             )
         recovery = Recovery(run_dir, epoch, itertools.count())
         ledger = Ledger(options.max_attempts)
-        recovery.at_start(ledger, grace_s=options.grace_s)
+        report = recovery.at_start(ledger, grace_s=options.grace_s)
+        if report.twice:
+            raise StoreError(twice_message(run_dir, report.twice[0]))
         if options.retry_failed:
             ledger.reopen_given_up()
         run_dir.crash("recover-6-ready")

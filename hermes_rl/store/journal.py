@@ -1,13 +1,13 @@
 """The writing side of the journal: one folder per writer, made and held by one process.
 
-`live` files take events as they happen (no fsync), `done` files take the complete rows of finished
-attempts
-(grouped fdatasync). Both are only ever appended to by the process that made them.
+`live` files take events as they happen (no fsync), `done` files take the complete rows of
+finished attempts (grouped fdatasync). Both are only ever appended to by the process that made them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,16 @@ from hermes_rl.store.rows import Finished
 from hermes_rl.store.rundir import RunDir, epoch_of
 from hermes_rl.store.threads import in_thread
 
-_encode = msgspec.json.Encoder().encode
+_encoder = msgspec.json.Encoder()
+
+
+def _encode(value: msgspec.Struct) -> bytes:
+    """JSON of a record; half characters (lone surrogates), which no JSON can hold, become `?`."""
+    try:
+        return _encoder.encode(value)
+    except UnicodeEncodeError:
+        text = json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
+        return text.encode("utf-8", "replace")
 
 
 @dataclass(frozen=True)

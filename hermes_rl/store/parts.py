@@ -89,9 +89,36 @@ class PartWriter:
 
 
 def to_arrow(rows: list[dict[str, Any]], schema: Any, plain: Any | None = None) -> Any:
-    """A table of the declared schema from rows as they stand in a `done` line."""
+    """A table of the declared schema from rows as they stand in a `done` line.
+
+    A value that its column cannot hold (an integer beyond 64 bits) becomes null and `error` says
+    so: one such row must never keep a batch from being published.
+    """
     plain = storage_schema(schema) if plain is None else plain
-    return pa.Table.from_pylist([_columns(row) for row in rows], schema=plain).cast(schema)
+    columns = [_columns(row) for row in rows]
+    try:
+        table = pa.Table.from_pylist(columns, schema=plain)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        table = pa.Table.from_pylist([_fitted(row, plain) for row in columns], schema=plain)
+    return table.cast(schema)
+
+
+def _fitted(row: dict[str, Any], plain: Any) -> dict[str, Any]:
+    misfits = [field.name for field in plain if not _fits(row[field.name], field.type)]
+    if not misfits:
+        return row
+    note = f"store: {', '.join(misfits)} did not fit the column"
+    error = f"{row['error']}; {note}" if row.get("error") else note
+    kept = {name: None if name in misfits else value for name, value in row.items()}
+    return {**kept, "error": error} if "error" in row else kept
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    try:
+        pa.array([value], type=kind)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        return False
+    return True
 
 
 def _columns(row: dict[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,8 @@ class Report:
     """Attempts that were cut."""
     foreign: list[str] = field(default_factory=list)
     """Parts that no commit knows: left alone."""
+    twice: list[str] = field(default_factory=list)
+    """Units that stand in `trajectories` more than once: the run must not go on."""
 
 
 class Recovery:
@@ -63,7 +65,7 @@ class Recovery:
     def at_start(self, ledger: Ledger, *, grace_s: float = GRACE_S) -> Report:
         """R2 to R5 over all that older epochs left; fills the ledger.
 
-        Raises: StoreError for damage (the file is quarantined) and for units that are done twice.
+        Raises: StoreError for damage (the file is quarantined); DiskFull.
         """
         crash = self.run_dir.crash
         old = [w for w in self.run_dir.writers() if epoch_of(w) < self._epoch.epoch]
@@ -72,7 +74,7 @@ class Recovery:
         crash("recover-2-fenced")
         for writer in old:
             self.publish_finished(writer)
-        twice = ledger.load(read_commits(self.run_dir))
+        self.report.twice = ledger.load(read_commits(self.run_dir))
         crash("recover-5-loaded")
         for commit in self.publish_lost(self._lost_at_start(old, ledger)):
             _apply(ledger, commit)
@@ -80,8 +82,6 @@ class Recovery:
             self.remove(writer)
         self._empty_tmp()
         self.report.foreign = foreign_parts(self.run_dir)
-        if twice:
-            raise StoreError(_twice(self.run_dir, twice[0]))
         return self.report
 
     def publish_finished(self, writer: str) -> list[Commit]:
@@ -90,7 +90,7 @@ class Recovery:
         for done in journal_files(self.run_dir.writer_path(writer), "done"):
             stem = f"{writer}-{sequence_of(done)}"
             with self._quarantine(writer):
-                commit = publish_batch(self.run_dir, done, stem)
+                commit = publish_batch(self.run_dir, done, stem, sound=self._sound)
             if commit is not None:
                 self.report.batches += 1
                 commits.append(commit)
@@ -245,7 +245,8 @@ def finals(run_dir: RunDir, unit_id: str) -> list[tuple[str, AttemptKey]]:
     return [(stem, key) for _, stem, key in sorted(found, key=lambda f: f[:2])]
 
 
-def _twice(run_dir: RunDir, unit_id: str) -> str:
+def twice_message(run_dir: RunDir, unit_id: str) -> str:
+    """The line for a unit that is finished more than once: both keys and the mend."""
     keys = [f"epoch {k.epoch} attempt {k.attempt} ({s})" for s, k in finals(run_dir, unit_id)]
     return (
         f"{run_dir.path}: unit {unit_id} is finished more than once: {' and '.join(keys)}. "

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
-from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey, Begun, Ended, Event
 from hermes_rl.store.dispatch import DISPATCH_FILE, Dispatched
 from hermes_rl.store.journal import LiveLine
 from hermes_rl.store.lines import payloads
 from hermes_rl.store.rows import Finished
 from hermes_rl.trajectory import fold
-
-_T = TypeVar("_T")
 
 _decode_live = msgspec.json.Decoder(LiveLine).decode
 _decode_dispatch = msgspec.json.Decoder(Dispatched).decode
@@ -53,7 +49,7 @@ class Lost:
     def dispatched(self, path: Path) -> Iterator[Finished]:
         """Rows of attempts that were sent and left no live line. Raises: DamagedFile."""
         for payload in payloads(path, sound=self.sound):
-            line = _decoded(path, payload, _decode_dispatch)
+            line = _decode_dispatch(payload)
             if line.key not in self.found and not self.recorded(line.key):
                 yield self.never_begun(line)
 
@@ -71,7 +67,10 @@ class Lost:
     def _attempts(self, path: Path) -> Iterator[list[Event]]:
         attempts: dict[int, list[Event]] = {}
         for payload in payloads(path, sound=self.sound):
-            line = _decoded(path, payload, _decode_live)
+            try:
+                line = _decode_live(payload)
+            except msgspec.ValidationError:
+                continue  # a sound line with a value that JSON cannot hold, such as NaN
             if isinstance(line.e, Begun):
                 if line.e.key not in self.found and not self.recorded(line.e.key):
                     attempts[line.a] = [line.e]
@@ -87,10 +86,3 @@ def journal_files(folder: Path, kind: str) -> list[Path]:
         return [path] if path.exists() else []
     found = folder.glob(f"{kind}-*.jsonl")
     return sorted(found, key=lambda p: int(p.stem.rpartition("-")[2]))
-
-
-def _decoded(path: Path, payload: bytes, decode: Callable[[bytes], _T]) -> _T:
-    try:
-        return decode(payload)
-    except msgspec.DecodeError as error:
-        raise StoreError(f"{path}: a line of another version: {error}") from error

@@ -46,7 +46,7 @@ def always(path: Path) -> None:
     # Between steps 8 and 9 a batch stands in both places, under one stem.
     both = {k for stem in committed.keys() & waiting.keys() for k in committed[stem]}
     assert twice <= both, "I1: an attempt has two records"
-    asked, receipts = books(path)
+    _, receipts = books(path)
     missing = set(receipts) - set(recorded)
     assert not missing, "I2: a receipt without a durable record"
     for commit in read_commits(run_dir):

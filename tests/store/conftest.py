@@ -1,17 +1,18 @@
-"""The folder of these tests is on the path of its own modules and of their subprocesses."""
+"""A server that forks drivers, and the path of this folder for its modules and subprocesses."""
 
+import json
+import os
+import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:
     sys.path.insert(0, HERE)
-
-import json
-import subprocess
-from collections.abc import Callable, Iterator
-
-import pytest
 
 Play = Callable[..., int]
 
@@ -36,3 +37,14 @@ def play() -> Iterator[Play]:
     yield order
     server.stdin.close()
     server.wait(30)
+
+
+@pytest.fixture
+def run_path(tmp_path: Path) -> Iterator[Path]:
+    """A place for a run directory, in memory where that is possible: kills need no real disk."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path / "run"
+        return
+    with tempfile.TemporaryDirectory(dir=memory, prefix="hermes-rl-test-") as folder:
+        yield Path(folder) / "run"

@@ -1,0 +1,137 @@
+"""What a kill tears is cut; what is damaged stops the run, loses nothing, and can be repaired."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import checks
+import made_up
+import msgspec
+import pytest
+from conftest import Play
+from scripted_driver import Plan
+
+from hermes_rl.errors import StoreError
+from hermes_rl.store.driver import OpenOptions, open_run
+from hermes_rl.store.lines import encode_line
+from hermes_rl.store.reader import load_run
+from hermes_rl.store.repair import repair_run
+
+KILLED = -9
+OPTIONS = OpenOptions(grace_s=0.1)
+
+
+def cut_run(play: Play, path: Path, crash_at: str = "publish-6-opened") -> Path:
+    """A run that was killed with three finished attempts in its only `done` file."""
+    assert play(path=path, crash_at=crash_at) == KILLED
+    return path / "journal" / "1-0" / "done-0.jsonl"
+
+
+@pytest.mark.parametrize("share", [0.001, 0.5, 0.999])
+def test_a_torn_tail_is_cut(play: Play, run_path: Path, share: float) -> None:
+    done = cut_run(play, run_path)
+    lines = done.read_bytes().splitlines(keepends=True)
+    tail = max(1, int(len(lines[-1]) * share))
+    done.write_bytes(b"".join(lines[:-1]) + lines[-1][:tail])
+    (run_path.with_name("run.books")).unlink()  # its last receipt was never given
+    assert play(path=run_path) == 0
+    checks.at_the_end(run_path, Plan(str(run_path)))
+
+
+def test_a_live_file_without_its_last_lines_is_enough(play: Play, run_path: Path) -> None:
+    cut_run(play, run_path, "attempt-3-done")
+    live = run_path / "journal" / "1-0" / "live-0.jsonl"
+    os.truncate(live, live.stat().st_size // 2)
+    assert play(path=run_path) == 0
+    checks.at_the_end(run_path, Plan(str(run_path)))
+
+
+@pytest.mark.parametrize("kind", ["done", "live"])
+async def test_a_flipped_byte_stops_the_run_and_can_be_repaired(
+    play: Play, run_path: Path, kind: str
+) -> None:
+    done = cut_run(play, run_path)
+    damaged = done.with_name(f"{kind}-0.jsonl")
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 3] ^= 1
+    damaged.write_bytes(content)
+
+    with pytest.raises(StoreError) as caught:
+        await open_run(run_path, made_up.CONFIG, None, OPTIONS)
+    kept = run_path / "quarantine" / "1-0" / damaged.name
+    assert str(damaged) in str(caught.value)
+    assert "line " in str(caught.value)
+    assert f"moved to {kept}" in str(caught.value)
+    assert "--repair` saves its good lines" in str(caught.value)
+    assert kept.read_bytes() == content, "nothing is deleted"
+    with pytest.raises(StoreError, match=r"waits for .hermes-rl check"):
+        await open_run(run_path, made_up.CONFIG, None, OPTIONS)
+
+    report = await asyncio.to_thread(repair_run, run_path, grace_s=0.1)
+    assert [Path(p).read_bytes() for p in report.saved] == [content]
+    lost_rows = 1 if kind == "done" else 0
+    rows = load_run(run_path)
+    finished = set(rows.trajectories["unit_id"]) | set(
+        rows.failures[~rows.failures["cause"].isin(["driver_lost"])]["unit_id"]
+    )
+    _, receipts = checks.books(run_path)
+    assert len({unit for unit, _, _ in receipts} - finished) <= lost_rows
+    assert play(path=run_path) == 0
+    assert (await asyncio.to_thread(repair_run, run_path)).saved == []
+
+
+async def test_a_unit_that_is_final_twice_stops_the_run_until_repaired(
+    play: Play, run_path: Path
+) -> None:
+    plan = Plan(str(run_path))
+    assert play(path=run_path) == 0
+    # A writer that came back although it was fenced: only then can this happen.
+    ghost = run_path / "journal" / "1-7"
+    ghost.mkdir()
+    again = [made_up.finished(n, attempt=5) for n in (0, 1)]
+    lines = [encode_line(msgspec.json.encode(f)) for f in again]
+    (ghost / "done-0.jsonl").write_bytes(b"".join(lines))
+
+    for _ in range(2):
+        with pytest.raises(StoreError) as caught:
+            await open_run(run_path, made_up.CONFIG, None, OPTIONS)
+        assert "finished more than once: epoch 1 attempt 0 (1-0-" in str(caught.value)
+        assert "epoch 1 attempt 5 (1-7-0)" in str(caught.value)
+
+    report = await asyncio.to_thread(repair_run, run_path)
+    assert sorted(report.duplicates) == sorted(made_up.unit(n) for n in (0, 1))
+    assert play(path=run_path) == 0
+    run = load_run(run_path)
+    moved = run.failures[run.failures["cause"] == "duplicate"]
+    assert set(moved["attempt"]) == {5}
+    assert moved["reward"].isna().all()
+    assert run.stats["causes"]["duplicate"] == 2
+    assert run.trajectories["unit_id"].is_unique
+    assert len(run.trajectories) == plan.units - 2
+    assert not (run_path / "trajectories" / "part-1-7-0.parquet").exists()
+    checks.always(run_path)
+
+
+async def test_foreign_parts_are_reported_and_left(play: Play, run_path: Path) -> None:
+    assert play(path=run_path) == 0
+    part = next((run_path / "trajectories").iterdir())
+    (run_path / "trajectories" / "part-9-0-0.parquet").write_bytes(part.read_bytes())
+    async with await open_run(run_path, made_up.CONFIG) as driver:
+        assert driver.report.foreign == ["trajectories/part-9-0-0.parquet"]
+    assert (run_path / "trajectories" / "part-9-0-0.parquet").exists()
+
+
+async def test_rows_of_lost_attempts_keep_their_turns(play: Play, run_path: Path) -> None:
+    """Killed with a call open: the turns so far stand, the call is unknown, nothing is graded."""
+    cut_run(play, run_path, "attempt-2-live:14")
+    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+        assert len(driver.report.lost) == 3
+    run = load_run(run_path)
+    lost = run.failures
+    assert list(lost["cause"]) == ["driver_lost"] * 3
+    assert lost["reward"].isna().all()
+    assert set(lost["error"]) == {"driver_lost: killed"}
+    calls = [call for calls in lost["calls"] for call in calls]
+    assert {call["outcome"] for call in calls} == {"ok", "unknown"}
+    assert run.stats["calls"]["unknown"] >= 1
+    assert max(len(m) for m in lost["messages"]) >= 1

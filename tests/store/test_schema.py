@@ -1,0 +1,114 @@
+"""The declared schema and the record have the same columns in the same order, part by part."""
+
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import made_up
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hermes_rl.record import Trajectory
+from hermes_rl.store.crash import CrashHook
+from hermes_rl.store.parts import PartWriter, to_arrow
+from hermes_rl.store.rows import Segment
+from hermes_rl.store.schema import SEGMENTS, TRAJECTORIES, VERSION_KEY, empty_table, schema_of
+
+NARROWED = {"metrics": "pairs of name and value"}
+PLAIN = {str: pa.string(), bool: pa.bool_(), bytes: pa.binary()}
+
+
+def fits(name: str, kind: Any, arrow: Any) -> bool:
+    """Whether an Arrow type can hold a Python annotation."""
+    if name in NARROWED:
+        return True
+    if isinstance(kind, types.UnionType):
+        kind = next(k for k in typing.get_args(kind) if k is not type(None))
+    if typing.get_origin(kind) in (list, tuple):
+        return pa.types.is_list(arrow) and fits("", typing.get_args(kind)[0], arrow.value_type)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return struct_fits(kind, list(arrow))
+    if kind is int:
+        return pa.types.is_integer(arrow) or pa.types.is_timestamp(arrow)
+    if kind is float:
+        return pa.types.is_floating(arrow)
+    return arrow == PLAIN[kind] or (kind is str and isinstance(arrow, pa.JsonType))
+
+
+def struct_fits(struct: type[msgspec.Struct], arrow: list[Any]) -> bool:
+    # The names of the module, not of the class: a field may be called `bytes`.
+    hints = typing.get_type_hints(struct, localns=vars(sys.modules[struct.__module__]))
+    fields = struct.__struct_fields__
+    return [f.name for f in arrow] == list(fields) and all(
+        fits(f.name, hints[f.name], f.type) for f in arrow
+    )
+
+
+def test_schema_and_record_agree() -> None:
+    assert [f.name for f in TRAJECTORIES] == list(Trajectory.__struct_fields__)
+    assert struct_fits(Trajectory, list(TRAJECTORIES))
+    assert [f.name for f in SEGMENTS] == list(Segment.__struct_fields__)
+    assert struct_fits(Segment, list(SEGMENTS))
+
+
+def test_json_columns() -> None:
+    json_columns = [f.name for f in TRAJECTORIES if isinstance(f.type, pa.JsonType)]
+    assert json_columns == ["tools", "sampling", "metadata"]
+    assert TRAJECTORIES.field("messages").type.value_type == pa.json_()
+    assert TRAJECTORIES.metadata[VERSION_KEY.encode()] == b"1"
+    assert SEGMENTS.metadata[VERSION_KEY.encode()] == b"0"
+
+
+def test_no_column_name_has_a_meaning_for_trainers() -> None:
+    """Trainers guess the form of a data set from such names; ours is told by `messages` alone."""
+    taken = {"prompt", "completion", "chosen", "rejected", "text", "images", "image", "label"}
+    assert not taken & set(TRAJECTORIES.names)
+
+
+@pytest.mark.parametrize("table", ["trajectories", "segments"])
+def test_the_schema_is_the_same_for_few_many_and_no_values(tmp_path: Path, table: str) -> None:
+    bare = made_up.finished(0)
+    full = made_up.finished(5, cause="model_timeout")
+    rows = {
+        "trajectories": [msgspec.to_builtins(f.row) for f in (bare, full)],
+        "segments": [msgspec.to_builtins(f.segments[0]) for f in (bare, full)],
+    }[table]
+    for number, row in enumerate(rows):
+        writer = PartWriter(tmp_path / f"{number}.parquet", table, CrashHook())
+        writer.add(row, 100)
+        writer.close()
+    pq.write_table(empty_table(schema_of(table)), tmp_path / "none.parquet")
+    schemas = {pq.read_schema(p) for p in tmp_path.iterdir()}
+    assert schemas == {schema_of(table)}
+
+
+def test_row_groups_stay_small(tmp_path: Path) -> None:
+    row = msgspec.to_builtins(made_up.row(1))
+    row["final_response"] = "x" * 3_000_000
+    writer = PartWriter(tmp_path / "p.parquet", "trajectories", CrashHook())
+    for _ in range(50):
+        writer.add(dict(row), 3_000_000)
+    writer.close()
+    groups = pq.ParquetFile(tmp_path / "p.parquet").metadata
+    sizes = [groups.row_group(i).total_byte_size for i in range(groups.num_row_groups)]
+    assert groups.num_rows == 50
+    assert groups.num_row_groups > 1
+    assert pq.read_table(tmp_path / "p.parquet")["final_response"].to_pylist()[-1][:3] == "xxx"
+    assert all(size <= 64 * 1024 * 1024 for size in sizes)
+
+
+def test_a_value_that_does_not_fit_is_said_and_stops_nothing() -> None:
+    good, bad = (msgspec.to_builtins(made_up.row(n)) for n in (1, 2))
+    bad["usage"]["input_tokens"] = 10**30
+    bad["row_index"] = 2**70
+    rows = to_arrow([good, bad], TRAJECTORIES).to_pylist()
+    assert rows[0]["row_index"] == 0
+    assert rows[0]["error"] is None
+    assert rows[1]["row_index"] is None
+    assert rows[1]["usage"] is None
+    assert rows[1]["error"] == "store: usage, row_index did not fit the column"
+    assert rows[1]["unit_id"] == made_up.unit(2)
