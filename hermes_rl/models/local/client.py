@@ -169,9 +169,10 @@ def runtime_folder(env: Mapping[str, str]) -> Path:
 
 
 def _socket_for(name: str, engine: EngineSettings, env: Mapping[str, str]) -> Path:
-    """One place per machine, weights, shape of the server and copy of this package."""
-    status = engine.weights.stat()
-    identity = repr((platform.node(), str(_ROOT), engine, status.st_size, status.st_mtime_ns))
+    """One place per machine, weights, shape of the server and copy (and state) of this package."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    stamps = [(s.st_size, s.st_mtime_ns) for s in (p.stat() for p in (engine.weights, *sources))]
+    identity = repr((platform.node(), str(_ROOT), engine, stamps))
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return runtime_folder(env) / f"{name}-{digest}.sock"
 
