@@ -38,12 +38,24 @@ class Bench:
         return (await self.sandbox.run(command, timeout_s=30)).output
 
 
-@pytest.fixture(params=["none", "bubblewrap"])
-async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
-    plain = request.param == "none"
-    backend: SandboxBackend = Subprocess(state_dir=tmp_path) if plain else Bubblewrap()
+async def bench_of(backend: SandboxBackend) -> AsyncIterator[Bench]:
     try:
         async with await backend.lease(SandboxSpec(lease="tools-test")) as sandbox:
             yield Bench(sandbox, ToolContext(sandbox=sandbox))
     finally:
         await backend.aclose()
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    """In a plain shell: quick, and the same shell protocol as everywhere."""
+    async for bench in bench_of(Subprocess(state_dir=tmp_path)):
+        yield bench
+
+
+@pytest.fixture(params=["none", "bubblewrap"])
+async def each_bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
+    """In each backend: for one test of each tool's main business."""
+    plain = request.param == "none"
+    async for bench in bench_of(Subprocess(state_dir=tmp_path) if plain else Bubblewrap()):
+        yield bench

@@ -7,7 +7,8 @@ import pytest
 from hermes_rl.errors import ToolError
 
 
-async def test_write_then_read(bench: Any) -> None:
+async def test_write_then_read(each_bench: Any) -> None:
+    bench = each_bench
     wrote = await bench("write_file", path="new/dir/f.txt", content="héllo\nworld\n")
     assert wrote == {"bytes_written": 13, "created": True}
     assert await bench("read_file", path="new/dir/f.txt") == {
@@ -36,7 +37,8 @@ async def test_odd_names(bench: Any, path: str) -> None:
     assert (await bench("search_files", pattern="x=2", path=path))["total_count"] == 1
 
 
-async def test_paths_mean_what_they_mean_in_the_session(bench: Any) -> None:
+async def test_paths_mean_what_they_mean_in_the_session(each_bench: Any) -> None:
+    bench = each_bench
     await bench("terminal", command="mkdir -p sub/deep; cd sub/deep")
     await bench("write_file", path="../here", content="x")
     await bench("write_file", path="~/home", content="y")
@@ -110,7 +112,8 @@ async def test_what_cannot_be_read(bench: Any) -> None:
         await bench("read_file", path="")
 
 
-async def test_what_cannot_be_written(bench: Any) -> None:
+async def test_what_cannot_be_written(each_bench: Any) -> None:
+    bench = each_bench
     await bench.sh("mkdir d; touch f")
     with pytest.raises(ToolError, match="'d': it is a directory"):
         await bench("write_file", path="d", content="x")
@@ -120,14 +123,16 @@ async def test_what_cannot_be_written(bench: Any) -> None:
         await bench("write_file", path="/proc/x/y", content="x")
 
 
-async def test_modes_and_links_stay(bench: Any) -> None:
+async def test_modes_and_links_stay(each_bench: Any) -> None:
+    bench = each_bench
     await bench.sh("echo one > f; chmod 751 f; ln -s f link")
     await bench("patch", path="link", old_string="one", new_string="two")
     await bench("write_file", path="link", content="three\n")
     assert await bench.sh("stat -c %a f; readlink link; cat f") == "751\nf\nthree\n"
 
 
-async def test_a_spoilt_session_does_not_spoil_the_tools(bench: Any) -> None:
+async def test_a_spoilt_session_does_not_spoil_the_tools(each_bench: Any) -> None:
+    bench = each_bench
     await bench.sh(
         "set -euxCf; shopt -s nullglob; IFS=x; cat() { echo evil; }; head() { echo evil; }; "
         "stat() { echo evil; }; alias grep=false find=false mkdir=false; echo() { :; }"
@@ -152,7 +157,8 @@ async def test_the_tools_change_nothing_in_the_session(bench: Any) -> None:
     assert strip == [x for x in after.splitlines() if "EPOCH" not in x]
 
 
-async def test_patch_shows_what_it_did(bench: Any) -> None:
+async def test_patch_shows_what_it_did(each_bench: Any) -> None:
+    bench = each_bench
     await bench("write_file", path="p.py", content="def f():\n    return 1\n\n\nx = f()\n")
     done = await bench("patch", path="p.py", old_string="return 1", new_string="return 2")
     assert (done["success"], done["replacements"], done["strategy"]) == (True, 1, "exact")

@@ -21,7 +21,8 @@ def places(found: Any) -> list[tuple[str, int]]:
     return [(m["path"], m["line"]) for m in found["matches"]]
 
 
-async def test_content(bench: Any) -> None:
+async def test_content(each_bench: Any) -> None:
+    bench = each_bench
     await bench.sh(TREE)
     found = await bench("search_files", pattern=r"\bos\b")
     assert places(found) == [
@@ -69,7 +70,8 @@ async def test_context(bench: Any) -> None:
     assert [m["line"] for m in second["matches"]] == [19, 20, 21]
 
 
-async def test_names(bench: Any) -> None:
+async def test_names(each_bench: Any) -> None:
+    bench = each_bench
     await bench.sh(TREE + "ln -s a.py src/link.py")
     found = await bench("search_files", pattern="*.py", target="files")
     assert found["files"] == ["src/a.py", "src/bin.py", "src/deep/c.py", "src/link.py"]

@@ -16,12 +16,14 @@ async def test_output_and_exit_code(bench: Any) -> None:
     assert (await bench.result("terminal", command="true")).ok
 
 
-async def test_the_session_stays(bench: Any) -> None:
+async def test_the_session_stays(each_bench: Any) -> None:
+    bench = each_bench
     await bench("terminal", command="mkdir -p d; cd d; export A=1; f() { echo f-$A; }")
     assert (await bench("terminal", command='f; basename "$PWD"'))["output"] == "f-1\nd\n"
 
 
-async def test_a_timeout_is_124_and_keeps_what_was_printed(bench: Any) -> None:
+async def test_a_timeout_is_124_and_keeps_what_was_printed(each_bench: Any) -> None:
+    bench = each_bench
     start = time.monotonic()
     result = await bench("terminal", command="echo first; sleep 30", timeout=0.3)
     assert time.monotonic() - start < 5
