@@ -10,9 +10,8 @@ import typer
 
 from hermes_rl.errors import ExitCode, HermesError
 
-_UsageError = typer.BadParameter.__mro__[1]
-_ClickError = _UsageError.__mro__[1]
-"""Root of what typer raises for a wrong command line; typer offers it under no public name."""
+_CommandLineError: type[BaseException] = typer.BadParameter.__mro__[2]
+"""Root of what typer raises for a wrong command line; typer has no public name for it."""
 
 
 def guarded(command: Callable[[], int], program: str) -> int:
@@ -26,7 +25,7 @@ def guarded(command: Callable[[], int], program: str) -> int:
     except HermesError as error:
         fail(str(error))
         return ExitCode.BAD_INPUT
-    except _ClickError as error:
+    except _CommandLineError as error:
         fail(_usage_line(error, program))
         return ExitCode.BAD_INPUT
     except (KeyboardInterrupt, typer.Abort):
