@@ -1,8 +1,7 @@
 """How many requests are in flight: adaptive, per endpoint, account and model.
 
 `Controller` is the pure part: it hears how requests end and says how many may run. The limiter is
-its
-asyncio form for one process; a form shared by all workers has the same interface.
+its asyncio form for one process; a form shared by all workers has the same interface.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class Controller:
 
     - Slow start: one more per clean request while the limit is used, until the first throttling.
     - Then 5 % more (at least one) after each clean round. A round is as many requests as the limit;
-      it is
-      clean without throttling or trouble, and counts only when 80 % of the limit was in use.
+      it is clean without throttling or trouble, and counts only when 80 % of the limit was in use.
     - Throttling (429): four fifths, at most once per 15 s, because the refusals of one burst speak
       of one cause. Until another cut is due the limit stays below 95 % of where it was refused, so
       that the next refusals are answered at once.

@@ -32,8 +32,7 @@ class RetryPolicy:
     """Seconds after a call's first failure until it is given up, whatever the failures were."""
     max_attempts: int = 6
     """Requests that may fail for other reasons than waiting helps against (429, 529, no
-    connection):
-    each of these may have been served and billed."""
+    connection): each of these may have been served and billed."""
     base_s: float = 0.5
     """The first pause is random between 0 and this; the bound doubles each time (full jitter)."""
     cap_s: float = 30.0
@@ -257,8 +256,7 @@ def _withheld(answer: Completion) -> ModelError | None:
 
 def _describe(error: BaseException) -> str:
     """Class and message. Messages of model errors are scrubbed where they are made; what others say
-    is
-    not ours to show."""
+    is not ours to show."""
     if isinstance(error, ModelError):
         return f"{type(error).__name__}: {error}"[:500]
     return type(error).__name__

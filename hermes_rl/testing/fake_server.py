@@ -4,19 +4,15 @@ own.
     python -m hermes_rl.testing.fake_server --faults '{"seed": 1, "mixed": 0.2}' --log served.jsonl
 
 prints one JSON line, `{"port": N, "base_url": ...}`, and serves until it gets SIGTERM or SIGINT, or
-its
-standard input closes when `--until-eof` is given. In a test:
+its standard input closes when `--until-eof` is given. In a test:
 
     async with FakeServer(FakeConfig(script="echo-2")) as server:
         client = connect(Endpoint(server.base_url))
 
 The log says of each request what this server did: `served` (a complete answer), `refused` (an error
-before
-any work), `cut` (worked, and the answer was lost on purpose), `dropped` (the client hung up before
-the
-answer). It is written before the answer's first byte, so it can be compared call by call with what
-a client
-recorded, however either of them was killed.
+before any work), `cut` (worked, and the answer was lost on purpose), `dropped` (the client hung up
+before the answer). It is written before the answer's first byte, so it can be compared call by call
+with what a client recorded, however either of them was killed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Whether a request meets a fault, and which, is a pure function of the plan and of the request's own
 identity (its call id; for clients without one the body's hash and the client's retry count). So a
-run can be
-repeated, the server keeps no state, and another attempt is another draw.
+run can be repeated, the server keeps no state, and another attempt is another draw.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ REFUSALS: dict[str, Refusal] = {
 
 BREAKS = ("reset", "cut", "garbage", "stall_first", "stall_mid")
 """The request is served, and its answer is lost: connection reset before the first byte; body cut
-in the
-middle; no JSON; silence before the first byte; silence in the middle."""
+in the middle; no JSON; silence before the first byte; silence in the middle."""
 
 ODD = ("slow", "no_usage", "partial_usage", "filtered", "abort")
 """A complete answer that is late, lacks usage, or whose finish reason is `content_filter` or

@@ -1,10 +1,8 @@
 """What the fake model server answers: a pure function of the request.
 
 The script is chosen by a line `SCRIPT: [...]` in the first user message, else by the model's name,
-else it
-is the server's default; the turn is the number of assistant messages in the history. A script is a
-list of
-steps, each text (a final answer), or an object:
+else it is the server's default; the turn is the number of assistant messages in the history. A
+script is a list of steps, each text (a final answer), or an object:
 
     {"text": "...", "reasoning": "...", "field": "reasoning",        # spelling, or "think"
      "run": "ls -l",                                                 # one call of `terminal`
@@ -14,8 +12,7 @@ steps, each text (a final answer), or an object:
      "details": [...]}                                               # reasoning_details
 
 After its last step a script answers "done". Names: `echo` (5 turns of `echo step-N`, then a text),
-`echo-N`
-(N turns), `noop` (a text at once), `fault-KIND` (that fault, always; see `faults`).
+`echo-N` (N turns), `noop` (a text at once), `fault-KIND` (that fault, always; see `faults`).
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ import msgspec
 
 LogOutcome = Literal["served", "refused", "cut", "dropped"]
 """A complete answer; an error before any work; worked, and the answer was lost on purpose; the
-client hung
-up before the answer."""
+client hung up before the answer."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):

@@ -118,9 +118,8 @@ def test_signals():
 
 
 def simulate(rate, seconds, *, maximum=200, latency=1.0, controller=None, start=0.0):
-    """Requests against a token bucket of `rate` per second (burst of one second); refused ones
-    come back
-    after a second. Returns (admitted, refused) over the second half."""
+    """Requests against a token bucket of `rate` per second (burst of one second); refused ones come
+    back after a second. Returns (admitted, refused) over the second half."""
     controller = controller or Controller(maximum)
     tokens, last, now = rate, start, start
     ends, in_flight, order = [], 0, 0

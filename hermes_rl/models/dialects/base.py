@@ -42,8 +42,7 @@ class Dialect(Protocol):
 
     def encode(self, request: ModelRequest) -> bytes:
         """The body of a request. Within a conversation, without its last bytes (`tail`), it is a
-        prefix of
-        every later body with the same parameters."""
+        prefix of every later body with the same parameters."""
         ...
 
     def bound(self, request: ModelRequest) -> int:

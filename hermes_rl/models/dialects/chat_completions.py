@@ -45,14 +45,12 @@ class ChatCompletions:
 
     def encode(self, request: ModelRequest) -> bytes:
         """See `Dialect.encode`. The messages come last; what stands before them does not change
-        from
-        turn to turn."""
+        from turn to turn."""
         return b"".join((self._head(request), b",".join(self._messages(request)), TAIL))
 
     def bound(self, request: ModelRequest) -> int:
         """See `Dialect.bound`: the bytes of messages and tools. No tokeniser in use makes more than
-        one
-        token of a byte, and JSON costs more than a chat template's marks."""
+        one token of a byte, and JSON costs more than a chat template's marks."""
         messages = self._messages(request)
         return sum(map(len, messages)) + len(messages) + len(self._encoded_tools(request))
 
@@ -115,8 +113,7 @@ class ChatCompletions:
 
 def encode_message(message: Message, replay: str | None = None) -> bytes:
     """One message as the wire has it: arguments as the model's exact text, signed reasoning blocks
-    as
-    received, reasoning text only in the field `replay`."""
+    as received, reasoning text only in the field `replay`."""
     form = to_openai(message)
     if isinstance(message, AssistantMessage):
         reasoning = form.pop("reasoning_content", None)

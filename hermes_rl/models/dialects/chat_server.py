@@ -91,8 +91,7 @@ def encode_stream(
     piece_chars: int = 24,
 ) -> list[bytes]:
     """An answer as server-sent events: a role, pieces of reasoning, text and calls, the finish
-    reason,
-    usage, and the end mark."""
+    reason, usage, and the end mark."""
     base = _envelope(answer, answer_id, created, "chat.completion.chunk")
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     form = _message_form(answer.message, reasoning_field)
@@ -149,8 +148,7 @@ def _message_form(message: AssistantMessage, reasoning_field: str) -> dict[str, 
 
 def _usage_form(answer: Completion) -> Any:
     """The usage as it is to be sent: `usage_raw` where it is given (a server may err on purpose),
-    else
-    the complete object, else null."""
+    else the complete object, else null."""
     if answer.usage_raw is not None:
         return decode_json(answer.usage_raw.encode())
     usage = answer.usage

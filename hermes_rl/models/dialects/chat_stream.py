@@ -71,8 +71,7 @@ class StreamDecoder:
         whole.policy_version = chunk.policy_version or whole.policy_version
         if bytes(chunk.usage) != b"null":
             # Some servers send running totals: the last object is the one that counts. The copy
-            # lets the
-            # chunk's buffer go.
+            # lets the chunk's buffer go.
             whole.usage = msgspec.Raw(bytes(chunk.usage))
         choice = first_choice(chunk.choices)
         if choice is not None:
@@ -157,8 +156,7 @@ class Gathered:
         """The call that a piece continues, or a new one.
 
         By index; where servers leave it out, or give every call the same, a new id with a name
-        begins a
-        new call, and a piece without either goes on with the last one.
+        begins a new call, and a piece without either goes on with the last one.
         """
         index, given = piece.get("index"), piece.get("id")
         named = bool(_function(piece).get("name"))

@@ -13,8 +13,7 @@ def read_usage(form: Any) -> Usage | None:
 
     Cached tokens: `prompt_tokens_details.cached_tokens` (OpenAI, vLLM, SGLang), or
     `prompt_cache_hit_tokens` (DeepSeek), or `cached_tokens` (Moonshot). Where a provider leaves
-    reasoning
-    out of `completion_tokens` (its total then is the sum of all three), it is added.
+    reasoning out of `completion_tokens` (its total then is the sum of all three), it is added.
     """
     if not isinstance(form, Mapping):
         return None

@@ -34,8 +34,7 @@ def split_think(text: str) -> Thought:
     """Take `<think>…</think>` out of a text's head.
 
     An opening tag may be missing (templates that write it into the prompt), and so may the closing
-    one
-    (an answer cut by its length): then all of the text is reasoning.
+    one (an answer cut by its length): then all of the text is reasoning.
     """
     if _OPEN not in text and _CLOSE not in text:
         return Thought(text, None, None)

@@ -7,8 +7,7 @@ class EventReader:
     """Cuts a byte stream into the data of its events.
 
     Lines end in LF, CR LF or CR; comments (lines that begin with a colon, as keep-alives do) and
-    other
-    fields are left out; an event's data lines are joined by LF.
+    other fields are left out; an event's data lines are joined by LF.
     """
 
     def __init__(self) -> None:

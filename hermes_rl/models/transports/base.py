@@ -1,8 +1,7 @@
 """The contract of transports: one POST, one reply, no retry, typed errors.
 
 A transport knows nothing of the body. It maps what went wrong below HTTP to typed errors; statuses
-are
-the client's matter.
+are the client's matter.
 """
 
 from __future__ import annotations

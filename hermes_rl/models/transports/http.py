@@ -29,8 +29,7 @@ _LARGE = 1 << 20
 
 _IDLE_S = {"plain": 4.0, "tls": 30.0}
 """Seconds after which an idle connection is given up. Engines close theirs after 5 s, and a request
-that
-meets the closing one is lost; gateways wait for a minute or more, and TLS is dear to begin."""
+that meets the closing one is lost; gateways wait for a minute or more, and TLS is dear to begin."""
 
 
 class HttpTransport:
