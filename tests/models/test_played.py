@@ -1,6 +1,8 @@
 """The played models go through the same caller and are recorded like any other."""
 
 import json
+import subprocess
+import sys
 
 from hermes_rl.messages import AssistantMessage, ToolMessage
 from hermes_rl.models.played import NoopClient, OracleClient, free
@@ -38,3 +40,15 @@ async def test_noop_answers_at_once(kit):
     assert len(conversation) == 2
     assert pieces == [conversation[-1].content]
     assert events.ends[0].cost_usd is None
+
+
+def test_models_are_imported_without_what_carries_them():
+    """Heavy packages load when the first client of their kind is made."""
+    code = (
+        "import sys, hermes_rl.models.client, hermes_rl.models.retry, hermes_rl.models.played\n"
+        "print([m for m in ('aiohttp', 'openai', 'httpx2', 'pydantic') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"

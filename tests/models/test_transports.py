@@ -5,6 +5,8 @@ import contextlib
 import json
 import ssl
 import time
+import traceback
+from base64 import b64encode
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,22 @@ async def test_redirects_are_not_followed(kit, transport):
     async with serving(moved) as url:
         with pytest.raises(e.BadRequest, match=r"redirected to http://127\.0\.0\.1:9/v1: use"):
             await ask(kit, url, transport)
+
+
+@TRANSPORTS
+async def test_a_key_that_a_server_repeats_is_not_shown(kit, transport):
+    key = "canary+key/0123456789"
+    said = json.dumps({"error": {"message": f"bad {key} ({b64encode(key.encode()).decode()})"}})
+    reply = f"HTTP/1.1 400 x\r\ncontent-length: {len(said)}\r\n\r\n{said}".encode()
+    events = kit.Events()
+    async with serving(reply) as url:
+        client = connect(Endpoint(url, api_key=key, transport=transport))
+        with pytest.raises(e.BadRequest, match=r"400: bad \*\*\* \(\*\*\*\)$") as caught:
+            await kit.caller(client, events).call(kit.request(), turn=1)
+        await client.aclose()
+    shown = "".join(traceback.format_exception(caught.value)) + repr(events.all) + repr(client)
+    assert key not in shown
+    assert "Y2FuYXJ5" not in shown  # its beginning in base64
 
 
 @TRANSPORTS

@@ -36,6 +36,8 @@ class SdkTransport:
         self._endpoint = endpoint
         self._host = endpoint.host
         self._client: openai.AsyncOpenAI | None = None
+        # The package insists on a key; an endpoint without one gets none.
+        self._no_key = {} if endpoint.api_key else {"Authorization": openai.Omit()}
 
     @asynccontextmanager
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[Reply]:
@@ -64,7 +66,7 @@ class SdkTransport:
                     url,
                     content=body,
                     cast_to=httpx2.Response,
-                    options={"headers": dict(headers), "follow_redirects": False},
+                    options={"headers": {**self._no_key, **headers}, "follow_redirects": False},
                     stream=True,  # the body unread
                 )
         except openai.APIStatusError as error:
