@@ -1,8 +1,7 @@
 """What is known of every unit, in 24 bytes each: done, given up or open, and how often tried.
 
-Records are kept sorted in 256 shards by the first byte of the id, so that a change moves a few
-kilobytes
-and a lookup is a binary search; a million units take 24 MB.
+Records are kept sorted in shards by the first bits of the id, so that a change moves a few
+kilobytes and a lookup is a short binary search; a million units take 24 MB.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ _COUNTED = [consequence.counted for consequence in CAUSES.values()]
 _LAST = [not consequence.retry for consequence in CAUSES.values()]
 _LOST = _CODES["worker_lost"]
 _NONE = 254
+_SHARDS = 4096
 
 
 class Unit(NamedTuple):
@@ -63,7 +63,7 @@ class Ledger:
         """Of all commits that were loaded."""
         self.done = 0
         self.given_up = 0
-        self._shards = [bytearray() for _ in range(256)]
+        self._shards = [bytearray() for _ in range(_SHARDS)]
 
     def disposition(self, unit_id: str) -> Disposition:
         """done, given_up or open; a unit never heard of is open."""
@@ -93,12 +93,12 @@ class Ledger:
 
     def load(self, commits: Iterable[Commit]) -> list[str]:
         """Fill an empty ledger; returns the units that stand in `trajectories` more than once."""
-        events: list[list[bytes]] = [[] for _ in range(256)]
+        events: list[list[bytes]] = [[] for _ in range(_SHARDS)]
         for commit in commits:
             self.summary.merge(commit.summary)
             for event in _events(commit):
-                events[event[0]].append(event)
-        return [unit for shard in range(256) for unit in self._build(shard, events[shard])]
+                events[_shard(event)].append(event)
+        return [unit for shard in range(_SHARDS) for unit in self._build(shard, events[shard])]
 
     def reopen_given_up(self) -> int:
         """Open all units that were given up: their failures so far are forgotten here."""
@@ -154,17 +154,21 @@ class Ledger:
         self.given_up += (after == "given_up") - (before == "given_up")
 
     def _get(self, key: bytes) -> Unit:
-        shard = self._shards[key[0]]
+        shard = self._shards[_shard(key)]
         at = _find(shard, key)
         if shard[at : at + 16] != key:
             return _NEW
         return Unit(*_RECORD.unpack_from(shard, at)[1:])
 
     def _put(self, key: bytes, unit: Unit) -> None:
-        shard = self._shards[key[0]]
+        shard = self._shards[_shard(key)]
         at = _find(shard, key)
         known = _SIZE if shard[at : at + 16] == key else 0
         shard[at : at + known] = _RECORD.pack(key, *unit)
+
+
+def _shard(key: bytes) -> int:
+    return key[0] << 4 | key[1] >> 4
 
 
 def _find(shard: bytearray, key: bytes) -> int:

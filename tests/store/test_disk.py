@@ -1,0 +1,125 @@
+"""A full disk stops clearly, corrupts nothing, and the run goes on once there is room."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import checks
+import made_up
+import pytest
+from scripted_driver import Plan
+
+from hermes_rl.errors import DiskFull
+from hermes_rl.store.crash import CrashHook
+from hermes_rl.store.disk import AppendFile
+from hermes_rl.store.driver import OpenOptions, open_run
+from hermes_rl.store.journal import JournalWriter
+from hermes_rl.store.lines import payloads
+from hermes_rl.store.publisher import Publisher
+from hermes_rl.store.reader import load_run
+
+HERE = Path(__file__).parent
+
+LIMITED = """
+import resource, signal, sys
+from pathlib import Path
+from hermes_rl.errors import DiskFull
+from hermes_rl.store.crash import CrashHook
+from hermes_rl.store.disk import AppendFile
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+file = AppendFile(Path(sys.argv[1]), CrashHook(), "attempt-3-done")
+file.append(b"a" * 1000)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))
+try:
+    file.append(b"b" * 1000)
+except DiskFull:
+    print("full")
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+file.append(b"c" * 1000)
+"""
+
+
+def test_a_line_that_does_not_fit_is_undone(tmp_path: Path) -> None:
+    """The limit on the file's size cuts the write in mid-line, as a full disk does."""
+    path = tmp_path / "done-0.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "full\n"
+    assert list(payloads(path)) == [b"a" * 1000, b"c" * 1000]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB, which only root can mount."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    mounted = libc.mount(b"tmpfs", bytes(tmp_path), b"tmpfs", 0, b"size=1m")
+    if mounted:
+        pytest.skip("mounting a small file system needs root; the test of one line stands for it")
+    yield tmp_path
+    libc.umount2(bytes(tmp_path), 2)
+
+
+def fill(path: Path, leave: int) -> None:
+    """Fill the file system but for some bytes."""
+    free = os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
+    (path / "ballast").write_bytes(b"x" * max(0, free - leave))
+
+
+@pytest.mark.parametrize("leave", [4096, 20_000, 60_000, 120_000])
+async def test_a_full_disk(small_disk: Path, leave: int) -> None:
+    """Filled at different moments: in live lines, in rows, in parts, in commits."""
+    path = small_disk / "run"
+    plan = Plan(str(path), units=40)
+    finished: list[int] = []
+    async with (
+        await open_run(path, made_up.CONFIG) as driver,
+        JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
+    ):
+        publisher = Publisher(journal)
+
+        async def attempts() -> None:
+            for number in range(plan.units):
+                if number == 5:
+                    fill(small_disk, leave)
+                driver.dispatch(made_up.item(number, 0, 1), journal.writer)
+                made = made_up.finished(number)
+                recorder = journal.recorder(made.key)
+                for event in made_up.story(number):
+                    recorder.record(event)
+                await journal.finish(made)
+                finished.append(number)
+                driver.receive(made_up.receipt(made, journal.writer))
+                if number % 5 == 4:
+                    await publisher.drain()
+
+        with pytest.raises(DiskFull, match=r"the disk is full: .*Free some space and run again"):
+            await attempts()
+        for line in (path / "journal" / "1-0").glob("*.jsonl"):
+            list(payloads(line))  # raises for a line that was not undone
+    assert len(finished) >= 5
+    checks.always(path)
+
+    (small_disk / "ballast").unlink()
+    async with await open_run(path, made_up.CONFIG, None, OpenOptions(grace_s=0.1)) as again:
+        states = {n: again.ledger.disposition(made_up.unit(n)) for n in finished}
+    assert set(states.values()) == {"done"}
+    assert set(load_run(path).trajectories["unit_id"]) == {made_up.unit(n) for n in finished}
+    checks.always(path)
+
+
+def test_the_content_of_a_line_is_kept_by_its_length_and_checksum(tmp_path: Path) -> None:
+    file = AppendFile(tmp_path / "a", CrashHook(), "attempt-3-done")
+    file.append(b'{"a":1}')
+    file.close()
+    assert (tmp_path / "a").read_bytes() == b'7 561bacaf {"a":1}\n'
+    with pytest.raises(FileExistsError):
+        AppendFile(tmp_path / "a", CrashHook(), "attempt-3-done")

@@ -1,0 +1,88 @@
+"""The compact ledger says what a plain dictionary would, in any order of arrival."""
+
+from collections import defaultdict
+from typing import Any
+
+import made_up
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hermes_rl.errors import CAUSES
+from hermes_rl.store.commit import Commit, Tally
+from hermes_rl.store.ledger import Ledger
+from hermes_rl.store.summary import Summary
+
+causes = st.sampled_from([None, *CAUSES])
+histories = st.dictionaries(st.integers(0, 400), st.lists(causes, min_size=1, max_size=5))
+
+
+def expected(history: list[str | None], max_attempts: int) -> str:
+    """The rule of the design, said plainly."""
+    if None in history:
+        return "done"
+    counted = sum(CAUSES[c].counted for c in history if c)
+    lost = history.count("worker_lost")
+    last = history[-1]
+    refused = last is not None and not CAUSES[last].retry
+    return "given_up" if refused or counted >= max_attempts or lost >= 3 else "open"
+
+
+def commit_of(attempts: list[tuple[int, int, str | None]]) -> Commit:
+    tally = Tally()
+    rows: dict[str | None, Any] = {}
+    for number, attempt, cause in attempts:
+        if cause not in rows:
+            rows[cause] = msgspec.to_builtins(made_up.row(number, cause=cause))
+        key = {"unit_id": made_up.unit(number), "epoch": 1, "attempt": attempt}
+        tally.add({"key": key, "row": rows[cause]})
+    return Commit(
+        stem="1-0-0",
+        schema_version=1,
+        committed_at=0.0,
+        keys=tally.keys(),
+        parts=[],
+        summary=Summary(),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(history=histories, max_attempts=st.integers(1, 4), order=st.randoms(use_true_random=False))
+def test_dispositions(history: dict[int, list[str | None]], max_attempts: int, order: Any) -> None:
+    attempts = [(n, i, cause) for n, tries in history.items() for i, cause in enumerate(tries)]
+    order.shuffle(attempts)
+    half = len(attempts) // 2
+    loaded = Ledger(max_attempts)
+    twice = loaded.load([commit_of(attempts[:half])])
+    for number, attempt, cause in attempts[half:]:
+        loaded.apply(made_up.unit(number), attempt, done=cause is None, cause=cause)
+    whole = Ledger(max_attempts)
+    more = whole.load([commit_of(attempts[:half]), commit_of(attempts[half:])])
+
+    counts: dict[str, int] = defaultdict(int)
+    for number, tries in history.items():
+        unit, judged = made_up.unit(number), expected(tries, max_attempts)
+        counts[judged] += 1
+        for ledger in (loaded, whole):
+            assert ledger.disposition(unit) == judged
+            assert ledger.next_attempt(unit) == len(tries)
+            assert ledger.lost_workers(unit) == tries.count("worker_lost")
+    for ledger in (loaded, whole):
+        assert (ledger.done, ledger.given_up) == (counts["done"], counts["given_up"])
+        assert len(ledger) == len(history)
+        assert dict(ledger.units()) == {
+            made_up.unit(n): expected(t, max_attempts) for n, t in history.items()
+        }
+    assert (
+        set(twice)
+        <= set(more)
+        == {made_up.unit(n) for n, tries in history.items() if tries.count(None) > 1}
+    )
+    assert whole.reopen_given_up() == counts["given_up"]
+    assert whole.given_up == 0
+
+
+def test_what_was_never_heard_of_is_open() -> None:
+    ledger = Ledger()
+    assert ledger.disposition(made_up.unit(1)) == "open"
+    assert ledger.next_attempt(made_up.unit(1)) == 0

@@ -1,0 +1,96 @@
+"""Readers see whole files and no row twice while a run goes on; statistics follow from commits."""
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import checks
+import made_up
+import pyarrow.parquet as pq
+from conftest import Play
+from test_run import attempt
+
+from hermes_rl.store.driver import open_run
+from hermes_rl.store.journal import JournalWriter, SealPolicy
+from hermes_rl.store.publisher import Publisher
+from hermes_rl.store.reader import load_run
+
+
+async def test_reading_while_a_run_goes_on(run_path: Path) -> None:
+    """Each look finds every attempt that had its receipt before, once."""
+    looks = 0
+    over = asyncio.Event()
+    receipts: set[str] = set()
+
+    def look(before: set[str]) -> None:
+        table = load_run(run_path).arrow("trajectories")
+        seen = Counter(table["unit_id"].to_pylist())
+        assert set(seen.values()) <= {1}
+        assert before <= set(seen), "a finished row has vanished"
+        for part in (run_path / "trajectories").glob("*.parquet"):
+            pq.read_table(part)
+
+    async def watch() -> None:
+        nonlocal looks
+        while not over.is_set():
+            await asyncio.to_thread(look, set(receipts))
+            looks += 1
+
+    async with (
+        await open_run(run_path, made_up.CONFIG) as driver,
+        JournalWriter(driver.run_dir, 1, 0, policy=SealPolicy(rows=7)) as journal,
+        asyncio.TaskGroup() as group,
+    ):
+        publisher = Publisher(journal, every_s=0.05)
+        group.create_task(watch())
+        publishing = group.create_task(publisher.run())
+        for number in range(150):
+            await attempt(driver, journal, number)
+            receipts.add(made_up.unit(number))
+            await asyncio.sleep(0.002)
+        publishing.cancel()
+        await publisher.drain()
+        over.set()
+    assert looks > 3
+    assert len(load_run(run_path).trajectories) == 150
+
+
+def comparable(stats: dict[str, Any]) -> dict[str, Any]:
+    """Without times, and without what lost attempts add."""
+    own = {k: v for k, v in stats.items() if k in ("plan", "units", "ends", "reward")}
+    own["ends"] = {k: v for k, v in own["ends"].items() if k != "error"}
+    own["histograms"] = {k: stats["histograms"][k] for k in ("reward", "turns", "total_tokens")}
+    return own
+
+
+def test_statistics_of_a_killed_run_equal_those_of_an_unbroken_one(
+    play: Play, run_path: Path
+) -> None:
+    whole = run_path.with_name("whole")
+    assert play(path=whole) == 0
+    for crash_at in ("attempt-4-synced:4", "publish-7-renamed:2", "recover-4-published:1"):
+        play(path=run_path, crash_at=crash_at)
+    assert play(path=run_path) == 0
+    one, other = (json.loads((p / "stats.json").read_bytes()) for p in (whole, run_path))
+    assert comparable(one) == comparable(other)
+    assert one["attempts"]["finished"] == other["attempts"]["finished"] == 8
+    assert load_run(whole).stats == one
+    assert load_run(run_path).stats == other
+    checks.always(whole)
+
+
+async def test_a_batch_is_published_by_age(run_path: Path) -> None:
+    async with (
+        await open_run(run_path, made_up.CONFIG) as driver,
+        JournalWriter(driver.run_dir, 1, 0) as journal,
+        asyncio.TaskGroup() as group,
+    ):
+        stems: asyncio.Queue[str] = asyncio.Queue()
+        publisher = Publisher(journal, every_s=0.2, on_commit=lambda c: stems.put_nowait(c.stem))
+        publishing = group.create_task(publisher.run())
+        await attempt(driver, journal, 0)
+        assert stems.empty()
+        assert await asyncio.wait_for(stems.get(), 20) == "1-0-0"
+        publishing.cancel()

@@ -1,0 +1,135 @@
+"""Workers are processes of their own; they die, hang and come too late."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import checks
+import made_up
+import pytest
+
+from hermes_rl.errors import StoreError
+from hermes_rl.store.driver import Driver, OpenOptions, open_run
+from hermes_rl.store.journal import JournalWriter
+from hermes_rl.store.reader import load_run
+
+HERE = Path(__file__).parent
+OPTIONS = OpenOptions(grace_s=0.3)
+
+
+def start(driver: Driver, worker: int, attempts: list[str], crash_at: str = "") -> subprocess.Popen:
+    """Dispatch attempts to a new worker process."""
+    for given in attempts:
+        if given != "hold":
+            number, attempt = map(int, given.split(":"))
+            driver.dispatch(made_up.item(number, attempt, driver.epoch), f"{driver.epoch}-{worker}")
+    order = [str(driver.run_dir.path), str(driver.epoch), str(worker), *attempts]
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "scripted_worker.py"), *order],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HERMES_RL_CRASH_AT": crash_at, "PYTHONPATH": str(HERE)},
+    )
+
+
+def receive(driver: Driver, told: list[str], worker: int) -> None:
+    for given in told:
+        number, attempt = map(int, given.split(":"))
+        made = made_up.finished(number, attempt, driver.epoch)
+        driver.receive(made_up.receipt(made, f"{driver.epoch}-{worker}"))
+
+
+@pytest.mark.parametrize(
+    "crash_at",
+    [
+        "attempt-2-live:20",
+        "attempt-3-done-torn:5",
+        "attempt-4-synced:4",
+        "publish-7-renamed:2",
+        "publish-8-durable:1",
+        "publish-9-done:1",
+        "publish-9-live:1",
+    ],
+)
+async def test_a_worker_dies_under_a_running_driver(run_path: Path, crash_at: str) -> None:
+    todo = [f"{n}:0" for n in range(6)]
+    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+        worker = start(driver, 1, todo, crash_at)
+        told = worker.communicate(timeout=60)[0].split()
+        assert worker.returncode == -signal.SIGKILL
+        receive(driver, told[:-1], 1)  # the last receipt never reached the driver
+
+        news = await driver.recover_worker("1-1")
+        assert driver.in_flight == 0
+        finished = {o.key.unit_id for o in news if o.done}
+        lost = {o.key.unit_id for o in news if o.cause == "worker_lost"}
+        assert len(news) == len(finished) + len(lost)
+        assert {made_up.unit(int(t.split(":")[0])) for t in told[-1:]} <= finished
+        for number in range(6):
+            unit = made_up.unit(number)
+            gone = unit in lost
+            assert driver.ledger.disposition(unit) == ("open" if gone else "done")
+            assert driver.ledger.lost_workers(unit) == int(gone)
+            assert driver.ledger.counted_failures(unit) == 0
+            assert driver.ledger.next_attempt(unit) == 1
+        assert not (run_path / "journal" / "1-1").exists()
+        checks.always(run_path)
+
+        again = [f"{n}:1" for n in range(6) if made_up.unit(n) in lost]
+        second = start(driver, 2, again)
+        told = second.communicate(timeout=60)[0].split()
+        assert told == again
+        receive(driver, told, 2)
+    assert list((run_path / "journal").iterdir()) == []
+    run = load_run(run_path)
+    assert sorted(run.trajectories["unit_id"]) == sorted(made_up.unit(n) for n in range(6))
+    assert set(run.failures["unit_id"]) == lost
+    never_began = run.failures[run.failures["model"] == ""]
+    assert set(run.failures["task_id"]) <= {f"task-{n // 4}" for n in range(6)}
+    assert never_began["messages"].map(len).sum() == 0
+
+
+async def test_a_unit_under_which_three_workers_died_is_given_up(run_path: Path) -> None:
+    unit = made_up.unit(0)
+    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+        for attempt in range(3):
+            assert driver.ledger.disposition(unit) == "open"
+            worker = start(driver, attempt, [f"0:{attempt}"], "attempt-2-live:2")
+            assert worker.communicate(timeout=60)[0] == ""
+            await driver.recover_worker(f"1-{attempt}")
+            assert driver.ledger.lost_workers(unit) == attempt + 1
+        assert driver.ledger.disposition(unit) == "given_up"
+    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+        assert driver.ledger.disposition(unit) == "given_up"
+    options = OpenOptions(retry_failed=True)
+    async with await open_run(run_path, made_up.CONFIG, None, options) as driver:
+        assert driver.ledger.disposition(unit) == "open"
+        assert driver.ledger.next_attempt(unit) == 3
+
+
+async def test_a_hanging_worker_of_a_dead_driver_is_killed(run_path: Path) -> None:
+    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+        worker = start(driver, 1, ["0:0", "hold"])
+        assert worker.stdout
+        while worker.stdout.readline() != "holding\n":
+            pass
+        worker.send_signal(signal.SIGSTOP)
+    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+        assert worker.wait(10) == -signal.SIGKILL
+        assert driver.ledger.disposition(made_up.unit(0)) == "done", "it was durable"
+        assert driver.report.lost == [made_up.key(99)]
+    assert list((run_path / "journal").iterdir()) == []
+
+
+async def test_a_worker_that_comes_too_late_writes_nothing(run_path: Path) -> None:
+    async with await open_run(run_path, made_up.CONFIG):
+        pass
+    async with await open_run(run_path, made_up.CONFIG) as driver:
+        late = JournalWriter(driver.run_dir, 1, 1)
+        with pytest.raises(StoreError, match="comes too late: epoch 2 has begun"):
+            await late.__aenter__()
+        async with JournalWriter(driver.run_dir, 2, 1):
+            with pytest.raises(StoreError, match="exists already"):
+                await JournalWriter(driver.run_dir, 2, 1).__aenter__()
