@@ -111,13 +111,17 @@ class _Turn:
         self, context: ToolContext, group: list[tuple[ToolCall, Tool | None]]
     ) -> None:
         failed: _Outcome | None = None
-        async with asyncio.TaskGroup() as tasks:
-            # _run_one carries errors in its outcome, so no task fails and cancels the others.
-            for task in [tasks.create_task(_run_one(self.run, context, *pair)) for pair in group]:
-                outcome = await task
-                failed = failed or (outcome if outcome.error else None)
-                if failed is None:
-                    self._add(outcome)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                # _run_one carries errors in its outcome, so no task fails and cancels the others.
+                coroutines = [_run_one(self.run, context, *pair) for pair in group]
+                for task in [tasks.create_task(c) for c in coroutines]:
+                    outcome = await task
+                    failed = failed or (outcome if outcome.error else None)
+                    if failed is None:
+                        self._add(outcome)
+        except ExceptionGroup as errors:  # of the recorder: a full disk must stay a DiskFull
+            raise errors.exceptions[0] from None
         if failed is not None:
             self._add(failed)
 

@@ -5,7 +5,12 @@ import json
 import time
 from typing import Any
 
+import pytest
+
+from hermes_rl.agent.control import Control
 from hermes_rl.agent.policy import PRESETS
+from hermes_rl.errors import DiskFull, Interrupted, SandboxDied
+from hermes_rl.events import MessageAdded
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
 
 ANY = {"type": "object", "additionalProperties": True}
@@ -135,3 +140,58 @@ async def test_tools_share_the_state_of_one_run_only(rig: Any) -> None:
     for _ in range(2):
         ran = await rig.play({"calls": [{}, {}]}, {"calls": [{}]}, "done", tools=tools)
         assert texts(ran) == ["1", "2", "3"]
+
+
+async def test_file_tools_of_one_turn_in_a_real_shell(rig: Any) -> None:
+    calls = [
+        {"name": "write_file", "arguments": {"path": "a", "content": "one\ntwo\n"}},
+        {"name": "read_file", "arguments": {"path": "a"}},
+        {"name": "read_file", "arguments": {"path": "b"}},
+        {"name": "search_files", "arguments": {"pattern": "two"}},
+        {"name": "patch", "arguments": {"path": "a", "old_string": "two", "new_string": "2"}},
+        {"name": "read_file", "arguments": {"path": "a", "offset": "2"}},
+    ]
+    ran = await rig.play({"calls": calls}, "done")
+    assert [e.tool_ok for e in ran.results()] == [True, True, False, True, True, True]
+    assert [e.message.name for e in ran.results()] == [c["name"] for c in calls]
+    results = [json.loads(t) for t in texts(ran)]
+    assert results[1]["content"] == "1|one\n2|two"
+    assert results[2] == {"error": "file not found: 'b'"}
+    assert results[3]["matches"] == [{"path": "a", "line": 2, "content": "two"}]
+    assert results[5]["content"] == "2|2"
+
+
+async def test_an_interrupt_keeps_the_results_that_are_there(rig: Any) -> None:
+    log = Log()
+    control = Control()
+    tools = {"look": log.tool("look", parallel=True)}
+    calls = [call("look", 1), call("look", 2, s=30), call("look", 3)]
+    asyncio.get_running_loop().call_later(0.5, control.interrupt)
+    with pytest.raises(Interrupted):
+        await rig.play({"calls": calls}, control=control, tools=tools)
+    results = [e for e in rig.tape.events if isinstance(e, MessageAdded) and e.tool_ok is not None]
+    assert results[0].message.content == "1"
+    assert [e.synthetic for e in results] == [False, True, True]
+
+
+async def test_a_full_disk_stays_a_full_disk(rig: Any) -> None:
+    def full(event: Any) -> None:
+        if isinstance(event, MessageAdded) and event.tool_ok is not None:
+            raise DiskFull("no space")
+
+    rig.listener = full
+    tools = {"look": Log().tool("look", parallel=True)}
+    with pytest.raises(DiskFull):
+        await rig.play({"calls": [call("look", 1), call("look", 2)]}, tools=tools)
+    with pytest.raises(DiskFull):
+        await rig.play({"calls": [call("look", 1)]}, tools=tools)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_a_lost_sandbox_comes_out_typed(rig: Any, count: int) -> None:
+    async def handler(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
+        raise SandboxDied("the host is gone")
+
+    tools = {"look": Tool("look", "", ANY, handler, "x", parallel=True)}
+    with pytest.raises(SandboxDied, match="the host is gone"):
+        await rig.play({"calls": [call("look", n) for n in range(count)]}, tools=tools)
