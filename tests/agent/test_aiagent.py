@@ -225,6 +225,17 @@ def test_interrupt_without_a_message_ends_the_run(agent_class: type[AIAgent]) ->
         assert [m["role"][0] for m in result["messages"]] == list("sua")
 
 
+def test_a_cut_answer_can_be_gone_on_from(agent_class: type[AIAgent]) -> None:
+    cut = {"run": "touch f", "text": "Let me", "finish": "length"}
+    with agent_class("m") as agent:
+        result = agent.run_conversation(say(cut, "second"))
+        assert (result["end_reason"], result["completed"]) == ("output_truncated", False)
+        assert result["messages"][-1]["tool_calls"]
+        result = agent.run_conversation("Go on.")
+        assert result["final_response"] == "second"
+        assert result["messages"][2] == {"role": "assistant", "content": "Let me"}
+
+
 def test_interrupt_while_idle_does_nothing(agent_class: type[AIAgent]) -> None:
     with agent_class("m") as agent:
         agent.interrupt("x")

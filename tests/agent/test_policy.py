@@ -1,0 +1,84 @@
+"""Presets, prompts, and the history that an agent keeps."""
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hermes_rl.agent.history import continuable, with_user
+from hermes_rl.agent.policy import PRESETS, Policy, preset
+from hermes_rl.agent.prologue import check_roles
+from hermes_rl.agent.prompt import SUMMARY_REQUEST, system_prompt
+from hermes_rl.errors import UserError
+from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, UserMessage
+from hermes_rl.models.base import Sampling
+
+
+def test_rl_turns_every_switch_off() -> None:
+    switches = {f.name: f.default for f in dataclasses.fields(Policy) if f.name not in SETTINGS}
+    assert switches == {"summary_on_limit": False, "repair_tool_names": False} | {
+        "tool_loop_limit": None
+    }
+    assert {k: getattr(PRESETS["rl"], k) for k in switches} == switches
+
+
+SETTINGS = ("name", "invalid_turn_limit", "sampling")
+
+
+def test_sampling_is_filled_up_and_never_overruled() -> None:
+    rl = preset("rl")
+    assert rl.complete(Sampling(temperature=0.0, seed=3)).as_dict() == {
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "seed": 3,
+    }
+    assert rl.complete(rl.complete(Sampling())) == rl.complete(Sampling())
+    assert preset("datagen").complete(Sampling()) == Sampling()
+    with pytest.raises(UserError, match="unknown preset"):
+        preset("")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("tools", [(), ("terminal",), ("terminal", "patch")])
+def test_prompts_hold_nothing_volatile(name: str, tools: tuple[str, ...]) -> None:
+    text = system_prompt(name, tools)
+    assert text == system_prompt(name, tools)
+    assert not re.search(r"\d|/|{|}|%", text + SUMMARY_REQUEST)
+
+
+def call(n: int) -> ToolCall:
+    return ToolCall(id=str(n), name="x", arguments="{}")
+
+
+TURN = st.one_of(
+    st.builds(lambda t: [AssistantMessage(content=t)], st.text(max_size=3)),
+    st.builds(
+        lambda n, t: [
+            AssistantMessage(content=t, tool_calls=tuple(call(i) for i in range(n))),
+            *(ToolMessage(tool_call_id=str(i), name="x", content="r") for i in range(n)),
+        ],
+        st.integers(1, 3),
+        st.text(max_size=3),
+    ),
+)
+
+
+@given(st.lists(TURN, max_size=5), st.booleans())
+def test_any_end_can_be_gone_on_from(turns: list[list[Message]], dangling: bool) -> None:
+    history: list[Message] = [UserMessage(content="first")]
+    for turn in turns:
+        if isinstance(history[-1], AssistantMessage):
+            history.append(UserMessage(content="next"))
+        history += turn
+    if dangling and not isinstance(history[-1], AssistantMessage):
+        history.append(AssistantMessage(content="", tool_calls=(call(9),)))
+    kept = continuable(history)
+    prompt = with_user(kept, "go on")
+    check_roles(prompt)
+    assert isinstance(prompt[-1], UserMessage)
+    assert str(prompt[-1].content).endswith("go on")
+    if isinstance(kept[-1], AssistantMessage):
+        assert not kept[-1].tool_calls
