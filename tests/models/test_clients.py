@@ -185,8 +185,8 @@ async def test_lost_answers_may_be_served(kit, wire, fault):
 @pytest.mark.parametrize(
     ("fault", "patience"),
     [
-        ("stall_first", Timeouts(first_byte_s=0.15, idle_s=9)),
-        ("stall_mid", Timeouts(first_byte_s=9, idle_s=0.15)),
+        ("stall_first", Timeouts(first_byte_s=0.15, idle_s=30)),
+        ("stall_mid", Timeouts(first_byte_s=30, idle_s=0.15)),
     ],
 )
 async def test_patience_by_phase(kit, wire, fault, patience):
@@ -194,7 +194,7 @@ async def test_patience_by_phase(kit, wire, fault, patience):
         began = time.monotonic()
         with pytest.raises(e.ModelTimeout, match=r"within|stood still") as caught:
             await ask(server, wire, kit, model=f"fault-{fault}", timeouts=patience)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 8
     assert caught.value.served is True
 
 
@@ -261,7 +261,7 @@ async def test_cancelled_in_flight(kit, wire):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 10
         assert [end.outcome for end in events.ends] == ["cancelled"]
         await kit.until(lambda: server.entries)
         assert server.entries[0].outcome == "dropped"

@@ -221,7 +221,7 @@ async def test_a_cancelled_waiter_leaves_no_hole():
         await second
     release.set()
     await first
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(10):
         await hold(limiter, release)
     assert limiter.in_flight == 0
 
@@ -237,6 +237,6 @@ async def test_a_slot_that_comes_with_the_cancellation_is_handed_on():
     second.cancel()
     with pytest.raises(asyncio.CancelledError):
         await second
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(10):
         await third
     assert limiter.in_flight == 0
