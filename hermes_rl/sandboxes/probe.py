@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hermes_rl.errors import SandboxStartError
-from hermes_rl.sandboxes import box, limits, spawn
+from hermes_rl.sandboxes import limits, spawn
+from hermes_rl.sandboxes.binary import find_binary, reachable
+from hermes_rl.sandboxes.slots import default_state_dir, own_folder
 
 _APPARMOR = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
 _CLONE = Path("/proc/sys/kernel/unprivileged_userns_clone")
@@ -66,14 +68,14 @@ def explain(error: str) -> str:
         mend = "a container needs --security-opt seccomp=unconfined, or user namespaces allowed"
     else:
         return f"bubblewrap did not start: {first}"
-    return f"user namespaces are forbidden here ({first}): {mend}; or --sandbox docker"
+    return f"user namespaces are forbidden here ({first}): {mend}"
 
 
 def probe(binary: str | None = None) -> Probe:
     """Start a tiny sandbox and look around. Blocks some tens of milliseconds."""
     root = os.geteuid() == 0
     try:
-        found = binary or box.find_binary()
+        found = reachable(binary or find_binary(), own_folder(default_state_dir(), 0o711))
     except SandboxStartError as error:
         return Probe(False, str(error), root=root)
     listed = options(found)

@@ -29,7 +29,7 @@ def default_state_dir() -> Path:
     return Path(tempfile.gettempdir()) / f"hermes-rl-{os.geteuid()}"
 
 
-def _own_folder(path: Path, mode: int) -> Path:
+def own_folder(path: Path, mode: int) -> Path:
     """Make a folder of ours. Raises: SandboxStartError when somebody else's stands there."""
     path.mkdir(parents=True, exist_ok=True, mode=mode)
     found = path.lstat()
@@ -62,9 +62,9 @@ class Home:
     """The state folder as one owner (a backend in a process) uses it."""
 
     def __init__(self, root: Path | None = None) -> None:
-        self.root = _own_folder(root or default_state_dir(), 0o711)
-        self.boxes = _own_folder(self.root / "boxes", 0o711)
-        self.owners = _own_folder(self.root / "owners", 0o700)
+        self.root = own_folder(root or default_state_dir(), 0o711)
+        self.boxes = own_folder(self.root / "boxes", 0o711)
+        self.owners = own_folder(self.root / "owners", 0o700)
         self._made = 0
         self._lock = self._become_owner()
 
@@ -111,7 +111,7 @@ class Slots:
     def __init__(self) -> None:
         run = Path("/run")
         base = run / "hermes-rl" if os.access(run, os.W_OK) else default_state_dir()
-        self._folder = _own_folder(_own_folder(base, 0o711) / "slots", 0o700)
+        self._folder = own_folder(own_folder(base, 0o711) / "slots", 0o700)
         self._free: list[Slot] = []
         self._next = 0
 

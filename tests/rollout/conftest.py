@@ -1,0 +1,98 @@
+"""Attempts through the public door of the rollout: fake server, real sandboxes, nothing patched."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from hermes_rl.config import parse_config
+from hermes_rl.events import Event
+from hermes_rl.identity import group_id, unit_id, unit_seed
+from hermes_rl.ports import WorkItem
+from hermes_rl.record import Trajectory
+from hermes_rl.rollout import Tape, run_attempt
+from hermes_rl.tasks import parse_row
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.wiring import Workshop, open_workshop
+
+
+def script(*steps: Any) -> str:
+    """A prompt that tells the fake server what to answer."""
+    return "Do it.\nSCRIPT: " + json.dumps(list(steps))
+
+
+@dataclass
+class Journal:
+    """A recorder in memory."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def record(self, event: Event) -> None:
+        self.events.append(event)
+
+
+@dataclass
+class Stage:
+    """A workshop and the server behind it."""
+
+    workshop: Workshop
+    server: FakeServer
+
+    def item(self, row: dict[str, Any], index: int = 0) -> WorkItem:
+        parsed = parse_row(row, index, f"row {index}")
+        unit = unit_id(self.workshop.config_hash, parsed.task_hash, index, 0)
+        return WorkItem(
+            unit_id=unit,
+            group_id=group_id(self.workshop.config_hash, parsed.task_hash, index),
+            epoch=1,
+            attempt=0,
+            repeat=0,
+            row_index=index,
+            task_id=parsed.raw_id,
+            task=parsed.task,
+            task_hash=parsed.task_hash,
+            seed=unit_seed(0, unit),
+            bad_row=parsed.error and f"{parsed.place}: {parsed.error}",
+        )
+
+    async def attempt(
+        self, row: dict[str, Any], index: int = 0, journal: Journal | None = None
+    ) -> Trajectory:
+        item = self.item(row, index)
+        return await run_attempt(self.workshop, item, Tape(journal or Journal()))
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Open]:
+    """Opens a stage: `await stage(backend=..., faults=..., **sections)`."""
+    async with AsyncExitStack() as stack:
+
+        async def open_stage(
+            *, backend: str = "bubblewrap", server: FakeConfig | None = None, **sections: Any
+        ) -> Stage:
+            fake = await stack.enter_async_context(FakeServer(server or FakeConfig()))
+            data: dict[str, Any] = {
+                "dataset": {"path": "rows"},
+                "model": {"name": "fake"},
+                "endpoint": {"base_url": fake.base_url},
+                "sandbox": {"backend": backend},
+                "run": {"allow_unsandboxed": True},
+            }
+            for name, more in sections.items():
+                data[name] = {**data.get(name, {}), **more}
+            workshop = await stack.enter_async_context(
+                open_workshop(
+                    parse_config(data),
+                    run_id="test",
+                    concurrency=64,
+                )
+            )
+            return Stage(workshop, fake)
+
+        yield open_stage

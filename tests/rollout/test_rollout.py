@@ -1,0 +1,267 @@
+"""One attempt end to end: what each ending, each fault and each cheat makes of the row."""
+
+import asyncio
+import base64
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from hermes_rl.testing.fake_server import FakeConfig
+from hermes_rl.testing.faults import FaultPlan
+
+from .conftest import Journal, Open, script
+
+WRITE = {"run": "echo 3 > count.txt"}
+THREE = 'test "$(cat "$WORKSPACE/count.txt")" = 3'
+
+
+@pytest.mark.parametrize("backend", ["bubblewrap", "none"])
+async def test_a_solved_task_and_its_books(stage: Open, backend: str) -> None:
+    s = await stage(backend=backend)
+    row = {"id": "count", "prompt": script(WRITE, "There are 3."), "verify": THREE, "level": 2}
+    got = await s.attempt(row)
+    assert (got.status, got.end_reason, got.reward) == ("ok", "answered", 1.0)
+    assert (got.task_id, got.turns, got.tool_call_count) == ("count", 2, 1)
+    assert got.final_response == "There are 3."
+    assert [json.loads(m)["role"] for m in got.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    served = {e.call_id: (e.prompt_tokens, e.completion_tokens) for e in s.server.entries}
+    assert {c.call_id: (c.input_tokens, c.output_tokens) for c in got.calls} == served
+    assert got.usage.input_tokens == sum(t[0] for t in served.values())
+    assert (got.cost_usd, got.unpriced_calls) == (None, 2)
+    assert got.sandbox is not None
+    assert got.sandbox.backend == backend
+    assert json.loads(got.metadata) == {"level": 2}
+    assert got.rewards[0].detail == f"{THREE}  -> exit 0"
+
+
+async def test_an_unsolved_task_is_zero_and_ungraded_is_null(stage: Open) -> None:
+    s = await stage(backend="none")
+    assert (await s.attempt({"prompt": script("done"), "verify": THREE})).reward == 0.0
+    assert (await s.attempt({"prompt": script("done")})).reward is None
+
+
+async def test_files_setup_and_cwd_are_there_before_the_agent(stage: Open) -> None:
+    s = await stage()
+    blob = bytes(range(256))
+    row = {
+        "prompt": script({"run": "pwd; cat made.txt; md5sum ../blob.bin; echo $LEAK"}, "ok"),
+        "cwd": "/workspace/deep",
+        "files": {"blob.bin": {"base64": base64.b64encode(blob).decode()}, "deep/ü.txt": "x"},
+        "setup": "export LEAK=yes; echo made > made.txt; cd /",
+        "verify": "cmp /workspace/blob.bin /verify/blob && test -e /workspace/deep/ü.txt",
+    }
+    row["verify"] = {
+        "script": row["verify"],
+        "files": {"blob": {"base64": base64.b64encode(blob).decode()}},
+    }
+    got = await s.attempt(row)
+    assert (got.reward, got.error) == (1.0, None)
+    output = json.loads(json.loads(got.messages[3])["content"])["output"].splitlines()
+    assert output[:2] == ["/workspace/deep", "made"]
+    assert output[2].startswith("e2c865db4162bed963bfaa9ef6ac18f0")
+    assert "yes" not in output
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": ""}, "row 0: 'prompt' is empty"),
+        ({"prompt": "p", "setup": "echo no; exit 3"}, "setup failed with exit code 3: no"),
+        ({"prompt": "p", "requires": ["no-such-program"]}, "lacks no-such-program"),
+        ({"prompt": "p", "toolsets": ["nonsense"]}, "unknown toolset 'nonsense'"),
+        ({"prompt": "p", "image": "/no/such/rootfs"}, "/no/such/rootfs"),
+    ],
+)
+async def test_faults_of_the_task_are_the_tasks(
+    stage: Open, row: dict[str, Any], says: str
+) -> None:
+    s = await stage()
+    got = await s.attempt(row)
+    assert (got.table, got.owner, got.cause, got.reward) == ("failures", "task", "task", None)
+    assert says in (got.error or "")
+    assert s.server.requests == 0  # nothing was paid
+
+
+async def test_a_partial_score(stage: Open) -> None:
+    s = await stage(backend="none")
+    verify = {"script": "echo reward=1.0; echo reward=0.25 >&3", "score": True}
+    got = await s.attempt({"prompt": script("done"), "verify": verify})
+    assert got.reward == 0.25
+
+
+async def test_a_verifier_that_cannot_judge_is_no_mark_for_the_model(stage: Open) -> None:
+    s = await stage()
+    verify = {"script": "echo cannot-judge=no display >&3", "score": True}
+    got = await s.attempt({"prompt": script("done"), "verify": verify})
+    assert (got.cause, got.owner, got.reward) == ("verifier", "infrastructure", None)
+    assert "no verdict in 3 grading boxes" in (got.error or "")
+    assert s.server.requests == 1  # the rollout was not rolled again
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("auth", "auth"),
+        ("billing", "billing"),
+        ("not_found", "model_not_found"),
+        ("content_filter", "content_filter"),
+        ("bad_request", "model_protocol"),
+    ],
+)
+async def test_refusals_of_the_model_are_infrastructure(stage: Open, kind: str, cause: str) -> None:
+    s = await stage(backend="none", model={"name": f"fault-{kind}"})
+    got = await s.attempt({"prompt": "p", "verify": "true"})
+    assert (got.cause, got.owner, got.reward) == (cause, "infrastructure", None)
+    assert got.usage.unknown_calls == 0
+    assert [c.outcome for c in got.calls] == ["refused"]
+
+
+async def test_an_overflow_is_the_policys_and_graded(stage: Open) -> None:
+    s = await stage(backend="none", model={"name": "fault-context_overflow"})
+    got = await s.attempt({"prompt": "p", "verify": "true"})
+    assert (got.end_reason, got.truncated, got.reward) == ("context_overflow", True, 1.0)
+
+
+async def test_the_tasks_own_limits_bind(stage: Open) -> None:
+    s = await stage(backend="none", agent={"preset": "rl"})
+    row = {"prompt": script(*[WRITE] * 5), "verify": THREE, "limits": {"max_turns": 2}}
+    got = await s.attempt(row)
+    assert (got.end_reason, got.turns, got.truncated, got.reward) == ("max_turns", 2, True, 1.0)
+
+
+async def test_the_wall_limit_is_nobodys_mark(stage: Open) -> None:
+    s = await stage(backend="none")
+    row = {"prompt": script({"run": "sleep 30"}), "verify": "true", "limits": {"wall_seconds": 0.5}}
+    got = await s.attempt(row)
+    assert (got.cause, got.reward, got.status) == ("stalled", None, "failed")
+
+
+async def test_an_agent_that_kills_its_sandbox_is_graded(stage: Open) -> None:
+    s = await stage()
+    got = await s.attempt({"prompt": script(WRITE, {"run": "kill -9 -1"}), "verify": THREE})
+    assert (got.end_reason, got.owner, got.reward) == ("sandbox_killed", "policy", 1.0)
+
+
+async def until(true: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait for something that another process brings about."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def outermost_bwraps(lease: str) -> list[int]:
+    """Processes on this machine with a lease's mark in their argv, outermost first."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if any(lease.encode() in word for word in words) and b"bwrap" in words[0]:
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+async def test_a_host_fault_is_sandbox_died(stage: Open) -> None:
+    s = await stage()
+    row = {"prompt": script(WRITE, WRITE, {"run": "sleep 60"}), "verify": THREE}
+    item = s.item(row)
+    running = asyncio.create_task(s.attempt(row))
+    await until(lambda: s.server.requests >= 3)
+    pids = outermost_bwraps(item.unit_id[:16])
+    assert pids
+    os.kill(pids[0], signal.SIGKILL)
+    got = await asyncio.wait_for(running, 30)
+    assert (got.cause, got.owner, got.reward) == ("sandbox_died", "infrastructure", None)
+    assert got.turns == 3
+
+
+async def test_cancelling_ends_the_sandbox(stage: Open) -> None:
+    s = await stage()
+    row = {"prompt": script({"run": "sleep 60"})}
+    item = s.item(row)
+    running = asyncio.create_task(s.attempt(row))
+    await until(lambda: s.server.requests and outermost_bwraps(item.unit_id[:16]))
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await until(lambda: not outermost_bwraps(item.unit_id[:16]))
+
+
+async def test_no_secret_reaches_a_sandbox_or_a_row(
+    stage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    canary = "sk-canary-7f3a9b2c1d"
+    coded = base64.b64encode(canary.encode()).decode()
+    monkeypatch.setenv("CANARY_KEY", canary)
+    s = await stage(endpoint={"api_key_env": "CANARY_KEY"}, server=FakeConfig(key=canary))
+    looks = "env; cat /proc/*/environ 2>/dev/null | tr '\\0' '\\n'; cat /proc/*/cmdline; set"
+    journal = Journal()
+    got = await s.attempt({"prompt": script({"run": looks}, "ok")}, journal=journal)
+    assert got.end_reason == "answered"
+    wrong = await stage(endpoint={"api_key_env": "CANARY_KEY"}, server=FakeConfig(key="other"))
+    refused = await wrong.attempt({"prompt": script("ok")})
+    assert refused.cause == "auth"
+    for thing in (got, refused, journal.events):
+        text = msgspec.json.encode(thing).decode()
+        assert canary not in text
+        assert coded not in text
+
+
+@pytest.mark.parametrize("backend", ["bubblewrap", "none"])
+async def test_a_row_never_holds_harness_text_as_the_assistants(stage: Open, backend: str) -> None:
+    faults = FaultPlan(seed=3, mixed=0.2, retry_after_s=0.05)
+    s = await stage(backend=backend, server=FakeConfig(faults=faults, latency_s=0.0))
+    row = {"prompt": script(WRITE, WRITE, WRITE, "There are 3."), "verify": THREE}
+    got = await asyncio.gather(*(s.attempt(row, index) for index in range(12)))
+    for one in got:
+        said = [json.loads(m) for m in one.messages]
+        texts = {m["content"] for m in said if m["role"] == "assistant"}
+        assert texts <= {"", "There are 3."}
+        assert (one.reward is None) == (one.status != "ok")
+        if one.status != "ok":
+            assert one.cause
+    books = {c.call_id: c for one in got for c in one.calls}
+    assert len(books) == len(s.server.entries)
+    for entry in s.server.entries:
+        call = books[entry.call_id or ""]
+        assert (call.outcome == "refused") == (entry.outcome == "refused")
+        if call.input_tokens is not None:
+            assert call.input_tokens == entry.prompt_tokens
+            assert entry.reported
+
+
+@pytest.mark.slow
+async def test_64_agents_see_only_their_own_state(stage: Open) -> None:
+    s = await stage(agent={"limits": {"max_turns": 60}})
+
+    def row(mine: str) -> dict[str, Any]:
+        reads = [{"run": f"cat /workspace/id; cat /tmp/id; echo $MINE # {n}"} for n in range(50)]
+        put = {"run": f"echo {mine} > id; echo {mine} > /tmp/id; export MINE={mine}"}
+        return {"prompt": script(put, *reads, "ok"), "verify": f'grep -qx {mine} "$WORKSPACE/id"'}
+
+    names = [f"agent-{n}" for n in range(64)]
+    got = await asyncio.gather(*(s.attempt(row(name), n) for n, name in enumerate(names)))
+    for name, one in zip(names, got, strict=True):
+        assert one.reward == 1.0, (one.end_reason, one.error)
+        results = [json.loads(m) for m in one.messages if '"role":"tool"' in m.replace(" ", "")]
+        reads = [json.loads(r["content"])["output"] for r in results[1:]]
+        assert len(reads) == 50
+        assert set(re.findall(r"agent-\d+", "".join(reads))) == {name}
+        assert all(read.split() == [name] * 3 for read in reads)
