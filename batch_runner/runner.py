@@ -27,6 +27,7 @@ from hermes_rl.sources import read_tasks
 from hermes_rl.store.commit import read_commit
 from hermes_rl.store.driver import Driver, OpenOptions, open_run
 from hermes_rl.store.stats import write_stats
+from hermes_rl.wiring import reach
 
 
 def run_batch(config: RunConfig, *, progress: Progress | None = None) -> Report:
@@ -45,6 +46,7 @@ def run_batch(config: RunConfig, *, progress: Progress | None = None) -> Report:
 async def arun_batch(config: RunConfig, *, progress: Progress | None = None) -> Report:
     """`run_batch` for callers with a loop of their own."""
     settings = settle(config)
+    await reach(settings.config)
     reader = open_reader(settings)
     await asyncio.to_thread(reader.prime)
     section = settings.config.run

@@ -6,18 +6,19 @@ the tools, opened once and shared by all rollouts of the process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from hermes_rl.agent.policy import Limits, Policy, preset
 from hermes_rl.agent.prompt import SUMMARY_REQUEST, system_prompt
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, EndpointSection, LimitsSection, RunConfig
-from hermes_rl.errors import TaskFault, UserError
+from hermes_rl.errors import AuthError, TaskFault, UserError
 from hermes_rl.identity import digest
 from hermes_rl.models.base import ModelClient, Sampling
 from hermes_rl.models.limiter import InProcessLimiter
@@ -29,6 +30,9 @@ from hermes_rl.tools.base import Tool
 from hermes_rl.tools.distributions import draw_toolsets, get_distribution
 from hermes_rl.tools.registry import schema_digest
 from hermes_rl.tools.toolsets import DEFAULT_TOOLSETS, resolve
+
+if TYPE_CHECKING:
+    from hermes_rl.models.endpoint import Endpoint
 
 DEFAULT_BASE_URL = "https://api.openai.com/v1"
 DEFAULT_KEY_ENV = "OPENAI_API_KEY"
@@ -174,20 +178,42 @@ async def open_client(
     """
     if name in PLAYED_MODELS:
         return None, ()
-    from hermes_rl.models.client import Endpoint, Timeouts, connect
-
     if name in LOCAL_MODELS and where.base_url is None:
         return await _embedded(name, where, stack), ()
-    endpoint = Endpoint(
+    from hermes_rl.models.client import connect
+
+    endpoint = _endpoint(where, key)
+    client = connect(endpoint)
+    stack.push_async_callback(client.aclose)
+    return client, endpoint.secrets
+
+
+def _endpoint(where: EndpointSection, key: str | None = None) -> Endpoint:
+    from hermes_rl.models.endpoint import Endpoint, Timeouts
+
+    return Endpoint(
         base_url=where.base_url or DEFAULT_BASE_URL,
         api_key=key or api_key(where),
         transport=where.transport,
         api_mode=where.api_mode or "chat_completions",
         timeouts=Timeouts(first_byte_s=where.first_byte_seconds),
     )
-    client = connect(endpoint)
-    stack.push_async_callback(client.aclose)
-    return client, endpoint.secrets
+
+
+async def reach(config: RunConfig) -> None:
+    """Look whether the endpoint of a configuration answers; costs no token.
+
+    A key that is refused is not said here: the run itself stops for it, resumable.
+
+    Raises: UserError when nobody answers at its address, or the key is not set.
+    """
+    name = config.model.name
+    if name in PLAYED_MODELS or (name in LOCAL_MODELS and config.endpoint.base_url is None):
+        return
+    from hermes_rl.models.probe import probe
+
+    with contextlib.suppress(AuthError):
+        await probe(_endpoint(config.endpoint))
 
 
 async def _embedded(name: str, where: EndpointSection, stack: AsyncExitStack) -> ModelClient:

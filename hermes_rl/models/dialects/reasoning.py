@@ -71,7 +71,7 @@ def merge_details(details: list[Any], more: Any) -> None:
     """Add the reasoning blocks of a stream's delta: pieces of one block are joined in place."""
     for block in more if isinstance(more, list) else ():
         last = details[-1] if details else None
-        if _same_block(last, block):
+        if last is not None and _same_block(last, block):
             for key, value in block.items():
                 grows = key in ("text", "summary", "data") and isinstance(last.get(key), str)
                 last[key] = last[key] + value if grows and isinstance(value, str) else value
