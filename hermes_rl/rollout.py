@@ -80,8 +80,12 @@ async def run_attempt(
         if fault is not None or item.task is None:
             raise fault or TaskFault(item.bad_row or "bad row")
         attempt = _Attempt(workshop, item, item.task, draw, tape, control or Control())
-        end_reason = await attempt.within_wall_limit()
-        tape.record(ev.Ended(finished_at=time.time(), end_reason=end_reason))
+        result = await attempt.within_wall_limit()
+        tape.record(
+            ev.Ended(
+                finished_at=time.time(), end_reason=result.end_reason, metrics=dict(result.metrics)
+            )
+        )
     except DiskFull:
         raise
     except HermesError as error:
@@ -140,7 +144,7 @@ class _Attempt:
     tape: Tape
     control: Control
 
-    async def within_wall_limit(self) -> str:
+    async def within_wall_limit(self) -> AgentResult:
         limit = self.draw.limits.wall_seconds
         try:
             async with asyncio.timeout(limit) as wall:
@@ -150,7 +154,7 @@ class _Attempt:
                 raise
             raise Stalled(f"no end within {limit:g} s (limits.wall_seconds)") from error
 
-    async def _run(self) -> str:
+    async def _run(self) -> AgentResult:
         start = time.monotonic()
         sandbox = await self.workshop.backend.lease(self._spec())
         try:
@@ -166,7 +170,7 @@ class _Attempt:
             )
             result = await self._agent(sandbox)
             self.tape.record(await verify(sandbox, self.task.verify))
-            return result.end_reason
+            return result
         finally:
             # A cancelled attempt must still end its sandbox: the shield lets teardown finish.
             await asyncio.shield(sandbox.aclose())

@@ -41,6 +41,14 @@ def test_text_and_reasoning(kit, message, content, reasoning, raw, stream):
     assert got == AssistantMessage(content=content, reasoning_content=reasoning, raw_content=raw)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_in_its_own_words_is_named_so(kit, stream):
+    message = {"content": None, "refusal": "I will not."}
+    body = kit.stream_of(message) if stream else kit.answer_with(message)
+    got = kit.decode(body, kit.SSE if stream else kit.JSON, stream=stream)
+    assert got.finish_reason == "refusal"
+
+
 def made(kit, *deltas):
     """(id, name, arguments) of the calls that deltas of tool_calls make."""
     pieces = [{"tool_calls": d} for d in deltas]

@@ -61,7 +61,14 @@ class BodyDecoder:
         if self._on_delta and built.content:
             self._on_delta(built.content)
         tokens = capture_of(envelope, choice)
-        return completion(self._head, envelope, built, choice.get("finish_reason"), tokens)
+        reason = end_of(form, choice.get("finish_reason"))
+        return completion(self._head, envelope, built, reason, tokens)
+
+
+def end_of(form: Mapping[str, Any], finish_reason: Any) -> Any:
+    """The finish reason; `refusal` where the message's only text is its refusal field."""
+    refused = isinstance(form.get("refusal"), str) and not form.get("content")
+    return "refusal" if refused and not form.get("tool_calls") else finish_reason
 
 
 def open_envelope(data: bytes, head: ReplyHead, secrets: tuple[str, ...]) -> Envelope:

@@ -17,6 +17,7 @@ from hermes_rl.models.dialects.chat_answer import (
     OnDelta,
     capture_of,
     completion,
+    end_of,
     first_choice,
     message_of,
     open_envelope,
@@ -55,9 +56,11 @@ class StreamDecoder:
                 request_id=request_id(self._head.headers),
                 served=True,
             )
-        message = message_of(gathered.message(), self._salt)
+        form = gathered.message()
+        message = message_of(form, self._salt)
         tokens = capture_of(self._all, gathered.choice())
-        return completion(self._head, self._all, message, gathered.finish_reason, tokens)
+        reason = end_of(form, gathered.finish_reason)
+        return completion(self._head, self._all, message, reason, tokens)
 
     def _take(self, data: bytes) -> None:
         if data.strip() == DONE:
