@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import platform
+import signal
 import socket
 import subprocess
 from dataclasses import dataclass, field
@@ -111,18 +113,31 @@ class Outer:
         return self._inner
 
     def kill(self) -> None:
-        """SIGKILL it. Its inside follows: by its own doing once it stands, else by ours."""
-        if self._inner is None:
-            root = processes.find(self.process.pid)
-            if root is not None and self.process.returncode is None:
-                processes.end_tree(root)
-        elif self.process.poll() is None:
-            self.process.kill()
+        """SIGKILL it and its process 1, with which all in the sandbox ends.
+
+        Both, because die-with-parent does not hold yet in the first moments. Before process 1 is
+        known this blocks: call it in a thread then.
+        """
+        if self._inner is not None:
+            self._end_inner()
+            if self.process.poll() is None:
+                self.process.kill()
+            return
+        root = processes.find(self.process.pid)
+        if root is not None and self.process.poll() is None:
+            root.signal(signal.SIGSTOP)  # so that it starts nothing between our look and our blow
+            processes.end_tree(root)
+
+    def _end_inner(self) -> None:
+        if self._inner is not None and self._inner.pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._inner.pidfd, signal.SIGKILL)
 
     async def ended(self) -> int:
         """Wait until it and all that ran in it are gone. Its code, negative after a signal."""
         code = await exited(self.process)
-        if self._inner is not None:
+        if self._inner is not None and self._inner.pidfd >= 0:
+            self._end_inner()
             await gone(self._inner.pidfd)
         return code
 

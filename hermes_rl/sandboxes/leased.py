@@ -11,7 +11,7 @@ from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo
 from hermes_rl.sandboxes.box import Lease, Outer
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.session import Place, ShellSandbox
-from hermes_rl.sandboxes.shell import Shell, ShellLost
+from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost
 from hermes_rl.sandboxes.workspace import Usage, measure
 
 IDLE_S = 30.0
@@ -65,7 +65,10 @@ class BubblewrapSandbox(ShellSandbox):
         ago = asyncio.get_running_loop().time() - self._looked
         return not self._shell.lost.is_set() and (self._shell.busy or ago > IDLE_S)
 
-    async def _after(self, seconds: float) -> None:
+    async def _after(self, ended: Ended) -> None:
+        if ended.exit_code and any(limits.out_of_memory(path) for path in self._lease.cgroup):
+            await self._end(SandboxKilled("the sandbox ran out of memory"))
+            self._raise_if_dead()
         if asyncio.get_running_loop().time() - self._looked >= self._slack:
             await self.check()
 

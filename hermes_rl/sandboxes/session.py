@@ -100,7 +100,7 @@ class ShellSandbox:
         started = time.monotonic()
         ended = await self._execute("r", text, sink, timeout_s, stdin)
         seconds = time.monotonic() - started
-        await self._after(seconds)
+        await self._after(ended)
         head, tail = sink.parts()
         return CommandResult(
             output=sink.text(),
@@ -235,8 +235,8 @@ class ShellSandbox:
         """Whose deed was it? Backends know."""
         return SandboxDied(str(lost))
 
-    async def _after(self, seconds: float) -> None:
-        """Called at each command's end with its duration: backends check their limits."""
+    async def _after(self, ended: Ended) -> None:
+        """Called at each command's end: backends check their limits."""
 
     def _end_background(self, inside: int) -> None:
         """End a background process's tree by its id in the sandbox. Called in a thread."""
