@@ -186,7 +186,7 @@ def connected(workers: int) -> Iterator[Warden | None]:
 
 
 def _init(workers: int, *, local: bool) -> None:
-    """`ray.init`, quietly."""
+    """`ray.init`, quietly. Raises: UserError when Ray cannot be reached or started."""
     import ray
 
     quiet: dict[str, Any] = {
@@ -194,12 +194,15 @@ def _init(workers: int, *, local: bool) -> None:
         "log_to_driver": False,
         "logging_level": logging.ERROR,
     }
-    if not local:
-        ray.init(**quiet)
-        return
-    ray.init(
-        num_cpus=max(1, workers),
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        **quiet,
-    )
+    own: dict[str, Any] = {
+        "address": "local",
+        "num_cpus": max(1, workers),
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+    }
+    try:
+        ray.init(**quiet, **(own if local else {}))
+    except (OSError, RuntimeError, ValueError) as error:
+        what = "start Ray" if local else f"reach RAY_ADDRESS {os.environ['RAY_ADDRESS']}"
+        mend = "Use --workers 0" if local else "Correct it, or unset it for a Ray of this machine"
+        raise UserError(f"cannot {what}: {_line(error).rstrip('.')}. {mend}") from None

@@ -131,7 +131,8 @@ class Recovery:
                 path.unlink()
                 self.run_dir.crash("recover-4-unlinked")
         (folder / "alive").unlink(missing_ok=True)
-        if not any(folder.glob("done-*")):
+        # A writer that stopped by itself with nothing to leave has removed its folder.
+        if folder.is_dir() and not any(folder.glob("done-*")):
             folder.rmdir()
 
     def _lost_at_start(self, old: list[str], ledger: Ledger) -> Iterator[Finished]:

@@ -47,7 +47,7 @@ def cluster() -> Iterator[dict[str, str]]:
     assert process.stdin
     address = process.stdout.readline().strip()
     assert address, "the cluster did not start"
-    yield {"RAY_ADDRESS": address}
+    yield {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"}
     process.stdin.close()
     process.wait(timeout=60)
     process.stdout.close()

@@ -249,7 +249,7 @@ class Watcher(threading.Thread):
     def run(self) -> None:
         while not self._stop_now.wait(0.05):
             units: Counter[str] = Counter()
-            for part in self.out.glob("*/*.parquet"):
+            for part in self.out.glob("*/part-*.parquet"):
                 try:
                     read = pq.read_table(part)
                 except (pa.ArrowInvalid, OSError) as error:
@@ -269,11 +269,13 @@ class Watcher(threading.Thread):
         assert self.fault is None, self.fault
 
 
-async def asked(server: FakeServer, requests: int, seconds: float = 90.0) -> None:
-    """Wait until the server was asked so often."""
-    async with asyncio.timeout(seconds):
-        while server.requests < requests:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+async def asked(server: FakeServer, requests: int, run: Process, seconds: float = 90.0) -> None:
+    """Wait until the server was asked so often by a run."""
+    deadline = time.monotonic() + seconds
+    while server.requests < requests:
+        assert run.process.returncode is None, run.errors[-3000:]
+        assert time.monotonic() < deadline, run.errors[-3000:]
+        await asyncio.sleep(0.005)
 
 
 def kill(pid: int) -> None:

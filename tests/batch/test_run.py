@@ -96,7 +96,7 @@ async def test_a_second_driver_is_refused(tmp_path: Path, server: FakeServer) ->
     dataset = kit.write(tmp_path / "tasks.jsonl", [kit.task(1, latency_s=2.0)])
     arguments = kit.played(dataset, tmp_path / "run", server.base_url, *HERE)
     first = await kit.launch(*arguments)
-    await kit.asked(server, 1)
+    await kit.asked(server, 1, first)
     second = await kit.finish(*arguments)
     assert second.process.returncode == 2
     assert f"in use by process {first.pid}" in second.errors
