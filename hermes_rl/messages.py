@@ -15,7 +15,10 @@ import msgspec
 from hermes_rl.errors import UserError
 
 UNPARSED = "_unparsed"
-"""Key under which a row holds arguments that are no JSON object."""
+"""Key under which a row holds what is no JSON object, or one that common readers cannot hold."""
+
+MAX_DEPTH = 200
+"""Levels of nesting that a row holds as JSON."""
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +80,21 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def is_portable(value: Any, depth: int = 0) -> bool:
+    """Whether common JSON readers can hold a value: integers of 64 bits, moderate nesting.
+
+    The parser of Hugging Face `datasets` wraps or refuses larger integers, and stops at a depth of
+    1,024; one such value would make the whole data set unreadable.
+    """
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**64
+    if isinstance(value, dict):
+        return depth < MAX_DEPTH and all(is_portable(v, depth + 1) for v in value.values())
+    if isinstance(value, list):
+        return depth < MAX_DEPTH and all(is_portable(v, depth + 1) for v in value)
+    return True
+
+
 def text_of(message: Message) -> str:
     """The plain text of a message; of content parts, the text parts joined by newlines."""
     if isinstance(message.content, str):
@@ -112,7 +130,8 @@ def _call_to_openai(call: ToolCall, parsed: bool) -> dict[str, Any]:
     arguments: Any = call.arguments
     if parsed:
         value = parse_arguments(call.arguments)
-        arguments = {UNPARSED: call.arguments} if value is None else value
+        kept = value is not None and is_portable(value)
+        arguments = value if kept else {UNPARSED: call.arguments}
     return {
         "id": call.id,
         "type": "function",

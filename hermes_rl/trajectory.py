@@ -16,7 +16,14 @@ import msgspec
 from hermes_rl import events as ev
 from hermes_rl.errors import CAUSES, ENDINGS, end_reason_of
 from hermes_rl.identity import trajectory_id
-from hermes_rl.messages import AssistantMessage, Message, ToolMessage, to_openai
+from hermes_rl.messages import (
+    UNPARSED,
+    AssistantMessage,
+    Message,
+    ToolMessage,
+    is_portable,
+    to_openai,
+)
 from hermes_rl.record import (
     Call,
     Context,
@@ -115,7 +122,7 @@ class _Fold:
             finished_at=_micros(ended.finished_at),
             split=begun.split,
             env_name=begun.env_name,
-            metadata=_json(begun.metadata),
+            metadata=_portable(begun.metadata),
             trajectory_id=own_id,
             unit_id=begun.key.unit_id,
             group_id=begun.group_id,
@@ -217,6 +224,10 @@ class _Fold:
 
 def _json(value: Any) -> str:
     return _encode(value).decode()
+
+
+def _portable(value: dict[str, Any]) -> str:
+    return _json(value if is_portable(value) else {UNPARSED: _json(value)})
 
 
 def _tool_name(message: Message) -> str | None:

@@ -109,9 +109,13 @@ def _commit(run_dir: RunDir, lines: Iterable[bytes], stem: str) -> Commit | None
     if not tally.rows:
         return None
     parts = []
-    for table in TABLES:
-        if table in writers:
-            parts.append(publish_part(run_dir, writers[table], table, stem))
+    try:
+        for table in TABLES:
+            if table in writers:
+                parts.append(publish_part(run_dir, writers[table], table, stem))
+    finally:
+        for writer in writers.values():
+            writer.path.unlink(missing_ok=True)  # what a full disk kept from its final name
     commit = Commit(
         stem=stem,
         schema_version=SCHEMA_VERSION,

@@ -117,9 +117,10 @@ class LocalStorage:
         self.sync_file(path)
 
     def sync(self, fd: int) -> None:
-        """fdatasync an open file."""
+        """fdatasync an open file. Raises: DiskFull."""
         self._wait()
-        os.fdatasync(fd)
+        with disk_errors():
+            os.fdatasync(fd)
 
     def _wait(self) -> None:
         if self._delay:

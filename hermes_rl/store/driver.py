@@ -25,7 +25,7 @@ from hermes_rl.store.ledger import Disposition, Ledger
 from hermes_rl.store.recovery import Outcome, Recovery, Report, outcomes, quarantined, twice_message
 from hermes_rl.store.replay import Lost
 from hermes_rl.store.rundir import Epoch, RunDir
-from hermes_rl.store.threads import in_thread
+from hermes_rl.store.threads import in_thread, to_end
 from hermes_rl.store.version import SCHEMA_VERSION
 
 
@@ -99,6 +99,9 @@ class Driver:
         Returns how its attempts ended of which the driver had no receipt; the ledger knows them.
         Raises: StoreError when it cannot be fenced or its journal is damaged; DiskFull.
         """
+        return await to_end(self._take_over(writer, cause))
+
+    async def _take_over(self, writer: str, cause: str) -> list[Outcome]:
         async with self._recovering:
             sent = {k: d for k, d in self._in_flight.items() if d.writer == writer}
             ended = await in_thread(self._recover_worker, writer, cause, sent)

@@ -24,7 +24,7 @@ from hermes_rl.store.disk import AppendFile
 from hermes_rl.store.processes import try_lock, write_holder
 from hermes_rl.store.rows import Finished
 from hermes_rl.store.rundir import RunDir, epoch_of
-from hermes_rl.store.threads import in_thread
+from hermes_rl.store.threads import in_thread, to_end
 
 _encoder = msgspec.json.Encoder()
 
@@ -93,9 +93,16 @@ class GroupSync:
         self._pool = pool
         self._waiting: list[tuple[AppendFile, asyncio.Future[None]]] = []
         self._task: asyncio.Task[None] | None = None
+        self._failure: OSError | None = None
 
     async def durable(self, file: AppendFile) -> None:
-        """Return once all that was appended to the file so far is on disk."""
+        """Return once all that was appended to the file so far is on disk.
+
+        Raises: OSError (DiskFull) for ever after one failed: the kernel forgets which pages it
+        could not write, so that a later success would prove nothing.
+        """
+        if self._failure is not None:
+            raise self._failure
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((file, done))
         if self._task is None:
@@ -107,14 +114,13 @@ class GroupSync:
         while self._waiting:
             group, self._waiting = self._waiting, []
             files = {file for file, _ in group}
-            error: BaseException | None = None
             try:
                 await loop.run_in_executor(self._pool, self._sync, files)
             except OSError as failure:
-                error = failure
+                self._failure = failure
             for _, done in group:
                 if not done.done():
-                    _settle(done, error)
+                    _settle(done, self._failure)
         self._task = None
 
     def _sync(self, files: set[AppendFile]) -> None:
@@ -267,13 +273,18 @@ class JournalWriter:
 
     async def aclose(self) -> None:
         """Close all files. The folder goes when nothing in it is needed any more."""
+        await to_end(self._aclose())
+
+    async def _aclose(self) -> None:
         async with self._sealing:
             batch, self._batch = self._batch, None
             if batch is None:
                 return
-            await self._sync.durable(batch.file)
-            await in_thread(self._close, batch)
-            self._pool.shutdown()
+            try:
+                await self._sync.durable(batch.file)
+            finally:
+                await in_thread(self._close, batch)
+                self._pool.shutdown()
 
     def _close(self, batch: Batch) -> None:
         batch.file.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from hermes_rl.store.commit import Commit, publish_batch
 from hermes_rl.store.journal import Batch, JournalWriter
-from hermes_rl.store.threads import in_thread
+from hermes_rl.store.threads import in_thread, to_end
 
 PUBLISH_EVERY_S = 300.0
 """A finished row stands in Parquet after this many seconds at the latest."""
@@ -48,7 +48,13 @@ class Publisher:
                 await self.drain()
 
     async def drain(self) -> None:
-        """Publish all that is finished. Raises: DiskFull; what is left is tried next time."""
+        """Publish all that is finished; a cancellation waits for that.
+
+        Raises: DiskFull; what is left is tried next time.
+        """
+        await to_end(self._drain())
+
+    async def _drain(self) -> None:
         async with self._busy:
             batch = await self._journal.seal()
             if batch is not None:

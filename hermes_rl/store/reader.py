@@ -14,6 +14,7 @@ import msgspec
 
 from hermes_rl.errors import UserError
 from hermes_rl.store.commit import read_commits, rows_of
+from hermes_rl.store.frames import call_frame, message_frame, run_frame
 from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.lines import payloads
 from hermes_rl.store.replay import journal_files
@@ -78,6 +79,26 @@ class Run:
     def segments(self) -> pd.DataFrame:
         """Token-exact training segments."""
         return self.frame("segments")
+
+    @cached_property
+    def calls(self) -> pd.DataFrame:
+        """One row per model call of all attempts: tokens, latency, outcome."""
+        return call_frame(self._attempts())
+
+    @cached_property
+    def messages(self) -> pd.DataFrame:
+        """One row per message of all attempts: role, turn, content, who wrote it."""
+        return message_frame(self._attempts())
+
+    @cached_property
+    def runs(self) -> pd.DataFrame:
+        """One row for this run, to be put below those of other runs (`pandas.concat`)."""
+        attempts = [t.select(["run_id", "model"]).slice(0, 1) for t in self._attempts()]
+        facts = [row for table in attempts for row in table.to_pylist()]
+        return run_frame(self.path.name, facts[0] if facts else {}, self.stats)
+
+    def _attempts(self) -> list[pa.Table]:
+        return [self.arrow("trajectories"), self.arrow("failures")]
 
     def frame(self, table: str) -> pd.DataFrame:
         """A table as a pandas frame, JSON columns decoded to Python values."""

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hermes_rl.identity import canonical_json
+from hermes_rl.messages import MAX_DEPTH
 from hermes_rl.store.crash import CrashHook
 from hermes_rl.store.parts import PartWriter
 from hermes_rl.store.reader import Run
@@ -178,3 +179,20 @@ def test_every_column_is_read_by_every_reader(tmp_path: Path) -> None:
         "parquet", data_files=str(part), split="train", streaming=True, columns=["messages"]
     )
     assert list(next(iter(only))) == ["messages"]
+
+
+def test_what_datasets_cannot_hold_is_kept_as_text(tmp_path: Path) -> None:
+    """Larger integers come back wrong from its parser, deeper nesting not at all."""
+    deep: Any = []
+    for _ in range(MAX_DEPTH + 10):
+        deep = [deep]
+    for number, value in enumerate(
+        ({"n": 123456789012345678901}, {"n": -(2**63) - 1}, {"d": deep})
+    ):
+        exact = msgspec.json.encode(value).decode()
+        part = Written(tmp_path / str(number), [value], [""]).part
+        for read in (*EXACT, through_streaming):
+            [(messages, metadata)] = read(part)
+            function = messages[1]["tool_calls"][0]["function"]
+            assert function["arguments"] == {"_unparsed": exact}
+            assert metadata == {"_unparsed": exact}
