@@ -278,6 +278,12 @@ async def asked(server: FakeServer, requests: int, run: Process, seconds: float 
         await asyncio.sleep(0.005)
 
 
+async def until_done(run: Process, units: int) -> None:
+    """Wait until so many units were reported done."""
+    while len(run.receipts()) < units:
+        await run.until("attempt", len([e for e in run.events if e["event"] == "attempt"]) + 1)
+
+
 def kill(pid: int) -> None:
     try:
         os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,68 @@
+"""Ctrl-C: once lets the running rollouts end, twice ends the run at once; both can be resumed."""
+
+import os
+import signal
+from pathlib import Path
+
+import kit
+
+from hermes_rl.testing.fake_server import FakeServer
+
+ROWS = [kit.task(n, latency_s=0.4) for n in range(12)]
+FOUR = ("--workers", "0", "--concurrency", "4")
+
+
+async def test_once(tmp_path: Path, server: FakeServer) -> None:
+    dataset, out = kit.write(tmp_path / "tasks.jsonl", ROWS), tmp_path / "run"
+    arguments = kit.played(dataset, out, server.base_url, *FOUR)
+    run = await kit.launch(*arguments)
+    await kit.asked(server, 6, run)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    assert await run.wait() == 130, run.errors
+    report = run.report()
+    assert report["stopped"] == "interrupted"
+    assert report["done"] == 4, "the running rollouts end first, and no others begin"
+    assert f"{out}/run.yaml" in report["resume"]
+    assert len(kit.final_rows(out)) == 4
+    assert kit.table(out, "failures") == []
+    assert list((out / "journal").iterdir()) == []
+    await kit.check_nothing_left([run.mark], out)
+
+    again = await kit.finish("--config", out / "run.yaml")
+    assert again.process.returncode == 0, again.errors
+    assert len(kit.final_rows(out)) == 12
+    kit.check_books(out, server.entries)
+    kit.check_not_asked_again(out, run.receipts())
+
+
+async def test_twice(tmp_path: Path, server: FakeServer) -> None:
+    dataset, out = kit.write(tmp_path / "tasks.jsonl", ROWS), tmp_path / "run"
+    arguments = kit.played(dataset, out, server.base_url, *FOUR)
+    run = await kit.launch(*arguments)
+    await kit.until_done(run, 3)
+    run.process.send_signal(signal.SIGINT)
+    await run.until("note")
+    run.process.send_signal(signal.SIGINT)
+    assert await run.wait(20) == 130, run.errors
+    cut = kit.table(out, "failures")
+    assert {(row["status"], row["cause"], row["owner"]) for row in cut} == {
+        ("cancelled", "interrupted", "operator")
+    }
+    assert all(row["reward"] is None for row in cut)
+    assert len(kit.final_rows(out)) == len(run.receipts()) >= 3
+    await kit.check_nothing_left([run.mark], out)
+
+    again = await kit.finish(*arguments)
+    assert again.process.returncode == 0, again.errors
+    assert len(kit.final_rows(out)) == 12
+    kit.check_books(out, server.entries)
+    kit.check_not_asked_again(out, run.receipts())
+
+
+async def test_sigterm_is_a_first_ctrl_c(tmp_path: Path, server: FakeServer) -> None:
+    dataset, out = kit.write(tmp_path / "tasks.jsonl", ROWS[:6]), tmp_path / "run"
+    run = await kit.launch(*kit.played(dataset, out, server.base_url, *FOUR))
+    await kit.asked(server, 2, run)
+    run.process.terminate()
+    assert await run.wait() == 130, run.errors
+    assert len(kit.final_rows(out)) == 4
