@@ -23,10 +23,11 @@ from batch_runner.units import UnitReader
 from batch_runner.wire import WorkerSpec
 from hermes_rl.config import RunConfig, to_yaml
 from hermes_rl.doors import run_sync
+from hermes_rl.errors import DiskFull
 from hermes_rl.sources import read_tasks
 from hermes_rl.store.commit import read_commit
 from hermes_rl.store.driver import Driver, OpenOptions, open_run
-from hermes_rl.store.stats import write_stats
+from hermes_rl.store.stats import compute_stats, write_stats
 from hermes_rl.wiring import reach
 
 
@@ -137,7 +138,8 @@ class _Run:
 
     def fault(self, cause: str, text: str) -> None:
         """Listener of the dispatcher."""
-        self.source.halt(Stop(cause, text))
+        full = f"the disk of {self.settings.out} is full"
+        self.source.halt(Stop(cause, full if cause == "disk" else text))
 
     def _interrupted(self) -> None:
         self.source.halt(Stop("interrupted", "interrupted"))
@@ -182,8 +184,12 @@ class _Run:
             "bad_rows": counts.bad_rows,
             "left": self._left(),
         }
-        write_manifest(self.driver, self.settings, {"plan": plan})
-        return write_stats(run_dir, ledger, plan)
+        try:
+            write_manifest(self.driver, self.settings, {"plan": plan})
+            return write_stats(run_dir, ledger, plan)
+        except DiskFull as error:
+            self.fault("disk", str(error))
+            return compute_stats(ledger.summary, ledger, plan)
 
     def _left(self) -> int:
         return self.known - self.plan.counts.known if self.plan.counts.complete else 0

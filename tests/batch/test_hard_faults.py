@@ -1,0 +1,90 @@
+"""What the machine does to a run: a full disk, a sandbox that dies, a slow fsync."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import kit
+import pytest
+
+from hermes_rl.testing.fake_server import FakeServer
+
+HERE = ("--workers", "0")
+
+
+def bwrap_pids(run_id: str) -> list[int]:
+    """The outermost process of each sandbox of a run: its lease stands in its arguments."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes()
+            name = (entry / "comm").read_text().strip()
+        except OSError:
+            continue
+        if name == "bwrap" and run_id.encode() in line:
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+async def test_a_sandbox_killed_from_outside_is_one_clean_retry(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    dataset = kit.write(tmp_path / "tasks.jsonl", [kit.task(1, turns=5, latency_s=0.3)])
+    out = tmp_path / "run"
+    arguments = kit.played(dataset, out, server.base_url, *HERE, "--sandbox", "bubblewrap")
+    run = await kit.launch(*arguments)
+    await kit.asked(server, 3, run)
+    run_id = (out / "epochs" / "1.json").read_text().partition('"run_id":"')[2][:32]
+    for pid in bwrap_pids(run_id):
+        kit.kill(pid)
+    assert await run.wait() == 0, run.errors
+    (failure,) = kit.table(out, "failures")
+    assert (failure["cause"], failure["owner"]) == ("sandbox_died", "infrastructure")
+    assert failure["reward"] is None
+    (final,) = kit.final_rows(out).values()
+    assert (final["attempt"], final["reward"], final["turns"]) == (1, 1.0, 6)
+    kit.check_books(out, server.entries)
+    await kit.check_nothing_left([run.mark], out)
+
+
+async def in_small_disk(mount: Path, size: str, *arguments: str) -> tuple[int, str, str]:
+    """`hermes-rl run` with a small tmpfs at `mount`, in a mount namespace that later processes of
+    this test do not see: what is to be looked at is copied to `mount`.kept at the end."""
+    script = (
+        f'mount -t tmpfs -o size={size} tmpfs "$0" && cp -a "$0.kept/." "$0/" 2>/dev/null\n'
+        f'{sys.executable} -m batch_runner "$@"\ncode=$?\n'
+        'rm -rf "$0.kept"; cp -a "$0" "$0.kept"; exit $code'
+    )
+    how = ["-m"] if os.geteuid() == 0 else ["-Urm"]
+    process = await asyncio.create_subprocess_exec(
+        "unshare", *how, "bash", "-c", script, str(mount), *arguments,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    said, errors = await process.communicate()
+    return process.returncode or 0, said.decode(), errors.decode()
+
+
+@pytest.mark.parametrize("size", ["120k", "400k"])
+async def test_a_full_disk_stops_clearly_and_resumes(
+    size: str, tmp_path: Path, server: FakeServer
+) -> None:
+    dataset = kit.write(tmp_path / "tasks.jsonl", kit.rows(60))
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    (tmp_path / "disk.kept").mkdir()
+    arguments = kit.played(dataset, mount / "run", server.base_url, *HERE, "--concurrency", "8")
+    code, said, errors = await in_small_disk(mount, size, *arguments)
+    assert code == 3, said + errors
+    (stop,) = [line for line in said.splitlines() if line.startswith("stopped: ")]
+    assert f"the disk of {mount / 'run'} is full. Free some space" in stop
+    assert "Traceback" not in errors
+    kept = tmp_path / "disk.kept" / "run"
+    before = {r["unit_id"] for r in kit.table(kept, "trajectories")}
+
+    code, said, errors = await in_small_disk(mount, "64m", *arguments)
+    assert code == 0, said + errors
+    final = kit.final_rows(kept)
+    assert len(final) == kit.units_of(60)
+    assert before <= set(final)
+    kit.check_books(kept, server.entries)
