@@ -287,6 +287,10 @@ def limits_of(run: LimitsSection, task: Task | None) -> Limits:
 def system_text(config: RunConfig, tools: Mapping[str, Tool]) -> str:
     """The run's system prompt."""
     own = config.agent.system_prompt
+    if own is None and config.model.name in LOCAL_MODELS and set(tools) == {"terminal"}:
+        from hermes_rl.models.local.catalogue import SYSTEM_PROMPT
+
+        return SYSTEM_PROMPT
     return system_prompt(config.agent.preset, tools) if own is None else own
 
 

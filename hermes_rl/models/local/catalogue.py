@@ -15,6 +15,14 @@ _HERE = Path(__file__).parent
 LOCAL_MODELS = ("local", "local-tiny")
 """Names of the embedded models; `find_weights` tells what each one is."""
 
+SYSTEM_PROMPT = (
+    "You work in a Linux terminal, in the folder /workspace. Use the terminal tool to do what the "
+    "user asks, one command at a time. Look at the output of each command. Call finish only when "
+    "every part of the task is done."
+)
+"""For a terminal alone: the embedded models end by a tool of their server, `finish`, and lose their
+way with the general prompt (measured: 17 to 19 of 20 smoke tasks against 15)."""
+
 
 @dataclass(frozen=True)
 class Part:
