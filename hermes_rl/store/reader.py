@@ -5,7 +5,7 @@ Published parts, and rows that are finished but not published yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,16 +100,20 @@ class Run:
     def _attempts(self) -> list[pa.Table]:
         return [self.arrow("trajectories"), self.arrow("failures")]
 
-    def frame(self, table: str) -> pd.DataFrame:
-        """A table as a pandas frame, JSON columns decoded to Python values."""
-        frame: pd.DataFrame = self.arrow(table).to_pandas()
+    def frame(self, table: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """A table (or some columns) as a pandas frame, JSON columns decoded to Python values."""
+        frame: pd.DataFrame = self.arrow(table, columns).to_pandas()
         for name, decode in _DECODERS.items():
             if name in frame.columns:
                 frame[name] = [None if v is None else decode(v) for v in frame[name]]
         return frame
 
-    def arrow(self, table: str) -> pa.Table:
+    def arrow(self, table: str, columns: Sequence[str] | None = None) -> pa.Table:
         """A table as Arrow with the declared schema, JSON columns as text.
+
+        Args:
+            table: trajectories, failures, subagents or segments.
+            columns: only these are read, which is quick in a large run; default all.
 
         Raises: UserError for an unknown table.
         """
@@ -124,9 +128,10 @@ class Run:
         waiting = _pending_rows(self.run_dir, table) if self._pending else {}
         parts = self.run_dir.parts(table)
         published = {p.name.removeprefix("part-").removesuffix(".parquet") for p in parts}
-        tables = [pq.read_table(part, schema=schema) for part in parts]
-        tables += [t for stem, t in waiting.items() if stem not in published]
-        return pa.concat_tables(tables) if tables else _empty(schema)
+        names = schema.names if columns is None else list(columns)
+        tables = [pq.read_table(part, schema=schema, columns=names) for part in parts]
+        tables += [t.select(names) for stem, t in waiting.items() if stem not in published]
+        return pa.concat_tables(tables) if tables else _empty(schema).select(names)
 
     @cached_property
     def ledger(self) -> Ledger:

@@ -71,6 +71,9 @@ class RunDir:
             for folder in _FOLDERS:
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
             self.storage.sync_folder(self.path)
+            above = self.path.absolute().parent
+            if os.access(above, os.R_OK):
+                self.storage.sync_folder(above)
             if not os.access(self.path, os.W_OK):
                 raise PermissionError(13, "Permission denied")
         except (PermissionError, NotADirectoryError, FileExistsError) as error:

@@ -44,6 +44,10 @@ async def test_a_run_is_written_read_and_resumed(tmp_path: Path) -> None:
             assert len(now.trajectories) == 10
             assert len(now.failures) == 2, "finished, not published yet"
             assert list((path / "failures").iterdir()) == []
+            some = now.frame("trajectories", ["seed", "messages"])
+            assert list(some.columns) == ["seed", "messages"]
+            assert some["messages"][0][0]["role"] == "user"
+            assert now.arrow("subagents", ["seed"]).num_rows == 4
             await publisher.drain()
         assert driver.ledger.disposition(made_up.unit(9)) == "done"
         assert driver.ledger.disposition(made_up.unit(10)) == "open"
