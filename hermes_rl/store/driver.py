@@ -198,7 +198,7 @@ def open_run_blocking(
     lock = run_dir.lock()
     try:
         run_dir.crash("recover-1-locked")
-        epoch = begin_epoch(run_dir, identity, meta)
+        epoch = begin_epoch(run_dir, identity, meta, options.max_attempts)
         if damaged := quarantined(run_dir):
             raise StoreError(
                 f"{damaged[0]} waits for `hermes-rl check {run_dir.path} --repair`, "
@@ -218,18 +218,24 @@ def open_run_blocking(
     return Driver(run_dir, lock, epoch, ledger, recovery, grace_s=options.grace_s)
 
 
-def begin_epoch(run_dir: RunDir, identity: dict[str, Any] | None, meta: dict[str, Any]) -> Epoch:
+def begin_epoch(
+    run_dir: RunDir,
+    identity: dict[str, Any] | None,
+    meta: dict[str, Any],
+    max_attempts: int | None = None,
+) -> Epoch:
     """R1: compare the configuration with the run's and begin the next epoch.
 
     Args:
         identity: None takes the run's own (repair).
+        meta: for people.
+        max_attempts: None takes that of the last start.
 
     Raises: StoreError for a run that is newer or of another configuration.
     """
     earlier = run_dir.epochs()
     first = run_dir.epoch(earlier[0]) if earlier else None
-    if earlier:
-        run_dir.epoch(earlier[-1])  # refuses a newer schema
+    last = run_dir.epoch(earlier[-1]) if earlier else None  # refuses a newer schema
     if first is not None and identity is not None:
         refuse_changes(run_dir.path, first.identity, identity)
     run_dir.crash("recover-1-compared")
@@ -238,6 +244,7 @@ def begin_epoch(run_dir: RunDir, identity: dict[str, Any] | None, meta: dict[str
         schema_version=SCHEMA_VERSION,
         run_id=first.run_id if first else uuid.uuid4().hex,
         identity=(first.identity if first else identity) or {},
+        max_attempts=max_attempts or (last.max_attempts if last else 3),
         meta=meta,
     )
     if not run_dir.storage.put_new(f"epochs/{epoch.epoch}.json", msgspec.json.encode(epoch)):

@@ -42,8 +42,7 @@ def load_run(path: str | Path, *, pending: bool = True) -> Run:
     epochs = run_dir.epochs()
     if not epochs:
         raise UserError(f"{path} is no run directory (no epochs/). Give the path of a run")
-    run_dir.epoch(epochs[-1])
-    return Run(run_dir, pending=pending)
+    return Run(run_dir, pending=pending, max_attempts=run_dir.epoch(epochs[-1]).max_attempts)
 
 
 class Run:
@@ -52,10 +51,11 @@ class Run:
     Frames are read at the first use and kept; `load_run` again shows what came since.
     """
 
-    def __init__(self, run_dir: RunDir, *, pending: bool = True) -> None:
+    def __init__(self, run_dir: RunDir, *, pending: bool = True, max_attempts: int = 3) -> None:
         self.run_dir = run_dir
         self.path = run_dir.path
         self._pending = pending
+        self._max_attempts = max_attempts
 
     def __repr__(self) -> str:
         return f"<Run {self.path}: {self.ledger.done} done, {self.ledger.given_up} given up>"
@@ -136,7 +136,7 @@ class Run:
     @cached_property
     def ledger(self) -> Ledger:
         """Dispositions of all units in committed batches."""
-        ledger = Ledger()
+        ledger = Ledger(self._max_attempts)
         ledger.load(read_commits(self.run_dir))
         return ledger
 
@@ -166,7 +166,7 @@ def _pending_rows(run_dir: RunDir, table: str) -> dict[str, pa.Table]:
     for writer in run_dir.writers():
         for done in journal_files(run_dir.writer_path(writer), "done"):
             try:
-                lines = [_loads(payload) for payload in payloads(done)]
+                lines = [_loads(payload) for payload in payloads(done, sound=False)]
             except FileNotFoundError:
                 continue
             rows = [row for line in lines for name, row in rows_of(line) if name == table]

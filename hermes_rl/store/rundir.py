@@ -31,6 +31,8 @@ class Epoch(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     identity: dict[str, Any]
     """The identity sections of the configuration: a resume must bring the same."""
+    max_attempts: int = 3
+    """Counted failures after which a unit was given up: readers judge by it."""
     meta: dict[str, Any] = {}
     """For people: versions, host, command line."""
 

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hermes_rl.errors import StoreError, UserError
-from hermes_rl.store.driver import Driver, open_run
+from hermes_rl.store.driver import Driver, OpenOptions, open_run
 from hermes_rl.store.journal import JournalWriter
 from hermes_rl.store.publisher import Publisher
 from hermes_rl.store.reader import load_run
@@ -136,3 +136,16 @@ async def test_places_that_cannot_be_used(tmp_path: Path) -> None:
         await open_run("s3://bucket/run", made_up.CONFIG)
     with pytest.raises(UserError, match="no run directory"):
         load_run(tmp_path)
+
+
+async def test_readers_judge_by_the_attempts_that_the_run_allowed(tmp_path: Path) -> None:
+    options = OpenOptions(max_attempts=1)
+    async with (
+        await open_run(tmp_path, made_up.CONFIG, None, options) as driver,
+        JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
+    ):
+        await attempt(driver, journal, 0, cause="model_timeout")
+        await Publisher(journal).drain()
+    run = load_run(tmp_path)
+    assert run.ledger.disposition(made_up.unit(0)) == "given_up"
+    assert run.stats["units"]["given_up"] == 1
