@@ -129,13 +129,13 @@ async def _fetch(model: str, model_path: str | None) -> None:
 
 
 def _download_line() -> Callable[[int, int, str], None]:
-    last = 0.0
+    last, said = 0.0, ""
 
     def progress(done: int, total: int, what: str) -> None:
-        nonlocal last
+        nonlocal last, said
         now = time.monotonic()
-        if now - last >= SAY_EVERY_S or done == total:
-            last = now
+        if now - last >= SAY_EVERY_S or what != said:
+            last, said = now, what
             _say(f"   weights: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB ({what})")
 
     return progress

@@ -38,7 +38,8 @@ async def hold(
     Raises:
         TimeoutError: another process holds the lock and does not get on.
     """
-    last, since = sign_of_life(), time.monotonic()
+    last: int | None = None
+    since = time.monotonic()
     while True:
         with try_lock(path) as ours:
             if ours:
