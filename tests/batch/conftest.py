@@ -1,4 +1,4 @@
-"""The path of this folder, fake servers, and one Ray cluster for a module."""
+"""The path of this folder, fake servers, and one Ray cluster for all tests."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ async def server() -> AsyncIterator[FakeServer]:
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[dict[str, str]]:
     """A Ray that is already there: the environment that leads drivers to it."""
     process = subprocess.Popen(

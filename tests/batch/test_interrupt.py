@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import kit
+import pytest
 
 from hermes_rl.testing.fake_server import FakeServer
 
@@ -57,6 +58,20 @@ async def test_twice(tmp_path: Path, server: FakeServer) -> None:
     assert len(kit.final_rows(out)) == 12
     kit.check_books(out, server.entries)
     kit.check_not_asked_again(out, run.receipts())
+
+
+@pytest.mark.slow
+async def test_once_with_ray_on_a_terminal(tmp_path: Path, server: FakeServer) -> None:
+    """A terminal sends Ctrl-C to Ray's processes, the workers and the sandboxes as well."""
+    dataset, out = kit.write(tmp_path / "tasks.jsonl", ROWS), tmp_path / "run"
+    ray = ("--workers", "2", "--concurrency", "4")
+    run = await kit.launch(*kit.played(dataset, out, server.base_url, *ray))
+    await kit.asked(server, 6, run)
+    os.killpg(run.pid, signal.SIGINT)
+    assert await run.wait() == 130, run.errors
+    assert len(kit.final_rows(out)) == run.report()["done"] == 4
+    assert kit.table(out, "failures") == []
+    await kit.check_nothing_left([run.mark], out)
 
 
 async def test_sigterm_is_a_first_ctrl_c(tmp_path: Path, server: FakeServer) -> None:

@@ -1,0 +1,105 @@
+"""Ray workers: the same rows whatever their number, and a run from a loop that is running."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import kit
+import pytest
+
+from hermes_rl.testing.fake_server import FakeServer
+
+pytestmark = pytest.mark.slow
+
+ROWS = kit.rows(20)
+
+
+async def test_one_and_eight_workers_give_the_same_rows(
+    tmp_path: Path, server: FakeServer, cluster: dict[str, str]
+) -> None:
+    dataset = kit.write(tmp_path / "tasks.jsonl", ROWS)
+    contents = []
+    for workers in ("1", "8"):
+        out = tmp_path / workers
+        more = ("--workers", workers, "--concurrency", "16")
+        run = await kit.finish(*kit.played(dataset, out, server.base_url, *more), env=cluster)
+        assert run.process.returncode == 0, run.errors
+        assert run.report()["done"] == kit.units_of(20)
+        contents.append(kit.content(out))
+        assert len(list((out / "trajectories").glob("*.parquet"))) == int(workers)
+        await kit.check_nothing_left([run.mark], out)
+    assert contents[0] == contents[1]
+    both = kit.table(tmp_path / "1", "trajectories") + kit.table(tmp_path / "8", "trajectories")
+    assert {c["call_id"] for row in both for c in row["calls"]} == {
+        e.call_id for e in server.entries
+    }
+
+
+async def test_a_unit_that_kills_its_worker_is_given_up_alone(
+    tmp_path: Path, server: FakeServer, cluster: dict[str, str]
+) -> None:
+    """Its command kills the process that runs it; its neighbours get their rows all the same."""
+    deed = {"run": "kill -9 $PPID", "latency_s": 0.2}
+    deadly = {"id": "deadly", "prompt": f"x\nSCRIPT: {json.dumps([deed, 'no'])}"}
+    rows = [kit.task(n, latency_s=0.2) for n in range(8)]
+    dataset = kit.write(tmp_path / "tasks.jsonl", [*rows[:2], deadly, *rows[2:]])
+    out = tmp_path / "run"
+    more = ("--workers", "1", "--concurrency", "4", "--json")
+    run = await kit.finish(*kit.played(dataset, out, server.base_url, *more), env=cluster)
+    assert run.process.returncode == 1, run.errors
+    assert run.report()["given_up"] == 1
+    assert {r["task_id"] for r in kit.final_rows(out).values()} == {r["id"] for r in rows}
+    lost = [r for r in kit.table(out, "failures") if r["cause"] == "worker_lost"]
+    mine = sorted(r["attempt"] for r in lost if r["task_id"] == "deadly")
+    assert mine == [0, 1, 2]
+    third = next(r for r in lost if r["task_id"] == "deadly" and r["attempt"] == 2)
+    others = [r for r in lost if r["task_id"] != "deadly"]
+    assert all(r["finished_at"] <= third["started_at"] for r in others), "it did not run alone"
+    kit.check_books(out, server.entries)
+
+
+_NOTEBOOK = """
+import asyncio, json, sys
+from batch_runner import arun_batch, run_batch
+from batch_runner.progress import Silent
+from hermes_rl.config import load_config, parse_config
+from pathlib import Path
+
+async def cell():
+    config = parse_config(load_config(Path(sys.argv[1])))
+    first = run_batch(config, progress=Silent())
+    again = await arun_batch(config, progress=Silent())
+    print(json.dumps([first.as_dict(), again.as_dict()]))
+
+asyncio.run(cell())
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_run_batch_where_a_loop_runs(
+    workers: int, tmp_path: Path, server: FakeServer, cluster: dict[str, str]
+) -> None:
+    """As in a notebook, where the cell itself runs on a loop."""
+    import os
+
+    import yaml
+
+    dataset = kit.write(tmp_path / "tasks.jsonl", [kit.task(1), kit.task(2)])
+    config = {
+        "dataset": {"path": str(dataset)},
+        "model": {"name": "fake"},
+        "sandbox": {"backend": "none"},
+        "endpoint": {"base_url": server.base_url},
+        "run": {"out": str(tmp_path / "run"), "workers": workers, "allow_unsandboxed": True},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _NOTEBOOK, str(tmp_path / "config.yaml"),
+        stdout=asyncio.subprocess.PIPE, env={**os.environ, **cluster},
+    )  # fmt: skip
+    said, _ = await process.communicate()
+    assert process.returncode == 0
+    first, again = json.loads(said)
+    assert (first["done"], again["done"], again["exit_code"]) == (2, 2, 0)
+    assert server.requests == 6
