@@ -87,7 +87,9 @@ class Inner:
     def end_job(self) -> bool:
         """End the running command's tree. Blocks."""
         job = processes.job_of(self.supervisor)
-        return job is None or processes.end_job(self.init, self.supervisor, job)
+        if job is None:
+            return True
+        return processes.end_job(lambda: processes.children(self.init), self.supervisor, job)
 
     def end_process(self, inside: int) -> None:
         """End a background process by its id in the sandbox. Blocks."""
@@ -166,7 +168,7 @@ def launch(binary: str, box: recipe.Box, uid: int | None, stdio: socket.socket) 
         os.close(give)
         give = -1
         argv = ["bwrap", "--args", str(options), "--", *box.command]
-        process = start(Launch(argv, binary, (seccomp, tell, options), uid), stdio)
+        process = start(Launch(argv, binary, (seccomp, tell, options), uid=uid), stdio)
     except OSError as error:
         os.close(info)
         raise SandboxStartError(f"cannot start bubblewrap: {error}") from error

@@ -157,10 +157,14 @@ class Subprocess:
         ]
         ours, theirs = socket.socketpair()
         with theirs:
-            launch = Launch([*argv, *limits, f"{box.name}:{spec.lease}"], bash)
+            launch = Launch(
+                [*argv, *limits, f"{box.name}:{spec.lease}"], bash, env={MARK: str(box)}
+            )
             process = await self._spawner.call(lambda: start(launch, theirs))
         shell = Shell(
-            ours, ShellPaths(control, str(control), str(state)), lambda: _end_job(process.pid)
+            ours,
+            ShellPaths(control, str(control), str(state)),
+            lambda: _end_job(process.pid, str(box)),
         )
         try:
             await shell.ready()
@@ -194,7 +198,11 @@ class Subprocess:
         async def begin(stdio: socket.socket) -> grading.Running:
             bash = shutil.which("bash", path=recipe.PATH) or "/bin/bash"
             with stdio:
-                launch = Launch([bash, "--norc", "--noprofile", str(control / "start")], bash)
+                launch = Launch(
+                    [bash, "--norc", "--noprofile", str(control / "start")],
+                    bash,
+                    env={MARK: str(box)},
+                )
                 process = await self._spawner.call(lambda: start(launch, stdio))
 
             async def ended() -> int:
@@ -218,6 +226,9 @@ class Subprocess:
         self._spawner.close()
 
 
-def _end_job(supervisor: int) -> bool:
+def _end_job(supervisor: int, box: str) -> bool:
     job = processes.job_of(supervisor)
-    return job is None or processes.end_job(0, supervisor, job)
+    if job is None:
+        return True
+    mark = f"{MARK}={box}".encode()
+    return processes.end_job(lambda: processes.marked_orphans(mark), supervisor, job)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,9 @@ GRACE_S = 0.1
 """Between SIGTERM and SIGKILL: time for a program to flush what it printed."""
 ROUNDS = 200
 """Rounds of SIGKILL, 5 ms apart, before a tree is called unkillable."""
+
+
+Orphans = Callable[[], Iterable[int]]
 
 
 @dataclass(frozen=True, order=True)
@@ -110,33 +113,38 @@ def job_of(supervisor: int) -> Proc | None:
     return max(found, default=None)
 
 
-def job_members(init: int, supervisor: int, job: Proc) -> list[Proc]:
-    """The job's tree, and what it left to the sandbox's process 1 (setsid and double forks).
+def job_members(orphans: Orphans, supervisor: int, job: Proc) -> list[Proc]:
+    """The job's tree, and what left it for process 1 (by setsid and double forks).
 
     An orphan belongs to the job when it is younger; what an older background process started stays
     below that process and lives on.
     """
     members = [job, *descendants(job.pid)]
-    for pid in children(init) if init else []:
+    for pid in orphans():
         proc = find(pid)
         if proc is not None and pid != supervisor and proc > job:
             members += [proc, *descendants(pid)]
     return [proc for proc in members if proc.alive()]
 
 
-def end_job(init: int, supervisor: int, job: Proc) -> bool:
+def end_job(orphans: Orphans, supervisor: int, job: Proc) -> bool:
     """End a job's whole tree: SIGTERM, a moment, then SIGKILL until nothing is left.
+
+    Args:
+        orphans: lists the session's processes whose parent is gone.
+        supervisor: the session's shell, which lives on.
+        job: the command that it waits for.
 
     Blocks up to about a second: call it in a thread. Returns whether all of it is gone.
     """
-    send(job_members(init, supervisor, job), signal.SIGTERM)
+    send(job_members(orphans, supervisor, job), signal.SIGTERM)
     deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline:
-        if not job_members(init, supervisor, job):
+        if not job_members(orphans, supervisor, job):
             return True
         time.sleep(0.01)
     for _ in range(ROUNDS):
-        members = job_members(init, supervisor, job)
+        members = job_members(orphans, supervisor, job)
         if not members:
             return True
         send(members, signal.SIGKILL)
@@ -177,3 +185,9 @@ def marked(mark: bytes) -> list[Proc]:
             if proc is not None and proc.alive():
                 found.append(proc)
     return found
+
+
+def marked_orphans(mark: bytes) -> list[int]:
+    """Those of `marked` whose parent does not have the mark."""
+    found = {proc.pid for proc in marked(mark)}
+    return [pid for pid in found if (_stat(pid) or (0, 0, ""))[0] not in found]

@@ -15,10 +15,10 @@ import platform
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -32,6 +32,8 @@ class Launch:
     executable: str
     """What runs; argv[0] is only its name, which the sandbox can see."""
     pass_fds: Sequence[int] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    """All of its environment."""
     uid: int | None = None
     """User and group id to drop to; None keeps ours."""
 
@@ -99,7 +101,7 @@ class Spawner:
 
 
 def start(launch: Launch, stdio: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a process with an empty environment, its own session, and all three standard
+    """Start a process with its own session, and all three standard
     descriptors on `stdio`. Call it in a Spawner's thread.
     """
     if launch.uid is None:
@@ -120,7 +122,7 @@ def _popen(argv: Sequence[str], launch: Launch, stdio: socket.socket) -> subproc
         stdin=stdio.fileno(),
         stdout=stdio.fileno(),
         stderr=stdio.fileno(),
-        env={},
+        env=dict(launch.env),
         cwd="/",
         pass_fds=launch.pass_fds,
         start_new_session=True,

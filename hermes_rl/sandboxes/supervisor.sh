@@ -9,7 +9,6 @@ while (($# > 1)); do ulimit "$1" "$2" || exit 125; shift 2; done
 set --
 exec 3<&0 4>&1 0</dev/null 1>/dev/null 2>&1
 printf 1000 >/proc/self/oom_score_adj
-unset OLDPWD
 export -n SHLVL
 ((BASH_VERSINFO[0] >= 5)) && _hx_wait=-f
 set -m

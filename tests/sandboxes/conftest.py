@@ -1,0 +1,104 @@
+"""Backends for the tests, and a way to run a check as an ordinary user."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from hermes_rl.sandboxes.binary import find_binary, reachable
+from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+from hermes_rl.sandboxes.none import Subprocess
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+ORDINARY = 54321
+"""A user id that nobody has."""
+CANARY = "canary-7f3a"
+"""Stands for an API key in the launcher's environment."""
+
+
+@pytest.fixture
+def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A state folder that slot users can reach (pytest's own is closed to others)."""
+    path = Path("/tmp") / f"hermes-test-{os.getpid()}-{os.urandom(4).hex()}"
+    path.mkdir(mode=0o711)
+    yield path
+    left = [*path.glob("boxes/*"), *path.glob("owners/*")]
+    shutil.rmtree(path, ignore_errors=True)
+    assert left == [], "a closed backend leaves nothing"
+
+
+@pytest_asyncio.fixture
+async def bubblewrap(state: Path) -> AsyncIterator[Bubblewrap]:
+    backend = Bubblewrap(state_dir=state)
+    yield backend
+    await backend.aclose()
+
+
+@pytest_asyncio.fixture
+async def plain(state: Path) -> AsyncIterator[Subprocess]:
+    backend = Subprocess(state_dir=state)
+    yield backend
+    await backend.aclose()
+
+
+def ordinary_python() -> str:
+    """A Python that an ordinary user can start."""
+    for python in ("/usr/bin/python3", sys.executable):
+        command = ["setpriv", f"--reuid={ORDINARY}", f"--regid={ORDINARY}", "--clear-groups", "--"]
+        done = subprocess.run(
+            [*command, python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"],
+            capture_output=True,
+            check=False,
+        )
+        if done.returncode == 0:
+            return python
+    raise AssertionError("no Python 3.11 that an ordinary user can start: install python3")
+
+
+@pytest.fixture
+def as_ordinary_user() -> Iterator[Callable[[Path, str], None]]:
+    """Run one check of a file's CHECKS as an ordinary user, in a process of its own."""
+    if os.geteuid() != 0:
+        yield lambda file, name: _launch([sys.executable], file, name, Path("/tmp"))
+        return
+    folder = Path("/tmp") / f"hermes-user-{os.getpid()}-{os.urandom(4).hex()}"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, ORDINARY, ORDINARY)
+    user = ["setpriv", f"--reuid={ORDINARY}", f"--regid={ORDINARY}", "--clear-groups", "--"]
+    python = ordinary_python()
+    yield lambda file, name: _launch([*user, python], file, name, folder)
+    shutil.rmtree(folder)
+
+
+def _launch(python: list[str], file: Path, name: str, folder: Path) -> None:
+    shared = Path("/tmp") / f"hermes-code-{os.getpid()}-{os.urandom(4).hex()}"
+    shared.mkdir(mode=0o755)
+    try:
+        # The checkout may lie where an ordinary user cannot go.
+        package = shutil.copytree(ROOT / "hermes_rl", shared / "hermes_rl")
+        for path in (HERE / "launcher.py", file):
+            shutil.copyfile(path, shared / path.name)
+        for path in [package, *package.rglob("*")]:
+            path.chmod(0o755)
+        script, checks = shared / "launcher.py", shared / file.name
+        binary = reachable(find_binary(), shared)
+        done = subprocess.run(
+            [*python, str(script), str(checks), name, str(folder / "state"), binary],
+            env={"PYTHONPATH": str(shared), "PATH": os.environ["PATH"], "CANARY_KEY": CANARY},
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    finally:
+        shutil.rmtree(shared, ignore_errors=True)
+    assert done.returncode == 0, done.stdout + done.stderr
