@@ -5,6 +5,7 @@ Repeats of one task are not independent, so every interval resamples tasks, neve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,3 +50,20 @@ def bootstrap(values: Sequence[float], *, level: float = 0.95, seed: int = 0) ->
     tail = (1 - level) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return Interval(mean, float(low), float(high))
+
+
+def wilson(solved: int, tried: int) -> Interval:
+    """Share of solved tries with its 95 % Wilson score interval, for the repeats of one task.
+
+    Returns: NaN everywhere when nothing was tried.
+
+    Source: Wilson, Probable Inference, JASA 22 (1927), 209-212.
+    """
+    if tried == 0:
+        return Interval(float("nan"), float("nan"), float("nan"))
+    z = 1.959963984540054  # the standard normal's 97.5 % quantile
+    share = solved / tried
+    scale = 1 + z * z / tried
+    centre = (share + z * z / (2 * tried)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / tried + z * z / (4 * tried * tried))
+    return Interval(share, max(0.0, centre - half), min(1.0, centre + half))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hermes_rl.evals.statistics import Interval, bootstrap
 
@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 
 SOLVED = 1.0
 """The reward from which a task counts as solved."""
+
+
+class Bounds(NamedTuple):
+    """Between what a figure must lie."""
+
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,10 @@ class Summary:
     """Mean reward, averaged per task, then over tasks."""
     failed_attempts: int
     """Attempts that ended without a verdict: infrastructure, task or operator."""
+    never_graded: int
+    """Units that have attempts and no reward: missing from the score."""
+    bounds: Bounds
+    """The solved share had all units that were never graded failed, and had they been solved."""
     per_task: pd.DataFrame
     """task_id, units, solved (share), reward (mean), turns (mean)."""
     failures: pd.DataFrame
@@ -52,6 +63,7 @@ def summary(run: Run) -> Summary:
     """
     per_task = task_scores(run.trajectories)
     failed = run.failures
+    missing = _never_graded(run.trajectories, failed)
     return Summary(
         name=run.path.name,
         tasks=len(per_task),
@@ -59,6 +71,8 @@ def summary(run: Run) -> Summary:
         solved=bootstrap(per_task["solved"].tolist()),
         reward=bootstrap(per_task["reward"].tolist()),
         failed_attempts=len(failed),
+        never_graded=len(missing),
+        bounds=_bounds(per_task, missing),
         per_task=per_task,
         failures=failed[["task_id", "owner", "cause", "error"]].reset_index(drop=True),
     )
@@ -76,3 +90,26 @@ def task_scores(trajectories: pd.DataFrame) -> pd.DataFrame:
         turns=("turns", "mean"),
     )
     return scores.reset_index()
+
+
+def _never_graded(trajectories: pd.DataFrame, failures: pd.DataFrame) -> pd.DataFrame:
+    """One row per unit without a reward: task_id, task_hash, unit_id."""
+    import pandas as pd
+
+    columns = ["task_id", "task_hash", "unit_id"]
+    graded = trajectories["reward"].notna()
+    tried = pd.concat([trajectories.loc[~graded, columns], failures[columns]])
+    return tried[~tried["unit_id"].isin(trajectories.loc[graded, "unit_id"])].drop_duplicates(
+        "unit_id"
+    )
+
+
+def _bounds(per_task: pd.DataFrame, missing: pd.DataFrame) -> Bounds:
+    keys = ["task_id", "task_hash"]
+    lost = missing.groupby(keys).size().rename("lost").reset_index()
+    tasks = per_task.merge(lost, on=keys, how="outer").fillna({"units": 0, "solved": 0, "lost": 0})
+    if tasks.empty:
+        return Bounds(float("nan"), float("nan"))
+    solved, all_units = tasks["solved"] * tasks["units"], tasks["units"] + tasks["lost"]
+    low, high = solved / all_units, (solved + tasks["lost"]) / all_units
+    return Bounds(float(low.mean()), float(high.mean()))

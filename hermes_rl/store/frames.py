@@ -33,7 +33,8 @@ def message_frame(tables: Sequence[pa.Table]) -> pd.DataFrame:
     frame = _exploded(tables, "message_info")
     frame.insert(len(WHOSE), "position", frame.groupby("trajectory_id").cumcount())
     decode = msgspec.json.decode
-    messages = [decode(text) for table in tables for text in _flat(table, "messages").to_pylist()]
+    rows = [row for table in tables for row in table.column("messages").to_pylist()]
+    messages = [decode(text) for row in rows for text in row]
     for name in _TEXTS:
         frame[name] = [message.get(name) for message in messages]
     return frame
@@ -76,14 +77,8 @@ def _exploded(tables: Sequence[pa.Table], column: str) -> pd.DataFrame:
     frames = []
     for table in tables:
         lists = table.column(column).combine_chunks()
-        items = pa.Table.from_struct_array(_flat(table, column))
+        items = pa.Table.from_struct_array(pc.list_flatten(lists))
         owners = table.select(list(WHOSE)).take(pc.list_parent_indices(lists))
         frames.append(pd.concat([owners.to_pandas(), items.to_pandas()], axis=1))
     exploded: pd.DataFrame = pd.concat(frames, ignore_index=True)
     return exploded
-
-
-def _flat(table: pa.Table, column: str) -> Any:
-    import pyarrow.compute as pc
-
-    return pc.list_flatten(table.column(column).combine_chunks())

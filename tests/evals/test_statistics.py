@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from hermes_rl.errors import UserError
-from hermes_rl.evals import bootstrap, compare, summary
+from hermes_rl.evals import bootstrap, compare, summary, wilson
 
 
 @dataclass
@@ -22,12 +22,25 @@ class Frames:
 
 def run(name: str, rewards: dict[str, list[float | None]], failed: int = 0) -> Frames:
     rows = [
-        {"task_id": task, "task_hash": f"h-{task}", "reward": reward, "turns": 2}
+        {
+            "task_id": task,
+            "task_hash": f"h-{task}",
+            "unit_id": f"{task}-{number}",
+            "reward": reward,
+            "turns": 2,
+        }
         for task, given in rewards.items()
-        for reward in given
+        for number, reward in enumerate(given)
     ]
-    failure = {"task_id": "x", "owner": "infrastructure", "cause": "rate_limit", "error": "429"}
-    columns = ["task_id", "owner", "cause", "error"]
+    failure = {
+        "task_id": "x",
+        "task_hash": "h-x",
+        "unit_id": "x-0",
+        "owner": "infrastructure",
+        "cause": "rate_limit",
+        "error": "429",
+    }
+    columns = list(failure)
     return Frames(
         path=Path(name),
         trajectories=pd.DataFrame(rows),
@@ -65,6 +78,28 @@ def test_infrastructure_failures_are_left_out_and_counted() -> None:
     assert result.reward.mean == 0.75
     assert result.failed_attempts == 3
     assert set(result.failures["cause"]) == {"rate_limit"}
+
+
+def test_what_was_never_graded_bounds_the_score() -> None:
+    # Task a: one of two units solved, one lost; task x: its only unit failed three times.
+    result = summary(run("r", {"a": [1.0, 0.0, None], "b": [1.0]}, failed=3))
+    assert result.never_graded == 2
+    assert result.bounds.low == pytest.approx((1 / 3 + 1 + 0) / 3)
+    assert result.bounds.high == pytest.approx((2 / 3 + 1 + 1) / 3)
+    whole = summary(run("r", {"a": [1.0, 0.0]}))
+    assert (whole.never_graded, whole.bounds) == (0, (0.5, 0.5))
+
+
+def test_the_interval_of_a_share_is_wilsons() -> None:
+    # Values of Newcombe, Statistics in Medicine 17 (1998), table I: 81/263, 15/148, 0/20, 1/29.
+    for solved, tried, low, high in (
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ):
+        assert wilson(solved, tried) == pytest.approx((solved / tried, low, high), abs=5e-5)
+    assert np.isnan(wilson(0, 0).mean)
 
 
 def test_a_paired_difference_sees_what_unpaired_means_would_not() -> None:

@@ -1,0 +1,279 @@
+"""Plots of a run. Each is one function that returns its figure and has its frame beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hermes_rl.errors import UserError
+from hermes_rl.evals.statistics import Interval, bootstrap, wilson
+from hermes_rl.evals.summary import task_scores
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from hermes_rl.evals.compare import Comparison
+    from hermes_rl.store.reader import Run
+
+MAX_TASKS = 40
+"""Tasks that one picture shows."""
+
+_INK, _FAINT, _GRID = "#222222", "#8a8a8a", "#e6e6e6"
+_BLUE, _PALE, _ORANGE = "#2f6fb0", "#a9c8e6", "#d9822b"
+_WIDTH_IN, _ROW_IN, _MARGIN_IN = 8.0, 0.26, 1.5
+
+
+def rewards_frame(run: Run) -> pd.DataFrame:
+    """Of each task the share of its graded units that were solved, with a 95 % Wilson interval.
+
+    Columns: task_id, units, solved, low, high, reward (mean); the least solved first.
+    """
+    scores = task_scores(run.trajectories)
+    bounds = [
+        wilson(round(share * units), units)
+        for share, units in zip(scores["solved"], scores["units"], strict=True)
+    ]
+    scores["low"] = [interval.low for interval in bounds]
+    scores["high"] = [interval.high for interval in bounds]
+    columns = ["task_id", "units", "solved", "low", "high", "reward"]
+    return scores[columns].sort_values(["solved", "task_id"], ignore_index=True)
+
+
+def plot_rewards(run: Run, *, limit: int = MAX_TASKS) -> Figure:
+    """The solved share of each task with its interval, and of the whole run over its tasks.
+
+    Args:
+        limit: tasks to draw, the least solved ones.
+
+    Raises: UserError when nothing was graded, or matplotlib is not installed.
+    """
+    frame = rewards_frame(run)
+    if frame.empty:
+        raise UserError(f"{run.path}: no graded trajectory to plot")
+    whole = bootstrap(frame["solved"].tolist())
+    units, shown = int(frame["units"].sum()), frame.head(limit)
+    figure, axes = _canvas(len(shown))
+    _band(axes, whole)
+    rows = range(len(shown))
+    axes.hlines(rows, shown["low"], shown["high"], color=_PALE, linewidth=5, zorder=2)
+    axes.plot(shown["solved"], rows, "o", color=_BLUE, markersize=6, zorder=3, clip_on=False)
+    _name_rows(axes, [str(task) for task in shown["task_id"]])
+    for row, (share, tried) in enumerate(zip(shown["solved"], shown["units"], strict=True)):
+        count = f"{round(share * tried)} of {tried}"
+        axes.annotate(
+            count, (1, row), (14, 0), textcoords="offset points", va="center", fontsize=8.5,
+            color=_FAINT, annotation_clip=False,
+        )  # fmt: skip
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_xlabel("solved units of each task, with the 95 % interval of their share")
+    _title(
+        axes,
+        f"{run.path.name}: {whole.mean:.0%} solved" + _bounds(whole),
+        f"{len(frame)} tasks, {units} graded units" + _only(len(shown), len(frame), "least solved"),
+    )
+    return figure
+
+
+def tokens_frame(run: Run) -> pd.DataFrame:
+    """Tokens of each model call: task_id, unit_id, turn, input, cached and output tokens.
+
+    Calls of finished units by the agent itself. Unknown usage stays unknown (NaN), never zero.
+    """
+    calls = run.calls
+    chosen = calls[(calls["status"] == "ok") & (calls["purpose"] == "agent")]
+    columns = ["task_id", "unit_id", "turn", "input_tokens", "cache_read_tokens", "output_tokens"]
+    return chosen[columns].reset_index(drop=True)
+
+
+def plot_tokens(run: Run, *, limit: int = MAX_TASKS) -> Figure:
+    """Tokens per unit of each task, and per call as a conversation grows.
+
+    Args:
+        limit: tasks to draw, those with most tokens.
+
+    Raises: UserError when no call's usage is known, or matplotlib is not installed.
+    """
+    frame = tokens_frame(run)
+    known = frame.dropna(subset=["input_tokens", "output_tokens"])
+    if known.empty:
+        raise UserError(f"{run.path}: no call of known usage to plot")
+    per_task = _tokens_per_task(known)
+    shown = per_task.tail(limit)
+    figure, (left, right) = _two_canvases(len(shown))
+    _stacked(left, shown)
+    _title(
+        left,
+        f"{run.path.name}: tokens per unit",
+        f"mean over {known['unit_id'].nunique()} units"
+        + _only(len(shown), len(per_task), "largest")
+        + _left_out(len(frame) - len(known)),
+    )
+    _by_turn(right, known)
+    _title(right, "tokens per call", "median over units, band from first to third quartile")
+    return figure
+
+
+def plot_difference(comparison: Comparison, *, limit: int = MAX_TASKS) -> Figure:
+    """How much more b solved than a of each task, and the mean with its interval.
+
+    Its frame is `comparison.per_task`.
+
+    Args:
+        limit: tasks to draw, those that differ most.
+
+    Raises: UserError when matplotlib is not installed.
+    """
+    frame = comparison.per_task
+    largest = frame["difference"].abs().sort_values(ascending=False, kind="stable").index[:limit]
+    shown = frame.loc[largest].sort_values(["difference", "task_id"])
+    figure, axes = _canvas(len(shown))
+    _band(axes, comparison.difference)
+    colours = [_BLUE if value > 0 else _ORANGE for value in shown["difference"]]
+    axes.barh(range(len(shown)), shown["difference"], color=colours, height=0.6, zorder=2)
+    zeros = [row for row, value in enumerate(shown["difference"]) if value == 0]
+    axes.plot([0.0] * len(zeros), zeros, "o", color=_FAINT, markersize=4, zorder=3)
+    axes.axvline(0, color=_INK, linewidth=0.8, zorder=3)
+    _name_rows(axes, [str(task) for task in shown["task_id"]])
+    axes.set_xlim(-1.02, 1.02)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:+.0%}" if value else "0")
+    axes.set_xlabel(f"{comparison.a} solved more  |  {comparison.b} solved more")
+    mean = comparison.difference
+    _title(
+        axes,
+        f"{comparison.b} less {comparison.a}: {mean.mean:+.0%}" + _bounds(mean, "+.0%"),
+        f"difference of the solved share, {comparison.tasks} common tasks"
+        + _only(len(shown), len(frame), "most different"),
+    )
+    return figure
+
+
+def _tokens_per_task(calls: pd.DataFrame) -> pd.DataFrame:
+    """Mean tokens per unit by task, smallest first: fresh and cached input, output."""
+    tokens = calls[["task_id", "unit_id"]].assign(
+        cached=calls["cache_read_tokens"].fillna(0).astype(float),
+        output=calls["output_tokens"].astype(float),
+    )
+    tokens["fresh"] = calls["input_tokens"].astype(float) - tokens["cached"]
+    units = tokens.groupby(["task_id", "unit_id"])[["fresh", "cached", "output"]].sum()
+    means: pd.DataFrame = units.groupby("task_id").mean()
+    return means.loc[means.sum(axis=1).sort_values(kind="stable").index]
+
+
+def _stacked(axes: Axes, shown: pd.DataFrame) -> None:
+    rows, start = range(len(shown)), shown["fresh"] * 0.0
+    parts = (("fresh", "input, not cached", _BLUE), ("cached", "input from cache", _PALE))
+    for column, label, colour in (*parts, ("output", "output", _ORANGE)):
+        if shown[column].any() or column != "cached":
+            axes.barh(rows, shown[column], left=start, color=colour, label=label, height=0.7)
+        start = start + shown[column]
+    _name_rows(axes, [str(task) for task in shown.index])
+    _count_axis(axes.xaxis)
+    axes.set_xlabel("tokens")
+    if start.max() == 0:
+        axes.set_xlim(0, 1)
+        axes.text(
+            0.5, 0.5, "no tokens: played models use none", transform=axes.transAxes, ha="center",
+            color=_FAINT,
+        )  # fmt: skip
+    axes.legend(loc="lower right", frameon=False, fontsize=8)
+
+
+def _by_turn(axes: Axes, calls: pd.DataFrame) -> None:
+    axes.set_axisbelow(True)
+    for column, label, colour in (
+        ("input_tokens", "input", _BLUE),
+        ("output_tokens", "output", _ORANGE),
+    ):
+        spread = calls.groupby("turn")[column].quantile(np.array([0.25, 0.5, 0.75])).unstack()
+        axes.fill_between(spread.index, spread[0.25], spread[0.75], color=colour, alpha=0.18, lw=0)
+        axes.plot(spread.index, spread[0.5], "o-", color=colour, label=label, markersize=4)
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.yaxis.grid(True, color=_GRID)
+    axes.set_ylim(bottom=0, top=None if calls["input_tokens"].any() else 1)
+    _count_axis(axes.yaxis)
+    axes.set_xlabel("turn")
+    axes.legend(loc="upper left", frameon=False, fontsize=8)
+
+
+def _pyplot() -> Any:
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        mend = "pip install 'hermes-rl[notebooks]'"
+        raise UserError(f"plots need matplotlib, which is not installed. Run {mend}") from None
+    return pyplot
+
+
+def _canvas(rows: int) -> tuple[Figure, Axes]:
+    """A figure that a notebook shows once, as the value of its cell."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(
+        figsize=(_WIDTH_IN, _MARGIN_IN + _ROW_IN * rows), layout="constrained"
+    )
+    pyplot.close(figure)
+    _dress(axes)
+    axes.xaxis.grid(True, color=_GRID)
+    return figure, axes
+
+
+def _two_canvases(rows: int) -> tuple[Figure, tuple[Axes, Axes]]:
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(
+        1, 2, figsize=(1.35 * _WIDTH_IN, max(3.4, _MARGIN_IN + _ROW_IN * rows)),
+        layout="constrained", width_ratios=(3, 2),
+    )  # fmt: skip
+    pyplot.close(figure)
+    for each in axes:
+        _dress(each)
+    axes[0].xaxis.grid(True, color=_GRID)
+    return figure, (axes[0], axes[1])
+
+
+def _dress(axes: Axes) -> None:
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_FAINT)
+    axes.tick_params(length=0, labelsize=9, labelcolor=_INK)
+
+
+def _name_rows(axes: Axes, names: Sequence[str]) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(-0.7, len(names) - 0.3)
+
+
+def _count_axis(axis: Any) -> None:
+    axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value == int(value) else "")
+
+
+def _band(axes: Axes, whole: Interval) -> None:
+    """The mean over tasks, and its interval, behind the rows."""
+    axes.axvspan(whole.low, whole.high, color="#f1f1f1", zorder=0, lw=0)
+    axes.axvline(whole.mean, color=_FAINT, linewidth=1, linestyle="--", zorder=1)
+
+
+def _title(axes: Axes, title: str, note: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, color=_INK, pad=22)
+    axes.text(0, 1.0, note, transform=axes.transAxes, fontsize=8.5, color=_FAINT, va="bottom")
+
+
+def _bounds(whole: Interval, form: str = ".0%") -> str:
+    if math.isnan(whole.low):
+        return ""
+    return f" ({whole.low:{form}} to {whole.high:{form}} over tasks)"
+
+
+def _only(shown: int, there: int, which: str) -> str:
+    return "" if shown == there else f"; the {shown} {which} are drawn"
+
+
+def _left_out(unknown: int) -> str:
+    return "" if not unknown else f"; {unknown} calls of unknown usage left out"

@@ -1,0 +1,146 @@
+"""The notebooks as a user runs them: from a fresh clone, and on runs that are there already."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+
+from batch_runner import arun_batch
+from hermes_rl import RunConfig
+from hermes_rl.testing.fake_server import FakeServer
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+pytestmark = pytest.mark.slow
+
+
+class ThisPython(AsyncKernelManager):
+    """The kernel of this interpreter, whatever kernels the machine has installed."""
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        return KernelSpec(argv=command, display_name="this Python", language="python")
+
+
+async def execute(name: str, root: Path) -> nbformat.NotebookNode:
+    """Run a notebook in `root/notebooks`, as a clone has it. Raises: what a cell raised."""
+    folder = root / "notebooks"
+    folder.mkdir(exist_ok=True)
+    copy = Path(shutil.copy(NOTEBOOKS / name, folder))
+    notebook = nbformat.read(copy, as_version=4)
+    client = NotebookClient(
+        notebook,
+        timeout=90,
+        kernel_manager_class=ThisPython,
+        resources={"metadata": {"path": str(folder)}},
+    )
+    await client.async_execute()
+    return notebook
+
+
+def printed(notebook: nbformat.NotebookNode) -> str:
+    return "".join(o.text for o in outputs(notebook) if o.output_type == "stream")
+
+
+def shown(notebook: nbformat.NotebookNode) -> str:
+    """The text form of all values of cells."""
+    values = [o for o in outputs(notebook) if o.output_type == "execute_result"]
+    return "\n".join(o.data["text/plain"] for o in values)
+
+
+def figures(notebook: nbformat.NotebookNode) -> int:
+    return sum("image/png" in o.get("data", {}) for o in outputs(notebook))
+
+
+def outputs(notebook: nbformat.NotebookNode) -> list[Any]:
+    return [o for cell in notebook.cells if cell.cell_type == "code" for o in cell.outputs]
+
+
+WRONG, RIGHT = {"run": "echo 0 > out.txt"}, {"run": "echo 1 > out.txt"}
+TASKS: dict[str, list[Any]] = {
+    **{f"easy-{n}": [RIGHT, "done"] for n in range(3)},
+    **{f"hard-{n}": [WRONG, RIGHT, "done"] for n in range(4)},
+    **{f"never-{n}": [WRONG, "done"] for n in range(2)},
+    "refused": [{"text": "", "fault": "content_filter"}],
+}
+"""Task -> what the model does. One turn solves 3 of 9; two turns 7; the tenth has no verdict."""
+
+
+async def made_run(out: Path, base_url: str, max_turns: int) -> None:
+    """A run of these tasks, two repeats each, against a fake server."""
+    dataset = out.parent / "tasks.jsonl"
+    dataset.parent.mkdir(exist_ok=True)
+    rows = [
+        {
+            "id": name,
+            "prompt": f"Write 1 to out.txt.\nSCRIPT: {json.dumps(steps)}",
+            "verify": 'test "$(cat "$WORKSPACE/out.txt")" = 1',
+        }
+        for name, steps in TASKS.items()
+    ]
+    for number, row in enumerate(rows):
+        row["number"] = str(number)  # tasks of one content would be one task
+    dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = RunConfig.model_validate(
+        {
+            "dataset": {"path": str(dataset), "repeats": 2},
+            "model": {"name": "fake"},
+            "agent": {"toolsets": ["terminal"], "preset": "rl", "limits": {"max_turns": max_turns}},
+            "endpoint": {"base_url": base_url},
+            "sandbox": {"backend": "none"},
+            "run": {"out": str(out), "workers": 0, "allow_unsandboxed": True, "max_attempts": 1},
+        }
+    )
+    await arun_batch(config)
+
+
+@pytest.mark.parametrize("name", ["first_look.ipynb", "evaluate.ipynb"])
+async def test_a_fresh_clone_needs_nothing(name: str, tmp_path: Path) -> None:
+    notebook = await execute(name, tmp_path)
+    text = printed(notebook)
+    assert "20/20 units done, 20 solved" in text
+    assert "Traceback" not in text
+    if name == "first_look.ipynb":
+        assert "notebook-oracle: solved 100%" in text
+        assert figures(notebook) == 2
+    else:
+        assert "20/20 units done, 0 solved" in text
+        assert "notebook-oracle less notebook-noop: +100%" in text
+        assert figures(notebook) == 3
+    again = await execute(name, tmp_path)
+    assert "20/20 units done, 20 solved" in printed(again)
+
+
+async def test_runs_that_are_there_are_compared(tmp_path: Path) -> None:
+    async with FakeServer() as server:
+        await made_run(tmp_path / "runs/demo-rehearsal", server.base_url, max_turns=1)
+        await made_run(tmp_path / "runs/demo", server.base_url, max_turns=5)
+    look = await execute("first_look.ipynb", tmp_path)
+    assert "demo: solved 78%" in printed(look)
+    assert "9 tasks, 18 units; 2 attempts left out" in printed(look)
+    assert figures(look) == 2
+    assert "content_filter" in shown(look)
+    compared = await execute("evaluate.ipynb", tmp_path)
+    text = printed(compared)
+    assert "demo-rehearsal: solved 33%" in text
+    assert "demo less demo-rehearsal: +44% (95 % interval +11% to +78%) over 9 common" in text
+    assert "demo is better" in text
+    assert figures(compared) == 3
+    bounds = shown(compared).splitlines()[-2:]
+    assert [float(word) for word in bounds[0].split()[1:]] == [18, 2, 0.3, 0.4]
+    assert [float(word) for word in bounds[1].split()[1:]] == [18, 2, 0.7, 0.8]
+    assert not (tmp_path / "runs/notebook-noop").exists()
+
+
+@pytest.mark.parametrize("name", ["first_look.ipynb", "evaluate.ipynb"])
+def test_notebooks_are_committed_without_outputs(name: str) -> None:
+    notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
+    assert outputs(notebook) == []
+    assert all(cell.execution_count is None for cell in notebook.cells if "execution_count" in cell)
