@@ -14,11 +14,9 @@ HERE = str(Path(__file__).parent)
 if HERE not in sys.path:
     sys.path.insert(0, HERE)
 
-Play = Callable[..., int]
-
 
 @pytest.fixture(scope="session")
-def play() -> Iterator[Play]:
+def play() -> Iterator[Callable[..., int]]:
     """`play(path=..., units=..., crash_at=...)`: one driver process, its exit status."""
     server = subprocess.Popen(
         [sys.executable, f"{HERE}/scripted_driver.py"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 from hermes_rl.events import (
@@ -20,9 +21,14 @@ from hermes_rl.events import (
 from hermes_rl.messages import AssistantMessage, ToolCall, UserMessage
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Trajectory
+from hermes_rl.store.driver import Driver
+from hermes_rl.store.journal import JournalWriter
 from hermes_rl.store.rows import Finished, Segment
 from hermes_rl.trajectory import fold
 from hermes_rl.usage import Usage
+
+Play = Callable[..., int]
+"""What the fixture `play` is."""
 
 CONFIG = {"model": {"name": "made-up", "temperature": 0.7}}
 TOOLS = [{"type": "function", "function": {"name": "terminal", "parameters": {"type": "object"}}}]
@@ -190,3 +196,16 @@ def receipt(made: Finished, writer: str) -> Receipt:
         seconds=got.timing.total_s,
         error=got.error,
     )
+
+
+async def attempt(driver: Driver, journal: JournalWriter, number: int, **more: object) -> None:
+    """One whole attempt."""
+    tried = driver.ledger.next_attempt(unit(number))
+    work = item(number, tried, driver.epoch)
+    driver.dispatch(work, journal.writer)
+    made = finished(number, tried, driver.epoch, **more)
+    recorder = journal.recorder(made.key)
+    for event in story(number, tried, driver.epoch, **more):
+        recorder.record(event)
+    await journal.finish(made)
+    driver.receive(receipt(made, journal.writer))

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-import checks
 import pytest
-from conftest import Play
+import run_checks as checks
+from made_up import Play
 from scripted_driver import Plan
 
 from hermes_rl.store.crash import CRASH_POINTS

@@ -4,11 +4,11 @@ import asyncio
 import os
 from pathlib import Path
 
-import checks
 import made_up
 import msgspec
 import pytest
-from conftest import Play
+import run_checks as checks
+from made_up import Play
 from scripted_driver import Plan
 
 from hermes_rl.errors import StoreError

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import checks
 import made_up
 import pytest
+import run_checks as checks
 from scripted_driver import Plan
 
 from hermes_rl.errors import DiskFull

@@ -3,10 +3,11 @@
 import tempfile
 from pathlib import Path
 
-import checks
-from conftest import Play
+import pytest
+import run_checks as checks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from made_up import Play
 from scripted_driver import Plan
 
 from hermes_rl.store.crash import CRASH_POINTS
@@ -16,8 +17,9 @@ kills = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(
-    max_examples=30,
+    max_examples=20,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

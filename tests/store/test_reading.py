@@ -6,11 +6,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import checks
 import made_up
 import pyarrow.parquet as pq
-from conftest import Play
-from test_run import attempt
+import run_checks as checks
+from made_up import Play, attempt
 
 from hermes_rl.store.driver import open_run
 from hermes_rl.store.journal import JournalWriter, SealPolicy

@@ -6,27 +6,15 @@ from pathlib import Path
 import made_up
 import pyarrow.parquet as pq
 import pytest
+from made_up import attempt
 
 from hermes_rl.errors import StoreError, UserError
-from hermes_rl.store.driver import Driver, OpenOptions, open_run
+from hermes_rl.store.driver import OpenOptions, open_run
 from hermes_rl.store.journal import JournalWriter
 from hermes_rl.store.publisher import Publisher
 from hermes_rl.store.reader import load_run
 from hermes_rl.store.schema import schema_of
 from hermes_rl.store.version import TABLES
-
-
-async def attempt(driver: Driver, journal: JournalWriter, number: int, **more: object) -> None:
-    """One whole attempt."""
-    tried = driver.ledger.next_attempt(made_up.unit(number))
-    work = made_up.item(number, tried, driver.epoch)
-    driver.dispatch(work, journal.writer)
-    made = made_up.finished(number, tried, driver.epoch, **more)
-    recorder = journal.recorder(made.key)
-    for event in made_up.story(number, tried, driver.epoch, **more):
-        recorder.record(event)
-    await journal.finish(made)
-    driver.receive(made_up.receipt(made, journal.writer))
 
 
 async def test_a_run_is_written_read_and_resumed(tmp_path: Path) -> None:

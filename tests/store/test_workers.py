@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import checks
 import made_up
 import pytest
+import run_checks as checks
 
 from hermes_rl.errors import StoreError
 from hermes_rl.store.driver import Driver, OpenOptions, open_run
