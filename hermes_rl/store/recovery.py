@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,8 +70,9 @@ class Recovery:
         """
         crash = self.run_dir.crash
         old = [w for w in self.run_dir.writers() if epoch_of(w) < self._epoch.epoch]
+        deadline = time.monotonic() + grace_s  # one for all: they end side by side
         for writer in old:
-            fence(self.run_dir, writer, grace_s=grace_s)
+            fence(self.run_dir, writer, grace_s=max(0.0, deadline - time.monotonic()))
         crash("recover-2-fenced")
         for writer in old:
             self.publish_finished(writer)

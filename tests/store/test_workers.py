@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import made_up
@@ -133,3 +134,17 @@ async def test_a_worker_that_comes_too_late_writes_nothing(run_path: Path) -> No
         async with JournalWriter(driver.run_dir, 2, 1):
             with pytest.raises(StoreError, match="exists already"):
                 await JournalWriter(driver.run_dir, 2, 1).__aenter__()
+
+
+async def test_several_hanging_workers_share_one_grace(run_path: Path) -> None:
+    options = OpenOptions(grace_s=1.0)
+    async with await open_run(run_path, made_up.CONFIG) as driver:
+        workers = [start(driver, n, ["hold"]) for n in range(3)]
+        for worker in workers:
+            assert worker.stdout
+            assert worker.stdout.readline() == "holding\n"
+    began = time.monotonic()
+    async with await open_run(run_path, made_up.CONFIG, None, options):
+        took = time.monotonic() - began
+    assert [worker.wait(10) for worker in workers] == [-signal.SIGKILL] * 3
+    assert 1.0 <= took < 3.0
