@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hermes_rl.cli.columns import column_map
 from hermes_rl.errors import ExitCode, UserError
 
 SHOWN = 50
@@ -42,15 +43,8 @@ def command(
         return _check_run(path, repair, as_json)
     if repair:
         raise UserError(f"{target} is no run directory; --repair is for runs")
-    renames = dict(_renaming(text) for text in columns or [])
+    renames = column_map(columns)
     return _check_dataset(target, renames, limit, run, as_json)
-
-
-def _renaming(text: str) -> tuple[str, str]:
-    ours, sign, theirs = text.partition("=")
-    if not sign or not ours or not theirs:
-        raise UserError(f"--map {text}: write --map prompt=COLUMN")
-    return ours, theirs
 
 
 def _check_dataset(
@@ -67,6 +61,7 @@ def _check_dataset(
         "verified": found.verified,
         "oracles": found.oracles,
         "identical": found.repeated,
+        "outside_workspace": found.unplaced,
         "requires": sorted(found.requires),
         "absent": found.absent,
     }
@@ -109,6 +104,12 @@ def _dataset_line(dataset: str, result: dict[str, Any]) -> str:
     if result["absent"]:
         line += (
             f"\nabsent in the sandbox: {', '.join(result['absent'])}. Install them on this machine"
+        )
+    if result["outside_workspace"]:
+        line += (
+            f"\nnote: {len(result['outside_workspace']):,} verifiers never name the workspace "
+            f"(first: {result['outside_workspace'][0]}). They start in an empty folder: "
+            'begin them with cd "$WORKSPACE"'
         )
     return line
 

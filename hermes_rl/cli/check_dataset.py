@@ -16,7 +16,7 @@ from hermes_rl.config import parse_config
 from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sources import raw_rows
 from hermes_rl.store.reader import load_run
-from hermes_rl.tasks import Task, TaskRow
+from hermes_rl.tasks import Task, TaskRow, Verify
 from hermes_rl.testing.cheats import CHEATS
 from hermes_rl.wiring import make_backend
 
@@ -32,6 +32,8 @@ class Findings:
     """Rows whose content stood before: kept as units of their own."""
     faults: list[str] = field(default_factory=list)
     """`place: what is wrong`, one line each."""
+    unplaced: list[str] = field(default_factory=list)
+    """Places of verifiers that never name the workspace, although they start outside it."""
     requires: set[str] = field(default_factory=set)
     absent: list[str] = field(default_factory=list)
 
@@ -55,8 +57,15 @@ def _count(row: TaskRow, found: Findings, seen: set[bytes]) -> None:
         found.faults.append(f"{row.place}: {row.error}")
         return
     found.verified += row.task.verify is not None
+    if row.task.verify is not None and not _names_workspace(row.task.verify):
+        found.unplaced.append(row.place)
     found.oracles += row.task.oracle is not None
     found.requires.update(row.task.requires)
+
+
+def _names_workspace(verifier: Verify) -> bool:
+    texts = [verifier.script.encode("utf-8", "replace"), *verifier.files.values()]
+    return any(b"WORKSPACE" in text or b"/workspace" in text for text in texts)
 
 
 def unparsable(row: TaskRow) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hermes_rl.cli.columns import column_map
 from hermes_rl.errors import ExitCode, SandboxKilled, UserError
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
 from hermes_rl.tasks import Task, TaskRow
@@ -23,7 +24,7 @@ def command(
     dataset: Annotated[
         str, typer.Argument(help="dataset, or run directory", metavar="DATASET|RUN")
     ],
-    task: Annotated[str, typer.Argument(help="task id, row number, or a unit of the run")],
+    task: Annotated[str, typer.Argument(help="task id, row number from 0, or a unit of the run")],
     columns: Annotated[
         list[str] | None, typer.Option("--map", help="rename a column: prompt=COLUMN")
     ] = None,
@@ -38,8 +39,7 @@ def command(
     hermes-rl play smoke count-txt                 type commands; `exit` or Ctrl-D ends and grades
     hermes-rl play my.jsonl 17 --save my-oracles.jsonl
     """
-    renames = dict(text.split("=", 1) for text in columns or [] if "=" in text)
-    rows, wanted = _source(dataset, task, renames)
+    rows, wanted = _source(dataset, task, column_map(columns))
     row = find(rows, wanted, dataset)
     if row.task is None:
         raise UserError(f"{row.place}: {row.error}")
@@ -64,12 +64,19 @@ def _source(dataset: str, wanted: str, columns: dict[str, str]) -> tuple[Iterato
 
 
 def find(rows: Iterator[TaskRow], wanted: str, dataset: str) -> TaskRow:
-    """The row with that id, content hash or number. Raises: UserError that lists some ids."""
-    ids = []
+    """The row with that id or content hash, else that number from 0.
+
+    Raises: UserError that lists some ids.
+    """
+    ids: list[str] = []
+    numbered = None
     for row in rows:
-        if wanted in (row.raw_id, row.task_hash) or wanted == str(row.index):
+        if wanted in (row.raw_id, row.task_hash):
             return row
-        ids.append(row.raw_id)
+        numbered = row if wanted == str(row.index) else numbered
+        ids += [row.raw_id] if len(ids) <= 10 else []
+    if numbered is not None:
+        return numbered
     some = ", ".join(ids[:10]) + (", ..." if len(ids) > 10 else "")
     raise UserError(f"{dataset}: no task {wanted!r} (there are: {some})")
 

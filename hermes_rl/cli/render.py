@@ -138,7 +138,9 @@ def _message(message: Row, info: Row, row: Row) -> list[str]:
     calls = message.get("tool_calls") or []
     taken = _call_seconds(row, info["turn"])
     for call in calls:
-        lines.append(f" {info['turn']:<2} {_call_text(call):<56} {seconds(taken)}")
+        first, *rest = _call_text(call).split("\n")
+        lines.append(f" {info['turn']:<2} {first:<56} {seconds(taken)}")
+        lines += [f"      {x}" for x in rest]
     return lines
 
 
