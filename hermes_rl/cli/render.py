@@ -199,7 +199,7 @@ def totals(rows: Sequence[Row]) -> str:
         + f", cost {cost(rows)}"
         + (f"; {failed} attempts without a verdict" if failed else "")
     ]
-    parts = ("queued_s", "sandbox_s", "model_s", "tool_s", "waiting_s", "verify_s")
+    parts = ("sandbox_s", "model_s", "tool_s", "waiting_s", "verify_s")
     by_part = {p: sum((r["timing"] or {}).get(p) or 0.0 for r in rows) for p in parts}
     shown = ", ".join(f"{p[:-2]} {seconds(s)}" for p, s in by_part.items() if s >= 0.05)
     return "\n".join([*lines, f"time by part, summed over rollouts: {shown}" if shown else ""])
