@@ -22,12 +22,14 @@ ID_LENGTH = 32
 def canonical(value: Any) -> Any:
     """A JSON value with integral floats as integers, so that 1 and 1.0 hash alike.
 
-    Raises: ValueError for NaN and infinities, TypeError for what is not JSON.
+    Floats beyond 64 bits stay floats: as integers no reader of rows could hold them.
+
+    Raises: ValueError for NaN and infinities.
     """
     if isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError(f"{value} is not a JSON number")
-        return int(value) if value.is_integer() else value
+        return int(value) if value.is_integer() and abs(value) < 2**63 else value
     if isinstance(value, dict):
         return {str(k): canonical(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -150,6 +150,8 @@ def from_openai(form: Mapping[str, Any]) -> Message:
         if not isinstance(content, str) and not (role == "user" and isinstance(content, list)):
             raise UserError(f"message of role {role}: 'content' must be text")
         if role == "user":
+            if not isinstance(content, str) and not all(isinstance(p, Mapping) for p in content):
+                raise UserError("message of role user: each content part must be an object")
             return UserMessage(content=content)
         return SystemMessage(content=str(content))
     if role == "tool":
@@ -159,16 +161,19 @@ def from_openai(form: Mapping[str, Any]) -> Message:
             content=content if isinstance(content, str) else "",
         )
     if role == "assistant":
+        reasoning, calls = form.get("reasoning_content"), form.get("tool_calls") or []
+        if not isinstance(reasoning, str | None) or not isinstance(calls, list | tuple):
+            raise UserError("assistant message: 'reasoning_content' is text, 'tool_calls' a list")
         return AssistantMessage(
             content=content if isinstance(content, str) else "",
-            reasoning_content=form.get("reasoning_content"),
-            tool_calls=tuple(_call_from_openai(c) for c in form.get("tool_calls") or ()),
+            reasoning_content=reasoning,
+            tool_calls=tuple(_call_from_openai(c) for c in calls),
         )
     raise UserError(f"message with role {role!r}: use system, user, assistant or tool")
 
 
 def _call_from_openai(form: Mapping[str, Any]) -> ToolCall:
-    function = form.get("function")
+    function = form.get("function") if isinstance(form, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError("tool call without a name: use {'function': {'name', 'arguments'}}")
     arguments = function.get("arguments", "{}")

@@ -8,6 +8,9 @@ and never stops the run.
 from __future__ import annotations
 
 import base64
+import datetime
+import decimal
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,15 +20,16 @@ from hermes_rl.errors import TaskFault
 from hermes_rl.identity import canonical, digest
 from hermes_rl.messages import Message, UserMessage, conversation_from_openai, text_of
 
-_TEXTS = ("id", "system", "image", "cwd", "setup", "oracle", "distribution")
+_TEXTS = ("system", "image", "cwd", "setup", "oracle", "distribution")
 _LISTS = ("requires", "toolsets")
 _SCRIPTS = ("setup", "oracle")
 
-FIELDS = frozenset(("prompt", "files", "verify", "limits", "repeats", *_TEXTS, *_LISTS))
+FIELDS = frozenset(("id", "prompt", "files", "verify", "limits", "repeats", *_TEXTS, *_LISTS))
 """The columns of a task row that have a meaning of their own; all others travel in `metadata`."""
 
 _VERIFY_KEYS = ("script", "files", "timeout_s", "image", "score")
-_LIMIT_KEYS = ("max_turns", "max_tokens", "max_seconds", "wall_seconds")
+_WHOLE_LIMITS = ("max_turns", "max_tokens")
+_LIMIT_KEYS = (*_WHOLE_LIMITS, "max_seconds", "wall_seconds")
 
 DEFAULT_VERIFY_TIMEOUT_S = 120.0
 
@@ -91,21 +95,74 @@ def parse_row(row: Mapping[str, Any], index: int, place: str) -> TaskRow:
     not. Columns whose value is None count as absent, so that Parquet and JSONL give one hash.
     """
     given = {k: v for k, v in row.items() if v is not None}
-    hashed = {k: v for k, v in given.items() if k not in ("oracle", "repeats")}
+    place = _sayable(place)
     try:
-        task_hash = digest(hashed)
-    except (TypeError, ValueError, RecursionError) as error:
-        fallback = digest({"bad row": repr(sorted(hashed, key=str)), "why": str(error)})
-        return TaskRow(index=index, place=place, task_hash=fallback, error=str(error))
-    raw_id = str(given.get("id") or task_hash[:12])
-    repeats = given.get("repeats")
-    if repeats is not None and (not isinstance(repeats, int) or repeats < 1):
-        repeats = None
-    base = TaskRow(index=index, place=place, task_hash=task_hash, raw_id=raw_id, repeats=repeats)
+        try:
+            task_hash = digest(_hashed(given))
+        except TypeError:  # dates and the like, as Parquet has them
+            given = {k: _json_form(v, k) for k, v in given.items()}
+            task_hash = digest(_hashed(given))
+    except (TaskFault, TypeError, ValueError, RecursionError) as error:
+        fallback = digest({"bad row": repr(sorted(map(str, given))), "why": str(error)})
+        return TaskRow(index=index, place=place, task_hash=fallback, error=_sayable(str(error)))
+    raw_id = _sayable(_id(given) or task_hash[:12])
+    base = TaskRow(index=index, place=place, task_hash=task_hash, raw_id=raw_id)
     try:
-        return msgspec.structs.replace(base, task=_task(given, raw_id))
+        task = _task(given, raw_id)
+        _check_holdable(given)
     except TaskFault as error:
-        return msgspec.structs.replace(base, error=str(error))
+        return msgspec.structs.replace(base, error=_sayable(str(error)))
+    return msgspec.structs.replace(base, task=task, repeats=task.repeats)
+
+
+def _hashed(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in row.items() if k not in ("oracle", "repeats")}
+
+
+def _json_form(value: Any, column: str) -> Any:
+    """A value as JSON has it: dates as ISO text, decimals as text, bytes as `{"base64": ...}`.
+
+    Raises: TaskFault for what has no such form (a decoded picture, a set).
+    """
+    match value:
+        case dict():
+            return {str(k): _json_form(v, column) for k, v in value.items()}
+        case list() | tuple():
+            return [_json_form(v, column) for v in value]
+        case datetime.datetime() | datetime.date() | datetime.time():
+            return value.isoformat()
+        case datetime.timedelta():
+            return value.total_seconds()
+        case decimal.Decimal() | uuid.UUID():
+            return str(value)
+        case bytes():
+            return {"base64": base64.b64encode(value).decode()}
+        case str() | bool() | int() | float() | None:
+            return value
+    kind = type(value).__name__
+    raise TaskFault(f"column '{column}' holds a {kind}, which is no JSON; drop or convert it")
+
+
+def _id(row: Mapping[str, Any]) -> str:
+    """The row's own id, a number too; empty without one."""
+    given = canonical(row.get("id", ""))
+    return "" if isinstance(given, bool | dict | list) else str(given)
+
+
+def _sayable(text: str) -> str:
+    """Text that can be stored and shown: lone surrogates become question marks."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _check_holdable(row: Mapping[str, Any]) -> None:
+    """Raises: TaskFault for a value that can neither be sent nor stored."""
+    for name, value in row.items():
+        try:
+            msgspec.msgpack.encode({name: value})
+        except UnicodeEncodeError:
+            raise TaskFault(f"'{name}' is no valid Unicode text (lone surrogates)") from None
+        except OverflowError:
+            raise TaskFault(f"'{name}' holds a whole number of more than 64 bits") from None
 
 
 def _task(row: Mapping[str, Any], task_id: str) -> Task:
@@ -125,7 +182,7 @@ def _task(row: Mapping[str, Any], task_id: str) -> Task:
         toolsets=tuple(row["toolsets"]) if "toolsets" in row else None,
         distribution=row.get("distribution"),
         limits=_limits(row.get("limits", {})),
-        repeats=row.get("repeats"),
+        repeats=canonical(row["repeats"]) if "repeats" in row else None,
         metadata=metadata,
     )
 
@@ -141,7 +198,9 @@ def _check_types(row: Mapping[str, Any]) -> None:
     for name in _SCRIPTS:
         if "\0" in row.get(name, ""):
             raise TaskFault(f"'{name}' holds a NUL byte")
-    repeats = row.get("repeats", 1)
+    if "id" in row and not isinstance(row["id"], str) and not _id(row):
+        raise TaskFault(f"'id' must be text or a number, not {type(row['id']).__name__}")
+    repeats = canonical(row.get("repeats", 1))
     if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
         raise TaskFault("'repeats' must be a whole number of 1 or more")
 
@@ -209,6 +268,10 @@ def _verify(value: Any) -> Verify | None:
     unknown = [k for k in given if k not in _VERIFY_KEYS]
     if unknown:
         raise TaskFault(f"'verify' has the unknown key {unknown[0]!r} (known: {_VERIFY_KEYS})")
+    if "\0" in given["script"]:
+        raise TaskFault("'verify' holds a NUL byte")
+    if not isinstance(given.get("image", ""), str):
+        raise TaskFault("'verify.image' must be text")
     timeout = given.get("timeout_s", DEFAULT_VERIFY_TIMEOUT_S)
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
         raise TaskFault("'verify.timeout_s' must be a number of seconds above 0")
@@ -232,6 +295,8 @@ def _limits(value: Any) -> dict[str, float]:
             raise TaskFault(f"'limits' has the unknown key {name!r} (known: {known})")
         if isinstance(number, bool) or not isinstance(number, int | float) or number <= 0:
             raise TaskFault(f"'limits.{name}' must be a number above 0")
+        if name in _WHOLE_LIMITS and number < 1:
+            raise TaskFault(f"'limits.{name}' must be 1 or more")
     return {k: float(v) for k, v in _without_nulls(value).items()}
 
 

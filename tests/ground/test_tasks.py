@@ -1,11 +1,14 @@
 """Task rows: read lazily from every input; a bad row names its place and stops nothing."""
 
 import base64
+import datetime
+import decimal
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -139,3 +142,55 @@ def test_names_for_run_directories() -> None:
     assert dataset_name("data/my.jsonl") == "my"
     assert dataset_name("smoke") == "smoke"
     assert dataset_name("openai/gsm8k:main:test") == "gsm8k"
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "half \ud800"}, "'prompt' is no valid Unicode text"),
+        ({"prompt": "p", "note\ud800": "x"}, "is no valid Unicode text"),
+        ({"prompt": "p", "id": "x\ud800"}, "'id' is no valid Unicode text"),
+        ({"prompt": "p", "count": 2**70}, "'count' holds a whole number of more than 64 bits"),
+        ({"prompt": "p", "tags": {1, 2}}, "column 'tags' holds a set"),
+        ({"prompt": "p", "verify": "tr\0ue"}, "'verify' holds a NUL byte"),
+        ({"prompt": "p", "verify": {"script": "true", "image": 5}}, "'verify.image'"),
+        ({"prompt": "p", "limits": {"max_turns": 0.5}}, "'limits.max_turns' must be 1 or more"),
+        ({"prompt": "p", "id": [1]}, "'id' must be text or a number"),
+        ({"prompt": [{"role": "user", "content": ["x"]}]}, "content part"),
+        ({"prompt": [{"role": "assistant", "tool_calls": 5}]}, "'tool_calls' a list"),
+        ({"prompt": [{"role": "assistant", "tool_calls": [5]}]}, "tool call without a name"),
+        ({"prompt": [{"role": "assistant", "reasoning_content": 5}]}, "'reasoning_content'"),
+    ],
+)
+def test_rows_that_nothing_could_store_are_bad_rows(row: dict[str, Any], said: str) -> None:
+    parsed = parse_row(row, 0, "my.jsonl:1")
+    assert parsed.task is None
+    assert said in str(parsed.error)
+    msgspec.msgpack.encode(parsed)  # it travels to workers and stands in the journal
+
+
+def test_columns_of_parquet_without_a_json_form_are_given_one(tmp_path: Path) -> None:
+    row = {
+        "prompt": "p",
+        "id": 7,
+        "repeats": 2.0,
+        "when": datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC),
+        "day": datetime.date(2026, 1, 2),
+        "price": decimal.Decimal("1.50"),
+        "blob": b"\xff",
+        "big": 1e300,
+        "nested": {"days": [datetime.date(2026, 1, 2)]},
+    }
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "t.parquet")
+    (parsed,) = read_tasks(str(tmp_path / "t.parquet"))
+    assert parsed.task is not None, parsed.error
+    assert (parsed.task.id, parsed.repeats) == ("7", 2)
+    assert parsed.task.metadata == {
+        "when": "2026-01-02T03:04:05+00:00",
+        "day": "2026-01-02",
+        "price": "1.50",
+        "blob": {"base64": "/w=="},
+        "big": 1e300,
+        "nested": {"days": ["2026-01-02"]},
+    }
+    msgspec.json.encode(parsed)
