@@ -76,16 +76,19 @@ class Beneath:
             os.fchown(fd, self.uid, self.uid)
         return fd
 
-    def listing(self, path: str) -> list[tuple[str, bool, int]]:
+    def listing(self, path: str, after: contextlib.ExitStack) -> list[tuple[str, bool, int]]:
         """What is in a folder: paths from here, whether they are folders, bytes on the disk.
 
-        A folder that its owner locked is opened for the look. One that vanished is empty; a path
-        too long to be opened counts as full, since nothing can be said about it.
+        A folder that its owner locked is opened for the look, and locked again by `after`. One that
+        vanished is empty; one that cannot be looked into counts as full.
         """
         try:
-            fd = self._open_folder(path)
+            fd = self._open_folder(path, after)
+        except FileNotFoundError:
+            return []
         except OSError as error:
-            return [(path, False, 1 << 62)] if error.errno == errno.ENAMETOOLONG else []
+            full = error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.EMFILE)
+            return [(path, False, 1 << 62)] if full else []
         found = []
         try:
             with os.scandir(fd) as entries:
@@ -98,22 +101,20 @@ class Beneath:
             os.close(fd)
         return found
 
-    def _open_folder(self, path: str) -> int:
+    def _open_folder(self, path: str, after: contextlib.ExitStack) -> int:
         flags = os.O_RDONLY | os.O_DIRECTORY
         try:
             return self._open(path or ".", flags)
         except PermissionError:
-            handle = self._open(path or ".", os.O_PATH | os.O_DIRECTORY)
-        try:
-            link = f"/proc/self/fd/{handle}"
-            mode = stat.S_IMODE(os.fstat(handle).st_mode)
-            os.chmod(link, 0o700)
-            try:
-                return self._open(path or ".", flags)
-            finally:
-                os.chmod(link, mode)
-        finally:
-            os.close(handle)
+            if path:
+                handle = self._open(path, os.O_PATH | os.O_DIRECTORY)
+            else:
+                handle = os.open(self.folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        after.callback(os.close, handle)
+        link = f"/proc/self/fd/{handle}"
+        after.callback(os.chmod, link, stat.S_IMODE(os.fstat(handle).st_mode))
+        os.chmod(link, 0o700)
+        return self._open(path or ".", flags)
 
     def make_folder(self, path: str) -> None:
         """Make a folder and its parents."""

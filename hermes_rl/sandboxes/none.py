@@ -18,14 +18,13 @@ from hermes_rl.errors import SandboxDied, SandboxError, SandboxKilled, SandboxSt
 from hermes_rl.sandboxes import grading, processes, recipe
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
 from hermes_rl.sandboxes.files import Beneath
+from hermes_rl.sandboxes.reaper import Warden, reap
 from hermes_rl.sandboxes.session import Place, ShellSandbox, environment_file
 from hermes_rl.sandboxes.shell import Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Home
 from hermes_rl.sandboxes.spawn import Launch, Spawner, exited, start
+from hermes_rl.sandboxes.warden import MARK
 from hermes_rl.sandboxes.workspace import copy_tree, remove_tree
-
-MARK = "HERMES_RL_LEASE"
-"""Variable by which processes that left their tree are found again."""
 
 
 @dataclass(frozen=True)
@@ -119,23 +118,36 @@ class Subprocess:
     def __init__(self, *, state_dir: Path | None = None) -> None:
         self._state_dir = state_dir
         self._home: Home | None = None
+        self._warden: Warden | None = None
+        self._opening = asyncio.Lock()
         self._spawner = Spawner()
 
     async def lease(self, spec: SandboxSpec) -> PlainSandbox:
         """Start a shell. Raises: SandboxStartError; TaskFault when an image is asked for."""
         if spec.image is not None:
             raise TaskFault(f"image {spec.image!r}: the sandbox 'none' has no images")
-        if self._home is None:
-            self._home = Home(self._state_dir)
-            self._shared = self._home.new_box()
-            (self._shared / "supervisor").write_text(supervisor_text())
-        box = self._home.new_box()
+        box = (await self._open()).new_box()
         try:
             sandbox = PlainSandbox(self, spec, await self._start(box, spec))
         except BaseException:
             await asyncio.to_thread(remove_tree, box)
             raise
         return sandbox
+
+    async def _open(self) -> Home:
+        """Once: clean up after others that are gone, then make what all share."""
+        async with self._opening:
+            if self._home is None:
+                self._home = await asyncio.to_thread(self._prepare)
+            return self._home
+
+    def _prepare(self) -> Home:
+        home = Home(self._state_dir)
+        reap(home.root)
+        self._warden = Warden(home.root, home.owner, "")
+        self._shared = home.new_box()
+        (self._shared / "supervisor").write_text(supervisor_text())
+        return home
 
     async def _start(self, box: Path, spec: SandboxSpec) -> Running:
         control, state, workspace = box / "ctl", box / "state", box / "ws"
@@ -223,6 +235,8 @@ class Subprocess:
             await asyncio.to_thread(remove_tree, self._shared)
             self._home.close()
             self._home = None
+        if self._warden is not None:
+            await asyncio.to_thread(self._warden.close)
         self._spawner.close()
 
 

@@ -30,7 +30,7 @@ from hermes_rl.sandboxes.pipes import CHUNK, DRAIN_PAUSE_S, Pipe
 
 QUIET_S = 0.005
 """A command that ends sooner is read once, at its end; a longer one as it prints."""
-END_S = 2.0
+END_S = 10.0
 """How long a killed command may take to be reported before the sandbox is given up."""
 START_S = 30.0
 
@@ -196,16 +196,16 @@ class Shell:
         """Kill the running command's tree and wait for the supervisor's word of its end."""
         waiter = self._waiter = self._loop.create_future()
         watch.resume()
-        gone = await asyncio.to_thread(self._end_job)
-        if self._answer is None and not self.lost.is_set():
-            try:
-                async with asyncio.timeout(END_S):
-                    await waiter
-            except TimeoutError:
-                pass
-        if self._answer is None or not gone:
-            raise ShellLost("a command could not be ended")
-        return self._answer
+        deadline = self._loop.time() + END_S
+        while True:
+            gone = await asyncio.to_thread(self._end_job)
+            if self._answer is None and not self.lost.is_set():
+                # Killed a moment ago; or, on a busy machine, not even forked when we looked.
+                await asyncio.wait([waiter], timeout=0.05)
+            if self._answer is not None and gone:
+                return self._answer
+            if self.lost.is_set() or self._loop.time() > deadline:
+                raise ShellLost("a command could not be ended")
 
     async def _abandon(self, watch: _Watch) -> None:
         """End a command whose caller was cancelled, so that the session can go on."""

@@ -18,59 +18,59 @@ import sys
 import time
 
 PATIENCE_S = 20.0
+MARK = "HERMES_RL_LEASE"
+"""Variable that names the box of a process which runs in no sandbox (see `none`)."""
 
 
-def tagged(tag: bytes) -> list[int]:
-    """Ids of processes with an argument that begins with `tag`."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
+def tagged(tag: bytes, mark: bytes = b"") -> list[int]:
+    """Ids of processes with an argument that begins with `tag`, or a variable with `mark`."""
+    return [
+        int(name)
+        for name in os.listdir("/proc")
+        if name.isdigit() and int(name) != os.getpid() and _carries(name, tag, mark)
+    ]
+
+
+def _carries(pid: str, tag: bytes, mark: bytes) -> bool:
+    """Whether a process has the tag or the mark now."""
+    for file, prefix in (("cmdline", tag), ("environ", mark)):
+        if prefix:
             try:
-                with open(f"/proc/{name}/cmdline", "rb") as file:
-                    words = file.read().split(b"\0")
+                with open(f"/proc/{pid}/{file}", "rb") as source:
+                    words = source.read().split(b"\0")
             except OSError:
                 continue
-            if any(word.startswith(tag) for word in words):
-                found.append(int(name))
-    return found
+            if any(word.startswith(prefix) for word in words):
+                return True
+    return False
 
 
-def end_processes(owner: str) -> bool:
-    """SIGKILL all sandboxes of an owner; returns whether they are gone."""
+def end_processes(state: str, owner: str) -> bool:
+    """SIGKILL everything that an owner started; returns whether it is gone."""
     tag = f"{owner}.".encode()
+    mark = b"%s=%s." % (MARK.encode(), os.fsencode(os.path.join(state, "boxes", owner)))
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        running = [pid for pid in tagged(tag) if _kill(pid, tag)]
-        if not running:
+        if not [pid for pid in tagged(tag, mark) if _kill(pid, tag, mark)]:
             return True
         time.sleep(0.02)
     return False
 
 
-def _kill(pid: int, tag: bytes) -> bool:
-    """Kill a process if it still carries the tag; returns whether it was there to be killed."""
+def _kill(pid: int, tag: bytes, mark: bytes) -> bool:
+    """Kill a process if it is still the one that was found; returns whether it was there."""
     try:
         handle = os.pidfd_open(pid)
     except OSError:
         return False
     try:
-        if pid in tagged_one(pid, tag):
+        if _carries(str(pid), tag, mark):
             signal.pidfd_send_signal(handle, signal.SIGKILL)
         return True
     except OSError:
         return False
     finally:
         os.close(handle)
-
-
-def tagged_one(pid: int, tag: bytes) -> list[int]:
-    """The id itself when that process carries the tag now."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = file.read().split(b"\0")
-    except OSError:
-        return []
-    return [pid] if any(word.startswith(tag) for word in words) else []
 
 
 def remove_tree(path: str) -> None:
@@ -126,7 +126,7 @@ def remove_cgroup(path: str) -> bool:
 
 def clean(state: str, owner: str, cgroups: str = "") -> None:
     """End and remove everything of an owner that is gone."""
-    end_processes(owner)
+    end_processes(state, owner)
     if cgroups:
         remove_cgroups(cgroups, owner)
     boxes = os.path.join(state, "boxes")

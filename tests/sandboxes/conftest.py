@@ -78,6 +78,12 @@ def as_ordinary_user() -> Iterator[Callable[[Path, str], None]]:
     shutil.rmtree(folder)
 
 
+@pytest.fixture
+def as_we_are(state: Path) -> Callable[[Path, str], None]:
+    """Run one check in a process of its own, as the user of the tests (root, in a container)."""
+    return lambda file, name: _launch([sys.executable], file, name, state)
+
+
 def _launch(python: list[str], file: Path, name: str, folder: Path) -> None:
     shared = Path("/tmp") / f"hermes-code-{os.getpid()}-{os.urandom(4).hex()}"
     shared.mkdir(mode=0o755)

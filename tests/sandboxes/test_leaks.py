@@ -1,0 +1,196 @@
+"""Nothing is left: no process, folder, slot or group, whatever is killed; and nothing of others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hermes_rl.sandboxes import limits, processes, warden
+from hermes_rl.sandboxes.base import SandboxSpec
+from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+from hermes_rl.sandboxes.leased import BubblewrapSandbox
+from hermes_rl.sandboxes.none import Subprocess
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def doomed(state: Path, count: int, kind: str = "bubblewrap") -> subprocess.Popen[str]:
+    command = [sys.executable, str(WORKER), str(state), str(count), kind]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def wait_for(worker: subprocess.Popen[str], word: str) -> None:
+    assert worker.stdout is not None
+    for line in worker.stdout:
+        if line.strip() == word:
+            return
+    raise AssertionError(f"the worker did not say {word}")
+
+
+def owners(state: Path, pid: int) -> list[str]:
+    return [name for name in os.listdir(state / "owners") if name.startswith(f"{pid}-")]
+
+
+def gone(tag: bytes, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while warden.tagged(tag):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def groups(owner: str) -> list[str]:
+    base = limits.detect().base
+    names = os.listdir(base) if base else []
+    return [name for name in names if name.startswith(f"hermes-rl-{owner}.")]
+
+
+async def test_closing_leaves_nothing(bubblewrap: Bubblewrap, state: Path) -> None:
+    box = await bubblewrap.lease(SandboxSpec(lease="one"))
+    assert isinstance(box, BubblewrapSandbox)
+    [owner] = owners(state, os.getpid())
+    await box.run("mkdir -p a/b; chmod 000 a; (setsid sleep 5000 &); sleep 5000 &", timeout_s=20)
+    deep = "import os\nfor i in range(1500): os.mkdir('d'); os.chdir('d')"
+    await box.run(f'python3 -c "{deep}"', timeout_s=60)
+    host = box.host_pid
+    below = processes.descendants(host)
+    assert len(below) >= 4
+    await box.aclose()
+    assert not any(proc.alive() for proc in below)
+    assert processes.find(host) is None
+    assert [path.name for path in (state / "boxes").iterdir()] == [f"{owner}.1"]  # what is shared
+    assert groups(owner) == []
+
+
+async def test_slots_are_used_again(bubblewrap: Bubblewrap) -> None:
+    if os.geteuid() != 0:
+        return  # only root has slots
+    uids = set()
+    for _ in range(5):
+        box = await bubblewrap.lease(SandboxSpec(lease="slot"))
+        uids.add(os.stat(f"/proc/{box.host_pid}").st_uid)
+        await box.aclose()
+    assert len(uids) == 1
+
+
+@pytest.fixture
+def worker_state(state: Path) -> Iterator[Path]:
+    yield state
+    warden_of = b"/warden.py"
+    for _ in range(100):  # wardens end by themselves
+        if not any(str(state).encode() in line for line in lines_with(warden_of)):
+            return
+        time.sleep(0.05)
+    raise AssertionError("a warden is left")
+
+
+def lines_with(word: bytes) -> list[bytes]:
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                line = Path(f"/proc/{name}/cmdline").read_bytes()
+            except OSError:
+                continue
+            if word in line:
+                found.append(line)
+    return found
+
+
+async def test_a_killed_worker_leaves_nothing(worker_state: Path) -> None:
+    """50 sandboxes: no process after 5 s, no folder after the next start; a second run goes on."""
+    other = Bubblewrap(state_dir=worker_state)
+    ours = await other.lease(SandboxSpec(lease="other run"))
+    worker = doomed(worker_state, 50)
+    wait_for(worker, "ready")
+    [owner] = owners(worker_state, worker.pid)
+    tag = f"{owner}.".encode()
+    assert len(warden.tagged(tag)) >= 150
+    worker.kill()
+    worker.wait()
+    assert gone(tag, 5)
+    third = Bubblewrap(state_dir=worker_state)
+    await (await third.lease(SandboxSpec(lease="third run"))).aclose()
+    await third.aclose()
+    left = [path for path in (worker_state / "boxes").iterdir() if path.name.startswith(owner)]
+    assert left == []
+    assert owners(worker_state, worker.pid) == []
+    assert groups(owner) == []
+    assert (await ours.run("echo still here", timeout_s=20)).output == "still here\n"
+    await ours.aclose()
+    await other.aclose()
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.15, 0.3])
+async def test_a_worker_killed_while_it_starts_sandboxes(
+    worker_state: Path, delay_s: float
+) -> None:
+    worker = doomed(worker_state, 30)
+    wait_for(worker, "starting")
+    time.sleep(delay_s)  # noqa: ASYNC251  (nothing else runs here)
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    assert gone(f"{worker.pid}-".encode(), 5)
+    backend = Bubblewrap(state_dir=worker_state)
+    await (await backend.lease(SandboxSpec(lease="next"))).aclose()
+    await backend.aclose()
+    assert [*(worker_state / "boxes").iterdir()] == []
+
+
+async def test_the_reaper_works_without_a_warden(worker_state: Path) -> None:
+    """Worker and warden killed together: the next start finds folders and processes."""
+    worker = doomed(worker_state, 3)
+    wait_for(worker, "ready")
+    [owner] = owners(worker_state, worker.pid)
+    for pid in processes.children(worker.pid):
+        if b"warden.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+    worker.kill()
+    worker.wait()
+    assert [*(worker_state / "boxes").glob(f"{owner}.*")]
+    backend = Bubblewrap(state_dir=worker_state)
+    box = await backend.lease(SandboxSpec(lease="next"))
+    assert [*(worker_state / "boxes").glob(f"{owner}.*")] == []
+    assert warden.tagged(f"{owner}.".encode()) == []
+    await box.aclose()
+    await backend.aclose()
+
+
+@pytest.mark.slow
+async def test_two_hundred_timeouts(bubblewrap: Bubblewrap) -> None:
+    """The number of processes in a sandbox stays flat."""
+    async with await bubblewrap.lease(SandboxSpec(lease="timeouts")) as box:
+        assert isinstance(box, BubblewrapSandbox)
+        await box.run("true", timeout_s=20)
+        before = len(processes.descendants(box.host_pid))
+        for _ in range(200):
+            await box.run("for i in 1 2 3; do (setsid sleep 99 &); done; sleep 99", timeout_s=0.02)
+        assert len(processes.descendants(box.host_pid)) <= before
+
+
+async def test_a_killed_worker_without_sandboxes_leaves_nothing_either(worker_state: Path) -> None:
+    """The same promise for `none`: its processes are found by their mark."""
+    worker = doomed(worker_state, 3, "none")
+    wait_for(worker, "ready")
+    [owner] = owners(worker_state, worker.pid)
+    mark = f"HERMES_RL_LEASE={worker_state}/boxes/{owner}.".encode()
+    assert len(warden.tagged(f"{owner}.".encode(), mark)) > 3
+    worker.kill()
+    worker.wait()
+    deadline = time.monotonic() + 5
+    while warden.tagged(f"{owner}.".encode(), mark):
+        assert time.monotonic() < deadline, "processes outlive their worker"
+        await asyncio.sleep(0.05)
+    backend = Subprocess(state_dir=worker_state)
+    await (await backend.lease(SandboxSpec(lease="next"))).aclose()
+    await backend.aclose()
+    assert [*(worker_state / "boxes").iterdir()] == []
