@@ -54,8 +54,10 @@ class _WithBackend:
         return getattr(self._sandbox, name)
 
     async def aclose(self) -> None:
-        await self._sandbox.aclose()
-        await self._backend.aclose()
+        try:
+            await self._sandbox.aclose()
+        finally:
+            await self._backend.aclose()
 
 
 class RealAssembly:
@@ -66,6 +68,8 @@ class RealAssembly:
         config = ModelConfig(name=model) if isinstance(model, str) else model
         if not isinstance(config, ModelConfig):
             raise UserError(f"model {model!r}: give a name or a ModelConfig")
+        if config.name == "oracle":
+            raise UserError("model 'oracle' plays a task's solution; use `hermes-rl run` for it")
         where = EndpointSection(
             base_url=config.base_url,
             api_key_env=config.api_key_env,

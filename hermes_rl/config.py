@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
@@ -180,9 +181,13 @@ def _with_prompt_file(config: RunConfig) -> RunConfig:
     if own is None or not own.startswith("@"):
         return config
     try:
-        text = Path(own[1:]).expanduser().read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{own[1:]}: {error}. Check --system-prompt") from None
+        text = Path(own[1:]).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{own[1:]}: {error.strerror or error}. Check --system-prompt") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{own[1:]}: no UTF-8 text. Check --system-prompt") from None
+    if text.startswith("@"):  # run.yaml would be read as naming another file
+        raise UserError(f"{own[1:]}: a system prompt cannot begin with '@'. Begin it otherwise")
     agent = config.agent.model_copy(update={"system_prompt": text})
     return config.model_copy(update={"agent": agent})
 
@@ -216,6 +221,11 @@ def _refuse_reserved(config: RunConfig, place: str) -> None:
     for key, value in reserved.items():
         if value:
             raise UserError(f"{place}: '{key}' is not available in this version; leave it out")
+    if "@" in urlsplit(config.endpoint.base_url or "").netloc:  # it would stand in run.yaml
+        raise UserError(
+            f"{place}: 'endpoint.base_url' holds a user or password. Take them out, and name the "
+            "variable that holds the key with --api-key-env"
+        )
     if config.sandbox.backend == "none" and not config.run.allow_unsandboxed:
         raise UserError(
             "--sandbox none runs the model's commands as you, on this machine. "
@@ -229,9 +239,11 @@ def load_config(path: Path) -> dict[str, Any]:
     Raises: UserError when the file is absent, no YAML, or no mapping.
     """
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}. Check --config") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: no UTF-8 text. Check --config") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""

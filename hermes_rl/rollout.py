@@ -159,16 +159,17 @@ class _Attempt:
         sandbox = await self.workshop.backend.lease(self._spec())
         try:
             await prepare(sandbox, self.task)
+            seconds = time.monotonic() - start
             self.tape.record(
                 ev.SandboxLeased(
                     backend=sandbox.info.backend,
                     image=sandbox.info.image,
                     digest=sandbox.info.digest,
                     limits=sandbox.info.limits,
-                    seconds=time.monotonic() - start,
+                    seconds=seconds,
                 )
             )
-            result = await self._agent(sandbox)
+            result = await self._agent(sandbox, seconds)
             self.tape.record(await verify(sandbox, self.task.verify))
             return result
         finally:
@@ -184,7 +185,7 @@ class _Attempt:
             network=self.workshop.config.sandbox.network,
         )
 
-    async def _agent(self, sandbox: Sandbox) -> AgentResult:
+    async def _agent(self, sandbox: Sandbox, active_s: float) -> AgentResult:
         draw = self.draw
         parts = AgentParts(
             caller=self.workshop.caller(self.task, self.tape),
@@ -197,6 +198,7 @@ class _Attempt:
             sampling=draw.sampling,
             system=draw.system,
             stream=self.workshop.config.endpoint.stream,
+            active_s=active_s,
         )
         return await run_agent(parts, self.task.prompt, self.control)
 

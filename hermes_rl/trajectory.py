@@ -156,7 +156,9 @@ class _Fold:
         }
 
     def _conversation(self) -> dict[str, Any]:
-        final = [e.message for e in self.added if isinstance(e.message, AssistantMessage)]
+        # Turn 0 is the prompt: what it quotes of other conversations is not this rollout's doing.
+        own = [e.message for e in self.added if e.turn]
+        final = [m for m in own if isinstance(m, AssistantMessage)]
         contexts = [
             Context(start=e.start, kept=e.kept, summary_index=e.summary_index, reason=e.reason)
             for e in self.stream
@@ -189,7 +191,7 @@ class _Fold:
 
     def _tools(self) -> dict[str, Any]:
         offered = [e.tools for e in self.stream if isinstance(e, ev.ToolsOffered)]
-        results = [e for e in self.added if isinstance(e.message, ToolMessage)]
+        results = [e for e in self.added if e.turn and isinstance(e.message, ToolMessage)]
         stats: dict[str, list[ev.MessageAdded]] = {}
         for e in results:
             stats.setdefault(_tool_name(e.message) or "", []).append(e)

@@ -6,6 +6,7 @@ the tools, opened once and shared by all rollouts of the process.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping
@@ -22,7 +23,8 @@ from hermes_rl.errors import AuthError, TaskFault, UserError
 from hermes_rl.identity import digest
 from hermes_rl.models.base import ModelClient, Sampling
 from hermes_rl.models.limiter import InProcessLimiter
-from hermes_rl.models.retry import ModelCaller, Price, RetryPolicy
+from hermes_rl.models.played import NoopClient, OracleClient, free
+from hermes_rl.models.retry import ModelCaller, RetryPolicy
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.sandboxes.base import SandboxBackend
 from hermes_rl.tasks import Task
@@ -100,19 +102,18 @@ class Workshop:
         """The model for one rollout."""
         patience = RetryPolicy(outage_s=self.config.endpoint.outage_seconds)
         client = self.client or _played(self.config.model.name, task)
-        price: Price | None = (lambda model, usage: 0.0) if self.free else None
+        price = free if self.free else None
         return ModelCaller(client, self.limiter, recorder, patience, price=price)
 
     def scrub(self, text: str) -> str:
         """A text without the secrets of this run."""
         for secret in self.secrets:
-            text = text.replace(secret, "[secret]")
+            for form in (secret, base64.b64encode(secret.encode()).decode()):
+                text = text.replace(form, "[secret]")
         return text
 
 
 def _played(name: str, task: Task) -> ModelClient:
-    from hermes_rl.models.played import NoopClient, OracleClient
-
     return OracleClient(task.oracle) if name == "oracle" else NoopClient()
 
 
@@ -300,7 +301,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
     Raises: UserError for a toolset, distribution or image that does not exist.
     """
     agent, model = config.agent, config.model
-    toolsets = agent.toolsets or DEFAULT_TOOLSETS
+    toolsets = DEFAULT_TOOLSETS if agent.toolsets is None else agent.toolsets
     if agent.distribution is not None and agent.toolsets is None:
         toolsets = tuple(get_distribution(agent.distribution))
     tools = resolve(toolsets)

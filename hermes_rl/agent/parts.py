@@ -53,6 +53,8 @@ class AgentParts:
     on_delta: Callable[[str], None] | None = None
     """Called with each piece of streamed text."""
     spawn: SpawnAgent | None = None
+    active_s: float = 0.0
+    """Active seconds that are spent already, by the sandbox's start and the task's setup."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class AgentResult:
     """The whole conversation, the system message first."""
     seconds: float
     active_seconds: float
-    """Time spent in tools."""
+    """Time spent in tools, and what the sandbox took before."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`suspected_unparsed_calls`: answers whose text holds the markup of a tool call that no
     server parsed; absent when there is none."""
@@ -117,7 +119,7 @@ class RunState:
             stream=parts.stream,
             on_delta=parts.on_delta,
         )
-        return cls(parts=parts, request=request)
+        return cls(parts=parts, request=request, active_s=parts.active_s)
 
     @property
     def conversation(self) -> Conversation:

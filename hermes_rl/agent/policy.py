@@ -17,7 +17,7 @@ class Limits:
     max_tokens: int | None = None
     """Input and output tokens of all calls together."""
     max_seconds: float | None = None
-    """Active time: seconds spent in tools."""
+    """Active time: seconds spent in tools and on the sandbox's start and setup."""
     wall_seconds: float | None = None
     """All time; reaching it is nobody's ending but a `Stalled` error."""
 

@@ -181,7 +181,6 @@ def _config(given: dict[str, Any], file: Path | None, settings: Any, columns: An
     for flag, key in _FLAGS.items():
         if given[flag] is not None:
             set_key(data, key, _value(flag, given[flag]))
-    _read_prompt(data)
     _require(data)
     return parse_config(data, str(file) if file is not None else "run")
 
@@ -190,17 +189,6 @@ def _value(flag: str, value: Any) -> Any:
     if flag == "toolsets":
         return [name.strip() for name in value.split(",") if name.strip()]
     return value
-
-
-def _read_prompt(data: dict[str, Any]) -> None:
-    """`@FILE` as a system prompt is the file's content. Raises: UserError."""
-    agent = data.get("agent")
-    text = agent.get("system_prompt") if isinstance(agent, dict) else None
-    if isinstance(agent, dict) and isinstance(text, str) and text.startswith("@"):
-        try:
-            agent["system_prompt"] = Path(text[1:]).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"system prompt {text}: cannot be read: {error}") from None
 
 
 def _require(data: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hermes_rl.errors import UserError
+from hermes_rl.errors import ProtocolError, UserError
 from hermes_rl.models.base import Completion, ModelClient, ModelRequest
 from hermes_rl.models.classify import classify
 from hermes_rl.models.dialects.base import Dialect, ReplyHead
@@ -36,6 +36,7 @@ class WireClient:
         self._url = endpoint.url(dialect.path)
         self._headers = {**dialect.headers(endpoint.api_key), **endpoint.headers}
         self._secrets = endpoint.secrets
+        self._answer_bytes = endpoint.answer_bytes
 
     async def complete(self, request: ModelRequest) -> Completion:
         """See `ModelClient.complete`."""
@@ -51,7 +52,13 @@ class WireClient:
                 raise classify(reply.status, reply.headers, bytes(text), secrets=self._secrets)
             head = ReplyHead(reply.headers, reply.first_byte_s)
             decoder = self._dialect.decoder(request, head)
+            received = 0
             async for piece in reply.chunks():
+                received += len(piece)
+                if received > self._answer_bytes:
+                    raise ProtocolError(
+                        f"an answer of over {self._answer_bytes} bytes", served=True
+                    )
                 decoder.feed(piece)
                 if decoder.done:
                     break

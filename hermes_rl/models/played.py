@@ -5,12 +5,13 @@ Stateless: what they answer depends on the conversation alone, so a played rollo
 
 from __future__ import annotations
 
-from hermes_rl.messages import AssistantMessage, ToolCall
+from hermes_rl.messages import AssistantMessage, Message, ToolCall
 from hermes_rl.models.base import Completion, ModelRequest
 from hermes_rl.models.dialects.lenient import encode_json
 from hermes_rl.usage import Usage
 
 API_MODE = "played"
+_CALL_ID = "call_oracle"
 _NOTHING = Usage(
     input_tokens=0,
     cache_read_tokens=0,
@@ -18,11 +19,6 @@ _NOTHING = Usage(
     output_tokens=0,
     reasoning_tokens=0,
 )
-
-
-def free(model: str, usage: Usage) -> float:
-    """The price of a played model."""
-    return 0.0
 
 
 class NoopClient:
@@ -61,10 +57,10 @@ class OracleClient:
         """See `ModelClient.complete`."""
         if not self._oracle:
             return _answer(AssistantMessage(content="This task has no oracle."), request)
-        if any(isinstance(m, AssistantMessage) for m in request.conversation):
+        if any(_is_ours(m) for m in request.conversation):
             return _answer(AssistantMessage(content="I ran the task's oracle."), request)
         arguments = encode_json({"command": self._oracle}).decode()
-        call = ToolCall(id="call_oracle", name=self._tool, arguments=arguments)
+        call = ToolCall(id=_CALL_ID, name=self._tool, arguments=arguments)
         return _answer(AssistantMessage(tool_calls=(call,)), request)
 
     def bound(self, request: ModelRequest) -> int:
@@ -73,6 +69,17 @@ class OracleClient:
 
     async def aclose(self) -> None:
         """See `ModelClient.aclose`."""
+
+
+def free(model: str, usage: Usage) -> float:
+    """The price of a played model."""
+    return 0.0
+
+
+def _is_ours(message: Message) -> bool:
+    """Whether it is the oracle's call; a prompt may hold answers and calls of others."""
+    calls = message.tool_calls if isinstance(message, AssistantMessage) else ()
+    return any(call.id == _CALL_ID for call in calls)
 
 
 def _answer(message: AssistantMessage, request: ModelRequest) -> Completion:

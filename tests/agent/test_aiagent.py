@@ -311,3 +311,10 @@ def test_limits_and_bad_names(agent_class: type[AIAgent]) -> None:
 def test_the_bare_class_says_what_to_use() -> None:
     with AIAgent("m") as agent, pytest.raises(UserError, match=r"use hermes_rl\.AIAgent"):
         agent.chat("x")
+
+
+def test_the_oracle_is_for_tasks() -> None:
+    from hermes_rl.assembly import AIAgent as Real
+
+    with Real("oracle", toolsets=()) as agent, pytest.raises(UserError, match="hermes-rl run"):
+        agent.chat("x")

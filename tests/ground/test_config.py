@@ -27,6 +27,7 @@ def test_the_resolved_configuration_reads_back() -> None:
         ({"model": {"name": "m", "temperature": -1}}, "'model.temperature'"),
         ({"model": {"name": "m", "mix": {"a": 1}}}, "not available in this version"),
         ({"sandbox": {"backend": "none"}}, "--allow-unsandboxed"),
+        ({"endpoint": {"base_url": "http://me:secret@h/v1"}}, "name the variable that holds"),
     ],
 )
 def test_mistakes_are_one_line(change: dict[str, Any], says: str) -> None:
@@ -60,3 +61,20 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, says: str) -> None:
         load_config(path)
     with pytest.raises(UserError, match="Check --config"):
         load_config(tmp_path / "absent.yaml")
+    path.write_bytes(b"\xff")
+    with pytest.raises(UserError, match="no UTF-8 text"):
+        load_config(path)
+
+
+def test_a_system_prompt_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "system.txt"
+    path.write_text("Be brief.")
+    config = parse_config({**GOOD, "agent": {"system_prompt": f"@{path}"}})
+    assert config.agent.system_prompt == "Be brief."
+    assert parse_config(yaml.safe_load(to_yaml(config))) == config
+    for content, says in ((b"\xff", "no UTF-8 text"), (b"@all", "cannot begin with '@'")):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=says):
+            parse_config({**GOOD, "agent": {"system_prompt": f"@{path}"}})
+    with pytest.raises(UserError, match="Check --system-prompt"):
+        parse_config({**GOOD, "agent": {"system_prompt": f"@{tmp_path / 'absent'}"}})

@@ -157,3 +157,21 @@ def test_unknown_is_not_zero() -> None:
     assert total_usage([]).total_tokens == 0
     both = add_totals([total, total_usage([])])
     assert (both.total_tokens, both.cache_read_tokens, both.unknown_calls) == (3, None, 1)
+
+
+def test_what_a_prompt_quotes_is_not_this_rollouts_doing() -> None:
+    quoted = ToolCall(id="q", name="search", arguments="{}")
+    row = fold(
+        [
+            begun(),
+            ev.MessageAdded(message=UserMessage(content="before"), turn=0),
+            ev.MessageAdded(message=AssistantMessage(content="old", tool_calls=(quoted,)), turn=0),
+            ev.MessageAdded(
+                message=ToolMessage(tool_call_id="q", name="search", content="x"), turn=0
+            ),
+            ev.MessageAdded(message=UserMessage(content="now"), turn=0),
+        ],
+        lost="worker_lost",
+    )
+    assert (row.final_response, row.tool_call_count, row.tool_stats) == (None, 0, [])
+    assert len(row.messages) == 4

@@ -4,7 +4,8 @@ import json
 import subprocess
 import sys
 
-from hermes_rl.messages import AssistantMessage, ToolMessage
+from hermes_rl.messages import AssistantMessage, ToolMessage, UserMessage
+from hermes_rl.models.base import Conversation, ModelRequest
 from hermes_rl.models.played import NoopClient, OracleClient, free
 
 
@@ -52,3 +53,15 @@ def test_models_are_imported_without_what_carries_them():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "[]"
+
+
+async def test_answers_that_a_prompt_quotes_are_not_the_oracles(kit):
+    calling = kit.caller(OracleClient("true"), kit.Events())
+    quoted = (
+        UserMessage(content="before"),
+        AssistantMessage(content="done before"),
+        UserMessage(content="now"),
+    )
+    request = ModelRequest(model="oracle", conversation=Conversation(quoted), call_id="")
+    answer = await calling.call(request, turn=1)
+    assert [c.name for c in answer.message.tool_calls] == ["terminal"]

@@ -178,3 +178,12 @@ async def test_a_probe_is_short():
     async with serving(b"", pause=60) as url:
         with pytest.raises(e.UserError, match=r"no answer within 0\.2 s"):
             await probe(Endpoint(url), seconds=0.2)
+
+
+@TRANSPORTS
+async def test_an_answer_without_end_does_not_fill_the_memory(kit, transport):
+    pieces = [head("transfer-encoding: chunked")] + [b"400\r\n" + b" " * 1024 + b"\r\n"] * 2_000
+    async with serving(*pieces) as url:
+        with pytest.raises(e.ProtocolError, match="over 100000 bytes") as caught:
+            await ask(kit, url, transport, answer_bytes=100_000)
+    assert caught.value.served

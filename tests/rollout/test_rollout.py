@@ -265,3 +265,25 @@ async def test_64_agents_see_only_their_own_state(stage: Open) -> None:
         assert len(reads) == 50
         assert set(re.findall(r"agent-\d+", "".join(reads))) == {name}
         assert all(read.split() == [name] * 3 for read in reads)
+
+
+async def test_the_time_limit_counts_the_sandbox_and_its_setup(stage: Open) -> None:
+    s = await stage(backend="none")
+    row = {"prompt": script("done"), "setup": "sleep 0.4", "limits": {"max_seconds": 0.3}}
+    got = await s.attempt(row)
+    assert (got.end_reason, got.truncated, got.calls) == ("time_limit", True, [])
+
+
+async def test_no_tools_and_the_default_tools_are_two_configurations(stage: Open) -> None:
+    hashes = []
+    for toolsets in (None, [], ["terminal", "file"]):
+        s = await stage(backend="none", agent={"toolsets": toolsets})
+        hashes.append(s.workshop.config_hash)
+    none, empty, named = hashes
+    assert none == named != empty
+
+
+async def test_a_row_that_cannot_be_stored_fails_alone(stage: Open) -> None:
+    s = await stage(backend="none")
+    got = await s.attempt({"prompt": "half \ud800"})
+    assert (got.cause, got.owner) == ("task", "task")
