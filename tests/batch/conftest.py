@@ -13,7 +13,7 @@ HERE = str(Path(__file__).parent)
 if HERE not in sys.path:
     sys.path.insert(0, HERE)
 
-_CLUSTER = """
+CLUSTER = """
 import logging, sys, ray
 from batch_runner.warden import Warden
 warden = Warden()
@@ -38,7 +38,7 @@ async def server() -> AsyncIterator[FakeServer]:
 def cluster() -> Iterator[dict[str, str]]:
     """A Ray that is already there: the environment that leads drivers to it."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _CLUSTER],
+        [sys.executable, "-c", CLUSTER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

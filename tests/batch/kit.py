@@ -211,6 +211,21 @@ def alive_pids(out: Path) -> list[int]:
     ]
 
 
+def bwrap_pids(out: Path) -> list[int]:
+    """The outermost process of each sandbox of a run: its lease stands in its arguments."""
+    run_id = json.loads((out / "epochs" / "1.json").read_bytes())["run_id"].encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes()
+            name = (entry / "comm").read_text().strip()
+        except OSError:
+            continue
+        if name == "bwrap" and run_id in line:
+            found.append(int(entry.name))
+    return sorted(found)
+
+
 def left_behind(marks: Iterable[str], out: Path) -> list[str]:
     """Command lines of processes that belong to a run: by environment, or by the lease in argv."""
     epochs = sorted((out / "epochs").glob("*.json"))

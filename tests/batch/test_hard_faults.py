@@ -13,20 +13,6 @@ from hermes_rl.testing.fake_server import FakeServer
 HERE = ("--workers", "0")
 
 
-def bwrap_pids(run_id: str) -> list[int]:
-    """The outermost process of each sandbox of a run: its lease stands in its arguments."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (entry / "cmdline").read_bytes()
-            name = (entry / "comm").read_text().strip()
-        except OSError:
-            continue
-        if name == "bwrap" and run_id.encode() in line:
-            found.append(int(entry.name))
-    return sorted(found)
-
-
 async def test_a_sandbox_killed_from_outside_is_one_clean_retry(
     tmp_path: Path, server: FakeServer
 ) -> None:
@@ -35,8 +21,7 @@ async def test_a_sandbox_killed_from_outside_is_one_clean_retry(
     arguments = kit.played(dataset, out, server.base_url, *HERE, "--sandbox", "bubblewrap")
     run = await kit.launch(*arguments)
     await kit.asked(server, 3, run)
-    run_id = (out / "epochs" / "1.json").read_text().partition('"run_id":"')[2][:32]
-    for pid in bwrap_pids(run_id):
+    for pid in kit.bwrap_pids(out):
         kit.kill(pid)
     assert await run.wait() == 0, run.errors
     (failure,) = kit.table(out, "failures")
