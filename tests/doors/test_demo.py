@@ -1,0 +1,69 @@
+"""`hermes-rl demo`: the rehearsal stands whatever becomes of the model."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hermes_rl.store.reader import load_run
+
+HERMES = [sys.executable, "-c", "import sys; from hermes_rl.cli import main; sys.exit(main())"]
+
+
+def demo(folder: Path, *words: str, **env: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*HERMES, "demo", "--workers", "0", *words],
+        cwd=folder,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+
+
+def test_without_weights_the_rehearsal_stands_and_the_mend_is_named(tmp_path: Path) -> None:
+    nowhere = {
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path),
+        "PIP_CONFIG_FILE": os.devnull,
+    }
+    done = demo(tmp_path, **nowhere)
+    assert done.returncode == 2, done.stderr
+    assert "10/10 units done, 10 solved" in done.stdout
+    assert done.stderr.strip().splitlines()[-1].startswith("error: no weights for the model")
+    assert "--model-path" in done.stderr
+    assert "Traceback" not in done.stderr
+    rehearsal = load_run(tmp_path / "runs" / "demo-rehearsal").trajectories
+    assert len(rehearsal) == 10
+    assert set(rehearsal.reward) == {1.0}
+
+
+def test_a_key_in_the_environment_is_never_used_unasked(tmp_path: Path) -> None:
+    done = demo(tmp_path, "--model", "gpt-5-mini", OPENAI_API_KEY="sk-not-yours-to-take")
+    assert done.returncode == 2
+    assert "--api-key-env" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_real_model_in_real_sandboxes(tmp_path: Path) -> None:
+    """The smallest model solves nothing; its books are whole, and a resume asks it nothing."""
+    words = ["run", "smoke", "--limit", "3", "--model", "local-tiny", "--workers", "0"]
+    words += ["--toolsets", "terminal", "--max-turns", "2", "--max-tokens", "48", "--out", "run"]
+    for _ in range(2):
+        done = subprocess.run([*HERMES, *words], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        run = load_run(tmp_path / "run")
+        assert len(run.trajectories) == 3
+        assert run.stats["calls"]["total"] <= 3 * 3
+        for row in run.trajectories.to_dict("records"):
+            assert row["usage"]["output_tokens"] > 0
+            assert row["usage"]["unknown_calls"] == 0
+            assert row["endpoint"] == "embedded:local-tiny"
+            assert row["calls"][0]["finish_reason"] in ("tool_calls", "length", "stop")
+    first = run.stats["calls"]["total"]
+    assert first == sum(len(calls) for calls in run.trajectories.calls)
