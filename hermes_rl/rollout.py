@@ -54,7 +54,10 @@ def lost_row(tape: Tape, error: BaseException) -> Trajectory:
     """The row of an attempt that a bug of ours ended; its turns and calls are kept."""
     why = f"{type(error).__name__}: {error}"[:_ERROR_CHARS]
     tape.record(ev.Ended(finished_at=time.time(), end_reason="error", cause="harness", error=why))
-    return fold(tape.events)
+    try:
+        return fold(tape.events)
+    except Exception:  # the bug may lie in a message: the books of the attempt must still stand
+        return fold(e for e in tape.events if not isinstance(e, ev.MessageAdded | ev.ToolsOffered))
 
 
 async def run_attempt(

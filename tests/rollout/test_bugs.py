@@ -1,0 +1,33 @@
+"""A bug of ours ends one attempt, with its calls in the books, and not the run."""
+
+from typing import Any
+
+import pytest
+
+from hermes_rl import events as ev
+from hermes_rl.messages import AssistantMessage
+from hermes_rl.rollout import Tape, lost_row
+
+from .conftest import Journal, Open, script
+
+
+class Unfoldable(str):
+    """Text that the row's encoder refuses."""
+
+    def __new__(cls) -> Any:
+        return str.__new__(cls, "lone \ud800 surrogate")
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+async def test_its_calls_are_kept(stage: Open, spoilt: bool) -> None:
+    s = await stage(backend="none")
+    journal = Journal()
+    await s.attempt({"prompt": script({"run": "true"}, "ok")}, journal=journal)
+    tape = Tape(Journal(), [e for e in journal.events if not isinstance(e, ev.Ended)])
+    if spoilt:
+        tape.events.append(ev.MessageAdded(message=AssistantMessage(content=Unfoldable()), turn=2))
+    row = lost_row(tape, KeyError("a bug"))
+    assert (row.status, row.cause, row.reward) == ("failed", "harness", None)
+    assert row.error == "KeyError: 'a bug'"
+    assert len(row.calls) == s.server.requests == 2
+    assert bool(row.messages) != spoilt
