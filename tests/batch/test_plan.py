@@ -1,0 +1,99 @@
+"""Units and their plan: identical rows, repeats, memory; and ids that are what they say."""
+
+import hashlib
+import random
+from pathlib import Path
+
+import pytest
+
+from batch_runner.plan import Plan, PlanRules
+from batch_runner.seen import OccurrenceCounter
+from batch_runner.units import UnitReader
+from hermes_rl.errors import UserError
+from hermes_rl.identity import digest, group_id, unit_id
+from hermes_rl.sources import read_tasks
+from hermes_rl.store.ledger import Ledger
+
+HASH = "c" * 64
+
+
+def reader(rows: list[dict[str, object]], repeats: int = 1) -> UnitReader:
+    return UnitReader(read_tasks(rows), HASH, repeats)
+
+
+def test_ids_are_hashes_of_their_lists() -> None:
+    task = "d" * 64
+    assert unit_id(HASH, task, 2, 3) == digest(["unit", 1, HASH, task, 2, 3])[:32]
+    assert group_id(HASH, task, 2) == digest(["unit", 1, HASH, task, 2])[:32]
+
+
+def test_occurrences_are_counted_as_a_dictionary_would() -> None:
+    chance = random.Random(7)
+    digests = [hashlib.sha256(b"%d" % chance.randrange(3000)).hexdigest() for _ in range(20_000)]
+    counter, seen = OccurrenceCounter(), {}
+    for name in digests:
+        assert counter.next(name) == seen.setdefault(name, 0)
+        seen[name] += 1
+
+
+def test_an_entry_is_found_only_at_its_own_place() -> None:
+    """Two neighbours in a shard can spell a third digest across their border."""
+    left, right = "ab" * 2 + "00" * 7 + "11" * 7, "ab" * 2 + "22" * 7 + "33" * 7
+    across = "ab" * 2 + "11" * 7 + "22" * 7
+    counter = OccurrenceCounter()
+    assert [counter.next(left), counter.next(right), counter.next(across)] == [0, 0, 0]
+    assert counter.next(across) == 1
+
+
+def test_order_of_rows_does_not_name_units() -> None:
+    rows: list[dict[str, object]] = [
+        {"prompt": f"p{n % 3}", "repeats": 1 + n % 2} for n in range(9)
+    ]
+    there = {u.unit_id for u in reader(rows).take(1000, 60.0)}
+    back = {u.unit_id for u in reader(rows[::-1]).take(1000, 60.0)}
+    assert there == back
+    assert len(there) == sum(1 + n % 2 for n in range(9))
+
+
+def test_members_of_a_group_are_adjacent() -> None:
+    units = reader([{"prompt": "a"}, {"prompt": "b", "repeats": 2}], repeats=3).take(100, 60.0)
+    assert [(u.row.index, u.repeat) for u in units] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+
+
+async def test_the_plan_leaves_out_what_is_done_or_given_up() -> None:
+    rows: list[dict[str, object]] = [{"prompt": f"p{n}"} for n in range(6)]
+    units = reader(rows).take(100, 60.0)
+    ledger = Ledger(max_attempts=2)
+    ledger.apply(units[0].unit_id, 0, done=True, cause=None)
+    for attempt in range(2):
+        ledger.apply(units[1].unit_id, attempt, done=False, cause="model_timeout")
+    ledger.apply(units[2].unit_id, 0, done=False, cause="task")
+    for attempt in range(2):
+        ledger.apply(units[3].unit_id, attempt, done=False, cause="worker_lost")
+    ledger.apply(units[4].unit_id, 0, done=False, cause="driver_lost")
+    plan = Plan(reader(rows), PlanRules(HASH, 0, epoch=5), ledger)
+    items = await plan.take()
+    assert [(i.row_index, i.attempt, i.alone) for i in items] == [
+        (3, 2, True),
+        (4, 1, False),
+        (5, 0, False),
+    ]
+    counts = plan.counts
+    assert (counts.done, counts.given_up, counts.open, counts.known) == (1, 2, 3, 5)
+
+
+async def test_a_bad_row_is_one_unit() -> None:
+    rows: list[dict[str, object]] = [{"prompt": "a"}, {"prompt": ""}]
+    plan = Plan(reader(rows, repeats=4), PlanRules(HASH, 0, 1), Ledger())
+    items = await plan.take()
+    assert [(i.row_index, i.task is None) for i in items] == [(0, False)] * 4 + [(1, True)]
+    assert items[-1].bad_row == "row 1: 'prompt' is empty"
+
+
+def test_what_cannot_be_read_shows_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"found: question\)\. Try --map prompt="):
+        reader([{"question": "x"}]).prime()
+    with pytest.raises(UserError, match="no rows"):
+        reader([]).prime()
+    with pytest.raises(UserError, match="no such file"):
+        UnitReader(read_tasks(str(tmp_path / "none.jsonl")), HASH, 1).prime()
