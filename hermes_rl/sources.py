@@ -24,6 +24,7 @@ BUNDLED = ("smoke", "terminal_tasks")
 Source = Iterator[tuple[Mapping[str, Any] | str, str]]
 
 _BATCH_ROWS = 256
+_HUB_S = 10.0
 
 
 def read_tasks(
@@ -145,9 +146,11 @@ def _csv_value(column: str, text: str) -> Any:
     if column not in _CSV_JSON:
         return text
     try:
-        return json.loads(text)
-    except ValueError:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
         return text
+    # The script `true` is a script, no JSON.
+    return text if column == "verify" and not isinstance(value, dict) else value
 
 
 def _parquet(path: Path) -> Source:
@@ -196,6 +199,7 @@ def _hub(name: str) -> Source:
     repo, _, rest = name.partition(":")
     config, _, split = rest.partition(":")
     try:
+        _ask_hub(repo)
         data = load_dataset(repo, config or None, split=split or "train", streaming=True)
     except Exception as error:  # a boundary: the hub's client raises many unrelated classes
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -205,6 +209,15 @@ def _hub(name: str) -> Source:
         ) from None
     for number, row in enumerate(data):
         yield _plain(row), f"{name} row {number}"
+
+
+def _ask_hub(repo: str) -> None:
+    """One request, so that a misspelt path is said at once: the loader tries again for half a
+    minute. Raises: what the hub's client raises."""
+    from huggingface_hub import HfApi, constants
+
+    if not constants.HF_HUB_OFFLINE:
+        HfApi().dataset_info(repo, timeout=_HUB_S)
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:

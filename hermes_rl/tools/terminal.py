@@ -46,7 +46,7 @@ async def terminal(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     """Run `command` in the foreground; ok when it exits with 0."""
     timeout = args.get("timeout", DEFAULT_TIMEOUT_S)
     if not 0 < timeout <= MAX_TIMEOUT_S:
-        raise ToolError(f"timeout must be above 0 and at most {MAX_TIMEOUT_S} s, not {timeout:g}")
+        raise ToolError(f"timeout must be above 0 and at most {MAX_TIMEOUT_S} s")
     timeout = min(timeout, ctx.max_timeout_s)
     result = await sandbox_of(ctx).run(
         args["command"],

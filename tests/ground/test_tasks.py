@@ -4,6 +4,10 @@ import base64
 import datetime
 import decimal
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -194,3 +198,28 @@ def test_columns_of_parquet_without_a_json_form_are_given_one(tmp_path: Path) ->
         "nested": {"days": ["2026-01-02"]},
     }
     msgspec.json.encode(parsed)
+
+
+def test_a_script_in_a_csv_is_no_json(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text('prompt,verify\na,true\nb,"{""script"": ""test -f x""}"\n')
+    first, second = (row.task for row in read_tasks(str(path)))
+    assert first is not None and first.verify is not None and first.verify.script == "true"
+    assert second is not None and second.verify is not None
+    assert second.verify.script == "test -f x"
+
+
+def test_a_name_that_no_hub_knows_is_said_at_once() -> None:
+    code = "from hermes_rl.sources import read_tasks; list(read_tasks('no/such'))"
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert time.monotonic() - began < 15  # the loader alone tries for half a minute
+    assert "UserError: no/such: no such file, no bundled dataset" in done.stderr
+    assert "Retrying" not in done.stderr

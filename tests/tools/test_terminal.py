@@ -34,8 +34,10 @@ async def test_a_timeout_is_124_and_keeps_what_was_printed(each_bench: Any) -> N
 
 
 async def test_timeouts_above_the_limit_are_refused(bench: Any) -> None:
-    with pytest.raises(ToolError, match="at most 600 s, not 601"):
+    with pytest.raises(ToolError, match="at most 600 s"):
         await bench("terminal", command="touch made", timeout=601)
+    with pytest.raises(ToolError, match="at most 600 s"):
+        await bench("terminal", command="touch made", timeout=int("9" * 400))
     with pytest.raises(ToolError, match="above 0"):
         await bench("terminal", command="touch made", timeout=0)
     assert await bench.sh("ls") == ""
