@@ -204,8 +204,11 @@ def test_a_script_in_a_csv_is_no_json(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text('prompt,verify\na,true\nb,"{""script"": ""test -f x""}"\n')
     first, second = (row.task for row in read_tasks(str(path)))
-    assert first is not None and first.verify is not None and first.verify.script == "true"
-    assert second is not None and second.verify is not None
+    assert first is not None
+    assert first.verify is not None
+    assert first.verify.script == "true"
+    assert second is not None
+    assert second.verify is not None
     assert second.verify.script == "test -f x"
 
 
