@@ -1,0 +1,37 @@
+"""The path of this folder, one finished run, and a fake model server in a process of its own."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = str(Path(__file__).parent)
+if HERE not in sys.path:
+    sys.path.insert(0, HERE)
+
+from kit import PLAYED, hermes  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which `hermes-rl run smoke --model oracle` was run; read it only."""
+    folder = tmp_path_factory.mktemp("finished")
+    said = hermes("run", "smoke", *PLAYED, cwd=folder)
+    assert said.code == 0, said.err
+    return folder
+
+
+@pytest.fixture(scope="session")
+def base_url() -> Iterator[str]:
+    """The address of a fake model server; prompts carry their scripts."""
+    command = [sys.executable, "-m", "hermes_rl.testing.fake_server", "--until-eof"]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdout
+    assert server.stdin
+    yield json.loads(server.stdout.readline())["base_url"]
+    server.stdin.close()
+    server.wait(timeout=20)
+    server.stdout.close()

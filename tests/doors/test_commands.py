@@ -1,0 +1,219 @@
+"""What each command does for a user who types it."""
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from kit import COMMAND, PLAYED, clean_environment, hermes, scripted, write
+
+RUN = "runs/smoke-oracle"
+
+
+def test_the_help_names_every_command_and_each_has_an_example(tmp_path: Path) -> None:
+    said = hermes("--help", cwd=tmp_path)
+    listed = [line.split()[0] for line in said.out.splitlines() if line.startswith("  ")]
+    assert {"demo", "run", "play", "show", "status", "check", "doctor"} <= set(listed)
+    for name in listed:
+        assert f"hermes-rl {name} " in hermes(name, "--help", cwd=tmp_path).out.split("Options")[0]
+    assert hermes("--version", cwd=tmp_path).out.startswith("hermes-rl 0.")
+
+
+def test_a_run_says_what_it_did_and_where_it_is(tmp_path: Path) -> None:
+    said = hermes("run", "smoke", *PLAYED, "--limit", "2", cwd=tmp_path)
+    assert said.code == 0
+    assert f"{RUN}: 2/2 units done, 2 solved, mean reward 1" in said.out
+    assert f"trajectories: {RUN}/trajectories/*.parquet" in said.out
+    assert len(pd.read_parquet(tmp_path / RUN / "trajectories")) == 2
+    more = hermes("run", "smoke", *PLAYED, cwd=tmp_path)
+    assert f"{RUN}: 10/10 units done, 10 solved" in more.out
+    again = hermes("run", "smoke", *PLAYED, "--json", cwd=tmp_path)
+    events = [json.loads(line) for line in again.out.splitlines()]
+    assert [e for e in events if e["event"] == "attempt"] == []
+    assert events[-1]["event"] == "report"
+    assert events[-1]["exit_code"] == 0
+
+
+def test_python_m_batch_runner_is_the_same(tmp_path: Path) -> None:
+    python = Path(COMMAND).with_name("python")
+    done = subprocess.run(
+        [python, "-m", "batch_runner", "smoke", *PLAYED, "--limit", "1"],
+        cwd=tmp_path, capture_output=True, text=True, env=clean_environment(), timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert f"{RUN}: 1/1 units done, 1 solved" in done.stdout
+
+
+def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:
+    said = hermes("run", "smoke", *PLAYED, "--repeats", "3", "--dry-run", cwd=tmp_path)
+    assert said.code == 0
+    assert "30" in said.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_behind_an_endpoint(tmp_path: Path, base_url: str) -> None:
+    solve = scripted("solved", {"run": "echo 1 > a"}, "done", verify="grep 1 $WORKSPACE/a")
+    write(tmp_path / "my.jsonl", solve, scripted("unsolved", "no", verify="test -e $WORKSPACE/a"))
+    endpoint = ("--model", "m", "--base-url", base_url, "--workers", "0")
+    said = hermes("run", "my.jsonl", *endpoint, cwd=tmp_path)
+    assert said.code == 0
+    assert "runs/my-m: 2/2 units done, 1 solved, mean reward 0.5" in said.out
+    assert "cost: unpriced" in said.out
+    shown = hermes("show", "runs/my-m", "solved", cwd=tmp_path).out
+    assert "$ echo 1 > a" in shown
+    assert "-> exit 0" in shown
+
+
+def test_show_the_table(finished: Path) -> None:
+    said = hermes("show", RUN, cwd=finished)
+    assert said.code == 0
+    assert said.out.splitlines()[0].split() == [
+        "unit",
+        "task",
+        "#",
+        "reward",
+        "ended",
+        "turns",
+        "in",
+        "out",
+        "time",
+    ]
+    assert "10 of 10 solved" in said.out
+    cut = hermes("show", RUN, "--limit", "3", "--sort", "turns", cwd=finished)
+    assert "... and 7 more (--limit 0 shows all)" in cut.out
+    assert "0 of 0 solved" in hermes("show", RUN, "--failed", cwd=finished).out
+
+
+def test_show_one_trajectory_by_id_task_or_repeat(finished: Path) -> None:
+    unit = hermes("show", RUN, cwd=finished).out.splitlines()[1].split()[0]
+    by_id = hermes("show", RUN, unit, cwd=finished)
+    assert by_id.code == 0
+    assert "write-note #0   reward 1.0   answered   2 turns" in by_id.out
+    assert hermes("show", RUN, "write-note", cwd=finished).out == by_id.out
+    assert hermes("show", RUN, "write-note#0", cwd=finished).out == by_id.out
+    several_lines = hermes("show", RUN, "count-txt", cwd=finished).out
+    assert "\n      echo" in several_lines  # the second line of a command is indented under it
+
+
+def test_show_for_programs(finished: Path) -> None:
+    rows = [json.loads(x) for x in hermes("show", RUN, "--json", cwd=finished).out.splitlines()]
+    assert len(rows) == 10
+    assert rows[0]["messages"][1]["role"] == "user"
+    assert rows[0]["tools"][0]["function"]["name"] == "terminal"
+
+
+def test_output_can_be_cut_short(finished: Path) -> None:
+    script = f"{COMMAND} show {RUN} --json | head -c 10"
+    done = subprocess.run(["bash", "-c", script], cwd=finished, capture_output=True, text=True)
+    assert len(done.stdout) == 10
+    assert done.stderr == ""
+
+
+def test_status_of_a_finished_run(finished: Path) -> None:
+    line = hermes("status", RUN, cwd=finished).out
+    assert line.startswith("10/10 units  10 solved  0 given up  0 running")
+    assert line.endswith("no driver\n")
+    assert hermes("status", RUN, "--follow", "--json", cwd=finished).json()["done"] == 10
+    assert "no driver runs" in hermes("status", RUN, "--stop", cwd=finished).out
+
+
+@pytest.mark.slow
+def test_status_stops_a_run_which_then_goes_on(tmp_path: Path, base_url: str) -> None:
+    rows = [scripted(f"t{n}", *[{"run": "true", "latency_s": 0.3}] * 3, "done") for n in range(8)]
+    write(tmp_path / "slow.jsonl", *rows)
+    words = ["slow.jsonl", "--model", "m", "--base-url", base_url, "--workers", "0"]
+    words += ["--concurrency", "2", "--toolsets", "terminal", "--out", "run"]
+    driver = subprocess.Popen(
+        [COMMAND, "run", *words], cwd=tmp_path, env=clean_environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 30
+        while (seen := look(tmp_path)) is None or not seen["running"]:
+            assert time.monotonic() < deadline
+        assert seen["driver"] == driver.pid
+        second = hermes("run", *words, cwd=tmp_path)
+        assert second.code == 2
+        assert f"run is in use by process {driver.pid}" in second.error
+        assert "hermes-rl status run --stop" in second.error
+        stopped = hermes("status", "run", "--stop", cwd=tmp_path)
+        assert stopped.code == 0
+        assert "no driver" in stopped.out
+        out, _ = driver.communicate(timeout=30)
+    finally:
+        if driver.poll() is None:
+            driver.send_signal(signal.SIGKILL)
+            driver.communicate()
+    assert driver.returncode == 130
+    assert "interrupted. Go on with: hermes-rl run --config run/run.yaml" in out
+    assert hermes("run", *words, cwd=tmp_path).code == 0
+    rows_done = pd.read_parquet(tmp_path / "run/trajectories")
+    assert sorted(rows_done["task_id"]) == [f"t{n}" for n in range(8)]
+
+
+def look(folder: Path) -> dict[str, int] | None:
+    said = hermes("status", "run", "--json", cwd=folder)
+    return said.json() if said.code == 0 else None
+
+
+def test_check_a_dataset(tmp_path: Path) -> None:
+    said = hermes("check", "smoke", cwd=tmp_path)
+    assert said.code == 0
+    assert said.out == "smoke: 10 rows, 0 bad, 10 with a verifier, 10 with an oracle\n"
+    assert hermes("check", "smoke", "--json", cwd=tmp_path).json()["bad"] == []
+
+
+def test_check_plays_a_dataset(tmp_path: Path) -> None:
+    inside, outside = 'grep -q 1 "$WORKSPACE/a"', "grep -q 1 a"
+    rows = [{"id": w, "prompt": "x", "oracle": "echo 1 > a"} for w in ("good", "lost", "free")]
+    rows = [{**r, "verify": v} for r, v in zip(rows, (inside, outside, "true"), strict=True)]
+    write(tmp_path / "mine.jsonl", *rows)
+    said = hermes("check", "mine.jsonl", "--run", cwd=tmp_path)
+    assert said.code == 2
+    assert "2 verifiers never name the workspace (first: mine.jsonl:2)" in said.out
+    assert "  lost: reward 0.0, wanted 1.0" in said.out
+    assert "  free: reward 1.0, wanted 0.0" in said.out
+    assert "good" not in said.out
+
+
+def test_check_a_run(finished: Path) -> None:
+    said = hermes("check", RUN, cwd=finished)
+    assert said.code == 0
+    assert said.out.startswith(f"{RUN}: 10 units done, 0 given up, 20 calls")
+    assert said.out.endswith("; no faults\n")
+
+
+def test_play_is_graded_and_saves_the_oracle(tmp_path: Path) -> None:
+    typed = "ls docs/*.txt | wc -l\necho 3 > count.txt\nexit\n"
+    said = hermes("play", "smoke", "count-txt", "--save", "o.jsonl", cwd=tmp_path, typed=typed)
+    assert said.code == 0
+    assert "Count the .txt files in docs" in said.out
+    assert "\n3\n" in said.out
+    assert "\nreward 1.0\n" in said.out
+    assert hermes("check", "o.jsonl", "--run", cwd=tmp_path).code == 0
+    idle = hermes("play", "smoke", "1", cwd=tmp_path, typed="exit 3\nfalse\n")
+    assert "\nreward 0.0\n" in idle.out
+    assert "[exit 1]" in idle.out
+
+
+def test_play_a_unit_of_a_run(finished: Path) -> None:
+    said = hermes("play", RUN, "delete-tmp", cwd=finished, typed="")
+    assert said.code == 0
+    assert "reward 0.0" in said.out
+
+
+def test_an_id_of_digits_is_an_id(tmp_path: Path) -> None:
+    write(tmp_path / "n.jsonl", {"id": "1", "prompt": "first"}, {"id": "0", "prompt": "second"})
+    assert "second" in hermes("play", "n.jsonl", "0", cwd=tmp_path).out
+
+
+def test_doctor(tmp_path: Path) -> None:
+    found = hermes("doctor", "--json", cwd=tmp_path).json()
+    assert {f["subject"] for f in found} == {"machine", "sandboxes", "models", "tools"}
+    assert [f for f in found if f["good"] is False] == []
+    text = hermes("doctor", "sandboxes", cwd=tmp_path)
+    assert text.code == 0
+    assert "bubblewrap" in text.out
