@@ -40,10 +40,15 @@ class Lease:
     cgroup: list[str] = field(default_factory=list)
     """The path of its control group, once there is one."""
 
+    owner: int | None = None
+    """Who owns the image, when that is not root: only he can write in it."""
+
     @property
     def uid(self) -> int | None:
         """The host user that the sandbox runs as; None is ourselves."""
-        return None if self.slot is None else self.slot.uid
+        if self.slot is None or self.owner is not None:
+            return self.owner
+        return self.slot.uid
 
     @property
     def tag(self) -> str:
@@ -159,6 +164,8 @@ def launch(binary: str, box: recipe.Box, uid: int | None, stdio: socket.socket) 
     Its options go through a pipe: in the command line they would show the host's paths to the
     sandbox.
     """
+    if os.geteuid() == 0 and not uid:
+        raise SandboxStartError("bubblewrap never runs as root of this machine")  # a bug of ours
     seccomp = os.open(filter_path(), os.O_RDONLY | os.O_CLOEXEC)
     info, tell = os.pipe()
     options, give = os.pipe()

@@ -97,7 +97,8 @@ class Bubblewrap:
         home = await self._open()
         slot = self._slots.take() if self._slots is not None else None
         layers = recipe.Layers(self._etc[spec.network], lower)
-        lease = Lease(spec, home.new_box(), slot, layers)
+        owner = recipe.image_owner(lower) if slot is not None else None
+        lease = Lease(spec, home.new_box(), slot, layers, owner=owner)
         try:
             if lower:
                 lease = replace(lease, layers=replace(layers, upper=lease.layer("layer")))
@@ -169,7 +170,7 @@ class Bubblewrap:
             "workspace_files": asked.workspace_files,
             "tmp_bytes": asked.tmp_bytes,
             "shm_bytes": asked.shm_bytes,
-            "own_uid": lease.uid is not None,
+            "own_uid": lease.uid is not None and lease.owner is None,
         }
         if lease.cgroup:
             found["memory_bytes"] = asked.memory_bytes

@@ -102,6 +102,13 @@ def image_layers(image: str) -> Sequence[Path]:
     return (path.absolute(),)
 
 
+def image_owner(lower: Sequence[Path]) -> int | None:
+    """The user whose sandboxes can write in an image: an overlay takes no writes to files of users
+    that the sandbox does not know. None for root's images, which can only be read."""
+    owner = lower[0].stat().st_uid if lower else 0
+    return owner or None
+
+
 def arguments(box: Box, descriptors: Mapping[str, int]) -> list[str]:
     """All options of bubblewrap. `descriptors` holds the numbers of `seccomp` and `info`."""
     limits = box.limits

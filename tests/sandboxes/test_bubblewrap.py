@@ -1,0 +1,187 @@
+"""What only bubblewrap has: images, the network by choice, host faults, what the machine allows."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hermes_rl.errors import SandboxDied, SandboxKilled, SandboxStartError, TaskFault
+from hermes_rl.sandboxes import probe
+from hermes_rl.sandboxes.base import GradingSpec, SandboxLimits, SandboxSpec
+from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+
+PROGRAMS = ("bash", "cat", "ls", "mkdir", "touch", "grep")
+
+
+@pytest.fixture
+def image(state: Path) -> Path:
+    """A tiny root file system: a shell, a few programs and their libraries."""
+    root = state / "image"
+    for folder in ("usr/bin", "etc", "proc", "dev", "tmp", "run", "workspace", "hx", "opt"):
+        (root / folder).mkdir(parents=True)
+    (root / "bin").symlink_to("usr/bin")
+    (root / "etc/release").write_text("tiny\n")
+    for program in PROGRAMS:
+        binary = shutil.which(program)
+        assert binary is not None
+        shutil.copy(binary, root / "usr/bin")
+        listed = subprocess.run(["ldd", binary], capture_output=True, text=True, check=True)
+        for word in listed.stdout.split():
+            if word.startswith("/"):
+                target = root / word.lstrip("/")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(word, target)
+    for path in [root, *root.rglob("*")]:
+        if path.is_dir() and not path.is_symlink():
+            path.chmod(0o755)
+        if os.geteuid() == 0:
+            os.lchown(path, 54321, 54321)  # an overlay takes no writes to root's files
+    return root
+
+
+async def test_an_image_is_the_root_and_stays_as_it_was(
+    bubblewrap: Bubblewrap, image: Path
+) -> None:
+    spec = SandboxSpec(lease="image", image=str(image))
+    async with await bubblewrap.lease(spec) as box:
+        said = await box.run("cat /etc/release; ls /usr/bin; touch /opt/made own", timeout_s=20)
+        assert said.output.split() == ["tiny", *sorted(PROGRAMS)], said
+        assert said.exit_code == 0
+        for _ in range(2):
+            seen = await box.grade(GradingSpec("ls /opt /workspace; touch /opt/other"))
+            assert "made" in seen.output, seen
+            assert "own" in seen.output
+            assert "other" not in seen.output
+    assert [*(image / "opt").iterdir()] == []
+
+
+async def test_an_image_of_root_can_be_read(bubblewrap: Bubblewrap, image: Path) -> None:
+    if os.geteuid() != 0:
+        return  # an ordinary user has no such image
+    for path in [image, *image.rglob("*")]:
+        os.lchown(path, 0, 0)
+    async with await bubblewrap.lease(SandboxSpec(lease="image", image=str(image))) as box:
+        said = await box.run("cat /etc/release >copy; cat copy; touch /opt/made", timeout_s=20)
+        assert said.output.startswith("tiny\n")
+        assert said.exit_code == 1
+        assert os.stat(f"/proc/{box.host_pid}").st_uid >= 200_000
+
+
+async def test_a_missing_image_is_the_tasks_fault(bubblewrap: Bubblewrap, state: Path) -> None:
+    (state / "empty").mkdir()
+    for name in (state / "missing", state / "empty"):
+        with pytest.raises(TaskFault, match="image"):
+            await bubblewrap.lease(SandboxSpec(lease="image", image=str(name)))
+
+
+async def test_the_network_is_a_choice(bubblewrap: Bubblewrap) -> None:
+    hosts = "cat /proc/net/dev | grep -vc lo:"
+    async with await bubblewrap.lease(SandboxSpec(lease="off")) as box:
+        assert (await box.run("ls /sys/class/net 2>&1; cat /etc/resolv.conf", timeout_s=20)).raw
+        off = (await box.run(hosts, timeout_s=20)).output
+    async with await bubblewrap.lease(SandboxSpec(lease="on", network=True)) as box:
+        on = (await box.run(hosts, timeout_s=20)).output
+        same = await box.run("cat /etc/resolv.conf", timeout_s=20)
+    assert off == "2\n"  # two lines of headings
+    assert int(on) >= int(off)
+    if Path("/etc/resolv.conf").exists():
+        assert same.output == Path("/etc/resolv.conf").read_text()
+
+
+async def test_the_environment_and_cwd_asked_for(bubblewrap: Bubblewrap) -> None:
+    spec = SandboxSpec(lease="env", cwd="/tmp/some where", env={"A": "it's $HOME", "B": "1"})
+    async with await bubblewrap.lease(spec) as box:
+        said = await box.run('pwd; echo "$A$B"; echo $HOME', timeout_s=20)
+        assert said.output == "/tmp/some where\nit's $HOME1\n/workspace\n"
+        await box.run("unset B; export A=2", timeout_s=20)
+        assert (await box.run("echo $A${B-none}", timeout_s=20)).output == "2none\n"
+    with pytest.raises(SandboxStartError, match="no working directory"):
+        await bubblewrap.lease(SandboxSpec(lease="env", cwd="/usr/nowhere"))
+
+
+async def test_limits_in_force_are_told(bubblewrap: Bubblewrap) -> None:
+    limits = SandboxLimits(processes=60, memory_bytes=200 << 20)
+    async with await bubblewrap.lease(SandboxSpec(lease="limits", limits=limits)) as box:
+        told = box.info.limits
+        assert told["processes"] == 60
+        assert (await box.run("ulimit -u", timeout_s=20)).output == "60\n"
+        can = await asyncio.to_thread(probe.probe)
+        assert ("memory_bytes" in told) == can.cgroups
+
+
+async def test_memory_of_the_whole_sandbox(bubblewrap: Bubblewrap) -> None:
+    """Several processes, none of them too large alone: the agent's own deed, and graded."""
+    if not (await asyncio.to_thread(probe.probe)).cgroups:
+        return  # then `info.limits` does not claim it (see above)
+    limits = SandboxLimits(memory_bytes=150 << 20)
+    hog = "python3 -c 'import time; a = bytearray(100 << 20); time.sleep(20)'"
+    async with await bubblewrap.lease(SandboxSpec(lease="memory", limits=limits)) as box:
+        await box.run("echo 1 >left", timeout_s=20)
+        with pytest.raises(SandboxKilled, match="out of memory"):
+            await box.run(f"{hog} & {hog} & wait -n; exit", timeout_s=60)
+        assert (await box.grade(GradingSpec("cat /workspace/left"))).output == "1\n"
+
+
+async def test_a_vanished_workspace_is_the_hosts_fault(bubblewrap: Bubblewrap, state: Path) -> None:
+    async with await bubblewrap.lease(SandboxSpec(lease="vanish")) as box:
+        task = asyncio.create_task(box.run("sleep 30", timeout_s=60))
+        await asyncio.sleep(0.2)
+        [folder] = [path for path in (state / "boxes").iterdir() if (path / "ws").exists()]
+        shutil.rmtree(folder)
+        with pytest.raises(SandboxDied, match="vanished"):
+            await task
+        with pytest.raises(SandboxDied):
+            await box.grade(GradingSpec("true"))
+
+
+async def test_one_clear_message_where_sandboxes_cannot_start(state: Path) -> None:
+    broken = state / "bwrap"
+    text = "bwrap: No permissions to create new namespace, likely because the kernel does not"
+    broken.write_text(f"#!/bin/sh\necho '{text}' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    backend = Bubblewrap(state_dir=state, binary=str(broken))
+    with pytest.raises(SandboxStartError, match="user namespaces are forbidden here") as caught:
+        await backend.lease(SandboxSpec(lease="forbidden"))
+    assert "\n" not in str(caught.value)
+    await backend.aclose()
+
+
+async def test_a_folder_of_somebody_else_is_refused(state: Path) -> None:
+    (state / "elsewhere").symlink_to("/tmp")
+    backend = Bubblewrap(state_dir=state / "elsewhere")
+    with pytest.raises(SandboxStartError, match="state_dir"):
+        await backend.lease(SandboxSpec(lease="refused"))
+    await backend.aclose()
+
+
+def test_probe_tells_what_works() -> None:
+    found = probe.probe()
+    assert found.works, found.message
+    assert found.root == (os.geteuid() == 0)
+    assert "bubblewrap" in found.version
+    assert found.limits["processes"]
+
+
+def test_state_folders_are_closed_to_others(state: Path) -> None:
+    backend_state = state / "fresh"
+
+    async def use() -> None:
+        backend = Bubblewrap(state_dir=backend_state)
+        async with await backend.lease(SandboxSpec(lease="modes")):
+            modes = {
+                name: stat.S_IMODE((backend_state / name).stat().st_mode)
+                for name in (".", "boxes", "owners")
+            }
+            assert modes == {".": 0o711, "boxes": 0o711, "owners": 0o700}
+            for box in (backend_state / "boxes").iterdir():
+                if (box / "ws").exists():
+                    assert stat.S_IMODE((box / "ws").stat().st_mode) == 0o700
+        await backend.aclose()
+
+    asyncio.run(use())
