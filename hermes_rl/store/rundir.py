@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from hermes_rl.errors import StoreError, UserError
+from hermes_rl.errors import DiskFull, StoreError, UserError
 from hermes_rl.store.crash import CrashHook
 from hermes_rl.store.disk import LocalStorage
 from hermes_rl.store.processes import lock_within, read_holder, write_holder
@@ -78,7 +79,9 @@ class RunDir:
                 self.storage.sync_folder(above)
             if not os.access(self.path, os.W_OK):
                 raise PermissionError(13, "Permission denied")
-        except (PermissionError, NotADirectoryError, FileExistsError) as error:
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskFull(f"the disk of {self.path} is full. Free some space") from error
             raise UserError(
                 f"{self.path} cannot be written: {error.strerror}. Choose another --out"
             ) from error

@@ -1,0 +1,214 @@
+"""Bad input gets one line that names place and mend, and exit code 2; never a traceback."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from kit import PLAYED, hermes, scripted, write
+
+RUN = "runs/smoke-oracle"
+OUT = ("--out", "run")
+KEYED = ("--model", "m", "--base-url", "https://example.invalid/v1", "--workers", "0")
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "missing file": (
+        ["run", "nothere.jsonl", *PLAYED],
+        "error: nothere.jsonl: no such file. Check the path (bundled: smoke, terminal_tasks)",
+    ),
+    "missing file to check": (["check", "nothere.jsonl"], "error: nothere.jsonl: no such file. "),
+    "missing file to play": (["play", "nothere.jsonl", "1"], "error: nothere.jsonl: no such file."),
+    "no dataset": (["run", "--model", "oracle"], "error: no dataset. Name one: hermes-rl run "),
+    "no model": (["run", "good.jsonl"], "error: no model. Name one: hermes-rl run "),
+    "no prompt column": (
+        ["run", "question.jsonl", *PLAYED],
+        "error: question.jsonl:1: no column 'prompt' (found: question, answer). Try --map prompt=",
+    ),
+    "map that is no pair": (
+        ["check", "good.jsonl", "--map", "prompt"],
+        "error: --map prompt: write --map prompt=COLUMN",
+    ),
+    "unknown toolset": (
+        ["run", "good.jsonl", *PLAYED, "--toolsets", "termnal"],
+        "error: unknown toolset 'termnal' (known: terminal, file, ",
+    ),
+    "unknown distribution": (
+        ["run", "good.jsonl", *PLAYED, "--distribution", "nosuch"],
+        "error: unknown distribution 'nosuch' (known: default, ",
+    ),
+    "unknown sandbox": (
+        ["run", "good.jsonl", *PLAYED, "--sandbox", "dockr"],
+        "'sandbox.backend' input should be 'bubblewrap' or 'none', not 'dockr'",
+    ),
+    "no sandbox": (
+        ["run", "good.jsonl", *PLAYED, "--sandbox", "none"],
+        "Use the default sandbox, or add --allow-unsandboxed",
+    ),
+    "unknown key of the configuration": (
+        ["run", "good.jsonl", *PLAYED, "--set", "model.temprature=1"],
+        "unknown key 'model.temprature' (known here: name, ",
+    ),
+    "setting that is no pair": (
+        ["run", "good.jsonl", *PLAYED, "--set", "foo"],
+        "error: --set foo: write --set section.key=value",
+    ),
+    "missing configuration": (
+        ["run", "good.jsonl", *PLAYED, "--config", "none.yaml"],
+        "error: none.yaml: No such file or directory. Check --config",
+    ),
+    "number out of range": (
+        ["run", "good.jsonl", *PLAYED, "--repeats", "0"],
+        "'dataset.repeats' input should be greater than or equal to 1, not 0",
+    ),
+    "text for a number": (
+        ["run", "good.jsonl", *PLAYED, "--repeats", "x"],
+        "error: Invalid value for '--repeats': ",
+    ),
+    "unknown option": (
+        ["run", "good.jsonl", *PLAYED, "--repeat", "2"],
+        "error: No such option: --repeat",
+    ),
+    "unknown command": (["shwo"], "error: no command 'shwo' (did you mean 'show'?). See hermes-rl"),
+    "missing argument": (["show"], "error: Missing argument 'RUN'. See hermes-rl show --help"),
+    "no run to show": (["show", "nothere"], "error: nothere is no run directory"),
+    "no run to follow": (["status", "nothere"], "error: nothere is no run directory"),
+    "unknown order": (["show", RUN, "--sort", "xx"], "error: --sort xx: choose one of row, "),
+    "unknown subject": (["doctor", "nosuch"], "error: Invalid value for 'subject': "),
+    "unknown task": (
+        ["play", "smoke", "nosuch"],
+        "error: smoke: no task 'nosuch' (there are: write-note, ",
+    ),
+    "no key named": (
+        ["run", "good.jsonl", *KEYED],
+        "error: no key for example.invalid: name the variable that holds it with --api-key-env",
+    ),
+    "key not set": (
+        ["run", "good.jsonl", *KEYED, "--api-key-env", "MY_KEY"],
+        "error: no key: the variable MY_KEY is not set. Set it, then run again",
+    ),
+    "model that nobody serves here": (
+        ["run", "good.jsonl", "--model", "m", "--base-url", "http://127.0.0.1:9/v1"],
+        "error: 127.0.0.1:9: Cannot connect to host",
+    ),
+    "out is a file": (
+        ["run", "good.jsonl", *PLAYED, "--out", "good.jsonl"],
+        "error: good.jsonl cannot be written: ",
+    ),
+    "out cannot be made": (
+        ["run", "good.jsonl", *PLAYED, "--out", "/proc/run"],
+        "error: /proc/run cannot be written: ",
+    ),
+    "out holds other files": (
+        ["run", "good.jsonl", *PLAYED, "--out", "other"],
+        "error: other holds other files (thesis.tex) and is no run directory. Choose another --out",
+    ),
+    "demo with somebody's key": (
+        ["demo", "--model", "gpt-5-mini"],
+        "error: --model gpt-5-mini: say where it is with --base-url URL, or name the variable",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("bad")
+    write(made / "good.jsonl", {"prompt": "x"})
+    write(made / "question.jsonl", {"question": "x", "answer": "y"})
+    (made / "other").mkdir()
+    (made / "other/thesis.tex").write_text("precious")
+    return made
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_one_line(name: str, folder: Path) -> None:
+    words, line = REFUSED[name]
+    said = hermes(*words, cwd=folder)
+    assert said.code == 2
+    assert line in said.error
+    assert said.out == ""
+    assert (folder / "other/thesis.tex").read_text() == "precious"
+
+
+def test_every_bad_row_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text(
+        '{"prompt": "good"}\n{broken\n{"prompt": 3}\n{"prompt": "x", "verify": {"scrip": "a"}}\n'
+        '{"prompt": "x", "setup": "if true"}\n{"prompt": "x", "limits": {"max_trns": 3}}\n'
+    )
+    said = hermes("check", "bad.jsonl", cwd=tmp_path)
+    assert said.code == 2
+    lines = said.err.splitlines()
+    assert [line.split(": ")[1] for line in lines] == [f"bad.jsonl:{n}" for n in range(2, 7)]
+    assert "not valid JSON" in lines[0]
+    assert "'setup' is no bash script" in lines[3]
+    assert "max_trns" in lines[4]
+    assert said.out.startswith("bad.jsonl: 6 rows, 5 bad")
+
+
+def test_a_bad_row_does_not_stop_a_run(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "good"}\n{broken\n')
+    said = hermes("run", "bad.jsonl", *PLAYED, *OUT, cwd=tmp_path)
+    assert said.code == 1
+    assert "run: 1/2 units done, 1 given up" in said.out
+    assert "1 bad rows: see run/failures, or hermes-rl check" in said.out
+    assert (
+        "bad.jsonl:2: not valid JSON"
+        in hermes("show", "run", "--failed", "--json", cwd=tmp_path).out
+    )
+
+
+def test_another_configuration_is_refused_with_what_differs(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "runs", tmp_path / "runs")
+    said = hermes("run", "smoke", *PLAYED, "--temperature", "1", cwd=tmp_path)
+    assert said.code == 2
+    assert said.error == (
+        f"error: {RUN} was made with temperature none, now 1.0. Keep none, or choose --out {RUN}-2"
+    )
+    several = hermes("run", "smoke", *PLAYED, "--max-turns", "3", "--seed", "4", cwd=tmp_path)
+    assert several.code == 2
+    assert "max_turns" in several.err
+    assert "seed" in several.err
+    assert hermes("run", "smoke", *PLAYED, cwd=tmp_path).code == 0
+
+
+def test_a_run_of_a_newer_version(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "runs", tmp_path / "runs")
+    epoch = tmp_path / RUN / "epochs/1.json"
+    epoch.write_text(json.dumps({**json.loads(epoch.read_text()), "schema_version": 99}))
+    for words in (["run", "smoke", *PLAYED], ["show", RUN], ["status", RUN], ["check", RUN]):
+        said = hermes(*words, cwd=tmp_path)
+        assert said.code == 2
+        assert said.error.startswith(f"error: {RUN} was written by a newer hermes_rl (schema 99")
+        assert "Upgrade hermes_rl" in said.error
+
+
+def test_ids_that_name_no_unit_or_several(finished: Path) -> None:
+    none = hermes("show", RUN, "zzz", cwd=finished)
+    assert none.code == 2
+    assert (
+        none.error == f"error: {RUN}: nothing begins with 'zzz'. `hermes-rl show {RUN}` lists ids"
+    )
+    several = hermes("show", RUN, "", cwd=finished)
+    assert several.code == 2
+    assert "names 10 units" in several.error
+
+
+@pytest.mark.parametrize(
+    ("fault", "mend"),
+    [
+        ("auth", "Set the right key, then run the same command. (exit 3)"),
+        ("billing", "Mend the account, then run the same command. (exit 3)"),
+        ("not_found", "Correct --model or --base-url, then run the same command. (exit 3)"),
+    ],
+)
+def test_a_refusing_endpoint_stops_the_run_at_once(
+    fault: str, mend: str, tmp_path: Path, base_url: str
+) -> None:
+    rows = [scripted(f"t{n}", {"text": "", "fault": fault}) for n in range(4)]
+    write(tmp_path / "my.jsonl", *rows)
+    endpoint = ("--model", "m", "--base-url", base_url, "--workers", "0")
+    said = hermes("run", "my.jsonl", *endpoint, *OUT, cwd=tmp_path, seconds=30)
+    assert said.code == 3
+    assert said.out.splitlines()[-1].startswith("stopped: ")
+    assert said.out.splitlines()[-1].endswith(mend)
+    status = hermes("status", "run", "--json", cwd=tmp_path).json()
+    assert (status["done"], status["given_up"]) == (0, 0)
