@@ -12,6 +12,7 @@ from typing import Any
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig
 from hermes_rl.identity import digest
 from hermes_rl.sources import dataset_name
+from hermes_rl.store.rundir import RunDir
 from hermes_rl.wiring import api_key, identity_of
 
 CONCURRENCY = 64
@@ -55,7 +56,7 @@ def settle(config: RunConfig) -> Settings:
     workers = config.run.workers
     if workers is None:
         workers = min(_cores(), math.ceil(concurrency / ROLLOUTS_PER_WORKER))
-    out = Path(config.run.out or default_out(config))
+    out = RunDir(config.run.out or default_out(config)).path
     run = config.run.model_copy(
         update={"out": str(out), "workers": workers, "concurrency": concurrency}
     )
