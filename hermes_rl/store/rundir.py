@@ -61,7 +61,7 @@ class RunDir:
     def create(self) -> None:
         """Make the folders.
 
-        Raises: UserError when the place holds something else or cannot be written.
+        Raises: UserError when the place holds something else or cannot be written; DiskFull.
         """
         try:
             if self.path.is_dir() and not (self.path / "epochs").is_dir():
