@@ -16,7 +16,8 @@ from hermes_rl.store.rundir import RunDir
 from hermes_rl.store.schema import schema_of
 from hermes_rl.store.version import TABLES
 
-_TOKENS = ("input_tokens", "output_tokens", "cache_read_tokens", "cache_write_tokens")
+_ALWAYS = ("input_tokens", "output_tokens")
+_TOKENS = (*_ALWAYS, "cache_read_tokens", "cache_write_tokens", "reasoning_tokens")
 
 
 def look(path: Path) -> Iterator[str]:
@@ -74,13 +75,22 @@ def row_faults(table: str, row: dict[str, Any], seen: dict[str, str]) -> Iterato
     yield from _book_faults(row)
 
 
+def _settled(call: dict[str, Any]) -> bool:
+    return all(call[name] is not None for name in _ALWAYS)
+
+
 def _book_faults(row: dict[str, Any]) -> Iterator[str]:
     calls = row["calls"]
+    refused = all(call["outcome"] == "refused" for call in calls)
     for name in _TOKENS:
         known = [call[name] for call in calls if call[name] is not None]
-        total = row["usage"][name]
-        if calls and total != (sum(known) if known else None):
-            yield f"usage.{name} is {total}, its calls have {sum(known) if known else None}"
+        nothing = 0 if refused and name in _ALWAYS else None  # refusals cost nothing, for sure
+        total, wanted = row["usage"][name], sum(known) if known else nothing
+        if total != wanted:
+            yield f"usage.{name} is {total}, its calls have {wanted}"
+    unknown = sum(call["outcome"] != "refused" and not _settled(call) for call in calls)
+    if row["usage"]["unknown_calls"] != unknown:
+        yield f"usage.unknown_calls is {row['usage']['unknown_calls']}, its calls have {unknown}"
     ids = [call["call_id"] for call in calls]
     if len(set(ids)) != len(ids):
         yield "a call is recorded twice"
