@@ -1,0 +1,117 @@
+"""The synchronous doors from a notebook's kernel, where an event loop already runs."""
+
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import AsyncKernelManager
+from kit import clean_environment, scripted, write
+
+TWO_TURNS = ({"run": "echo 1 > a"}, "wrote it")
+
+
+class Kernel:
+    """A kernel of this interpreter, cell by cell."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+
+    async def run(self, code: str, seconds: float = 60.0) -> str:
+        """What a cell printed. Raises: AssertionError with the cell's traceback."""
+        said: list[str] = []
+
+        def hear(message: dict[str, Any]) -> None:
+            if message["msg_type"] == "stream":
+                said.append(message["content"]["text"])
+
+        reply = await self.client.execute_interactive(
+            code, timeout=seconds, output_hook=hear, allow_stdin=False
+        )
+        assert reply["content"]["status"] == "ok", "\n".join(reply["content"]["traceback"])
+        return "".join(said)
+
+
+class ThisPython(AsyncKernelManager):
+    """The kernel of this interpreter, whatever kernels the machine has installed."""
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        return KernelSpec(argv=command, display_name="this Python", language="python")
+
+
+@pytest.fixture
+async def kernel(tmp_path: Path) -> AsyncIterator[Kernel]:
+    manager = ThisPython()
+    await manager.start_kernel(cwd=str(tmp_path), env=clean_environment())
+    client = manager.client()
+    client.start_channels()
+    try:
+        await client.wait_for_ready(timeout=60)
+        yield Kernel(client)
+    finally:
+        client.stop_channels()
+        await manager.shutdown_kernel(now=True)
+
+
+def agent(base_url: str) -> str:
+    return (
+        "import hermes_rl\n"
+        f"model = hermes_rl.ModelConfig(name='m', base_url={base_url!r})\n"
+        "agent = hermes_rl.AIAgent(model, toolsets=['terminal'])\n"
+    )
+
+
+async def test_the_agent_talks_in_a_kernel(kernel: Kernel, base_url: str) -> None:
+    prompt = scripted("chat", *TWO_TURNS)["prompt"]
+    await kernel.run(agent(base_url))
+    assert await kernel.run(f"print(agent.chat({prompt!r}))") == "wrote it\n"
+    said = await kernel.run(
+        f"result = agent.run_conversation({prompt!r}, conversation_history=[])\n"
+        "import json; print(json.dumps({k: result[k] for k in ('completed', 'end_reason')}))\n"
+        "print([m['role'] for m in result['messages']], result['usage']['total_tokens'] > 0)"
+    )
+    first, second = said.splitlines()
+    assert json.loads(first) == {"completed": True, "end_reason": "answered"}
+    assert second == "['system', 'user', 'assistant', 'tool', 'assistant'] True"
+    awaited = await kernel.run(
+        f"r = await agent.run({prompt!r}, conversation_history=[])\nprint(r['final_response'])"
+    )
+    assert awaited == "wrote it\n"
+    # The loop of the kernel was never held up, and the sandbox is one and the same.
+    assert await kernel.run("import asyncio\nawait asyncio.sleep(0)\nagent.close()") == ""
+
+
+def batch(base_url: str, workers: int) -> str:
+    return (
+        "import hermes_rl\n"
+        "from batch_runner import run_batch\n"
+        "config = hermes_rl.RunConfig(dataset={'path': 'my.jsonl'}, model={'name': 'm'},\n"
+        f"    endpoint={{'base_url': {base_url!r}}}, agent={{'toolsets': ['terminal']}},\n"
+        f"    run={{'out': 'run-{workers}', 'workers': {workers}}})\n"
+        "report = run_batch(config)\n"
+        "print('REPORT', report.done, report.solved, report.exit_code)\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_run_batch_in_a_kernel(
+    workers: int, kernel: Kernel, base_url: str, tmp_path: Path
+) -> None:
+    rows = [scripted(f"t{n}", *TWO_TURNS, verify="grep 1 $WORKSPACE/a") for n in range(3)]
+    write(tmp_path / "my.jsonl", *rows)
+    assert "REPORT 3 3 0" in await kernel.run(batch(base_url, workers), seconds=120)
+    if not workers:  # the same cell again finds the finished run
+        assert "REPORT 3 3 0" in await kernel.run(batch(base_url, workers))
+    frames = await kernel.run(
+        f"run = hermes_rl.load_run('run-{workers}')\n"
+        "print(len(run.trajectories), len(run.calls), len(run.messages), run.runs['solved'][0])"
+    )
+    assert frames == "3 6 15 3\n"
+    loaded = await kernel.run("import sys; print('ray' in sys.modules)")
+    assert loaded == f"{bool(workers)}\n"
