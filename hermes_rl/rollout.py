@@ -25,6 +25,8 @@ from hermes_rl.errors import (
     cause_of,
     end_reason_of,
 )
+from hermes_rl.models.classify import scrub
+from hermes_rl.models.dialects.lenient import clean
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
@@ -52,7 +54,7 @@ class Tape:
 
 def lost_row(tape: Tape, error: BaseException) -> Trajectory:
     """The row of an attempt that a bug of ours ended; its turns and calls are kept."""
-    why = f"{type(error).__name__}: {error}"[:_ERROR_CHARS]
+    why = scrub(clean(f"{type(error).__name__}: {error}"))
     tape.record(ev.Ended(finished_at=time.time(), end_reason="error", cause="harness", error=why))
     try:
         return fold(tape.events)
@@ -130,7 +132,7 @@ def _text(task: Task | None, column: str) -> str | None:
 
 def _failed(workshop: Workshop, error: HermesError) -> ev.Ended:
     cause = "task" if isinstance(error, UserError) else cause_of(error)
-    text = workshop.scrub(f"{type(error).__name__}: {error}")[:_ERROR_CHARS]
+    text = workshop.scrub(clean(f"{type(error).__name__}: {error}"))[:_ERROR_CHARS]
     return ev.Ended(
         finished_at=time.time(), end_reason=end_reason_of(cause), cause=cause, error=text
     )

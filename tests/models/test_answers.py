@@ -163,6 +163,7 @@ def test_a_bad_byte_or_half_character_does_not_lose_an_answer(kit):
         ({"prompt_tokens": -1, "completion_tokens": 2}, None),
         ({"prompt_tokens": "9", "completion_tokens": 2}, None),
         ({"prompt_tokens": True, "completion_tokens": 2}, None),
+        ({"prompt_tokens": 10**30, "completion_tokens": 2}, None),  # no row could hold it
         (None, None),
         ([], None),
     ],

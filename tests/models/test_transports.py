@@ -187,3 +187,12 @@ async def test_an_answer_without_end_does_not_fill_the_memory(kit, transport):
         with pytest.raises(e.ProtocolError, match="over 100000 bytes") as caught:
             await ask(kit, url, transport, answer_bytes=100_000)
     assert caught.value.served
+
+
+@TRANSPORTS
+async def test_headers_that_are_no_text_can_be_recorded(kit, transport):
+    odd = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nx-request-id: r\xff1\r\n"
+    async with serving(odd + b"content-length: %d\r\n\r\n" % len(ANSWER) + ANSWER) as url:
+        answer = await ask(kit, url, transport)
+    assert answer.message.content == "hi"
+    assert answer.request_id.encode()

@@ -31,3 +31,12 @@ async def test_its_calls_are_kept(stage: Open, spoilt: bool) -> None:
     assert row.error == "KeyError: 'a bug'"
     assert len(row.calls) == s.server.requests == 2
     assert bool(row.messages) != spoilt
+
+
+async def test_its_text_shows_no_key(stage: Open) -> None:
+    s = await stage(backend="none")
+    journal = Journal()
+    await s.attempt({"prompt": script("ok")}, journal=journal)
+    tape = Tape(Journal(), journal.events[:1])
+    row = lost_row(tape, ValueError("header Authorization: Bearer abc123def \udcff"))
+    assert row.error == "ValueError: header Authorization: *** \ufffd"

@@ -8,6 +8,10 @@ from typing import Any
 from hermes_rl.usage import Usage
 
 
+_ABSURD = 1 << 40
+"""No call has so many tokens: a count like this is a server's error, and sums must fit 64 bits."""
+
+
 def read_usage(form: Any) -> Usage | None:
     """The usage of a response; None unless prompt and completion tokens are both there.
 
@@ -58,9 +62,9 @@ def write_usage(usage: Usage) -> dict[str, Any]:
 
 
 def _count(value: Any) -> int | None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int):
         return None
-    return value
+    return value if 0 <= value < _ABSURD else None
 
 
 def _first(*values: Any) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 
+from hermes_rl.models.dialects.lenient import clean
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.transports.base import (
     LINGER_S,
@@ -109,7 +110,9 @@ class _HttpReply:
     ) -> None:
         self.status = response.status
         self.headers: Mapping[str, str] = {
-            name.lower(): value for name, value in response.headers.items()
+            # aiohttp keeps bytes that are no UTF-8 as half surrogates, which no record can hold.
+            name.lower(): clean(value)
+            for name, value in response.headers.items()
         }
         self.first_byte_s = first_byte_s
         self._response = response
@@ -143,4 +146,4 @@ async def _settle(response: aiohttp.ClientResponse) -> None:
 
 
 def _reason(error: Any) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return clean(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
