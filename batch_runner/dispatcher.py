@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from batch_runner.wire import Reply
-from hermes_rl.errors import DiskFull
+from hermes_rl.errors import DiskFull, HermesError
 from hermes_rl.ports import Receipt, WorkItem, WorkSource
 
 RESTART_PAUSE_S = 1.0
@@ -147,11 +147,13 @@ class Dispatcher:
             async with asyncio.TaskGroup() as group:
                 for slot in list(self._slots):
                     group.create_task(self._serve(slot, source))
-                await self._feed(source, group)
+                broken = await self._feed(source, group)
                 self._draining = True
                 await self._until(lambda: not any(s.in_flight for s in self._slots))
                 for slot in self._slots:
                     slot.closing.set()
+            if broken is not None:
+                raise broken
         except BaseExceptionGroup as errors:
             await self._kill_all()
             raise _first(errors) from None
@@ -160,14 +162,23 @@ class Dispatcher:
                 await self._recover(writer, "interrupted", source)
             raise
 
-    async def _feed(self, source: WorkSource, group: asyncio.TaskGroup) -> None:
-        """Hand out attempts, each to the worker with the most room, until there are no more."""
+    async def _feed(self, source: WorkSource, group: asyncio.TaskGroup) -> HermesError | None:
+        """Hand out attempts, each to the worker with the most room, until there are no more.
+
+        Returns the error of a source that broke (a damaged dataset): what runs is to end first.
+        """
         # The first worker to stand must not take all of a small dataset.
-        await self._until(lambda: all(s.handle is not None for s in self._slots))
+        await self._until(lambda: self._faulty or all(s.handle is not None for s in self._slots))
         while True:
             await self._until(lambda: self._faulty or self._roomiest().free > 0)
-            if self._faulty or (item := await source.next()) is None:
-                return
+            if self._faulty:
+                return None
+            try:
+                item = await source.next()
+            except HermesError as error:
+                return error
+            if item is None:
+                return None
             if item.alone and self._fleet.first > 0:
                 slot = _Slot(capacity=1)
                 slot.in_flight[item.unit_id] = item
@@ -176,7 +187,7 @@ class Dispatcher:
                 continue
             await self._until(lambda: self._faulty or self._roomiest().free > 0)
             if self._faulty:
-                return
+                return None
             await self._send(self._roomiest(), item)
 
     def _roomiest(self) -> _Slot:
@@ -196,7 +207,7 @@ class Dispatcher:
 
     async def _serve(self, slot: _Slot, source: WorkSource) -> None:
         """Keep one worker alive until it is to close."""
-        while not slot.closing.is_set() and not self._draining:
+        while not (slot.closing.is_set() or self._draining or self._faulty):
             number = next(self._numbers)
             slot.handle = await self._factory.start(number, slot.capacity)
             self._changed.set()

@@ -22,9 +22,9 @@ class View:
     """The state of a run at one moment."""
 
     units: int
-    """Known so far."""
+    """Of the dataset; an estimate until it was read to its end."""
     complete: bool
-    """The dataset was read to its end, so `units` is all."""
+    """The dataset was read to its end."""
     ended: int
     """Done or given up, earlier starts included."""
     solved: int
@@ -36,11 +36,10 @@ class View:
 
     def line(self) -> str:
         """`14/20 units  11 solved  0 failed  4 running | 24/min  0:15 left | ...`"""
-        units = f"{self.ended:,}/{self.units:,}{'' if self.complete else '+'} units"
-        retried = self.tally.failed - self.tally.given_up
-        counts = [units, f"{self.solved:,} solved", f"{self.given_up:,} failed"]
-        counts += [f"{retried:,} retried"] if retried > 0 else []
-        counts += [f"{self.running:,} running"]
+        units = f"{self.ended:,}/{'' if self.complete else '~'}{self.units:,} units"
+        attempts = f" ({self.tally.failed:,} attempts)" if self.tally.failed else ""
+        failed = f"{self.given_up:,} failed{attempts}"
+        counts = [units, f"{self.solved:,} solved", failed, f"{self.running:,} running"]
         speed = [f"{self.rates.units_per_s * 60:.0f}/min"]
         speed += [f"{left} left"] if (left := self._left()) else []
         cost = cost_text(self.tally.cost_usd, self.tally.unpriced_calls)
@@ -65,7 +64,7 @@ class View:
         }
 
     def _left(self) -> str | None:
-        if not self.complete or not self.rates.units_per_s:
+        if self.units <= self.ended or not self.rates.units_per_s:
             return None
         return duration((self.units - self.ended) / self.rates.units_per_s)
 

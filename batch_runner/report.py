@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hermes_rl.errors import CAUSES, ExitCode
+from hermes_rl.errors import ExitCode
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class Report:
     """Cause that stopped this start before its end."""
     detail: str | None = None
     """What happened then."""
+    mend: str | None = None
+    """What to do about it."""
     stats: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """What stats.json holds."""
 
@@ -91,20 +93,8 @@ class Report:
     def _stop_line(self) -> str:
         if self.stopped == "interrupted":
             return f"interrupted. Go on with: {self.resume}"
-        mend = _MENDS.get(self.stopped or "", "Mend that")
-        detail = (self.detail or self.stopped or "").rstrip(".")
         code = self.exit_code
-        return f"stopped: {detail}. {mend}, then run the same command. (exit {code})"
-
-
-_MENDS = {
-    "auth": "Set the right key",
-    "billing": "Mend the account",
-    "model_not_found": "Correct --model or --base-url",
-    "disk": "Free some space",
-    "cost_limit": "Raise the budget",
-}
-assert set(_MENDS) == {c for c, what in CAUSES.items() if what.breaker}
+        return f"stopped: {self.detail}. {self.mend}, then run the same command. (exit {code})"
 
 
 def cost_text(cost_usd: float | None, unpriced_calls: int) -> str:

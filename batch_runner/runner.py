@@ -10,6 +10,7 @@ from typing import Any
 
 from batch_runner.books import Books
 from batch_runner.dispatcher import Dispatcher, Fleet, WorkerFactory
+from batch_runner.estimate import estimate_units
 from batch_runner.interrupts import Interrupts
 from batch_runner.local import LocalFactory
 from batch_runner.manifest import start_meta, write_manifest
@@ -18,7 +19,8 @@ from batch_runner.progress import Progress, View, default_progress
 from batch_runner.report import Report
 from batch_runner.settings import Settings, settle
 from batch_runner.sink import Sink
-from batch_runner.source import RunSource, Stop
+from batch_runner.source import RunSource
+from batch_runner.stops import Stop
 from batch_runner.units import UnitReader
 from batch_runner.wire import WorkerSpec
 from hermes_rl.config import RunConfig, to_yaml
@@ -74,6 +76,8 @@ class _Run:
         self.driver = driver
         self.progress = progress
         self.started = time.monotonic()
+        self.estimate = 0
+        """About how many units there are, as long as the dataset was not read to its end."""
         self.known = len(driver.ledger)
         """Units of earlier starts."""
         self.solved_before = driver.ledger.summary.counts.get("solved", 0)
@@ -89,6 +93,11 @@ class _Run:
     async def run(self) -> Report:
         """Work to the end, write what the driver writes, and report."""
         await asyncio.to_thread(self._write_start)
+        dataset = self.settings.config.dataset
+        estimate = await asyncio.to_thread(estimate_units, dataset)
+        self.estimate = estimate or 0
+        if self.settings.workers:
+            self.progress.note(f"starting {self.settings.workers} Ray workers")
         ticker = asyncio.create_task(self._tick())
         try:
             with open_factory(self.settings, self.spec()) as factory:
@@ -157,7 +166,7 @@ class _Run:
         """The state now, for progress."""
         counts, tally = self.plan.counts, self.sink.tally
         return View(
-            units=counts.units,
+            units=counts.units if counts.complete else max(counts.units, self.estimate),
             complete=counts.complete,
             ended=counts.done + counts.given_up + tally.done + tally.given_up,
             solved=self.solved_before + tally.solved,
@@ -198,7 +207,7 @@ class _Run:
         """The end of this start."""
         counts, tally, ledger = self.plan.counts, self.sink.tally, self.driver.ledger
         done, given_up = counts.done + tally.done, counts.given_up + tally.given_up
-        stop = self.source.stop
+        stop, endpoint = self.source.stop, self.settings.config.endpoint
         still = counts.units - done - given_up if counts.complete else None
         if stop is not None and stop.cause == "interrupted" and still == 0:
             stop = None
@@ -224,7 +233,8 @@ class _Run:
             seconds=time.monotonic() - self.started,
             resume=self.settings.resume,
             stopped=stop.cause if stop else None,
-            detail=stop.detail if stop else None,
+            detail=stop.explain(endpoint, tally.attempts) if stop else None,
+            mend=stop.mend(endpoint) if stop else None,
             stats=stats,
         )
 

@@ -12,13 +12,13 @@ import itertools
 import random
 import time
 from collections import deque
-from dataclasses import dataclass
 
 import msgspec
 
 from batch_runner.books import Books
 from batch_runner.plan import ALONE_AFTER, Plan
 from batch_runner.sink import Sink
+from batch_runner.stops import Stop
 from hermes_rl.errors import CAUSES
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.store.ledger import Ledger
@@ -26,16 +26,6 @@ from hermes_rl.store.ledger import Ledger
 RETRY_FIRST_S = 0.5
 RETRY_MAX_S = 30.0
 """A failed unit waits before its next attempt: from the first value, doubling, to the second."""
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Why a run stops before its end."""
-
-    cause: str
-    """Key of `errors.CAUSES`."""
-    detail: str
-    """What happened, one line."""
 
 
 class RunSource:

@@ -42,7 +42,7 @@ async def test_twice(tmp_path: Path, server: FakeServer) -> None:
     run = await kit.launch(*arguments)
     await kit.until_done(run, 3)
     run.process.send_signal(signal.SIGINT)
-    await run.until("note")
+    await run.until("note")  # it says that it stops
     run.process.send_signal(signal.SIGINT)
     assert await run.wait(20) == 130, run.errors
     cut = kit.table(out, "failures")

@@ -115,6 +115,8 @@ async def test_a_wrong_key_stops_and_the_right_one_resumes(tmp_path: Path) -> No
         assert wrong.process.returncode == 3, wrong.errors
         assert time.monotonic() - begun < 15
         assert wrong.report()["stopped"] == "auth"
+        assert wrong.report()["mend"] == "Set SOME_KEY"
+        assert wrong.report()["detail"].startswith(f"401 from 127.0.0.1:{server.port}")
         assert server.requests <= 8, "dispatch went on after the breaker opened"
         failures = kit.table(out, "failures")
         assert {row["cause"] for row in failures} == {"auth"}
@@ -124,6 +126,25 @@ async def test_a_wrong_key_stops_and_the_right_one_resumes(tmp_path: Path) -> No
         kit.check_books(out, server.entries)
     for path in out.rglob("*"):
         assert path.is_dir() or b"wrong-canary" not in path.read_bytes()
+
+
+async def test_a_dataset_that_breaks_lets_what_runs_end(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    kit.write(folder / "a.jsonl", [{"prompt": f"p{n}"} for n in range(300)])
+    (folder / "b.parquet").write_bytes(b"no parquet")
+    out = tmp_path / "run"
+    free = ("--sandbox", "none", "--allow-unsandboxed", "--out", out, *HERE)
+    broken = await kit.finish(folder, "--model", "noop", *free)
+    assert broken.process.returncode == 2
+    assert "b.parquet" in broken.errors.splitlines()[-1]
+    done = len(kit.final_rows(out))
+    assert done >= 256, "rows before the damage were thrown away"
+    assert kit.table(out, "failures") == []
+    (folder / "b.parquet").unlink()
+    mended = await kit.finish(folder, "--model", "noop", *free)
+    assert mended.report()["done"] == 300
+    assert {row["attempt"] for row in kit.final_rows(out).values()} == {0}
 
 
 async def test_mixed_faults_are_ridden_out(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""Why a run stopped before its end, in one line that names place and mend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from hermes_rl.config import EndpointSection
+from hermes_rl.errors import CAUSES
+from hermes_rl.wiring import DEFAULT_BASE_URL, DEFAULT_KEY_ENV
+
+_MENDS = {
+    "auth": "Set {key}",
+    "billing": "Mend the account behind {key}",
+    "model_not_found": "Correct --model or --base-url",
+    "disk": "Free some space",
+    "cost_limit": "Raise the budget",
+}
+"""For each cause that opens the breaker."""
+
+_OF_THE_MODEL = ("auth", "billing", "model_not_found")
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why nothing more is handed out."""
+
+    cause: str
+    """Key of `errors.CAUSES`."""
+    detail: str
+    """What happened, one line."""
+
+    def explain(self, endpoint: EndpointSection, attempts: int) -> str:
+        """`401 from api.example.com, 3 units tried`."""
+        words = self.detail.split(": ", 1)
+        text = words[1] if len(words) == 2 and words[0].isidentifier() else self.detail
+        if self.cause not in _OF_THE_MODEL:
+            return text.rstrip(".")
+        host = urlsplit(endpoint.base_url or DEFAULT_BASE_URL).netloc
+        status, _, said = text.partition(": ")
+        told = f" ({said.rstrip('.')})" if said else ""
+        return f"{status} from {host}{told}, {attempts} units tried"
+
+    def mend(self, endpoint: EndpointSection) -> str:
+        """What to do before the same command is run again."""
+        text = _MENDS.get(self.cause, "Mend that") if CAUSES[self.cause].breaker else "Mend that"
+        return text.format(key=endpoint.api_key_env or DEFAULT_KEY_ENV)
