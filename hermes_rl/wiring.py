@@ -26,7 +26,7 @@ from hermes_rl.models.limiter import InProcessLimiter
 from hermes_rl.models.played import NoopClient, OracleClient, free
 from hermes_rl.models.retry import ModelCaller, RetryPolicy
 from hermes_rl.ports import Recorder, WorkItem
-from hermes_rl.sandboxes.base import SandboxBackend
+from hermes_rl.sandboxes.base import SandboxBackend, SandboxSpec
 from hermes_rl.tasks import Task
 from hermes_rl.tools.base import Tool
 from hermes_rl.tools.distributions import draw_toolsets, get_distribution
@@ -202,12 +202,15 @@ def _endpoint(where: EndpointSection, key: str | None = None) -> Endpoint:
 
 
 async def reach(config: RunConfig) -> None:
-    """Look whether the endpoint of a configuration answers; costs no token.
+    """Look whether a sandbox starts and the endpoint answers; costs no token.
 
-    A key that is refused is not said here: the run itself stops for it, resumable.
+    A key that is refused is not said here: the run itself stops for it, resumable. Where workers
+    stand on the machines of a cluster, their sandboxes are not tried here.
 
-    Raises: UserError when nobody answers at its address, or the key is not set.
+    Raises: UserError when nobody answers at its address, or the key is not set; SandboxStartError.
     """
+    if not (config.run.workers != 0 and os.environ.get("RAY_ADDRESS")):
+        await _start_a_sandbox(config.sandbox.backend)
     name = config.model.name
     if name in PLAYED_MODELS or (name in LOCAL_MODELS and config.endpoint.base_url is None):
         return
@@ -215,6 +218,17 @@ async def reach(config: RunConfig) -> None:
 
     with contextlib.suppress(AuthError):
         await probe(_endpoint(config.endpoint))
+
+
+async def _start_a_sandbox(backend_name: str) -> None:
+    if backend_name == "none":
+        return
+    backend = make_backend(backend_name)
+    try:
+        async with await backend.lease(SandboxSpec(lease="try-out")):
+            pass
+    finally:
+        await backend.aclose()
 
 
 async def _embedded(name: str, where: EndpointSection, stack: AsyncExitStack) -> ModelClient:
