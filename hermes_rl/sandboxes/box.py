@@ -16,6 +16,7 @@ from pathlib import Path
 from hermes_rl.errors import SandboxStartError
 from hermes_rl.sandboxes import limits, processes, recipe
 from hermes_rl.sandboxes.base import SandboxSpec
+from hermes_rl.sandboxes.hostfolder import HostFolder
 from hermes_rl.sandboxes.slots import Slot
 from hermes_rl.sandboxes.spawn import Launch, exited, gone, start
 
@@ -42,10 +43,14 @@ class Lease:
 
     owner: int | None = None
     """Who owns the image, when that is not root: only he can write in it."""
+    host: HostFolder | None = None
+    """A folder of the host in place of a workspace of its own."""
 
     @property
     def uid(self) -> int | None:
         """The host user that the sandbox runs as; None is ourselves."""
+        if self.host is not None:
+            return self.host.uid
         if self.slot is None or self.owner is not None:
             return self.owner
         return self.slot.uid
@@ -58,7 +63,7 @@ class Lease:
     @property
     def workspace(self) -> Path:
         """The workspace on the host."""
-        return self.box / "ws"
+        return self.box / "ws" if self.host is None else self.host.path
 
     def make(self, name: str) -> Path:
         """A folder in the box that the sandbox may write."""

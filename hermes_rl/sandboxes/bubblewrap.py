@@ -14,10 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from hermes_rl.errors import SandboxError, SandboxStartError
-from hermes_rl.sandboxes import grading, limits, probe, recipe, warden
+from hermes_rl.sandboxes import grading, hostfolder, limits, probe, recipe, warden
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxSpec
 from hermes_rl.sandboxes.binary import find_binary, reachable
 from hermes_rl.sandboxes.box import Lease, Outer, abandon, confine, launch
+from hermes_rl.sandboxes.hostfolder import host_folder
 from hermes_rl.sandboxes.leased import BubblewrapSandbox
 from hermes_rl.sandboxes.reaper import Warden, reap
 from hermes_rl.sandboxes.session import environment_file
@@ -37,14 +38,22 @@ class Bubblewrap:
         state_dir: where sandboxes' folders go; None is a folder of this user below the machine's
             temporary folder.
         binary: the bubblewrap to use; None takes the package's, else the one on PATH.
+        workspace: a folder of the host in which all sandboxes of this backend work, instead of an
+            empty one each: it stays when they end, and its size is not limited.
         cgroups: limit the memory of whole sandboxes by control groups where the machine lets us.
     """
 
     name = "bubblewrap"
 
     def __init__(
-        self, *, state_dir: Path | None = None, binary: str | None = None, cgroups: bool = True
+        self,
+        *,
+        workspace: str | Path | None = None,
+        state_dir: Path | None = None,
+        binary: str | None = None,
+        cgroups: bool = True,
     ) -> None:
+        self._workspace = None if workspace is None else Path(workspace)
         self._state_dir = state_dir
         self._binary = binary or ""
         self._want_cgroups = cgroups
@@ -71,6 +80,7 @@ class Bubblewrap:
         if self._want_cgroups:
             self._cgroups = limits.detect()
         home = Home(self._state_dir)
+        self._spawner = Spawner()
         try:
             self._binary = reachable(self._binary or find_binary(), home.root)
             reap(home.root, self._cgroups.base)
@@ -92,13 +102,18 @@ class Bubblewrap:
         return home
 
     async def lease(self, spec: SandboxSpec) -> BubblewrapSandbox:
-        """Start a sandbox. Raises: SandboxStartError; TaskFault when the image is missing."""
+        """Start a sandbox.
+
+        Raises: SandboxStartError; TaskFault when the image is missing; UserError when the
+            workspace of the host cannot be used.
+        """
         lower = recipe.image_layers(spec.image) if spec.image else ()
         home = await self._open()
-        slot = self._slots.take() if self._slots is not None else None
+        host = host_folder(self._workspace, home.root) if self._workspace is not None else None
+        slot = self._slots.take() if self._slots is not None and host is None else None
         layers = recipe.Layers(self._etc[spec.network], lower)
         owner = recipe.image_owner(lower) if slot is not None else None
-        lease = Lease(spec, home.new_box(), slot, layers, owner=owner)
+        lease = Lease(spec, home.new_box(), slot, layers, owner=owner, host=host)
         try:
             if lower:
                 lease = replace(lease, layers=replace(layers, upper=lease.layer("layer")))
@@ -112,11 +127,13 @@ class Bubblewrap:
 
     async def _start(self, lease: Lease) -> tuple[Outer, Shell]:
         spec = lease.spec
-        lease.make("ws")
+        if lease.host is None:
+            lease.make("ws")
         control = lease.box / "ctl"
         control.mkdir(mode=0o755)
         os.link(self._shared / "supervisor", control / "supervisor")
-        variables = recipe.environment(recipe.WORKSPACE, spec.env)
+        own_home = recipe.WORKSPACE if lease.host is None else hostfolder.HOME
+        variables = recipe.environment(own_home, spec.env)
         (control / "env").write_text(environment_file(variables, recipe.WORKSPACE, spec.cwd))
         command = recipe.shell_command(recipe.CONTROL, recipe.STATE, lease.tag, spec.limits)
         box = recipe.Box(
@@ -172,6 +189,8 @@ class Bubblewrap:
             "shm_bytes": asked.shm_bytes,
             "own_uid": lease.uid is not None and lease.owner is None,
         }
+        if lease.host is not None:
+            del found["workspace_bytes"], found["workspace_files"]
         if lease.cgroup:
             found["memory_bytes"] = asked.memory_bytes
         return found

@@ -65,6 +65,10 @@ class BubblewrapSandbox(ShellSandbox):
         ago = asyncio.get_running_loop().time() - self._looked
         return not self._shell.lost.is_set() and (self._shell.busy or ago > IDLE_S)
 
+    def _beneath(self, path: str) -> str | None:
+        """Files of the host are opened by the sandbox alone, with its user's rights."""
+        return None if self._lease.host is not None else super()._beneath(path)
+
     async def _after(self, ended: Ended) -> None:
         if ended.exit_code and any(limits.out_of_memory(path) for path in self._lease.cgroup):
             await self._end(SandboxKilled("the sandbox ran out of memory"))
@@ -75,6 +79,9 @@ class BubblewrapSandbox(ShellSandbox):
     async def check(self) -> None:
         """Hold the sandbox against its limits. Raises: SandboxKilled when one is exceeded,
         SandboxDied when its workspace vanished."""
+        if self._lease.host is not None:  # the user's own files are neither counted nor touched
+            self._raise_if_dead()
+            return
         asked = self._lease.spec.limits
         root = f"/proc/{self._outer.inner().init}/root"
         try:

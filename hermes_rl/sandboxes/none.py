@@ -7,6 +7,7 @@ who allows that by name gets this backend.
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
 import socket
@@ -32,7 +33,7 @@ class Running:
     """The live parts of one."""
 
     box: Path
-    process: subprocess.Popen[bytes]
+    tree: Tree
     shell: Shell
 
 
@@ -61,10 +62,8 @@ class PlainSandbox(ShellSandbox):
 
     async def _end_processes(self) -> None:
         """End the shell's tree, and what escaped from it while it still holds the life line."""
-        process = self._running.process
-        if process.poll() is None or self._shell.paths.control.exists():
-            await asyncio.to_thread(end_everything, process, str(self._running.box))
-        await exited(process)
+        await asyncio.to_thread(self._running.tree.end)
+        await exited(self._running.tree.process)
 
     async def grade(self, spec: GradingSpec) -> GradingResult:
         """See `base.Sandbox.grade`; a fresh shell is all that keeps the verifier apart."""
@@ -92,17 +91,55 @@ class PlainSandbox(ShellSandbox):
         await asyncio.to_thread(remove_tree, self._running.box)
 
 
-def end_everything(process: subprocess.Popen[bytes], box: str) -> None:
-    """End a session's processes: its tree, then strays that carry its mark. Blocks."""
-    root = processes.find(process.pid)
-    if root is not None and process.returncode is None:
-        processes.end_tree(root)
-    mark = f"{MARK}={box}".encode()
-    for _ in range(processes.ROUNDS):
-        strays = processes.marked(mark)
-        if not strays:
+class Tree:
+    """A shell and all that it started.
+
+    Every process inherits the writing end of a pipe, the life line: at its end nobody is left, and
+    no search through the whole machine is needed. (A daemon that closes what it inherited escapes
+    this look; the warden finds it by its mark when the worker ends.)
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], box: Path, alive: int) -> None:
+        self.process = process
+        self._mark = f"{MARK}={box}".encode()
+        self._alive = alive
+
+    def _held(self) -> bool:
+        """Somebody still has the life line."""
+        try:
+            return os.read(self._alive, 1) != b""
+        except BlockingIOError:
+            return True
+
+    def end(self) -> None:
+        """SIGKILL all of it. Blocks: call it in a thread. Idempotent."""
+        root = processes.find(self.process.pid)
+        if root is not None and self.process.poll() is None:
+            processes.end_tree(root)
+        if self._alive < 0:
             return
-        processes.send(strays, signal.SIGKILL)
+        for _ in range(processes.ROUNDS):
+            strays = processes.marked(self._mark) if self._held() else []
+            if not strays:
+                break
+            processes.send(strays, signal.SIGKILL)
+        os.close(self._alive)
+        self._alive = -1
+
+
+async def plant(spawner: Spawner, argv: list[str], box: Path, stdio: socket.socket) -> Tree:
+    """Start a shell with a life line."""
+    alive, line = os.pipe()
+    os.set_blocking(alive, False)
+    launch = Launch(argv, argv[0], pass_fds=(line,), env={MARK: str(box)})
+    try:
+        with stdio:
+            return Tree(await spawner.call(lambda: start(launch, stdio)), box, alive)
+    except BaseException:
+        os.close(alive)
+        raise
+    finally:
+        os.close(line)
 
 
 class Subprocess:
@@ -168,11 +205,9 @@ class Subprocess:
             str(state),
         ]
         ours, theirs = socket.socketpair()
-        with theirs:
-            launch = Launch(
-                [*argv, *limits, f"{box.name}:{spec.lease}"], bash, env={MARK: str(box)}
-            )
-            process = await self._spawner.call(lambda: start(launch, theirs))
+        command = [*argv, *limits, f"{box.name}:{spec.lease}"]
+        tree = await plant(self._spawner, command, box, theirs)
+        process = tree.process
         shell = Shell(
             ours,
             ShellPaths(control, str(control), str(state)),
@@ -182,10 +217,10 @@ class Subprocess:
             await shell.ready()
         except (ShellLost, TimeoutError) as error:
             shell.release()
-            process.kill()
+            await asyncio.to_thread(tree.end)
             await exited(process)
             raise SandboxStartError(f"the shell did not start: {error}") from error
-        return Running(box, process, shell)
+        return Running(box, tree, shell)
 
     async def grade(self, box: Path, spec: GradingSpec, number: int) -> GradingResult:
         """Run a verifier on a copy of the workspace. /workspace and /verify in its script stand for
@@ -209,20 +244,15 @@ class Subprocess:
 
         async def begin(stdio: socket.socket) -> grading.Running:
             bash = shutil.which("bash", path=recipe.PATH) or "/bin/bash"
-            with stdio:
-                launch = Launch(
-                    [bash, "--norc", "--noprofile", str(control / "start")],
-                    bash,
-                    env={MARK: str(box)},
-                )
-                process = await self._spawner.call(lambda: start(launch, stdio))
+            command = [bash, "--norc", "--noprofile", str(control / "start")]
+            tree = await plant(self._spawner, command, box, stdio)
 
             async def ended() -> int:
-                code = await exited(process)
-                await asyncio.to_thread(end_everything, process, str(box))
+                code = await exited(tree.process)
+                await asyncio.to_thread(tree.end)
                 return 128 - code if code < 0 else code
 
-            return grading.Running(ended, process.kill, lambda: None, lambda: None)
+            return grading.Running(ended, tree.process.kill, lambda: None, lambda: None)
 
         try:
             return await grading.judge(spec, control, begin)
