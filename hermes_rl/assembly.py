@@ -96,7 +96,9 @@ class RealAssembly:
             return cast(Sandbox, _WithBackend(leased, backend))
         if not hasattr(sandbox, "lease"):
             raise UserError(f"sandbox {sandbox!r}: give a backend, a SandboxSpec or a name")
-        return await cast(SandboxBackend, sandbox).lease(spec)
+        # A backend lives on the loop that opened it, so it ends with its agent.
+        own = cast(SandboxBackend, sandbox)
+        return cast(Sandbox, _WithBackend(await own.lease(spec), own))
 
 
 class AIAgent(UnboundAgent):

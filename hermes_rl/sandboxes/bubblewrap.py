@@ -187,7 +187,7 @@ class Bubblewrap:
             "workspace_files": asked.workspace_files,
             "tmp_bytes": asked.tmp_bytes,
             "shm_bytes": asked.shm_bytes,
-            "own_uid": lease.uid is not None and lease.owner is None,
+            "own_uid": lease.slot is not None and lease.owner is None,
         }
         if lease.host is not None:
             del found["workspace_bytes"], found["workspace_files"]
