@@ -251,6 +251,14 @@ async def check_nothing_left(marks: Iterable[str], out: Path, seconds: float = 5
         await asyncio.sleep(0.1)
 
 
+async def check_gone(pids: Iterable[int], seconds: float = 5.0) -> None:
+    """These processes have ended after some seconds."""
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, left
+        await asyncio.sleep(0.05)
+
+
 class Watcher(threading.Thread):
     """Reads every Parquet file of a run again and again, as a careless reader would."""
 

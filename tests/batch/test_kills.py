@@ -76,10 +76,12 @@ async def killed_and_resumed(
     watcher.start()
     first = await kit.launch(*arguments, env=cluster)
     await kit.asked(server, at, first)
-    workers = kit.alive_pids(out) if who == "both" else []
-    for pid in (first.pid, *workers):
+    workers = kit.alive_pids(out)
+    assert len(workers) == 2
+    for pid in (first.pid, *(workers if who == "both" else ())):
         kit.kill(pid)
     await first.wait()
+    await kit.check_gone(workers)
     receipts = first.receipts()
 
     kit.write(dataset, reversed(ROWS))
@@ -139,9 +141,7 @@ async def test_a_driver_that_is_stopped_loses_its_workers(
     workers = kit.alive_pids(out)
     os.kill(run.pid, signal.SIGSTOP)
     try:
-        async with asyncio.timeout(20):
-            while any(Path(f"/proc/{pid}").exists() for pid in workers):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await kit.check_gone(workers, 20.0)
         parts = sorted(out.glob("*/part-*.parquet"))
     finally:
         os.kill(run.pid, signal.SIGCONT)
