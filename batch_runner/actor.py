@@ -13,6 +13,9 @@ from batch_runner.wire import Reply, decode_item, decode_spec, encode_reply
 from batch_runner.worker import Worker, open_worker
 from hermes_rl.errors import HermesError, cause_of
 
+_GATHER_S = 0.01
+"""Receipts that come within this time of the first travel together."""
+
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
     """What an actor says of its start."""
@@ -51,7 +54,7 @@ class WorkerActor:
 
     async def poll(self, wait_s: float) -> bytes:
         """Receipts since the last poll; waits a while for some. Also the driver's heartbeat."""
-        return encode_reply(await self._opened().poll(wait_s))
+        return encode_reply(await self._opened().poll(wait_s, _GATHER_S))
 
     async def close(self) -> bytes:
         """Publish what is finished and let the journal go."""

@@ -27,9 +27,6 @@ from hermes_rl.store.rows import Finished
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.wiring import Workshop, open_workshop
 
-_GATHER_S = 0.01
-"""Receipts that come within this time of the first travel together."""
-
 ABORT_S = 10.0
 """How long cancelled rollouts may take to end their sandboxes."""
 
@@ -60,13 +57,18 @@ class Worker:
             self._running.add(task)
             task.add_done_callback(self._ended)
 
-    async def poll(self, wait_s: float) -> Reply:
-        """What happened since the last poll; waits a while for something to happen."""
+    async def poll(self, wait_s: float, gather_s: float = 0.0) -> Reply:
+        """What happened since the last poll; waits a while for something to happen.
+
+        Args:
+            wait_s: for something to happen, at most.
+            gather_s: for more, after something happened: receipts then travel together.
+        """
         self.heard = time.monotonic()
         try:
             async with asyncio.timeout(wait_s):
                 await self._news.wait()
-                await asyncio.sleep(_GATHER_S)
+                await asyncio.sleep(gather_s)
         except TimeoutError:
             pass
         self.heard = time.monotonic()

@@ -37,6 +37,12 @@ async def test_a_run_and_its_resume(tmp_path: Path, server: FakeServer) -> None:
     assert server.requests == served + 3
     kit.check_not_asked_again(out, first.receipts())
 
+    kit.write(dataset, kit.rows(6))
+    fewer = await kit.finish(*arguments)
+    report = fewer.report()
+    assert (report["units"], report["done"], report["left"]) == (18, 18, 5)
+    assert len(kit.final_rows(out)) == 23, "units that left the dataset are kept"
+
 
 async def test_what_the_driver_writes(tmp_path: Path, server: FakeServer) -> None:
     dataset = kit.write(tmp_path / "tasks.jsonl", [kit.task(1), {"prompt": ""}])
