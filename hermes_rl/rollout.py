@@ -169,7 +169,7 @@ class _Attempt:
                 ev.SandboxLeased(
                     backend=sandbox.info.backend,
                     image=sandbox.info.image,
-                    digest=sandbox.info.digest,
+                    digest=sandbox.info.digest or await self.workshop.digest_of(self._image()),
                     limits=sandbox.info.limits,
                     seconds=seconds,
                 )
@@ -181,11 +181,14 @@ class _Attempt:
             # A cancelled attempt must still end its sandbox: the shield lets teardown finish.
             await asyncio.shield(sandbox.aclose())
 
+    def _image(self) -> str | None:
+        return self.task.image or self.workshop.config.sandbox.image
+
     def _spec(self) -> SandboxSpec:
         key = f"{self.item.unit_id[:16]}-{self.item.epoch}-{self.item.attempt}"
         return SandboxSpec(
             lease=f"{self.workshop.run_id}-{key}",
-            image=self.task.image or self.workshop.config.sandbox.image,
+            image=self._image(),
             cwd=self.task.cwd,
             network=self.workshop.config.sandbox.network,
         )

@@ -6,6 +6,7 @@ the tools, opened once and shared by all rollouts of the process.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import os
@@ -71,6 +72,7 @@ class Workshop:
     secrets: tuple[str, ...] = field(default=(), repr=False)
     free: bool = False
     """Calls cost nothing: played models."""
+    _digests: dict[str, str | None] = field(default_factory=dict, repr=False)
 
     def draw(self, item: WorkItem) -> Draw:
         """The parts of one unit. Raises: UserError for a toolset or distribution unknown here."""
@@ -104,6 +106,12 @@ class Workshop:
         client = self.client or _played(self.config.model.name, task)
         price = free if self.free else None
         return ModelCaller(client, self.limiter, recorder, patience, price=price)
+
+    async def digest_of(self, image: str | None) -> str | None:
+        """See `image_digest`; each image is looked at once, off the loop."""
+        if image is not None and image not in self._digests:
+            self._digests[image] = await asyncio.to_thread(image_digest, image)
+        return self._digests[image] if image is not None else None
 
     def scrub(self, text: str) -> str:
         """A text without the secrets of this run."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from hermes_rl.usage import Usage
 
-
 _ABSURD = 1 << 40
 """No call has so many tokens: a count like this is a server's error, and sums must fit 64 bits."""
 
