@@ -70,6 +70,8 @@ class RealAssembly:
             raise UserError(f"model {model!r}: give a name or a ModelConfig")
         if config.name == "oracle":
             raise UserError("model 'oracle' plays a task's solution; use `hermes-rl run` for it")
+        if config.provider is not None:
+            raise UserError("'provider' is not available in this version; give base_url")
         where = EndpointSection(
             base_url=config.base_url,
             api_key_env=config.api_key_env,

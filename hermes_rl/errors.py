@@ -327,9 +327,10 @@ class Interrupted(HermesError):
 
 
 class StoreError(HermesError):
-    """A run directory is corrupt, foreign, locked, newer or of another configuration."""
+    """A run directory is corrupt, foreign, locked, newer or of another configuration.
 
-    cause = "disk"
+    Its cause is not `disk`: nobody should be told to free space for it.
+    """
 
 
 def cause_of(error: BaseException) -> str:

@@ -318,3 +318,12 @@ def test_the_oracle_is_for_tasks() -> None:
 
     with Real("oracle", toolsets=()) as agent, pytest.raises(UserError, match="hermes-rl run"):
         agent.chat("x")
+
+
+def test_a_provider_is_refused_rather_than_ignored() -> None:
+    from hermes_rl.assembly import AIAgent as Real
+    from hermes_rl.config import ModelConfig
+
+    model = ModelConfig(name="noop", provider="somebody")
+    with Real(model, toolsets=()) as agent, pytest.raises(UserError, match="give base_url"):
+        agent.chat("x")
