@@ -8,12 +8,14 @@ lease or an abort writes nothing more and leaves the rest to recovery.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+from batch_runner.collector import rare_collections
 from batch_runner.wire import Reply, WorkerSpec, receipt_of
 from hermes_rl.config import parse_config
 from hermes_rl.errors import DiskFull, HermesError, StoreError, cause_of
@@ -131,6 +133,9 @@ class Worker:
             self._stop(error)
 
     async def _publish(self) -> None:
+        # Loading Arrow takes a second: better while the first rollouts wait for their model than
+        # when the last one has ended.
+        await asyncio.to_thread(importlib.import_module, "hermes_rl.store.parts")
         try:
             await self._publisher.run()
         except (HermesError, OSError) as error:
@@ -179,6 +184,7 @@ async def open_worker(spec: WorkerSpec, key: str | None = None) -> AsyncIterator
         workshop = await stack.enter_async_context(
             open_workshop(config, run_id=spec.run_id, concurrency=spec.capacity, key=key)
         )
+        stack.enter_context(rare_collections())
         worker = Worker(spec, workshop, journal)
         stack.push_async_callback(worker.abort)
         yield worker

@@ -160,7 +160,7 @@ def _reap() -> None:
 
 
 class _Sampler(threading.Thread):
-    """Takes the memory of a command again and again; keeps the largest."""
+    """Takes the memory of a command again and again; keeps the one with the most processes."""
 
     def __init__(self, account: Account, root: int, every_s: float) -> None:
         super().__init__(daemon=True)
@@ -177,7 +177,7 @@ class _Sampler(threading.Thread):
                 with contextlib.suppress(OSError):
                     name, seconds = cpu_of(pid)
                     self.cpu[pid, name] = seconds
-            if now.pss_mb > self.peak.pss_mb:
+            if (now.processes, now.pss_mb) > (self.peak.processes, self.peak.pss_mb):
                 self.peak = now
 
     def stop(self) -> None:

@@ -1,6 +1,6 @@
 """What it costs to write rows of one size: as a journal line, and as Parquet.
 
-    python parquet_cost.py ROWS BYTES
+python parquet_cost.py ROWS BYTES
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 
 from hermes_rl import events as ev
-from hermes_rl.errors import CAUSES
 from hermes_rl.messages import AssistantMessage, ToolMessage, UserMessage
 from hermes_rl.record import Trajectory
 from hermes_rl.store.crash import CrashHook
@@ -61,20 +60,15 @@ def begun(key: ev.AttemptKey, number: int) -> ev.Begun:
 
 def main() -> None:
     """See the module."""
-    from hermes_rl.store.parts import PartWriter
-
-    assert CAUSES
     count, size = int(sys.argv[1]), int(sys.argv[2])
     rows = [row(number, size) for number in range(count)]
     began = time.process_time()
     lines = [msgspec.json.encode(each) for each in rows]
     journal = time.process_time() - began
     with tempfile.TemporaryDirectory(prefix="hermes-rl-bench-") as folder:
+        write(Path(folder) / "warm-up.parquet", lines[:2])
         began = time.process_time()
-        writer = PartWriter(Path(folder) / "part.parquet", "trajectories", no_crash())
-        for line in lines:
-            writer.add(msgspec.json.decode(line), len(line))
-        writer.close()
+        write(Path(folder) / "part.parquet", lines)
         parquet = time.process_time() - began
     print(
         json.dumps(
@@ -87,9 +81,14 @@ def main() -> None:
     )
 
 
-def no_crash() -> CrashHook:
-    """The hook of the crash tests, doing nothing."""
-    return lambda point: None
+def write(path: Path, lines: list[bytes]) -> None:
+    """One part, as the publisher writes it."""
+    from hermes_rl.store.parts import PartWriter
+
+    writer = PartWriter(path, "trajectories", CrashHook())
+    for line in lines:
+        writer.add(msgspec.json.decode(line), len(line))
+    writer.close()
 
 
 if __name__ == "__main__":

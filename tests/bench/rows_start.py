@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import meter
@@ -17,7 +16,7 @@ def sandbox_verbs(bench: Bench) -> Row:
     found: dict[str, list[float]] = {}
     for verb in BARS_MS:
         few = max(2, bench.sizes.verbs // (100 if verb == "start" else 10))
-        many = bench.sizes.verbs // (5 if verb == "start" else 1)
+        many = few + bench.sizes.verbs // (5 if verb == "start" else 1)
         for _ in range(bench.sizes.repeats):
             costs = [_verb("bubblewrap", verb, n) for n in (few, many)]
             found.setdefault(verb, []).append((costs[1] - costs[0]) / (many - few) * 1e3)
@@ -83,10 +82,3 @@ def commands(bench: Bench) -> Row:
         f"python alone {spread(found['python'], 3)} s",
         data=found,
     )
-
-
-def scratch() -> tempfile.TemporaryDirectory[str]:
-    """A folder that other user ids may enter."""
-    folder = tempfile.TemporaryDirectory(prefix="hermes-rl-bench-")
-    Path(folder.name).chmod(0o711)
-    return folder

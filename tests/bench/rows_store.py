@@ -23,9 +23,7 @@ def per_trajectory(bench: Bench) -> Row:
         out.writelines(line for _, line in zip(range(few), lines, strict=False))
     found = []
     for rows, dataset in ((few, first), (many, path)):
-        cost = bench.ours(
-            *("", rows, 16, "none", "--workers", "2"), sample_s=0.2, dataset=dataset
-        )
+        cost = bench.ours(*("", rows, 16, "none", "--workers", "2"), sample_s=0.2, dataset=dataset)
         found.append(_apart_from_workers(cost))
     driver_ms = (found[1] - found[0]) / (many - few) * 1e3
     line = meter.python(HERE / "parquet_cost.py", str(many), str(2 * TEXT_BYTES))

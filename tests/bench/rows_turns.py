@@ -94,7 +94,9 @@ def wall(bench: Bench) -> Row:
             bare.append(over(bench.bare(url, rows, AGENTS, "bash")))
             own.append(over(bench.ours(url, rows, AGENTS, "none")))
             boxed.append(over(bench.ours(url, rows, AGENTS, "bubblewrap")))
-            bench.say(f"wall / ideal: {own[-1]:.2f}, bubblewrap {boxed[-1]:.2f}, bare {bare[-1]:.2f}")
+            bench.say(
+                f"wall / ideal: {own[-1]:.2f}, bubblewrap {boxed[-1]:.2f}, bare {bare[-1]:.2f}"
+            )
     ratio = median([a / b for a, b in zip(own, bare, strict=True)])
     with_box = median([a / b for a, b in zip(boxed, bare, strict=True)])
     return Row(

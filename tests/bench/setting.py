@@ -93,7 +93,13 @@ class Bench:
                 process.wait()
 
     def command(
-        self, url: str, rows: int, agents: int, sandbox: str, *more: str, dataset: Path | None = None
+        self,
+        url: str,
+        rows: int,
+        agents: int,
+        sandbox: str,
+        *more: str,
+        dataset: Path | None = None,
     ) -> tuple[list[str], Path]:
         """The command line of one of our runs, and its run directory."""
         out = Path(tempfile.mkdtemp(dir=self.folder)) / "run"
