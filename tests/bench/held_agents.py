@@ -25,7 +25,8 @@ from hermes_rl.models.limiter import InProcessLimiter
 from hermes_rl.models.retry import ModelCaller
 from hermes_rl.tools.toolsets import resolve
 
-PATIENCE_S = 120.0
+LOOKS = 120
+"""At most, one a second."""
 
 
 @dataclass
@@ -58,10 +59,12 @@ async def hold(url: str, agents: int) -> dict[str, float]:
         await run_agent(parts, [UserMessage(content=f"Task {number}: run the steps.")])
 
     tasks = [asyncio.create_task(one(number)) for number in range(agents)]
-    deadline = asyncio.get_running_loop().time() + PATIENCE_S
-    while (out := _connections()) < agents and asyncio.get_running_loop().time() < deadline:
-        await asyncio.sleep(0.2)
-    await asyncio.sleep(1.0)
+    out = 0
+    for _ in range(LOOKS):
+        await asyncio.sleep(1.0)
+        before, out = out, _connections()
+        if out == before and out >= agents:
+            break
     held = meter.memory_of([os.getpid()]).pss_mb
     for task in tasks:
         task.cancel()

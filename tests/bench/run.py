@@ -1,4 +1,4 @@
-"""The numbers of the README and of docs/performance.md: one row per promise, bare loops beside them.
+"""The numbers of docs/performance.md: one row per promise, with bare loops beside them.
 
     python tests/bench/run.py [--quick | --tiny] [--only NAME ...] [--json]
 
@@ -19,8 +19,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parents[2])]
 
 import meter
 import rows_memory
@@ -76,7 +74,7 @@ def table(rows: Sequence[Row]) -> str:
         met = "yes" if row.met else "**no**"
         lines.append(f"| {row.what} | {row.measured} | {row.bar} | {met} | {row.scale} |")
     notes = [f"- {row.what}: {note}" for row in rows for note in row.notes]
-    return "\n".join(lines + ([""] + notes if notes else []))
+    return "\n".join(lines + (["", *notes] if notes else []))
 
 
 def _conditions(seconds: float) -> str:
@@ -85,7 +83,7 @@ def _conditions(seconds: float) -> str:
     with meter.Account("probe") as account:
         how = "control group" if account.path else "children that were waited for"
     return (
-        f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, Python {platform.python_version()}, "
+        f"{time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {platform.python_version()}, "
         f"{cores} cores, load {load} at the end, {seconds:.0f} s, CPU by {how}"
     )
 
