@@ -38,7 +38,9 @@ def guarded(command: Callable[[], int], program: str) -> int:
 
 def fail(message: str) -> None:
     """Say an error on stderr. A message of several lines (a diff) keeps them."""
-    print(f"error: {message}", file=sys.stderr)
+    from hermes_rl.cli.render import visible
+
+    print(f"error: {visible(message)}", file=sys.stderr)
 
 
 def _usage_line(error: BaseException, program: str) -> str:

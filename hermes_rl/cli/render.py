@@ -6,6 +6,7 @@ Pure functions over the columns of DESIGN 5.4; nothing here reads files or knows
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,15 @@ Row = Mapping[str, Any]
 
 WIDTH = 100
 _OUTPUT_LINES = 12
+
+
+_UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that command a terminal, or turn the order of a line about."""
+
+
+def visible(text: str) -> str:
+    """Text that a terminal only shows: what models and programs wrote must not command it."""
+    return _UNSEEN.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
 def number(value: float | int | None) -> str:
@@ -72,7 +82,7 @@ def _table_line(row: Row) -> tuple[str, ...]:
     ended = row["end_reason"] if not cause or cause == row["end_reason"] else f"error: {cause}"
     return (
         row["unit_id"][:8],
-        clip(row["task_id"], 32),
+        clip(visible(row["task_id"]), 32),
         str(row["repeat"]),
         reward(row["reward"]),
         ended,
@@ -103,7 +113,7 @@ def trajectory(row: Row) -> str:
         lines += [f" {part['name']:<8}  {first}", *_indented(printed)]
     if row.get("error"):
         lines.append(f" error     {row['error']}")
-    return "\n".join(lines)
+    return visible("\n".join(lines))
 
 
 def _headline(row: Row) -> str:

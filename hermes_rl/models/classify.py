@@ -54,6 +54,9 @@ _KEYS = re.compile(
     r"(?i)\bbearer\s+[^\s\"',;]+|\b(?:sk|pk|gsk|xai|key|hf|nvapi|or)[-_][a-z0-9_\-*.]{8,}"
 )
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+"""What a server says stands in logs and on terminals, and must not command them."""
+
 _RATE_HEADERS = ("x-ratelimit-", "anthropic-ratelimit-", "ratelimit-", "retry-after")
 _MAYBE_SERVED = (502, 504, 520, 522, 524)
 """A gateway gave up on a server that may have worked, and billed, all the same."""
@@ -114,7 +117,7 @@ def scrub(text: str, secrets: Iterable[str] = ()) -> str:
     for secret in secrets:
         text = text.replace(secret, "***")
         text = text.replace(base64.b64encode(secret.encode()).decode(), "***")
-    text = _KEYS.sub("***", " ".join(text.split()))
+    text = _KEYS.sub("***", " ".join(_CONTROL.sub(" ", text).split()))
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
 
 
