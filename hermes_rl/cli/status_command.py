@@ -30,7 +30,8 @@ class Status:
     host: str | None
     """Where the driver runs, when it is another machine."""
     units: int | None
-    """Planned; None while the dataset was never read to its end."""
+    """Planned, and done although the dataset has them no longer; None while it was never read to
+    its end."""
     done: int
     solved: int
     given_up: int
@@ -85,16 +86,18 @@ def look(path: Path) -> Status:
     rows = [
         row
         for table in ("trajectories", "failures")
-        for row in run.arrow(table).select(_COLUMNS).to_pylist()
+        for row in run.arrow(table, _COLUMNS).to_pylist()
     ]
     final = [row for row in rows if row["status"] == "ok"]
     holder = driver_of(run.run_dir)
+    plan = run.stats["plan"]
+    known = plan.get("units") is not None
     local = holder is not None and holder.local
     return Status(
         path=str(path),
         driver=holder.pid if holder is not None and local else None,
         host=holder.host if holder is not None and not local else None,
-        units=run.stats["plan"].get("units"),
+        units=plan["units"] + plan.get("left", 0) if known else None,
         done=len(final),
         solved=sum((row["reward"] or 0.0) >= 1.0 for row in final),
         given_up=run.ledger.given_up,
