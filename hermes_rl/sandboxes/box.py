@@ -210,3 +210,16 @@ def confine(lease: Lease, groups: limits.Cgroups, inner: Inner) -> None:
     lease.cgroup.append(path)
     for pid in (inner.init, inner.supervisor):
         limits.add(path, pid)
+
+
+async def confined(lease: Lease, groups: limits.Cgroups, inner: Inner) -> None:
+    """`confine` beside the loop: the kernel takes milliseconds to move a process. A cancelled
+    caller waits for its end, so that the group is known to whoever gives the lease back."""
+    if not groups.works:
+        return
+    moved = asyncio.ensure_future(asyncio.to_thread(confine, lease, groups, inner))
+    try:
+        await asyncio.shield(moved)
+    except asyncio.CancelledError:
+        await asyncio.wait([moved])
+        raise

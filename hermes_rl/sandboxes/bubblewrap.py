@@ -17,7 +17,7 @@ from hermes_rl.errors import SandboxError, SandboxStartError
 from hermes_rl.sandboxes import grading, hostfolder, limits, probe, recipe, warden
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxSpec
 from hermes_rl.sandboxes.binary import find_binary, reachable
-from hermes_rl.sandboxes.box import Lease, Outer, abandon, confine, launch
+from hermes_rl.sandboxes.box import Lease, Outer, abandon, confined, launch
 from hermes_rl.sandboxes.hostfolder import host_folder
 from hermes_rl.sandboxes.leased import BubblewrapSandbox
 from hermes_rl.sandboxes.reaper import Warden, reap
@@ -154,7 +154,7 @@ class Bubblewrap:
         shell = Shell(ours, paths, lambda: outer.inner().end_job())
         try:
             await shell.ready()
-            confine(lease, self._cgroups, outer.inner())
+            await confined(lease, self._cgroups, outer.inner())
         except (ShellLost, TimeoutError, OSError, ValueError) as error:
             shell.release()
             await abandon(outer)
