@@ -143,10 +143,11 @@ def _download_line() -> Callable[[int, int, str], None]:
 
 def _table(report: Report) -> None:
     from hermes_rl.cli import render
+    from hermes_rl.cli.show_command import COLUMNS
     from hermes_rl.store.reader import load_run
 
     run = load_run(report.path)
-    rows = [r for t in ("trajectories", "failures") for r in run.arrow(t).to_pylist()]
+    rows = [r for t in ("trajectories", "failures") for r in run.arrow(t, COLUMNS).to_pylist()]
     rows.sort(key=lambda r: (r["row_index"], r["repeat"], r["attempt"]))
     _say("", render.run_table(rows), render.totals(rows))
     first = rows[0]["unit_id"][:8] if rows else "UNIT"

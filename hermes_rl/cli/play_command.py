@@ -52,12 +52,13 @@ def _source(dataset: str, wanted: str, columns: dict[str, str]) -> tuple[Iterato
     path = Path(dataset)
     if not (path / "epochs").is_dir():
         return read_tasks(dataset, columns=columns), wanted
+    from hermes_rl.cli.show_command import COLUMNS
     from hermes_rl.cli.show_command import find as find_unit
     from hermes_rl.config import load_config, parse_config
     from hermes_rl.store.reader import load_run
 
     run = load_run(path)
-    rows = [r for t in ("trajectories", "failures") for r in run.arrow(t).to_pylist()]
+    rows = [r for t in ("trajectories", "failures") for r in run.arrow(t, COLUMNS).to_pylist()]
     config = parse_config(load_config(path / "run.yaml"), str(path / "run.yaml")).dataset
     found = read_tasks(config.path, columns=config.map, limit=config.limit)
     return found, find_unit(rows, wanted, path)["task_hash"]
@@ -169,7 +170,7 @@ def _row(task: Task) -> dict[str, Any]:
         "files": files(task.files) or None,
         "setup": task.setup,
         "requires": list(task.requires) or None,
-        "toolsets": list(task.toolsets) if task.toolsets else None,
+        "toolsets": None if task.toolsets is None else list(task.toolsets),
         "distribution": task.distribution,
         "limits": task.limits or None,
         "repeats": task.repeats,

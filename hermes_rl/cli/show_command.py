@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hermes_rl.cli import render
 from hermes_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from hermes_rl.store.reader import Run
 
 Row = dict[str, Any]
 
@@ -22,6 +25,13 @@ SORTS: dict[str, Callable[[Row], Any]] = {
     "time": lambda r: -(r["timing"]["total_s"] or 0.0),
 }
 """`--sort` -> what rows are ordered by."""
+
+
+COLUMNS = (
+    "unit_id", "trajectory_id", "task_id", "task_hash", "row_index", "repeat", "attempt", "status",
+    "reward", "end_reason", "cause", "turns", "usage", "timing", "cost_usd", "unpriced_calls",
+)  # fmt: skip
+"""What the table shows, orders and looks up: a large run is never read whole for it."""
 
 
 def command(
@@ -50,11 +60,12 @@ def command(
         raise UserError(f"--sort {sort}: choose one of {', '.join(SORTS)}")
     opened = load_run(run)
     tables = ("failures",) if failed else ("trajectories", "failures")
-    rows = [row for table in tables for row in opened.arrow(table).to_pylist()]
+    names = None if as_json and unit is None else COLUMNS
+    rows = [row for table in tables for row in opened.arrow(table, names).to_pylist()]
     rows.sort(key=SORTS[sort])
     if unit is not None:
-        chosen = [find(rows, unit, run)]
-        _print_json(chosen) if as_json else print(render.trajectory(chosen[0]))
+        chosen = whole(opened, tables, find(rows, unit, run)["trajectory_id"])
+        _print_json([chosen]) if as_json else print(render.trajectory(chosen))
         return 0
     if as_json:
         _print_json(rows)
@@ -65,6 +76,18 @@ def command(
         print(f"... and {len(rows) - len(shown)} more (--limit 0 shows all)")
     print(render.totals(rows))
     return 0
+
+
+def whole(run: Run, tables: Iterable[str], trajectory_id: str) -> Row:
+    """The row of that id with all its columns."""
+    import pyarrow.compute as pc
+
+    for table in tables:
+        found = run.arrow(table)
+        rows: list[Row] = found.filter(pc.equal(found["trajectory_id"], trajectory_id)).to_pylist()
+        if rows:
+            return rows[0]
+    raise UserError(f"{run.path}: the row {trajectory_id} has gone. Ask again")
 
 
 def find(rows: list[Row], wanted: str, run: Path) -> Row:
