@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from hermes_rl.errors import UserError
 
@@ -85,6 +93,22 @@ class AgentSection(_Section):
     limits: LimitsSection = LimitsSection()
     seed: int = 0
 
+    @field_validator("system_prompt")
+    @classmethod
+    def _read_file(cls, given: str | None) -> str | None:
+        if given is None or not given.startswith("@"):
+            return given
+        path = given[1:]
+        try:
+            text = Path(path).expanduser().read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror or error}. Check --system-prompt") from None
+        except UnicodeDecodeError:
+            raise UserError(f"{path}: no UTF-8 text. Check --system-prompt") from None
+        if text.startswith("@"):  # run.yaml would be read as naming another file
+            raise UserError(f"{path}: a system prompt cannot begin with '@'. Begin it otherwise")
+        return text
+
 
 class SandboxSection(_Section):
     """Identity: where commands run."""
@@ -142,6 +166,28 @@ class RunConfig(_Section):
     endpoint: EndpointSection = EndpointSection()
     run: RunSection = RunSection()
 
+    @model_validator(mode="after")
+    def _refuse(self) -> Self:
+        reserved = {
+            "model.mix": self.model.mix,
+            "endpoint.fallbacks": self.endpoint.fallbacks,
+            "run.budget_usd": self.run.budget_usd,
+        }
+        for key, value in reserved.items():
+            if value:
+                raise UserError(f"'{key}' is not available in this version; leave it out")
+        if "@" in urlsplit(self.endpoint.base_url or "").netloc:  # it would stand in run.yaml
+            raise UserError(
+                "'endpoint.base_url' holds a user or password. Take them out, and name the "
+                "variable that holds the key with --api-key-env"
+            )
+        if self.sandbox.backend == "none" and not self.run.allow_unsandboxed:
+            raise UserError(
+                "--sandbox none runs the model's commands as you, on this machine. "
+                "Use the default sandbox, or add --allow-unsandboxed"
+            )
+        return self
+
 
 class ModelConfig(_Section):
     """A model for `AIAgent`, with its endpoint."""
@@ -170,26 +216,11 @@ def parse_config(data: Mapping[str, Any], place: str = "config") -> RunConfig:
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
-        raise UserError(f"{place}: {_first(error)}") from None
-    _refuse_reserved(config, place)
-    return _with_prompt_file(config)
-
-
-def _with_prompt_file(config: RunConfig) -> RunConfig:
-    """`agent.system_prompt: "@FILE"` replaced by the file's text."""
-    own = config.agent.system_prompt
-    if own is None or not own.startswith("@"):
-        return config
-    try:
-        text = Path(own[1:]).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{own[1:]}: {error.strerror or error}. Check --system-prompt") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{own[1:]}: no UTF-8 text. Check --system-prompt") from None
-    if text.startswith("@"):  # run.yaml would be read as naming another file
-        raise UserError(f"{own[1:]}: a system prompt cannot begin with '@'. Begin it otherwise")
-    agent = config.agent.model_copy(update={"system_prompt": text})
-    return config.model_copy(update={"agent": agent})
+        own = error.errors()[0].get("ctx", {}).get("error")
+        raise (
+            own if isinstance(own, UserError) else UserError(f"{place}: {_first(error)}")
+        ) from None
+    return config
 
 
 def _first(error: ValidationError) -> str:
@@ -210,27 +241,6 @@ def _fields_at(path: Iterable[str | int]) -> list[str]:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             section = kind
     return list(section.model_fields)
-
-
-def _refuse_reserved(config: RunConfig, place: str) -> None:
-    reserved = {
-        "model.mix": config.model.mix,
-        "endpoint.fallbacks": config.endpoint.fallbacks,
-        "run.budget_usd": config.run.budget_usd,
-    }
-    for key, value in reserved.items():
-        if value:
-            raise UserError(f"{place}: '{key}' is not available in this version; leave it out")
-    if "@" in urlsplit(config.endpoint.base_url or "").netloc:  # it would stand in run.yaml
-        raise UserError(
-            f"{place}: 'endpoint.base_url' holds a user or password. Take them out, and name the "
-            "variable that holds the key with --api-key-env"
-        )
-    if config.sandbox.backend == "none" and not config.run.allow_unsandboxed:
-        raise UserError(
-            "--sandbox none runs the model's commands as you, on this machine. "
-            "Use the default sandbox, or add --allow-unsandboxed"
-        )
 
 
 def load_config(path: Path) -> dict[str, Any]:

@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import yaml
 
-from hermes_rl.config import load_config, parse_assignment, parse_config, set_key, to_yaml
+from hermes_rl.config import (
+    RunConfig,
+    load_config,
+    parse_assignment,
+    parse_config,
+    set_key,
+    to_yaml,
+)
 from hermes_rl.errors import UserError
 
 GOOD: dict[str, Any] = {"dataset": {"path": "x.jsonl"}, "model": {"name": "m"}}
@@ -78,3 +85,12 @@ def test_a_system_prompt_from_a_file(tmp_path: Path) -> None:
             parse_config({**GOOD, "agent": {"system_prompt": f"@{path}"}})
     with pytest.raises(UserError, match="Check --system-prompt"):
         parse_config({**GOOD, "agent": {"system_prompt": f"@{tmp_path / 'absent'}"}})
+
+
+def test_a_configuration_made_in_python_is_held_to_the_same(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--allow-unsandboxed"):
+        RunConfig.model_validate({**GOOD, "sandbox": {"backend": "none"}})
+    path = tmp_path / "system.txt"
+    path.write_text("Be brief.")
+    config = RunConfig.model_validate({**GOOD, "agent": {"system_prompt": f"@{path}"}})
+    assert config.agent.system_prompt == "Be brief."
