@@ -147,8 +147,8 @@ class _Run:
 
     def fault(self, cause: str, text: str) -> None:
         """Listener of the dispatcher."""
-        full = f"the disk of {self.settings.out} is full"
-        self.source.halt(Stop(cause, full if cause == "disk" else text))
+        full = cause == "disk" and "is full" in text
+        self.source.halt(Stop(cause, f"the disk of {self.settings.out} is full" if full else text))
 
     def _interrupted(self) -> None:
         self.source.halt(Stop("interrupted", "interrupted"))

@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from hermes_rl.config import EndpointSection
-from hermes_rl.errors import CAUSES
 from hermes_rl.wiring import DEFAULT_BASE_URL, DEFAULT_KEY_ENV
 
 _MENDS = {
-    "auth": "Set {key}",
-    "billing": "Mend the account behind {key}",
+    "billing": "Mend the account",
     "model_not_found": "Correct --model or --base-url",
     "disk": "Free some space",
     "cost_limit": "Raise the budget",
 }
-"""For each cause that opens the breaker."""
+"""For each cause that opens the breaker, but a key that is refused."""
 
 _OF_THE_MODEL = ("auth", "billing", "model_not_found")
 
@@ -43,5 +41,12 @@ class Stop:
 
     def mend(self, endpoint: EndpointSection) -> str:
         """What to do before the same command is run again."""
-        text = _MENDS.get(self.cause, "Mend that") if CAUSES[self.cause].breaker else "Mend that"
-        return text.format(key=endpoint.api_key_env or DEFAULT_KEY_ENV)
+        if self.cause == "auth":
+            return _mend_of_key(endpoint)
+        return _MENDS.get(self.cause, "Mend that")
+
+
+def _mend_of_key(endpoint: EndpointSection) -> str:
+    """A key is only read from a variable that was named, or for the default endpoint."""
+    name = endpoint.api_key_env or (None if endpoint.base_url else DEFAULT_KEY_ENV)
+    return f"Set {name}" if name else "Name the variable that holds the key (--api-key-env NAME)"
