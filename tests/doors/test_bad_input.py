@@ -1,6 +1,7 @@
 """Bad input gets one line that names place and mend, and exit code 2; never a traceback."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -192,23 +193,30 @@ def test_ids_that_name_no_unit_or_several(finished: Path) -> None:
     assert "names 10 units" in several.error
 
 
+RUN_AGAIN = ", then run the same command. (exit 3)"
+
+
 @pytest.mark.parametrize(
-    ("fault", "mend"),
+    ("fault", "words", "mend"),
     [
-        ("auth", "Set the right key, then run the same command. (exit 3)"),
-        ("billing", "Mend the account, then run the same command. (exit 3)"),
-        ("not_found", "Correct --model or --base-url, then run the same command. (exit 3)"),
+        ("auth", (), "Name the variable that holds the key (--api-key-env NAME)"),
+        ("auth", ("--api-key-env", "MY_KEY"), "Set MY_KEY"),
+        ("billing", (), "Mend the account"),
+        ("not_found", (), "Correct --model or --base-url"),
     ],
 )
 def test_a_refusing_endpoint_stops_the_run_at_once(
-    fault: str, mend: str, tmp_path: Path, base_url: str
+    fault: str, words: tuple[str, ...], mend: str, tmp_path: Path, base_url: str
 ) -> None:
     rows = [scripted(f"t{n}", {"text": "", "fault": fault}) for n in range(4)]
     write(tmp_path / "my.jsonl", *rows)
-    endpoint = ("--model", "m", "--base-url", base_url, "--workers", "0")
-    said = hermes("run", "my.jsonl", *endpoint, *OUT, cwd=tmp_path, seconds=30)
+    endpoint = ("--model", "m", "--base-url", base_url, "--workers", "0", *words)
+    key = {"MY_KEY": "sk-not-the-right-one"}
+    said = hermes("run", "my.jsonl", *endpoint, *OUT, cwd=tmp_path, env=key, seconds=30)
     assert said.code == 3
-    assert said.out.splitlines()[-1].startswith("stopped: ")
-    assert said.out.splitlines()[-1].endswith(mend)
+    last = said.out.splitlines()[-1]
+    assert re.match(r"stopped: 40\d from 127\.0\.0\.1:\d+ .*, \d units tried\. ", last)
+    assert last.endswith(f". {mend}{RUN_AGAIN}")
+    assert key["MY_KEY"] not in said.out + said.err
     status = hermes("status", "run", "--json", cwd=tmp_path).json()
     assert (status["done"], status["given_up"]) == (0, 0)
