@@ -43,6 +43,8 @@ class Stop:
         """What to do before the same command is run again."""
         if self.cause == "auth":
             return _mend_of_key(endpoint)
+        if self.cause == "disk" and "is full" not in self.detail:
+            return "Mend that"  # it cannot be written at all
         return _MENDS.get(self.cause, "Mend that")
 
 
