@@ -176,10 +176,11 @@ class RunConfig(_Section):
         for key, value in reserved.items():
             if value:
                 raise UserError(f"'{key}' is not available in this version; leave it out")
-        if "@" in urlsplit(self.endpoint.base_url or "").netloc:  # it would stand in run.yaml
+        where = urlsplit(self.endpoint.base_url or "")
+        if "@" in where.netloc or where.query:  # it would stand in run.yaml
             raise UserError(
-                "'endpoint.base_url' holds a user or password. Take them out, and name the "
-                "variable that holds the key with --api-key-env"
+                "'endpoint.base_url' holds a user, a password or a query. Take that out, and name "
+                "the variable that holds the key with --api-key-env"
             )
         if self.sandbox.backend == "none" and not self.run.allow_unsandboxed:
             raise UserError(

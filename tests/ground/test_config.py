@@ -34,7 +34,8 @@ def test_the_resolved_configuration_reads_back() -> None:
         ({"model": {"name": "m", "temperature": -1}}, "'model.temperature'"),
         ({"model": {"name": "m", "mix": {"a": 1}}}, "not available in this version"),
         ({"sandbox": {"backend": "none"}}, "--allow-unsandboxed"),
-        ({"endpoint": {"base_url": "http://me:secret@h/v1"}}, "name the variable that holds"),
+        ({"endpoint": {"base_url": "http://me:secret@h/v1"}}, "holds a user, a password"),
+        ({"endpoint": {"base_url": "http://h/v1?key=secret"}}, "or a query"),
     ],
 )
 def test_mistakes_are_one_line(change: dict[str, Any], says: str) -> None:
