@@ -1,0 +1,114 @@
+"""Plots: what they draw is their frame, and what cannot be drawn is said."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from hermes_rl import evals
+from hermes_rl.errors import UserError
+
+
+@dataclass
+class Frames:
+    """The part of a run that plots read."""
+
+    path: Path
+    trajectories: pd.DataFrame
+    calls: pd.DataFrame
+
+
+def run(tasks: int = 3, known: bool = True) -> Frames:
+    """Task n has four units, n of them solved, and n + 1 calls in each."""
+    units = [(f"t{n}", f"t{n}-{r}", float(r < n), n) for n in range(tasks) for r in range(4)]
+    rows = [
+        {"task_id": task, "task_hash": task, "unit_id": unit, "reward": reward, "turns": n + 1}
+        for task, unit, reward, n in units
+    ]
+    calls = [
+        {
+            "task_id": task,
+            "unit_id": unit,
+            "status": "ok",
+            "purpose": "agent",
+            "turn": turn + 1,
+            "input_tokens": 100.0 * (turn + 1) if known else np.nan,
+            "cache_read_tokens": 60.0 * turn if turn else np.nan,
+            "output_tokens": 10.0 if known else np.nan,
+        }
+        for task, unit, _, n in units
+        for turn in range(n + 1)
+    ]
+    return Frames(Path("runs/made-up"), pd.DataFrame(rows), pd.DataFrame(calls))
+
+
+def test_rewards_are_drawn_as_their_frame_says() -> None:
+    made = run()
+    frame = evals.rewards_frame(made)
+    assert frame["task_id"].tolist() == ["t0", "t1", "t2"]
+    assert frame["solved"].tolist() == [0.0, 0.25, 0.5]
+    assert ((frame["low"] <= frame["solved"]) & (frame["solved"] <= frame["high"])).all()
+    axes = evals.plot_rewards(made).axes[0]
+    dots = next(line for line in axes.lines if line.get_marker() == "o")
+    assert list(dots.get_xdata()) == frame["solved"].tolist()
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["t0", "t1", "t2"]
+    assert "made-up: 25% solved" in axes.get_title(loc="left")
+    assert [text.get_text() for text in axes.texts[:3]] == ["0 of 4", "1 of 4", "2 of 4"]
+
+
+def test_large_runs_show_a_part_and_say_so() -> None:
+    axes = evals.plot_rewards(run(tasks=5), limit=2).axes[0]
+    assert len(axes.get_yticklabels()) == 2
+    assert "5 tasks, 20 graded units; the 2 least solved are drawn" in axes.texts[-1].get_text()
+
+
+def test_tokens_per_task_and_per_turn() -> None:
+    left, right = evals.plot_tokens(run()).axes
+    assert [label.get_text() for label in left.get_yticklabels()] == ["t0", "t1", "t2"]
+    widths = [bar.get_width() for bar in left.patches]
+    # Fresh input, cached input and output of t2: turns of 100, 200, 300 with 0, 60, 120 cached.
+    assert widths[2::3] == [420.0, 180.0, 30.0]
+    assert list(right.lines[0].get_ydata()) == [100.0, 200.0, 300.0]
+
+
+def test_unknown_usage_is_not_drawn_as_zero() -> None:
+    with pytest.raises(UserError, match="no call of known usage to plot"):
+        evals.plot_tokens(run(known=False))
+    mixed = run()
+    mixed.calls.loc[0, ["input_tokens", "output_tokens"]] = np.nan
+    assert (
+        "1 calls of unknown usage left out" in evals.plot_tokens(mixed).axes[0].texts[-1].get_text()
+    )
+
+
+def test_nothing_graded_is_said() -> None:
+    made = run()
+    made.trajectories["reward"] = np.nan
+    with pytest.raises(UserError, match="runs/made-up: no graded trajectory to plot"):
+        evals.plot_rewards(made)
+
+
+def test_without_matplotlib_one_line_names_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from hermes_rl.errors import UserError\n"
+        "from hermes_rl.evals import Interval, Comparison, plot_difference\n"
+        "import pandas as pd\n"
+        "frame = pd.DataFrame({'task_id': ['t'], 'difference': [1.0]})\n"
+        "made = Comparison('a', 'b', 1, Interval(1, 1, 1), 'b', frame, [], [])\n"
+        "try: plot_difference(made)\n"
+        "except UserError as error: print(error)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "hermes-rl[notebooks]" in said.stdout, said.stderr
+    assert said.stdout.count("\n") == 1
+
+
+def test_importing_evals_loads_no_matplotlib() -> None:
+    code = "import sys, hermes_rl.evals; print('matplotlib' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert said.stdout == "False\n"
