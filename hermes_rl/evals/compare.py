@@ -36,9 +36,10 @@ class Comparison:
         d = self.difference
         better = {"a": f"{self.a} is better", "b": f"{self.b} is better"}
         verdict = better.get(self.verdict, "no difference shown")
+        interval = f" (95 % interval {d.low:+.0%} to {d.high:+.0%})" if self.tasks > 1 else ""
         return (
-            f"{self.b} less {self.a}: {d.mean:+.0%} (95 % interval {d.low:+.0%} to {d.high:+.0%}) "
-            f"over {self.tasks} common tasks: {verdict}"
+            f"{self.b} less {self.a}: {d.mean:+.0%}{interval} over {self.tasks} common tasks: "
+            f"{verdict}"
         )
 
 
@@ -46,8 +47,7 @@ def compare(a: Run, b: Run) -> Comparison:
     """Compare two runs over their common tasks.
 
     Tasks are matched by content, so an edited task is another task. Infrastructure failures are in
-    neither
-    score.
+    neither score.
 
     Raises: UserError when no task is graded in both.
     """

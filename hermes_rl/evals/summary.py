@@ -48,11 +48,13 @@ class Summary:
     """task_id, owner, cause, error: one row per such attempt."""
 
     def __str__(self) -> str:
-        low, high = f"{self.solved.low:.0%}", f"{self.solved.high:.0%}"
-        return (
-            f"{self.name}: solved {self.solved.mean:.0%} (95 % interval {low} to {high}) over "
-            f"{self.tasks} tasks, {self.units} units; {self.failed_attempts} attempts left out"
-        )
+        left_out = f"{self.failed_attempts} attempts left out"
+        if not self.tasks:
+            return f"{self.name}: nothing was graded; {left_out}"
+        solved = f"solved {self.solved.mean:.0%}"
+        if self.tasks > 1:
+            solved += f" (95 % interval {self.solved.low:.0%} to {self.solved.high:.0%})"
+        return f"{self.name}: {solved} over {self.tasks} tasks, {self.units} units; {left_out}"
 
 
 def summary(run: Run) -> Summary:

@@ -72,6 +72,14 @@ def test_the_task_is_the_sampling_unit() -> None:
     assert (result.tasks, result.units) == (2, 101)
 
 
+def test_what_is_said_of_too_little_holds_no_numbers_that_are_none() -> None:
+    nothing = summary(run("r", {"a": [None]}, failed=2))
+    assert str(nothing) == "r: nothing was graded; 2 attempts left out"
+    one = run("r", {"a": [1.0]})
+    assert str(summary(one)) == "r: solved 100% over 1 tasks, 1 units; 0 attempts left out"
+    assert str(compare(one, one)) == "r less r: +0% over 1 common tasks: no difference shown"
+
+
 def test_infrastructure_failures_are_left_out_and_counted() -> None:
     result = summary(run("r", {"a": [1.0, None], "b": [0.5]}, failed=3))
     assert result.solved.mean == 0.5
