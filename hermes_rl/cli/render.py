@@ -193,6 +193,18 @@ def _indented(text: str) -> list[str]:
     return [f"      {line}" for line in lines]
 
 
+def causes(rows: Iterable[Row]) -> str:
+    """One line per cause of failed attempts: how many, and what the first one said."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row["status"] != "ok":
+            found.setdefault(row["cause"] or "?", []).append(row["error"] or "")
+    return "\n".join(
+        f"failed {len(errors)}x {cause}: {clip(errors[0], WIDTH)}"
+        for cause, errors in sorted(found.items(), key=lambda item: -len(item[1]))
+    )
+
+
 def totals(rows: Sequence[Row]) -> str:
     """The last lines of a table: solved, tokens, cost, and where the time went."""
     final = [r for r in rows if r["status"] == "ok"]
@@ -203,8 +215,9 @@ def totals(rows: Sequence[Row]) -> str:
     }
     unknown = sum(r["usage"]["unknown_calls"] for r in rows)
     spent = f"{tokens['input_tokens']:,} in, {tokens['output_tokens']:,} out"
+    of_what = f"{solved} of {len(final)} solved, " if final else ""
     lines = [
-        f"{solved} of {len(final)} solved, {sum(r['turns'] for r in rows):,} turns, {spent}"
+        f"{of_what}{sum(r['turns'] for r in rows):,} turns, {spent}"
         + (f", {unknown} calls of unknown usage" if unknown else "")
         + f", cost {cost(rows)}"
         + (f"; {failed} attempts without a verdict" if failed else "")
@@ -212,7 +225,8 @@ def totals(rows: Sequence[Row]) -> str:
     parts = ("sandbox_s", "model_s", "tool_s", "waiting_s", "verify_s")
     by_part = {p: sum((r["timing"] or {}).get(p) or 0.0 for r in rows) for p in parts}
     shown = ", ".join(f"{p[:-2]} {seconds(s)}" for p, s in by_part.items() if s >= 0.05)
-    return "\n".join([*lines, f"time by part, summed over rollouts: {shown}" if shown else ""])
+    lines += [f"time by part, summed over rollouts: {shown}"] if shown else []
+    return "\n".join(lines)
 
 
 def cost(rows: Iterable[Row]) -> str:

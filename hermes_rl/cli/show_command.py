@@ -29,7 +29,8 @@ SORTS: dict[str, Callable[[Row], Any]] = {
 
 COLUMNS = (
     "unit_id", "trajectory_id", "task_id", "task_hash", "row_index", "repeat", "attempt", "status",
-    "reward", "end_reason", "cause", "turns", "usage", "timing", "cost_usd", "unpriced_calls",
+    "reward", "end_reason", "cause", "error", "turns", "usage", "timing", "cost_usd",
+    "unpriced_calls",
 )  # fmt: skip
 """What the table shows, orders and looks up: a large run is never read whole for it."""
 
@@ -74,7 +75,7 @@ def command(
     print(render.run_table(shown))
     if len(shown) < len(rows):
         print(f"... and {len(rows) - len(shown)} more (--limit 0 shows all)")
-    print(render.totals(rows))
+    print(*filter(None, (render.causes(rows), render.totals(rows))), sep="\n")
     return 0
 
 

@@ -84,7 +84,23 @@ def test_show_the_table(finished: Path) -> None:
     assert "10 of 10 solved" in said.out
     cut = hermes("show", RUN, "--limit", "3", "--sort", "turns", cwd=finished)
     assert "... and 7 more (--limit 0 shows all)" in cut.out
-    assert "0 of 0 solved" in hermes("show", RUN, "--failed", cwd=finished).out
+    assert "solved" not in hermes("show", RUN, "--failed", cwd=finished).out
+
+
+def test_show_says_why_attempts_failed(tmp_path: Path) -> None:
+    write(
+        tmp_path / "mine.jsonl",
+        {"id": "good", "prompt": "x"},
+        {"id": "bad", "prompt": "x", "setup": "echo no such luck >&2; exit 3"},
+    )
+    assert hermes("run", "mine.jsonl", *PLAYED, "--out", "run", cwd=tmp_path).code == 1
+    said = hermes("show", "run", "--failed", cwd=tmp_path)
+    _, table, cause, sums = said.out.splitlines()
+    assert "bad" in table
+    assert cause == "failed 1x task: TaskFault: setup failed with exit code 3: no such luck"
+    assert "1 attempts without a verdict" in sums
+    one = hermes("show", "run", "bad", cwd=tmp_path).out
+    assert "error     TaskFault: " in one
 
 
 def test_show_one_trajectory_by_id_task_or_repeat(finished: Path) -> None:
