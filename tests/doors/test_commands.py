@@ -182,6 +182,7 @@ def test_check_a_dataset(tmp_path: Path) -> None:
     assert hermes("check", "smoke", "--json", cwd=tmp_path).json()["bad"] == []
 
 
+@pytest.mark.slow
 def test_check_plays_a_dataset(tmp_path: Path) -> None:
     inside, outside = 'grep -q 1 "$WORKSPACE/a"', "grep -q 1 a"
     rows = [{"id": w, "prompt": "x", "oracle": "echo 1 > a"} for w in ("good", "lost", "free")]
@@ -202,6 +203,7 @@ def test_check_a_run(finished: Path) -> None:
     assert said.out.endswith("; no faults\n")
 
 
+@pytest.mark.slow
 def test_play_is_graded_and_saves_the_oracle(tmp_path: Path) -> None:
     typed = "ls docs/*.txt | wc -l\necho 3 > count.txt\nexit\n"
     said = hermes("play", "smoke", "count-txt", "--save", "o.jsonl", cwd=tmp_path, typed=typed)

@@ -10,6 +10,7 @@ import pytest
 from kit import PLAYED, clean_environment, hermes
 
 DOCS = Path(__file__).parents[2] / "docs"
+pytestmark = pytest.mark.slow
 PAGES = ("agent.md", "evaluating.md", "reading.md", "running.md")
 
 

@@ -29,7 +29,7 @@ class ThisPython(AsyncKernelManager):
         return KernelSpec(argv=command, display_name="this Python", language="python")
 
 
-async def execute(name: str, root: Path) -> nbformat.NotebookNode:
+async def execute(name: str, root: Path) -> Any:
     """Run a notebook in `root/notebooks`, as a clone has it. Raises: what a cell raised."""
     folder = root / "notebooks"
     folder.mkdir(exist_ok=True)
@@ -45,21 +45,21 @@ async def execute(name: str, root: Path) -> nbformat.NotebookNode:
     return notebook
 
 
-def printed(notebook: nbformat.NotebookNode) -> str:
+def printed(notebook: Any) -> str:
     return "".join(o.text for o in outputs(notebook) if o.output_type == "stream")
 
 
-def shown(notebook: nbformat.NotebookNode) -> str:
+def shown(notebook: Any) -> str:
     """The text form of all values of cells."""
     values = [o for o in outputs(notebook) if o.output_type == "execute_result"]
     return "\n".join(o.data["text/plain"] for o in values)
 
 
-def figures(notebook: nbformat.NotebookNode) -> int:
+def figures(notebook: Any) -> int:
     return sum("image/png" in o.get("data", {}) for o in outputs(notebook))
 
 
-def outputs(notebook: nbformat.NotebookNode) -> list[Any]:
+def outputs(notebook: Any) -> list[Any]:
     return [o for cell in notebook.cells if cell.cell_type == "code" for o in cell.outputs]
 
 
