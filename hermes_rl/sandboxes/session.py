@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from hermes_rl.errors import SandboxDied, SandboxError
+from hermes_rl.errors import SandboxDied, SandboxError, SandboxStartError, TaskFault
 from hermes_rl.sandboxes.background import Background
 from hermes_rl.sandboxes.base import MAX_OUTPUT_BYTES, CommandResult, Process, SandboxInfo
 from hermes_rl.sandboxes.files import UNSAFE, Beneath
@@ -49,15 +49,34 @@ class Place:
     """As the host opens it."""
 
 
+NO_CWD = "no working directory"
+"""What the shell says when a task's `cwd` cannot be made."""
+
+
+def not_started(error: BaseException, text: str) -> TaskFault | SandboxStartError:
+    """The error for a shell that did not come up: the task's fault when it was its `cwd`."""
+    said = str(error)
+    if NO_CWD in said:
+        return TaskFault(f"{said[said.index(NO_CWD) :].strip()} ('cwd')")
+    return SandboxStartError(text)
+
+
 def environment_file(variables: dict[str, str], workspace: str, cwd: str | None) -> str:
     """The state that a session starts from, as bash reads it."""
     there = shlex.quote(posixpath.join(workspace, cwd or ""))
     made = f"{{ mkdir -p -- {there} && cd -- {there}; }}"
-    failed = f"{{ printf 'no working directory %s\\n' {there} >&4; exit 125; }}"
+    failed = f"{{ printf '{NO_CWD} %s\\n' {there} >&4; exit 125; }}"
     go = f"cd -- {there} 2>/dev/null || {made} || {failed}"
-    lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    lines = [_export(name, value) for name, value in variables.items()]
     names = " ".join(name for name in variables if name != "LANG")  # unsetting that one is slow
     return "\n".join([f"_hx_names='{names}'", "umask 022", *lines, go, ""])
+
+
+def _export(name: str, value: str) -> str:
+    word = shlex.quote(value)
+    # Loading a locale is a tenth of a shell's start: not again when the sandbox came with it.
+    unless = f"[[ ${{LANG-}} = {word} ]] || " if name == "LANG" else ""
+    return f"{unless}export {name}={word}"
 
 
 def encode(command: str) -> bytes:

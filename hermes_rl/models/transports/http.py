@@ -123,8 +123,11 @@ class _HttpReply:
         idle = self._endpoint.timeouts.idle_s
         try:
             while not content.at_eof():
-                async with asyncio.timeout(idle):
-                    piece = await content.readany()
+                # A small answer is all there by now: no timer for that.
+                piece = content.read_nowait()
+                if not piece:
+                    async with asyncio.timeout(idle):
+                        piece = await content.readany()
                 if piece:
                     yield piece
         except TimeoutError:
