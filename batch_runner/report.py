@@ -99,7 +99,7 @@ class Report:
 
 def cost_text(cost_usd: float | None, unpriced_calls: int) -> str:
     """A cost; `unpriced` where no price is known."""
-    if cost_usd is None:
+    if cost_usd is None or (not cost_usd and unpriced_calls):
         return "unpriced"
     more = f" + {unpriced_calls} calls unpriced" if unpriced_calls else ""
     return f"${cost_usd:,.2f}{more}" if cost_usd >= 0.01 or not cost_usd else f"<$0.01{more}"

@@ -135,6 +135,7 @@ class _Run:
             lease_s=run.lease_s,
             publish_every_s=run.publish_every_s,
             config=self.settings.config.model_dump_json().encode(),
+            config_hash=self.settings.config_hash,
         )
 
     def heard(self, requests: int, throttled: int) -> None:

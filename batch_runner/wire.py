@@ -26,6 +26,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     publish_every_s: float
     config: bytes
     """The run's configuration as JSON."""
+    config_hash: str
+    """As the driver found it: an image's digest may differ on another machine."""
 
     @property
     def writer(self) -> str:

@@ -182,7 +182,13 @@ async def open_worker(spec: WorkerSpec, key: str | None = None) -> AsyncIterator
     async with AsyncExitStack() as stack:
         journal = await stack.enter_async_context(JournalWriter(run_dir, spec.epoch, spec.worker))
         workshop = await stack.enter_async_context(
-            open_workshop(config, run_id=spec.run_id, concurrency=spec.capacity, key=key)
+            open_workshop(
+                config,
+                run_id=spec.run_id,
+                concurrency=spec.capacity,
+                config_hash=spec.config_hash,
+                key=key,
+            )
         )
         stack.enter_context(rare_collections())
         worker = Worker(spec, workshop, journal)

@@ -163,23 +163,27 @@ class _Attempt:
         start = time.monotonic()
         sandbox = await self.workshop.backend.lease(self._spec())
         try:
-            await prepare(sandbox, self.task)
-            seconds = time.monotonic() - start
-            self.tape.record(
-                ev.SandboxLeased(
-                    backend=sandbox.info.backend,
-                    image=sandbox.info.image,
-                    digest=sandbox.info.digest or await self.workshop.digest_of(self._image()),
-                    limits=sandbox.info.limits,
-                    seconds=seconds,
-                )
-            )
+            try:
+                await prepare(sandbox, self.task)
+            finally:
+                seconds = time.monotonic() - start
+                self.tape.record(await self._leased(sandbox, seconds))
             result = await self._agent(sandbox, seconds)
             self.tape.record(await verify(sandbox, self.task.verify))
             return result
         finally:
             # A cancelled attempt must still end its sandbox: the shield lets teardown finish.
             await asyncio.shield(sandbox.aclose())
+
+    async def _leased(self, sandbox: Sandbox, seconds: float) -> ev.SandboxLeased:
+        given = sandbox.info
+        return ev.SandboxLeased(
+            backend=given.backend,
+            image=given.image,
+            digest=given.digest or await self.workshop.digest_of(self._image()),
+            limits=given.limits,
+            seconds=seconds,
+        )
 
     def _image(self) -> str | None:
         return self.task.image or self.workshop.config.sandbox.image

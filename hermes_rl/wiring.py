@@ -131,6 +131,7 @@ async def open_workshop(
     *,
     run_id: str,
     concurrency: int,
+    config_hash: str | None = None,
     state_dir: Path | None = None,
     key: str | None = None,
 ) -> AsyncIterator[Workshop]:
@@ -139,6 +140,7 @@ async def open_workshop(
     Args:
         run_id: of the run; stands in the lease of every sandbox.
         concurrency: rollouts in flight in this process.
+        config_hash: as the driver found it; None computes it here.
         state_dir: where sandboxes keep their folders; None is the backend's default.
         key: the endpoint's key, where it was sent here rather than named.
 
@@ -151,7 +153,7 @@ async def open_workshop(
         yield Workshop(
             config=config,
             run_id=run_id,
-            config_hash=digest(identity_of(config)),
+            config_hash=config_hash or digest(identity_of(config)),
             backend=backend,
             client=client,
             limiter=InProcessLimiter(concurrency),

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -15,6 +15,9 @@ from hermes_rl.cli.columns import column_map
 from hermes_rl.errors import ExitCode, SandboxKilled, UserError
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
 from hermes_rl.tasks import Task, TaskRow
+
+if TYPE_CHECKING:
+    from hermes_rl.config import SandboxSection
 
 COMMAND_TIMEOUT_S = 180.0
 """What an agent's terminal call has when it asks for nothing else."""
@@ -39,19 +42,35 @@ def command(
     hermes-rl play smoke count-txt                 type commands; `exit` or Ctrl-D ends and grades
     hermes-rl play my.jsonl 17 --save my-oracles.jsonl
     """
-    rows, wanted = _source(dataset, task, column_map(columns))
+    rows, wanted, place = _source(dataset, task, column_map(columns))
     row = find(rows, wanted, dataset)
     if row.task is None:
         raise UserError(f"{row.place}: {row.error}")
-    return asyncio.run(_play(row.task, network, save))
+    given = row.task
+    spec = SandboxSpec(
+        lease="play",
+        image=given.image or place.image,
+        cwd=given.cwd,
+        network=network or place.network,
+    )
+    return asyncio.run(_play(given, spec, save))
 
 
-def _source(dataset: str, wanted: str, columns: dict[str, str]) -> tuple[Iterator[TaskRow], str]:
+class _Source(NamedTuple):
+    """Where the task is, and the sandbox that the agent had."""
+
+    rows: Iterator[TaskRow]
+    wanted: str
+    place: SandboxSection
+
+
+def _source(dataset: str, wanted: str, columns: dict[str, str]) -> _Source:
+    from hermes_rl.config import SandboxSection
     from hermes_rl.sources import read_tasks
 
     path = Path(dataset)
     if not (path / "epochs").is_dir():
-        return read_tasks(dataset, columns=columns), wanted
+        return _Source(read_tasks(dataset, columns=columns), wanted, SandboxSection())
     from hermes_rl.cli.show_command import COLUMNS
     from hermes_rl.cli.show_command import find as find_unit
     from hermes_rl.config import load_config, parse_config
@@ -59,9 +78,10 @@ def _source(dataset: str, wanted: str, columns: dict[str, str]) -> tuple[Iterato
 
     run = load_run(path)
     rows = [r for t in ("trajectories", "failures") for r in run.arrow(t, COLUMNS).to_pylist()]
-    config = parse_config(load_config(path / "run.yaml"), str(path / "run.yaml")).dataset
-    found = read_tasks(config.path, columns=config.map, limit=config.limit)
-    return found, find_unit(rows, wanted, path)["task_hash"]
+    config = parse_config(load_config(path / "run.yaml"), str(path / "run.yaml"))
+    data = config.dataset
+    found = read_tasks(data.path, columns=data.map, limit=data.limit)
+    return _Source(found, find_unit(rows, wanted, path)["task_hash"], config.sandbox)
 
 
 def find(rows: Iterator[TaskRow], wanted: str, dataset: str) -> TaskRow:
@@ -82,14 +102,13 @@ def find(rows: Iterator[TaskRow], wanted: str, dataset: str) -> TaskRow:
     raise UserError(f"{dataset}: no task {wanted!r} (there are: {some})")
 
 
-async def _play(task: Task, network: bool, save: Path | None) -> int:
+async def _play(task: Task, spec: SandboxSpec, save: Path | None) -> int:
     from hermes_rl.rollout import prepare
     from hermes_rl.verify import verify
     from hermes_rl.wiring import make_backend
 
     backend = make_backend("bubblewrap")
     try:
-        spec = SandboxSpec(lease="play", image=task.image, cwd=task.cwd, network=network)
         async with await backend.lease(spec) as sandbox:
             await prepare(sandbox, task)
             print(f"{task.id}\n\n{task.prompt_text}\n")

@@ -13,7 +13,7 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
-from hermes_rl.errors import SandboxError, SandboxStartError
+from hermes_rl.errors import SandboxError
 from hermes_rl.sandboxes import grading, hostfolder, limits, probe, recipe, warden
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxSpec
 from hermes_rl.sandboxes.binary import find_binary, reachable
@@ -21,7 +21,7 @@ from hermes_rl.sandboxes.box import Lease, Outer, abandon, confined, launch
 from hermes_rl.sandboxes.hostfolder import host_folder
 from hermes_rl.sandboxes.leased import BubblewrapSandbox
 from hermes_rl.sandboxes.reaper import Warden, reap
-from hermes_rl.sandboxes.session import environment_file
+from hermes_rl.sandboxes.session import environment_file, not_started
 from hermes_rl.sandboxes.shell import Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Home, Slots
 from hermes_rl.sandboxes.spawn import Spawner
@@ -158,7 +158,7 @@ class Bubblewrap:
         except (ShellLost, TimeoutError, OSError, ValueError) as error:
             shell.release()
             await abandon(outer)
-            raise SandboxStartError(probe.explain(str(error))) from error
+            raise not_started(error, probe.explain(str(error))) from error
         except asyncio.CancelledError:
             shell.release()
             await asyncio.shield(abandon(outer))

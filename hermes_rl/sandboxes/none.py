@@ -20,7 +20,7 @@ from hermes_rl.sandboxes import grading, processes, recipe
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.reaper import Warden, reap
-from hermes_rl.sandboxes.session import Place, ShellSandbox, environment_file
+from hermes_rl.sandboxes.session import Place, ShellSandbox, environment_file, not_started
 from hermes_rl.sandboxes.shell import Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Home
 from hermes_rl.sandboxes.spawn import Launch, Spawner, exited, start
@@ -219,7 +219,7 @@ class Subprocess:
             shell.release()
             await asyncio.to_thread(tree.end)
             await exited(process)
-            raise SandboxStartError(f"the shell did not start: {error}") from error
+            raise not_started(error, f"the shell did not start: {error}") from error
         return Running(box, tree, shell)
 
     async def grade(self, box: Path, spec: GradingSpec, number: int) -> GradingResult:

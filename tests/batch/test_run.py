@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -79,7 +80,9 @@ async def test_dry_run_touches_nothing(tmp_path: Path, server: FakeServer) -> No
     before = server.requests
     files = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
     process = await asyncio.create_subprocess_exec(
-        "hermes-rl", "run", *arguments, "--dry-run", stdout=asyncio.subprocess.PIPE
+        sys.executable,
+        *("-m", "batch_runner", *arguments, "--dry-run"),
+        stdout=asyncio.subprocess.PIPE,
     )
     said, _ = await process.communicate()
     assert "8 rows (1 bad), 17 units: 5 done, 0 given up, 12 to run" in said.decode()

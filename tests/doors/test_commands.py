@@ -95,7 +95,7 @@ def test_show_says_why_attempts_failed(tmp_path: Path) -> None:
     )
     assert hermes("run", "mine.jsonl", *PLAYED, "--out", "run", cwd=tmp_path).code == 1
     said = hermes("show", "run", "--failed", cwd=tmp_path)
-    _, table, cause, sums = said.out.splitlines()
+    _, table, cause, sums, *_ = said.out.splitlines()
     assert "bad" in table
     assert cause == "failed 1x task: TaskFault: setup failed with exit code 3: no such luck"
     assert "1 attempts without a verdict" in sums

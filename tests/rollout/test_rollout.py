@@ -84,6 +84,7 @@ async def test_files_setup_and_cwd_are_there_before_the_agent(stage: Open) -> No
         ({"prompt": "p", "requires": ["no-such-program"]}, "lacks no-such-program"),
         ({"prompt": "p", "toolsets": ["nonsense"]}, "unknown toolset 'nonsense'"),
         ({"prompt": "p", "image": "/no/such/rootfs"}, "/no/such/rootfs"),
+        ({"prompt": "p", "cwd": "/proc/nowhere"}, "no working directory /proc/nowhere"),
     ],
 )
 async def test_faults_of_the_task_are_the_tasks(
