@@ -12,7 +12,7 @@ HERE = str(Path(__file__).parent)
 if HERE not in sys.path:
     sys.path.insert(0, HERE)
 
-from kit import PLAYED, hermes  # noqa: E402
+from doors_kit import PLAYED, hermes  # noqa: E402
 
 
 @pytest.fixture(scope="session")

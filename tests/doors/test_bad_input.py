@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from kit import PLAYED, hermes, scripted, write
+from doors_kit import PLAYED, hermes, scripted, write
 
 RUN = "runs/smoke-oracle"
 OUT = ("--out", "run")

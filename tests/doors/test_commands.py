@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from kit import COMMAND, PLAYED, clean_environment, hermes, scripted, write
+from doors_kit import COMMAND, PLAYED, clean_environment, hermes, scripted, write
 
 RUN = "runs/smoke-oracle"
 

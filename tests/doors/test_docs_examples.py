@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kit import PLAYED, clean_environment, hermes
+from doors_kit import PLAYED, clean_environment, hermes
 
 DOCS = Path(__file__).parents[2] / "docs"
 pytestmark = pytest.mark.slow

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doors_kit import clean_environment, scripted, write
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
-from kit import clean_environment, scripted, write
 
 TWO_TURNS = ({"run": "echo 1 > a"}, "wrote it")
 

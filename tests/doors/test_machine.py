@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kit import PLAYED, clean_environment, hermes, write
+from doors_kit import PLAYED, clean_environment, hermes, write
 
 ROOT = Path(__file__).parents[2]
 NO_NAMESPACES = (sys.executable, str(Path(__file__).with_name("no_namespaces.py")))

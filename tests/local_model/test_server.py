@@ -104,15 +104,16 @@ async def test_a_step_with_tools_is_a_valid_call_with_its_books(client):
     assert choice.logprobs_kind == "constrained"
 
 
-async def test_the_next_turn_goes_on_from_the_tokens_of_the_last(client):
+async def test_the_next_turn_goes_on_from_the_prompt_of_the_last(client):
     wanted = {"type": "function", "function": {"name": "terminal"}}
     first = await ask(client, tools=TOOLS, tool_choice=wanted, **EVIDENCE)
     message = first.choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "a.txt"}
     history = [*ASK, message.model_dump(exclude_none=True), result]
     second = await ask(client, messages=history, tools=TOOLS, tool_choice=wanted, **EVIDENCE)
-    written = first.choices[0].token_ids[:-1]  # the end of turn comes after the closing tag
-    seen = [*first.prompt_token_ids, *written]
+    # The answer comes back as text, and a model may write tokens that its tokenizer would not:
+    # the prompt before it is what must stand again, token for token.
+    seen = first.prompt_token_ids
     assert second.prompt_token_ids[: len(seen)] == seen
     assert second.usage.prompt_tokens_details.cached_tokens >= len(seen) - 1
 
