@@ -63,7 +63,7 @@ def open_reader(settings: Settings) -> UnitReader:
     """The units of the run's dataset."""
     dataset = settings.config.dataset
     rows = read_tasks(dataset.path, columns=dataset.map, limit=dataset.limit)
-    return UnitReader(rows, settings.config_hash, dataset.repeats)
+    return UnitReader(rows, settings.config_hash, dataset.repeats, dataset.path)
 
 
 class _Run:
@@ -96,12 +96,13 @@ class _Run:
         dataset = self.settings.config.dataset
         estimate = await asyncio.to_thread(estimate_units, dataset)
         self.estimate = estimate or 0
-        if self.settings.workers:
-            self.progress.note(f"starting {self.settings.workers} Ray workers")
         ticker = asyncio.create_task(self._tick())
         try:
-            with open_factory(self.settings, self.spec()) as factory:
-                await self._work(factory)
+            if await self.source.has_work():
+                if self.settings.workers:
+                    self.progress.note(f"starting {self.settings.workers} Ray workers")
+                with open_factory(self.settings, self.spec()) as factory:
+                    await self._work(factory)
         finally:
             ticker.cancel()
             self.progress.close(self.view())

@@ -56,6 +56,15 @@ class RunSource:
         self.stop = self.stop or stop
         self._changed.set()
 
+    async def has_work(self) -> bool:
+        """Whether there is an attempt to make: a finished run then ends without starting workers.
+
+        Raises: UserError when the dataset cannot be read.
+        """
+        while not self._buffer and not self._plan.counts.complete and self.stop is None:
+            self._buffer.extend(await self._plan.take())
+        return bool(self._buffer)
+
     async def next(self) -> WorkItem | None:
         """The next attempt; waits while some may still come; None when done or stopped.
 

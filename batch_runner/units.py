@@ -30,7 +30,10 @@ class UnitReader:
     Memory: one short digest per row that was read.
     """
 
-    def __init__(self, rows: Iterable[TaskRow], config_hash: str, repeats: int) -> None:
+    def __init__(
+        self, rows: Iterable[TaskRow], config_hash: str, repeats: int, name: str = "rows"
+    ) -> None:
+        self._name = name
         self.rows = 0
         self.bad_rows = 0
         self.ended = False
@@ -43,7 +46,7 @@ class UnitReader:
         """
         first = next(self._units, None)
         if first is None:
-            raise UserError("the dataset holds no rows")
+            raise UserError(f"{self._name}: the dataset holds no rows. Check the file, or --limit")
         self._units = itertools.chain((first,), self._units)
 
     def take(self, wanted: int, seconds: float = 0.25) -> list[Unit]:

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from hermes_rl.store.reader import Run
 
 
+DECIDING_TASKS = 6
+"""Tasks that must differ for a verdict: fewer can never reject equality at 5 % in a sign test,
+since 2 * 0.5**5 > 0.05, however clear a bootstrap of a handful looks."""
+
+
 @dataclass(frozen=True)
 class Comparison:
     """The paired difference of two runs over the tasks that both graded."""
@@ -25,7 +30,8 @@ class Comparison:
     difference: Interval
     """Solved share of b less that of a, per task, then averaged; bootstrap over tasks."""
     verdict: Literal["a", "b", "undecided"]
-    """Who is better where the interval excludes zero; otherwise undecided."""
+    """Who is better where the interval excludes zero and enough tasks differ (`DECIDING_TASKS`);
+    otherwise undecided."""
     per_task: pd.DataFrame
     """task_id, solved_a, solved_b, difference."""
     only_a: list[str]
@@ -35,12 +41,21 @@ class Comparison:
     def __str__(self) -> str:
         d = self.difference
         better = {"a": f"{self.a} is better", "b": f"{self.b} is better"}
-        verdict = better.get(self.verdict, "no difference shown")
+        differing = int((self.per_task["difference"] != 0).sum())
+        few = f"{differing} tasks differ, too few for a verdict"
+        nothing = few if 0 < differing < DECIDING_TASKS else "no difference shown"
+        verdict = better.get(self.verdict, nothing)
         interval = f" (95 % interval {d.low:+.0%} to {d.high:+.0%})" if self.tasks > 1 else ""
         return (
             f"{self.b} less {self.a}: {d.mean:+.0%}{interval} over {self.tasks} common tasks: "
             f"{verdict}"
         )
+
+
+def _verdict(interval: Interval, differing: int) -> Literal["a", "b", "undecided"]:
+    if differing < DECIDING_TASKS:
+        return "undecided"
+    return "b" if interval.low > 0 else "a" if interval.high < 0 else "undecided"
 
 
 def compare(a: Run, b: Run) -> Comparison:
@@ -66,7 +81,7 @@ def compare(a: Run, b: Run) -> Comparison:
         b=b.path.name,
         tasks=len(both),
         difference=interval,
-        verdict="b" if interval.low > 0 else "a" if interval.high < 0 else "undecided",
+        verdict=_verdict(interval, int((both["difference"] != 0).sum())),
         per_task=both[["task_id", "solved_a", "solved_b", "difference"]],
         only_a=sorted(left.loc[~left["task_hash"].isin(common), "task_id"]),
         only_b=sorted(right.loc[~right["task_hash"].isin(common), "task_id"]),

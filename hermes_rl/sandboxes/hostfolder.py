@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hermes_rl.errors import UserError
+from hermes_rl.sandboxes.privilege import has_slots
 
 HOME = "/tmp"
 """Home of sessions in a host folder: what programs keep in HOME is no part of your files."""
@@ -40,7 +41,7 @@ def host_folder(given: Path, state: Path) -> HostFolder:
         raise UserError(f"workspace {given}: no such folder. Make it, or name another")
     if state.resolve().is_relative_to(path):
         raise UserError(f"workspace {given}: it holds the folders of all sandboxes. Name a smaller")
-    if os.geteuid() != 0:
+    if not has_slots():
         if not os.access(path, os.W_OK | os.X_OK):
             raise UserError(f"workspace {given}: not writable for you. Name a folder of your own")
         return HostFolder(path, None)

@@ -12,6 +12,7 @@ from pathlib import Path
 from hermes_rl.errors import SandboxStartError
 from hermes_rl.sandboxes import limits, spawn
 from hermes_rl.sandboxes.binary import find_binary, reachable
+from hermes_rl.sandboxes.privilege import FIRST_SLOT_UID, has_slots, is_host_root
 from hermes_rl.sandboxes.slots import default_state_dir, own_folder
 
 _APPARMOR = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
@@ -73,7 +74,9 @@ def explain(error: str) -> str:
 
 def probe(binary: str | None = None) -> Probe:
     """Start a tiny sandbox and look around. Blocks some tens of milliseconds."""
-    root = os.geteuid() == 0
+    root = has_slots()
+    if is_host_root() and not root:
+        return Probe(False, "root here has no other user ids: start as an ordinary user")
     try:
         found = reachable(binary or find_binary(), own_folder(default_state_dir(), 0o711))
     except SandboxStartError as error:
@@ -86,7 +89,7 @@ def probe(binary: str | None = None) -> Probe:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = spawn.start(
-            spawn.Launch([*command, "true"], found, uid=200_000 if root else None), theirs
+            spawn.Launch([*command, "true"], found, uid=FIRST_SLOT_UID if root else None), theirs
         )
         code = process.wait(timeout=20)
         ours.setblocking(False)

@@ -19,14 +19,14 @@ from pathlib import Path
 
 from hermes_rl.errors import SandboxStartError
 from hermes_rl.sandboxes import processes
+from hermes_rl.sandboxes.privilege import FIRST_SLOT_UID, account
 
-FIRST_UID = 200_000
 SLOTS = 20_000
 
 
 def default_state_dir() -> Path:
     """A folder of this user below the machine's temporary folder."""
-    return Path(tempfile.gettempdir()) / f"hermes-rl-{os.geteuid()}"
+    return Path(tempfile.gettempdir()) / f"hermes-rl-{account()}"
 
 
 def own_folder(path: Path, mode: int) -> Path:
@@ -95,7 +95,7 @@ class Slot:
     """A user id that no other sandbox on this machine has."""
 
     def __init__(self, number: int, held: int) -> None:
-        self.uid = FIRST_UID + number
+        self.uid = FIRST_SLOT_UID + number
         self._held = held
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ def run_frame(path: str, facts: Mapping[str, Any], stats: Mapping[str, Any]) -> 
         "calls": stats["calls"]["total"],
         "unknown_calls": stats["calls"]["unknown"],
         **{name: stats["tokens"][name] for name in ("input_tokens", "output_tokens")},
-        "cost_usd": None if unpriced and not stats["cost_usd"] else stats["cost_usd"],
+        "cost_usd": stats["cost_usd"],
         "unpriced_calls": unpriced,
     }
     return pd.DataFrame([row])

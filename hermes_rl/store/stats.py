@@ -62,7 +62,7 @@ def compute_stats(summary: Summary, ledger: Ledger, plan: Mapping[str, Any]) -> 
             "unpriced": counts.get("unpriced_calls", 0),
         },
         "tokens": {name: counts.get(name) for name in _TOKENS},
-        "cost_usd": round(sums["cost_usd"], _DIGITS) if "cost_usd" in sums else None,
+        "cost_usd": _cost(summary),
         "seconds": {n: round(v, 3) for n, v in sorted(sums.items()) if n.endswith("_s")},
         "histograms": {
             "reward_upper_ends": list(REWARD_EDGES),
@@ -80,6 +80,13 @@ def write_stats(run_dir: RunDir, ledger: Ledger, plan: Mapping[str, Any]) -> dic
     text = json.dumps(stats, indent=2, ensure_ascii=False) + "\n"
     run_dir.storage.put("stats.json", text.encode())
     return stats
+
+
+def _cost(summary: Summary) -> float | None:
+    """The sum of costs; None while any call is unpriced."""
+    if summary.counts.get("unpriced_calls") or "cost_usd" not in summary.sums:
+        return None
+    return round(summary.sums["cost_usd"], _DIGITS)
 
 
 def _prefixed(counts: Mapping[str, int], prefix: str) -> dict[str, int]:

@@ -194,3 +194,14 @@ async def test_a_unit_that_keeps_failing_is_given_up_and_reopened(tmp_path: Path
         assert server.requests > requests
         attempts = [row["attempt"] for row in kit.table(out, "failures")]
         assert sorted(attempts) == [0, 1, 2, 3]
+
+
+async def test_a_finished_run_starts_no_worker(tmp_path: Path, server: FakeServer) -> None:
+    dataset = kit.write(tmp_path / "tasks.jsonl", kit.rows(2))
+    arguments = kit.played(dataset, tmp_path / "run", server.base_url)
+    assert (await kit.finish(*arguments, "--workers", "0")).process.returncode == 0
+    before = server.requests
+    again = await kit.finish(*arguments, "--workers", "1")
+    assert again.process.returncode == 0
+    assert "Ray" not in again.errors
+    assert server.requests == before

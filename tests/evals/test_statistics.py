@@ -126,3 +126,12 @@ def test_only_common_tasks_are_compared() -> None:
     assert (result.tasks, result.only_a, result.only_b) == (1, ["x"], ["z"])
     with pytest.raises(UserError, match="no graded task in common"):
         compare(a, run("c", {"q": [1.0]}))
+
+
+def test_a_handful_of_tasks_names_no_winner() -> None:
+    def runs(tasks: int) -> tuple[Frames, Frames]:
+        names = [f"t{i}" for i in range(tasks)]
+        return run("a", {n: [0.0] for n in names}), run("b", {n: [1.0] for n in names})
+
+    assert compare(*runs(5)).verdict == "undecided"
+    assert compare(*runs(6)).verdict == "b"

@@ -101,7 +101,7 @@ async def test_the_environment_and_cwd_asked_for(bubblewrap: Bubblewrap) -> None
         assert said.output == "/tmp/some where\nit's $HOME1\n/workspace\n"
         await box.run("unset B; export A=2", timeout_s=20)
         assert (await box.run("echo $A${B-none}", timeout_s=20)).output == "2none\n"
-    with pytest.raises(SandboxStartError, match="no working directory"):
+    with pytest.raises(TaskFault, match="no working directory"):
         await bubblewrap.lease(SandboxSpec(lease="env", cwd="/usr/nowhere"))
 
 
