@@ -14,7 +14,7 @@ TEXT_BYTES = 50_000
 
 def per_trajectory(bench: Bench) -> Row:
     """Driver and Ray for a trajectory of 100 KB, and its Parquet."""
-    few, many = bench.sizes.stored // 4, bench.sizes.stored
+    few, many = bench.sizes.stored // 6, bench.sizes.stored
     words = "the quick brown fox jumps over a lazy dog {} ".replace("{}", "and runs") * 1200
     prompt = "Task {}: " + words[:TEXT_BYTES]
     path = bench.dataset(many, prompt)

@@ -1,6 +1,6 @@
 """The numbers of docs/performance.md: one row per promise, with bare loops beside them.
 
-    python tests/bench/run.py [--quick | --tiny] [--only NAME ...] [--json]
+    python tests/bench/run.py [--quick | --tiny] [--only NAME ...] [--scratch DIR] [--json]
 
 CPU is user plus system time of the whole process tree with its sandboxes, the model server's left
 out. What is compared is measured in turn, in the same minutes; figures are medians, with the range
@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     meter.become_reaper()
     start = time.monotonic()
     found: dict[str, Row] = {}
+    if arguments.scratch:
+        os.environ["TMPDIR"] = tempfile.tempdir = str(arguments.scratch)
     with tempfile.TemporaryDirectory(prefix="hermes-rl-bench-") as folder:
         bench = Bench(sizes, Path(folder), _say)
         for name in chosen:
@@ -84,8 +86,19 @@ def _conditions(seconds: float) -> str:
         how = "control group" if account.path else "children that were waited for"
     return (
         f"{time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {platform.python_version()}, "
-        f"{cores} cores, load {load} at the end, {seconds:.0f} s, CPU by {how}"
+        f"{cores} cores, load {load} at the end, {seconds:.0f} s, CPU by {how}, "
+        f"scratch on {_filesystem(tempfile.gettempdir())}"
     )
+
+
+def _filesystem(folder: str) -> str:
+    """The kind of file system that holds a folder."""
+    best = ("", "unknown")
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, place, kind, *_ = line.split()
+        if Path(folder).is_relative_to(place) and len(place) > len(best[0]):
+            best = (place, kind)
+    return best[1]
 
 
 def _say(text: str) -> None:
@@ -98,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     size.add_argument("--quick", action="store_true", help="smaller numbers, once each: minutes")
     size.add_argument("--tiny", action="store_true", help="only to see that the bench works")
     parser.add_argument("--only", nargs="+", choices=list(ROWS), help="these rows")
+    parser.add_argument("--scratch", type=Path, help="folder for sandboxes and run directories")
     parser.add_argument("--json", action="store_true", help="all figures for programs")
     return parser
 

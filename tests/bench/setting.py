@@ -33,11 +33,11 @@ class Sizes:
     resumed: int = 1_000_000
     driven: int = 50_000
     verbs: int = 1000
-    stored: int = 400
+    stored: int = 3000
 
 
 FULL = Sizes()
-QUICK = Sizes(40, 200, 1, (150, 2000), 50_000, 10_000, 200, 100)
+QUICK = Sizes(40, 200, 1, (150, 2000), 50_000, 10_000, 200, 200)
 TINY = Sizes(4, 12, 1, (8, 50), 2000, 2000, 10, 5)
 
 
