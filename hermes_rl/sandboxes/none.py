@@ -187,9 +187,9 @@ class Subprocess:
         return home
 
     async def _start(self, box: Path, spec: SandboxSpec) -> Running:
-        control, state, workspace = box / "ctl", box / "state", box / "ws"
-        for path in (control, state, workspace):
-            path.mkdir(mode=0o700)
+        # Folders are dear to make and remove: what is read-only elsewhere shares one with the state.
+        control, state, workspace = box, box, box / "ws"
+        workspace.mkdir(mode=0o700)
         variables = recipe.environment(str(workspace), {MARK: str(box), **spec.env})
         (control / "env").write_text(environment_file(variables, str(workspace), spec.cwd))
         bash = shutil.which("bash", path=recipe.PATH)
