@@ -187,7 +187,7 @@ class Subprocess:
         return home
 
     async def _start(self, box: Path, spec: SandboxSpec) -> Running:
-        # Folders are dear to make and remove: what is read-only elsewhere shares one with the state.
+        # Folders are dear to make and remove: control and state share one here.
         control, state, workspace = box, box, box / "ws"
         workspace.mkdir(mode=0o700)
         variables = recipe.environment(str(workspace), {MARK: str(box), **spec.env})
