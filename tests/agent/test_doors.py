@@ -97,8 +97,11 @@ def test_waiting_for_oneself_is_refused() -> None:
 
 
 PROGRAM = """
-import asyncio, sys
+import asyncio, signal, sys
 from hermes_rl.doors import Home, run_sync
+
+# A shell that starts the tests in the background has SIGINT ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 async def work():
     print("started", flush=True)
