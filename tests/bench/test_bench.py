@@ -1,0 +1,36 @@
+"""The bench works: small numbers, no judgement of speed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = Path(__file__).with_name("run.py")
+ROWS = ("turn-none", "turn-bubblewrap", "sandbox", "resume", "driver-memory", "commands")
+
+
+@pytest.mark.slow
+def test_rows_are_measured() -> None:
+    done = subprocess.run(
+        [sys.executable, RUN, "--tiny", "--json", "--only", *ROWS],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout)["rows"]
+    assert tuple(rows) == ROWS
+    # A few trajectories say little about speed, but Python and bash cannot be free.
+    assert rows["commands"]["data"]["import"][0] > rows["commands"]["data"]["python"][0] * 0.5 > 0
+    assert all(v > 0 for v in rows["turn-none"]["data"]["ours_ms"])
+
+
+def test_an_unknown_row_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, RUN, "--only", "nothing"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "nothing" in done.stderr
