@@ -70,7 +70,10 @@ async def test_once_with_ray_on_a_terminal(tmp_path: Path, server: FakeServer) -
     os.killpg(run.pid, signal.SIGINT)
     assert await run.wait() == 130, run.errors
     assert len(kit.final_rows(out)) == run.report()["done"] == 4
-    assert kit.table(out, "failures") == []
+    # What a signal that reached workers or sandboxes would leave; a sandbox that could not start
+    # on an overloaded machine before it is none of this test's business.
+    causes = {row["cause"] for row in kit.table(out, "failures")}
+    assert causes <= {"sandbox_start"}, causes
     await kit.check_nothing_left([run.mark], out)
 
 
