@@ -17,6 +17,17 @@ from hermes_rl.usage import Usage
 LogprobsKind = Literal["sampling", "raw", "constrained", "unknown"]
 
 
+Adaptation = Literal[
+    "no_images", "text_only", "no_signatures", "no_encrypted_reasoning", "no_grammar"
+]
+"""What a request is sent without, after a server refused it: image parts; content in parts (text
+instead); signed thinking blocks; encrypted reasoning items; `pattern` and `format` in tool schemas.
+"""
+
+CacheTime = Literal["5m", "1h"]
+"""How long a provider keeps a prefix that a request marks for its cache."""
+
+
 class Conversation:
     """The messages of one context, append-only; each is encoded for the wire once.
 
@@ -96,6 +107,14 @@ class ModelRequest:
     """Called with each piece of streamed text."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further body fields, as given by the user."""
+    ephemeral: str | None = None
+    """Appended to the system prompt at the call; sent, never stored."""
+    prefill: tuple[Message, ...] = ()
+    """Put after the system message at the call; sent, never stored."""
+    cache: CacheTime | None = None
+    """Mark the system prompt and the last three messages for the provider's cache."""
+    adaptations: frozenset[Adaptation] = frozenset()
+    """What the request is sent without; grows when a server refuses, and then stays."""
 
 
 @dataclass(frozen=True)

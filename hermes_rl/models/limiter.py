@@ -9,26 +9,48 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 from hermes_rl.errors import ModelError, Overloaded, RateLimited, ServerError
+from hermes_rl.usage import Usage
 
 Signal = Literal["clean", "throttled", "trouble", "neutral"]
 """What one request's end says about the rate: fine; ours is too high; the server's own trouble;
 nothing."""
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """What a request may cost its rate limits, in tokens; 0 where nothing is known."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
 class Limiter(Protocol):
     """Hands out slots."""
 
-    def slot(self) -> AbstractAsyncContextManager[float]:
+    def slot(self, estimate: Estimate = Estimate()) -> AbstractAsyncContextManager[float]:
         """Holds one slot; yields the seconds that were spent waiting for it."""
         ...
 
-    def report(self, error: ModelError | None) -> None:
-        """Say how a request ended; None for an answer."""
+    def report(
+        self,
+        error: ModelError | None,
+        usage: Usage | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Say how a request ended.
+
+        Args:
+            error: None for an answer.
+            usage: of the answer, where it is known.
+            headers: the rate-limit headers of the answer, names in lower case.
+        """
         ...
 
 
@@ -139,7 +161,7 @@ class InProcessLimiter:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     @asynccontextmanager
-    async def slot(self) -> AsyncIterator[float]:
+    async def slot(self, estimate: Estimate = Estimate()) -> AsyncIterator[float]:
         """See `Limiter.slot`."""
         waited = 0.0
         if self._waiting or self.in_flight >= self.controller.limit:
@@ -154,7 +176,12 @@ class InProcessLimiter:
             self.in_flight -= 1
             self._wake()
 
-    def report(self, error: ModelError | None) -> None:
+    def report(
+        self,
+        error: ModelError | None,
+        usage: Usage | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """See `Limiter.report`."""
         self.controller.heard(signal_of(error), self._clock())
         self._wake()
