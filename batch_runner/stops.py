@@ -11,6 +11,7 @@ from hermes_rl.wiring import DEFAULT_BASE_URL, DEFAULT_KEY_ENV
 _MENDS = {
     "billing": "Mend the account",
     "model_not_found": "Correct --model or --base-url",
+    "outage": "Wait until the provider answers again",
     "disk": "Free some space",
     "cost_limit": "Raise the budget",
 }

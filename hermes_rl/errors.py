@@ -19,14 +19,13 @@ The model, in four points:
     │   ├── RateLimited · Overloaded · ServerError · ModelTimeout · ConnectionLost
     │   ├── ProtocolError · ModelAborted                        like these, worth another try
     │   ├── BadRequest · ContentFiltered
+    │   ├── Outage                                              no answer within the retry budget
     │   └── ContextOverflow · PayloadTooLarge                   the policy filled its window
     ├── SandboxError
     │   ├── SandboxStartError · SandboxDied                     infrastructure
     │   └── SandboxKilled                                       the agent's own deed
     ├── ToolError                         shown to the model, ends nothing
-    ├── VerifierFault                     the verifier cannot judge
-    ├── Stalled                           wall limit reached
-    ├── DiskFull                          the run directory cannot be written
+    ├── VerifierFault · Stalled · DiskFull                      infrastructure
     ├── CostLimit · Interrupted           the operator's doing; the unit stays open
     └── StoreError                        run directory corrupt, foreign or of another configuration
 """
@@ -38,6 +37,16 @@ from typing import Literal
 
 Owner = Literal["policy", "infrastructure", "task", "operator"]
 """Who could have caused an ending (DESIGN 3)."""
+
+Reason = Literal[
+    "auth", "auth_permanent", "billing", "rate_limit", "upstream_rate_limit", "overloaded",
+    "server_error", "timeout", "ssl_cert_verification", "context_overflow", "payload_too_large",
+    "image_too_large", "model_not_found", "provider_policy_blocked", "content_policy_blocked",
+    "format_error", "invalid_encrypted_content", "multimodal_tool_content_unsupported",
+    "thinking_signature", "llama_cpp_grammar_pattern", "model_aborted", "unknown",
+]  # fmt: skip
+"""Why a model call failed, as finely as recovery needs it; the cause is coarser (docs/errors.md).
+"""
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,7 @@ CAUSES: dict[str, Consequence] = {
     "auth": _BREAKER,
     "billing": _BREAKER,
     "model_not_found": _BREAKER,
+    "outage": _BREAKER,
     "model_server": _INFRA,
     "model_timeout": _INFRA,
     "model_protocol": _INFRA,
@@ -142,6 +152,20 @@ class TaskFault(HermesError):
     cause = "task"
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What an error's text says beside its reason; None where it does not say."""
+
+    max_output_tokens: int | None = None
+    """The most output tokens that the model gives for this request."""
+    context_limit: int | None = None
+    """The model's window in tokens."""
+    prompt_tokens: int | None = None
+    """How many tokens the prompt has."""
+    no_images: bool = False
+    """The model takes no images at all."""
+
+
 class ModelError(HermesError):
     """A model call failed.
 
@@ -151,11 +175,14 @@ class ModelError(HermesError):
         request_id: the provider's id of the request, when it sent one.
         retry_after_s: seconds that the provider asked to wait.
         served: whether the provider may have served (and billed) the request; True for a cut stream
-            or a
-            response that could not be read, False for a refusal before any work.
+            or a response that could not be read, False for a refusal before any work.
+        reason: why, where it is not what the class stands for.
+        facts: what the text says beside that.
     """
 
     cause = "model_server"
+    reason: Reason = "unknown"
+    """Why, as finely as recovery needs it."""
     transient = False
     """Another attempt at the same call may succeed."""
 
@@ -167,8 +194,13 @@ class ModelError(HermesError):
         request_id: str | None = None,
         retry_after_s: float | None = None,
         served: bool = False,
+        reason: Reason | None = None,
+        facts: Facts | None = None,
     ) -> None:
         super().__init__(message)
+        if reason is not None:
+            self.reason = reason
+        self.facts = facts or Facts()
         self.status = status
         self.request_id = request_id
         self.retry_after_s = retry_after_s
@@ -179,24 +211,28 @@ class AuthError(ModelError):
     """401 or 403: the key is missing, wrong or not allowed."""
 
     cause = "auth"
+    reason: Reason = "auth"
 
 
 class BillingError(ModelError):
     """402, or a quota code: the account cannot pay for the call."""
 
     cause = "billing"
+    reason: Reason = "billing"
 
 
 class ModelNotFound(ModelError):
     """404 for the model or the route."""
 
     cause = "model_not_found"
+    reason: Reason = "model_not_found"
 
 
 class RateLimited(ModelError):
     """429: wait and try again."""
 
     cause = "rate_limit"
+    reason: Reason = "rate_limit"
     transient = True
 
 
@@ -204,6 +240,7 @@ class Overloaded(ModelError):
     """529 or 503 with an overload code: the provider's trouble, not our rate."""
 
     cause = "overloaded"
+    reason: Reason = "overloaded"
     transient = True
 
 
@@ -211,6 +248,7 @@ class ServerError(ModelError):
     """5xx, 408 and other failures on the provider's side."""
 
     cause = "model_server"
+    reason: Reason = "server_error"
     transient = True
 
 
@@ -218,6 +256,7 @@ class ModelTimeout(ModelError, TimeoutError):
     """No connection, no first byte, or no further byte in time."""
 
     cause = "model_timeout"
+    reason: Reason = "timeout"
     transient = True
 
 
@@ -225,6 +264,7 @@ class ConnectionLost(ModelError, ConnectionError):
     """The connection could not be made, was reset, or broke off."""
 
     cause = "model_server"
+    reason: Reason = "timeout"
     transient = True
 
 
@@ -232,6 +272,7 @@ class ProtocolError(ModelError):
     """The response cannot be read: cut body, no JSON, or a shape outside the dialect."""
 
     cause = "model_protocol"
+    reason: Reason = "server_error"
     transient = True
 
 
@@ -239,18 +280,21 @@ class BadRequest(ModelError):
     """400 and other refusals of this very request: trying again cannot help."""
 
     cause = "model_protocol"
+    reason: Reason = "format_error"
 
 
 class ContentFiltered(ModelError):
     """The provider's filter withheld the answer."""
 
     cause = "content_filter"
+    reason: Reason = "content_policy_blocked"
 
 
 class ModelAborted(ModelError):
     """The engine gave the request up (finish reason `abort`)."""
 
     cause = "model_aborted"
+    reason: Reason = "model_aborted"
     transient = True
 
 
@@ -258,12 +302,23 @@ class ContextOverflow(ModelError):
     """The request does not fit the model's window: ends as `context_overflow`, graded."""
 
     cause = "model_protocol"
+    reason: Reason = "context_overflow"
 
 
 class PayloadTooLarge(ModelError):
     """413: the body is larger than the provider takes; handled as a context overflow."""
 
     cause = "model_protocol"
+    reason: Reason = "payload_too_large"
+
+
+class Outage(ModelError):
+    """No answer within the retry budget: the run is parked, and the unit stays open.
+
+    Its reason is that of the last failure.
+    """
+
+    cause = "outage"
 
 
 class SandboxError(HermesError):
@@ -327,10 +382,9 @@ class Interrupted(HermesError):
 
 
 class StoreError(HermesError):
-    """A run directory is corrupt, foreign, locked, newer or of another configuration.
+    """A run directory is corrupt, foreign, locked, newer or of another configuration."""
 
-    Its cause is not `disk`: nobody should be told to free space for it.
-    """
+    # Not of cause `disk`: nobody should be told to free space for it.
 
 
 def cause_of(error: BaseException) -> str:

@@ -35,7 +35,7 @@ def test_causes(error: Exception, cause: str) -> None:
 def test_what_counts_stops_and_is_tried_again() -> None:
     """DESIGN 5.3 and 5.6, in words of their own."""
     breakers = {c for c, what in e.CAUSES.items() if what.breaker}
-    assert breakers == {"auth", "billing", "model_not_found", "disk", "cost_limit"}
+    assert breakers == {"auth", "billing", "model_not_found", "outage", "disk", "cost_limit"}
     uncounted = {c for c, what in e.CAUSES.items() if not what.counted}
     assert uncounted == breakers | {"worker_lost", "driver_lost", "duplicate", "interrupted"}
     assert {c for c, what in e.CAUSES.items() if not what.retry} == {"task", "verifier"}
