@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from hermes_rl.errors import ContentFiltered, ModelAborted, ModelError, RateLimited
 from hermes_rl.events import CallEnded, CallStarted, Outcome, Purpose, Waited
 from hermes_rl.models.base import Completion, ModelClient, ModelRequest
-from hermes_rl.models.limiter import Limiter
+from hermes_rl.models.limiter import Estimate, Limiter, Slot
 from hermes_rl.ports import Recorder
 from hermes_rl.usage import Usage
 
@@ -109,8 +109,9 @@ class ModelCaller:
         call_id = self._clock.new_id()
         attempt = replace(request, call_id=call_id)
         bound = self.client.bound(attempt)
-        async with self._limiter.slot() as waited:
-            self._waited(waited)
+        estimate = Estimate(bound, attempt.sampling.max_tokens or 0)
+        async with self._limiter.slot(estimate) as slot:
+            self._waited(slot.waited_s)
             self._recorder.record(
                 CallStarted(
                     call_id=call_id,
@@ -123,16 +124,16 @@ class ModelCaller:
                     max_output_tokens=attempt.sampling.max_tokens,
                 )
             )
-            return await self._request(attempt, record)
+            return await self._request(attempt, record, slot)
 
-    async def _request(self, request: ModelRequest, record: _CallRecord) -> Completion:
+    async def _request(self, request: ModelRequest, record: _CallRecord, slot: Slot) -> Completion:
         """Send and record the end."""
         began = self._clock.monotonic()
         end = _End(request.call_id, began, record.retries)
         try:
             answer = await self.client.complete(request)
         except ModelError as error:
-            self._limiter.report(error)
+            slot.report(error)
             self._end(end, "cut" if error.served else "refused", error=error)
             raise
         except asyncio.CancelledError:
@@ -142,7 +143,7 @@ class ModelCaller:
             self._end(end, "unknown", error=error)  # a bug of ours: the books still know the call
             raise
         withheld = _withheld(answer)
-        self._limiter.report(withheld)
+        slot.report(withheld, answer.usage, answer.rate_limit)
         outcome: Outcome = "cut" if isinstance(withheld, ModelAborted) else "ok"
         self._end(end, outcome, answer=answer, error=withheld, model=request.model)
         if withheld is not None:
