@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from hermes_rl.errors import ProtocolError, UserError
 from hermes_rl.models.base import Completion, ModelClient, ModelRequest
 from hermes_rl.models.classify import classify
 from hermes_rl.models.dialects.base import Dialect, ReplyHead
-from hermes_rl.models.dialects.chat_completions import ChatCompletions
 from hermes_rl.models.endpoint import Endpoint, Timeouts
 from hermes_rl.models.transports.base import Transport
 
@@ -73,10 +74,23 @@ class WireClient:
         await self._transport.aclose()
 
 
+DIALECTS: dict[str, tuple[str, str]] = {
+    "chat_completions": ("chat_completions", "ChatCompletions"),
+    "anthropic_messages": ("anthropic_messages", "AnthropicMessages"),
+    "codex_responses": ("responses", "Responses"),
+}
+"""api_mode -> module in `dialects` and class; loaded when a client is made."""
+
+
 def _dialect(endpoint: Endpoint) -> Dialect:
-    if endpoint.api_mode == "chat_completions":
-        return ChatCompletions(endpoint.host, endpoint.secrets)
-    raise UserError(f"api_mode {endpoint.api_mode!r} is unknown. Use chat_completions")
+    if endpoint.api_mode not in DIALECTS:
+        raise UserError(
+            f"api_mode {endpoint.api_mode!r} is unknown. Use one of {', '.join(DIALECTS)}"
+        )
+    module, kind = DIALECTS[endpoint.api_mode]
+    loaded = import_module(f"hermes_rl.models.dialects.{module}")
+    dialect: Dialect = getattr(loaded, kind)(endpoint.host, endpoint.secrets)
+    return dialect
 
 
 def _transport(endpoint: Endpoint) -> Transport:

@@ -17,32 +17,30 @@ with what a client recorded, however either of them was killed.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import hmac
 import os
-import signal
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from email.utils import formatdate
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
-from hermes_rl.models.dialects.chat_server import WireRequest, decode_request
-from hermes_rl.testing.answers import answer_bytes
+from hermes_rl.models.dialects.server import ServedRequest, ServerDialect
+from hermes_rl.testing.answers import answer_bytes, completion_of, spoken
 from hermes_rl.testing.faults import (
     BREAKS,
     REFUSALS,
     FaultPlan,
     Refusal,
-    plan_from_json,
     refusal_body,
+    refusal_for,
 )
+from hermes_rl.testing.routes import CHAT, Wire, any_key, server_dialect, wire_of
 from hermes_rl.testing.scripts import ScriptError, Step, step_for, usage_of
 from hermes_rl.testing.served_log import Entry, LogOutcome, ServedLog
 from hermes_rl.testing.wire import LAST_CHUNK, Connection, Incoming, chunked, head
@@ -152,7 +150,8 @@ class FakeServer:
             return
         self.requests += 1
         n = self.requests
-        job = _Job(n, f"req-{self._prefix}-{n}", request.headers.get("x-hermes-call-id"))
+        wire = wire_of(request.path)
+        job = _Job(n, f"req-{self._prefix}-{n}", request.headers, wire)
         if self._on_request is not None:
             self._on_request(n)
         refusal = self._admit(request, job)
@@ -177,39 +176,44 @@ class FakeServer:
             self._end(job, "dropped")
 
     def _tell(self, connection: Connection, request: Incoming) -> None:
-        """The list of models; not a model request, so it is neither counted nor logged."""
+        """The list of models; not a model request, so it is neither counted nor logged. It has the
+        fields of several providers' lists."""
         names = self.config.models or (self.config.script,)
-        listed = {"object": "list", "data": [{"id": n, "object": "model"} for n in names]}
+        both = {"object": "model", "type": "model", "created": 0, "owned_by": "hermes-rl"}
+        since = {"created_at": "2026-01-01T00:00:00Z"}
+        data = [{"id": n, "display_name": n, **both, **since} for n in names]
+        listed = {"object": "list", "data": data, "has_more": False}
         status, body = 200, msgspec.json.encode(listed)
-        if not self._knows(request):
-            status, body = 401, refusal_body(REFUSALS["auth"])
+        if not self._knows(any_key(request.headers)):
+            status, body = 401, refusal_body(REFUSALS["auth"], server_dialect(CHAT))
         elif not request.path.endswith(("/models", "/health")):
             status, body = 404, b"{}"
         kind = {"content-type": "application/json"}
         connection.send(head(status, kind, len(body)) + body)
 
-    def _knows(self, request: Incoming) -> bool:
-        key, sent = self.config.key, request.headers.get("authorization", "")
-        return key is None or hmac.compare_digest(sent.encode(), f"Bearer {key}".encode())
+    def _knows(self, sent: str) -> bool:
+        key = self.config.key
+        return key is None or hmac.compare_digest(sent.encode(), key.encode())
 
     def _admit(self, request: Incoming, job: _Job) -> Refusal | None:
         """Fill the job in; a refusal when it cannot be served."""
-        if not request.path.endswith("/chat/completions"):
+        name = job.dialect.name
+        if job.unknown_route:
             return Refusal(404, "not_found_error", None, f"No route {request.path}.")
-        if not self._knows(request):
-            return REFUSALS["auth"]
+        if not self._knows(job.dialect.key_of(request.headers)):
+            return refusal_for("auth", name)
         try:
-            job.request = decode_request(request.body)
+            job.request = job.dialect.decode_request(request.body)
             job.step = step_for(job.request, self.config.script)
         except (ScriptError, ValueError) as error:
             return Refusal(400, "invalid_request_error", None, str(error))
         if self.config.models and job.request.model not in self.config.models:
-            return REFUSALS["not_found"]
+            return refusal_for("not_found", name)
         job.body_hash = hashlib.blake2b(request.body, digest_size=12).hexdigest()
         nonce = job.call_id or request.headers.get("x-stainless-retry-count", "")
         identity = f"{job.call_id or job.body_hash}:{nonce}".encode()
         job.fault = job.step.fault or self.config.faults.draw(identity)
-        return REFUSALS.get(job.fault or "")
+        return refusal_for(job.fault or "", name)
 
     def _delay(self, job: _Job) -> float:
         assert job.step is not None
@@ -217,15 +221,15 @@ class FakeServer:
         return self.config.latency_s + job.step.latency_s + extra.get(job.fault or "", 0.0)
 
     def _refuse(self, connection: Connection, job: _Job, refusal: Refusal) -> None:
-        headers = {"content-type": "application/json", "x-request-id": job.request_id}
+        headers = {"content-type": "application/json", job.wire.id_header: job.request_id}
         wait = self.config.faults.retry_after_s
         if job.fault == "rate_limit_after":
             headers["retry-after"] = f"{wait:g}"
         elif job.fault == "rate_limit_date":
             headers["retry-after"] = formatdate(time.time() + wait + 1, usegmt=True)
         if refusal.status == 429:
-            headers["x-ratelimit-remaining-requests"] = "0"
-        body = refusal_body(refusal)
+            headers[job.wire.remaining_header] = "0"
+        body = refusal_body(refusal, job.dialect)
         self._end(job, "refused")
         connection.send(head(refusal.status, headers, len(body)) + body)
 
@@ -235,14 +239,15 @@ class FakeServer:
         assert request is not None
         assert step is not None
         usage = usage_of(request, step)
-        stream = bool(request.stream)
-        answer_id = f"chatcmpl-{job.body_hash}"
-        body = answer_bytes(request, step, usage, fault=job.fault, answer_id=answer_id)
+        stream = request.stream
+        answer = completion_of(request, step, usage, job.fault)
+        answer_id = job.wire.answer_prefix + job.body_hash
+        body = answer_bytes(spoken(job.dialect, step), request, answer, answer_id=answer_id)
         reported = request.include_usage and job.fault not in ("no_usage", "partial_usage")
         broken = job.fault in BREAKS and job.fault != "stall_first"
         self._end(job, "cut" if broken else "served", usage, reported=reported and not broken)
         kind = "text/event-stream" if stream else "application/json"
-        headers = {"content-type": kind, "x-request-id": job.request_id}
+        headers = {"content-type": kind, job.wire.id_header: job.request_id}
         if broken:
             self._break(connection, job.fault, headers, body, stream)
         elif stream:
@@ -301,66 +306,22 @@ class FakeServer:
 class _Job:
     """One request on its way."""
 
-    __slots__ = ("body_hash", "call_id", "fault", "n", "request", "request_id", "step", "timer")
-
-    def __init__(self, n: int, request_id: str, call_id: str | None) -> None:
-        self.n, self.request_id, self.call_id = n, request_id, call_id
-        self.request: WireRequest | None = None
+    def __init__(
+        self, n: int, request_id: str, headers: Mapping[str, str], wire: Wire | None
+    ) -> None:
+        self.n, self.request_id = n, request_id
+        self.call_id = headers.get("x-hermes-call-id")
+        self.unknown_route = wire is None
+        self.wire = wire or CHAT
+        self.dialect: ServerDialect = server_dialect(self.wire)
+        self.request: ServedRequest | None = None
         self.step: Step | None = None
         self.fault: str | None = None
         self.body_hash = ""
         self.timer: asyncio.TimerHandle | None = None
 
 
-def _config_from(arguments: argparse.Namespace) -> FakeConfig:
-    config = FakeConfig(
-        script=arguments.script,
-        key=arguments.key,
-        models=tuple(arguments.model),
-        latency_s=arguments.latency,
-        log=arguments.log,
-        keep=False,
-        hold_at=arguments.hold_at,
-        port=arguments.port,
-    )
-    return replace(config, faults=plan_from_json(arguments.faults))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fake_server", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--port", type=int, default=0, help="0: any free one")
-    parser.add_argument("--script", default="echo", help="for models whose name is no script")
-    parser.add_argument("--faults", default="{}", help="a fault plan as JSON")
-    parser.add_argument("--log", type=Path, help="appended to, one JSON line per request")
-    parser.add_argument("--key", help="the API key that clients must send")
-    parser.add_argument("--model", action="append", default=[], help="serve only these")
-    parser.add_argument("--latency", type=float, default=0.0, help="seconds before each answer")
-    parser.add_argument("--hold-at", type=int, help="answer nothing from this request on")
-    parser.add_argument("--notify-at", type=int, help="print a line at this request")
-    parser.add_argument("--until-eof", action="store_true", help="stop when stdin closes")
-    return parser
-
-
-async def _serve(arguments: argparse.Namespace) -> None:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-
-    def notify(n: int) -> None:
-        if n in (arguments.notify_at, arguments.hold_at):
-            _say({"request": n})
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    if arguments.until_eof:
-        loop.add_reader(0, lambda: None if os.read(0, 4096) else stop.set())
-    async with FakeServer(_config_from(arguments), notify) as server:
-        _say({"port": server.port, "base_url": server.base_url, "pid": os.getpid()})
-        await stop.wait()
-
-
-def _say(form: dict[str, object]) -> None:
-    sys.stdout.write(msgspec.json.encode(form).decode() + "\n")
-    sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    asyncio.run(_serve(_parser().parse_args()))
+    from hermes_rl.testing.program import main
+
+    main()

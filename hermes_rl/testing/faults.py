@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from hermes_rl.models.dialects.chat_server import encode_error
+from hermes_rl.models.dialects.server import ServerDialect
 
 
 class Refusal(NamedTuple):
@@ -54,6 +54,30 @@ REFUSALS: dict[str, Refusal] = {
     "overloaded": Refusal(529, "overloaded_error", None, "Overloaded."),
 }
 """Fault kind -> the refusal. Nothing is served."""
+
+OWN_WORDS: dict[str, dict[str, Refusal]] = {
+    "anthropic_messages": {
+        "context_overflow": Refusal(
+            400, "invalid_request_error", None, "prompt is too long: 5000 tokens > 4096 maximum"
+        ),
+        "content_filter": Refusal(
+            400, "invalid_request_error", None, "Output blocked by content filtering policy"
+        ),
+        "auth": Refusal(401, "authentication_error", None, "invalid x-api-key"),
+        "billing": Refusal(402, "billing_error", None, "There is an issue with your billing."),
+        "not_found": Refusal(404, "not_found_error", None, "model: no-such-model"),
+        "too_large": Refusal(
+            413, "request_too_large", None, "Request exceeds the maximum allowed number of bytes."
+        ),
+        "quota": Refusal(
+            400,
+            "invalid_request_error",
+            None,
+            "Your credit balance is too low to access the Anthropic API.",
+        ),
+    },
+}
+"""Wire -> fault kind -> the refusal where a provider says it in words or a status of its own."""
 
 BREAKS = ("reset", "cut", "garbage", "stall_first", "stall_mid")
 """The request is served, and its answer is lost: connection reset before the first byte; body cut
@@ -116,6 +140,14 @@ def plan_from_json(text: str) -> FaultPlan:
     return msgspec.json.decode(text.encode(), type=FaultPlan)
 
 
-def refusal_body(refusal: Refusal) -> bytes:
-    """The JSON of a refusal."""
-    return encode_error(refusal.message, kind=refusal.kind, code=refusal.code)
+def refusal_for(fault: str, dialect: str) -> Refusal | None:
+    """How a fault is refused on a wire; None when the fault is no refusal."""
+    own = OWN_WORDS.get(dialect, {})
+    return own.get(fault) or REFUSALS.get(fault)
+
+
+def refusal_body(refusal: Refusal, dialect: ServerDialect) -> bytes:
+    """The JSON of a refusal in the form of a wire."""
+    return dialect.encode_error(
+        refusal.message, status=refusal.status, kind=refusal.kind, code=refusal.code
+    )

@@ -26,8 +26,8 @@ from typing import Any
 
 import msgspec
 
-from hermes_rl.messages import AssistantMessage, ToolCall
-from hermes_rl.models.dialects.chat_server import WireRequest
+from hermes_rl.messages import AssistantMessage, Message, ToolCall, UserMessage, text_of
+from hermes_rl.models.dialects.server import ServedRequest
 from hermes_rl.usage import Usage
 
 _MARK = re.compile(r"^SCRIPT:\s*(\[.*\])\s*$", re.MULTILINE)
@@ -48,46 +48,57 @@ class ScriptError(ValueError):
     """The script in a prompt cannot be played; the server answers 400 with this text."""
 
 
-def step_for(request: WireRequest, default: str = "echo") -> Step:
+def step_for(request: ServedRequest, default: str = "echo") -> Step:
     """The step that answers a request. Raises: ScriptError."""
-    turn = sum(m.get("role") == "assistant" for m in request.messages)
+    turn = sum(isinstance(m, AssistantMessage) for m in request.messages)
     written = _written(request.messages)
     if written is not None:
         return _step_of(written, turn)
     return _named(request.model, turn) or _named(default, turn) or _echo(5, turn)
 
 
-def usage_of(request: WireRequest, step: Step) -> Usage:
+def usage_of(request: ServedRequest, step: Step) -> Usage:
     """Tokens as this server counts them: a fixed cost and a quarter of the characters per message.
 
-    Cached is all but the last message: what an engine with a warm prefix cache would have.
+    Cached is all but the last message: what an engine with a warm prefix cache would have. Where
+    the wire caches only what is marked, a request with marks reads what the turn before it had
+    marked, and writes the rest.
     """
     sizes = [_size(m) for m in request.messages]
+    read, written = _cached(request, sizes)
     message = step.message
     reasoning = len(message.reasoning_content or "") // 4
     calls = sum(len(c.name) + len(c.arguments) for c in message.tool_calls)
     return Usage(
         input_tokens=sum(sizes),
-        cache_read_tokens=sum(sizes[:-1]),
+        cache_read_tokens=read,
+        cache_write_tokens=written,
         output_tokens=1 + reasoning + (len(message.content) + calls) // 4,
         reasoning_tokens=reasoning,
     )
 
 
-def _size(form: dict[str, Any]) -> int:
-    content = form.get("content")
-    size = len(content) if isinstance(content, str) else 0
-    for call in form.get("tool_calls") or ():
-        size += len(str(call.get("function", {}).get("arguments", "")))
+def _cached(request: ServedRequest, sizes: list[int]) -> tuple[int, int | None]:
+    if request.cache_marks is None:
+        return sum(sizes[:-1]), None
+    if not request.cache_marks:
+        return 0, 0
+    answers = [i for i, m in enumerate(request.messages) if isinstance(m, AssistantMessage)]
+    known = answers[-1] if answers else 0
+    return sum(sizes[:known]), sum(sizes[known:])
+
+
+def _size(message: Message) -> int:
+    size = len(message.content) if isinstance(message.content, str) else 0
+    if isinstance(message, AssistantMessage):
+        size += sum(len(call.arguments) for call in message.tool_calls)
     return 4 + size // 4
 
 
-def _written(messages: Sequence[dict[str, Any]]) -> str | None:
+def _written(messages: Sequence[Message]) -> str | None:
     """The script text in the first user message."""
-    first = next((m.get("content") for m in messages if m.get("role") == "user"), None)
-    if isinstance(first, list):
-        first = "\n".join(str(p.get("text", "")) for p in first if isinstance(p, dict))
-    if not isinstance(first, str) or "SCRIPT:" not in first:
+    first = next((text_of(m) for m in messages if isinstance(m, UserMessage)), "")
+    if "SCRIPT:" not in first:
         return None
     found = _MARK.search(first)
     return found.group(1) if found else None

@@ -41,13 +41,13 @@ def read_usage(form: Any) -> Usage | None:
 
 
 def write_usage(usage: Usage) -> dict[str, Any]:
-    """The usage object that a server sends. Input and output must be known."""
-    prompt, output = usage.input_tokens or 0, usage.output_tokens or 0
-    form: dict[str, Any] = {
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
+    """The usage object that a server sends: what is known."""
+    counts = {
+        "prompt_tokens": usage.input_tokens,
+        "completion_tokens": usage.output_tokens,
+        "total_tokens": usage.total_tokens,
     }
+    form: dict[str, Any] = {k: v for k, v in counts.items() if v is not None}
     given = {
         "cached_tokens": usage.cache_read_tokens,
         "cache_write_tokens": usage.cache_write_tokens,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hermes_rl.messages import Message
-from hermes_rl.models.base import Completion, Sampling
+from hermes_rl.models.base import CacheTime, Completion, Sampling
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,11 @@ class ServedRequest:
     """The answer says its usage: always, but for Chat Completions streams that do not ask."""
     logprobs: bool = False
     token_ids: bool = False
-    cache_marks: int = 0
-    """Places that the request marks for the cache."""
+    cache_marks: int | None = None
+    """Places that the request marks for the cache; None on wires that cache without being asked.
+    """
+    cache: CacheTime | None = None
+    """How long what is marked is to be kept."""
 
 
 class ServerDialect(Protocol):
@@ -58,3 +61,9 @@ class ServerDialect(Protocol):
     ) -> bytes:
         """The body of a refusal."""
         ...
+
+
+def bearer(headers: Mapping[str, str]) -> str:
+    """The key in an `authorization` header; empty when there is none."""
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key if kind.lower() == "bearer" else ""

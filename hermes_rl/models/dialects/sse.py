@@ -38,9 +38,10 @@ class EventReader:
         return events
 
 
-def event(data: bytes) -> bytes:
-    """One event on the wire."""
-    return b"data: " + data + b"\n\n"
+def event(data: bytes, name: str | None = None) -> bytes:
+    """One event on the wire, named where the wire names its events."""
+    head = b"" if name is None else b"event: %b\n" % name.encode()
+    return head + b"data: " + data + b"\n\n"
 
 
 DONE = b"[DONE]"
