@@ -98,6 +98,10 @@ class Controller:
         self._ceiling = None
         return self.limit
 
+    def clamped_s(self, now: float) -> float:
+        """Seconds until a clamp ends; 0 without one."""
+        return max(0.0, self._ceiling[1] - now) if self._ceiling is not None else 0.0
+
     def started(self, in_flight: int) -> None:
         """A request began; `in_flight` counts it."""
         self._peak = max(self._peak, in_flight)

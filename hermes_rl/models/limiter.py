@@ -1,30 +1,25 @@
 """How many requests are in flight: adaptive, per endpoint, account and model.
 
-The interface, and its form for one process; a form shared by all workers has the same interface.
+The interface, and its form for one process; `hermes_rl.models.share` has the form that all workers
+of a run share.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from types import MappingProxyType
 from typing import Protocol
 
 from hermes_rl.errors import ModelError
-from hermes_rl.models.controller import Controller, Signal, signal_of
+from hermes_rl.models.buckets import Buckets, Charge, Estimate, Expectation, Rates
+from hermes_rl.models.controller import Controller, signal_of
+from hermes_rl.models.quotas import Quota, read_quotas
+from hermes_rl.models.slots import Ended, SlotQueue
 from hermes_rl.usage import Usage
 
-
-@dataclass(frozen=True)
-class Estimate:
-    """What a request may cost its rate limits, in tokens; 0 where nothing is known."""
-
-    input_tokens: int = 0
-    output_tokens: int = 0
+__all__ = ["Estimate", "InProcessLimiter", "Limiter", "Rates", "Slot", "clamp_by"]
 
 
 class Slot(Protocol):
@@ -64,70 +59,80 @@ class InProcessLimiter:
     Args:
         maximum: the concurrency that was asked for.
         start: where slow start begins.
+        rates: limits per minute that are known; others are learned from headers.
         clock: seconds, monotonic.
+        unix: the time of day, for resets.
     """
 
     def __init__(
-        self, maximum: int, *, start: int = 32, clock: Callable[[], float] = time.monotonic
+        self,
+        maximum: int,
+        *,
+        start: int = 32,
+        rates: Rates = Rates(),
+        clock: Callable[[], float] = time.monotonic,
+        unix: Callable[[], float] = time.time,
     ) -> None:
         self.controller = Controller(maximum, start)
-        self.in_flight = 0
-        self._clock = clock
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self.buckets = Buckets(rates, clock())
+        self._expected = Expectation()
+        self._clock, self._unix = clock, unix
+        self._queue = SlotQueue(self, clock)
 
-    @asynccontextmanager
-    async def slot(self, estimate: Estimate = Estimate()) -> AsyncIterator[Slot]:
+    @property
+    def in_flight(self) -> int:
+        """Requests that hold a slot."""
+        return self._queue.in_flight
+
+    def slot(self, estimate: Estimate = Estimate()) -> AbstractAsyncContextManager[Slot]:
         """See `Limiter.slot`."""
-        waited = 0.0
-        if self._waiting or self.in_flight >= self.controller.limit:
-            began = self._clock()
-            await self._turn()
-            waited = self._clock() - began
-        else:
-            self._take()
-        try:
-            yield _Slot(waited, self._heard)
-        finally:
-            self.in_flight -= 1
-            self._wake()
+        return self._queue.slot(estimate)
 
-    def _heard(self, signal: Signal) -> None:
-        self.controller.heard(signal, self._clock())
-        self._wake()
+    def charge(self, estimate: Estimate) -> Charge:
+        """See `Gate.charge`."""
+        return self._expected.charge(estimate)
 
-    async def _turn(self) -> None:
-        ready = asyncio.get_running_loop().create_future()
-        self._waiting.append(ready)
-        try:
-            await ready
-        except asyncio.CancelledError:
-            if ready.done() and not ready.cancelled():
-                self.in_flight -= 1  # the slot came in the same moment: hand it on
-            self._wake()
-            raise
+    def wait_s(self, charge: Charge, in_flight: int) -> float:
+        """See `Gate.wait_s`."""
+        now = self._clock()
+        if in_flight >= self.controller.limit:
+            return float("inf")
+        held = self.controller.clamped_s(now) if in_flight >= self.controller.allowed(now) else 0.0
+        return held or self.buckets.wait_s(charge, now)
 
-    def _take(self) -> None:
-        self.in_flight += 1
-        self.controller.started(self.in_flight)
+    def passed(self, charge: Charge, in_flight: int) -> None:
+        """See `Gate.passed`."""
+        self.buckets.take(charge)
+        self.controller.started(in_flight)
 
-    def _wake(self) -> None:
-        while self._waiting and self.in_flight < self.controller.limit:
-            ready = self._waiting.popleft()
-            if not ready.done():  # else its waiter was cancelled
-                self._take()  # on the waiter's behalf, so that nobody overtakes it
-                ready.set_result(None)
+    def turned_back(self, charge: Charge) -> None:
+        """See `Gate.turned_back`."""
+        self.buckets.give(charge)
+
+    def ended(self, estimate: Estimate, charge: Charge, end: Ended) -> None:
+        """See `Gate.ended`."""
+        now, signal = self._clock(), signal_of(end.error)
+        self.controller.heard(signal, now)
+        if end.usage is not None:
+            self.buckets.settle(charge, self._expected.heard(estimate, end.usage))
+        if signal == "throttled":
+            self.buckets.throttled(now)
+        quotas = read_quotas(end.headers, self._unix()) if end.headers else ()
+        if quotas:
+            self.buckets.learn(quotas, now)
+            clamp_by(self.controller, self.buckets, quotas, now)
 
 
-@dataclass
-class _Slot:
-    waited_s: float
-    heard: Callable[[Signal], None]
+_CLAMP_S = 1.0
+"""How long a `remaining` without a reset is believed."""
 
-    def report(
-        self,
-        error: ModelError | None,
-        usage: Usage | None = None,
-        headers: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        """See `Slot.report`."""
-        self.heard(signal_of(error))
+
+def clamp_by(
+    controller: Controller, buckets: Buckets, quotas: tuple[Quota, ...], now: float
+) -> None:
+    """Requests that a server says to be left bound those in flight, where no bucket counts them."""
+    for quota in quotas:
+        if quota.kind != "requests" or quota.kind in buckets.by_kind or quota.remaining is None:
+            continue
+        hold = _CLAMP_S if quota.reset_s is None else min(quota.reset_s, 60.0)
+        controller.clamp(int(quota.remaining), now, now + hold)

@@ -1,0 +1,126 @@
+"""What a provider's headers say of its rate limits, in the spellings of OpenAI and Anthropic.
+
+OpenAI and its kin: `x-ratelimit-{limit,remaining,reset}-{requests,tokens}`, resets as durations
+(`6m0s`, `120ms`) or seconds. Anthropic:
+`anthropic-ratelimit-{requests,tokens,input-tokens,output-tokens}-{limit,remaining,reset}`, resets
+as RFC 3339 times. OpenRouter: `x-ratelimit-{limit,remaining,reset}`, resets as unix milliseconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Literal
+
+import msgspec
+
+Kind = Literal["requests", "tokens", "input_tokens", "output_tokens"]
+"""What is counted; `tokens` is input and output together."""
+
+KINDS: tuple[Kind, ...] = ("requests", "tokens", "input_tokens", "output_tokens")
+
+
+class Quota(msgspec.Struct, frozen=True, kw_only=True):
+    """One limit as a server sees it. None where it did not say."""
+
+    kind: Kind
+    limit: float | None = None
+    """Of one window."""
+    remaining: float | None = None
+    reset_s: float | None = None
+    """Seconds until nothing of it is used."""
+
+    def per_s(self, window_s: float) -> float | None:
+        """What may be used per second; None when that cannot be told.
+
+        A server that refills continuously says a reset of used / rate; one that enforces a minute's
+        limit over shorter windows says a short one. Without a reset the window is unknown, and a
+        limit alone is not believed: a limit of one second would be taken for one of a minute.
+        """
+        if self.limit is None or self.limit <= 0 or self.reset_s is None:
+            return None
+        used = self.limit - (self.limit if self.remaining is None else self.remaining)
+        by_reset = used / self.reset_s if self.reset_s > 0 and used > 0 else 0.0
+        return max(self.limit / window_s, by_reset)
+
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|us|µs|ns|d|h|m|s)")
+_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
+_OPENAI = {"requests": "-requests", "tokens": "-tokens"}
+_FAR_S = 7 * 86400.0
+"""A reset beyond this is no rate limit but a subscription, or nonsense."""
+
+
+def read_quotas(headers: Mapping[str, str], unix_now: float) -> tuple[Quota, ...]:
+    """The limits that an answer's headers name; () when there are none.
+
+    Args:
+        headers: names in lower case.
+    """
+    found = (
+        _anthropic(headers, kind, unix_now) or _openai(headers, kind, unix_now) for kind in KINDS
+    )
+    return tuple(quota for quota in found if quota is not None)
+
+
+def _anthropic(headers: Mapping[str, str], kind: Kind, now: float) -> Quota | None:
+    name = f"anthropic-ratelimit-{kind.replace('_', '-')}"
+    return _quota(headers, kind, (f"{name}-limit", f"{name}-remaining", f"{name}-reset"), now)
+
+
+def _openai(headers: Mapping[str, str], kind: Kind, now: float) -> Quota | None:
+    if kind not in _OPENAI:
+        return None
+    end = _OPENAI[kind]
+    names = tuple(f"x-ratelimit-{part}{end}" for part in ("limit", "remaining", "reset"))
+    quota = _quota(headers, kind, names, now)
+    if quota is None and kind == "requests":
+        names = ("x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset")
+        quota = _quota(headers, kind, names, now)
+    return quota
+
+
+def _quota(
+    headers: Mapping[str, str], kind: Kind, names: tuple[str, ...], now: float
+) -> Quota | None:
+    limit, remaining = _number(headers.get(names[0])), _number(headers.get(names[1]))
+    if limit is None and remaining is None:
+        return None
+    reset = _seconds(headers.get(names[2]), now)
+    return Quota(kind=kind, limit=limit, remaining=remaining, reset_s=reset)
+
+
+def _number(text: str | None) -> float | None:
+    """A count; None for what is none, and for the -1 of servers without that limit."""
+    if text is None or not re.fullmatch(r"\s*\d{1,15}(\.\d{1,9})?\s*", text):
+        return None
+    return float(text)
+
+
+def _seconds(text: str | None, now: float) -> float | None:
+    """A reset as seconds from now."""
+    if text is None:
+        return None
+    text = text.strip()
+    number = _number(text)
+    if number is not None:
+        if number > 1e11:
+            number = number / 1000 - now
+        elif number > 1e8:
+            number -= now
+        return _sane(number)
+    pieces = _DURATION.findall(text)
+    if pieces and "".join(value + unit for value, unit in pieces) == text:
+        return _sane(sum(float(value) * _UNITS.get(unit, 0.0) for value, unit in pieces))
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return _sane(moment.timestamp() - now)
+
+
+def _sane(seconds: float) -> float | None:
+    return max(0.0, seconds) if seconds < _FAR_S else None
