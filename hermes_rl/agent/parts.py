@@ -118,6 +118,7 @@ class RunState:
             sampling=parts.policy.complete(parts.sampling),
             stream=parts.stream,
             on_delta=parts.on_delta,
+            exact=not parts.policy.repair_history,
         )
         return cls(parts=parts, request=request, active_s=parts.active_s)
 

@@ -31,6 +31,9 @@ class Policy:
     """At the turn limit, ask once more without tools for a summary."""
     repair_tool_names: bool = False
     """Take `Read-File` or `functions.read_file` for `read_file`."""
+    repair_history: bool = False
+    """Send a history that any server takes (`models.pipeline`) instead of the stored text as it
+    is: what is recorded stays the model's own."""
     tool_loop_limit: int | None = None
     """End as `tool_loop` when one call gave one result this often in a row; None never does."""
     invalid_turn_limit: int = 3
@@ -46,9 +49,19 @@ class Policy:
 
 PRESETS: dict[str, Policy] = {
     "interactive": Policy(
-        "interactive", summary_on_limit=True, repair_tool_names=True, tool_loop_limit=5
+        "interactive",
+        summary_on_limit=True,
+        repair_tool_names=True,
+        repair_history=True,
+        tool_loop_limit=5,
     ),
-    "datagen": Policy("datagen", summary_on_limit=True, repair_tool_names=True, tool_loop_limit=5),
+    "datagen": Policy(
+        "datagen",
+        summary_on_limit=True,
+        repair_tool_names=True,
+        repair_history=True,
+        tool_loop_limit=5,
+    ),
     "rl": Policy("rl", sampling=Sampling(temperature=1.0, top_p=1.0, top_k=-1)),
 }
 """`rl` turns every switch off and samples from the policy as it is."""

@@ -7,11 +7,12 @@ and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from hermes_rl.messages import AssistantMessage, Message
+from hermes_rl.models.view import AsTheyAre, Preparation, View
 from hermes_rl.usage import Usage
 
 LogprobsKind = Literal["sampling", "raw", "constrained", "unknown"]
@@ -29,14 +30,16 @@ CacheTime = Literal["5m", "1h"]
 
 
 class Conversation:
-    """The messages of one context, append-only; each is encoded for the wire once.
+    """The messages of one context, append-only.
 
-    A turn's request so extends the last one byte for byte, and costs only its new messages.
+    What is sent may differ from what is stored: `models.pipeline.outgoing` repairs it through a
+    `View`, and every dialect builds its bodies from that. Each message is prepared and encoded
+    once, so a turn's request extends the last one byte for byte and costs only its new messages.
     """
 
     def __init__(self, messages: Iterable[Message] = ()) -> None:
         self._messages: list[Message] = list(messages)
-        self._wire: dict[str, list[bytes]] = {}
+        self._views: dict[Hashable, View] = {}
 
     def append(self, message: Message) -> None:
         """Add a message at the end."""
@@ -51,17 +54,21 @@ class Conversation:
     def __getitem__(self, index: int) -> Message:
         return self._messages[index]
 
+    def view(self, key: Hashable, preparation: Preparation) -> View:
+        """The conversation prepared in one way; the same view for the same key, always."""
+        found = self._views.get(key)
+        if found is None:
+            found = self._views[key] = View(self._messages, preparation)
+        return found
+
     def wire(self, dialect: str, encode: Callable[[Message], bytes]) -> list[bytes]:
-        """All messages as a dialect encodes them; only new ones are encoded.
+        """All messages as they are stored, as a dialect encodes them; only new ones are encoded.
 
         Args:
-            dialect: the dialect's name, so that a conversation may be sent in several.
+            dialect: names `encode`, so that a conversation may be sent in several ways.
             encode: one message to the bytes of its JSON value.
         """
-        encoded = self._wire.setdefault(dialect, [])
-        for message in self._messages[len(encoded) :]:
-            encoded.append(encode(message))
-        return encoded
+        return self.view(None, AsTheyAre()).encoded(dialect, encode)
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,9 @@ class ModelRequest:
     """Mark the system prompt and the last three messages for the provider's cache."""
     adaptations: frozenset[Adaptation] = frozenset()
     """What the request is sent without; grows when a server refuses, and then stays."""
+    exact: bool = False
+    """Send the history as it is stored: no repair, the arguments of tool calls as the model's very
+    text. For token-exact training."""
 
 
 @dataclass(frozen=True)

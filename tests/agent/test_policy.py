@@ -18,9 +18,9 @@ from hermes_rl.models.base import Sampling
 
 def test_rl_turns_every_switch_off() -> None:
     switches = {f.name: f.default for f in dataclasses.fields(Policy) if f.name not in SETTINGS}
-    assert switches == {"summary_on_limit": False, "repair_tool_names": False} | {
-        "tool_loop_limit": None
-    }
+    assert switches == dict.fromkeys(
+        ("summary_on_limit", "repair_tool_names", "repair_history"), False
+    ) | {"tool_loop_limit": None}
     assert {k: getattr(PRESETS["rl"], k) for k in switches} == switches
 
 

@@ -5,15 +5,16 @@ Client side: a request's body and a decoder for its answer. The server side is `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from hermes_rl.messages import AssistantMessage, Message, to_openai
-from hermes_rl.models.base import ModelRequest
+from hermes_rl.messages import AssistantMessage, Message, UserMessage, to_openai
+from hermes_rl.models.base import CacheTime, ModelRequest
 from hermes_rl.models.dialects.base import Decoder, ReplyHead
 from hermes_rl.models.dialects.chat_answer import BodyDecoder
 from hermes_rl.models.dialects.chat_stream import StreamDecoder
 from hermes_rl.models.dialects.lenient import encode_json
+from hermes_rl.models.pipeline import cache_marks, outgoing, without_grammar
 
 NAME = "chat_completions"
 TAIL = b"]}"
@@ -24,8 +25,15 @@ _REPLAYED = {"api.deepseek.com": "reasoning_content", "api.moonshot.ai": "reason
 """Hosts that want the reasoning of earlier tool turns back, and the field they want it in."""
 
 
+_FOREIGN = ("thinking", "redacted_thinking", "reasoning", "message", "function_call")
+"""Blocks of the other dialects: they are not replayed."""
+
+
 class ChatCompletions:
     """One per client.
+
+    `request.cache` is honoured where this wire has a place for it: OpenRouter, for models whose
+    name holds `claude`. Elsewhere caching is the server's own affair.
 
     Args:
         host: of the endpoint; a few hosts have ways of their own.
@@ -40,8 +48,9 @@ class ChatCompletions:
         self._max_tokens = "max_completion_tokens" if host == "api.openai.com" else "max_tokens"
         self._replay = _REPLAYED.get(host)
         self._wire_name = f"{NAME}+{self._replay}" if self._replay else NAME
+        self._marks = host == "openrouter.ai" or host.endswith(".openrouter.ai")
         self._secrets = secrets
-        self._tools: tuple[tuple[dict[str, Any], ...], bytes] = ((), b"")
+        self._tools: tuple[Any, bool, bytes] = ((), False, b"")
 
     def encode(self, request: ModelRequest) -> bytes:
         """See `Dialect.encode`. The messages come last; what stands before them does not change
@@ -72,8 +81,18 @@ class ChatCompletions:
             on_delta=request.on_delta,
         )
 
-    def _messages(self, request: ModelRequest) -> list[bytes]:
-        return request.conversation.wire(self._wire_name, self._encoder())
+    def _messages(self, request: ModelRequest) -> Sequence[bytes]:
+        ready = outgoing(request)
+        encode = self._encoder()
+        encoded = ready.encoded(self._wire_name, encode)
+        if request.cache is None or not self._marks or "claude" not in request.model:
+            return encoded
+        # The markers move on with each turn; what they mark is the same text, so it is still one
+        # prefix to the provider's cache.
+        marked = list(encoded)
+        for place in cache_marks(ready.messages, tools=False):
+            marked[place] = _encode_marked(ready.messages[place], request.cache, self._replay)
+        return marked
 
     def _encoder(self) -> Callable[[Message], bytes]:
         if self._replay is None:
@@ -104,24 +123,49 @@ class ChatCompletions:
         """The tools as a body field; encoded once per tuple, since turns share theirs."""
         if not request.tools:
             return b""
-        known, encoded = self._tools
-        if known is not request.tools:
-            encoded = b',"tools":' + encode_json(request.tools)
-            self._tools = (request.tools, encoded)
+        plain = "no_grammar" in request.adaptations
+        known, was_plain, encoded = self._tools
+        if known is not request.tools or was_plain is not plain:
+            tools = without_grammar(request.tools) if plain else request.tools
+            encoded = b',"tools":' + encode_json(tools)
+            self._tools = (request.tools, plain, encoded)
         return encoded
 
 
 def encode_message(message: Message, replay: str | None = None) -> bytes:
-    """One message as the wire has it: arguments as the model's exact text, signed reasoning blocks
-    as received, reasoning text only in the field `replay`."""
+    """One message as the wire has it: arguments as they are, signed reasoning blocks as received,
+    reasoning text only in the field `replay`."""
+    return encode_json(_form(message, replay))
+
+
+def _form(message: Message, replay: str | None) -> dict[str, Any]:
     form = to_openai(message)
     if isinstance(message, AssistantMessage):
         reasoning = form.pop("reasoning_content", None)
         if replay and reasoning:
             form[replay] = reasoning
-        if message.reasoning_details is not None:
-            form["reasoning_details"] = message.reasoning_details
-    return encode_json(form)
+        details = _own_blocks(message.reasoning_details)
+        if details is not None:
+            form["reasoning_details"] = details
+    return form
+
+
+def _own_blocks(details: Any) -> Any:
+    """Reasoning blocks without those of other dialects; None when there are none."""
+    if not isinstance(details, list):
+        return details
+    own = [b for b in details if not (isinstance(b, dict) and b.get("type") in _FOREIGN)]
+    return own or None
+
+
+def _encode_marked(message: Message, kept: CacheTime, replay: str | None) -> bytes:
+    """A message whose last part carries a cache marker."""
+    form = _form(message, replay)
+    marker = {"type": "ephemeral", **({"ttl": kept} if kept != "5m" else {})}
+    parts = form["content"]
+    if not isinstance(message, UserMessage) or isinstance(parts, str):
+        parts = [{"type": "text", "text": parts}]
+    return encode_json({**form, "content": [*parts[:-1], {**parts[-1], "cache_control": marker}]})
 
 
 def _is_stream(head: ReplyHead, request: ModelRequest) -> bool:

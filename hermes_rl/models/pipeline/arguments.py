@@ -1,0 +1,169 @@
+"""Arguments of tool calls, for the wire only: corrupt JSON repaired, valid JSON in one spelling.
+
+What is stored keeps the model's text. Servers parse the arguments of earlier calls (chat templates
+want an object, so does Anthropic), and one that cannot refuses the whole conversation for good.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from hermes_rl.messages import UNPARSED, AssistantMessage, Message, ToolCall, parse_arguments
+
+_sorted = msgspec.json.Encoder(order="sorted").encode
+
+_FENCE = re.compile(r"^```[a-zA-Z]*\s*(.*?)\s*(?:```)?$", re.DOTALL)
+_COMMA = re.compile(r",(\s*[}\]])")
+_LITERAL_CHARS = 100_000
+"""Longer texts are not tried as a Python literal: its parser is slow and deep."""
+
+
+def repair_arguments(messages: list[Message]) -> list[Message]:
+    """Every call's arguments are a JSON object; see `repaired_arguments`."""
+    return _each_call(messages, repaired_arguments)
+
+
+def canonical_arguments(messages: list[Message]) -> list[Message]:
+    """JSON objects in one spelling: keys sorted, no spaces. Other text stays."""
+    return _each_call(messages, canonical_json)
+
+
+def canonical_json(text: str) -> str:
+    """One spelling of a JSON object; text that is none, or that cannot be written, stays."""
+    value = parse_arguments(text)
+    if value is None:
+        return text
+    try:
+        return _sorted(value).decode()
+    except (ValueError, RecursionError, OverflowError):
+        return text
+
+
+def repaired_arguments(text: str) -> str:
+    """A JSON object for any text: the text itself, what it must have meant (cut short, in a code
+    fence, with a comma too many, as a Python literal, encoded twice), else
+    `{"_unparsed": text}`."""
+    if parse_arguments(text) is not None:
+        return text
+    stripped = text.strip()
+    if not stripped:
+        return "{}"
+    fence = _FENCE.match(stripped)
+    inner = fence.group(1) if fence else stripped
+    for attempt in (_lenient, _without_commas, _literal, _closed):
+        value = attempt(inner)
+        if isinstance(value, str):  # encoded twice
+            value = parse_arguments(value)
+        written = _written(value)
+        if written is not None:
+            return written
+    return _written({UNPARSED: text}) or "{}"
+
+
+def _lenient(text: str) -> Any:
+    """JSON with control characters in its strings."""
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _without_commas(text: str) -> Any:
+    return _lenient(_COMMA.sub(r"\1", text))
+
+
+def _literal(text: str) -> Any:
+    if len(text) > _LITERAL_CHARS or not text.startswith("{"):
+        return None
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def _closed(text: str) -> Any:
+    """JSON that was cut short: open strings and brackets are closed, a pair without its value is
+    left out."""
+    if not text.startswith("{"):
+        return None
+    ends, in_string = _open_ends(text)
+    close = "".join(reversed(ends))
+    if in_string:
+        whole = text[:-1] if _escaping(text) else text
+        found = _lenient(whole + '"' + close)
+        if found is not None:
+            return found
+        text = text[: _last_quote(text)]
+    head = text.rstrip()
+    head = re.sub(r'(?:,|\{)?\s*"(?:[^"\\]|\\.)*"\s*:?$', _kept_brace, head).rstrip().rstrip(",")
+    return _lenient(head + close)
+
+
+def _kept_brace(match: re.Match[str]) -> str:
+    return "{" if match.group().startswith("{") else ""
+
+
+def _open_ends(text: str) -> tuple[list[str], bool]:
+    """The brackets that a text leaves open, and whether it ends inside a string."""
+    ends: list[str] = []
+    in_string = escaped = False
+    for char in text:
+        if in_string:
+            if escaped:
+                escaped = False
+            elif char == "\\":
+                escaped = True
+            elif char == '"':
+                in_string = False
+        elif char == '"':
+            in_string = True
+        elif char in "{[":
+            ends.append("}" if char == "{" else "]")
+        elif char in "}]" and ends and ends[-1] == char:
+            ends.pop()
+    return ends, in_string
+
+
+def _escaping(text: str) -> bool:
+    """Whether a text ends with a backslash that escapes what would follow."""
+    return (len(text) - len(text.rstrip("\\"))) % 2 == 1
+
+
+def _last_quote(text: str) -> int:
+    return text.rfind('"')
+
+
+def _written(value: Any) -> str | None:
+    """The object as JSON that every reader takes; None when it is no such object."""
+    if not isinstance(value, dict):
+        return None
+    try:
+        written = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        written = written.encode("utf-8", "replace").decode()
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return written if parse_arguments(written) is not None else None
+
+
+def _each_call(messages: list[Message], mend: Callable[[str], str]) -> list[Message]:
+    return [_mended(m, mend) for m in messages]
+
+
+def _mended(message: Message, mend: Callable[[str], str]) -> Message:
+    if not isinstance(message, AssistantMessage) or not message.tool_calls:
+        return message
+    calls = tuple(_mended_call(call, mend) for call in message.tool_calls)
+    if all(a is b for a, b in zip(calls, message.tool_calls, strict=True)):
+        return message
+    return msgspec.structs.replace(message, tool_calls=calls)
+
+
+def _mended_call(call: ToolCall, mend: Callable[[str], str]) -> ToolCall:
+    text = mend(call.arguments)
+    return call if text == call.arguments else msgspec.structs.replace(call, arguments=text)

@@ -1,0 +1,155 @@
+"""What a message may hold: images, parts, opaque reasoning, half characters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from hermes_rl.messages import AssistantMessage, Message, SystemMessage, ToolMessage, UserMessage
+from hermes_rl.models.dialects.lenient import clean
+
+NO_IMAGE = "[image left out: the model takes none]"
+"""Stands for an image that is not sent."""
+
+_IMAGES = ("image_url", "image", "input_image")
+
+Mend = Callable[[Message], Message]
+
+
+def drop_internal(messages: list[Message]) -> list[Message]:
+    """Parts lose the keys that begin with an underscore: they are ours. (Other internal fields are
+    fields of our structs, which no dialect writes.)"""
+    return [_without_own_keys(m) for m in messages]
+
+
+def clean_surrogates(messages: list[Message]) -> list[Message]:
+    """Half surrogates, which no wire can carry, become U+FFFD."""
+    return [_cleaned(m) for m in messages]
+
+
+def without_images(messages: list[Message]) -> list[Message]:
+    """Adaptation `no_images`: a text stands for each image."""
+    return [_parts_of(m, _no_image) for m in messages]
+
+
+def text_only(messages: list[Message]) -> list[Message]:
+    """Adaptation `text_only`: content in parts becomes one text."""
+    return [_as_text(m) for m in messages]
+
+
+def without_signatures(messages: list[Message]) -> list[Message]:
+    """Adaptation `no_signatures`: signed and redacted thinking is not replayed."""
+    return [_without_blocks(m, _is_signed) for m in messages]
+
+
+def without_encrypted(messages: list[Message]) -> list[Message]:
+    """Adaptation `no_encrypted_reasoning`: encrypted reasoning is not replayed."""
+    return [_without_blocks(m, _is_encrypted) for m in messages]
+
+
+def blocks_of(message: AssistantMessage) -> list[dict[str, Any]]:
+    """The opaque reasoning blocks of a message, in order."""
+    details = message.reasoning_details
+    listed = details if isinstance(details, list) else [details]
+    return [block for block in listed if isinstance(block, dict)]
+
+
+def _is_signed(block: Any) -> bool:
+    if not isinstance(block, dict):
+        return False
+    return block.get("type") in ("thinking", "redacted_thinking") or "signature" in block
+
+
+def _is_encrypted(block: Any) -> bool:
+    if not isinstance(block, dict):
+        return False
+    return block.get("type") in ("reasoning", "reasoning.encrypted")
+
+
+def _without_blocks(message: Message, drop: Callable[[Any], bool]) -> Message:
+    if not isinstance(message, AssistantMessage) or not isinstance(message.reasoning_details, list):
+        return message
+    kept = [block for block in message.reasoning_details if not drop(block)]
+    if len(kept) == len(message.reasoning_details):
+        return message
+    return msgspec.structs.replace(message, reasoning_details=kept or None)
+
+
+def _parts_of(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
+    if not isinstance(message, UserMessage) or isinstance(message.content, str):
+        return message
+    parts = [change(part) for part in message.content]
+    if all(a is b for a, b in zip(parts, message.content, strict=True)):
+        return message
+    return UserMessage(content=parts)
+
+
+def _no_image(part: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "text", "text": NO_IMAGE} if part.get("type") in _IMAGES else part
+
+
+def _as_text(message: Message) -> Message:
+    if not isinstance(message, UserMessage) or isinstance(message.content, str):
+        return message
+    texts = [_no_image(part).get("text") for part in message.content]
+    return UserMessage(content="\n".join(t for t in texts if isinstance(t, str)))
+
+
+def _without_own_keys(message: Message) -> Message:
+    def without(part: dict[str, Any]) -> dict[str, Any]:
+        if not any(key.startswith("_") for key in part):
+            return part
+        return {k: v for k, v in part.items() if not k.startswith("_")}
+
+    return _parts_of(message, without)
+
+
+def _cleaned(message: Message) -> Message:
+    if isinstance(message, AssistantMessage):
+        return _cleaned_assistant(message)
+    if isinstance(message, UserMessage) and not isinstance(message.content, str):
+        return _parts_of(message, _clean_part)
+    assert isinstance(message.content, str)
+    text = _clean(message.content)
+    if text is message.content:
+        return message
+    if isinstance(message, ToolMessage):
+        return msgspec.structs.replace(message, content=text)
+    kind = SystemMessage if isinstance(message, SystemMessage) else UserMessage
+    return kind(content=text)
+
+
+def _clean_part(part: dict[str, Any]) -> dict[str, Any]:
+    text = part.get("text")
+    if not isinstance(text, str) or _clean(text) is text:
+        return part
+    return {**part, "text": _clean(text)}
+
+
+def _cleaned_assistant(message: AssistantMessage) -> AssistantMessage:
+    content, thought = _clean(message.content), message.reasoning_content
+    thought = thought if thought is None else _clean(thought)
+    calls = tuple(
+        call
+        if _clean(call.arguments) is call.arguments
+        else msgspec.structs.replace(call, arguments=_clean(call.arguments))
+        for call in message.tool_calls
+    )
+    same = content is message.content and thought is message.reasoning_content
+    if same and all(a is b for a, b in zip(calls, message.tool_calls, strict=True)):
+        return message
+    return msgspec.structs.replace(
+        message, content=content, reasoning_content=thought, tool_calls=calls
+    )
+
+
+def _clean(text: str) -> str:
+    if text.isascii():  # a flag of the object: it costs nothing
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return clean(text)
+    return text

@@ -1,0 +1,353 @@
+"""How a request's messages are made from what is stored."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hermes_rl.messages import (
+    AssistantMessage,
+    SystemMessage,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+    parse_arguments,
+)
+from hermes_rl.models.base import Conversation, ModelRequest
+from hermes_rl.models.pipeline import (
+    REPAIRS,
+    cache_marks,
+    outgoing,
+    prepare,
+    without_grammar,
+)
+from hermes_rl.models.pipeline.arguments import canonical_json, repaired_arguments
+from hermes_rl.models.pipeline.content import NO_IMAGE
+from hermes_rl.models.pipeline.structure import NO_RESULT
+
+few = settings(deadline=None, max_examples=60)
+ids = st.sampled_from(["a", "b", "c"])
+said = st.sampled_from(["", " ", "x", "é", "cut \ud83d"])
+arguments = st.sampled_from(["{}", '{"b":1, "a":2}', "", '{"a": [1,', "{'a': None}", "no", "[1]"])
+calls = st.lists(st.builds(ToolCall, id=ids, name=ids, arguments=arguments), max_size=2)
+parts = st.lists(
+    st.sampled_from(
+        [
+            {"type": "text", "text": "t", "_ours": 1},
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
+        ]
+    ),
+    max_size=2,
+)
+blocks = st.none() | st.lists(
+    st.sampled_from(
+        [
+            {"type": "thinking", "thinking": "t", "signature": "s"},
+            {"type": "reasoning", "id": "rs", "encrypted_content": "e"},
+            {"type": "reasoning.text", "text": "t"},
+        ]
+    ),
+    max_size=2,
+)
+anything = (
+    st.builds(UserMessage, content=said | parts)
+    | st.builds(
+        AssistantMessage,
+        content=said,
+        reasoning_content=st.none() | said,
+        tool_calls=calls.map(tuple),
+        reasoning_details=blocks,
+    )
+    | st.builds(ToolMessage, tool_call_id=ids, name=ids, content=said)
+)
+histories = st.lists(anything, max_size=12)
+adaptations = st.frozensets(
+    st.sampled_from(["no_images", "text_only", "no_signatures", "no_encrypted_reasoning"])
+)
+
+
+def request(*messages, **fields):
+    return ModelRequest(model="m", conversation=Conversation(messages), call_id="c", **fields)
+
+
+def user(text="hi"):
+    return UserMessage(content=text)
+
+
+def said_by_model(content="", *call_ids, arguments="{}", **fields):
+    made = tuple(ToolCall(id=i, name="t", arguments=arguments) for i in call_ids)
+    return AssistantMessage(content=content, tool_calls=made, **fields)
+
+
+def result(call_id, content="out"):
+    return ToolMessage(tool_call_id=call_id, name="t", content=content)
+
+
+def check_order(messages):
+    """User and assistant take turns; results follow their calls, one for each."""
+    before, waiting = None, []
+    for message in messages:
+        if isinstance(message, ToolMessage):
+            assert message.tool_call_id in waiting
+            waiting.remove(message.tool_call_id)
+            before = message
+            continue
+        assert waiting == []
+        if isinstance(message, AssistantMessage):
+            waiting = [c.id for c in message.tool_calls]
+            assert message.tool_calls or message.content.strip()
+        assert type(before) is not type(message)
+        before = message
+    assert waiting == []
+
+
+# Whole histories
+
+
+@few
+@given(histories, adaptations)
+def test_any_history_becomes_legal(history, asked):
+    sent = prepare([SystemMessage(content="s"), *history], adaptations=asked)
+    assert sent[0] == SystemMessage(content="s")
+    check_order(sent[1:])
+    for message in sent:
+        str(message.content).encode()  # no half characters
+        if isinstance(message, AssistantMessage):
+            for call in message.tool_calls:
+                assert parse_arguments(call.arguments) is not None
+                assert canonical_json(call.arguments) == call.arguments
+
+
+@few
+@given(histories, adaptations, st.booleans())
+def test_preparing_twice_changes_nothing(history, asked, exact):
+    once = prepare(history, exact=exact, adaptations=asked)
+    twice = prepare(once, exact=exact, adaptations=asked)
+    assert twice == once
+    if not exact:
+        assert all(a is b for a, b in zip(once, twice, strict=True) if not _many_parts(a))
+
+
+def _many_parts(message):
+    return not isinstance(message.content, str)
+
+
+@few
+@given(histories)
+def test_what_is_legal_stays_the_same_objects(history):
+    clean = prepare(history)
+    for step in REPAIRS:
+        assert all(a is b for a, b in zip(step(clean), clean, strict=True))
+
+
+@few
+@given(st.lists(histories, min_size=1, max_size=5), adaptations, st.booleans())
+def test_piece_by_piece_is_the_same_as_all_at_once(pieces, asked, exact):
+    asking = request(SystemMessage(content="s"), exact=exact, adaptations=asked)
+    for piece in pieces:
+        for message in piece:
+            asking.conversation.append(message)
+        whole = prepare(list(asking.conversation), exact=exact, adaptations=asked)
+        ready = outgoing(asking)
+        assert list(ready.messages) == whole
+        encoded = ready.encoded("repr", lambda m: repr(m).encode())
+        assert list(encoded) == [repr(m).encode() for m in whole]
+
+
+def test_a_turn_prepares_and_encodes_only_what_it_adds():
+    asking = request(SystemMessage(content="s"), user())
+    made = []
+
+    def encode(message):
+        made.append(message)
+        return repr(message).encode()
+
+    outgoing(asking).encoded("x", encode)
+    turns = 30
+    for turn in range(turns):
+        call = ToolCall(id=str(turn), name="t", arguments='{"b":1, "a":2}')  # is rewritten
+        asking.conversation.append(AssistantMessage(tool_calls=(call,)))
+        asking.conversation.append(result(str(turn)))
+        before = list(outgoing(asking).messages)
+        outgoing(asking).encoded("x", encode)
+        assert all(a is b for a, b in zip(before, outgoing(asking).messages, strict=True))
+    assert len(made) == 2 + 2 * turns  # each message once
+
+
+# Roles and results
+
+
+@pytest.mark.parametrize(
+    ("history", "sent"),
+    [
+        ([user("a"), user("b")], [user("a\n\nb")]),
+        (
+            [user("a"), UserMessage(content=[{"type": "text", "text": "b"}])],
+            [UserMessage(content=[{"type": "text", "text": t} for t in "ab"])],
+        ),
+        (
+            [user(), said_by_model("a"), said_by_model("b", "1"), result("1")],
+            [user(), said_by_model("a\n\nb", "1"), result("1")],
+        ),
+        # Only thinking: left out, and the users around it become one
+        ([user("a"), said_by_model(reasoning_content="hm"), user("b")], [user("a\n\nb")]),
+        (
+            [user(), said_by_model("", "1", "2"), result("2"), user("go on")],
+            [user(), said_by_model("", "1", "2"), result("2"), result("1", NO_RESULT),
+             user("go on")],
+        ),
+        ([user("a"), result("9"), user("b")], [user("a\n\nb")]),
+        (  # a result that comes twice, and one that comes too late
+            [user(), said_by_model("", "1"), result("1"), result("1"), user("x"), result("1")],
+            [user(), said_by_model("", "1"), result("1"), user("x")],
+        ),
+    ],
+)  # fmt: skip
+def test_roles_and_results(history, sent):
+    assert prepare(history) == sent
+    assert prepare(history, exact=True) == history
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ("", {}),
+        ("  \n", {}),
+        ('{"a": "line\nbreak"}', {"a": "line\nbreak"}),
+        ('{"a": 1,}', {"a": 1}),
+        ('{"a": [1, 2,],}', {"a": [1, 2]}),
+        ("{'a': True, 'b': None}", {"a": True, "b": None}),
+        ('```json\n{"a": 1}\n```', {"a": 1}),
+        ('"{\\"a\\": 1}"', {"a": 1}),
+        ('{"command": "ls -l', {"command": "ls -l"}),
+        ('{"a": {"b": [1, 2', {"a": {"b": [1, 2]}}),
+        ('{"a": 1, "b', {"a": 1}),
+        ('{"a": 1, "b":', {"a": 1}),
+        ('{"a', {}),
+        ("{", {}),
+        ('{"a": "x\\', {"a": "x"}),
+        ("ls -l", {"_unparsed": "ls -l"}),
+        ("[1]", {"_unparsed": "[1]"}),
+        ("null", {"_unparsed": "null"}),
+        ('{"a": NaN}', {"_unparsed": '{"a": NaN}'}),
+    ],
+)
+def test_what_arguments_must_have_meant(text, meant):
+    assert json.loads(repaired_arguments(text)) == meant
+
+
+@few
+@given(st.text(alphabet='{}[]",:\\ \n\ud83daé01-tfn.e') | st.text())
+def test_any_text_becomes_an_object(text):
+    repaired = repaired_arguments(text)
+    repaired.encode()
+    assert parse_arguments(repaired) is not None
+    assert repaired_arguments(repaired) == repaired
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@few
+@given(st.dictionaries(st.text(max_size=5), json_values, max_size=3), st.data())
+def test_arguments_that_are_cut_anywhere_become_an_object(value, data):
+    text = json.dumps(value, ensure_ascii=False)
+    cut = text[: data.draw(st.integers(1, len(text)))]
+    repaired = json.loads(repaired_arguments(cut))
+    assert "_unparsed" in repaired or set(repaired) <= set(value)
+
+
+@few
+@given(st.dictionaries(st.text(max_size=5), json_values, max_size=3))
+def test_canonical_json_means_the_same(value):
+    text = json.dumps(value)
+    canonical = canonical_json(text)
+    assert parse_arguments(canonical) == parse_arguments(text)
+    assert canonical_json(json.dumps(value, indent=2)) == canonical
+
+
+def test_arguments_are_sorted_and_compact():
+    (sent,) = prepare([said_by_model("", "1", arguments='{"b": {"d": 1, "c": 2}, "a": "é"}')])[:1]
+    assert sent.tool_calls[0].arguments == '{"a":"é","b":{"c":2,"d":1}}'
+
+
+# Head, adaptations, marks
+
+
+def test_the_ephemeral_layer_and_the_prefill_are_sent_and_not_stored():
+    shown = (user("example"), said_by_model("so"))
+    asking = request(SystemMessage(content="s"), user(), ephemeral="today", prefill=shown)
+    ready = outgoing(asking)
+    assert list(ready.messages) == [SystemMessage(content="s\n\ntoday"), *shown, user()]
+    assert (ready.lead, ready.system) == (1, "s\n\ntoday")
+    assert list(ready.encoded("x", lambda m: repr(m).encode())) == [
+        repr(m).encode() for m in ready.messages
+    ]
+    assert list(asking.conversation) == [SystemMessage(content="s"), user()]
+
+
+def test_an_ephemeral_layer_needs_no_system_prompt():
+    ready = outgoing(request(user(), ephemeral="today", prefill=(said_by_model("so"),)))
+    assert list(ready.messages) == [SystemMessage(content="today"), said_by_model("so"), user()]
+    assert [m for m in ready.encoded("x", lambda m: m.content.encode())] == [b"today", b"so", b"hi"]
+    assert outgoing(request(user())).system is None
+
+
+def test_adaptations():
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    text = {"type": "text", "text": "see"}
+    seen = UserMessage(content=[text, image])
+    assert prepare([seen], adaptations=frozenset({"no_images"})) == [
+        UserMessage(content=[text, {"type": "text", "text": NO_IMAGE}])
+    ]
+    assert prepare([seen], adaptations=frozenset({"text_only"})) == [user(f"see\n{NO_IMAGE}")]
+    details = [
+        {"type": "thinking", "thinking": "t", "signature": "s"},
+        {"type": "reasoning", "encrypted_content": "e"},
+        {"type": "reasoning.text", "text": "t"},
+    ]
+    thought = said_by_model("x", reasoning_details=details)
+    (kept,) = prepare([thought], adaptations=frozenset({"no_signatures"}))
+    assert kept.reasoning_details == details[1:]
+    (kept,) = prepare([thought], adaptations=frozenset({"no_encrypted_reasoning"}), exact=True)
+    assert kept.reasoning_details == [details[0], details[2]]
+
+
+def test_schemas_without_grammar_keep_properties_of_that_name():
+    schema = {
+        "type": "object",
+        "properties": {
+            "pattern": {"type": "string", "pattern": "^a"},
+            "format": {"type": "string", "format": "date", "enum": ["format"]},
+        },
+        "required": ["pattern"],
+    }
+    (tool,) = without_grammar([{"type": "function", "function": {"parameters": schema}}])
+    assert tool["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "pattern": {"type": "string"},
+            "format": {"type": "string", "enum": ["format"]},
+        },
+        "required": ["pattern"],
+    }
+
+
+def test_cache_marks_are_the_system_prompt_and_the_last_three_that_can_carry_one():
+    history = [
+        SystemMessage(content="s"), user("1"), said_by_model("", "a"), result("a", ""),
+        said_by_model("2", "b"), result("b"), user("3"),
+    ]  # fmt: skip
+    assert cache_marks(history) == [0, 4, 5, 6]
+    assert cache_marks(history, tools=False) == [0, 1, 4, 6]
+    assert cache_marks([user()]) == [0]
+    assert cache_marks([]) == []
