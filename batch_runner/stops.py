@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from hermes_rl.config import EndpointSection
+from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.wiring import DEFAULT_BASE_URL, DEFAULT_KEY_ENV
 
 _MENDS = {

@@ -7,7 +7,8 @@ from contextlib import AsyncExitStack
 from typing import Any, cast
 
 from hermes_rl.agent.agent import AIAgent as UnboundAgent
-from hermes_rl.config import EndpointSection, ModelConfig
+from hermes_rl.config import ModelConfig
+from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.errors import UserError
 from hermes_rl.models.base import ModelClient, Sampling
 from hermes_rl.models.limiter import InProcessLimiter

@@ -9,25 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SecretStr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, Field, SecretStr, ValidationError, field_validator, model_validator
 
+from hermes_rl.config_endpoint import (
+    ApiMode,
+    EndpointSection,
+    ProviderSection,
+    Seconds,
+    Section,
+    check_address,
+)
 from hermes_rl.errors import UserError
 
 Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
 Preset = Literal["interactive", "datagen", "rl"]
-ApiMode = Literal["chat_completions", "codex_responses", "anthropic_messages"]
 
 PLAYED_MODELS = ("oracle", "noop")
 """Models that are played by the harness: no endpoint, no tokens."""
@@ -36,17 +33,13 @@ LOCAL_MODELS = ("local", "local-tiny")
 """Embedded models: served from this machine, for trying the machinery."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
-
-
-class DatasetSection(_Section):
+class DatasetSection(Section):
     """Which units."""
 
     path: str
     """A file, a folder, a Hugging Face dataset name, or a bundled name (`smoke`, `terminal_tasks`).
     """
-    map: dict[str, str] = {}
+    map: dict[str, str] = Field(default_factory=dict)
     """Our column name -> the dataset's."""
     limit: Positive | None = None
     """Only the first rows."""
@@ -54,7 +47,7 @@ class DatasetSection(_Section):
     """Units per row, unless the row says otherwise."""
 
 
-class ModelSection(_Section):
+class ModelSection(Section):
     """Identity: who answers, and how it is sampled."""
 
     name: str
@@ -68,7 +61,7 @@ class ModelSection(_Section):
     """Reasoning effort, as the provider spells it."""
 
 
-class LimitsSection(_Section):
+class LimitsSection(Section):
     """Bounds of one attempt. Identity."""
 
     max_turns: Positive = 30
@@ -80,7 +73,7 @@ class LimitsSection(_Section):
     """All time; reaching it ends the attempt as `stalled`, which is infrastructure's."""
 
 
-class AgentSection(_Section):
+class AgentSection(Section):
     """Identity: how the agent behaves."""
 
     preset: Preset = "datagen"
@@ -110,7 +103,7 @@ class AgentSection(_Section):
         return text
 
 
-class SandboxSection(_Section):
+class SandboxSection(Section):
     """Identity: where commands run."""
 
     backend: Literal["bubblewrap", "none"] = "bubblewrap"
@@ -118,26 +111,7 @@ class SandboxSection(_Section):
     network: bool = False
 
 
-class EndpointSection(_Section):
-    """Where the model is; not identity."""
-
-    base_url: str | None = None
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the key."""
-    api_mode: ApiMode | None = None
-    transport: Literal["http", "sdk"] = "http"
-    stream: bool = False
-    model_path: str | None = None
-    """Weights file for the embedded model."""
-    fallbacks: tuple[str, ...] = ()
-    """Reserved: refused until fallback chains exist."""
-    outage_seconds: Seconds = 1800.0
-    """How long one call keeps trying through an outage."""
-    first_byte_seconds: Seconds = 600.0
-    """How long a request waits for the first byte of its answer."""
-
-
-class RunSection(_Section):
+class RunSection(Section):
     """How the run is carried out; not identity."""
 
     out: str | None = None
@@ -156,7 +130,7 @@ class RunSection(_Section):
     """How long a worker lives without hearing from its driver."""
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """Everything that `hermes-rl run` can be told."""
 
     dataset: DatasetSection
@@ -164,6 +138,8 @@ class RunConfig(_Section):
     agent: AgentSection = AgentSection()
     sandbox: SandboxSection = SandboxSection()
     endpoint: EndpointSection = EndpointSection()
+    providers: dict[str, ProviderSection] = Field(default_factory=dict)
+    """Providers of the user's own, and other facts of known ones; not identity."""
     run: RunSection = RunSection()
 
     @model_validator(mode="after")
@@ -176,12 +152,7 @@ class RunConfig(_Section):
         for key, value in reserved.items():
             if value:
                 raise UserError(f"'{key}' is not available in this version; leave it out")
-        where = urlsplit(self.endpoint.base_url or "")
-        if "@" in where.netloc or where.query:  # it would stand in run.yaml
-            raise UserError(
-                "'endpoint.base_url' holds a user, a password or a query. Take that out, and name "
-                "the variable that holds the key with --api-key-env"
-            )
+        check_address(self.endpoint.base_url, "endpoint.base_url")
         if self.sandbox.backend == "none" and not self.run.allow_unsandboxed:
             raise UserError(
                 "--sandbox none runs the model's commands as you, on this machine. "
@@ -190,7 +161,7 @@ class RunConfig(_Section):
         return self
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """A model for `AIAgent`, with its endpoint."""
 
     name: str

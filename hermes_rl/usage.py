@@ -21,6 +21,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Part of input_tokens that was read from the provider's cache."""
     cache_write_tokens: int | None = None
     """Part of input_tokens that was written to the provider's cache."""
+    cache_write_1h_tokens: int | None = None
+    """Part of cache_write_tokens that is kept for an hour, which costs more; None where a provider
+    does not tell it apart."""
     output_tokens: int | None = None
     """All sampled tokens, reasoning included."""
     reasoning_tokens: int | None = None

@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 
 from hermes_rl.agent.policy import Limits, Policy, preset
 from hermes_rl.agent.prompt import SUMMARY_REQUEST, system_prompt
-from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, EndpointSection, LimitsSection, RunConfig
+from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, LimitsSection, RunConfig
+from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.errors import AuthError, TaskFault, UserError
 from hermes_rl.identity import digest
 from hermes_rl.models.base import ModelClient, Sampling

@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[2]
 # Lowest first. A floor is a row of rooms; a room is a set of names that may import each other.
 # Names stand below hermes_rl unless they begin with a wing.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors messages usage identity config tasks trajectory ports events record sources doors",),
+    (
+        "errors messages usage identity config config_endpoint tasks trajectory ports events record"
+        " sources doors",
+    ),
     ("sandboxes",),
     ("models", "tools", "sessions"),
     ("agent", "store"),

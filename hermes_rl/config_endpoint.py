@@ -1,0 +1,190 @@
+"""What people write of models and where they are: endpoints, providers, fallbacks, prices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from hermes_rl.errors import UserError
+
+Seconds = Annotated[float, Field(gt=0)]
+ApiMode = Literal["chat_completions", "codex_responses", "anthropic_messages"]
+KeyStrategy = Literal["fill_first", "round_robin", "random", "least_used"]
+Dollars = Annotated[Decimal, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+class LongPrice(Section):
+    """What long prompts cost, for all their tokens; without prices it is not known."""
+
+    above: Annotated[int, Field(ge=1)]
+    """Prompt tokens."""
+    input: Dollars | None = None
+    output: Dollars | None = None
+    cache_read: Dollars | None = None
+    cache_write_5m: Dollars | None = None
+    cache_write_1h: Dollars | None = None
+
+
+class PriceSection(Section):
+    """US dollars per million tokens."""
+
+    input: Dollars
+    """Prompt tokens that are neither read from a cache nor written to one."""
+    output: Dollars
+    """Sampled tokens, reasoning included."""
+    cache_read: Dollars | None = None
+    """Leave it out where cached tokens cost what others cost, or are not reported."""
+    cache_write_5m: Dollars | None = None
+    """All writes, where there is one price for them."""
+    cache_write_1h: Dollars | None = None
+    long: LongPrice | None = None
+
+
+class ProviderSection(Section):
+    """A provider of the user's own, or other facts of a known one; what is left out stays."""
+
+    base_url: str | None = None
+    hosts: tuple[str, ...] | None = None
+    """Hosts that are known as this provider; `.example.com` means all below it."""
+    api_key_env: str | None = None
+    """The variable that holds the key; the empty text means that none is needed."""
+    api_mode: ApiMode | None = None
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] | None = None
+    replay_reasoning: str | None = None
+    """The field in which it wants earlier reasoning back."""
+    stream_options: bool | None = None
+    """It takes `stream_options.include_usage`."""
+    top_k: bool | None = None
+    """It takes `top_k` and `min_p`."""
+    token_ids: Literal["vllm", "sglang"] | None = None
+    """Whose spelling of token ids it knows."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _plain(cls, given: str | None) -> str | None:
+        return check_address(given, "providers.NAME.base_url")
+
+
+class FallbackSection(Section):
+    """A model that is asked when those before it cannot answer. What is left out is the run's,
+    where the provider is the run's too."""
+
+    model: str
+    provider: str | None = None
+    base_url: str | None = None
+    api_key_env: str | None = None
+    api_mode: ApiMode | None = None
+
+    @field_validator("base_url")
+    @classmethod
+    def _plain(cls, given: str | None) -> str | None:
+        return check_address(given, "endpoint.fallbacks.base_url")
+
+    @field_validator("api_key_env", mode="before")
+    @classmethod
+    def _join(cls, given: Any) -> Any:
+        return join_names(given)
+
+
+class EndpointSection(Section):
+    """Where the model is; not identity."""
+
+    provider: str | None = None
+    """A known provider, or one of `providers`: address, key variable, mode and ways of its own."""
+    base_url: str | None = None
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the key; several, with commas or as a list, are
+    accounts that take turns."""
+    key_strategy: KeyStrategy = "fill_first"
+    """Which of several accounts is next."""
+    api_mode: ApiMode | None = None
+    transport: Literal["http", "sdk"] = "http"
+    stream: bool = False
+    model_path: str | None = None
+    """Weights file for the embedded model."""
+    fallbacks: tuple[FallbackSection, ...] = ()
+    """Asked in this order when the model cannot answer; none with the preset `rl`."""
+    prices: dict[str, PriceSection | None] = Field(default_factory=dict)
+    """What models cost here, by `model` or `provider/model`; null is unpriced. `@FILE` reads it
+    from a YAML file."""
+    outage_seconds: Seconds = 1800.0
+    """How long one call keeps trying through an outage."""
+    first_byte_seconds: Seconds = 600.0
+    """How long a request waits for the first byte of its answer."""
+
+    @property
+    def key_names(self) -> tuple[str, ...]:
+        """The variables that hold the keys."""
+        return split_names(self.api_key_env)
+
+    @field_validator("api_key_env", mode="before")
+    @classmethod
+    def _join(cls, given: Any) -> Any:
+        return join_names(given)
+
+    @field_validator("fallbacks", mode="before")
+    @classmethod
+    def _name(cls, given: Any) -> Any:
+        listed = [given] if isinstance(given, str | Mapping) else given
+        if not isinstance(listed, list | tuple):
+            return given
+        return [{"model": one} if isinstance(one, str) else one for one in listed]
+
+    @field_validator("prices", mode="before")
+    @classmethod
+    def _read(cls, given: Any) -> Any:
+        if not isinstance(given, str):
+            return given
+        return read_prices_file(given)
+
+
+def check_address(given: str | None, key: str) -> str | None:
+    """An address as given. Raises: UserError when it holds what run.yaml must not show."""
+    where = urlsplit(given or "")
+    if "@" in where.netloc or where.query:
+        raise UserError(
+            f"'{key}' holds a user, a password or a query. Take that out, and name "
+            "the variable that holds the key with --api-key-env"
+        )
+    return given
+
+
+def join_names(given: Any) -> Any:
+    """A list of names as one text with commas."""
+    if isinstance(given, list | tuple) and all(isinstance(name, str) for name in given):
+        return ",".join(given)
+    return given
+
+
+def split_names(text: str | None) -> tuple[str, ...]:
+    """The names in a text with commas, each once, in order."""
+    names = (name.strip() for name in (text or "").split(","))
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
+def read_prices_file(given: str) -> Any:
+    """The mapping in a YAML file that `@FILE` names. Raises: UserError."""
+    if not given.startswith("@"):
+        raise UserError(f"'endpoint.prices' is {given!r}: write a mapping, or @FILE")
+    path = given[1:]
+    try:
+        data = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}. Check endpoint.prices") from None
+    except (UnicodeDecodeError, yaml.YAMLError):
+        raise UserError(f"{path}: no YAML text. Check endpoint.prices") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: must hold models and their prices, as `gpt-5: {{input: 1, ...}}`")
+    return data
