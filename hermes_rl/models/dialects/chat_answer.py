@@ -138,12 +138,12 @@ def _calls_of(listed: list[Mapping[str, Any]], salt: str) -> tuple[ToolCall, ...
         text = name if isinstance(name, str) else ""
         given = call.get("id")
         if not isinstance(given, str) or not given or any(c.id == given for c in out):
-            given = _made_id(f"{salt}\0{index}\0{text}\0{arguments}")
+            given = made_id(f"{salt}\0{index}\0{text}\0{arguments}")
         out.append(ToolCall(id=given, name=text, arguments=arguments))
     return tuple(out)
 
 
-def _made_id(text: str) -> str:
+def made_id(text: str) -> str:
     """The same call at the same place always gets the same id."""
     return "call_" + hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:24]
 

@@ -20,10 +20,13 @@ def read_usage(form: Any) -> Usage | None:
     """
     if not isinstance(form, Mapping):
         return None
-    prompt, output = _count(form.get("prompt_tokens")), _count(form.get("completion_tokens"))
+    prompt, output = count_of(form.get("prompt_tokens")), count_of(form.get("completion_tokens"))
     if prompt is None or output is None:
         return None
-    given, taken = _part(form, "prompt_tokens_details"), _part(form, "completion_tokens_details")
+    given, taken = (
+        part_of(form, "prompt_tokens_details"),
+        part_of(form, "completion_tokens_details"),
+    )
     reasoning = _first(taken.get("reasoning_tokens"), form.get("reasoning_tokens"))
     if reasoning and form.get("total_tokens") == prompt + output + reasoning:
         output += reasoning
@@ -33,10 +36,10 @@ def read_usage(form: Any) -> Usage | None:
     written = _first(given.get("cache_write_tokens"), form.get("cache_write_tokens"))
     return Usage(
         input_tokens=prompt,
-        cache_read_tokens=_within(cached, prompt),
-        cache_write_tokens=_within(written, prompt),
+        cache_read_tokens=within(cached, prompt),
+        cache_write_tokens=within(written, prompt),
         output_tokens=output,
-        reasoning_tokens=_within(reasoning, output),
+        reasoning_tokens=within(reasoning, output),
     )
 
 
@@ -60,21 +63,23 @@ def write_usage(usage: Usage) -> dict[str, Any]:
     return form
 
 
-def _count(value: Any) -> int | None:
+def count_of(value: Any) -> int | None:
+    """A count of tokens as a provider sends it; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int):
         return None
     return value if 0 <= value < _ABSURD else None
 
 
 def _first(*values: Any) -> int | None:
-    return next((n for n in map(_count, values) if n is not None), None)
+    return next((n for n in map(count_of, values) if n is not None), None)
 
 
-def _within(part: int | None, whole: int) -> int | None:
+def within(part: int | None, whole: int) -> int | None:
     """A part larger than its whole is a provider's error: then it is unknown."""
     return part if part is None or part <= whole else None
 
 
-def _part(form: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def part_of(form: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """An object within a usage object; empty when it is not there."""
     value = form.get(name)
     return value if isinstance(value, Mapping) else {}
