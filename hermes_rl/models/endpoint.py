@@ -30,7 +30,8 @@ class Endpoint:
     """One address and account. Text forms never show the key."""
 
     base_url: str
-    """For example `https://api.example.com/v1`; the dialect adds its path."""
+    """For example `https://api.example.com/v1`; the dialect adds its path. For Anthropic's Messages
+    API with or without `/v1` at its end."""
     api_key: str | None = field(default=None, repr=False)
     transport: TransportName = "http"
     api_mode: str = "chat_completions"
@@ -65,9 +66,17 @@ class Endpoint:
         return tuple(v for v in values if v and len(v) >= 6)
 
     def url(self, path: str) -> str:
-        """The address of one route. The route itself at the end of `base_url` is not doubled."""
+        """The address of one route.
+
+        What `base_url` already ends with is not doubled: `/v1/messages` is added to
+        `https://host`, `https://host/v1` and `https://host/v1/messages` with the same result.
+        """
         base = self.base_url.rstrip("/")
-        return base if base.endswith(path) else base + path
+        own = urlsplit(base).path
+        for end in range(len(path), 1, -1):
+            if path[end : end + 1] in ("", "/") and own.endswith(path[:end]):
+                return base + path[end:]
+        return base + path
 
     def tls(self) -> ssl.SSLContext | None:
         """The TLS settings, made once per client; None for plain HTTP."""

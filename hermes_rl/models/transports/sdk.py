@@ -1,19 +1,21 @@
-"""The transport `sdk`: the official openai package, its retries off, its connection handling as it
-is.
+"""The transport `sdk`: the official packages, retries off, their connection handling as it is.
 
-It costs ten times the CPU of `http`; it is there as the oracle of our wire, and for endpoints whose
-ways only the official package knows. Bodies go in and come out as bytes.
+The anthropic package carries the Messages API, the openai package all other wires. They cost ten
+times the CPU of `http`; they are there as the oracles of our wire, and for endpoints whose ways
+only the official package knows. Bodies go in and come out as bytes, with our own limits of time:
+the anthropic package would refuse a long answer that is not streamed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import httpx2
-import openai
 
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.transports.base import (
@@ -29,15 +31,50 @@ from hermes_rl.models.transports.base import (
 )
 
 
+@dataclass(frozen=True)
+class _Package:
+    """What one official package calls things; both come from the same generator."""
+
+    client: Callable[..., Any]
+    omit: Any
+    """Stands for a header that is not sent."""
+    status_error: type[Any]
+    timeout_error: type[Exception]
+    connection_error: type[Exception]
+
+
+def _openai() -> _Package:
+    import openai
+
+    return _Package(
+        openai.AsyncOpenAI,
+        openai.Omit(),
+        openai.APIStatusError,
+        openai.APITimeoutError,
+        openai.APIConnectionError,
+    )
+
+
+def _anthropic() -> _Package:
+    import anthropic
+
+    return _Package(
+        anthropic.AsyncAnthropic,
+        anthropic.Omit(),
+        anthropic.APIStatusError,
+        anthropic.APITimeoutError,
+        anthropic.APIConnectionError,
+    )
+
+
 class SdkTransport:
-    """Connections of one `AsyncOpenAI`."""
+    """Connections of one `AsyncOpenAI` or `AsyncAnthropic`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._host = endpoint.host
-        self._client: openai.AsyncOpenAI | None = None
-        # The package insists on a key; an endpoint without one gets none.
-        self._no_key = {} if endpoint.api_key else {"Authorization": openai.Omit()}
+        self._client: Any = None
+        self._sdk = _anthropic() if endpoint.api_mode == "anthropic_messages" else _openai()
 
     @asynccontextmanager
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[Reply]:
@@ -58,50 +95,62 @@ class SdkTransport:
             self._client = None
 
     async def _open(self, url: str, body: bytes, headers: Mapping[str, str]) -> httpx2.Response:
-        host, patience = self._host, self._endpoint.timeouts
+        host, patience, sdk = self._host, self._endpoint.timeouts, self._sdk
         client = self._client or self._connect()
+        # The packages put the key into a header of their own: the dialect's headers are all there
+        # is.
+        ours = {"Authorization": sdk.omit, **_titled(headers)}
         try:
             async with asyncio.timeout(patience.first_byte_s):
-                return await client.post(
+                response: httpx2.Response = await client.post(
                     url,
                     content=body,
                     cast_to=httpx2.Response,
-                    options={"headers": {**self._no_key, **headers}, "follow_redirects": False},
+                    options={"headers": ours, "follow_redirects": False},
                     stream=True,  # the body unread
                 )
-        except openai.APIStatusError as error:
-            return error.response
-        except openai.APITimeoutError as error:
+                return response
+        except sdk.status_error as error:
+            answered: httpx2.Response = error.response
+            return answered
+        except sdk.timeout_error as error:
             if isinstance(error.__cause__, httpx2.ConnectTimeout):
                 raise connect_timeout(host, patience.connect_s) from None
             raise first_byte_timeout(host, patience.first_byte_s) from None
         except TimeoutError:
             raise first_byte_timeout(host, patience.first_byte_s) from None
-        except openai.APIConnectionError as error:
+        except sdk.connection_error as error:
             cause = error.__cause__ or error
             if "CERTIFICATE_VERIFY_FAILED" in str(cause):
                 raise untrusted(host, str(cause)) from None
             make = not_connected if isinstance(cause, httpx2.ConnectError) else broken
             raise make(host, f"{type(cause).__name__}: {cause}") from None
 
-    def _connect(self) -> openai.AsyncOpenAI:
+    def _connect(self) -> Any:
         endpoint = self._endpoint
         tls = endpoint.tls()
         limit = endpoint.pool_size or None
+        patience = httpx2.Timeout(None, connect=endpoint.timeouts.connect_s)
         http = httpx2.AsyncClient(
-            timeout=httpx2.Timeout(None, connect=endpoint.timeouts.connect_s),
+            timeout=patience,
             limits=httpx2.Limits(max_connections=limit, max_keepalive_connections=limit),
             verify=True if tls is None else tls,
             proxy=endpoint.proxy,
             trust_env=False,
         )
-        self._client = openai.AsyncOpenAI(
+        self._client = self._sdk.client(
             api_key=endpoint.api_key or "none",
             base_url=endpoint.base_url,
             max_retries=0,
+            timeout=patience,
             http_client=http,
         )
         return self._client
+
+
+def _titled(headers: Mapping[str, str]) -> dict[str, str]:
+    """The packages merge headers by their exact names."""
+    return {"Authorization" if k.lower() == "authorization" else k: v for k, v in headers.items()}
 
 
 class _SdkReply:
