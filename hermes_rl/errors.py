@@ -27,6 +27,7 @@ The model, in four points:
     ├── ToolError                         shown to the model, ends nothing
     ├── VerifierFault · Stalled · DiskFull                      infrastructure
     ├── CostLimit · Interrupted           the operator's doing; the unit stays open
+    ├── UnitCostLimit                     the operator's bound; the unit is given up
     └── StoreError                        run directory corrupt, foreign or of another configuration
 """
 
@@ -101,6 +102,7 @@ CAUSES: dict[str, Consequence] = {
     "task": _TASK,
     "interrupted": _OPERATOR,
     "cost_limit": Consequence("operator", counted=False, breaker=True),
+    "unit_budget": Consequence("operator", retry=False),  # a higher one and --retry-failed
 }
 """Cause -> what follows. The one table for retry, grading and exit codes (DESIGN 5.6)."""
 
@@ -373,6 +375,12 @@ class CostLimit(HermesError):
     """A budget is used up."""
 
     cause = "cost_limit"
+
+
+class UnitCostLimit(HermesError):
+    """What one unit may spend is used up: it is given up, the run goes on."""
+
+    cause = "unit_budget"
 
 
 class Interrupted(HermesError):

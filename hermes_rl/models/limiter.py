@@ -100,6 +100,9 @@ class InProcessLimiter:
         held = self.controller.clamped_s(now) if in_flight >= self.controller.allowed(now) else 0.0
         return held or self.buckets.wait_s(charge, now)
 
+    def waits(self) -> None:
+        """See `Gate.waits`."""
+
     def passed(self, charge: Charge, in_flight: int) -> None:
         """See `Gate.passed`."""
         self.buckets.take(charge)

@@ -40,6 +40,10 @@ class Gate(Protocol):
         """Seconds until one more may pass; 0 now, infinite until something is heard."""
         ...
 
+    def waits(self) -> None:
+        """Somebody waits, and nobody did before."""
+        ...
+
     def passed(self, charge: Charge, in_flight: int) -> None:
         """One more is in flight; `in_flight` counts it."""
         ...
@@ -121,6 +125,7 @@ class SlotQueue:
         waiter = _Waiter(asyncio.get_running_loop().create_future(), charge)
         self._waiting.append(waiter)
         if len(self._waiting) == 1:
+            self._gate.waits()
             self.wake()  # sets the timer of its turn
         try:
             await waiter.ready

@@ -38,7 +38,11 @@ def test_what_counts_stops_and_is_tried_again() -> None:
     assert breakers == {"auth", "billing", "model_not_found", "outage", "disk", "cost_limit"}
     uncounted = {c for c, what in e.CAUSES.items() if not what.counted}
     assert uncounted == breakers | {"worker_lost", "driver_lost", "duplicate", "interrupted"}
-    assert {c for c, what in e.CAUSES.items() if not what.retry} == {"task", "verifier"}
+    assert {c for c, what in e.CAUSES.items() if not what.retry} == {
+        "task",
+        "verifier",
+        "unit_budget",
+    }
     assert [c for c, what in e.CAUSES.items() if what.owner == "task"] == ["task"]
     cut = {"max_turns", "token_limit", "time_limit", "output_truncated", "context_overflow"}
     assert {r for r, ending in e.ENDINGS.items() if ending.truncated} == cut
