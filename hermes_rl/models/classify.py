@@ -1,53 +1,36 @@
-"""Which typed error a failed answer is: from status, headers and body, with the key scrubbed."""
+"""Which typed error a failure is: from status, headers, body or exception, with the key scrubbed.
+
+The body is read by `classify_body`, its reason found by the table of `classify_rules`, the numbers
+in its text by `classify_facts`.
+"""
 
 from __future__ import annotations
 
 import base64
 import re
+import ssl
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 from hermes_rl import errors as e
-from hermes_rl.models.dialects.lenient import decode_json
+from hermes_rl.models.classify_body import Fault, fault_in, fault_of
+from hermes_rl.models.classify_facts import facts_of
+from hermes_rl.models.classify_rules import KINDS, NO_STATUS, reason_by_status, rule_of
 
 _MAX_TEXT = 500
-
-_OVERFLOW_CODES = (
-    "context_length_exceeded",
-    "exceed_context_size_error",
-    "string_above_max_length",
-)
-_OVERFLOW = re.compile(
-    r"maximum context length|context length exceeded|context window|max_model_len"
-    r"|exceeds? (the |its )?(available |maximum |model'?s )?(context|allowed length)"
-    r"|longer than the (model's )?(maximum )?(model |context )"
-    r"|prompt is too long|input is too long|input length .{0,60}exceed|too many (input )?tokens"
-    r"|maximum (model|prompt|input) length|exceed_context_size",
+_CHAIN = 5
+"""As many chained exceptions are looked at."""
+_TRUST = re.compile(
+    r"certificate.{0,3}verify.{0,3}failed|self[- ]signed certificate|certificate has expired"
+    r"|unable to get local issuer|hostname mismatch|certificate is not valid",
     re.IGNORECASE,
 )
-_BILLING_CODES = (
-    "insufficient_quota", "billing_hard_limit_reached", "billing_not_active",
-    "insufficient_balance", "insufficient_credits", "quota_exceeded", "payment_required",
-    "account_deactivated",
-)  # fmt: skip
-_BILLING = re.compile(
-    r"insufficient (credits?|balance|quota|funds)|exceeded your current quota"
-    r"|credit balance is too low|requires more credits|billing (hard )?limit",
-    re.IGNORECASE,
-)
-_FILTER_CODES = ("content_filter", "content_policy_violation", "responsibleaipolicyviolation")
-_FILTER = re.compile(
-    r"content (management )?policy|content[_ ]filter|flagged (by|for)|safety system|usage policies",
-    re.IGNORECASE,
-)
-_OVERLOAD_CODES = ("overloaded_error", "overloaded", "engine_overloaded", "server_overloaded")
-_OVERLOAD = re.compile(r"overloaded|over capacity|at capacity|queue is full", re.IGNORECASE)
-_NO_MODEL_CODES = ("model_not_found", "model_not_supported", "not_found_error", "invalid_model")
-_NO_MODEL = re.compile(
-    r"model\b.{0,120}(does not exist|not found|not exist|is not supported|not available)"
-    r"|no such model|unknown model",
+_SILENCE = re.compile(r"timed?[- ]?out|timeout", re.IGNORECASE)
+_LOST = re.compile(
+    r"connection (error|reset|refused|aborted|closed)|server disconnected|broken pipe"
+    r"|network is unreachable|name or service not known|tls|ssl",
     re.IGNORECASE,
 )
 _KEYS = re.compile(
@@ -58,16 +41,10 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """What a server says stands in logs and on terminals, and must not command them."""
 
 _RATE_HEADERS = ("x-ratelimit-", "anthropic-ratelimit-", "ratelimit-", "retry-after")
+_OF_SIZE = ("format_error", "context_overflow", "payload_too_large")
+"""Reasons whose texts may say how much a model takes."""
 _MAYBE_SERVED = (502, 504, 520, 522, 524)
 """A gateway gave up on a server that may have worked, and billed, all the same."""
-
-
-class _Fault(NamedTuple):
-    """What an error body says."""
-
-    codes: tuple[str, ...]
-    """Its code and type, lower case."""
-    message: str
 
 
 def classify(
@@ -87,29 +64,118 @@ def classify(
         secrets: texts that must not appear in the message.
         now: Unix time in seconds, for Retry-After dates.
     """
-    fault = _fault_of(body)
-    kind = _kind(status, fault)
-    text = _sentence(status, fault, body, kind, headers)
-    return kind(
-        scrub(text, secrets),
+    fault = fault_of(body, headers)
+    meant = status
+    if status >= 500 and fault.status is not None and fault.status < 500:
+        meant = fault.status  # a gateway's own trouble is not what it quotes
+    found = _find(meant, fault)
+    return found.kind(
+        scrub(_sentence(status, fault, body, found.kind, headers), secrets),
         status=status,
         request_id=request_id(headers),
         retry_after_s=retry_after(headers, time.time() if now is None else now),
         served=status in _MAYBE_SERVED,
+        reason=found.reason,
+        facts=found.facts,
     )
 
 
 def classify_in_answer(
     error: Any, headers: Mapping[str, str], *, secrets: Iterable[str] = ()
 ) -> e.ModelError:
-    """The typed error of an error object inside an answer with status 200, stream or not."""
-    fault = _fault_in(error)
-    code = error.get("code") if isinstance(error, Mapping) else None
-    status = code if isinstance(code, int) and 400 <= code < 600 else 500
-    kind = _kind(status, fault)
-    text = f"the answer holds an error: {fault.message or fault.codes or 'without a message'}"
+    """The typed error of an error inside an answer with status 200, stream or not.
+
+    Args:
+        error: the error object, or the whole event that holds it, of any dialect: `{"error": ...}`,
+            `{"type": "error", ...}`, `{"type": "response.failed", "response": {"error": ...}}`.
+    """
+    fault = fault_in(error)
+    found = _find(fault.status or NO_STATUS, fault)
+    said = fault.message or ", ".join(sorted(fault.codes)) or "without a message"
     # The request was taken on: what it cost is not known.
-    return kind(scrub(text, secrets), request_id=request_id(headers), served=True)
+    return found.kind(
+        scrub(f"the answer holds an error: {said}", secrets),
+        request_id=request_id(headers),
+        served=True,
+        reason=found.reason,
+        facts=found.facts,
+    )
+
+
+def classify_exception(error: BaseException, *, secrets: Iterable[str] = ()) -> e.ModelError | None:
+    """The typed error of an exception of a package or of the system; None for what is no failure of
+    a model call (a bug).
+
+    Looks at up to 5 exceptions of its chain, innermost meaning first: an answer that one of them
+    holds, a certificate, a timeout, a lost connection.
+    """
+    chain = list(_chain(error))
+    for link in chain:
+        if isinstance(link, e.ModelError):
+            return link
+    for link in chain:
+        answer = _answer_of(link)
+        if answer is not None:
+            return classify(*answer, secrets=secrets)
+    text = scrub(" < ".join(f"{type(x).__name__}: {x}" for x in chain), secrets)
+    return _of_transport(chain, text)
+
+
+def _of_transport(chain: list[BaseException], text: str) -> e.ModelError | None:
+    """What went wrong below HTTP; it is not known how far the request came."""
+    names = " ".join(type(link).__name__ for link in chain)
+    if any(isinstance(x, ssl.SSLCertVerificationError) for x in chain) or _TRUST.search(text):
+        return e.AuthError(text, reason="ssl_cert_verification")
+    if any(isinstance(x, TimeoutError) for x in chain) or _SILENCE.search(names):
+        return e.ModelTimeout(text, served=True)
+    if any(isinstance(x, ConnectionRefusedError) for x in chain):
+        return e.ConnectionLost(text)
+    if any(isinstance(x, OSError) for x in chain) or (
+        re.search(r"Connection|Transport|Network|Protocol|ReadError|WriteError", names)
+        and (_LOST.search(text) or "API" in names or "HTTP" in names)
+    ):
+        return e.ConnectionLost(text, served=True)
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: list[BaseException] = []
+    while error is not None and len(seen) < _CHAIN and error not in seen:
+        seen.append(error)
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _answer_of(error: BaseException) -> tuple[int, dict[str, str], bytes] | None:
+    """Status, headers and body that an exception of an SDK holds."""
+    response = getattr(error, "response", None)
+    status = getattr(error, "status_code", None) or getattr(response, "status_code", None)
+    if not isinstance(status, int) or not 300 <= status < 600:
+        return None
+    headers = getattr(response, "headers", None)
+    low = {str(k).lower(): str(v) for k, v in headers.items()} if headers else {}
+    text = getattr(response, "content", None) or getattr(response, "text", None) or str(error)
+    return status, low, text if isinstance(text, bytes) else str(text).encode("utf-8", "replace")
+
+
+class _Found(NamedTuple):
+    """Class, reason and facts of a fault."""
+
+    kind: type[e.ModelError]
+    reason: e.Reason
+    facts: e.Facts
+
+
+def _find(status: int, fault: Fault) -> _Found:
+    """By the table; where no row fits, by the status."""
+    rule = rule_of(status, fault)
+    reason = rule.reason if rule else reason_by_status(status)
+    kind = (rule.kind if rule else None) or KINDS[reason]
+    facts = e.Facts()
+    if reason in _OF_SIZE:
+        no_images = rule.no_images if rule else False
+        facts = facts_of(fault.message, fault.numbers, no_images=no_images)
+    return _Found(kind, reason, facts)
 
 
 def scrub(text: str, secrets: Iterable[str] = ()) -> str:
@@ -155,91 +221,14 @@ def _number(value: str | None) -> float | None:
     return number if number is not None and 0 <= number < 1e9 else None
 
 
-def _kind(status: int, fault: _Fault) -> type[e.ModelError]:
-    """The class, from what the fault says first and the status after."""
-    if status < 500 or status == 503:
-        for kind, codes, words in _BY_TEXT.get(status, _BY_TEXT[400]):
-            if any(c in codes for c in fault.codes) or words.search(fault.message):
-                return kind
-    elif _overflows(fault):
-        return e.ContextOverflow  # some engines answer 500 to a prompt that does not fit
-    return _BY_STATUS.get(status) or (e.ServerError if status >= 500 else e.BadRequest)
-
-
-def _overflows(fault: _Fault) -> bool:
-    return any(c in _OVERFLOW_CODES for c in fault.codes) or bool(_OVERFLOW.search(fault.message))
-
-
-_Rule = tuple[type[e.ModelError], tuple[str, ...], re.Pattern[str]]
-_NEVER = re.compile(r"(?!)")
-_QUOTA: _Rule = (e.BillingError, _BILLING_CODES, _BILLING)
-_FULL: _Rule = (e.ContextOverflow, _OVERFLOW_CODES, _OVERFLOW)
-_WITHHELD: _Rule = (e.ContentFiltered, _FILTER_CODES, _FILTER)
-_BUSY: _Rule = (e.Overloaded, _OVERLOAD_CODES, _OVERLOAD)
-_ABSENT: _Rule = (e.ModelNotFound, _NO_MODEL_CODES, _NO_MODEL)
-
-_BY_TEXT: dict[int, tuple[_Rule, ...]] = {
-    400: (_QUOTA, _FULL, _WITHHELD, _ABSENT),
-    401: (),
-    403: (_QUOTA, _WITHHELD),
-    404: (_QUOTA,),
-    408: (),
-    413: (_FULL,),
-    # A rate limit may speak of "tokens" and "capacity": only codes tell it from an overload.
-    429: (_QUOTA, (e.Overloaded, _OVERLOAD_CODES, _NEVER)),
-    503: (_QUOTA, _BUSY),
-}
-"""Status -> what its body may say beyond it; 400 stands for all others below 500."""
-
-_BY_STATUS: dict[int, type[e.ModelError]] = {
-    401: e.AuthError,
-    402: e.BillingError,
-    403: e.AuthError,
-    404: e.ModelNotFound,
-    408: e.ServerError,
-    409: e.ServerError,
-    413: e.PayloadTooLarge,
-    425: e.ServerError,
-    429: e.RateLimited,
-    529: e.Overloaded,
-}
-
-
-def _fault_of(body: bytes) -> _Fault:
-    try:
-        form = decode_json(body)
-    except ValueError:
-        return _Fault((), "")
-    if isinstance(form, list) and form:
-        form = form[0]
-    if isinstance(form, Mapping):
-        inner = form.get("error", form)
-        return _fault_in(inner if isinstance(inner, Mapping | str) else form)
-    return _fault_in(form)
-
-
-def _fault_in(error: Any) -> _Fault:
-    if not isinstance(error, Mapping):
-        return _Fault((), error if isinstance(error, str) else "")
-    codes = tuple(
-        str(error[k]).lower() for k in ("code", "type", "status") if isinstance(error.get(k), str)
-    )
-    found = (error.get(k) for k in ("message", "detail", "error", "msg"))
-    message = next((str(m) for m in found if m), "")
-    # Aggregators wrap what the provider behind them said.
-    meta = error.get("metadata")
-    raw = meta.get("raw") if isinstance(meta, Mapping) else None
-    return _Fault(codes, f"{message} {raw}" if isinstance(raw, str) else message)
-
-
 def _sentence(
     status: int,
-    fault: _Fault,
+    fault: Fault,
     body: bytes,
     kind: type[e.ModelError],
     headers: Mapping[str, str],
 ) -> str:
-    said = fault.message or " ".join(fault.codes) or body[:200].decode("utf-8", "replace")
+    said = fault.message or " ".join(sorted(fault.codes)) or body[:200].decode("utf-8", "replace")
     hint = ""
     if kind is e.ModelNotFound and fault.message in ("", "Not Found"):
         hint = " (does base_url need /v1 at its end?)"

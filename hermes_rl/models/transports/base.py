@@ -66,7 +66,10 @@ def not_connected(host: str, reason: str) -> ConnectionLost:
 
 def untrusted(host: str, reason: str) -> AuthError:
     """The server cannot prove who it is: no key was sent, and no other attempt could do better."""
-    return AuthError(f"cannot trust {host}: {reason}. Set ca_file if its certificate is your own")
+    return AuthError(
+        f"cannot trust {host}: {reason}. Set ca_file if its certificate is your own",
+        reason="ssl_cert_verification",
+    )
 
 
 def broken(host: str, reason: str) -> ConnectionLost:

@@ -1,0 +1,103 @@
+"""Numbers in the texts of errors: how much a model takes and gives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from hermes_rl.errors import Facts
+
+_N = r"([\d][\d,_]{0,11})"
+_MAX = r"(?:max_(?:completion_|output_|new_)?tokens|max_?output_?tokens|maxoutputtokens)"
+
+_OUTPUT = (
+    rf"supports at most {_N} (?:completion|output) tokens",
+    rf"{_MAX}: [\d,]+ > {_N}",
+    rf"range of {_MAX}\S* (?:is|should be) \[\d+, ?{_N}\]",
+    rf"maximum tokens you requested exceeds? the model limit of {_N}",
+    rf"(?<!\+ `){_MAX}\W{{0,3}} (?:must|should) be (?:less than or equal to|<=|at most) \W?{_N}",
+    rf"{_MAX}\W.{{0,120}}expected a value <= {_N}",
+    rf"{_MAX}\W.{{0,80}}(?:cannot|must not|may not) (?:exceed|be greater than) {_N}",
+    rf"{_MAX}\W.{{0,80}}maximum (?:is|of|value:?) {_N}",
+)
+_OPEN_RANGE = rf"{_MAX}\W.{{0,80}}supported range is from \d+ \(inclusive\) to {_N} \(exclusive\)"
+_ROOM = rf"\([\d,]+ > {_N} - {_N}\)"
+"""vLLM: asked > window - prompt."""
+_SUM = rf"exceed context limit: {_N} \+ [\d,]+ > {_N}"
+"""Anthropic: prompt + asked > window."""
+
+_WINDOW = (
+    rf"maximum context length(?: is| of)? \(?{_N}",
+    rf"context length (?:is|of)(?: only)? {_N}",
+    rf"context length \({_N}",
+    rf"context size \({_N}",
+    rf"maximum (?:model|prompt|input|allowed) length(?: is| of)? \(?{_N}",
+    rf"too long: [\d,]+ tokens > {_N} maximum",
+    rf"model token limit: {_N}",
+    rf"max length(?: exceeded, max length)?: ?{_N}",
+    rf"range of input length should be \[\d+, ?{_N}\]",
+    rf"tokens allowed \({_N}\)",
+    rf"exceeds the limit of {_N}",
+    rf"with {_N} maximum context length",
+    rf"must be <= {_N}\. given",
+)
+_PROMPT = (
+    rf"\({_N} in the messages",
+    rf"{_N} input tokens",
+    rf"too long: {_N} tokens >",
+    rf"resulted in {_N} tokens",
+    rf"prompt \(length {_N}\)",
+    rf"input \({_N} tokens\)",
+    rf"requested: {_N}\)",
+    rf"(?:prompt|request) contains {_N} tokens",
+    rf"request \({_N} tokens\)",
+    rf"given: {_N} `inputs`",
+    rf"token count of {_N} exceeds",
+    rf"about {_N} tokens \(",
+    rf"input length \({_N}\)",
+)
+
+
+def facts_of(
+    text: str, numbers: Mapping[str, int] = MappingProxyType({}), *, no_images: bool = False
+) -> Facts:
+    """What an error's text says in numbers.
+
+    Args:
+        text: all that it says.
+        numbers: `context_limit` and `prompt_tokens`, where they are fields.
+        no_images: the model takes no images.
+    """
+    output, window, prompt = _first(_OUTPUT, text), None, None
+    room = re.search(_ROOM, text, re.IGNORECASE)
+    total = re.search(_SUM, text, re.IGNORECASE)
+    until = re.search(_OPEN_RANGE, text, re.IGNORECASE)
+    if room:
+        window, prompt = _number(room[1]), _number(room[2])
+    elif total:
+        prompt, window = _number(total[1]), _number(total[2])
+    elif until:
+        output = _number(until[1]) - 1
+    window = window or numbers.get("context_limit") or _first(_WINDOW, text)
+    prompt = prompt or numbers.get("prompt_tokens") or _first(_PROMPT, text)
+    if output is None and window and prompt and prompt < window:
+        output = window - prompt
+    return Facts(
+        max_output_tokens=output if output and output > 0 else None,
+        context_limit=window,
+        prompt_tokens=prompt,
+        no_images=no_images,
+    )
+
+
+def _first(patterns: tuple[str, ...], text: str) -> int | None:
+    for pattern in patterns:
+        found = re.search(pattern, text, re.IGNORECASE)
+        if found:
+            return _number(found[1])
+    return None
+
+
+def _number(digits: str) -> int:
+    return int(digits.replace(",", "").replace("_", ""))
