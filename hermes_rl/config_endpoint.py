@@ -57,7 +57,7 @@ class ProviderSection(Section):
 
     base_url: str | None = None
     hosts: tuple[str, ...] | None = None
-    """Hosts that are known as this provider; `.example.com` means all below it."""
+    """Hosts that are known as this provider; `*` stands for anything."""
     api_key_env: str | None = None
     """The variable that holds the key; the empty text means that none is needed."""
     api_mode: ApiMode | None = None
@@ -68,8 +68,8 @@ class ProviderSection(Section):
     """It takes `stream_options.include_usage`."""
     top_k: bool | None = None
     """It takes `top_k` and `min_p`."""
-    token_ids: Literal["vllm", "sglang"] | None = None
-    """Whose spelling of token ids it knows."""
+    cache_marks: bool | None = None
+    """Chat Completions with cache markers, for models whose name holds `claude`."""
 
     @field_validator("base_url")
     @classmethod

@@ -89,7 +89,8 @@ def _dialect(endpoint: Endpoint) -> Dialect:
         )
     module, kind = DIALECTS[endpoint.api_mode]
     loaded = import_module(f"hermes_rl.models.dialects.{module}")
-    dialect: Dialect = getattr(loaded, kind)(endpoint.host, endpoint.secrets)
+    ways = {"quirks": endpoint.quirks} if endpoint.api_mode == "chat_completions" else {}
+    dialect: Dialect = getattr(loaded, kind)(endpoint.host, endpoint.secrets, **ways)
     return dialect
 
 

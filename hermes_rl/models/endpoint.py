@@ -9,6 +9,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from hermes_rl.errors import UserError
+from hermes_rl.models.quirks import Quirks
 
 TransportName = Literal["http", "sdk"]
 
@@ -35,6 +36,8 @@ class Endpoint:
     api_key: str | None = field(default=None, repr=False)
     transport: TransportName = "http"
     api_mode: str = "chat_completions"
+    quirks: Quirks | None = None
+    """The provider's own ways; None takes those of the host's provider."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Further headers of every request."""
     timeouts: Timeouts = Timeouts()

@@ -12,6 +12,7 @@ from typing import Protocol
 from hermes_rl.errors import ModelError
 from hermes_rl.models.base import ModelClient
 from hermes_rl.models.limiter import Limiter
+from hermes_rl.models.prices import PriceTable
 
 
 @dataclass(frozen=True)
@@ -48,3 +49,5 @@ class Route:
 
     model: str
     accounts: AccountPool
+    prices: PriceTable | None = None
+    """What calls cost here; None where the caller is told otherwise."""

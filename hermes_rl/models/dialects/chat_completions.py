@@ -15,15 +15,15 @@ from hermes_rl.models.dialects.chat_answer import BodyDecoder
 from hermes_rl.models.dialects.chat_stream import StreamDecoder
 from hermes_rl.models.dialects.lenient import encode_json
 from hermes_rl.models.pipeline import cache_marks, outgoing, without_grammar
+from hermes_rl.models.providers import quirks_at
+from hermes_rl.models.quirks import Quirks
 
 NAME = "chat_completions"
 TAIL = b"]}"
 """The last bytes of every body. A turn's body without them begins the next turn's."""
 
-_REPLAYED = {"api.deepseek.com": "reasoning_content", "api.moonshot.ai": "reasoning_content",
-             "api.moonshot.cn": "reasoning_content"}  # fmt: skip
-"""Hosts that want the reasoning of earlier tool turns back, and the field they want it in."""
-
+_NO_LIMIT = (("top_k", -1), ("min_p", 0.0))
+"""Sampling that means the same as saying nothing."""
 
 _FOREIGN = ("thinking", "redacted_thinking", "reasoning", "message", "function_call")
 """Blocks of the other dialects: they are not replayed."""
@@ -32,23 +32,24 @@ _FOREIGN = ("thinking", "redacted_thinking", "reasoning", "message", "function_c
 class ChatCompletions:
     """One per client.
 
-    `request.cache` is honoured where this wire has a place for it: OpenRouter, for models whose
-    name holds `claude`. Elsewhere caching is the server's own affair.
+    `request.cache` is honoured where the provider takes markers in this wire (`cache_marks`), for
+    models whose name holds `claude`. Elsewhere caching is the server's own affair.
 
     Args:
-        host: of the endpoint; a few hosts have ways of their own.
+        host: of the endpoint.
         secrets: texts that no error may show.
+        quirks: the provider's own ways; None takes those that the host is known for.
     """
 
     name = NAME
     path = "/chat/completions"
 
-    def __init__(self, host: str = "", secrets: tuple[str, ...] = ()) -> None:
-        # OpenAI's reasoning models refuse the old name, other servers may not know the new one.
-        self._max_tokens = "max_completion_tokens" if host == "api.openai.com" else "max_tokens"
-        self._replay = _REPLAYED.get(host)
+    def __init__(
+        self, host: str = "", secrets: tuple[str, ...] = (), quirks: Quirks | None = None
+    ) -> None:
+        self._quirks = quirks or quirks_at(host)
+        self._replay = self._quirks.replay_reasoning
         self._wire_name = f"{NAME}+{self._replay}" if self._replay else NAME
-        self._marks = host == "openrouter.ai" or host.endswith(".openrouter.ai")
         self._secrets = secrets
         self._tools: tuple[Any, bool, bytes] = ((), False, b"")
 
@@ -85,7 +86,7 @@ class ChatCompletions:
         ready = outgoing(request)
         encode = self._encoder()
         encoded = ready.encoded(self._wire_name, encode)
-        if request.cache is None or not self._marks or "claude" not in request.model:
+        if request.cache is None or not self._quirks.cache_marks or "claude" not in request.model:
             return encoded
         # The markers move on with each turn; what they mark is the same text, so it is still one
         # prefix to the provider's cache.
@@ -103,9 +104,11 @@ class ChatCompletions:
         fields: dict[str, Any] = {"model": request.model}
         if request.stream:
             fields["stream"] = True
-            fields["stream_options"] = {"include_usage": True}
+            if self._quirks.stream_options:
+                fields["stream_options"] = {"include_usage": True}
         for name, value in request.sampling.as_dict().items():
-            fields[self._field(name)] = value
+            if self._quirks.top_k or (name, value) not in _NO_LIMIT:
+                fields[self._field(name)] = value
         if request.logprobs:
             fields["logprobs"] = True
         if request.token_ids:
@@ -116,7 +119,7 @@ class ChatCompletions:
 
     def _field(self, name: str) -> str:
         if name == "max_tokens":
-            return self._max_tokens
+            return self._quirks.max_tokens_field
         return "reasoning_effort" if name == "reasoning" else name
 
     def _encoded_tools(self, request: ModelRequest) -> bytes:

@@ -1,0 +1,25 @@
+"""What a provider does in its own way; the defaults fit most servers of each dialect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+MaxTokensField = Literal["max_tokens", "max_completion_tokens"]
+
+
+@dataclass(frozen=True)
+class Quirks:
+    """Ways of one provider, for its dialects."""
+
+    max_tokens_field: MaxTokensField = "max_tokens"
+    """The field for the most output tokens in Chat Completions."""
+    replay_reasoning: str | None = None
+    """The field in which it wants the reasoning of earlier tool turns back; None: not at all."""
+    stream_options: bool = True
+    """It takes `stream_options.include_usage`."""
+    top_k: bool = True
+    """It takes `top_k` and `min_p`; else they are not sent where they mean nothing (-1, 0) and
+    refused by the server where they do."""
+    cache_marks: bool = False
+    """In Chat Completions it takes cache markers, for models whose name holds `claude`."""
