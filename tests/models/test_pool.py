@@ -1,0 +1,118 @@
+"""Pools of keys: strategies, and who rests for how long."""
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from hermes_rl.errors import (
+    AuthError,
+    BadRequest,
+    BillingError,
+    ModelError,
+    Overloaded,
+    RateLimited,
+    ServerError,
+)
+from hermes_rl.models.limiter import InProcessLimiter
+from hermes_rl.models.played import NoopClient
+from hermes_rl.models.pool import KeyPool
+from hermes_rl.models.rests import Rests
+from hermes_rl.models.route import Account
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def accounts(*names: str) -> list[Account]:
+    return [Account(n, NoopClient(), InProcessLimiter(4)) for n in names]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def pool(clock: Clock, strategy: Any = "fill_first", names: str = "ABC") -> KeyPool:
+    chance = random.Random(1)
+    return KeyPool(accounts(*names), Rests(clock), scope="h m", strategy=strategy, chance=chance)
+
+
+def chosen(of: KeyPool, times: int) -> str:
+    return "".join(of.choose().name for _ in range(times))
+
+
+def test_strategies(clock: Clock) -> None:
+    assert chosen(pool(clock), 4) == "AAAA"
+    assert chosen(pool(clock, "round_robin"), 7) == "ABCABCA"
+    assert chosen(pool(clock, "least_used"), 7) == "ABCABCA"
+    shares = Counter(chosen(pool(clock, "random"), 600))
+    assert all(150 < shares[name] < 250 for name in "ABC")
+
+
+@pytest.mark.parametrize("strategy", ["fill_first", "round_robin", "random", "least_used"])
+def test_who_rests_is_passed_over_until_his_time(clock: Clock, strategy: str) -> None:
+    keys = pool(clock, strategy)
+    assert keys.rest(keys.accounts[0], AuthError("401", status=401))
+    assert "A" not in chosen(keys, 20)
+    clock.now += 299
+    assert "A" not in chosen(keys, 20)
+    clock.now += 2
+    assert "A" in chosen(keys, 60)
+
+
+@pytest.mark.parametrize(
+    ("error", "seconds"),
+    [
+        (AuthError("x", status=401), 300),
+        (RateLimited("x", status=429), 3600),
+        (RateLimited("x", status=429, retry_after_s=20), 20),
+        (BillingError("x", status=402), 3600),
+        (BillingError("x", status=429, retry_after_s=7200), 7200),
+        (ServerError("x", status=500), 0),
+        (Overloaded("x", status=529), 0),
+        (BadRequest("x", status=400), 0),
+    ],
+)
+def test_how_long(clock: Clock, error: ModelError, seconds: float) -> None:
+    keys = pool(clock, names="AB")
+    assert keys.rest(keys.accounts[0], error)
+    assert keys.choose().name == ("B" if seconds else "A")
+    assert keys.rest_s() == 0
+    keys.rest(keys.accounts[1], error)
+    assert keys.rest_s() == pytest.approx(seconds)
+    clock.now += seconds + 1
+    assert keys.rest_s() == 0
+
+
+def test_when_all_rest_the_first_to_be_back_is_chosen(clock: Clock) -> None:
+    keys = pool(clock)
+    for account, seconds in zip(keys.accounts, (30, 10, 20), strict=True):
+        another = keys.rest(account, RateLimited("x", status=429, retry_after_s=seconds))
+    assert not another
+    assert keys.choose().name == "B"
+    assert keys.rest_s() == pytest.approx(10)
+
+
+def test_one_key_never_rests_for_its_rate_but_says_when_it_is_refused(clock: Clock) -> None:
+    keys = pool(clock, names="A")
+    assert not keys.rest(keys.accounts[0], RateLimited("x", status=429, retry_after_s=60))
+    assert keys.rest_s() == 0
+    assert not keys.rest(keys.accounts[0], AuthError("x", status=401))
+    assert keys.rest_s() == pytest.approx(300)
+    assert keys.choose().name == "A"
+
+
+def test_a_rate_is_of_one_model_and_a_refused_key_of_all(clock: Clock) -> None:
+    rests = Rests(clock)
+    small, large = (KeyPool(accounts("A", "B"), rests, scope=f"h {m}") for m in ("s", "l"))
+    small.rest(small.accounts[0], RateLimited("x", status=429))
+    assert (small.choose().name, large.choose().name) == ("B", "A")
+    large.rest(large.accounts[1], AuthError("x", status=401))
+    assert small.rest_s() == pytest.approx(300)

@@ -1,0 +1,125 @@
+"""Providers: told by name or host, extended by users; keys go only where they belong."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hermes_rl.config_endpoint import EndpointSection, ProviderSection
+from hermes_rl.errors import UserError
+from hermes_rl.models.providers import Place, known_providers, resolve, shipped
+from hermes_rl.models.routing import Keys, find_keys
+
+
+def place(own: dict[str, Any] | None = None, **given: Any) -> Place:
+    sections = {n: ProviderSection(**form).model_dump() for n, form in (own or {}).items()}
+    return resolve(EndpointSection(**given), known_providers(sections))
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_every_known_provider_can_be_named(name: str) -> None:
+    entry = shipped()[name]
+    if entry.needs_address:
+        with pytest.raises(UserError, match=rf"{name} has an address for each user.*--base-url"):
+            place(provider=name)
+        return
+    found = place(provider=name)
+    assert found.base_url == entry.base_url
+    assert found.key_needed is bool(entry.api_key_env)
+    told = place(base_url=found.base_url)
+    assert told.provider == (None if found.loopback else name)
+
+
+@pytest.mark.parametrize(
+    ("given", "mode"),
+    [
+        ({}, "chat_completions"),
+        ({"provider": "anthropic"}, "anthropic_messages"),
+        ({"provider": "anthropic", "api_mode": "chat_completions"}, "chat_completions"),
+        ({"base_url": "https://api.anthropic.com"}, "anthropic_messages"),
+        ({"base_url": "https://api.deepseek.com/anthropic"}, "anthropic_messages"),
+        ({"base_url": "https://api.deepseek.com/anthropic/"}, "anthropic_messages"),
+        ({"base_url": "http://127.0.0.1:1/v1/messages"}, "anthropic_messages"),
+        ({"base_url": "http://127.0.0.1:1/v1/responses"}, "codex_responses"),
+        ({"base_url": "http://127.0.0.1:1/v1"}, "chat_completions"),
+        ({"base_url": "http://anthropic.example/v1"}, "chat_completions"),
+        ({"base_url": "http://h/v1/messages", "api_mode": "codex_responses"}, "codex_responses"),
+    ],
+)
+def test_the_dialect_is_argument_then_provider_then_address(
+    given: dict[str, Any], mode: str
+) -> None:
+    assert place(**given).api_mode == mode
+
+
+@pytest.mark.parametrize(
+    ("address", "provider"),
+    [
+        ("https://api.openai.com/v1", "openai"),
+        ("https://mine.openai.azure.com/openai/v1", "azure"),
+        ("https://bedrock-mantle.us-east-1.api.aws/v1", "bedrock"),
+        ("https://us-central1-aiplatform.googleapis.com/v1/projects/p", "vertex"),
+        ("https://api.openai.com.example.com/v1", None),
+        ("https://example.com/api.openai.com", None),
+        ("https://ec2-1-2-3-4.us-east-1.compute.amazonaws.com/v1", None),
+        ("https://openai.azure.com.example.com/v1", None),
+        ("http://127.0.0.1:8000/v1", None),
+    ],
+)
+def test_a_host_tells_its_provider_and_no_other_gets_its_key(
+    address: str, provider: str | None
+) -> None:
+    found = place(base_url=address)
+    assert found.provider == provider
+    assert bool(found.key_names) is (provider is not None)
+
+
+def test_users_extend_the_table() -> None:
+    own = {
+        "mine": {
+            "base_url": "https://llm.example.com/v1",
+            "api_key_env": "MINE",
+            "max_tokens_field": "max_completion_tokens",
+        },
+        "openai": {"api_key_env": "OTHER_KEY"},
+    }
+    mine = place(own, base_url="https://llm.example.com/v2")
+    assert (mine.provider, mine.key_names) == ("mine", ("MINE",))
+    assert mine.quirks.max_tokens_field == "max_completion_tokens"
+    openai = place(own)
+    assert openai.key_names == ("OTHER_KEY",)
+    assert openai.base_url == "https://api.openai.com/v1"
+    with pytest.raises(UserError, match=r"unknown provider 'nobody'.*'providers'"):
+        place(own, provider="nobody")
+
+
+def test_keys_are_found_by_their_names_and_absent_ones_are_named() -> None:
+    two = place(provider="openai", api_key_env="A, B,A")
+    assert two.key_names == ("A", "B")
+    assert find_keys([two], {"A": "1", "B": "2"}) == {"A": "1", "B": "2"}
+    with pytest.raises(UserError, match="the variable B is not set"):
+        find_keys([two], {"A": "1"})
+    with pytest.raises(UserError, match=r"no key for h\.example: .*--api-key-env"):
+        find_keys([place(base_url="https://h.example/v1")], {})
+    local = place(base_url="http://127.0.0.1:1/v1")
+    assert find_keys([local], {"OPENAI_API_KEY": "1"}) == {}
+    assert Keys({}).of(local) == (("no-key", None),)
+    remote_vllm = place(provider="vllm", base_url="https://gpu.example/v1")
+    assert find_keys([remote_vllm], {}) == {}
+    assert "sk-1" not in repr(Keys({"A": "sk-1"}))
+
+
+def test_a_list_of_keys_and_fallbacks_by_name_alone_are_read() -> None:
+    section = EndpointSection.model_validate(
+        {"api_key_env": ["A", "B"], "fallbacks": ["m2", {"model": "m3", "provider": "groq"}]}
+    )
+    assert section.key_names == ("A", "B")
+    assert [f.model for f in section.fallbacks] == ["m2", "m3"]
+
+
+@given(st.text("abcdefghijklmnopqrstuvwxyz.-", min_size=1, max_size=30))
+def test_no_made_up_host_is_taken_for_a_provider(host: str) -> None:
+    found = place(base_url=f"https://{host}.example/v1")
+    assert found.provider is None
+    assert found.key_names == ()
