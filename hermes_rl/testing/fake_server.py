@@ -32,6 +32,7 @@ import msgspec
 
 from hermes_rl.models.dialects.server import ServedRequest, ServerDialect
 from hermes_rl.testing.answers import answer_bytes, completion_of, spoken
+from hermes_rl.testing.conditions import Conditions, limit_headers, needs_of, too_much
 from hermes_rl.testing.faults import (
     BREAKS,
     REFUSALS,
@@ -40,6 +41,7 @@ from hermes_rl.testing.faults import (
     refusal_body,
     refusal_for,
 )
+from hermes_rl.testing.limits import Limits, RateLimits
 from hermes_rl.testing.routes import CHAT, Wire, any_key, server_dialect, wire_of
 from hermes_rl.testing.scripts import ScriptError, Step, step_for, usage_of
 from hermes_rl.testing.served_log import Entry, LogOutcome, ServedLog
@@ -67,6 +69,10 @@ class FakeConfig:
     hold_at: int | None = None
     """From this request on (1-based) nothing is answered any more."""
     port: int = 0
+    rate: RateLimits | None = None
+    """What an account may use in a minute."""
+    conditions: Conditions = field(default_factory=Conditions)
+    """Its clock, outages and prices."""
 
 
 class FakeServer:
@@ -90,10 +96,15 @@ class FakeServer:
         self._server: asyncio.Server | None = None
         self._log = ServedLog(None, False)
         self._prefix = os.urandom(4).hex()
+        self._started = time.monotonic()
+        rate = self.config.rate
+        self.limits = None if rate is None else Limits(rate)
+        """Its buckets; `limits.factor` changes the quota of all accounts at once."""
 
     async def __aenter__(self) -> FakeServer:
         loop = asyncio.get_running_loop()
         self._log = ServedLog(self.config.log, self.config.keep)
+        self._started = time.monotonic()
         self._server = await loop.create_server(
             self._accept,
             "127.0.0.1",
@@ -122,6 +133,11 @@ class FakeServer:
         await self._server.wait_closed()
         self._server = None
         self._log.close()
+
+    @property
+    def now(self) -> float:
+        """Seconds of its own clock since its start."""
+        return (time.monotonic() - self._started) * self.config.conditions.clock_scale
 
     @property
     def entries(self) -> list[Entry]:
@@ -198,9 +214,13 @@ class FakeServer:
     def _admit(self, request: Incoming, job: _Job) -> Refusal | None:
         """Fill the job in; a refusal when it cannot be served."""
         name = job.dialect.name
+        if self.config.conditions.is_out(self.now):
+            job.fault = self.config.conditions.outage
+            return refusal_for(job.fault, name)
         if job.unknown_route:
             return Refusal(404, "not_found_error", None, f"No route {request.path}.")
-        if not self._knows(job.dialect.key_of(request.headers)):
+        key = job.dialect.key_of(request.headers)
+        if not self._knows(key):
             return refusal_for("auth", name)
         try:
             job.request = job.dialect.decode_request(request.body)
@@ -210,10 +230,24 @@ class FakeServer:
         if self.config.models and job.request.model not in self.config.models:
             return refusal_for("not_found", name)
         job.body_hash = hashlib.blake2b(request.body, digest_size=12).hexdigest()
+        job.usage = usage_of(job.request, job.step)
+        if (refusal := self._meter(job, key)) is not None:
+            return refusal
         nonce = job.call_id or request.headers.get("x-stainless-retry-count", "")
         identity = f"{job.call_id or job.body_hash}:{nonce}".encode()
         job.fault = job.step.fault or self.config.faults.draw(identity)
         return refusal_for(job.fault or "", name)
+
+    def _meter(self, job: _Job, account: str) -> Refusal | None:
+        """Take the request from its account's buckets; a refusal when it meets a limit."""
+        if self.limits is None or job.request is None:
+            return None
+        verdict = self.limits.admit(account, needs_of(job.request, job.usage), self.now)
+        job.headers = limit_headers(self.limits, verdict, job.dialect.name, time.time())
+        if verdict.refused is None:
+            return None
+        job.fault = "rate_limit"
+        return too_much(verdict.refused)
 
     def _delay(self, job: _Job) -> float:
         assert job.step is not None
@@ -227,8 +261,9 @@ class FakeServer:
             headers["retry-after"] = f"{wait:g}"
         elif job.fault == "rate_limit_date":
             headers["retry-after"] = formatdate(time.time() + wait + 1, usegmt=True)
-        if refusal.status == 429:
+        if refusal.status == 429 and not job.headers:
             headers[job.wire.remaining_header] = "0"
+        headers |= job.headers
         body = refusal_body(refusal, job.dialect)
         self._end(job, "refused")
         connection.send(head(refusal.status, headers, len(body)) + body)
@@ -238,7 +273,7 @@ class FakeServer:
         request, step = job.request, job.step
         assert request is not None
         assert step is not None
-        usage = usage_of(request, step)
+        usage = job.usage
         stream = request.stream
         answer = completion_of(request, step, usage, job.fault)
         answer_id = job.wire.answer_prefix + job.body_hash
@@ -247,7 +282,7 @@ class FakeServer:
         broken = job.fault in BREAKS and job.fault != "stall_first"
         self._end(job, "cut" if broken else "served", usage, reported=reported and not broken)
         kind = "text/event-stream" if stream else "application/json"
-        headers = {"content-type": kind, job.wire.id_header: job.request_id}
+        headers = {"content-type": kind, job.wire.id_header: job.request_id, **job.headers}
         if broken:
             self._break(connection, job.fault, headers, body, stream)
         elif stream:
@@ -284,20 +319,25 @@ class FakeServer:
         self.in_flight -= 1
         if not self._log.wanted:
             return
+        model = job.request.model if job.request else None
+        bill = self.config.conditions.bill(model, usage) if model and usage else None
         usage = usage or Usage()
         self._log.add(
             Entry(
                 n=job.n,
                 request_id=job.request_id,
                 call_id=job.call_id,
-                model=job.request.model if job.request else None,
+                model=model,
+                api_mode=job.dialect.name,
                 outcome=outcome,
                 at=time.time(),
                 prompt_tokens=usage.input_tokens or 0,
                 completion_tokens=usage.output_tokens or 0,
                 cached_tokens=usage.cache_read_tokens or 0,
+                cache_write_tokens=usage.cache_write_tokens or 0,
                 reasoning_tokens=usage.reasoning_tokens or 0,
                 reported=reported,
+                dollars=bill,
                 fault=job.fault,
             )
         )
@@ -318,6 +358,8 @@ class _Job:
         self.step: Step | None = None
         self.fault: str | None = None
         self.body_hash = ""
+        self.usage = Usage()
+        self.headers: dict[str, str] = {}
         self.timer: asyncio.TimerHandle | None = None
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from hermes_rl.testing.conditions import Conditions
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import plan_from_json
+from hermes_rl.testing.limits import RateLimits
 
 _ABOUT = "A fake model server over a real socket: deterministic, fast, with a log of its own."
 
@@ -28,6 +30,8 @@ def _config_from(arguments: argparse.Namespace) -> FakeConfig:
         keep=False,
         hold_at=arguments.hold_at,
         port=arguments.port,
+        rate=msgspec.json.decode(arguments.rate.encode(), type=RateLimits | None),
+        conditions=msgspec.json.decode(arguments.conditions.encode(), type=Conditions),
     )
     return replace(config, faults=plan_from_json(arguments.faults))
 
@@ -37,6 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
     parser.add_argument("--script", default="echo", help="for models whose name is no script")
     parser.add_argument("--faults", default="{}", help="a fault plan as JSON")
+    parser.add_argument("--rate", default="null", help="rate limits of an account as JSON")
+    parser.add_argument("--conditions", default="{}", help="clock, outages and prices as JSON")
     parser.add_argument("--log", type=Path, help="appended to, one JSON line per request")
     parser.add_argument("--key", help="the API key that clients must send")
     parser.add_argument("--model", action="append", default=[], help="serve only these")

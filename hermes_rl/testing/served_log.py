@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from decimal import Decimal
 from pathlib import Path
 from typing import Literal
 
@@ -27,10 +28,17 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    """Part of prompt_tokens that was read from the cache."""
+    cache_write_tokens: int = 0
+    """Part of prompt_tokens that was written to it."""
     reasoning_tokens: int = 0
     reported: bool = False
     """The answer that was sent holds a complete usage object."""
     fault: str | None = None
+    api_mode: str | None = None
+    """The wire that it came in on."""
+    dollars: Decimal | None = None
+    """What the call costs its account; None when nothing was served, or without a price."""
 
 
 class ServedLog:

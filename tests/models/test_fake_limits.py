@@ -1,0 +1,162 @@
+"""The fake server's limits, outages and bill: what it allows, says, and charges."""
+
+import asyncio
+import time
+from decimal import Decimal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hermes_rl import errors as e
+from hermes_rl.models.client import Endpoint, connect
+from hermes_rl.testing.conditions import Conditions, Price
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.testing.limits import Limits, RateLimits
+from hermes_rl.usage import Usage
+
+MODES = ["chat_completions", "anthropic_messages"]
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.floats(1, 600),
+    st.floats(1, 60),
+    st.lists(st.floats(0.001, 2), min_size=1, max_size=200),
+)
+def test_no_window_lets_more_through_than_a_bucket_and_its_refill(rate, burst_s, gaps):
+    limits, now, passed = Limits(RateLimits(requests=rate, burst_s=burst_s)), 0.0, 0
+    for gap in gaps:
+        now += gap
+        verdict = limits.admit("a", {"requests": 1}, now)
+        passed += verdict.refused is None
+        if verdict.refused is not None:
+            now += verdict.wait_s
+            passed += 1
+            assert limits.admit("a", {"requests": 1}, now).refused is None
+    assert passed <= max(1.0, rate * burst_s / 60) + rate * now / 60 + 1
+
+
+def test_accounts_have_buckets_of_their_own_and_waiting_helps():
+    limits = Limits(RateLimits(requests=60, burst_s=1))
+    assert limits.admit("a", {"requests": 1}, 0).refused is None
+    refused = limits.admit("a", {"requests": 1}, 0.25)
+    assert refused.refused == "requests"
+    assert refused.wait_s == pytest.approx(0.75)
+    assert limits.admit("b", {"requests": 1}, 0.25).refused is None
+    assert limits.admit("a", {"requests": 1}, 1.0).refused is None
+
+
+def test_a_quota_rises_and_falls():
+    limits = Limits(RateLimits(requests=60, burst_s=1, schedule=((10, 2.0), (20, 0.5))))
+
+    def passed(since):
+        steps = (since + i / 100 for i in range(1000))
+        return sum(limits.admit("a", {"requests": 1}, t).refused is None for t in steps)
+
+    assert passed(0) == pytest.approx(10, abs=1)
+    assert passed(10) == pytest.approx(20, abs=1)
+    assert passed(20) == pytest.approx(5, abs=1)
+    limits.factor = 8.0
+    assert passed(30) == pytest.approx(40, abs=2)
+
+
+async def ask(kit, server, mode, prompt="hi", key="sk-1234567", **fields):
+    client = connect(Endpoint(server.base_url, api_key=key, api_mode=mode))
+    try:
+        return await client.complete(kit.request(prompt, "noop", **fields))
+    finally:
+        await client.aclose()
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_limits_are_told_and_kept(kit, mode):
+    rate = RateLimits(requests=2, input_tokens=1000, output_tokens=1000)
+    async with FakeServer(FakeConfig(rate=rate)) as server:
+        first = await ask(kit, server, mode)
+        await ask(kit, server, mode)
+        with pytest.raises(e.RateLimited) as caught:
+            await ask(kit, server, mode)
+        await ask(kit, server, mode, key="sk-7654321")
+        *_, refused, _ = server.entries
+    assert (refused.outcome, refused.fault, refused.api_mode) == ("refused", "rate_limit", mode)
+    assert 20 < caught.value.retry_after_s <= 30
+    told = first.rate_limit
+    if mode == "chat_completions":
+        assert told["x-ratelimit-limit-requests"] == "2"
+        assert told["x-ratelimit-remaining-requests"] == "1"
+        assert told["x-ratelimit-reset-requests"] == "30s"
+        assert told["x-ratelimit-remaining-tokens"] == "996"
+    else:
+        assert told["anthropic-ratelimit-requests-limit"] == "2"
+        assert told["anthropic-ratelimit-requests-remaining"] == "1"
+        assert told["anthropic-ratelimit-input-tokens-remaining"] == "996"
+        assert told["anthropic-ratelimit-output-tokens-remaining"] == "998"
+        assert told["anthropic-ratelimit-requests-reset"].endswith("Z")
+
+
+async def test_a_hint_may_be_as_wrong_as_real_ones(kit):
+    rate = RateLimits(requests=1, burst_s=60, retry_after_s=89, headers=False)
+    async with FakeServer(FakeConfig(rate=rate)) as server:
+        assert (await ask(kit, server, MODES[0])).rate_limit == {}
+        with pytest.raises(e.RateLimited) as caught:
+            await ask(kit, server, MODES[0])
+    assert caught.value.retry_after_s == 89
+
+
+async def test_the_servers_minutes_may_be_short(kit):
+    """A thousand times as fast: a limit of one request in a minute is one in 60 ms."""
+    config = FakeConfig(rate=RateLimits(requests=1), conditions=Conditions(clock_scale=1000))
+    async with FakeServer(config) as server:
+        began, served = time.monotonic(), 0
+        while served < 5:
+            try:
+                await ask(kit, server, MODES[0])
+                served += 1
+            except e.RateLimited as error:
+                await asyncio.sleep(error.retry_after_s / 1000)
+        assert time.monotonic() - began > 0.2
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_outages_come_and_go(kit, mode):
+    day = Conditions(outages=((0.0, 1000.0),), clock_scale=1000, outage="overloaded")
+    async with FakeServer(FakeConfig(conditions=day)) as server:
+        with pytest.raises(e.Overloaded):
+            await ask(kit, server, mode)
+        await kit.until(lambda: server.now > 1000)
+        await ask(kit, server, mode)
+    assert [(x.outcome, x.fault) for x in server.entries] == [
+        ("refused", "overloaded"),
+        ("served", None),
+    ]
+
+
+async def test_the_bill_is_the_servers_own(kit):
+    price = Price(
+        input=Decimal(3), output=Decimal(15), cache_read=Decimal("0.3"), cache_write=Decimal("3.75")
+    )
+    day = Conditions(prices={"noop": price})
+    async with FakeServer(FakeConfig(conditions=day)) as server:
+        await ask(kit, server, "anthropic_messages", cache="5m")
+        await ask(kit, server, "chat_completions")
+        with pytest.raises(e.ModelError):
+            await ask(kit, server, "anthropic_messages", "SCRIPT: [oops]")
+        marked, plain, refused = server.entries
+    assert marked.dollars == (4 * Decimal("3.75") + 2 * Decimal(15)) / 1_000_000
+    assert marked.cache_write_tokens == 4
+    assert plain.dollars == (4 * Decimal(3) + 2 * Decimal(15)) / 1_000_000
+    assert refused.dollars is None
+
+
+def test_each_token_of_a_prompt_is_billed_once():
+    price = Price(Decimal(10), Decimal(50), Decimal(1), Decimal("12.5"), Decimal(20))
+    usage = Usage(
+        input_tokens=1000,
+        cache_read_tokens=600,
+        cache_write_tokens=300,
+        cache_write_1h_tokens=100,
+        output_tokens=10,
+    )
+    cents = 100 * 10 + 600 * 1 + 200 * Decimal("12.5") + 100 * 20 + 10 * 50
+    assert price.bill(usage) == cents / 1_000_000
