@@ -146,8 +146,7 @@ def _item(piece: Piece) -> dict[str, Any] | None:
         call = piece.call
         named = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
         return {"type": "function_call", **named}
-    part = {"type": "output_text", "text": piece.text}
-    item = {"type": "message", "role": "assistant", "content": [part]}
+    item = {"type": "message", "role": "assistant", "content": piece.text}
     return {**item, "phase": piece.phase} if piece.phase else item
 
 
