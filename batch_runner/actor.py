@@ -36,11 +36,11 @@ class WorkerActor:
         self._stack = AsyncExitStack()
         self._watch: asyncio.Task[None] | None = None
 
-    async def start(self, spec: bytes, key: str | None) -> bytes:
+    async def start(self, spec: bytes, keys: dict[str, str]) -> bytes:
         """Open journal and workshop; returns `Started`."""
         fault = None
         try:
-            opened = open_worker(decode_spec(spec), key)
+            opened = open_worker(decode_spec(spec), keys)
             self._worker = await self._stack.enter_async_context(opened)
             self._watch = asyncio.create_task(self._outlive_driver())
         except HermesError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,8 +92,8 @@ class RayFactory:
     workers: int
     warden: Warden | None
     """Ends the processes of this machine's own cluster when the driver is killed."""
-    key: str | None = field(default=None, repr=False)
-    """The endpoint's key: workers of a cluster do not have this process's environment."""
+    keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """API keys by variable: workers of a cluster do not have this process's environment."""
 
     async def start(self, worker: int, capacity: int) -> RayWorker:
         """Raises: UserError when the cluster has no room, or the worker cannot do its work."""
@@ -103,7 +103,7 @@ class RayFactory:
         handle = RayWorker(self._actor(worker, capacity), spec)
         try:
             async with asyncio.timeout(START_S):
-                data = await handle.actor.start.remote(encode_spec(spec), self.key)
+                data = await handle.actor.start.remote(encode_spec(spec), dict(self.keys))
         except TimeoutError:
             await handle.kill()
             raise UserError(

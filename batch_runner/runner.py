@@ -272,4 +272,4 @@ def open_factory(settings: Settings, spec: WorkerSpec) -> Iterator[WorkerFactory
     from batch_runner.pool import RayFactory, connected
 
     with connected(settings.workers) as warden:
-        yield RayFactory(spec, settings.workers, warden, settings.key)
+        yield RayFactory(spec, settings.workers, warden, settings.keys)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig
+from hermes_rl.config import LOCAL_MODELS, RunConfig
 from hermes_rl.identity import digest
+from hermes_rl.models.targets import keys_of
 from hermes_rl.sources import dataset_name
 from hermes_rl.store.rundir import RunDir
-from hermes_rl.wiring import api_key, identity_of
+from hermes_rl.wiring import identity_of
 
 CONCURRENCY = 64
 LOCAL_CONCURRENCY = 4
@@ -33,8 +35,8 @@ class Settings:
     concurrency: int
     identity: dict[str, Any]
     config_hash: str
-    key: str | None = field(default=None, repr=False)
-    """The endpoint's key, when there is one."""
+    keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """API keys by the variable that holds them."""
 
     @property
     def resume(self) -> str:
@@ -49,8 +51,7 @@ def settle(config: RunConfig) -> Settings:
     exist.
     """
     local = config.model.name in LOCAL_MODELS
-    asked = config.model.name not in PLAYED_MODELS and not (local and not config.endpoint.base_url)
-    key = api_key(config.endpoint) if asked else None
+    keys = keys_of(config)
     identity = identity_of(config)
     concurrency = config.run.concurrency or (LOCAL_CONCURRENCY if local else CONCURRENCY)
     workers = config.run.workers
@@ -67,7 +68,7 @@ def settle(config: RunConfig) -> Settings:
         concurrency=concurrency,
         identity=identity,
         config_hash=digest(identity),
-        key=key,
+        keys=keys,
     )
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from hermes_rl.config_endpoint import EndpointSection
-from hermes_rl.wiring import DEFAULT_BASE_URL, DEFAULT_KEY_ENV
+from hermes_rl.errors import UserError
+from hermes_rl.models.providers import DEFAULT_PROVIDER, known_providers, resolve
 
 _MENDS = {
     "billing": "Mend the account",
@@ -35,7 +36,7 @@ class Stop:
         text = words[1] if len(words) == 2 and words[0].isidentifier() else self.detail
         if self.cause not in _OF_THE_MODEL:
             return text.rstrip(".")
-        host = urlsplit(endpoint.base_url or DEFAULT_BASE_URL).netloc
+        host = urlsplit(endpoint.base_url or _default_address(endpoint)).netloc
         status, _, said = text.partition(": ")
         told = f" ({said.rstrip('.')})" if said else ""
         return f"{status} from {host}{told}, {attempts} units tried"
@@ -49,7 +50,22 @@ class Stop:
         return _MENDS.get(self.cause, "Mend that")
 
 
+def _default_address(endpoint: EndpointSection) -> str:
+    known = known_providers()
+    provider = known.get(endpoint.provider or DEFAULT_PROVIDER, known[DEFAULT_PROVIDER])
+    return provider.base_url or ""
+
+
 def _mend_of_key(endpoint: EndpointSection) -> str:
-    """A key is only read from a variable that was named, or for the default endpoint."""
-    name = endpoint.api_key_env or (None if endpoint.base_url else DEFAULT_KEY_ENV)
-    return f"Set {name}" if name else "Name the variable that holds the key (--api-key-env NAME)"
+    """A key is only read from a variable that was named, or that is a known provider's."""
+    names = endpoint.key_names or _key_names(endpoint)
+    if not names:
+        return "Name the variable that holds the key (--api-key-env NAME)"
+    return f"Set {' and '.join(names)}"
+
+
+def _key_names(endpoint: EndpointSection) -> tuple[str, ...]:
+    try:
+        return resolve(endpoint).key_names
+    except UserError:  # a provider of the user's own
+        return ()

@@ -11,7 +11,7 @@ import asyncio
 import importlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -168,11 +168,13 @@ def _prove_sight(run_dir: RunDir, spec: WorkerSpec) -> None:
 
 
 @asynccontextmanager
-async def open_worker(spec: WorkerSpec, key: str | None = None) -> AsyncIterator[Worker]:
+async def open_worker(
+    spec: WorkerSpec, keys: Mapping[str, str] | None = None
+) -> AsyncIterator[Worker]:
     """A worker with its journal and workshop; on leaving, what still runs is aborted.
 
     Args:
-        key: the endpoint's key, where this process's environment does not hold it.
+        keys: API keys by variable, where this process's environment does not hold them.
 
     Raises: StoreError when it cannot see the run directory, or comes too late.
     """
@@ -187,7 +189,7 @@ async def open_worker(spec: WorkerSpec, key: str | None = None) -> AsyncIterator
                 run_id=spec.run_id,
                 concurrency=spec.capacity,
                 config_hash=spec.config_hash,
-                key=key,
+                keys=keys,
             )
         )
         stack.enter_context(rare_collections())

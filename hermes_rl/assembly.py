@@ -10,35 +10,39 @@ from hermes_rl.agent.agent import AIAgent as UnboundAgent
 from hermes_rl.config import ModelConfig
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.errors import UserError
-from hermes_rl.models.base import ModelClient, Sampling
-from hermes_rl.models.limiter import InProcessLimiter
+from hermes_rl.models.base import Sampling
 from hermes_rl.models.played import NoopClient
 from hermes_rl.models.retry import ModelCaller
+from hermes_rl.models.routing import Alone, Keys, Routes, Sole
+from hermes_rl.models.targets import keys_at
 from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
-from hermes_rl.wiring import BACKENDS, make_backend, open_client
+from hermes_rl.wiring import BACKENDS, make_backend, open_models, price_on
 
 _CALLS_AT_ONCE = 8
+_GIVEN_KEY = "api_key"
+"""Stands for a variable's name where the key itself is given."""
 
 
 class OpenLink:
     """An open connection to a model (`hermes_rl.agent.assembly.Link`)."""
 
-    def __init__(self, config: ModelConfig, client: ModelClient, stack: AsyncExitStack) -> None:
+    def __init__(self, config: ModelConfig, models: Routes, stack: AsyncExitStack) -> None:
         self.model = config.name
-        self.api_mode, self.endpoint = client.api_mode, client.endpoint
+        self.api_mode, self.endpoint = models.api_mode, models.endpoint
         self.sampling = Sampling(
             temperature=config.temperature,
             top_p=config.top_p,
             max_tokens=config.max_tokens,
             reasoning=config.reasoning,
         )
-        self._client, self._stack = client, stack
-        self._limiter = InProcessLimiter(_CALLS_AT_ONCE)
+        self._models, self._stack = models, stack
 
     def caller(self, recorder: Recorder) -> ModelCaller:
         """See `Link.caller`."""
-        return ModelCaller(self._client, self._limiter, recorder)
+        routes = self._models.routes(self.model)
+        account = routes[0].accounts.choose()
+        return ModelCaller(account.client, account.limiter, recorder, price=price_on(routes))
 
     async def aclose(self) -> None:
         """See `Link.aclose`."""
@@ -71,18 +75,19 @@ class RealAssembly:
             raise UserError(f"model {model!r}: give a name or a ModelConfig")
         if config.name == "oracle":
             raise UserError("model 'oracle' plays a task's solution; use `hermes-rl run` for it")
-        if config.provider is not None:
-            raise UserError("'provider' is not available in this version; give base_url")
+        key = config.api_key.get_secret_value() if config.api_key else None
         where = EndpointSection(
+            provider=config.provider,
             base_url=config.base_url,
-            api_key_env=config.api_key_env,
+            api_key_env=_GIVEN_KEY if key else config.api_key_env,
             api_mode=config.api_mode,
             transport=config.transport,
         )
-        key = config.api_key.get_secret_value() if config.api_key else None
+        keys = keys_at(config.name, where) if key is None else {_GIVEN_KEY: key}
+        common = Alone(_CALLS_AT_ONCE)
         async with AsyncExitStack() as stack:
-            client, _ = await open_client(config.name, where, stack, key)
-            return OpenLink(config, client or NoopClient(), stack.pop_all())
+            models = await open_models(config.name, where, {}, stack, Keys(keys), common)
+            return OpenLink(config, models or Sole(NoopClient(), common), stack.pop_all())
 
     async def lease(self, sandbox: object) -> Sandbox:
         """See `Assembly.lease`."""

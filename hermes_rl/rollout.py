@@ -200,7 +200,7 @@ class _Attempt:
     async def _agent(self, sandbox: Sandbox, active_s: float) -> AgentResult:
         draw = self.draw
         parts = AgentParts(
-            caller=self.workshop.caller(self.task, self.tape),
+            caller=self.workshop.caller(self.task, self.tape, draw.model),
             model=draw.model,
             tools=draw.tools,
             sandbox=sandbox,

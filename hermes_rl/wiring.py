@@ -1,6 +1,6 @@
 """The only file that knows all variants by name: from a configuration to parts that work together.
 
-A `Workshop` is what one process needs for its rollouts: a client, a limiter, a sandbox backend and
+A `Workshop` is what one process needs for its rollouts: routes to its models, a sandbox backend and
 the tools, opened once and shared by all rollouts of the process.
 """
 
@@ -10,23 +10,31 @@ import asyncio
 import base64
 import contextlib
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
 from hermes_rl.agent.policy import Limits, Policy, preset
 from hermes_rl.agent.prompt import SUMMARY_REQUEST, system_prompt
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, LimitsSection, RunConfig
-from hermes_rl.config_endpoint import EndpointSection
+from hermes_rl.config_endpoint import EndpointSection, ProviderSection
 from hermes_rl.errors import AuthError, TaskFault, UserError
 from hermes_rl.identity import digest
 from hermes_rl.models.base import ModelClient, Sampling
-from hermes_rl.models.limiter import InProcessLimiter
 from hermes_rl.models.played import NoopClient, OracleClient, free
-from hermes_rl.models.retry import ModelCaller, RetryPolicy
+from hermes_rl.models.retry import ModelCaller, Price, RetryPolicy
+from hermes_rl.models.route import Route
+from hermes_rl.models.routing import Alone, Common, Keys, Routes, Routing, Sole
+from hermes_rl.models.targets import (
+    asks_endpoint,
+    drawn_model,
+    endpoint_base,
+    first_endpoint,
+    keys_of,
+    targets_of,
+)
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.sandboxes.base import SandboxBackend, SandboxSpec
 from hermes_rl.tasks import Task
@@ -34,14 +42,9 @@ from hermes_rl.tools.base import Tool
 from hermes_rl.tools.distributions import draw_toolsets, get_distribution
 from hermes_rl.tools.registry import schema_digest
 from hermes_rl.tools.toolsets import DEFAULT_TOOLSETS, resolve
+from hermes_rl.usage import Usage
 
-if TYPE_CHECKING:
-    from hermes_rl.models.endpoint import Endpoint
-
-DEFAULT_BASE_URL = "https://api.openai.com/v1"
-DEFAULT_KEY_ENV = "OPENAI_API_KEY"
 BACKENDS = ("bubblewrap", "none")
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,18 @@ class Workshop:
     run_id: str
     config_hash: str
     backend: SandboxBackend
-    client: ModelClient | None
-    """None for played models, which are made per rollout."""
-    limiter: InProcessLimiter
-    secrets: tuple[str, ...] = field(default=(), repr=False)
+    models: Routes | None
+    """None for played models, whose clients are made per rollout."""
+    common: Common
+    """What the workers of a run share: limiters, and accounts that must rest."""
     free: bool = False
     """Calls cost nothing: played models."""
     _digests: dict[str, str | None] = field(default_factory=dict, repr=False)
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Texts that no record may show."""
+        return self.models.secrets if self.models else ()
 
     def draw(self, item: WorkItem) -> Draw:
         """The parts of one unit. Raises: UserError for a toolset or distribution unknown here."""
@@ -86,13 +94,12 @@ class Workshop:
     def _draw(self, item: WorkItem, toolsets: tuple[str, ...]) -> Draw:
         policy = preset(self.config.agent.preset)
         tools = resolve(toolsets)
-        name = self.config.model.name
+        name = drawn_model(self.config, item.seed)
         own = item.task.system if item.task else None
-        client = self.client
         return Draw(
             model=name,
-            api_mode=client.api_mode if client else "played",
-            endpoint=client.endpoint if client else name,
+            api_mode=self.models.api_mode if self.models else "played",
+            endpoint=self.models.endpoint if self.models else name,
             toolsets=toolsets,
             tools=tools,
             sampling=policy.complete(sampling_of(self.config, item.seed)),
@@ -101,12 +108,18 @@ class Workshop:
             system=own or system_text(self.config, tools),
         )
 
-    def caller(self, task: Task, recorder: Recorder) -> ModelCaller:
-        """The model for one rollout."""
+    def caller(self, task: Task, recorder: Recorder, model: str) -> ModelCaller:
+        """The model calls of one rollout.
+
+        Args:
+            model: as it was drawn for the unit.
+        """
         patience = RetryPolicy(outage_s=self.config.endpoint.outage_seconds)
-        client = self.client or _played(self.config.model.name, task)
-        price = free if self.free else None
-        return ModelCaller(client, self.limiter, recorder, patience, price=price)
+        models = self.models or Sole(_played(model, task), self.common)
+        routes = models.routes(model)
+        account = routes[0].accounts.choose()
+        price = free if self.free else price_on(routes)
+        return ModelCaller(account.client, account.limiter, recorder, patience, price=price)
 
     async def digest_of(self, image: str | None) -> str | None:
         """See `image_digest`; each image is looked at once, off the loop."""
@@ -122,6 +135,17 @@ class Workshop:
         return text
 
 
+def price_on(routes: Sequence[Route]) -> Price:
+    """What calls cost on these routes; of routes with one model's name the first speaks."""
+    tables = {route.model: route.prices for route in reversed(routes)}
+
+    def price(model: str, usage: Usage) -> float | None:
+        table = tables.get(model)
+        return table.price(model, usage) if table else None
+
+    return price
+
+
 def _played(name: str, task: Task) -> ModelClient:
     return OracleClient(task.oracle) if name == "oracle" else NoopClient()
 
@@ -134,7 +158,8 @@ async def open_workshop(
     concurrency: int,
     config_hash: str | None = None,
     state_dir: Path | None = None,
-    key: str | None = None,
+    keys: Mapping[str, str] | None = None,
+    share: Common | None = None,
 ) -> AsyncIterator[Workshop]:
     """Open what this process needs, and close it all at the end.
 
@@ -143,23 +168,27 @@ async def open_workshop(
         concurrency: rollouts in flight in this process.
         config_hash: as the driver found it; None computes it here.
         state_dir: where sandboxes keep their folders; None is the backend's default.
-        key: the endpoint's key, where it was sent here rather than named.
+        keys: API keys by variable, where they were sent here rather than set here.
+        share: limiters and rests that are shared with other workers; None shares with nobody.
 
-    Raises: UserError when the model or the key cannot be had.
+    Raises: UserError when the model or a key cannot be had.
     """
+    together = share or Alone(concurrency)
     async with AsyncExitStack() as stack:
         backend = make_backend(config.sandbox.backend, state_dir)
         stack.push_async_callback(backend.aclose)
-        client, secrets = await open_client(config.model.name, config.endpoint, stack, key)
+        held = keys_of(config) if keys is None else keys
+        models = await open_models(
+            config.model.name, config.endpoint, config.providers, stack, Keys(held), together
+        )
         yield Workshop(
             config=config,
             run_id=run_id,
             config_hash=config_hash or digest(identity_of(config)),
             backend=backend,
-            client=client,
-            limiter=InProcessLimiter(concurrency),
-            secrets=secrets,
-            free=client is None,
+            models=models,
+            common=together,
+            free=models is None,
         )
 
 
@@ -176,40 +205,27 @@ def make_backend(name: str, state_dir: Path | None = None) -> SandboxBackend:
     return Bubblewrap(state_dir=state_dir)
 
 
-async def open_client(
-    name: str, where: EndpointSection, stack: AsyncExitStack, key: str | None = None
-) -> tuple[ModelClient | None, tuple[str, ...]]:
-    """A client for a model, closed by `stack`, and the texts that no record may show.
+async def open_models(
+    name: str,
+    where: EndpointSection,
+    providers: Mapping[str, ProviderSection],
+    stack: AsyncExitStack,
+    keys: Keys,
+    common: Common,
+) -> Routes | None:
+    """The routes to a model, closed by `stack`; None for played models.
 
-    Args:
-        key: the endpoint's key, where it is given rather than named.
-
-    Returns: None for played models, which are made per rollout.
-
-    Raises: UserError when the key or the embedded model cannot be had.
+    Raises: UserError when the embedded model cannot be had, or an address or a key cannot work.
     """
     if name in PLAYED_MODELS:
-        return None, ()
-    if name in LOCAL_MODELS and where.base_url is None:
-        return await _embedded(name, where, stack), ()
-    from hermes_rl.models.client import connect
-
-    endpoint = _endpoint(where, key)
-    client = connect(endpoint)
-    stack.push_async_callback(client.aclose)
-    return client, endpoint.secrets
-
-
-def _endpoint(where: EndpointSection, key: str | None = None) -> Endpoint:
-    from hermes_rl.models.endpoint import Endpoint, Timeouts
-
-    return Endpoint(
-        base_url=where.base_url or DEFAULT_BASE_URL,
-        api_key=key or api_key(where),
-        transport=where.transport,
-        api_mode=where.api_mode or "chat_completions",
-        timeouts=Timeouts(first_byte_s=where.first_byte_seconds),
-    )
+        return None
+    targets = targets_of(where, providers)
+    if not asks_endpoint(name, where):
+        client = await _embedded(name, where, stack)
+        return Sole(client, common, targets[0].prices.own_alone())
+    routing = Routing(targets, keys, common, base=endpoint_base(where), strategy=where.key_strategy)
+    stack.push_async_callback(routing.aclose)
+    return routing
 
 
 async def reach(config: RunConfig) -> None:
@@ -222,13 +238,14 @@ async def reach(config: RunConfig) -> None:
     """
     if not (config.run.workers != 0 and os.environ.get("RAY_ADDRESS")):
         await _start_a_sandbox(config.sandbox.backend)
-    name = config.model.name
-    if name in PLAYED_MODELS or (name in LOCAL_MODELS and config.endpoint.base_url is None):
+    if not asks_endpoint(config.model.name, config.endpoint):
         return
     from hermes_rl.models.probe import probe
 
+    place = targets_of(config.endpoint, config.providers)[0].place
+    (_, key), *_ = Keys(keys_of(config)).of(place)
     with contextlib.suppress(AuthError):
-        await probe(_endpoint(config.endpoint))
+        await probe(first_endpoint(config.endpoint, place, key))
 
 
 async def _start_a_sandbox(backend_name: str) -> None:
@@ -252,26 +269,6 @@ async def _embedded(name: str, where: EndpointSection, stack: AsyncExitStack) ->
     stack.push_async_callback(client.aclose)
     await client.open()
     return client
-
-
-def api_key(where: EndpointSection) -> str | None:
-    """The endpoint's key, from the variable that the configuration names.
-
-    Raises: UserError when an endpoint that is not on this machine has no key.
-    """
-    host = urlsplit(where.base_url or DEFAULT_BASE_URL).hostname or ""
-    name = where.api_key_env or (None if where.base_url else DEFAULT_KEY_ENV)
-    if name is not None:
-        key = os.environ.get(name)
-        if key:
-            return key
-        raise UserError(f"no key: the variable {name} is not set. Set it, then run again")
-    if host in LOOPBACK:
-        return None
-    raise UserError(
-        f"no key for {host}: name the variable that holds it with --api-key-env NAME "
-        "(a loopback endpoint needs none)"
-    )
 
 
 def toolsets_of(config: RunConfig, task: Task | None, seed: int) -> tuple[str, ...]:
@@ -325,7 +322,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
 
     Raises: UserError for a toolset, distribution or image that does not exist.
     """
-    agent, model = config.agent, config.model
+    agent = config.agent
     toolsets = DEFAULT_TOOLSETS if agent.toolsets is None else agent.toolsets
     if agent.distribution is not None and agent.toolsets is None:
         toolsets = tuple(get_distribution(agent.distribution))
@@ -334,7 +331,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
     switches = {k: v for k, v in vars(preset(agent.preset)).items() if k != "sampling"}
     return {
         "model": {
-            "name": model.name,
+            **_named(config),
             **sampling_of(config, 0).as_dict(),
             "seed": None,  # the unit's seed follows from agent.seed
         },
@@ -355,6 +352,12 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
             "network": config.sandbox.network,
         },
     }
+
+
+def _named(config: RunConfig) -> dict[str, Any]:
+    """Who answers: one model by name, or a mix with its weights, whatever it is called."""
+    mix = config.model.mix
+    return {"mix": dict(mix)} if mix else {"name": config.model.name}
 
 
 def image_digest(image: str | None) -> str | None:

@@ -140,6 +140,10 @@ class PriceTable:
                 return self._prices[name]
         return None
 
+    def own_alone(self) -> PriceTable:
+        """The user's prices without the provider's: for models that the provider does not serve."""
+        return PriceTable(own=self._own)
+
     def cost(self, model: str, usage: Usage) -> Decimal | None:
         """What a call cost in US dollars; None when that is not known."""
         price = self.find(model)

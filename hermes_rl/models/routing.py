@@ -100,8 +100,23 @@ def find_keys(places: Sequence[Place], environ: Mapping[str, str] = os.environ) 
     return found
 
 
+class Routes(Protocol):
+    """What a process can send its calls to."""
+
+    api_mode: str
+    """Of the first place, for records."""
+    endpoint: str
+    """Host (and port) of the first place, for records."""
+    secrets: tuple[str, ...]
+    """Texts that no record may show."""
+
+    def routes(self, model: str) -> tuple[Route, ...]:
+        """Where the calls of a rollout with that model go, in order."""
+        ...
+
+
 class Routing:
-    """The routes of a process.
+    """The routes of a process to endpoints.
 
     Args:
         targets: the run's own place first; at least one.
@@ -121,7 +136,6 @@ class Routing:
     ) -> None:
         self.targets = tuple(targets)
         self.secrets: tuple[str, ...] = ()
-        """Texts that no record may show."""
         self._keys, self._common, self._strategy = keys, common, strategy
         self._base = base
         self._stack = AsyncExitStack()
@@ -129,6 +143,8 @@ class Routing:
         self._routes: dict[str, tuple[Route, ...]] = {}
         for target in self.targets:
             self._connect(target.place)
+        first = next(iter(self._clients.values()))
+        self.api_mode, self.endpoint = first.api_mode, first.endpoint
 
     def _connect(self, place: Place) -> None:
         from hermes_rl.models.client import connect
@@ -149,7 +165,7 @@ class Routing:
             self.secrets = tuple(dict.fromkeys((*self.secrets, *endpoint.secrets)))
 
     def routes(self, model: str) -> tuple[Route, ...]:
-        """Where the calls of a rollout with that model go, in order."""
+        """See `Routes.routes`."""
         if model not in self._routes:
             self._routes[model] = tuple(self._route(t, t.model or model) for t in self.targets)
         return self._routes[model]
@@ -178,11 +194,20 @@ class Routing:
         await self._stack.aclose()
 
 
-def sole_route(
-    model: str, client: ModelClient, common: Common, prices: PriceTable | None = None
-) -> tuple[Route, ...]:
+class Sole:
     """The one route to a client that is made elsewhere (embedded, played)."""
-    limiter = common.limiter(client.endpoint, NO_KEY, model)
-    account = Account(name=NO_KEY, client=client, limiter=limiter)
-    pool = KeyPool((account,), common.rests, scope=model)
-    return (Route(model=model, accounts=pool, prices=prices or PriceTable()),)
+
+    def __init__(
+        self, client: ModelClient, common: Common, prices: PriceTable | None = None
+    ) -> None:
+        self.api_mode, self.endpoint = client.api_mode, client.endpoint
+        self.secrets: tuple[str, ...] = ()
+        self._client, self._common = client, common
+        self._prices = prices or PriceTable()
+
+    def routes(self, model: str) -> tuple[Route, ...]:
+        """See `Routes.routes`."""
+        limiter = self._common.limiter(self.endpoint, NO_KEY, model)
+        account = Account(name=NO_KEY, client=self._client, limiter=limiter)
+        pool = KeyPool((account,), self._common.rests, scope=f"{self.endpoint} {model}")
+        return (Route(model=model, accounts=pool, prices=self._prices),)
