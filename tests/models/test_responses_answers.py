@@ -1,0 +1,398 @@
+"""codex_responses: answers of servers of many habits, answers that are none, and real sockets."""
+
+import json
+
+import openai
+import pytest
+
+from hermes_rl import errors as e
+from hermes_rl.messages import AssistantMessage, ToolCall, ToolMessage, UserMessage
+from hermes_rl.models.base import TokenCapture
+from hermes_rl.models.client import Endpoint, connect
+from hermes_rl.models.dialects.base import ReplyHead
+from hermes_rl.models.dialects.responses import Responses
+from hermes_rl.models.dialects.sse import event
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.usage import Usage
+
+KEY = "sk-canary-0123456789abcdef"
+WIRES = [(t, s) for t in ("http", "sdk") for s in (False, True)]
+
+
+def said(text="hi", **fields):
+    content = [{"type": "output_text", "text": text}]
+    return {"type": "message", "role": "assistant", "content": content, **fields}
+
+
+def called(call_id="call_1", arguments="{}", **fields):
+    named = {"call_id": call_id, "name": "t", "arguments": arguments}
+    return {"type": "function_call", **named, **fields}
+
+
+def thought(text=None, encrypted=None):
+    summary = [] if text is None else [{"type": "summary_text", "text": text}]
+    return {"type": "reasoning", "id": "rs_1", "summary": summary, "encrypted_content": encrypted}
+
+
+def response(*output, status="completed", **fields):
+    return {"id": "resp_1", "model": "m-1", "status": status, "output": list(output), **fields}
+
+
+def stream(*events):
+    return b"".join(event(json.dumps(form).encode(), form["type"]) for form in events)
+
+
+def done(index, item):
+    return {"type": "response.output_item.done", "output_index": index, "item": item}
+
+
+def ended(kind="completed", **form):
+    return {"type": f"response.{kind}", "response": {"id": "resp_1", "model": "m-1", **form}}
+
+
+def decode(kit, data, *, streamed=False, turn=1, size=None, **fields):
+    asked = kit.request([UserMessage(content="x")] * turn, stream=streamed, **fields)
+    headers = {**kit.SSE, "x-request-id": "r-1"} if streamed else kit.JSON
+    decoder = Responses(secrets=("sk-secret-key",)).decoder(asked, ReplyHead(headers, 0.1))
+    data = data if isinstance(data, bytes) else json.dumps(data).encode()
+    for at in range(0, len(data), size or len(data) or 1):
+        decoder.feed(data[at : at + (size or len(data))])
+    return decoder.finish()
+
+
+def both_ways(kit, *output, **fields):
+    """The answer as a body, after checking that its stream, byte by byte, says the same."""
+    whole = decode(kit, response(*output, **fields))
+    events = stream(*(done(i, item) for i, item in enumerate(output)), ended(**{
+        k: v for k, v in response(*output, **fields).items() if k != "output"
+    }))  # fmt: skip
+    assert decode(kit, events, streamed=True, size=1) == whole
+    return whole
+
+
+# Answers
+
+
+@pytest.mark.parametrize(
+    ("output", "message", "reason"),
+    [
+        ([said()], AssistantMessage(content="hi"), "stop"),
+        ([said("a"), said("b")], AssistantMessage(content="a\n\nb"), "stop"),
+        (
+            [{"type": "message", "content": [{"type": "output_text", "text": "a"},
+                                             {"type": "output_text", "text": "b"}]}],
+            AssistantMessage(content="ab"), "stop",
+        ),
+        (
+            [{"type": "message", "content": [{"type": "refusal", "refusal": "I will not."}]}],
+            AssistantMessage(content="I will not."), "refusal",
+        ),
+        (
+            [thought("hm"), said()],
+            AssistantMessage(content="hi", reasoning_content="hm"), "stop",
+        ),
+        (
+            [thought("a", "x"), thought("b"), called()],
+            AssistantMessage(
+                reasoning_content="a\n\nb",
+                tool_calls=(ToolCall(id="call_1", name="t", arguments="{}"),),
+                reasoning_details=[thought("a", "x")],
+            ),
+            "tool_calls",
+        ),
+        (  # reasoning in the open, as self-hosted models give it
+            [{"type": "reasoning", "id": "r", "summary": [],
+              "content": [{"type": "reasoning_text", "text": "hm"}]}, said()],
+            AssistantMessage(
+                content="hi", reasoning_content="hm",
+                reasoning_details=[{"type": "reasoning", "id": "r", "summary": [],
+                                    "content": [{"type": "reasoning_text", "text": "hm"}]}],
+            ),
+            "stop",
+        ),
+        ([said("<think>r</think>a")],
+         AssistantMessage(content="a", reasoning_content="r", raw_content="<think>r</think>a"),
+         "stop"),
+        ([{"type": "web_search_call", "id": "ws"}, said()], AssistantMessage(content="hi"), "stop"),
+        ([], AssistantMessage(), "stop"),
+    ],
+)  # fmt: skip
+def test_items_make_a_message(kit, output, message, reason):
+    answer = both_ways(kit, *output)
+    if len([item for item in output if item.get("role")]) > 1:  # what a replay needs to know
+        assert answer.message.reasoning_details == [{"type": "message", "chars": 1}] * 2
+        message = AssistantMessage(content=message.content,
+                                   reasoning_details=answer.message.reasoning_details)  # fmt: skip
+    assert answer.message == message
+    assert answer.finish_reason == reason
+    assert answer.served_model == "m-1"
+    assert answer.request_id == "r-1"
+
+
+@pytest.mark.parametrize(
+    ("why", "reason"),
+    [
+        ({"reason": "max_output_tokens"}, "length"),
+        ({"reason": "content_filter"}, "content_filter"),
+        ({"reason": "abort"}, "abort"),
+        (None, "length"),
+    ],
+)
+def test_incomplete_answers_keep_what_they_have(kit, why, reason):
+    output = [thought("hm"), said("half"), called(arguments='{"a')]
+    answer = both_ways(kit, *output, status="incomplete", incomplete_details=why)
+    assert answer.finish_reason == reason
+    assert answer.message.content == "half"
+    assert answer.message.tool_calls[0].arguments == '{"a'
+    assert both_ways(kit, said(), status="cancelled").finish_reason == "abort"
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"),
+    [
+        ({"input_tokens": 9, "output_tokens": 2}, (9, None, None, 2, None)),
+        (
+            {"input_tokens": 9, "input_tokens_details": {"cached_tokens": 4,
+             "cache_write_tokens": 3}, "output_tokens": 2,
+             "output_tokens_details": {"reasoning_tokens": 1}, "total_tokens": 11},
+            (9, 4, 3, 2, 1),
+        ),
+        ({"input_tokens": 9, "input_tokens_details": {"cached_tokens": 10}, "output_tokens": 2},
+         (9, None, None, 2, None)),
+        ({"input_tokens": 9}, None),
+        ({"input_tokens": True, "output_tokens": 2}, None),
+        (None, None),
+    ],
+)  # fmt: skip
+def test_usage(kit, usage, expected):
+    answer = both_ways(kit, said(), usage=usage)
+    names = ("input_tokens", "cache_read_tokens", "cache_write_tokens", "output_tokens",
+             "reasoning_tokens")  # fmt: skip
+    assert answer.usage == (expected and Usage(**dict(zip(names, expected, strict=True))))
+    assert json.loads(answer.usage_raw or "null") == usage
+
+
+def test_ids_that_are_missing_or_double_are_made_stable(kit):
+    output = [called(None), called("a"), called("a"), called(None, id="fc_1")]
+
+    def ids(turn):
+        return [c.id for c in decode(kit, response(*output), turn=turn).message.tool_calls]
+
+    assert ids(1) == ids(1)
+    assert len(set(ids(1))) == 4
+    assert ids(1)[1] == "a"
+    assert ids(1)[3] == "fc_1"
+    assert ids(1)[0] != ids(3)[0]
+
+
+def test_logprobs_of_the_text(kit):
+    part = {"type": "output_text", "text": "ab", "logprobs": [{"logprob": -0.5}, {"logprob": -1}]}
+    answer = both_ways(kit, {"type": "message", "content": [part]})
+    assert answer.tokens == TokenCapture(logprobs=(-0.5, -1.0))
+
+
+def test_bad_bytes_and_half_characters_do_not_lose_an_answer(kit):
+    body = json.dumps(response(said("ab"))).encode()
+    assert decode(kit, body.replace(b'"ab"', b'"a\xffb"')).message.content == "a\ufffdb"
+    assert decode(kit, body.replace(b'"ab"', b'"a\\ud83d"')).message.content == "a\ufffd"
+
+
+# Streams
+
+
+def test_the_item_counts_as_it_is_when_it_is_done(kit):
+    added = {"type": "response.output_item.added", "output_index": 0}
+    data = stream(
+        {**added, "item": thought(None, "ha")},
+        done(0, thought("hm", "half and whole")),
+        ended(status="completed"),
+    )
+    (item,) = decode(kit, data, streamed=True, size=1).message.reasoning_details
+    assert item["encrypted_content"] == "half and whole"
+
+
+def test_items_that_never_are_done_are_taken_from_the_end_or_built(kit):
+    grown = [
+        {"type": "response.output_item.added", "output_index": 1,
+         "item": called(arguments="", id="fc_1")},
+        {"type": "response.reasoning_summary_text.delta", "output_index": 0, "delta": "h"},
+        {"type": "response.reasoning_summary_text.delta", "output_index": 0, "delta": "m"},
+        {"type": "response.function_call_arguments.delta", "output_index": 1, "delta": '{"a"'},
+        {"type": "response.function_call_arguments.delta", "output_index": 1, "delta": ":1}"},
+        {"type": "response.output_text.delta", "output_index": 2, "delta": "he"},
+        {"type": "response.output_text.delta", "output_index": 2, "delta": "y"},
+    ]  # fmt: skip
+    heard = []
+    built = decode(kit, stream(*grown, ended()), streamed=True, on_delta=heard.append).message
+    assert (built.content, built.reasoning_content) == ("hey", "hm")
+    assert built.tool_calls == (ToolCall(id="call_1", name="t", arguments='{"a":1}'),)
+    assert heard == ["he", "y"]
+    given = decode(kit, stream(*grown, ended(output=[said("whole")])), streamed=True)
+    assert given.message.content == "whole"
+
+
+def test_a_body_is_one_delta(kit):
+    heard = []
+    decode(kit, response(said("all")), on_delta=heard.append)
+    assert heard == ["all"]
+
+
+# Answers that are none
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"<html>", b"[]", b"null", b"{}", b'{"status": "completed"}', b'{"output": [',
+     b'{"status": "in_progress", "output": []}', b'{"status": "queued", "output": []}',
+     b"[" * 100_000],
+)  # fmt: skip
+def test_unreadable_bodies(kit, body):
+    with pytest.raises(e.ProtocolError) as caught:
+        decode(kit, body)
+    assert caught.value.served is True
+    assert caught.value.request_id == "r-1"
+
+
+def test_a_stream_that_is_cut_anywhere_is_no_answer(kit):
+    begun = {"type": "response.created", "response": response(status="in_progress")}
+    data = stream(begun, done(0, said()), ended(status="completed"))
+    whole = data.rindex(b"}") + 1
+    for end in (*range(0, whole, 7), whole - 1):
+        with pytest.raises(e.ProtocolError) as caught:
+            decode(kit, data[:end], streamed=True)
+        assert caught.value.served is True
+    assert decode(kit, data[:whole], streamed=True).message.content == "hi"
+    with pytest.raises(e.ProtocolError):
+        decode(kit, event(b"{nonsense"), streamed=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        ({"code": "rate_limit_exceeded", "message": "Rate limit reached."}, e.RateLimited),
+        ({"code": "server_error", "message": "key sk-secret-key broke"}, e.ServerError),
+        ({"code": "context_length_exceeded", "message": "too long"}, e.ContextOverflow),
+        (None, e.ServerError),
+    ],
+)
+def test_responses_that_failed(kit, error, kind):
+    failed = {"status": "failed", "error": error}
+    told = [stream(ended("failed", **failed))]
+    if error:
+        told.append(stream({"type": "error", **error}))
+        told.append(stream({"type": "error", "error": error}))
+    for data, streamed in [(response(**failed), False), *((d, True) for d in told)]:
+        with pytest.raises(e.ModelError) as caught:
+            decode(kit, data, streamed=streamed)
+        assert type(caught.value) is kind
+        assert caught.value.served is True
+        assert "sk-secret" not in str(caught.value)
+
+
+# Over real sockets
+
+
+def script(*steps):
+    return "Do this.\nSCRIPT: " + json.dumps(steps)
+
+
+@pytest.fixture(params=WIRES, ids=lambda w: f"{w[0]}{'-stream' if w[1] else ''}")
+def wire(request):
+    return request.param
+
+
+def client_of(server, wire):
+    mode = {"api_mode": "codex_responses", "transport": wire[0]}
+    return connect(Endpoint(server.base_url, api_key=KEY, **mode))
+
+
+async def test_a_rollout_with_encrypted_reasoning(kit, wire):
+    block = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "opaque" * 40}
+    steps = [
+        {"text": "ünïcode 🚀", "run": "ls", "details": [block]},
+        {"calls": [{"name": "a", "arguments": "{not json"}, {"name": "b", "arguments": ""}],
+         "reasoning": "think…"},
+        "bye",
+    ]  # fmt: skip
+    async with FakeServer(FakeConfig(key=KEY)) as server:
+        client, events = client_of(server, wire), kit.Events()
+        calling = kit.caller(client, events)
+        conversation = list(await kit.rollout(calling, script(*steps), model="m", stream=wire[1]))
+        await client.aclose()
+    first, second, last = (m for m in conversation if isinstance(m, AssistantMessage))
+    assert first.content == "ünïcode 🚀"
+    assert first.reasoning_details == [block]
+    assert [c.arguments for c in second.tool_calls] == ["{not json", ""]
+    assert second.reasoning_content == "think…"
+    assert last == AssistantMessage(content="bye")
+    assert sum(isinstance(m, ToolMessage) for m in conversation) == 3
+    assert [end.outcome for end in events.ends] == ["ok"] * 3
+    served = {entry.call_id: entry for entry in server.entries}
+    for end in events.ends:
+        entry = served[end.call_id]
+        assert end.usage.input_tokens == entry.prompt_tokens
+        assert end.usage.output_tokens == entry.completion_tokens
+        assert end.usage.cache_read_tokens == entry.cached_tokens
+        assert end.request_id == entry.request_id
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [("rate_limit", e.RateLimited), ("cut", e.ProtocolError), ("garbage", e.ProtocolError),
+     ("context_overflow", e.ContextOverflow), ("auth", e.AuthError)],
+)  # fmt: skip
+async def test_faults(kit, wire, fault, kind):
+    async with FakeServer(FakeConfig(key=KEY)) as server:
+        client = client_of(server, wire)
+        with pytest.raises(kind):
+            await client.complete(kit.request("x", f"fault-{fault}", stream=wire[1]))
+        await client.aclose()
+
+
+async def test_answers_with_odd_ends(kit, wire):
+    async with FakeServer(FakeConfig(key=KEY)) as server:
+        client = client_of(server, wire)
+        steps = {"no_usage": "stop", "partial_usage": "stop", "abort": "abort",
+                 "filtered": "content_filter"}  # fmt: skip
+        for fault, reason in steps.items():
+            answer = await client.complete(kit.request("x", f"fault-{fault}", stream=wire[1]))
+            assert answer.finish_reason == reason
+            assert (answer.usage is None) == fault.endswith("usage")
+        cut = await client.complete(
+            kit.request(script({"text": "half", "finish": "length"}), stream=wire[1])
+        )
+        assert (cut.message.content, cut.finish_reason) == ("half", "length")
+        await client.aclose()
+
+
+async def test_the_official_package_is_satisfied():
+    """It talks to the fake server as it is, and its own stream assembly agrees with the body."""
+    block = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "opaque"}
+    step = {"text": "Both.", "reasoning": "think…", "run": "ls", "details": [block]}
+    prompt = script(step, "bye")
+    async with FakeServer(FakeConfig(key=KEY)) as server:
+        client = openai.AsyncOpenAI(api_key=KEY, base_url=server.base_url, max_retries=0)
+        body = await client.responses.create(model="m", input=prompt)
+        assert body.output_text == "Both."
+        assert body.status == "completed"
+        kinds = ["reasoning", "reasoning", "message", "function_call"]
+        assert [item.type for item in body.output] == kinds
+        assert body.output[1].encrypted_content == "opaque"
+        assert body.usage.output_tokens == server.entries[0].completion_tokens
+        async with client.responses.stream(model="m", input=prompt) as events:
+            texts = [e.delta async for e in events if e.type == "response.output_text.delta"]
+            final = await events.get_final_response()
+        assert "".join(texts) == "Both."
+        assert [item.type for item in final.output] == kinds
+        assert final.output[3].arguments == body.output[3].arguments
+        assert final.usage == body.usage
+        call = body.output[3]
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "out"}
+        first = {"role": "user", "content": prompt}
+        after = await client.responses.create(model="m", input=[first, *body.output, result])
+        assert after.output_text == "bye"
+        with pytest.raises(openai.RateLimitError):
+            await client.responses.create(model="fault-rate_limit", input="x")
+        with pytest.raises(openai.BadRequestError):
+            await client.responses.create(model="m", input=[{"type": "item_reference", "id": "x"}])
+        await client.close()
