@@ -91,7 +91,9 @@ _REPLAY = (
     Rule(
         "invalid_encrypted_content", _CONTENT,
         ("invalid_encrypted_content",),
-        r"encrypted[_ ]content.{0,200}(could not be (verified|decrypted)|invalid|malformed)",
+        r"encrypted[_ ]content.{0,200}(could not be (verified|decrypted)|invalid|malformed)"
+        r"|encrypted[_ ]content is not supported|items are not persisted when .?store"
+        r"|of type .?reasoning.? was provided without its required following item",
     ),
     Rule(
         "thinking_signature", _CONTENT,
