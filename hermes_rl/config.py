@@ -77,6 +77,8 @@ class AgentSection(Section):
     """Identity: how the agent behaves."""
 
     preset: Preset = "datagen"
+    switches: dict[str, bool | int | None] = Field(default_factory=dict)
+    """Single switches of the preset set otherwise, such as `continue_output: false`."""
     toolsets: tuple[str, ...] | None = None
     """Named toolsets; None is `terminal` and `file`."""
     distribution: str | None = None

@@ -137,6 +137,15 @@ class CallEnded(_Event, frozen=True, kw_only=True, tag="call_end"):
     policy_version: str | None = None
 
 
+class AnswerDiscarded(_Event, frozen=True, kw_only=True, tag="discarded"):
+    """The answer of a turn's last call so far was thrown away and asked for again: paid, but no
+    message of the conversation."""
+
+    turn: int
+    why: str
+    """A few words: `empty answer`."""
+
+
 class Waited(_Event, frozen=True, kw_only=True, tag="waited"):
     """Time spent waiting for the limiter or between retries: never the agent's active time."""
 
@@ -184,6 +193,8 @@ class Ended(_Event, frozen=True, kw_only=True, tag="ended"):
     error: str | None = None
     """Class and message, scrubbed."""
     metrics: dict[str, float] = {}
+    final_response: str | None = None
+    """The answer, where it is more than the last assistant text: parts of a cut one, joined."""
 
 
 Event = (
@@ -193,6 +204,7 @@ Event = (
     | MessageAdded
     | CallStarted
     | CallEnded
+    | AnswerDiscarded
     | Waited
     | ContextStarted
     | Graded

@@ -88,7 +88,10 @@ async def run_attempt(
         result = await attempt.within_wall_limit()
         tape.record(
             ev.Ended(
-                finished_at=time.time(), end_reason=result.end_reason, metrics=dict(result.metrics)
+                finished_at=time.time(),
+                end_reason=result.end_reason,
+                metrics=dict(result.metrics),
+                final_response=result.final_response,
             )
         )
     except DiskFull:

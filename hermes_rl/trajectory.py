@@ -157,7 +157,7 @@ class _Fold:
 
     def _conversation(self) -> dict[str, Any]:
         # Turn 0 is the prompt: what it quotes of other conversations is not this rollout's doing.
-        own = [e.message for e in self.added if e.turn]
+        own = [e.message for e in self.added if e.turn and not e.synthetic]
         final = [m for m in own if isinstance(m, AssistantMessage)]
         contexts = [
             Context(start=e.start, kept=e.kept, summary_index=e.summary_index, reason=e.reason)
@@ -166,14 +166,20 @@ class _Fold:
         ]
         return {
             "turns": len({e.turn for e in self.starts if e.purpose == "agent"}),
-            "final_response": final[-1].content if final else None,
+            "final_response": self._final_response(final),
             "messages": [_json(to_openai(e.message, parsed_arguments=True)) for e in self.added],
             "message_info": [_info(e) for e in self.added],
             "contexts": contexts or [Context(start=0, kept=[], summary_index=None, reason="")],
         }
 
+    def _final_response(self, said: list[AssistantMessage]) -> str | None:
+        if self.ended.final_response is not None:
+            return self.ended.final_response
+        return said[-1].content if said else None
+
     def _books(self) -> dict[str, Any]:
-        calls = [_call(s, self.ends.get(s.call_id)) for s in self.starts]
+        thrown = _thrown_away(self.stream)
+        calls = [_call(s, self.ends.get(s.call_id), thrown.get(s.call_id)) for s in self.starts]
         ends = list(self.ends.values())
         reported = [e.usage for e in ends if e.usage is not None]
         unknown = len(self.starts) - sum(_settled(e) for e in ends)
@@ -266,7 +272,19 @@ def _stat(tool: str, used: list[ev.MessageAdded]) -> ToolStat:
     return ToolStat(tool=tool, calls=len(used), ok=ok, errors=len(used) - ok, seconds=seconds)
 
 
-def _call(start: ev.CallStarted, end: ev.CallEnded | None) -> Call:
+def _thrown_away(stream: list[ev.Event]) -> dict[str, str]:
+    """call_id -> why its answer was thrown away."""
+    latest: dict[int, str] = {}
+    found = {}
+    for e in stream:
+        if isinstance(e, ev.CallStarted) and (e.purpose, e.agent) == ("agent", "main"):
+            latest[e.turn] = e.call_id
+        elif isinstance(e, ev.AnswerDiscarded) and e.turn in latest:
+            found[latest[e.turn]] = f"discarded: {e.why}"
+    return found
+
+
+def _call(start: ev.CallStarted, end: ev.CallEnded | None, thrown: str | None) -> Call:
     usage = (end.usage if end else None) or Usage()
     return Call(
         call_id=start.call_id,
@@ -285,7 +303,7 @@ def _call(start: ev.CallStarted, end: ev.CallEnded | None) -> Call:
         retries=end.retries if end else 0,
         request_id=end.request_id if end else None,
         outcome=end.outcome if end else "unknown",
-        error=end.error if end else None,
+        error=end.error or thrown if end else None,
         started_at=_micros(start.started_at),
         policy_version=end.policy_version if end else None,
         usage_raw=end.usage_raw if end else None,

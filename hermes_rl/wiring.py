@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hermes_rl.agent.policy import Limits, Policy, preset
-from hermes_rl.agent.prompt import SUMMARY_REQUEST, system_prompt
+from hermes_rl.agent.prompt import TEXTS, system_prompt
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, LimitsSection, RunConfig
 from hermes_rl.config_endpoint import EndpointSection, ProviderSection
 from hermes_rl.errors import AuthError, TaskFault, UserError
@@ -92,7 +92,7 @@ class Workshop:
         return self._draw(item, ())
 
     def _draw(self, item: WorkItem, toolsets: tuple[str, ...]) -> Draw:
-        policy = preset(self.config.agent.preset)
+        policy = policy_of(self.config)
         tools = resolve(toolsets)
         name = drawn_model(self.config, item.seed)
         own = item.task.system if item.task else None
@@ -284,6 +284,11 @@ def toolsets_of(config: RunConfig, task: Task | None, seed: int) -> tuple[str, .
     return DEFAULT_TOOLSETS
 
 
+def policy_of(config: RunConfig) -> Policy:
+    """The preset with the switches that the configuration sets. Raises: UserError."""
+    return preset(config.agent.preset).switched(config.agent.switches)
+
+
 def sampling_of(config: RunConfig, seed: int) -> Sampling:
     """What the configuration says of sampling, with the unit's seed."""
     model = config.model
@@ -328,7 +333,8 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
         toolsets = tuple(get_distribution(agent.distribution))
     tools = resolve(toolsets)
     drawn = agent.distribution and dict(get_distribution(agent.distribution))
-    switches = {k: v for k, v in vars(preset(agent.preset)).items() if k != "sampling"}
+    policy = policy_of(config)
+    switches = {k: v for k, v in vars(policy).items() if k != "sampling"}
     return {
         "model": {
             **_named(config),
@@ -337,12 +343,12 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
         },
         "agent": {
             "preset": switches,
-            "sampling": preset(agent.preset).sampling.as_dict(),
+            "sampling": policy.sampling.as_dict(),
             "toolsets": sorted(toolsets),
             "distribution": drawn,
             "tools": schema_digest(tools.values()),
             "system_prompt": digest(system_text(config, tools)),
-            "summary_request": digest(SUMMARY_REQUEST),
+            "texts": digest(list(TEXTS)),
             "limits": agent.limits.model_dump(),
             "seed": agent.seed,
         },

@@ -20,7 +20,7 @@ from hermes_rl.agent.control import Control
 from hermes_rl.agent.history import continuable, last_answer, split_system, with_user
 from hermes_rl.agent.hooks import OnEvent, Tape
 from hermes_rl.agent.parts import AgentParts
-from hermes_rl.agent.policy import Limits
+from hermes_rl.agent.policy import Limits, Policy
 from hermes_rl.agent.policy import preset as policy_of
 from hermes_rl.agent.prompt import system_prompt
 from hermes_rl.agent.run import run_agent
@@ -41,7 +41,8 @@ class AIAgent:
         model: a model's name, or a `ModelConfig`.
         toolsets: names of toolsets; empty for none.
         sandbox: where tools work; None is the default backend with an empty workspace.
-        preset: `interactive`, `datagen` or `rl`.
+        preset: `interactive`, `datagen` or `rl`; or a policy of your own,
+            `preset("interactive").switched({"nudge_empty": False})`.
         limits: bounds of each run; None is 90 turns.
         system: system prompt in place of the preset's.
         on_event: called with each event of `hermes_rl.events` as it happens, on the agent's loop.
@@ -59,7 +60,7 @@ class AIAgent:
         *,
         toolsets: Sequence[str] = DEFAULT_TOOLSETS,
         sandbox: object = None,
-        preset: str = "interactive",
+        preset: str | Policy = "interactive",
         limits: Limits | None = None,
         system: str | None = None,
         on_event: OnEvent | None = None,
@@ -71,7 +72,7 @@ class AIAgent:
         self._tools = resolve(self.toolsets)
         self._policy = policy_of(preset)
         self._limits = limits or Limits(max_turns=INTERACTIVE_TURNS)
-        self._system = system or system_prompt(preset, self._tools)
+        self._system = system or system_prompt(self._policy.name, self._tools)
         self._on_event, self._on_delta = on_event, on_delta
         self._home = Home("hermes-rl-agent")
         self._history: list[Message] = []
@@ -184,8 +185,9 @@ class AIAgent:
         tape.events.append(self._begun(link, text, task_id))
         while True:
             first, prompt = len(tape.events), with_user(self._history, text)
-            end_reason = await self._run_once(link, tape, prompt)
-            messages = [e.message for e in tape.events[first:] if isinstance(e, ev.MessageAdded)]
+            end_reason, said = await self._run_once(link, tape, prompt)
+            added = [e for e in tape.events[first:] if isinstance(e, ev.MessageAdded)]
+            messages = [e.message for e in added]
             self._history = continuable(messages)
             ended, self._control = self._control, Control()
             for hint in ended.take_steers():
@@ -194,7 +196,7 @@ class AIAgent:
                 break
             text = ended.message
         return {
-            "final_response": last_answer(messages, len(prompt)),
+            "final_response": said,
             "messages": [to_openai(m) for m in messages],
             "completed": end_reason == "answered",
             "end_reason": end_reason,
@@ -204,7 +206,11 @@ class AIAgent:
             "task_id": task_id,
         }
 
-    async def _run_once(self, link: Link, tape: Tape, prompt: list[Message]) -> str:
+    async def _run_once(
+        self, link: Link, tape: Tape, prompt: list[Message]
+    ) -> tuple[str, str | None]:
+        """The end_reason and the answer."""
+        first = len(tape.events)
         parts = AgentParts(
             caller=link.caller(tape),
             model=link.model,
@@ -219,9 +225,10 @@ class AIAgent:
             on_delta=self._on_delta,
         )
         try:
-            return (await run_agent(parts, prompt, self._control)).end_reason
+            result = await run_agent(parts, prompt, self._control)
         except Interrupted:
-            return "interrupted"
+            return "interrupted", last_answer(tape.events[first:])
+        return result.end_reason, result.final_response
 
     async def _open(self) -> Link:
         if self.assembly is None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from hermes_rl.agent.parts import AgentResult, RunState
 from hermes_rl.agent.prompt import SUMMARY_REQUEST
+from hermes_rl.agent.verdicts import Tries
 from hermes_rl.errors import ContextOverflow, PayloadTooLarge
 from hermes_rl.messages import UserMessage
 
@@ -28,5 +29,6 @@ async def _summarise(run: RunState) -> None:
         return  # the window is full: the run ends without a summary
     run.count(completion.usage)
     run.turn = turns + 1
+    run.tries = Tries()  # the summary is the answer, not parts of a cut one
     run.add(completion.message)
     run.turn = turns

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from hermes_rl.events import Event, MessageAdded
 from hermes_rl.messages import (
     AssistantMessage,
     Message,
@@ -35,9 +36,9 @@ def with_user(history: Sequence[Message], text: str) -> list[Message]:
     return [*history, UserMessage(content=text)]
 
 
-def last_answer(messages: Sequence[Message], given: int) -> str | None:
-    """The last assistant text after the first `given` messages that are no system message."""
-    own = [m for m in messages if not isinstance(m, SystemMessage)][given:]
+def last_answer(events: Iterable[Event]) -> str | None:
+    """The model's last text in the events of one run."""
+    own = [e.message for e in events if isinstance(e, MessageAdded) and e.turn and not e.synthetic]
     said = [m.content for m in own if isinstance(m, AssistantMessage)]
     return said[-1] if said else None
 

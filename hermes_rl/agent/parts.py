@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from hermes_rl.agent.policy import Limits, Policy
-from hermes_rl.events import MessageAdded, Purpose
+from hermes_rl.agent.verdicts import Tries
+from hermes_rl.events import AnswerDiscarded, MessageAdded, Purpose
 from hermes_rl.messages import AssistantMessage, Message
 from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampling
 from hermes_rl.ports import Recorder, SpawnAgent
@@ -31,6 +33,15 @@ class Caller(Protocol):
         self, request: ModelRequest, *, turn: int, purpose: Purpose = "agent", agent: str = "main"
     ) -> Completion:
         """One answer; `request.call_id` is replaced. Raises: ModelError."""
+        ...
+
+
+@runtime_checkable
+class FallsBack(Protocol):
+    """What a caller with more than one route may offer beside `Caller`."""
+
+    def fall_back(self) -> bool:
+        """Leave the present route for the rest of the run; False when there is no other."""
         ...
 
 
@@ -64,7 +75,7 @@ class AgentResult:
     end_reason: str
     """A key of `errors.ENDINGS`."""
     final_response: str | None
-    """The last assistant text."""
+    """The last assistant text of the model's; the parts of a cut one, joined."""
     turns: int
     messages: list[Message]
     """The whole conversation, the system message first."""
@@ -72,8 +83,10 @@ class AgentResult:
     active_seconds: float
     """Time spent in tools, and what the sandbox took before."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """`suspected_unparsed_calls`: answers whose text holds the markup of a tool call that no
-    server parsed; absent when there is none."""
+    """Counts, absent when zero. `suspected_unparsed_calls`: answers whose text holds the markup of
+    a tool call that no server parsed. `discarded_answers`, `continued_answers`, `nudges`,
+    `duplicate_calls`: what the policy's switches did. `thinking_budget_exhausted`: 1 when the
+    output limit went into reasoning."""
 
 
 class Finish(Exception):
@@ -104,6 +117,13 @@ class RunState:
     """Tool, arguments and result of the last call."""
     same_calls: int = 0
     """How often in a row that call gave that result."""
+    tries: Tries = field(default_factory=Tries)
+    """What was tried for the answer of this turn."""
+    said: str | None = None
+    """The model's last text."""
+    final_response: str | None = None
+    """The run's answer, where it is neither that nor the joined parts of a cut one."""
+    counts: Counter[str] = field(default_factory=Counter)
     tool_state: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
@@ -137,6 +157,8 @@ class RunState:
     ) -> None:
         """Append a message and record it."""
         self.conversation.append(message)
+        if self.turn and not synthetic and isinstance(message, AssistantMessage):
+            self.said = message.content
         self.parts.recorder.record(
             MessageAdded(
                 message=message,
@@ -146,6 +168,20 @@ class RunState:
                 seconds=seconds,
             )
         )
+
+    def discard(self, why: str) -> None:
+        """Record that the answer of this turn's last call is thrown away."""
+        self.parts.recorder.record(AnswerDiscarded(turn=self.turn, why=why))
+        self.note("discarded_answers")
+
+    def note(self, name: str, number: int = 1) -> None:
+        """Count something for the run's metrics."""
+        self.counts[name] += number
+
+    def fall_back(self) -> bool:
+        """Go to the caller's next route; False when it has none."""
+        caller = self.parts.caller
+        return isinstance(caller, FallsBack) and caller.fall_back()
 
     def count(self, usage: Usage | None) -> None:
         """Add a call's usage, as far as it is known."""
@@ -157,9 +193,14 @@ class RunState:
         limits = self.parts.limits
         if limits.max_turns is not None and self.turn >= limits.max_turns:
             raise Finish("max_turns")
-        if limits.max_tokens is not None and self.tokens >= limits.max_tokens:
-            raise Finish("token_limit")
+        self.check_tokens()
         self.check_time()
+
+    def check_tokens(self) -> None:
+        """Raises: Finish when the tokens of the run are used up."""
+        bound = self.parts.limits.max_tokens
+        if bound is not None and self.tokens >= bound:
+            raise Finish("token_limit")
 
     def check_time(self) -> None:
         """Raises: Finish when no active time is left."""
@@ -177,12 +218,14 @@ class RunState:
         messages = list(self.conversation)
         said = [m.content for m in messages[self.given :] if isinstance(m, AssistantMessage)]
         unparsed = sum(_MARKUP.search(text) is not None for text in said)
+        self.note("suspected_unparsed_calls", unparsed)
+        joined = "".join(self.tries.parts) or self.said
         return AgentResult(
             end_reason=end_reason,
-            final_response=said[-1] if said else None,
+            final_response=joined if self.final_response is None else self.final_response,
             turns=self.turn,
             messages=messages,
             seconds=time.monotonic() - self.started,
             active_seconds=self.active_s,
-            metrics={"suspected_unparsed_calls": float(unparsed)} if unparsed else {},
+            metrics={name: float(n) for name, n in self.counts.items() if n},
         )

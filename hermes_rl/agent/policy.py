@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from hermes_rl.errors import UserError
 from hermes_rl.models.base import Sampling
@@ -24,13 +26,39 @@ class Limits:
 
 @dataclass(frozen=True)
 class Policy:
-    """Named switches; `PRESETS` has the sets that are in use."""
+    """Named switches; `PRESETS` has the sets that are in use.
+
+    An answer that a switch throws away is a recorded, paid call; what a switch writes itself is
+    marked as synthetic.
+    """
 
     name: str
     summary_on_limit: bool = False
     """At the turn limit, ask once more without tools for a summary."""
+    continue_output: bool = False
+    """Ask for the rest of a text that was cut at the output limit, with twice the limit."""
+    continue_cut_streams: bool = False
+    """Ask for the rest of a streamed text whose connection broke, instead of for all of it."""
+    reask_cut_calls: bool = False
+    """Ask again where a tool call was cut, with twice the output limit; then for smaller calls."""
+    keep_given_text: bool = False
+    """An empty answer behind parts of a cut one ends the run with these parts."""
+    reuse_prior_text: bool = False
+    """An empty answer after housekeeping tools: what was said before them is the answer."""
+    nudge_empty: bool = False
+    """An empty answer after tool results: say so to the model, once."""
+    prefill_reasoning: bool = False
+    """Reasoning without an answer: have the model go on from its thoughts, twice."""
+    retry_empty: bool = False
+    """An empty answer: ask again, three times."""
+    fall_back_when_empty: bool = False
+    """Still empty: go to the next route, where the endpoint names fallbacks."""
     repair_tool_names: bool = False
-    """Take `Read-File` or `functions.read_file` for `read_file`."""
+    """Take `Read-File`, `functions.read_file` or `read_fil` for `read_file`."""
+    reask_arguments: bool = False
+    """Ask again, twice, where the arguments of a call are no JSON; then tell the model."""
+    drop_duplicate_calls: bool = False
+    """Of equal calls in one turn, keep the first."""
     repair_history: bool = False
     """Send a history that any server takes (`models.pipeline`) instead of the stored text as it
     is: what is recorded stays the model's own."""
@@ -46,29 +74,63 @@ class Policy:
         unset = {k: v for k, v in self.sampling.as_dict().items() if getattr(given, k) is None}
         return replace(given, **unset) if unset else given
 
+    def switched(self, changes: Mapping[str, Any], place: str = "agent.switches") -> Policy:
+        """This policy with single switches set otherwise.
+
+        Args:
+            place: where they were written, for the message.
+
+        Raises: UserError for a switch that does not exist, or a value that is none of its kind.
+        """
+        known = {f.name: f.type for f in fields(self) if f.name not in ("name", "sampling")}
+        for name, value in changes.items():
+            if name not in known:
+                raise UserError(f"unknown switch {place}.{name} (known: {', '.join(known)})")
+            if fault := _fault(str(known[name]), value):
+                raise UserError(f"{place}.{name} must be {fault}, not {value!r}")
+        return replace(self, **changes) if changes else self
+
+
+def _fault(kind: str, value: Any) -> str | None:
+    """What a value ought to be; None when it is."""
+    if kind == "bool":
+        return None if isinstance(value, bool) else "true or false"
+    if value is None and "None" in kind:
+        return None
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return None if whole else "a whole number from 1" + (" or null" if "None" in kind else "")
+
+
+_HELPED = Policy(
+    "datagen",
+    summary_on_limit=True,
+    continue_output=True,
+    continue_cut_streams=True,
+    reask_cut_calls=True,
+    keep_given_text=True,
+    nudge_empty=True,
+    prefill_reasoning=True,
+    retry_empty=True,
+    fall_back_when_empty=True,
+    repair_tool_names=True,
+    reask_arguments=True,
+    drop_duplicate_calls=True,
+    repair_history=True,
+    tool_loop_limit=5,
+)
 
 PRESETS: dict[str, Policy] = {
-    "interactive": Policy(
-        "interactive",
-        summary_on_limit=True,
-        repair_tool_names=True,
-        repair_history=True,
-        tool_loop_limit=5,
-    ),
-    "datagen": Policy(
-        "datagen",
-        summary_on_limit=True,
-        repair_tool_names=True,
-        repair_history=True,
-        tool_loop_limit=5,
-    ),
+    "interactive": replace(_HELPED, name="interactive", reuse_prior_text=True),
+    "datagen": _HELPED,
     "rl": Policy("rl", sampling=Sampling(temperature=1.0, top_p=1.0, top_k=-1)),
 }
 """`rl` turns every switch off and samples from the policy as it is."""
 
 
-def preset(name: str) -> Policy:
-    """The policy of that name. Raises: UserError that lists the known ones."""
+def preset(name: str | Policy) -> Policy:
+    """The policy of that name; a policy is its own. Raises: UserError that lists the known ones."""
+    if isinstance(name, Policy):
+        return name
     if name not in PRESETS:
         raise UserError(f"unknown preset {name!r} (known: {', '.join(PRESETS)})")
     return PRESETS[name]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hermes_rl.agent.control import Control
 from hermes_rl.agent.parts import Finish, RunState
 from hermes_rl.agent.prompt import steer_note
+from hermes_rl.agent.repair import tool_meant
 from hermes_rl.errors import SandboxKilled, ToolError
 from hermes_rl.messages import ToolCall, ToolMessage
 from hermes_rl.tools.arguments import read_arguments
@@ -166,19 +167,15 @@ def _tool(run: RunState, call: ToolCall) -> Tool | None:
     tools = run.parts.tools
     tool = tools.get(call.name)
     if tool is None and run.parts.policy.repair_tool_names:
-        return _repaired(call.name, tools)
+        return tool_meant(call.name, tools)
     return tool
-
-
-def _repaired(name: str, tools: Mapping[str, Tool]) -> Tool | None:
-    """The tool meant by a name in other letters, separators or with a namespace in front."""
-    plain = name.strip().lower().replace("-", "_").replace(" ", "_")
-    return tools.get(plain) or tools.get(plain.rpartition(".")[2])
 
 
 async def _run_one(
     run: RunState, context: ToolContext, call: ToolCall, tool: Tool | None
 ) -> _Outcome:
+    if tool is None and not call.name.strip():
+        return _told("the call names no tool", invalid=True)
     if tool is None:
         known = ", ".join(run.parts.tools) or "none"
         return _told(f"unknown tool {call.name!r}; the tools are: {known}", invalid=True)

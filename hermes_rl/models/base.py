@@ -125,6 +125,9 @@ class ModelRequest:
     exact: bool = False
     """Send the history as it is stored: no repair, the arguments of tool calls as the model's very
     text. For token-exact training."""
+    continuable: bool = False
+    """Whoever asks can go on from the beginning of an answer: a stream that breaks off behind some
+    text is not asked for again, but raised with that text (`beginnings.BrokenOff`)."""
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from importlib import import_module
 
 from hermes_rl.errors import ProtocolError, UserError
 from hermes_rl.models.base import Completion, ModelClient, ModelRequest
+from hermes_rl.models.beginnings import Beginning
 from hermes_rl.models.classify import classify
-from hermes_rl.models.dialects.base import Dialect, ReplyHead
+from hermes_rl.models.dialects.base import Decoder, Dialect, ReplyHead
 from hermes_rl.models.endpoint import Endpoint, Timeouts
-from hermes_rl.models.transports.base import Transport
+from hermes_rl.models.transports.base import Reply, Transport
 
 __all__ = ["Endpoint", "Timeouts", "WireClient", "connect"]
 
@@ -43,6 +44,7 @@ class WireClient:
         """See `ModelClient.complete`."""
         headers = {**self._headers, CALL_ID_HEADER: request.call_id}
         body = self._dialect.encode(request)
+        beginning = Beginning(request)
         async with self._transport.post(self._url, body, headers) as reply:
             if not 200 <= reply.status < 300:
                 text = bytearray()
@@ -52,18 +54,22 @@ class WireClient:
                         break
                 raise classify(reply.status, reply.headers, bytes(text), secrets=self._secrets)
             head = ReplyHead(reply.headers, reply.first_byte_s)
-            decoder = self._dialect.decoder(request, head)
-            received = 0
-            async for piece in reply.chunks():
-                received += len(piece)
-                if received > self._answer_bytes:
-                    raise ProtocolError(
-                        f"an answer of over {self._answer_bytes} bytes", served=True
-                    )
-                decoder.feed(piece)
-                if decoder.done:
-                    break
-        return decoder.finish()
+            decoder = self._dialect.decoder(beginning.request, head)
+            with beginning.kept(decoder):
+                await self._read(reply, decoder)
+        with beginning.kept(decoder):
+            return decoder.finish()
+
+    async def _read(self, reply: Reply, decoder: Decoder) -> None:
+        """Feed the answer to its decoder. Raises: ModelError."""
+        received = 0
+        async for piece in reply.chunks():
+            received += len(piece)
+            if received > self._answer_bytes:
+                raise ProtocolError(f"an answer of over {self._answer_bytes} bytes", served=True)
+            decoder.feed(piece)
+            if decoder.done:
+                break
 
     def bound(self, request: ModelRequest) -> int:
         """See `ModelClient.bound`."""

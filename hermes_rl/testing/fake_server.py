@@ -43,7 +43,7 @@ from hermes_rl.testing.faults import (
 )
 from hermes_rl.testing.limits import Limits, RateLimits
 from hermes_rl.testing.routes import CHAT, Wire, any_key, server_dialect, wire_of
-from hermes_rl.testing.scripts import ScriptError, Step, step_for, usage_of
+from hermes_rl.testing.scripts import Asked, ScriptError, Step, step_for, usage_of
 from hermes_rl.testing.served_log import Entry, LogOutcome, ServedLog
 from hermes_rl.testing.wire import LAST_CHUNK, Connection, Incoming, chunked, head
 from hermes_rl.usage import Usage
@@ -95,6 +95,7 @@ class FakeServer:
         self._pending: dict[Connection, _Job] = {}
         self._server: asyncio.Server | None = None
         self._log = ServedLog(None, False)
+        self._asked = Asked()
         self._prefix = os.urandom(4).hex()
         self._started = time.monotonic()
         rate = self.config.rate
@@ -224,7 +225,7 @@ class FakeServer:
             return refusal_for("auth", name)
         try:
             job.request = job.dialect.decode_request(request.body)
-            job.step = step_for(job.request, self.config.script)
+            job.step = step_for(job.request, self.config.script, self._asked)
         except (ScriptError, ValueError) as error:
             return Refusal(400, "invalid_request_error", None, str(error))
         if self.config.models and job.request.model not in self.config.models:

@@ -11,6 +11,9 @@ script is a list of steps, each text (a final answer), or an object:
      "finish": "length", "latency_s": 0.1, "fault": "reset",
      "details": [...]}                                               # reasoning_details
 
+A step that is a list of steps has one for each time that this turn is asked for; the last one goes
+on. So answers that an agent throws away can be scripted too.
+
 After its last step a script answers "done". Names: `echo` (5 turns of `echo step-N`, then a text),
 `echo-N` (N turns), `noop` (a text at once), `fault-KIND` (that fault, always; see `faults`).
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,16 +48,39 @@ class Step:
     fault: str | None = None
 
 
+class Asked:
+    """How often the turns of scripts were asked for; one per server.
+
+    Conversations are told apart by their script and their seed.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[int, int | None, int]] = Counter()
+
+    def times(self, written: str, seed: int | None, turn: int) -> int:
+        """How often this turn was asked for before."""
+        key = (hash(written), seed, turn)
+        self._counts[key] += 1
+        return self._counts[key] - 1
+
+
 class ScriptError(ValueError):
     """The script in a prompt cannot be played; the server answers 400 with this text."""
 
 
-def step_for(request: ServedRequest, default: str = "echo") -> Step:
-    """The step that answers a request. Raises: ScriptError."""
+def step_for(request: ServedRequest, default: str = "echo", asked: Asked | None = None) -> Step:
+    """The step that answers a request. Raises: ScriptError.
+
+    Args:
+        asked: counts, for steps that are lists; without it these give their first.
+    """
     turn = sum(isinstance(m, AssistantMessage) for m in request.messages)
     written = _written(request.messages)
     if written is not None:
-        return _step_of(written, turn)
+        times = 0
+        if asked is not None and isinstance(_form(written, turn), list):
+            times = asked.times(written, request.sampling.seed, turn)
+        return _step_of(written, turn, times)
     return _named(request.model, turn) or _named(default, turn) or _echo(5, turn)
 
 
@@ -105,14 +132,20 @@ def _written(messages: Sequence[Message]) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def _step_of(written: str, turn: int) -> Step:
+def _form(written: str, turn: int) -> Any:
+    """A step as it is written."""
     try:
         steps = json.loads(written)
     except ValueError as error:
         raise ScriptError(f"SCRIPT is no JSON list: {error}") from None
-    if turn >= len(steps):
-        return _text("done")
-    step = steps[turn]
+    return steps[turn] if turn < len(steps) else "done"
+
+
+@lru_cache(maxsize=4096)
+def _step_of(written: str, turn: int, times: int) -> Step:
+    step = _form(written, turn)
+    if isinstance(step, list) and step:
+        step = step[min(times, len(step) - 1)]
     if isinstance(step, str):
         return _text(step)
     if not isinstance(step, dict):

@@ -1,6 +1,7 @@
 """The agent against the fake model server over a socket, with real shells."""
 
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -13,23 +14,46 @@ from hermes_rl.agent.control import Control
 from hermes_rl.agent.hooks import Tape
 from hermes_rl.agent.policy import PRESETS, Limits
 from hermes_rl.agent.run import AgentParts, AgentResult, run_agent
-from hermes_rl.events import CallEnded, CallStarted, Event, MessageAdded
+from hermes_rl.events import AttemptKey, Begun, CallEnded, CallStarted, Ended, Event, MessageAdded
 from hermes_rl.messages import Message, UserMessage
 from hermes_rl.models.base import ModelClient, Sampling
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.limiter import InProcessLimiter
 from hermes_rl.models.retry import ModelCaller, RetryPolicy
+from hermes_rl.record import Trajectory
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
 from hermes_rl.sandboxes.none import Subprocess
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.tools.base import Tool
 from hermes_rl.tools.toolsets import resolve
+from hermes_rl.trajectory import fold
 
 
 def scripted(*steps: Any) -> str:
     """A prompt that tells the fake server what to answer."""
     return "Do it.\nSCRIPT: " + json.dumps(list(steps))
+
+
+def begun() -> Begun:
+    """The first event of some attempt."""
+    return Begun(
+        key=AttemptKey(unit_id="u", epoch=0, attempt=0),
+        started_at=time.time(),
+        run_id="r",
+        group_id="g",
+        member=0,
+        repeat=0,
+        row_index=0,
+        task_id="t",
+        task_hash="h",
+        config_hash="c",
+        seed=0,
+        prompt="x",
+        model="echo",
+        api_mode="chat_completions",
+        endpoint="here",
+    )
 
 
 @dataclass
@@ -44,6 +68,31 @@ class Ran:
 
     def results(self) -> list[MessageAdded]:
         return [e for e in self.added() if e.tool_ok is not None]
+
+    def outline(self) -> str:
+        """One letter per message: s u a t; capital where the harness wrote it."""
+        letters = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
+        roles = [(letters[row.role], row.synthetic) for row in self.row().message_info]
+        return "".join(letter.upper() if synthetic else letter for letter, synthetic in roles)
+
+    def row(self) -> Trajectory:
+        """The run's row, as a batch run makes it."""
+        result = self.result
+        ended = Ended(
+            finished_at=time.time(),
+            end_reason=result.end_reason,
+            metrics=result.metrics,
+            final_response=result.final_response,
+        )
+        return fold([begun(), *self.tape.events, ended])
+
+    def errors(self) -> list[str | None]:
+        """What the row says of each call."""
+        return [call.error for call in self.row().calls]
+
+    def limits(self) -> list[int | None]:
+        """The output limit of each call."""
+        return [start.max_output_tokens for start, _ in self.calls()]
 
     def calls(self) -> list[tuple[CallStarted, CallEnded]]:
         starts = [e for e in self.tape.events if isinstance(e, CallStarted)]

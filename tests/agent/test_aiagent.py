@@ -227,7 +227,7 @@ def test_interrupt_without_a_message_ends_the_run(agent_class: type[AIAgent]) ->
 
 def test_a_cut_answer_can_be_gone_on_from(agent_class: type[AIAgent]) -> None:
     cut = {"run": "touch f", "text": "Let me", "finish": "length"}
-    with agent_class("m") as agent:
+    with agent_class("m", preset="rl") as agent:
         result = agent.run_conversation(say(cut, "second"))
         assert (result["end_reason"], result["completed"]) == ("output_truncated", False)
         assert result["messages"][-1]["tool_calls"]

@@ -21,6 +21,7 @@ from hermes_rl.messages import AssistantMessage, SystemMessage, ToolMessage, Use
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
 
 LS = {"run": "ls"}
+RL = PRESETS["rl"]
 QUICK = dataclasses.replace(PRESETS["datagen"], summary_on_limit=False)
 
 
@@ -41,7 +42,7 @@ async def test_answered(rig: Any) -> None:
 
 
 async def test_output_truncated_runs_no_call(rig: Any) -> None:
-    ran = await rig.play({"run": "touch made", "finish": "length"}, "done")
+    ran = await rig.play({"run": "touch made", "finish": "length"}, "done", policy=RL)
     assert ran.result.end_reason == "output_truncated"
     assert (await rig.sandbox.run("ls", timeout_s=5)).output == ""
     assert roles(ran.result.messages) == "sua"
@@ -141,7 +142,7 @@ async def test_wall_limit_is_infrastructure(rig: Any) -> None:
 
 
 async def test_three_turns_without_a_valid_call(rig: Any) -> None:
-    bad = {"calls": [{"name": "nope"}, {"name": "terminal", "arguments": "{"}]}
+    bad = {"calls": [{"name": "nope"}, {"name": "terminal", "arguments": "{,}"}]}
     ran = await rig.play(bad, bad, bad, "never")
     assert ran.result.end_reason == "invalid_tool_calls"
     assert len(ran.results()) == 6

@@ -1,30 +1,55 @@
 """Presets, prompts, and the history that an agent keeps."""
 
-import dataclasses
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl.agent.history import continuable, with_user
-from hermes_rl.agent.policy import PRESETS, Policy, preset
+from hermes_rl.agent.policy import PRESETS, preset
 from hermes_rl.agent.prologue import check_roles
-from hermes_rl.agent.prompt import SUMMARY_REQUEST, system_prompt
+from hermes_rl.agent.prompt import TEXTS, system_prompt
 from hermes_rl.errors import UserError
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models.base import Sampling
 
+SETTINGS = ("name", "invalid_turn_limit", "sampling")
+
 
 def test_rl_turns_every_switch_off() -> None:
-    switches = {f.name: f.default for f in dataclasses.fields(Policy) if f.name not in SETTINGS}
-    assert switches == dict.fromkeys(
-        ("summary_on_limit", "repair_tool_names", "repair_history"), False
-    ) | {"tool_loop_limit": None}
-    assert {k: getattr(PRESETS["rl"], k) for k in switches} == switches
+    switches = {k: v for k, v in vars(PRESETS["rl"]).items() if k not in SETTINGS}
+    assert len(switches) >= 14
+    assert not any(switches.values())
+    others = [vars(PRESETS[name]) for name in ("interactive", "datagen")]
+    assert {k for k in switches if not all(o[k] for o in others)} == {"reuse_prior_text"}
 
 
-SETTINGS = ("name", "invalid_turn_limit", "sampling")
+def test_single_switches() -> None:
+    policy = preset("datagen").switched({"continue_output": False, "tool_loop_limit": None})
+    assert not policy.continue_output
+    assert policy.tool_loop_limit is None
+    assert policy.retry_empty
+    assert preset(policy) is policy
+    assert preset("rl").switched({}) is preset("rl")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"nudge": True}, r"unknown switch agent\.switches\.nudge \(known: summary_on_limit, .*\)"),
+        ({"name": "x"}, "unknown switch"),
+        ({"sampling": None}, "unknown switch"),
+        ({"retry_empty": 3}, r"agent\.switches\.retry_empty must be true or false, not 3"),
+        ({"tool_loop_limit": 0}, "must be a whole number from 1 or null, not 0"),
+        ({"tool_loop_limit": True}, "must be a whole number from 1 or null"),
+        ({"invalid_turn_limit": None}, "must be a whole number from 1, not None"),
+    ],
+)
+def test_switches_that_cannot_be_set(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        preset("datagen").switched(changes)
 
 
 def test_sampling_is_filled_up_and_never_overruled() -> None:
@@ -46,7 +71,7 @@ def test_sampling_is_filled_up_and_never_overruled() -> None:
 def test_prompts_hold_nothing_volatile(name: str, tools: tuple[str, ...]) -> None:
     text = system_prompt(name, tools)
     assert text == system_prompt(name, tools)
-    assert not re.search(r"\d|/|{|}|%", text + SUMMARY_REQUEST)
+    assert not re.search(r"\d|/|{|}|%", text + "".join(TEXTS))
 
 
 def call(n: int) -> ToolCall:

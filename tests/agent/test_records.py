@@ -4,38 +4,16 @@ import time
 from typing import Any
 
 from hermes_rl.agent.policy import Limits
-from hermes_rl.events import AttemptKey, Begun, CallStarted, Ended, MessageAdded, ToolsOffered
+from hermes_rl.events import CallStarted, MessageAdded, ToolsOffered
 from hermes_rl.messages import AssistantMessage, ToolCall, UserMessage
 from hermes_rl.models.base import Completion, ModelRequest
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
-from hermes_rl.trajectory import fold
 from hermes_rl.usage import Usage
-
-
-def begun() -> Begun:
-    return Begun(
-        key=AttemptKey(unit_id="u", epoch=0, attempt=0),
-        started_at=time.time(),
-        run_id="r",
-        group_id="g",
-        member=0,
-        repeat=0,
-        row_index=0,
-        task_id="t",
-        task_hash="h",
-        config_hash="c",
-        seed=0,
-        prompt="x",
-        model="echo",
-        api_mode="chat_completions",
-        endpoint="here",
-    )
 
 
 async def test_the_fold_of_a_run_is_its_row(rig: Any) -> None:
     ran = await rig.play({"run": "echo 1", "text": "Look.", "reasoning": "hm"}, "done")
-    ended = Ended(finished_at=time.time(), end_reason=ran.result.end_reason)
-    row = fold([begun(), *ran.tape.events, ended])
+    row = ran.row()
     assert (row.status, row.end_reason, row.turns) == ("ok", "answered", 2)
     assert row.final_response == ran.result.final_response == "done"
     assert [i.role for i in row.message_info] == [

@@ -84,10 +84,15 @@ async def test_commands_of_one_turn_run_in_order(rig: Any) -> None:
     assert [json.loads(t)["output"] for t in texts(ran)] == ["0\n", "0\n1\n", "0\n1\n2\n"]
 
 
-async def test_equal_calls_of_one_turn_both_run(rig: Any) -> None:
-    calls = [{"arguments": {"command": "echo x >> f; wc -l < f"}}] * 2
-    ran = await rig.play({"calls": calls}, "done")
-    assert [json.loads(t)["output"] for t in texts(ran)] == ["1\n", "2\n"]
+async def test_equal_calls_of_one_turn_run_once_by_policy(rig: Any) -> None:
+    line, other = ({"arguments": {"command": f"echo x >> f; wc -l < f{s}"}} for s in ("", " "))
+    ran = await rig.play({"calls": [line, other, line]}, "done", policy=PRESETS["rl"])
+    assert [json.loads(t)["output"] for t in texts(ran)] == ["1\n", "2\n", "3\n"]
+    assert ran.result.metrics == {}
+    ran = await rig.play({"calls": [line, other, line]}, "done")
+    assert [json.loads(t)["output"] for t in texts(ran)] == ["4\n", "5\n"]
+    assert len(ran.result.messages[2].tool_calls) == 2
+    assert ran.result.metrics == {"duplicate_calls": 1.0}
 
 
 async def test_bad_json_goes_back_and_never_runs(rig: Any) -> None:
@@ -137,8 +142,9 @@ async def test_tools_share_the_state_of_one_run_only(rig: Any) -> None:
         return ToolResult(str(ctx.state["n"]))
 
     tools = {"terminal": Tool("terminal", "", ANY, handler, "x")}
+    two = [{"arguments": {}}, {"arguments": {"again": True}}]
     for _ in range(2):
-        ran = await rig.play({"calls": [{}, {}]}, {"calls": [{}]}, "done", tools=tools)
+        ran = await rig.play({"calls": two}, {"calls": two[:1]}, "done", tools=tools)
         assert texts(ran) == ["1", "2", "3"]
 
 

@@ -39,6 +39,11 @@ class StreamDecoder:
         self._all = Envelope()
         self._gathered = Gathered()
 
+    @property
+    def in_call(self) -> bool:
+        """Whether a tool call has begun."""
+        return self._gathered.in_call
+
     def feed(self, piece: bytes) -> None:
         """See `Decoder.feed`."""
         for data in self._events.feed(piece):
@@ -96,6 +101,11 @@ class Gathered:
         self._choice: dict[str, Any] = {}
         self._token_ids: list[Any] | None = None
         self._logprobs: list[Any] | None = None
+
+    @property
+    def in_call(self) -> bool:
+        """Whether a tool call has begun."""
+        return bool(self._calls)
 
     def add(self, choice: Mapping[str, Any]) -> str:
         """Take one delta; returns its visible text."""

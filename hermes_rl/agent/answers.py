@@ -1,0 +1,99 @@
+"""One answer of the model, over as many calls as the policy allows.
+
+An answer that is none (cut, empty, with calls that cannot be read) is judged by `continuation`,
+`empty` and `repair`; the policy's switches decide what they may do. With all switches off every
+answer is taken, or ends the run with its reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hermes_rl.agent import continuation, empty, repair
+from hermes_rl.agent.parts import Finish, RunState
+from hermes_rl.agent.verdicts import AskAgain, End, GoOn, Take, Verdict
+from hermes_rl.errors import ContextOverflow, PayloadTooLarge
+from hermes_rl.messages import AssistantMessage, UserMessage
+from hermes_rl.models.base import Completion
+from hermes_rl.models.beginnings import BrokenOff
+
+REFUSAL = "refusal"
+"""Finish reason by which a server says that the model refused in its own words."""
+
+
+async def answer(run: RunState) -> Completion:
+    """The next answer that can be acted on; it has joined the conversation.
+
+    Raises: Finish when there is none; ModelError.
+    """
+    run.turn += 1
+    while True:
+        completion = await _ask(run)
+        verdict = _judge(run, completion)
+        match verdict:
+            case Take(message):
+                _take(run, message)
+                return replace(completion, message=message)
+            case AskAgain(why):
+                run.discard(why)
+                run.check_tokens()
+            case GoOn():
+                _go_on(run, verdict)
+            case End():
+                run.add(verdict.message)
+                run.final_response = verdict.final_response
+                raise Finish(verdict.end_reason)
+
+
+async def _ask(run: RunState) -> Completion:
+    """One call. Raises: Finish, ModelError."""
+    request = run.request
+    if run.tries.max_tokens is not None:
+        sampling = replace(request.sampling, max_tokens=run.tries.max_tokens)
+        request = replace(request, sampling=sampling)
+    if request.stream and continuation.may_continue_streams(run):
+        request = replace(request, continuable=True)
+    try:
+        completion = await run.parts.caller.call(request, turn=run.turn)
+    except (ContextOverflow, PayloadTooLarge) as error:
+        raise Finish("context_overflow") from error
+    except BrokenOff as error:
+        return continuation.beginning(error)
+    run.count(completion.usage)
+    return completion
+
+
+def _judge(run: RunState, completion: Completion) -> Verdict:
+    """What to do with an answer."""
+    message, reason = completion.message, completion.finish_reason
+    if reason in continuation.CUT:
+        return continuation.cut(run, completion)
+    if reason == REFUSAL:
+        return Take(message)
+    if message.tool_calls:
+        return repair.checked(run, completion)
+    if not message.content.strip():
+        return empty.climb(run, message)
+    return Take(message)
+
+
+def _take(run: RunState, message: AssistantMessage) -> None:
+    parts = run.tries.parts
+    if message.tool_calls:
+        parts.clear()  # what was said on the way to a call is no answer
+    elif parts:
+        parts.append(message.content)
+    run.add(message)
+
+
+def _go_on(run: RunState, verdict: GoOn) -> None:
+    """Raises: Finish at a limit, before the harness says anything."""
+    if verdict.instead_of is None:
+        run.add(verdict.said)
+        run.check_limits()
+    else:
+        run.discard(verdict.instead_of)
+        run.check_limits()
+        run.add(verdict.said, synthetic=True)
+    run.add(UserMessage(content=verdict.prompt), synthetic=True)
+    run.turn += 1

@@ -1,0 +1,145 @@
+"""Tool calls that are not quite calls: names, arguments."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hermes_rl.agent.policy import PRESETS
+from hermes_rl.agent.repair import tool_meant
+from hermes_rl.tools.base import Tool, ToolContext, ToolResult
+
+DATAGEN, RL = PRESETS["datagen"], PRESETS["rl"]
+BROKEN = {"calls": [{"arguments": '{"command": "touch made",,}'}]}
+
+
+async def nothing(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
+    return ToolResult("")
+
+
+NAMES = ("terminal", "read_file", "write_file", "search_files", "mcp_git_log")
+TOOLS = {name: Tool(name, "", {"type": "object"}, nothing, "x") for name in NAMES}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("Terminal", "terminal"),
+        (" terminal\n", "terminal"),
+        ("functions.terminal", "terminal"),
+        ("functions.read_file:0", "read_file"),
+        ("default_api:read_file", "read_file"),
+        ("Read-File", "read_file"),
+        ("ReadFile", "read_file"),
+        ("read file", "read_file"),
+        ("readFile()", "read_file"),
+        ("read_file_tool", "read_file"),
+        ("WriteFileTool", "write_file"),
+        ("write_file_1", "write_file"),
+        ("terminal<|channel|>commentary", "terminal"),
+        ("tools/search-files", "search_files"),
+        ("search_file", "search_files"),
+        ("termnal", "terminal"),
+        ("mcp.git.log", "mcp_git_log"),
+        ("python", None),
+        ("browser", None),
+        ("", None),
+        (" ", None),
+        ("<|channel|>", None),
+        ("...", None),
+    ],
+)
+def test_the_tool_that_a_name_means(name: str, meant: str | None) -> None:
+    found = tool_meant(name, TOOLS)
+    assert (found.name if found else None) == meant
+
+
+@given(st.text(max_size=20))
+def test_any_text_may_be_a_name(name: str) -> None:
+    assert tool_meant(name, {}) is None
+    tool_meant(name, TOOLS)
+
+
+@given(st.sampled_from(NAMES), st.sampled_from(["{}", "functions.{}", "{}()", "{}_tool", " {}"]))
+def test_every_tool_is_found_by_its_own_name(name: str, form: str) -> None:
+    found = tool_meant(form.format(name), TOOLS)
+    assert found is TOOLS[name]
+
+
+async def test_a_near_name_runs_by_policy_only(rig: Any) -> None:
+    step = {"calls": [{"name": "termnal", "arguments": {"command": "echo hi"}}]}
+    ran = await rig.play(step, "done")
+    assert json.loads(ran.results()[0].message.content)["output"] == "hi\n"
+    for policy in (RL, DATAGEN.switched({"repair_tool_names": False})):
+        ran = await rig.play(step, "done", policy=policy)
+        assert "unknown tool 'termnal'" in ran.results()[0].message.content
+
+
+@pytest.mark.parametrize("policy", [DATAGEN, RL])
+async def test_a_blank_name_gets_a_short_error(rig: Any, policy: Any) -> None:
+    mixed = {"calls": [{"name": " "}, {"name": "nope"}, {"arguments": {"command": "echo 1"}}]}
+    ran = await rig.play(mixed, "done", policy=policy)
+    blank, unknown, good = (e.message.content for e in ran.results())
+    assert blank == '{"error":"the call names no tool"}'
+    assert "the tools are: terminal, read_file" in unknown
+    assert json.loads(good)["output"] == "1\n"
+    assert [e.tool_ok for e in ran.results()] == [False, False, True]
+
+
+@pytest.mark.parametrize("policy", [DATAGEN, RL])
+async def test_three_turns_of_invalid_names_end_the_run(rig: Any, policy: Any) -> None:
+    bad = {"calls": [{"name": "nope", "arguments": {}}]}
+    ran = await rig.play(bad, bad, bad, "never", policy=policy)
+    assert (ran.result.end_reason, ran.result.turns) == ("invalid_tool_calls", 3)
+    assert ran.outline() == "suatatat"
+
+
+async def test_arguments_that_are_no_json_are_asked_for_again(rig: Any) -> None:
+    ran = await rig.play([BROKEN, BROKEN, {"run": "ls"}], "done")
+    assert (ran.result.end_reason, ran.outline()) == ("answered", "suata")
+    why = "discarded: tool call without JSON arguments"
+    assert ran.errors() == [why, why, None, None]
+    assert json.loads(ran.results()[0].message.content)["output"] == ""
+    assert ran.limits() == [None] * 4
+
+
+async def test_after_two_times_the_model_is_told(rig: Any) -> None:
+    mixed = {"calls": [*BROKEN["calls"], {"arguments": {"command": "echo 1"}}]}
+    ran = await rig.play(mixed, "done")
+    assert ran.outline() == "suatta"
+    bad, good = (e.message.content for e in ran.results())
+    assert "not valid JSON" in bad
+    assert json.loads(good)["output"] == "1\n"
+    assert len(ran.calls()) == 4
+
+
+@pytest.mark.parametrize("policy", [DATAGEN.switched({"reask_arguments": False}), RL])
+async def test_the_model_is_told_at_once_without_the_switch(rig: Any, policy: Any) -> None:
+    ran = await rig.play(BROKEN, "done", policy=policy)
+    assert (ran.outline(), len(ran.calls())) == ("suata", 2)
+    assert "not valid JSON" in ran.results()[0].message.content
+
+
+async def test_broken_off_arguments_without_that_switch_are_just_no_json(rig: Any) -> None:
+    step = {"calls": [{"arguments": '{"command": "ls'}]}
+    policy = DATAGEN.switched({"reask_cut_calls": False})
+    ran = await rig.play(step, "done", policy=policy)
+    assert (ran.outline(), len(ran.calls())) == ("suata", 4)
+
+
+async def test_no_text_at_all_stands_for_no_arguments(rig: Any) -> None:
+    async def handler(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
+        return ToolResult(json.dumps(args))
+
+    tools = {"look": Tool("look", "", {"type": "object"}, handler, "x", needs_sandbox=False)}
+    ran = await rig.play({"calls": [{"name": "look", "arguments": ""}]}, "done", tools=tools)
+    assert ran.results()[0].message.content == "{}"
+    assert len(ran.calls()) == 2
+
+
+async def test_json_that_is_no_object_goes_to_the_model(rig: Any) -> None:
+    ran = await rig.play({"calls": [{"arguments": '["ls"]'}]}, "done")
+    assert "must be a JSON object" in ran.results()[0].message.content
+    assert len(ran.calls()) == 2
