@@ -1,0 +1,255 @@
+"""The dialect anthropic_messages: what comes back."""
+
+import json
+
+import pytest
+
+from hermes_rl import errors as e
+from hermes_rl.messages import (
+    AssistantMessage,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+)
+from hermes_rl.models.base import Conversation, ModelRequest
+from hermes_rl.models.dialects.anthropic_messages import AnthropicMessages
+from hermes_rl.models.dialects.anthropic_server import AnthropicServer
+from hermes_rl.models.dialects.base import ReplyHead
+from hermes_rl.usage import Usage
+
+JSON = {"content-type": "application/json", "request-id": "req_1"}
+SSE = {"content-type": "text/event-stream"}
+
+
+def request(*messages, model="claude-sonnet-4-5", **fields):
+    return ModelRequest(model=model, conversation=Conversation(messages), call_id="c", **fields)
+
+
+def body_of(*messages, **fields):
+    return json.loads(AnthropicMessages().encode(request(*messages, **fields)))
+
+
+def read(*messages, **fields):
+    """What our server understands of a request: it refuses what the API refuses."""
+    return AnthropicServer().decode_request(
+        AnthropicMessages().encode(request(*messages, **fields))
+    )
+
+
+def call(number, arguments="{}", name="terminal"):
+    return ToolCall(id=f"toolu_{number}", name=name, arguments=arguments)
+
+
+def result(number, content="out"):
+    return ToolMessage(tool_call_id=f"toolu_{number}", name="terminal", content=content)
+
+
+THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "c2ln"}
+HIDDEN = {"type": "redacted_thinking", "data": "b3BhcXVl"}
+# Answers
+
+
+def through(dialect_body, headers=JSON, pieces=None, on_delta=None):
+    asked = request(UserMessage(content="x"), on_delta=on_delta)
+    decoder = AnthropicMessages(secrets=("sk-secret-key",)).decoder(asked, ReplyHead(headers, 0.1))
+    for piece in pieces or [dialect_body]:
+        decoder.feed(piece)
+    return decoder.finish()
+
+
+def event(kind, **fields):
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
+
+
+def stream(*events, stop="end_turn", usage=None):
+    start = {"id": "msg_1", "model": "m", "usage": {"input_tokens": 5, "output_tokens": 1}}
+    return b"".join(
+        (
+            event("message_start", message=start),
+            *events,
+            event(
+                "message_delta",
+                delta={"stop_reason": stop},
+                usage={"output_tokens": 9} if usage is None else usage,
+            ),
+            event("message_stop"),
+        )
+    )
+
+
+def block(index, start, *deltas):
+    return b"".join(
+        (
+            event("content_block_start", index=index, content_block=start),
+            *(event("content_block_delta", index=index, delta=d) for d in deltas),
+            event("content_block_stop", index=index),
+        )
+    )
+
+
+def test_thinking_between_texts_goes_back_to_its_place():
+    whole = [
+        {"type": "text", "text": "First. "},
+        THOUGHT,
+        {"type": "text", "text": "Then."},
+        {"type": "tool_use", "id": "toolu_1", "name": "terminal", "input": {"a": 1}},
+        HIDDEN,
+        {"type": "tool_use", "id": "toolu_2", "name": "terminal", "input": {}},
+    ]
+    body = json.dumps({"content": whole, "stop_reason": "tool_use"}).encode()
+    answer = through(body)
+    assert answer.message.content == "First. Then."
+    history = UserMessage(content="u"), answer.message, result(1), result(2)
+    assert body_of(*history)["messages"][1]["content"] == whole
+
+
+def test_arguments_keep_their_spelling():
+    raw = b'{"content":[{"type":"tool_use","id":"t","name":"n","input":{"b" : 1,"a":[ ]}}]}'
+    assert through(raw).message.tool_calls[0].arguments == '{"b" : 1,"a":[ ]}'
+    parts = ['{"b" :', " 1}"]
+    deltas = [{"type": "input_json_delta", "partial_json": p} for p in parts]
+    data = stream(block(0, {"type": "tool_use", "id": "t", "name": "n", "input": {}}, *deltas))
+    assert through(data, SSE).message.tool_calls[0].arguments == '{"b" : 1}'
+
+
+@pytest.mark.parametrize(("given_", "text_"), [({}, "{}"), ({"a": 1}, '{"a":1}')])
+def test_a_call_that_does_not_grow(given_, text_):
+    data = stream(block(0, {"type": "tool_use", "id": "t", "name": "n", "input": given_}))
+    assert through(data, SSE).message.tool_calls[0].arguments == text_
+
+
+def test_calls_without_ids_get_the_same_one_each_time():
+    body = b'{"content":[{"type":"tool_use","name":"n","input":{}},{"type":"tool_use","name":"n"}]}'
+    one, two = through(body).message.tool_calls
+    assert one.id != two.id
+    assert through(body).message.tool_calls == (one, two)
+
+
+STOPS = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+    "tool_use": "tool_calls",
+    "refusal": "refusal",
+    "pause_turn": "pause_turn",
+    "new_one": "new_one",
+}
+
+
+@pytest.mark.parametrize(("told", "reason"), STOPS.items())
+def test_stop_reasons(told, reason):
+    assert (
+        through(json.dumps({"content": [], "stop_reason": told}).encode()).finish_reason == reason
+    )
+    assert through(stream(stop=told), SSE).finish_reason == reason
+
+
+def test_a_refusal_without_words_says_why():
+    details = {"type": "refusal", "category": "cyber", "explanation": "Not that."}
+    form = {"content": [], "stop_reason": "refusal", "stop_details": details}
+    assert through(json.dumps(form).encode()).message.content == "Not that."
+    end = {"stop_reason": "refusal", "stop_details": details}
+    data = event("message_delta", delta=end, usage={}) + event("message_stop")
+    assert through(data, SSE).message.content == "Not that."
+
+
+def test_usage_counts_the_cache_once():
+    usage = {
+        "input_tokens": 3,
+        "cache_read_input_tokens": 100,
+        "cache_creation_input_tokens": 20,
+        "cache_creation": {"ephemeral_5m_input_tokens": 15, "ephemeral_1h_input_tokens": 5},
+        "output_tokens": 50,
+        "output_tokens_details": {"thinking_tokens": 40},
+        "service_tier": "standard",
+    }
+    answer = through(json.dumps({"content": [], "usage": usage}).encode())
+    assert answer.usage == Usage(
+        input_tokens=123,
+        cache_read_tokens=100,
+        cache_write_tokens=20,
+        cache_write_1h_tokens=5,
+        output_tokens=50,
+        reasoning_tokens=40,
+    )
+    assert json.loads(answer.usage_raw) == usage
+
+
+def test_usage_of_a_stream_is_a_running_total():
+    start = {"input_tokens": 3, "cache_read_input_tokens": 7, "output_tokens": 1}
+    data = b"".join(
+        (
+            event("message_start", message={"usage": start}),
+            event("message_delta", delta={}, usage={"output_tokens": 4, "input_tokens": None}),
+            event("message_delta", delta={"stop_reason": "end_turn"}, usage={"output_tokens": 9}),
+            event("message_stop"),
+        )
+    )
+    usage = through(data, SSE).usage
+    assert (usage.input_tokens, usage.cache_read_tokens, usage.output_tokens) == (10, 7, 9)
+
+
+@pytest.mark.parametrize("usage", [{}, {"input_tokens": 4}])
+def test_half_a_usage_is_none(usage):
+    answer = through(stream(usage=usage), SSE)
+    assert answer.usage is None
+    assert through(json.dumps({"content": [], "usage": usage}).encode()).usage is None
+
+
+def test_what_is_of_no_interest():
+    odd = b"".join(
+        (
+            event("ping"),
+            b": keep-alive\n\n",
+            event("new_event", anything=1),
+            block(0, {"type": "server_tool_use", "id": "s", "name": "web", "input": {}}),
+            event("content_block_delta", index=1, delta={"type": "text_delta", "text": "hi"}),
+            b"data: [DONE]\n\n",
+        )
+    )
+    assert through(stream(odd), SSE).message == AssistantMessage(content="hi")
+
+
+def test_text_is_told_as_it_comes():
+    pieces = []
+    deltas = [{"type": "text_delta", "text": t} for t in ("a", "b")]
+    data = stream(block(0, {"type": "text", "text": ""}, *deltas))
+    through(data, SSE, on_delta=pieces.append)
+    assert pieces == ["a", "b"]
+
+
+FAULTS = {
+    "overloaded_error": e.Overloaded,
+    "rate_limit_error": e.RateLimited,
+    "api_error": e.ServerError,
+    "timeout_error": e.ServerError,
+    "authentication_error": e.AuthError,
+    "invalid_request_error": e.BadRequest,
+}
+
+
+@pytest.mark.parametrize(("kind", "error"), FAULTS.items())
+def test_an_error_in_the_middle(kind, error):
+    said = {"type": kind, "message": "No, sk-secret-key."}
+    data = event("message_start", message={}) + event("error", error=said)
+    with pytest.raises(error) as caught:
+        through(data, SSE)
+    assert caught.value.served is True
+    assert "sk-secret-key" not in str(caught.value)
+    with pytest.raises(error):
+        through(json.dumps({"type": "error", "error": said}).encode())
+
+
+@pytest.mark.parametrize("size", [40, 200, 300])
+def test_a_cut_stream(size):
+    data = stream(block(0, {"type": "text", "text": ""}, {"type": "text_delta", "text": "hi"}))
+    with pytest.raises(e.ProtocolError, match=r"complete|cannot be read") as caught:
+        through(data[:size], SSE)
+    assert caught.value.served is True
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"{", b"[]", b'{"content": 3}', b"{}"])
+def test_what_is_no_answer(body):
+    with pytest.raises(e.ProtocolError):
+        through(body)
