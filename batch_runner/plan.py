@@ -49,7 +49,7 @@ class PlanRules:
 
 
 class Plan:
-    """The open units as work items, read lazily: the dataset in a thread, the ledger on the loop.
+    """The open units as work items, read lazily, in a thread that also passes over what is done.
 
     Args:
         reader: the dataset's units.
@@ -61,11 +61,18 @@ class Plan:
         self._reader = reader
         self._rules = rules
         self._ledger = ledger
+        self._passed = 0
 
     async def take(self) -> list[WorkItem]:
         """Some next open units; maybe none, until `counts.complete`. Raises: UserError."""
-        units = await asyncio.to_thread(self._reader.take, _STEP)
+        reader = self._reader
+        units = await asyncio.to_thread(reader.take, _STEP, done=self._ledger.is_done)
         items = [item for unit in units if (item := self._item(unit)) is not None]
+        passed = reader.passed - self._passed
+        self._passed = reader.passed
+        self.counts.units += passed
+        self.counts.known += passed
+        self.counts.done += passed
         self.counts.rows = self._reader.rows
         self.counts.bad_rows = self._reader.bad_rows
         self.counts.complete = self._reader.ended

@@ -26,7 +26,7 @@ from batch_runner.wire import WorkerSpec
 from hermes_rl.config import RunConfig, to_yaml
 from hermes_rl.doors import run_sync
 from hermes_rl.errors import DiskFull
-from hermes_rl.sources import read_tasks
+from hermes_rl.sources import read_rows
 from hermes_rl.store.commit import read_commit
 from hermes_rl.store.driver import Driver, OpenOptions, open_run
 from hermes_rl.store.stats import compute_stats, write_stats
@@ -62,7 +62,7 @@ async def arun_batch(config: RunConfig, *, progress: Progress | None = None) -> 
 def open_reader(settings: Settings) -> UnitReader:
     """The units of the run's dataset."""
     dataset = settings.config.dataset
-    rows = read_tasks(dataset.path, columns=dataset.map, limit=dataset.limit)
+    rows = read_rows(dataset.path, columns=dataset.map, limit=dataset.limit)
     return UnitReader(rows, settings.config_hash, dataset.repeats, dataset.path)
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from batch_runner.seen import OccurrenceCounter
 from hermes_rl.errors import UserError
 from hermes_rl.identity import unit_id
+from hermes_rl.rows import LazyRow
 from hermes_rl.tasks import TaskRow
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One unit of the dataset, run before or not."""
+    """One unit of the dataset that is not known to be done."""
 
     unit_id: str
     row: TaskRow
@@ -24,58 +25,94 @@ class Unit:
     repeat: int
 
 
+Done = Callable[[str], bool]
+"""Whether a unit is done. Called on the reader's thread."""
+
+
+def _none_is_done(unit_id: str) -> bool:
+    return False
+
+
 class UnitReader:
     """Reads a dataset's units lazily. Blocking and for one thread at a time.
 
-    Memory: one short digest per row that was read.
+    The task of a row whose units are all done is never made. Memory: one short digest per row that
+    was read.
     """
 
     def __init__(
-        self, rows: Iterable[TaskRow], config_hash: str, repeats: int, name: str = "rows"
+        self, rows: Iterable[LazyRow], config_hash: str, repeats: int, name: str = "rows"
     ) -> None:
-        self._name = name
         self.rows = 0
         self.bad_rows = 0
+        self.passed = 0
+        """Units that went by because they and all repeats of their row are done."""
         self.ended = False
-        self._units: Iterator[Unit] = self._read(rows, config_hash, repeats)
+        self._name = name
+        self._config_hash = config_hash
+        self._repeats = repeats
+        self._seen = OccurrenceCounter()
+        self._rows = iter(rows)
+        self._units: Iterator[Unit] = iter(())
+        """What is left of the row that was read last."""
 
     def prime(self) -> None:
-        """Read the first unit, so that a dataset that cannot be read shows before anything starts.
+        """Read the first row, so that a dataset that cannot be read shows before anything starts.
 
         Raises: UserError for no such dataset, an unknown kind, no rows, or no `prompt`.
         """
-        first = next(self._units, None)
+        first = next(self._rows, None)
         if first is None:
             raise UserError(f"{self._name}: the dataset holds no rows. Check the file, or --limit")
-        self._units = itertools.chain((first,), self._units)
+        self._rows = itertools.chain((first,), self._rows)
+        _refuse_unmapped(first.parse())
 
-    def take(self, wanted: int, seconds: float = 0.25) -> list[Unit]:
-        """The next units: at most `wanted`, fewer when that takes too long; empty at the end.
+    def take(self, wanted: int, seconds: float = 0.25, done: Done = _none_is_done) -> list[Unit]:
+        """The next units: at most `wanted`, fewer or none when that takes too long.
+
+        Args:
+            done: rows of which all units are so are passed over, and counted in `passed`.
 
         Raises: UserError when the dataset cannot be read.
         """
-        taken: list[Unit] = []
         deadline = time.monotonic() + seconds
-        for unit in self._units:
-            taken.append(unit)
-            if len(taken) >= wanted or time.monotonic() > deadline:
+        taken = list(itertools.islice(self._units, wanted))
+        for row in itertools.islice(self._rows, None if len(taken) < wanted else 0):
+            if passed := self._read(row, done):
+                self.passed += passed
+            else:
+                taken += itertools.islice(self._units, wanted - len(taken))
+                if len(taken) >= wanted:
+                    return taken
+            if time.monotonic() > deadline:
                 return taken
-        self.ended = True
+        self.ended = len(taken) < wanted
         return taken
 
-    def _read(self, rows: Iterable[TaskRow], config_hash: str, repeats: int) -> Iterator[Unit]:
-        seen = OccurrenceCounter()
-        for row in rows:
-            if row.index == 0:
-                _refuse_unmapped(row)
-            self.rows += 1
-            self.bad_rows += row.task is None
-            occurrence = seen.next(row.task_hash)
-            # A bad row is one failed unit, however often it was meant to run.
-            members = 1 if row.task is None else row.repeats or repeats
+    def _read(self, row: LazyRow, done: Done) -> int:
+        """Take up a row: its units are next, unless they are done; then returns how many."""
+        self.rows += 1
+        occurrence = self._seen.next(row.task_hash)
+        if row.quick:
+            members = row.repeats or self._repeats
             for repeat in range(members):
-                unit = unit_id(config_hash, row.task_hash, occurrence, repeat)
-                yield Unit(unit, row, occurrence, repeat)
+                if not done(unit_id(self._config_hash, row.task_hash, occurrence, repeat)):
+                    break
+            else:
+                return members
+        parsed = row.parse()
+        if row.index == 0:
+            _refuse_unmapped(parsed)
+        self.bad_rows += parsed.task is None
+        self._units = self._members(parsed, occurrence)
+        return 0
+
+    def _members(self, row: TaskRow, occurrence: int) -> Iterator[Unit]:
+        # A bad row is one failed unit, however often it was meant to run.
+        members = 1 if row.task is None else row.repeats or self._repeats
+        for repeat in range(members):
+            unit = unit_id(self._config_hash, row.task_hash, occurrence, repeat)
+            yield Unit(unit, row, occurrence, repeat)
 
 
 def _refuse_unmapped(first: TaskRow) -> None:

@@ -12,6 +12,8 @@ import json
 import math
 from typing import Any
 
+import msgspec
+
 IDENTITY_VERSION = 1
 """Changes only when the meaning of a hash changes; old run directories are then refused."""
 
@@ -22,6 +24,7 @@ ID_LENGTH = 32
 _encode = json.JSONEncoder(
     sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
 ).encode
+_encode_sorted = msgspec.json.Encoder(order="sorted").encode
 
 
 def canonical(value: Any) -> Any:
@@ -50,9 +53,46 @@ def canonical_json(value: Any) -> str:
 
 
 def digest(value: Any) -> str:
-    """sha256 over the canonical JSON of a value, as 64 hex digits."""
-    text = canonical_json(value)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    """sha256 over the canonical JSON of a value, as 64 hex digits.
+
+    Raises: ValueError for NaN and infinities; TypeError for what is no JSON.
+    """
+    try:
+        return encoded_digest(_ready(value))
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        text = canonical_json(value)  # the same bytes, slower; it decides what is refused
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def encoded_digest(ready: Any) -> str:
+    """`digest` of a value whose floats went through `canonical_float`; many times as fast.
+
+    Raises: what msgspec raises for what it cannot encode: take `digest` then.
+    """
+    return hashlib.sha256(_encode_sorted(ready)).hexdigest()
+
+
+def canonical_float(value: float) -> int | msgspec.Raw:
+    """A float as canonical JSON has it: an integer, or the text that `json` writes.
+
+    Raises: ValueError for NaN and infinities.
+    """
+    number = canonical(value)
+    return number if isinstance(number, int) else msgspec.Raw(repr(number).encode())
+
+
+def _ready(value: Any) -> Any:
+    """`canonical`, for msgspec. Raises: TypeError for anything else than plain JSON values."""
+    kind = type(value)
+    if kind is str or kind is int or kind is bool or value is None:
+        return value
+    if kind is dict:
+        return {k if type(k) is str else str(k): _ready(v) for k, v in value.items()}
+    if kind is list or kind is tuple:
+        return [_ready(v) for v in value]
+    if kind is float:
+        return canonical_float(value)
+    raise TypeError(f"{kind.__name__} is no plain JSON")
 
 
 def unit_id(config_hash: str, task_hash: str, occurrence: int, repeat: int) -> str:

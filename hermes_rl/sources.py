@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import csv
 import importlib.resources
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hermes_rl.errors import UserError
-from hermes_rl.tasks import TaskRow, parse_rows
+from hermes_rl.rows import LazyRow, lazy_rows
+from hermes_rl.tasks import Columns, RawRow, TaskRow, decoded, renamed, task_row
 
 BUNDLED = ("smoke", "terminal_tasks")
 """Datasets that ship with the package."""
 
-Source = Iterator[tuple[Mapping[str, Any] | str, str]]
+Source = Iterator[tuple[RawRow, str]]
 
 _BATCH_ROWS = 256
 _HUB_S = 10.0
+_LOOKED_AT = 100
+"""Rows that are searched for the columns of `--map`."""
 
 
 def read_tasks(
@@ -43,15 +47,60 @@ def read_tasks(
 
     Raises: UserError when there is no such dataset, or it is of no known kind.
     """
-    for row in parse_rows(raw_rows(dataset), columns):
-        if limit is not None and row.index >= limit:
-            return
-        yield row
+    for index, (raw, place) in enumerate(_rows(dataset, columns, limit)):
+        yield task_row(raw, index, place, columns or {})
 
 
-def raw_rows(dataset: str | Iterable[Mapping[str, Any]]) -> Source:
-    """The rows as they stand, with their places; see `read_tasks`. Raises: UserError."""
-    return _open(dataset) if isinstance(dataset, str) else _from_rows(dataset)
+def read_rows(
+    dataset: str | Iterable[Mapping[str, Any]],
+    *,
+    columns: Columns | None = None,
+    limit: int | None = None,
+) -> Iterator[LazyRow]:
+    """`read_tasks` for those who need few of the tasks, but the identity of all."""
+    yield from lazy_rows(_rows(dataset, columns, limit), columns or {})
+
+
+def mapped_rows(
+    dataset: str | Iterable[Mapping[str, Any]],
+    *,
+    columns: Columns | None = None,
+    limit: int | None = None,
+) -> Iterator[dict[str, Any]]:
+    """The rows as they stand, under our names, without those that cannot be read.
+
+    Raises: UserError, as `read_tasks`.
+    """
+    for raw, _ in _rows(dataset, columns, limit):
+        row = decoded(raw) if isinstance(raw, bytes) else raw
+        if not isinstance(row, str):
+            yield renamed(row, columns or {})
+
+
+def _rows(
+    dataset: str | Iterable[Mapping[str, Any]], columns: Columns | None, limit: int | None
+) -> Source:
+    source = _open(dataset) if isinstance(dataset, str) else _from_rows(dataset)
+    if limit is not None:
+        source = itertools.islice(source, limit)
+    return _with_columns(source, columns) if columns else source
+
+
+def _with_columns(source: Source, columns: Columns) -> Source:
+    """The same rows, once the first of them were seen to have the columns.
+
+    Raises: UserError for a column that none of them has.
+    """
+    first = list(itertools.islice(source, _LOOKED_AT))
+    rows = [decoded(raw) if isinstance(raw, bytes) else raw for raw, _ in first]
+    found = dict.fromkeys(str(k) for row in rows if not isinstance(row, str) for k in row)
+    for ours, theirs in columns.items():
+        if found and theirs not in found:
+            raise UserError(
+                f"{first[0][1]}: no column {theirs!r} (found: {', '.join(list(found)[:8])}). "
+                f"Mend --map {ours}={theirs}"
+            )
+    return itertools.chain(first, source)
 
 
 def dataset_name(dataset: str) -> str:
@@ -105,13 +154,7 @@ def _jsonl(path: Path) -> Source:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            place = f"{path}:{number}"
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                yield f"not valid JSON: {error}", place
-                continue
-            yield (row if isinstance(row, dict) else "a row must be a JSON object"), place
+            yield line, f"{path}:{number}"
 
 
 def _json(path: Path) -> Source:
@@ -135,7 +178,7 @@ def _csv(path: Path) -> Source:
             if None in row:
                 yield "more fields than columns", place
                 continue
-            yield {k: _csv_value(k, v) for k, v in row.items() if v not in (None, "")}, place
+            yield {k: _csv_value(k, v) if v else None for k, v in row.items()}, place
 
 
 _CSV_JSON = frozenset(("files", "verify", "requires", "toolsets", "limits", "repeats"))
@@ -221,8 +264,8 @@ def _ask_hub(repo: str) -> None:
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns that Arrow filled with nulls count as absent, at every depth of objects."""
-    return {str(k): _without_nulls(v) for k, v in row.items() if v is not None}
+    """What Arrow filled with nulls counts as absent, at every depth of objects."""
+    return {str(k): _without_nulls(v) for k, v in row.items()}
 
 
 def _without_nulls(value: Any) -> Any:

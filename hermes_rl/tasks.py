@@ -10,8 +10,9 @@ from __future__ import annotations
 import base64
 import datetime
 import decimal
+import json
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -26,6 +27,12 @@ _SCRIPTS = ("setup", "oracle")
 
 FIELDS = frozenset(("id", "prompt", "files", "verify", "limits", "repeats", *_TEXTS, *_LISTS))
 """The columns of a task row that have a meaning of their own; all others travel in `metadata`."""
+
+RawRow = Mapping[str, Any] | bytes | str
+"""A row as a source has it: decoded, a line of JSON, or why it cannot be read."""
+
+Columns = Mapping[str, str]
+"""Names of columns, ours -> the dataset's."""
 
 _VERIFY_KEYS = ("script", "files", "timeout_s", "image", "score")
 _WHOLE_LIMITS = ("max_turns", "max_tokens")
@@ -300,14 +307,32 @@ def _limits(value: Any) -> dict[str, float]:
     return {k: float(v) for k, v in _without_nulls(value).items()}
 
 
-def parse_rows(
-    rows: Iterable[tuple[Mapping[str, Any] | str, str]], columns: Mapping[str, str] | None = None
-) -> Iterator[TaskRow]:
-    """Tasks from (row or error text, place) pairs; `columns` renames: ours -> theirs."""
-    renames = {theirs: ours for ours, theirs in (columns or {}).items()}
-    for index, (row, place) in enumerate(rows):
-        if isinstance(row, str):
-            fake = digest({"bad row": row, "place": place})
-            yield TaskRow(index=index, place=place, task_hash=fake, error=row, raw_id=fake[:12])
-            continue
-        yield parse_row({renames.get(str(k), str(k)): v for k, v in row.items()}, index, place)
+def decoded(line: bytes) -> dict[str, Any] | str:
+    """The row that a line of JSON holds, or why it holds none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"not valid JSON: {error}"
+    return row if isinstance(row, dict) else "a row must be a JSON object"
+
+
+def renamed(row: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+    """A row with the names of ours that `columns` maps (ours -> theirs).
+
+    What had a name of ours before has it no longer: it is not what the mapping means.
+    """
+    if not columns:
+        return {str(k): v for k, v in row.items()}
+    theirs = set(columns.values())
+    given = {str(k): v for k, v in row.items()}
+    rest = {k: v for k, v in given.items() if k not in theirs and k not in columns}
+    return {**rest, **{ours: given[name] for ours, name in columns.items() if name in given}}
+
+
+def task_row(raw: RawRow, index: int, place: str, columns: Columns) -> TaskRow:
+    """A task from a row of a source; never raises for a bad row."""
+    row = decoded(raw) if isinstance(raw, bytes) else raw
+    if isinstance(row, str):
+        fake = digest({"bad row": row, "place": place})
+        return TaskRow(index=index, place=place, task_hash=fake, error=row, raw_id=fake[:12])
+    return parse_row(renamed(row, columns), index, place)

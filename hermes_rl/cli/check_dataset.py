@@ -14,7 +14,7 @@ from batch_runner import run_batch
 from batch_runner.progress import Progress, Silent
 from hermes_rl.config import parse_config
 from hermes_rl.sandboxes.base import SandboxSpec
-from hermes_rl.sources import raw_rows
+from hermes_rl.sources import mapped_rows
 from hermes_rl.store.reader import load_run
 from hermes_rl.tasks import Task, TaskRow, Verify
 from hermes_rl.testing.cheats import CHEATS
@@ -139,21 +139,14 @@ def play_all(
 
     Raises: SandboxStartError, UserError.
     """
-    rows = [r for r in _rows(dataset, columns, limit) if r.get("verify") is not None]
+    rows = [
+        r for r in mapped_rows(dataset, columns=columns, limit=limit) if r.get("verify") is not None
+    ]
     with tempfile.TemporaryDirectory(prefix="hermes-rl-check-") as scratch:
         for number, play in enumerate(plays()):
             out = Path(scratch) / str(number)
             chosen = [r for r in rows if play.name != "oracle" or r.get("oracle")]
             yield _play(chosen, play, out, progress or Silent())
-
-
-def _rows(dataset: str, columns: dict[str, str], limit: int | None) -> Iterator[dict[str, Any]]:
-    renames = {theirs: ours for ours, theirs in columns.items()}
-    for number, (row, _) in enumerate(raw_rows(dataset)):
-        if limit is not None and number >= limit:
-            return
-        if not isinstance(row, str):
-            yield {renames.get(str(k), str(k)): v for k, v in row.items()}
 
 
 def _play(rows: list[dict[str, Any]], play: Play, out: Path, progress: Progress) -> Played:

@@ -11,14 +11,14 @@ from batch_runner.seen import OccurrenceCounter
 from batch_runner.units import UnitReader
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest, group_id, unit_id
-from hermes_rl.sources import read_tasks
+from hermes_rl.sources import read_rows
 from hermes_rl.store.ledger import Ledger
 
 HASH = "c" * 64
 
 
 def reader(rows: list[dict[str, object]], repeats: int = 1) -> UnitReader:
-    return UnitReader(read_tasks(rows), HASH, repeats)
+    return UnitReader(read_rows(rows), HASH, repeats)
 
 
 def test_ids_are_hashes_of_their_lists() -> None:
@@ -34,15 +34,6 @@ def test_occurrences_are_counted_as_a_dictionary_would() -> None:
     for name in digests:
         assert counter.next(name) == seen.setdefault(name, 0)
         seen[name] += 1
-
-
-def test_an_entry_is_found_only_at_its_own_place() -> None:
-    """Two neighbours in a shard can spell a third digest across their border."""
-    left, right = "ab" * 2 + "00" * 7 + "11" * 7, "ab" * 2 + "22" * 7 + "33" * 7
-    across = "ab" * 2 + "11" * 7 + "22" * 7
-    counter = OccurrenceCounter()
-    assert [counter.next(left), counter.next(right), counter.next(across)] == [0, 0, 0]
-    assert counter.next(across) == 1
 
 
 def test_order_of_rows_does_not_name_units() -> None:
@@ -82,6 +73,37 @@ async def test_the_plan_leaves_out_what_is_done_or_given_up() -> None:
     assert (counts.done, counts.given_up, counts.open, counts.known) == (1, 2, 3, 5)
 
 
+async def test_rows_that_are_done_are_passed_over_whole() -> None:
+    """Rows with all repeats done make no unit; one open repeat brings its row back."""
+    rows: list[dict[str, object]] = [{"prompt": f"p{n}", "repeats": 2.0} for n in range(4)]
+    rows.insert(2, {"prompt": "p1", "repeats": 2})
+    ledger = Ledger()
+    units = reader(rows).take(100, 60.0)
+    for unit in units:
+        if (unit.row.index, unit.repeat) != (2, 1):
+            ledger.apply(unit.unit_id, 0, done=True, cause=None)
+    source = reader(rows)
+    assert [(u.row.index, u.repeat) for u in source.take(100, 60.0, ledger.is_done)] == [
+        (2, 0),
+        (2, 1),
+    ]
+    assert (source.rows, source.passed, source.ended) == (5, 8, True)
+    plan = Plan(reader(rows), PlanRules(HASH, 0, epoch=5), ledger)
+    (item,) = await plan.take()
+    assert (item.row_index, item.repeat, item.attempt) == (2, 1, 0)
+    counts = plan.counts
+    assert (counts.units, counts.done, counts.known, counts.open) == (10, 9, 9, 1)
+
+
+def test_few_units_at_a_time_are_the_same_units() -> None:
+    rows: list[dict[str, object]] = [{"prompt": f"p{n}", "repeats": 1 + n % 4} for n in range(9)]
+    whole = [u.unit_id for u in reader(rows).take(1000, 60.0)]
+    source, found = reader(rows), []
+    while not source.ended:
+        found += [u.unit_id for u in source.take(3, 60.0)]
+    assert found == whole
+
+
 async def test_a_bad_row_is_one_unit() -> None:
     rows: list[dict[str, object]] = [{"prompt": "a"}, {"prompt": ""}]
     plan = Plan(reader(rows, repeats=4), PlanRules(HASH, 0, 1), Ledger())
@@ -96,4 +118,4 @@ def test_what_cannot_be_read_shows_before_anything_starts(tmp_path: Path) -> Non
     with pytest.raises(UserError, match="no rows"):
         reader([]).prime()
     with pytest.raises(UserError, match="no such file"):
-        UnitReader(read_tasks(str(tmp_path / "none.jsonl")), HASH, 1).prime()
+        UnitReader(read_rows(str(tmp_path / "none.jsonl")), HASH, 1).prime()

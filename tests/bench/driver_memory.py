@@ -25,7 +25,7 @@ from batch_runner.source import RunSource
 from batch_runner.units import UnitReader
 from batch_runner.wire import Reply
 from hermes_rl.ports import Receipt, WorkItem
-from hermes_rl.sources import read_tasks
+from hermes_rl.sources import read_rows
 from hermes_rl.store.driver import Driver, open_run
 from hermes_rl.store.ledger import Ledger
 from hermes_rl.usage import UsageTotal
@@ -135,7 +135,7 @@ class Readings:
 
 async def drive(driver: Driver, units: int, readings: Readings) -> None:
     """A whole run with stand-ins."""
-    reader = UnitReader(read_tasks(dataset(units)), CONFIG_HASH, repeats=1)
+    reader = UnitReader(read_rows(dataset(units)), CONFIG_HASH, repeats=1)
     plan = Plan(reader, PlanRules(CONFIG_HASH, 0, driver.epoch), driver.ledger)
     books = Books(driver)
     source = RunSource(plan, books, Sink((readings,)), driver.ledger)
@@ -162,8 +162,8 @@ async def over_a_plan(rows: int) -> dict[str, float]:
     """Memory and CPU of planning rows that are all done, the ledger of them included."""
     before = rss_mb()
     ledger = Ledger()
-    reader = UnitReader(read_tasks(dataset(rows)), CONFIG_HASH, repeats=1)
-    done = UnitReader(read_tasks(dataset(rows)), CONFIG_HASH, repeats=1)
+    reader = UnitReader(read_rows(dataset(rows)), CONFIG_HASH, repeats=1)
+    done = UnitReader(read_rows(dataset(rows)), CONFIG_HASH, repeats=1)
     while not done.ended:
         for unit in done.take(1000):
             ledger.apply(unit.unit_id, 0, done=True, cause=None)

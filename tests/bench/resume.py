@@ -1,13 +1,14 @@
 """How long a run with many finished units takes to resume, and how much memory that needs.
 
-`python tests/bench/resume.py [UNITS]` prints one line of JSON. The commits are made in a temporary
-folder by another process, so that the memory measured is that of opening the run alone.
+`python tests/bench/resume.py [UNITS]` prints one line of JSON. The dataset and the commits are made
+in a temporary folder by another process; then the run is resumed as `hermes-rl run` does it: the
+run directory is opened, the dataset read, every unit found done, the manifest and the statistics
+written.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import multiprocessing
 import resource
@@ -16,83 +17,101 @@ import tempfile
 import time
 from pathlib import Path
 
-import msgspec
-
-from hermes_rl.store.commit import Commit, Keys, write_commit
-from hermes_rl.store.driver import open_run
-from hermes_rl.store.rundir import RunDir
-from hermes_rl.store.summary import Summary
-
 ROWS = 1000
 """Finished attempts of one batch, as the seal policy has it."""
 
-
-def unit(number: int) -> str:
-    return hashlib.sha256(number.to_bytes(8, "big")).hexdigest()[:32]
-
-
-def make(path: str, units: int) -> None:
-    """A run directory as it stands after so many units; one in ten took a second attempt."""
-    asyncio.run(_begin(path))
-    run_dir = RunDir(path)
-    for batch, first in enumerate(range(0, units, ROWS)):
-        numbers = range(first, min(first + ROWS, units))
-        tries = [(n, a) for n in numbers for a in range(2 if n % 10 == 0 else 1)]
-        last = [a == (1 if n % 10 == 0 else 0) for n, a in tries]
-        keys = Keys(
-            unit_id=[unit(n) for n, _ in tries],
-            epoch=[1] * len(tries),
-            attempt=[a for _, a in tries],
-            table="".join("t" if done else "f" for done in last),
-            end=[0 if done else 1 for done in last],
-            cause=[-1 if done else 2 for done in last],
-            names=["answered", "error", "model_timeout"],
-        )
-        summary = Summary(
-            counts={"trajectories": len(numbers), "turns": 5 * len(numbers)},
-            sums={"total_s": 1.5 * len(numbers)},
-            histograms={"turns": {b: 1 for b in range(8)}},
-        )
-        commit = Commit(
-            stem=f"1-0-{batch}",
-            schema_version=1,
-            committed_at=time.time(),
-            keys=keys,
-            parts=[],
-            summary=summary,
-        )
-        (Path(path) / "commits" / f"1-0-{batch}.json").write_bytes(msgspec.json.encode(commit))
-    write_commit(run_dir, commit)
+ROW = {
+    "prompt": "Count the files in docs whose name ends in .txt and that hold the word {} at least "
+    "once, and write the number, alone on one line, to the file count.txt in the workspace.",
+    "setup": "mkdir docs; echo {} > docs/a.txt; echo no > docs/b.txt",
+    "verify": 'test "$(cat count.txt)" = 1',
+    "level": 2,
+}
 
 
-async def _begin(path: str) -> None:
-    async with await open_run(path, {}):
+def config(folder: str) -> dict[str, object]:
+    """The run."""
+    return {
+        "dataset": {"path": f"{folder}/rows.jsonl"},
+        "model": {"name": "noop"},
+        "sandbox": {"backend": "none"},
+        "run": {"out": f"{folder}/run", "workers": 0, "allow_unsandboxed": True},
+    }
+
+
+def make(folder: str, units: int) -> None:
+    """A dataset and its run directory, all done; one unit in ten took a second attempt."""
+    from batch_runner.runner import open_reader
+    from batch_runner.settings import settle
+    from hermes_rl.config import parse_config
+
+    with open(f"{folder}/rows.jsonl", "w") as out:
+        for n in range(units):
+            row = {k: v.format(n) if isinstance(v, str) else v for k, v in ROW.items()}
+            out.write(json.dumps({"id": f"count-{n}", **row}) + "\n")
+    settings = settle(parse_config(config(folder), "resume.py"))
+    asyncio.run(_begin(f"{folder}/run", settings.identity))
+    reader = open_reader(settings)
+    for batch in range(-(-units // ROWS)):
+        _commit(f"{folder}/run", batch, [u.unit_id for u in reader.take(ROWS, 60.0)])
+
+
+def _commit(path: str, batch: int, units: list[str]) -> None:
+    from hermes_rl.store.commit import Commit, Keys, write_commit
+    from hermes_rl.store.rundir import RunDir
+    from hermes_rl.store.summary import Summary
+
+    tries = [(n, a) for n in range(len(units)) for a in range(2 if n % 10 == 0 else 1)]
+    last = [a == (1 if n % 10 == 0 else 0) for n, a in tries]
+    keys = Keys(
+        unit_id=[units[n] for n, _ in tries],
+        epoch=[1] * len(tries),
+        attempt=[a for _, a in tries],
+        table="".join("t" if done else "f" for done in last),
+        end=[0 if done else 1 for done in last],
+        cause=[-1 if done else 2 for done in last],
+        names=["answered", "error", "model_timeout"],
+    )
+    summary = Summary(
+        counts={"trajectories": len(units), "turns": 5 * len(units)},
+        sums={"total_s": 1.5 * len(units)},
+        histograms={"turns": {b: 1 for b in range(8)}},
+    )
+    commit = Commit(
+        stem=f"1-0-{batch}",
+        schema_version=1,
+        committed_at=time.time(),
+        keys=keys,
+        parts=[],
+        summary=summary,
+    )
+    write_commit(RunDir(path), commit)
+
+
+async def _begin(path: str, identity: dict[str, object]) -> None:
+    from hermes_rl.store.driver import open_run
+
+    async with await open_run(path, identity):
         pass
 
 
-def measure(path: str, units: int) -> dict[str, float]:
-    """Open it and ask for every unit once, as the plan does."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def measure(folder: str, units: int) -> dict[str, float]:
+    """Resume it: nothing is left to do. Imports are part of it."""
+    start = time.perf_counter()
+    from batch_runner import run_batch
+    from batch_runner.progress import Silent
+    from hermes_rl.config import parse_config
 
-    async def run() -> tuple[float, float, float]:
-        start, cpu = time.perf_counter(), time.process_time()
-        async with await open_run(path, {}) as driver:
-            opened = time.perf_counter() - start
-            opened_cpu = time.process_time() - cpu
-            start = time.perf_counter()
-            for number in range(units):
-                assert driver.ledger.disposition(unit(number)) == "done"
-            return opened, opened_cpu, time.perf_counter() - start
-
-    opened, cpu, asked = asyncio.run(run())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    report = run_batch(parse_config(config(folder), "resume.py"), progress=Silent())
+    seconds = time.perf_counter() - start
+    assert (report.units, report.done, report.left) == (units, units, 0), report
+    used = resource.getrusage(resource.RUSAGE_SELF)
     return {
         "units": units,
-        "open_s": round(opened, 2),
-        "open_cpu_s": round(cpu, 2),
-        "ask_all_s": round(asked, 2),
-        "peak_rss_mb": round(peak / 1024, 1),
-        "of_which_open_mb": round((peak - before) / 1024, 1),
+        "dataset_mb": round(Path(f"{folder}/rows.jsonl").stat().st_size / 1e6),
+        "resume_s": round(seconds, 2),
+        "cpu_s": round(used.ru_utime + used.ru_stime, 2),
+        "peak_rss_mb": round(used.ru_maxrss / 1024, 1),
     }
 
 
@@ -100,11 +119,10 @@ def resume(units: int = 1_000_000) -> dict[str, float]:
     """The whole measurement."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="hermes-rl-bench-") as folder:
-        path = f"{folder}/run"
-        maker = spawn.Process(target=make, args=(path, units))
+        maker = spawn.Process(target=make, args=(folder, units))
         maker.start()
         maker.join()
-        return measure(path, units)
+        return measure(folder, units)
 
 
 def main() -> None:

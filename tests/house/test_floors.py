@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "errors messages usage identity config config_endpoint tasks trajectory ports events record"
-        " sources doors",
+        " rows sources doors",
     ),
     ("sandboxes",),
     ("models", "tools", "sessions"),
