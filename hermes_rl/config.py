@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, Field, SecretStr, ValidationError, field_validator, model_validator
@@ -24,6 +24,8 @@ from hermes_rl.config_endpoint import (
 from hermes_rl.errors import UserError
 
 Positive = Annotated[int, Field(ge=1)]
+Dollar = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Preset = Literal["interactive", "datagen", "rl"]
 
 PLAYED_MODELS = ("oracle", "noop")
@@ -51,14 +53,23 @@ class ModelSection(Section):
     """Identity: who answers, and how it is sampled."""
 
     name: str
-    mix: dict[str, float] | None = None
-    """Models and weights, drawn per unit. Reserved: refused until model mixes exist."""
+    """With a mix it is only what the run is called by."""
+    mix: Annotated[dict[str, Weight], Field(min_length=1)] | None = None
+    """Models of one endpoint and their weights: one is drawn for each unit, by the unit's seed, and
+    answers all of its calls. The weights are shares of their sum."""
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     max_tokens: Positive | None = None
     """Output tokens per call."""
     reasoning: str | None = None
     """Reasoning effort, as the provider spells it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _call_it(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("mix") and "name" not in given:
+            return {**given, "name": "mix"}
+        return given
 
 
 class LimitsSection(Section):
@@ -125,8 +136,17 @@ class RunSection(Section):
     max_attempts: Positive = 3
     retry_failed: bool = False
     allow_unsandboxed: bool = False
-    budget_usd: Annotated[float, Field(gt=0)] | None = None
-    """Reserved: refused until prices exist."""
+    budget_usd: Dollar | None = None
+    """US dollars that all starts of the run may spend together."""
+    budget_tokens: Positive | None = None
+    """Input and output tokens that all starts of the run may use together."""
+    model_budgets: dict[str, Dollar] = Field(default_factory=dict)
+    """Model -> US dollars, beside `budget_usd`."""
+    unit_budget_usd: Dollar | None = None
+    """US dollars that one attempt at a unit may spend; beyond them the unit is given up."""
+    allow_unpriced: bool = False
+    """Start a run with a budget in dollars though a model has no price: its calls are not bounded.
+    """
     publish_every_s: Seconds = 300.0
     lease_s: Seconds = 30.0
     """How long a worker lives without hearing from its driver."""
@@ -146,14 +166,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _refuse(self) -> Self:
-        reserved = {
-            "model.mix": self.model.mix,
-            "endpoint.fallbacks": self.endpoint.fallbacks,
-            "run.budget_usd": self.run.budget_usd,
-        }
-        for key, value in reserved.items():
-            if value:
-                raise UserError(f"'{key}' is not available in this version; leave it out")
+        self._refuse_models()
         check_address(self.endpoint.base_url, "endpoint.base_url")
         if self.sandbox.backend == "none" and not self.run.allow_unsandboxed:
             raise UserError(
@@ -161,6 +174,27 @@ class RunConfig(Section):
                 "Use the default sandbox, or add --allow-unsandboxed"
             )
         return self
+
+    def _refuse_models(self) -> None:
+        """Models that cannot stand where they do."""
+        own = (*PLAYED_MODELS, *LOCAL_MODELS)
+        fallbacks = [f.model for f in self.endpoint.fallbacks]
+        for key, names in (("model.mix", self.model.mix or ()), ("endpoint.fallbacks", fallbacks)):
+            for name in names:
+                if name in own:
+                    raise UserError(f"'{key}' holds {name}, which no endpoint serves. Take it out")
+        if not fallbacks:
+            return
+        if self.model.name in own and not self.model.mix and self.endpoint.base_url is None:
+            raise UserError(
+                f"'endpoint.fallbacks' stands beside the model {self.model.name}, "
+                "which needs none. Take it out"
+            )
+        if self.agent.preset == "rl":
+            raise UserError(
+                "'endpoint.fallbacks' would mix two policies in one trajectory. Take it out, "
+                "or use another preset than rl"
+            )
 
 
 class ModelConfig(Section):
@@ -209,12 +243,20 @@ def _first(error: ValidationError) -> str:
 
 
 def _fields_at(path: Iterable[str | int]) -> list[str]:
+    """The keys of the section at a place; a name or a number within a mapping or a list leads to
+    what it holds."""
     section: type[BaseModel] = RunConfig
     for name in path:
-        kind = section.model_fields[str(name)].annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            section = kind
+        known = section.model_fields.get(str(name))
+        if known is not None:
+            section = _section_in(known.annotation) or section
     return list(section.model_fields)
+
+
+def _section_in(kind: Any) -> type[BaseModel] | None:
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind
+    return next((found for part in get_args(kind) if (found := _section_in(part))), None)
 
 
 def load_config(path: Path) -> dict[str, Any]:

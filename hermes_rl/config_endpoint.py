@@ -98,6 +98,17 @@ class FallbackSection(Section):
         return join_names(given)
 
 
+class RatesSection(Section):
+    """Limits per minute of each account and model, as your contract says. What is left out is
+    learned from the provider's headers, where it sends some."""
+
+    requests: Annotated[float, Field(gt=0)] | None = None
+    tokens: Annotated[float, Field(gt=0)] | None = None
+    """Input and output together."""
+    input_tokens: Annotated[float, Field(gt=0)] | None = None
+    output_tokens: Annotated[float, Field(gt=0)] | None = None
+
+
 class EndpointSection(Section):
     """Where the model is; not identity."""
 
@@ -119,6 +130,7 @@ class EndpointSection(Section):
     prices: dict[str, PriceSection | None] = Field(default_factory=dict)
     """What models cost here, by `model` or `provider/model`; null is unpriced. `@FILE` reads it
     from a YAML file."""
+    rates: RatesSection = RatesSection()
     outage_seconds: Seconds = 1800.0
     """How long one call keeps trying through an outage."""
     first_byte_seconds: Seconds = 600.0

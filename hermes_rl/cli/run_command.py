@@ -20,6 +20,7 @@ _FLAGS = {
     "model": "model.name",
     "temperature": "model.temperature",
     "max_tokens": "model.max_tokens",
+    "provider": "endpoint.provider",
     "base_url": "endpoint.base_url",
     "api_key_env": "endpoint.api_key_env",
     "api_mode": "endpoint.api_mode",
@@ -63,9 +64,13 @@ Dataset = Annotated[
     _Text, typer.Argument(help="File, folder, Hugging Face name, or smoke", show_default=False)
 ]
 Model = Annotated[_Text, _option("--model", text="Model; also local, oracle or noop", value="NAME")]
+Provider = Annotated[
+    _Text, _option("--provider", text="Known provider (see doctor models) [openai]", value="NAME")
+]
 BaseUrl = Annotated[_Text, _option("--base-url", text="Endpoint", value="URL")]
 ApiKeyEnv = Annotated[
-    _Text, _option("--api-key-env", text="Variable that holds the key", value="NAME")
+    _Text,
+    _option("--api-key-env", text="Variable that holds the key; A,B take turns", value="NAME"),
 ]
 ApiMode = Annotated[_Text, _option("--api-mode", text="Dialect", value="MODE")]
 Transport = Annotated[_Text, _option("--transport", text="http or sdk", value="KIND")]
@@ -123,6 +128,7 @@ AsJson = Annotated[bool, _option("--json", text="One JSON event a line on stdout
 def command(
     dataset: Dataset = None,
     model: Model = None,
+    provider: Provider = None,
     base_url: BaseUrl = None,
     api_key_env: ApiKeyEnv = None,
     api_mode: ApiMode = None,
@@ -195,7 +201,8 @@ def _require(data: dict[str, Any]) -> None:
     example = "hermes-rl run tasks.jsonl --model gpt-5-mini"
     if not isinstance(data.get("dataset"), dict) or not data["dataset"].get("path"):
         raise UserError(f"no dataset. Name one: {example}")
-    if not isinstance(data.get("model"), dict) or not data["model"].get("name"):
+    model = data.get("model")
+    if not isinstance(model, dict) or not (model.get("name") or model.get("mix")):
         raise UserError(f"no model. Name one: {example} (local needs no endpoint)")
 
 

@@ -1,0 +1,125 @@
+"""Where the calls of a unit go: mixes, prices, keys."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hermes_rl.config import RunConfig, parse_config
+from hermes_rl.models.targets import drawn_model, keys_of, targets_of
+from hermes_rl.testing.fake_server import FakeConfig
+from hermes_rl.wiring import identity_of
+
+from .conftest import Open, script
+
+ROW = {"prompt": script({"run": "true"}, "done")}
+
+
+def config(**sections: object) -> RunConfig:
+    return parse_config({"dataset": {"path": "x"}, **sections})
+
+
+def test_the_shares_of_a_mix_are_its_weights() -> None:
+    weights = {"a": 6, "b": 3, "c": 1}
+    mixed = config(model={"mix": weights})
+    shares = Counter(drawn_model(mixed, seed) for seed in range(10_000))
+    assert shares.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert abs(shares[name] / 10_000 - weight / 10) < 0.02
+
+
+@settings(max_examples=50)
+@given(
+    st.dictionaries(st.text(min_size=1), st.floats(1e-6, 1e6), min_size=1, max_size=5),
+    st.integers(0, 2**31 - 1),
+)
+def test_a_draw_depends_on_seed_and_weights_alone(weights: dict[str, float], seed: int) -> None:
+    names = {f"m-{name}": weight for name, weight in weights.items()}
+    drawn = drawn_model(config(model={"mix": names}), seed)
+    assert drawn in names
+    again = dict(reversed(names.items()))
+    assert drawn_model(config(model={"name": "other", "mix": again}), seed) == drawn
+
+
+def test_the_weights_of_a_mix_are_identity_and_fallbacks_and_prices_are_not() -> None:
+    plain = identity_of(config(model={"mix": {"a": 1, "b": 1}}))
+    assert identity_of(config(model={"name": "x", "mix": {"b": 1, "a": 1}})) == plain
+    assert identity_of(config(model={"mix": {"a": 1, "b": 2}})) != plain
+    where = {"fallbacks": ["c"], "prices": {"a": {"input": 1, "output": 1}}, "provider": "groq"}
+    assert identity_of(config(model={"mix": {"a": 1, "b": 1}}, endpoint=where)) == plain
+
+
+async def test_a_units_model_is_pinned_and_its_row_says_which(stage: Open) -> None:
+    s = await stage(backend="none", model={"mix": {"left": 1, "right": 1}})
+    rows = [await s.attempt({**ROW, "id": str(i)}, i) for i in range(8)]
+    assert {row.model for row in rows} == {"left", "right"}
+    for row in rows:
+        assert {call.model for call in row.calls} == {row.model}
+        assert list(row.served_models) == [row.model]
+    again = await s.attempt({**ROW, "id": "0"}, 0)
+    assert again.model == rows[0].model
+
+
+async def test_calls_cost_what_the_user_says_and_nothing_else_is_known_of_a_local_server(
+    stage: Open,
+) -> None:
+    priced = await stage(
+        backend="none",
+        endpoint={
+            "prices": {"fake": {"input": 3, "output": 15, "cache_read": 1}},
+            "provider": "openai",
+        },
+    )
+    row = await priced.attempt(ROW)
+    expected = sum(
+        (c.input_tokens or 0) * 3 - (c.cache_read_tokens or 0) * 2 + (c.output_tokens or 0) * 15
+        for c in row.calls
+    )
+    assert row.cost_usd == pytest.approx(expected / 1e6)
+    assert row.unpriced_calls == 0
+    unpriced = await stage(backend="none", model={"name": "gpt-5"}, endpoint={"provider": "openai"})
+    row = await unpriced.attempt(ROW)
+    assert row.cost_usd is None
+    assert row.unpriced_calls == len(row.calls) == 2
+
+
+async def test_a_key_is_read_from_its_variable_and_shown_nowhere(
+    stage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIRST_KEY", "sk-first-secret")
+    monkeypatch.setenv("SECOND_KEY", "sk-second-secret")
+    s = await stage(
+        backend="none",
+        server=FakeConfig(key="sk-first-secret"),
+        endpoint={"api_key_env": "FIRST_KEY,SECOND_KEY"},
+    )
+    row = await s.attempt(ROW)
+    assert row.end_reason == "answered"
+    assert s.workshop.scrub("sk-first-secret sk-second-secret") == "[secret] [secret]"
+    assert "secret" not in repr(s.workshop)
+
+
+def test_fallbacks_stand_where_the_run_does_unless_they_say_otherwise() -> None:
+    mine = config(
+        model={"name": "m"},
+        endpoint={
+            "provider": "groq",
+            "api_key_env": "A,B",
+            "fallbacks": [
+                "m2",
+                {"model": "m3", "api_key_env": "C"},
+                {"model": "claude-opus-5", "provider": "anthropic"},
+                {"model": "m5", "base_url": "http://127.0.0.1:9/v1/messages"},
+            ],
+        },
+    )
+    first, same, keyed, claude, local = targets_of(mine.endpoint, mine.providers)
+    assert first.model is None
+    assert same.place == first.place
+    assert (keyed.place.key_names, keyed.place.base_url) == (("C",), first.place.base_url)
+    assert claude.place.api_mode == "anthropic_messages"
+    assert claude.prices.find("claude-opus-5") is not None
+    assert (local.place.api_mode, local.place.key_names) == ("anthropic_messages", ())
+    keys = {"A": "1", "B": "2", "C": "3", "ANTHROPIC_API_KEY": "4"}
+    assert keys_of(mine, {**keys, "OTHER": "5"}) == keys
