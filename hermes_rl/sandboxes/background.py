@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hermes_rl.sandboxes.output import HeadTail
 from hermes_rl.sandboxes.pipes import CHUNK
-from hermes_rl.sandboxes.shell import Shell, ShellLost
+from hermes_rl.sandboxes.shell import END_S, Shell
 
 KEPT = 200_000
 """Bytes of unread output that are kept: the beginning and the end."""
@@ -49,7 +49,7 @@ class BackgroundProcess:
         if self._code is None:
             self._code = 137
         if not self.started.done():
-            self.started.set_exception(ShellLost("the sandbox ended"))
+            self.started.cancel()
         self._done.set()
 
     def _pump(self) -> None:
@@ -106,7 +106,7 @@ class BackgroundProcess:
         """End its whole process tree."""
         if await self.poll() is None:
             await asyncio.to_thread(self._end, self.pid)
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(END_S):
                 await self._done.wait()
 
     def close(self) -> None:
@@ -147,8 +147,7 @@ class Background:
         command.write_bytes(text)
         command.chmod(0o644)
         process = self._processes[number] = BackgroundProcess(self._shell, number, end)
-        await self._shell.background(number)
-        await process.started
+        await self._shell.background(number, process.started)
         return process
 
     def close(self) -> None:

@@ -86,21 +86,20 @@ class Inner:
     def __init__(self, init: int) -> None:
         self.init = init
         self.pidfd = os.pidfd_open(init)
+        self._proc = processes.find(init)
         self._supervisor = 0
 
     @property
     def supervisor(self) -> int:
         """The supervisor's id on the host: process 1's first child."""
         if not self._supervisor:
-            self._supervisor = next(iter(processes.children(self.init)), 0)
+            self._supervisor = next(iter(self.children()), 0)
         return self._supervisor
 
-    def end_job(self) -> bool:
-        """End the running command's tree. Blocks."""
-        job = processes.job_of(self.supervisor)
-        if job is None:
-            return True
-        return processes.end_job(lambda: processes.children(self.init), self.supervisor, job)
+    def children(self) -> list[int]:
+        """Those of process 1: the supervisor, and what lost its parent. Empty once it is gone."""
+        alive = self._proc is not None and self._proc.alive()
+        return processes.children(self.init) if alive else []
 
     def end_process(self, inside: int) -> None:
         """End a background process by its id in the sandbox. Blocks."""

@@ -21,6 +21,7 @@ from hermes_rl.sandboxes.box import Lease, Outer, abandon, confined, launch
 from hermes_rl.sandboxes.hostfolder import host_folder
 from hermes_rl.sandboxes.leased import BubblewrapSandbox
 from hermes_rl.sandboxes.privilege import has_slots
+from hermes_rl.sandboxes.processes import Jobs
 from hermes_rl.sandboxes.reaper import Warden, reap
 from hermes_rl.sandboxes.session import environment_file, not_started
 from hermes_rl.sandboxes.shell import Shell, ShellLost, ShellPaths, supervisor_text
@@ -152,7 +153,8 @@ class Bubblewrap:
             ours.close()
             raise
         paths = ShellPaths(control, recipe.CONTROL, recipe.STATE)
-        shell = Shell(ours, paths, lambda: outer.inner().end_job())
+        jobs = Jobs(lambda: outer.inner().supervisor, lambda: outer.inner().children())
+        shell = Shell(ours, paths, jobs)
         try:
             await shell.ready()
             await confined(lease, self._cgroups, outer.inner())

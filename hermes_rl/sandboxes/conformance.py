@@ -193,6 +193,47 @@ async def cancelled_commands_end(backend: SandboxBackend) -> None:
         await expect(box, f"echo $A; cat mark; {count}", "1\nx\n0\n")
 
 
+async def many_cancels_leave_nothing(backend: SandboxBackend) -> None:
+    """Commands cancelled at any moment, also the wait for the one before: answers stay in order."""
+    sleep, count = _sleep()
+    async with leased(backend) as box:
+        for number in range(20):
+            first = asyncio.create_task(sh(box, f"(setsid {sleep} &); {sleep}"))
+            await asyncio.sleep(number / 2000)
+            first.cancel()
+            second = asyncio.create_task(sh(box, f"echo {number}; {sleep}"))
+            await asyncio.wait([first])
+            second.cancel()
+            await asyncio.wait([second])
+            await expect(box, f"echo then {number}", f"then {number}\n")
+        await expect(box, count, "0\n")
+
+
+async def timeouts_spare_background_processes(backend: SandboxBackend) -> None:
+    """A timeout ends its own command only, even one that had not begun."""
+    async with leased(backend) as box:
+        process = await box.start_process("while read line; do echo got $line; done")
+        for number in range(20):
+            await sh(box, "sleep 900", timeout_s=number / 2000)
+        await process.write(b"hello\n")
+        said = b""
+        while not said and await process.poll() is None:
+            said += await process.read()
+            await asyncio.sleep(0.02)
+        assert said == b"got hello\n"
+
+
+async def waits_for_stopped_commands(backend: SandboxBackend) -> None:
+    """A command that stops itself has not ended; codes that look like a stop are codes."""
+    async with leased(backend) as box:
+        await expect(box, "exit 147", "", 147)
+        wake = "(sleep 0.2; kill -CONT $me) & kill -STOP $me; echo awake; exit 148"
+        await expect(box, f"me=$BASHPID; {wake}", "awake\n", 148)
+        result = await sh(box, "kill -STOP $BASHPID", timeout_s=0.2)
+        assert result.timed_out
+        await expect(box, "echo after", "after\n")
+
+
 async def takes_a_directory_per_command(backend: SandboxBackend) -> None:
     """`cwd` holds for one command; a command that moves on is followed."""
     async with leased(backend) as box:
@@ -286,6 +327,9 @@ SESSION_CHECKS: tuple[Check, ...] = (
     ends_what_takes_too_long,
     many_timeouts_leave_nothing,
     cancelled_commands_end,
+    many_cancels_leave_nothing,
+    timeouts_spare_background_processes,
+    waits_for_stopped_commands,
     takes_a_directory_per_command,
     runs_background_processes,
     names_the_culprit,

@@ -21,7 +21,7 @@ from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, Sa
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.reaper import Warden, reap
 from hermes_rl.sandboxes.session import Place, ShellSandbox, environment_file, not_started
-from hermes_rl.sandboxes.shell import Shell, ShellLost, ShellPaths, supervisor_text
+from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Home
 from hermes_rl.sandboxes.spawn import Launch, Spawner, exited, start
 from hermes_rl.sandboxes.warden import MARK
@@ -51,14 +51,17 @@ class PlainSandbox(ShellSandbox):
         self._boxes = 0
 
     def _end_background(self, inside: int) -> None:
-        proc = processes.find(inside)
-        if proc is not None:
-            processes.end_tree(proc)
+        for proc in processes.descendants(self._running.tree.process.pid):
+            if proc.pid == inside:
+                processes.end_tree(proc)
 
     async def _classify(self, lost: ShellLost) -> SandboxError:
         if not (self._running.box / "ws").is_dir():
             return SandboxDied("the workspace vanished")
         return SandboxKilled(f"the shell ended: {lost}")
+
+    async def _after(self, ended: Ended) -> None:
+        """Nothing here is limited but the number of open files."""
 
     async def _end_processes(self) -> None:
         """End the shell's tree, and what escaped from it while it still holds the life line."""
@@ -101,7 +104,7 @@ class Tree:
 
     def __init__(self, process: subprocess.Popen[bytes], box: Path, alive: int) -> None:
         self.process = process
-        self._mark = f"{MARK}={box}".encode()
+        self.mark = f"{MARK}={box}".encode()
         self._alive = alive
 
     def _held(self) -> bool:
@@ -119,7 +122,7 @@ class Tree:
         if self._alive < 0:
             return
         for _ in range(processes.ROUNDS):
-            strays = processes.marked(self._mark) if self._held() else []
+            strays = processes.marked(self.mark) if self._held() else []
             if not strays:
                 break
             processes.send(strays, signal.SIGKILL)
@@ -211,7 +214,7 @@ class Subprocess:
         shell = Shell(
             ours,
             ShellPaths(control, str(control), str(state)),
-            lambda: _end_job(process.pid, str(box)),
+            processes.Jobs(lambda: process.pid, lambda: processes.marked_orphans(tree.mark)),
         )
         try:
             await shell.ready()
@@ -268,11 +271,3 @@ class Subprocess:
         if self._warden is not None:
             await asyncio.to_thread(self._warden.close)
         self._spawner.close()
-
-
-def _end_job(supervisor: int, box: str) -> bool:
-    job = processes.job_of(supervisor)
-    if job is None:
-        return True
-    mark = f"{MARK}={box}".encode()
-    return processes.end_job(lambda: processes.marked_orphans(mark), supervisor, job)

@@ -26,8 +26,11 @@ class Pipe:
     def read_into(self, sink: Sink, most: int) -> bool | None:
         """Move up to `most` bytes to the sink.
 
-        Returns None at the end (no writer), False when a writer is silent, True when more may come.
+        Returns None at the end (no writer) and after `close`, False when a writer is silent, True
+        when more may come.
         """
+        if self.fd < 0:
+            return None
         while most > 0:
             try:
                 data = os.read(self.fd, CHUNK)
@@ -40,6 +43,8 @@ class Pipe:
         return True
 
     def close(self) -> None:
-        """Remove the pipe."""
-        os.close(self.fd)
-        self.path.unlink(missing_ok=True)
+        """Remove the pipe. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self.path.unlink(missing_ok=True)

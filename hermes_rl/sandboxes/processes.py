@@ -106,13 +106,6 @@ def inside_pid(pid: int) -> int:
     return pid
 
 
-def job_of(supervisor: int) -> Proc | None:
-    """The command that the supervisor waits for: its newest child."""
-    ids = children(supervisor)
-    found = [proc for proc in map(find, ids) if proc is not None]
-    return max(found, default=None)
-
-
 def job_members(orphans: Orphans, supervisor: int, job: Proc) -> list[Proc]:
     """The job's tree, and what left it for process 1 (by setsid and double forks).
 
@@ -127,29 +120,63 @@ def job_members(orphans: Orphans, supervisor: int, job: Proc) -> list[Proc]:
     return [proc for proc in members if proc.alive()]
 
 
-def end_job(orphans: Orphans, supervisor: int, job: Proc) -> bool:
-    """End a job's whole tree: SIGTERM, a moment, then SIGKILL until nothing is left.
+class Jobs:
+    """Which child of a supervisor is the running command, and how to end that with all it started.
 
     Args:
+        supervisor: the id of the session's shell, which lives on; 0 when it is gone.
         orphans: lists the session's processes whose parent is gone.
-        supervisor: the session's shell, which lives on.
-        job: the command that it waits for.
-
-    Blocks up to about a second: call it in a thread. Returns whether all of it is gone.
     """
-    send(job_members(orphans, supervisor, job), signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline:
-        if not job_members(orphans, supervisor, job):
+
+    def __init__(self, supervisor: Callable[[], int], orphans: Orphans) -> None:
+        self._supervisor = supervisor
+        self._orphans = orphans
+        self._kept: frozenset[Proc] = frozenset()
+
+    def keep(self) -> None:
+        """No command is running: what the supervisor has now are background processes."""
+        self._kept = frozenset(map(_known, children(self._supervisor())))
+
+    def running(self) -> Proc | None:
+        """The command that the supervisor waits for: its oldest child but the background ones."""
+        for pid in children(self._supervisor()):
+            proc = find(pid)
+            if proc is not None and proc not in self._kept:
+                return proc
+        return None
+
+    def end(self) -> bool:
+        """End the running command's tree: SIGTERM, a moment, then SIGKILL until nothing is left.
+
+        Blocks up to about a second: call it in a thread. Returns whether all of it is gone; also
+        when no command was found, as one that is not forked yet.
+        """
+        job = self.running()
+        if job is None:
             return True
-        time.sleep(0.01)
-    for _ in range(ROUNDS):
-        members = job_members(orphans, supervisor, job)
-        if not members:
-            return True
-        send(members, signal.SIGKILL)
-        time.sleep(0.005)
-    return False
+        send(self._members(job), signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_S
+        pause = 0.001
+        while time.monotonic() < deadline:
+            time.sleep(pause)
+            if not self._members(job):
+                return True
+            pause = min(2 * pause, 0.01)
+        for _ in range(ROUNDS):
+            members = self._members(job)
+            if not members:
+                return True
+            send(members, signal.SIGKILL)
+            time.sleep(0.005)
+        return False
+
+    def _members(self, job: Proc) -> list[Proc]:
+        return job_members(self._orphans, self._supervisor(), job)
+
+
+def _known(pid: int) -> Proc:
+    """A process, or what can equal none."""
+    return find(pid) or Proc(-1, pid)
 
 
 def end_tree(root: Proc) -> bool:

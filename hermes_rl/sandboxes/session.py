@@ -8,12 +8,13 @@ import posixpath
 import shlex
 import shutil
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from hermes_rl.errors import SandboxDied, SandboxError, SandboxStartError, TaskFault
+from hermes_rl.errors import SandboxError, SandboxStartError, TaskFault
 from hermes_rl.sandboxes.background import Background
 from hermes_rl.sandboxes.base import MAX_OUTPUT_BYTES, CommandResult, Process, SandboxInfo
 from hermes_rl.sandboxes.files import UNSAFE, Beneath
@@ -84,7 +85,7 @@ def encode(command: str) -> bytes:
     return command.replace("\0", "").encode("utf-8", "surrogateescape") + b"\n"
 
 
-class ShellSandbox:
+class ShellSandbox(ABC):
     """One leased sandbox: the verbs of `base.Sandbox` on a shell and a workspace folder.
 
     Args:
@@ -250,20 +251,21 @@ class ShellSandbox:
             self._error = await self._classify(lost)
         return self._error
 
+    @abstractmethod
     async def _classify(self, lost: ShellLost) -> SandboxError:
         """Whose deed was it? Backends know."""
-        return SandboxDied(str(lost))
 
+    @abstractmethod
     async def _after(self, ended: Ended) -> None:
         """Called at each command's end: backends check their limits."""
 
+    @abstractmethod
     def _end_background(self, inside: int) -> None:
         """End a background process's tree by its id in the sandbox. Called in a thread."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def aclose(self) -> None:
         """See `base.Sandbox.aclose`."""
-        raise NotImplementedError
 
     async def __aenter__(self) -> Self:
         return self

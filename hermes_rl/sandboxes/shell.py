@@ -20,16 +20,16 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from hermes_rl.sandboxes.output import Nothing, Sink
 from hermes_rl.sandboxes.pipes import CHUNK, DRAIN_PAUSE_S, Pipe
+from hermes_rl.sandboxes.processes import Jobs
+from hermes_rl.sandboxes.watch import Watch
 
-QUIET_S = 0.005
-"""A command that ends sooner is read once, at its end; a longer one as it prints."""
 END_S = 10.0
 """How long a killed command may take to be reported before the sandbox is given up."""
 START_S = 30.0
@@ -65,15 +65,15 @@ class ShellPaths:
 def supervisor_text() -> str:
     """The supervisor as bash runs it: comments left out, saving put in its places."""
     here = Path(__file__)
-    save, text = (
+    save, stopped, text = (
         "\n".join(
             line
             for line in here.with_name(name).read_text().splitlines()
             if not line.lstrip().startswith("#")
         )
-        for name in ("save.sh", "supervisor.sh")
+        for name in ("save.sh", "stopped.sh", "supervisor.sh")
     )
-    return text.replace("@SAVE@", save) + "\n"
+    return text.replace("@SAVE@", save).replace("@STOPPED@", stopped) + "\n"
 
 
 class Shell:
@@ -82,24 +82,23 @@ class Shell:
     Args:
         channel: our end of the socket pair; owned from here on.
         paths: where both sides meet.
-        end_job: ends the running command's process tree, in a thread; returns whether it is gone.
+        jobs: finds and ends the running command.
     """
 
-    def __init__(
-        self, channel: socket.socket, paths: ShellPaths, end_job: Callable[[], bool]
-    ) -> None:
+    def __init__(self, channel: socket.socket, paths: ShellPaths, jobs: Jobs) -> None:
         self.paths = paths
         self.lost = asyncio.Event()
         self.on_process: Callable[[bytes, int, int], None] = lambda kind, number, value: None
         self._channel = channel
-        self._end_job = end_job
+        self._jobs = jobs
         self._loop = asyncio.get_running_loop()
         self._buffer = b""
         self._turn = asyncio.Lock()
         self._waiter: asyncio.Future[bool] | None = None
         self._answer: tuple[int, bytes] | None = None
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._abort: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[bool] | None = None
+        self._watch: Watch | None = None
         self._pipes = 0
         self._pipe = self._new_pipe()
         self._aside: set[Pipe] = set()
@@ -140,10 +139,7 @@ class Shell:
         Raises: ShellLost when the supervisor is gone, or had to be given up after a timeout.
         """
         async with self._turn:
-            if self._abort is not None:
-                await self._abort
-            if self.lost.is_set():
-                raise ShellLost(self._last_words())
+            await self._idle()
             given = self._give(stdin) if stdin is not None else None
             os.pwrite(self._command, command, 0)
             os.ftruncate(self._command, len(command))
@@ -156,34 +152,74 @@ class Shell:
                 if given is not None:
                     given.unlink(missing_ok=True)
 
-    async def background(self, number: int) -> None:
-        """Have the supervisor start background process `number`; `on_process` hears of it."""
+    async def _idle(self) -> None:
+        """Wait for the end of what a caller that was cancelled left. Raises: ShellLost."""
+        if self._ending is not None:
+            await asyncio.wait([self._ending])  # never awaited itself: that would pass on a cancel
+            if not self._ending.result():
+                raise ShellLost("a command could not be ended")
+            self._ending = None
+        if self.lost.is_set():
+            raise ShellLost(self._last_words())
+
+    async def _surely(self, work: Coroutine[None, None, bool]) -> None:
+        """Do something that goes on when the caller is cancelled. Raises: ShellLost on False."""
+        self._ending = self._loop.create_task(work)
+        if not await asyncio.shield(self._ending):
+            raise ShellLost("a command could not be ended")
+        self._ending = None
+
+    async def background(self, number: int, started: asyncio.Future[None]) -> None:
+        """Have the supervisor start background process `number`; `on_process` hears of it.
+
+        Until `started` is done no command can begin, so that the two are never mistaken for each
+        other. Raises: ShellLost.
+        """
         async with self._turn:
+            await self._idle()
             self.send(f"b {number} - {self._source} -\n".encode())
+            await self._surely(self._begun(started))
+
+    async def _begun(self, started: asyncio.Future[None]) -> bool:
+        lost = self._loop.create_task(self.lost.wait())
+        waits: list[asyncio.Future[None] | asyncio.Task[bool]] = [started, lost]
+        await asyncio.wait(waits, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        lost.cancel()
+        if not started.done() or started.cancelled() or self.lost.is_set():
+            return False
+        self._jobs.keep()
+        return True
 
     async def _converse(
         self, kind: Kind, line: bytes, out: str, sink: Sink, timeout_s: float | None
     ) -> Ended:
         self._answer = None
         waiter = self._waiter = self._loop.create_future()
-        watch = _Watch(self._loop, self._pipe, sink, waiter, timeout_s)
+        watch = self._watch = Watch(self._loop, self._pipe, sink, waiter, timeout_s)
         try:
             self.send(line)
             in_time = await waiter
-            answer = self._answer or await self._ended_by_force(watch)
         except asyncio.CancelledError:
-            watch.stop()
-            self._abort = self._loop.create_task(self._abandon(watch))
+            self._ending = self._loop.create_task(self._end(watch))
             raise
         except ShellLost:
             watch.finish()
             raise
-        self._settle(watch)
-        code, saved = answer
+        if self._answer is None:
+            await self._surely(self._end(watch))
+        else:
+            self._settle(watch)
+        code, saved = self._said()
         if kind == "r" and saved and in_time:
             self._source = "-" if saved == b"-" else f"{self.paths.state}/{out}"
             self._flip = not self._flip
         return Ended(code if in_time else 124, not in_time)
+
+    def _said(self) -> tuple[int, bytes]:
+        """How the command ended: exit code, first letter of its state. Raises: ShellLost."""
+        if self._answer is None:
+            raise ShellLost(self._last_words())
+        return self._answer
 
     def send(self, line: bytes) -> None:
         """Write one line to the supervisor. Raises: ShellLost."""
@@ -192,38 +228,33 @@ class Shell:
         except OSError as error:
             raise ShellLost(str(error)) from error
 
-    async def _ended_by_force(self, watch: _Watch) -> tuple[int, bytes]:
-        """Kill the running command's tree and wait for the supervisor's word of its end."""
+    async def _end(self, watch: Watch) -> bool:
+        """Kill the running command's tree until the supervisor has told its end, and settle.
+
+        A task of its own: the next command must not begin, whoever is cancelled, while a thread
+        still looks for processes of this one. Returns False when that did not come.
+        """
         waiter = self._waiter = self._loop.create_future()
         watch.resume()
         deadline = self._loop.time() + END_S
-        while True:
-            gone = await asyncio.to_thread(self._end_job)
+        pause, gone = 0.002, self._answer is not None
+        while not (self._answer is not None and gone):
+            gone = await asyncio.to_thread(self._jobs.end)
             if self._answer is None and not self.lost.is_set():
                 # Killed a moment ago; or, on a busy machine, not even forked when we looked.
-                await asyncio.wait([waiter], timeout=0.05)
-            if self._answer is not None and gone:
-                return self._answer
+                await asyncio.wait([waiter], timeout=pause)
+                pause = min(2 * pause, 0.05)
             if self.lost.is_set() or self._loop.time() > deadline:
-                raise ShellLost("a command could not be ended")
+                break
+        if self._answer is None or not gone:
+            watch.finish()
+            return False
+        self._settle(watch)
+        return True
 
-    async def _abandon(self, watch: _Watch) -> None:
-        """End a command whose caller was cancelled, so that the session can go on."""
-        try:
-            if self._answer is None and not self.lost.is_set():
-                await self._ended_by_force(watch)
-        except ShellLost:
-            self.close()
-        else:
-            if not self.lost.is_set():
-                self._settle(watch)
-        finally:
-            watch.stop()
-            self._abort = None
-
-    def _settle(self, watch: _Watch) -> None:
+    def _settle(self, watch: Watch) -> None:
         """Take what is left in the pipe; set it aside when a background job still holds it."""
-        if watch.finish() is not None:
+        if watch.finish() is not None and not self.lost.is_set():
             held, self._pipe = self._pipe, self._new_pipe()
             self._aside.add(held)
             self._drain(held)
@@ -302,69 +333,7 @@ class Shell:
     def release(self) -> None:
         """Close what is left; after `close`, when no command waits any more."""
         self.close()
+        if self._watch is not None:
+            self._watch.stop()
         self._pipe.close()
         os.close(self._command)
-
-
-class _Watch:
-    """Reads a command's pipe while it runs, and tells its waiter when the time is up (False)."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        pipe: Pipe,
-        sink: Sink,
-        waiter: asyncio.Future[bool],
-        timeout_s: float | None,
-    ) -> None:
-        self._loop, self._pipe, self._sink, self._waiter = loop, pipe, sink, waiter
-        self._end = None if timeout_s is None else loop.time() + timeout_s
-        self._reading = False
-        self._stopped = False
-        first = QUIET_S if timeout_s is None else min(QUIET_S, timeout_s)
-        self._timer: asyncio.TimerHandle | None = loop.call_later(first, self._tick)
-
-    def _tick(self) -> None:
-        """The quiet time is over, or the command's time."""
-        self._timer = None
-        if self._end is not None and self._loop.time() >= self._end:
-            if not self._waiter.done():
-                self._waiter.set_result(False)
-            return
-        self.resume()
-        if self._end is not None:
-            self._timer = self._loop.call_at(self._end, self._tick)
-
-    def resume(self) -> None:
-        """Read whenever there is something to read."""
-        if not self._reading:
-            self._reading = True
-            self._loop.add_reader(self._pipe.fd, self._read)
-
-    def _read(self) -> None:
-        if self._pipe.read_into(self._sink, 16 * CHUNK) is None:
-            # No writer, yet or any more: the selector would report that without end.
-            self._unread()
-            self._loop.call_later(DRAIN_PAUSE_S, self._again)
-
-    def _again(self) -> None:
-        if not self._stopped:
-            self.resume()
-
-    def _unread(self) -> None:
-        if self._reading:
-            self._reading = False
-            self._loop.remove_reader(self._pipe.fd)
-
-    def stop(self) -> None:
-        """No more reading, no more timer."""
-        self._stopped = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._unread()
-
-    def finish(self) -> bool | None:
-        """Take what is in the pipe now; None when nobody holds it any more."""
-        self.stop()
-        return self._pipe.read_into(self._sink, 4 << 20)

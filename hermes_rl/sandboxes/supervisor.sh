@@ -1,16 +1,19 @@
-# The shell side of the protocol; shell.py is the host side, explains it, and puts the text of
-# save.sh in the place of @SAVE@. No apostrophes in either: one of those places is quoted.
+# The shell side of the protocol; shell.py is the host side, explains it, and puts the texts of
+# save.sh and stopped.sh in the places of @SAVE@ and @STOPPED@. No apostrophes in save.sh: one of its
+# places is quoted.
+# Never `wait -f`: bash 5.2 looks at a job that it has freed, and in one shell of 256 it then waits in
+# a busy loop for ever (wait_for_single_pid reads a byte of glibc's key for freed memory as a state).
+# Plain `wait` also returns when the job is stopped; those codes are looked at again.
 # Arguments: $1 control directory (made by the host; read-only here), $2 state directory (ours),
 # $3.. arguments of `ulimit`, in pairs, and last the lease. Standard input and output: the control
 # channel.
-_hx_c=$1 _hx_s=$2 _hx_done= _hx_tmp= _hx_wait=
+_hx_c=$1 _hx_s=$2 _hx_done= _hx_tmp=
 shift 2
 while (($# > 1)); do ulimit "$1" "$2" || exit 125; shift 2; done
 set --
 exec 3<&0 4>&1 0</dev/null 1>/dev/null 2>&1
 printf 1000 >/proc/self/oom_score_adj
 export -n SHLVL
-((BASH_VERSINFO[0] >= 5)) && _hx_wait=-f
 set -m
 shopt -s expand_aliases
 trap '' HUP INT QUIT TERM USR1 USR2
@@ -38,8 +41,9 @@ while IFS=' ' read -r _hx_k _hx_n _hx_in _hx_src _hx_out <&3; do
 @SAVE@
       exit $_hx_rc; } 2>/dev/null
     ) <"$_hx_in" >"$_hx_c/$_hx_n" 2>&1 3<&- 4>&- &
-    wait $_hx_wait $!
+    wait $!
     _hx_rc=$?
+@STOPPED@
     IFS= read -r -d '' _hx_now <"$_hx_s/$_hx_out"
     [[ $_hx_now = "$_hx_first" ]] && _hx_now=-
     printf 'E %s %s\n' $_hx_rc "${_hx_now:0:1}" >&4 ;;
@@ -50,8 +54,10 @@ while IFS=' ' read -r _hx_k _hx_n _hx_in _hx_src _hx_out <&3; do
       PATH=/usr/local/bin:/usr/bin:/bin
       . "$_hx_c/cmd"
     ) <"$_hx_in" >"$_hx_c/$_hx_n" 2>&1 3<&- 4>&- &
-    wait $_hx_wait $!
-    printf 'E %s 0\n' $? >&4 ;;
+    wait $!
+    _hx_rc=$?
+@STOPPED@
+    printf 'E %s 0\n' $_hx_rc >&4 ;;
   b) # a background process: its end is told by a subshell that holds the control channel
     (
       set -m
@@ -62,8 +68,10 @@ while IFS=' ' read -r _hx_k _hx_n _hx_in _hx_src _hx_out <&3; do
         . "$_hx_c/p$_hx_n.cmd"
       ) <"$_hx_c/p$_hx_n.in" >"$_hx_c/p$_hx_n.out" 2>&1 3<&- 4>&- &
       printf 'P %s %s\n' "$_hx_n" $! >&4
-      wait $_hx_wait $!
-      printf 'X %s %s\n' "$_hx_n" $? >&4
+      wait $!
+      _hx_rc=$?
+@STOPPED@
+      printf 'X %s %s\n' "$_hx_n" $_hx_rc >&4
     ) 3<&- & ;;
   esac
 done

@@ -23,6 +23,7 @@ from hermes_rl.messages import UserMessage
 from hermes_rl.models.client import Endpoint, connect
 from hermes_rl.models.limiter import InProcessLimiter
 from hermes_rl.models.retry import ModelCaller
+from hermes_rl.models.route import Route
 from hermes_rl.tools.toolsets import resolve
 
 LOOKS = 120
@@ -42,13 +43,13 @@ class Kept:
 async def hold(url: str, agents: int) -> dict[str, float]:
     """Start them all and look when each has its request out."""
     client = connect(Endpoint(base_url=url))
-    limiter = InProcessLimiter(agents, start=agents)
+    route = Route.single("", client, InProcessLimiter(agents, start=agents))
     policy, tools = preset("datagen"), resolve(())
 
     async def one(number: int) -> None:
         kept = Kept([])
         parts = AgentParts(
-            caller=ModelCaller(client, limiter, kept),
+            caller=ModelCaller([route], kept),
             model="echo",
             tools=tools,
             sandbox=None,

@@ -1,0 +1,75 @@
+"""The supervisor alone, and the moments in which a command is ended."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hermes_rl.sandboxes.base import SandboxBackend, SandboxSpec
+from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+from hermes_rl.sandboxes.none import Subprocess
+from hermes_rl.sandboxes.shell import supervisor_text
+
+SHELLS = 1200
+"""A shell of 256 hung: so many find the fault 99 times of 100."""
+
+
+@contextmanager
+def supervisor(folder: Path) -> Iterator[socket.socket]:
+    """A bare supervisor that is ready; its pipe `o` has a reader."""
+    ours, theirs = socket.socketpair()
+    command = ["bash", "--norc", "--noprofile", str(folder / "supervisor"), str(folder)]
+    process = subprocess.Popen([*command, str(folder), "x"], stdin=theirs, stdout=theirs)
+    theirs.close()
+    try:
+        with ours:
+            ours.settimeout(20)
+            assert ours.recv(10) == b"R\n"
+            yield ours
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_no_shell_hangs_when_its_command_is_killed(tmp_path: Path) -> None:
+    """`wait -f` of bash 5.2 reads freed memory: whether a shell hangs is drawn at its start."""
+    (tmp_path / "supervisor").write_text(supervisor_text())
+    (tmp_path / "env").write_text("_hx_names=\n")
+    (tmp_path / "cmd").write_text("kill -9 $BASHPID\n")
+    os.mkfifo(tmp_path / "o")
+    reader = os.open(tmp_path / "o", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        for number in range(SHELLS):
+            with supervisor(tmp_path) as channel:
+                channel.send(b"r o /dev/null - b\n")
+                try:
+                    answer = channel.recv(20)
+                except TimeoutError:
+                    answer = b"nothing"
+                assert answer == b"E 137 \n", f"shell {number} said {answer!r}"
+    finally:
+        os.close(reader)
+
+
+@pytest.mark.parametrize("kind", [Bubblewrap, Subprocess])
+async def test_timeouts_at_every_moment(
+    state: Path, kind: type[Bubblewrap] | type[Subprocess]
+) -> None:
+    """Before the fork, in it, while children start: the session goes on, nothing is left."""
+    backend: SandboxBackend = kind(state_dir=state)
+    try:
+        async with await backend.lease(SandboxSpec(lease="moments")) as box:
+            for number in range(150):
+                command = "for i in 1 2; do (setsid sleep 98765 &); done; sleep 98765"
+                result = await box.run(command, timeout_s=number / 5000)
+                assert result.timed_out
+            found = await box.run("pgrep -fc '^sleep 98765' || true", timeout_s=20)
+            assert found.output == "0\n"
+    finally:
+        await backend.aclose()
