@@ -66,6 +66,9 @@ class Report:
     def lines(self) -> list[str]:
         """The summary for people."""
         lines = [self._units_line(), self._books_line()]
+        cache = self.stats.get("cache") or {}
+        if cache.get("low"):
+            lines.append(_cache_line(cache["read_share"], cache["expected_share"]))
         if self.causes:
             lines.append(f"failed attempts: {self.failed_attempts} ({_causes(self.causes)})")
         if self.left:
@@ -86,7 +89,9 @@ class Report:
         return f"{self.path}: {self.done:,}{total} units done{graded}{mean}{given_up}{still}"
 
     def _books_line(self) -> str:
-        tokens = f"{_number(self.input_tokens)} in, {_number(self.output_tokens)} out"
+        share = (self.stats.get("cache") or {}).get("read_share")
+        cached = f" ({share:.0%} cached)" if share else ""
+        tokens = f"{_number(self.input_tokens)} in{cached}, {_number(self.output_tokens)} out"
         unknown = f", {self.unknown_calls} calls unknown" if self.unknown_calls else ""
         return f"tokens: {tokens}{unknown} | cost: {cost_text(self.cost_usd, self.unpriced_calls)}"
 
@@ -103,6 +108,14 @@ def cost_text(cost_usd: float | None, unpriced_calls: int) -> str:
         return "unpriced"
     more = f" + {unpriced_calls} calls unpriced" if unpriced_calls else ""
     return f"${cost_usd:,.2f}{more}" if cost_usd >= 0.01 or not cost_usd else f"<$0.01{more}"
+
+
+def _cache_line(read: float, expected: float) -> str:
+    return (
+        f"prompt cache: {read:.0%} of the input was read from it, about {expected:.0%} was to be"
+        " expected. Does the head of the prompt change from turn to turn, or does the provider"
+        " want cache markers?"
+    )
 
 
 def _number(value: int | None) -> str:

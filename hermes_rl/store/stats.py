@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from hermes_rl.store.caching import cache_shares
 from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.store.summary import REWARD_EDGES, Summary, known_causes
@@ -62,6 +63,7 @@ def compute_stats(summary: Summary, ledger: Ledger, plan: Mapping[str, Any]) -> 
             "unpriced": counts.get("unpriced_calls", 0),
         },
         "tokens": {name: counts.get(name) for name in _TOKENS},
+        "cache": cache_shares(counts),
         "cost_usd": _cost(summary),
         "seconds": {n: round(v, 3) for n, v in sorted(sums.items()) if n.endswith("_s")},
         "histograms": {

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from hermes_rl.errors import CAUSES
+from hermes_rl.store.caching import cache_counts
 
 REWARD_EDGES = tuple(i / 10 for i in range(11))
 """Upper ends of the reward buckets; one more bucket takes what lies above."""
@@ -29,7 +30,8 @@ class Summary(msgspec.Struct, kw_only=True):
 
     counts: dict[str, int] = {}
     """`trajectories`, `failures`, `end.REASON`, `cause.CAUSE`, `owner.OWNER`, `graded`, `solved`,
-    `turns`, `tool_calls`, `calls`, token sums. A key that nothing reported is absent, not 0."""
+    `turns`, `tool_calls`, `calls`, token sums (those of `caching` too). A key that nothing reported
+    is absent, not 0."""
     sums: dict[str, float] = {}
     """`reward`, `cost_usd` (of priced rows) and seconds by part."""
     histograms: dict[str, dict[int, int]] = {}
@@ -51,6 +53,8 @@ class Summary(msgspec.Struct, kw_only=True):
         self._count("unpriced_calls", row["unpriced_calls"])
         for name in _TOKENS:
             self._count(name, row["usage"][name])
+        for name, tokens in cache_counts(row["calls"]).items():
+            self._count(name, tokens)
         self._sum("cost_usd", row["cost_usd"])
         for name in _TIMES:
             self._sum(name, row["timing"][name])
