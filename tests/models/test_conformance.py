@@ -1,0 +1,225 @@
+"""The same episodes through every dialect and transport, streaming and not, are the same."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from hermes_rl import errors as e
+from hermes_rl.messages import AssistantMessage, ToolMessage, UserMessage
+from hermes_rl.models.base import Sampling
+from hermes_rl.models.client import DIALECTS, Endpoint, Timeouts, connect
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.testing.faults import FaultPlan
+
+KEY = "sk-canary-0123456789abcdef"
+WIRES = [(d, t, s) for d in DIALECTS for t in ("http", "sdk") for s in (False, True)]
+
+
+@pytest.fixture(params=WIRES, ids=lambda w: f"{w[0]}-{w[1]}{'-stream' if w[2] else ''}")
+def wire(request):
+    return request.param
+
+
+def client_of(server, wire, key=KEY, **options):
+    return connect(
+        Endpoint(server.base_url, api_key=key, api_mode=wire[0], transport=wire[1], **options)
+    )
+
+
+def script(*steps):
+    return "Do this.\nSCRIPT: " + json.dumps(steps)
+
+
+EPISODE = script(
+    {
+        "text": "Let me see. ünïcode 🚀",
+        "reasoning": "First look, then think…",
+        "calls": [
+            {"name": "terminal", "arguments": {"command": "ls", "lines": [1, 2.5, None]}},
+            {"name": "terminal", "arguments": {}},
+        ],
+    },
+    {"run": "echo two"},
+    {"text": "", "reasoning": "Only a thought and a call.", "run": "echo three"},
+    {"text": "All is well.\n\nBye.", "finish": "stop"},
+)
+
+BOOKS = ("input_tokens", "output_tokens", "reasoning_tokens", "total_tokens")
+
+
+async def play(kit, client, asked):
+    """Calls until the answer asks for no tool; each tool result is its call's arguments."""
+    answers = []
+    for turn in range(20):
+        answer = await client.complete(replace(asked, call_id=f"call-{turn}"))
+        answers.append(answer)
+        asked.conversation.append(answer.message)
+        for call in answer.message.tool_calls:
+            asked.conversation.append(
+                ToolMessage(tool_call_id=call.id, name=call.name, content=call.arguments)
+            )
+        if not answer.message.tool_calls:
+            break
+    return answers
+
+
+async def episode(kit, wire):
+    """What an agent learns from each answer of the episode, ids and times apart."""
+    async with FakeServer(FakeConfig(key=KEY)) as server:
+        client = client_of(server, wire)
+        sampling = Sampling(temperature=1.0, max_tokens=4_000, seed=7)
+        asked = kit.request(EPISODE, "m", stream=wire[2], sampling=sampling, tools=kit.TERMINAL)
+        answers = await play(kit, client, asked)
+        await client.aclose()
+    calls = []
+    for answer, entry in zip(answers, server.entries, strict=True):
+        assert (answer.request_id, wire[0]) == (entry.request_id, entry.api_mode)
+        assert answer.usage.input_tokens == entry.prompt_tokens
+        assert answer.usage.output_tokens == entry.completion_tokens
+        assert answer.usage.reasoning_tokens == entry.reasoning_tokens
+        assert json.loads(answer.usage_raw)
+        books = [getattr(answer.usage, name) for name in BOOKS]
+        calls.append((answer.finish_reason, answer.served_model, *books))
+    return calls, [told(message) for message in asked.conversation]
+
+
+def told(message):
+    """A message without opaque blocks, which each provider has its own of, and without ids."""
+    if isinstance(message, AssistantMessage):
+        calls = [(call.name, call.arguments) for call in message.tool_calls]
+        return message.content, message.reasoning_content, calls
+    if isinstance(message, ToolMessage):
+        return message.name, message.content
+    return message
+
+
+CALLS = [
+    ("tool_calls", "m", 103, 25, 5, 128),
+    ("tool_calls", "m", 139, 8, 0, 147),
+    ("tool_calls", "m", 157, 15, 6, 172),
+    ("stop", "m", 177, 5, 0, 182),
+]
+LOOK = '{"command":"ls","lines":[1,2.5,null]}'
+MESSAGES = [
+    (
+        "Let me see. ünïcode 🚀",
+        "First look, then think…",
+        [("terminal", LOOK), ("terminal", "{}")],
+    ),
+    ("terminal", LOOK),
+    ("terminal", "{}"),
+    ("", None, [("terminal", '{"command":"echo two"}')]),
+    ("terminal", '{"command":"echo two"}'),
+    ("", "Only a thought and a call.", [("terminal", '{"command":"echo three"}')]),
+    ("terminal", '{"command":"echo three"}'),
+    ("All is well.\n\nBye.", None, []),
+]
+
+
+async def test_an_episode_is_the_same_on_every_wire(kit, wire):
+    calls, messages = await episode(kit, wire)
+    assert calls == CALLS
+    assert messages == [UserMessage(content=EPISODE), *MESSAGES]
+
+
+async def ask(server, wire, kit, prompt="hi", model="echo", key=KEY, **options):
+    """One attempt."""
+    client = client_of(server, wire, key, **options)
+    try:
+        return await client.complete(kit.request(prompt, model, stream=wire[2]))
+    finally:
+        await client.aclose()
+
+
+REFUSED = {
+    "auth": (e.AuthError, 401),
+    "forbidden": (e.AuthError, 403),
+    "billing": (e.BillingError, 402),
+    "not_found": (e.ModelNotFound, 404),
+    "too_large": (e.PayloadTooLarge, 413),
+    "bad_request": (e.BadRequest, 400),
+    "context_overflow": (e.ContextOverflow, 400),
+    "content_filter": (e.ContentFiltered, 400),
+    "rate_limit": (e.RateLimited, 429),
+    "server_error": (e.ServerError, 500),
+    "overloaded": (e.Overloaded, 529),
+}
+
+
+async def test_refusals_are_typed(kit, wire):
+    async with FakeServer() as server:
+        for fault, (kind, status) in REFUSED.items():
+            with pytest.raises(e.ModelError) as caught:
+                await ask(server, wire, kit, model=f"fault-{fault}")
+            error, entry = caught.value, server.entries[-1]
+            assert (fault, type(error), error.status) == (fault, kind, status)
+            assert (error.request_id, error.served) == (entry.request_id, False)
+        with pytest.raises(e.BillingError):
+            await ask(server, wire, kit, model="fault-quota")
+    assert {entry.outcome for entry in server.entries} == {"refused"}
+
+
+async def test_a_wrong_key_is_final_and_shown_nowhere(kit, wire):
+    async with FakeServer(FakeConfig(key="another-key")) as server:
+        with pytest.raises(e.AuthError) as caught:
+            await ask(server, wire, kit)
+    assert KEY not in repr(caught.value) + str(caught.value)
+
+
+async def test_a_hint_to_wait(kit, wire):
+    async with FakeServer(FakeConfig(faults=FaultPlan(retry_after_s=7.5))) as server:
+        with pytest.raises(e.RateLimited) as caught:
+            await ask(server, wire, kit, model="fault-rate_limit_after")
+    assert caught.value.retry_after_s == 7.5
+
+
+BROKEN = {"reset": e.ConnectionLost, "cut": e.ProtocolError, "garbage": e.ProtocolError}
+
+
+async def test_lost_answers_may_be_served(kit, wire):
+    async with FakeServer() as server:
+        for fault, kind in BROKEN.items():
+            with pytest.raises(e.ModelError) as caught:
+                await ask(server, wire, kit, model=f"fault-{fault}")
+            assert (fault, type(caught.value)) == (fault, kind)
+            assert (caught.value.served, caught.value.transient) == (True, True)
+        patience = Timeouts(first_byte_s=30, idle_s=0.15)
+        with pytest.raises(e.ModelTimeout, match="stood still"):
+            await ask(server, wire, kit, model="fault-stall_mid", timeouts=patience)
+    assert {entry.outcome for entry in server.entries} == {"cut"}
+
+
+async def test_usage_only_from_a_complete_object(kit, wire):
+    async with FakeServer() as server:
+        for fault in ("no_usage", "partial_usage"):
+            answer = await ask(server, wire, kit, model=f"fault-{fault}")
+            assert (answer.message.content, answer.usage) == ("done", None)
+
+
+async def test_answers_that_end_early(kit, wire):
+    async with FakeServer() as server:
+        empty = await ask(server, wire, kit, script(""))
+        cut = await ask(server, wire, kit, script({"text": "The answ", "finish": "length"}))
+    assert (empty.message, empty.finish_reason) == (AssistantMessage(), "stop")
+    assert (cut.message.content, cut.finish_reason) == ("The answ", "length")
+
+
+async def test_streamed_text_comes_in_pieces(kit, wire):
+    pieces, text = [], "word " * 40
+    async with FakeServer() as server:
+        client = client_of(server, wire)
+        asked = kit.request(script(text), stream=wire[2])
+        await client.complete(replace(asked, on_delta=pieces.append))
+        await client.aclose()
+    assert "".join(pieces) == text
+    assert len(pieces) > 5 if wire[2] else len(pieces) == 1
+
+
+async def test_connections_are_reused(kit, wire):
+    async with FakeServer() as server:
+        client = client_of(server, wire)
+        asked = kit.request("hi", "echo-6", stream=wire[2], tools=kit.TERMINAL)
+        answers = await play(kit, client, asked)
+        await client.aclose()
+    assert (len(answers), server.connections_made) == (7, 1)
