@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
+from batch_runner.governor_ray import RayLine
 from batch_runner.wire import Reply, decode_item, decode_spec, encode_reply
 from batch_runner.worker import Worker, open_worker
 from hermes_rl.errors import HermesError, cause_of
@@ -40,7 +41,8 @@ class WorkerActor:
         """Open journal and workshop; returns `Started`."""
         fault = None
         try:
-            opened = open_worker(decode_spec(spec), keys)
+            told = decode_spec(spec)
+            opened = open_worker(told, RayLine(told.governor), keys)
             self._worker = await self._stack.enter_async_context(opened)
             self._watch = asyncio.create_task(self._outlive_driver())
         except HermesError as error:

@@ -10,6 +10,7 @@ import msgspec
 from batch_runner.wire import Reply, WorkerSpec
 from batch_runner.worker import Worker, open_worker
 from hermes_rl.errors import HermesError, cause_of
+from hermes_rl.models.share import Line
 from hermes_rl.ports import WorkItem
 
 _POLL_S = 5.0
@@ -55,10 +56,12 @@ class LocalFactory:
     """Starts the one worker of this process."""
 
     spec: WorkerSpec
+    line: Line
+    """To the governor."""
 
     async def start(self, worker: int, capacity: int) -> LocalWorker:
         """Raises: HermesError when the model, the key or the sandbox cannot be had."""
         spec = msgspec.structs.replace(self.spec, worker=worker, capacity=capacity)
         async with AsyncExitStack() as stack:
-            opened = await stack.enter_async_context(open_worker(spec))
+            opened = await stack.enter_async_context(open_worker(spec, self.line))
             return LocalWorker(opened, stack.pop_all())

@@ -19,7 +19,7 @@ import msgspec
 from batch_runner.actor import Started, WorkerActor
 from batch_runner.dispatcher import WorkerLost
 from batch_runner.warden import Warden
-from batch_runner.wire import Reply, WorkerSpec, decode_reply, encode_item, encode_spec
+from batch_runner.wire import NAMESPACE, Reply, WorkerSpec, decode_reply, encode_item, encode_spec
 from hermes_rl.errors import UserError
 from hermes_rl.ports import WorkItem
 
@@ -33,7 +33,6 @@ WORKER_BYTES = 250 * 2**20
 ROLLOUT_BYTES = 3 * 2**20
 """Memory that an actor declares: its own, and for each rollout in flight."""
 
-NAMESPACE = "hermes_rl"
 _HEAD = "node:__internal_head__"
 
 

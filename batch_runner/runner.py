@@ -11,6 +11,15 @@ from typing import Any
 from batch_runner.books import Books
 from batch_runner.dispatcher import Dispatcher, Fleet, WorkerFactory
 from batch_runner.estimate import estimate_units
+from batch_runner.governing import (
+    GovernorHost,
+    LocalGovernor,
+    Prices,
+    as_plain,
+    charter_of,
+    pots_of,
+    refuse_unpriced,
+)
 from batch_runner.interrupts import Interrupts
 from batch_runner.local import LocalFactory
 from batch_runner.manifest import start_meta, write_manifest
@@ -20,12 +29,14 @@ from batch_runner.report import Report
 from batch_runner.settings import Settings, settle
 from batch_runner.sink import Sink
 from batch_runner.source import RunSource
+from batch_runner.spent import spent_before
 from batch_runner.stops import Stop
 from batch_runner.units import UnitReader
 from batch_runner.wire import WorkerSpec
 from hermes_rl.config import RunConfig, to_yaml
 from hermes_rl.doors import run_sync
 from hermes_rl.errors import DiskFull
+from hermes_rl.models.governor_wire import Charter, Summary
 from hermes_rl.sources import read_rows
 from hermes_rl.store.commit import read_commit
 from hermes_rl.store.driver import Driver, OpenOptions, open_run
@@ -49,6 +60,7 @@ def run_batch(config: RunConfig, *, progress: Progress | None = None) -> Report:
 async def arun_batch(config: RunConfig, *, progress: Progress | None = None) -> Report:
     """`run_batch` for callers with a loop of their own."""
     settings = settle(config)
+    refuse_unpriced(config)
     await reach(settings.config)
     reader = open_reader(settings)
     await asyncio.to_thread(reader.prime)
@@ -76,6 +88,9 @@ class _Run:
         self.driver = driver
         self.progress = progress
         self.started = time.monotonic()
+        self.governor: GovernorHost | None = None
+        self.governed = Summary()
+        """What the governor had to say at the end."""
         self.estimate = 0
         """About how many units there are, as long as the dataset was not read to its end."""
         self.known = len(driver.ledger)
@@ -101,13 +116,32 @@ class _Run:
             if await self.source.has_work():
                 if self.settings.workers:
                     self.progress.note(f"starting {self.settings.workers} Ray workers")
-                with open_factory(self.settings, self.spec()) as factory:
-                    await self._work(factory)
+                charter = await asyncio.to_thread(self._charter)
+                with open_factory(self.settings, self.spec(), charter, self.progress) as (
+                    factory,
+                    self.governor,
+                ):
+                    await self._governed(factory)
         finally:
             ticker.cancel()
             self.progress.close(self.view())
         stats = await asyncio.to_thread(self._write_end)
         return self.report(stats)
+
+    def _charter(self) -> Charter:
+        """What the governor is told: blocking, because what was spent before is read."""
+        config = self.settings.config
+        pots = pots_of(config)
+        spent = spent_before(self.driver.run_dir, pots, Prices(config).worst) if pots else {}
+        return charter_of(config, self.settings.concurrency, spent)
+
+    async def _governed(self, factory: WorkerFactory) -> None:
+        assert self.governor is not None
+        async with self.governor:
+            try:
+                await self._work(factory)
+            finally:
+                self.governed = await self.governor.summary()
 
     async def _work(self, factory: WorkerFactory) -> None:
         settings = self.settings
@@ -137,6 +171,7 @@ class _Run:
             publish_every_s=run.publish_every_s,
             config=self.settings.config.model_dump_json().encode(),
             config_hash=self.settings.config_hash,
+            governor=f"governor-{self.driver.run_id}-{self.driver.epoch}",
         )
 
     def heard(self, requests: int, throttled: int) -> None:
@@ -146,6 +181,8 @@ class _Run:
     def lost(self, writer: str, why: str) -> None:
         """Listener of the dispatcher."""
         self.progress.note(f"worker {writer} was lost ({why}); its units go back")
+        if self.governor is not None:
+            self.governor.forget(writer)
 
     def fault(self, cause: str, text: str) -> None:
         """Listener of the dispatcher."""
@@ -196,7 +233,8 @@ class _Run:
             "left": self._left(),
         }
         try:
-            write_manifest(self.driver, self.settings, {"plan": plan})
+            governed = as_plain(self.governed, pots_of(self.settings.config))
+            write_manifest(self.driver, self.settings, {"plan": plan, **governed})
             return write_stats(run_dir, ledger, plan)
         except DiskFull as error:
             self.fault("disk", str(error))
@@ -264,12 +302,25 @@ def _ray_on_this_thread(config: RunConfig) -> Iterator[None]:
 
 
 @contextmanager
-def open_factory(settings: Settings, spec: WorkerSpec) -> Iterator[WorkerFactory]:
-    """What starts workers: this process without Ray, or a Ray cluster."""
+def open_factory(
+    settings: Settings, spec: WorkerSpec, charter: Charter, progress: Progress
+) -> Iterator[tuple[WorkerFactory, GovernorHost]]:
+    """What starts workers, and their governor: this process without Ray, or a Ray cluster."""
     if settings.workers == 0:
-        yield LocalFactory(spec)
+        governor = LocalGovernor(charter)
+        yield LocalFactory(spec, governor.line()), governor
         return
+    from batch_runner.governor_ray import RayGovernor
     from batch_runner.pool import RayFactory, connected
 
+    def lost() -> None:
+        progress.note("the governor was lost; its workers tell a new one what they know")
+
     with connected(settings.workers) as warden:
-        yield RayFactory(spec, settings.workers, warden, settings.keys)
+        watch = warden.watch if warden is not None else _watch_nothing
+        host = RayGovernor(charter, spec.governor, watch=watch, lost=lost)
+        yield RayFactory(spec, settings.workers, warden, settings.keys), host
+
+
+def _watch_nothing(pid: int) -> None:
+    """A cluster that was there before looks after its own processes."""

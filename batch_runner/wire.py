@@ -7,6 +7,9 @@ import msgspec
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Trajectory
 
+NAMESPACE = "hermes_rl"
+"""Of our actors in a Ray cluster."""
+
 _TEXT_CHARS = 500
 
 
@@ -28,6 +31,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The run's configuration as JSON."""
     config_hash: str
     """As the driver found it: an image's digest may differ on another machine."""
+    governor: str = ""
+    """Name of the governor's actor; empty where it is in the worker's own process."""
 
     @property
     def writer(self) -> str:

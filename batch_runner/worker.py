@@ -16,10 +16,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from batch_runner.collector import rare_collections
+from batch_runner.governing import pots_of
 from batch_runner.wire import Reply, WorkerSpec, receipt_of
 from hermes_rl.config import parse_config
 from hermes_rl.errors import DiskFull, HermesError, StoreError, cause_of
 from hermes_rl.events import AttemptKey
+from hermes_rl.models.share import Line, Share
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.rollout import Tape, lost_row, run_attempt
@@ -169,11 +171,12 @@ def _prove_sight(run_dir: RunDir, spec: WorkerSpec) -> None:
 
 @asynccontextmanager
 async def open_worker(
-    spec: WorkerSpec, keys: Mapping[str, str] | None = None
+    spec: WorkerSpec, line: Line, keys: Mapping[str, str] | None = None
 ) -> AsyncIterator[Worker]:
     """A worker with its journal and workshop; on leaving, what still runs is aborted.
 
     Args:
+        line: to the run's governor.
         keys: API keys by variable, where this process's environment does not hold them.
 
     Raises: StoreError when it cannot see the run directory, or comes too late.
@@ -183,6 +186,7 @@ async def open_worker(
     config = parse_config(json.loads(spec.config))
     async with AsyncExitStack() as stack:
         journal = await stack.enter_async_context(JournalWriter(run_dir, spec.epoch, spec.worker))
+        share = await stack.enter_async_context(Share(spec.writer, line, tuple(pots_of(config))))
         workshop = await stack.enter_async_context(
             open_workshop(
                 config,
@@ -190,6 +194,7 @@ async def open_worker(
                 concurrency=spec.capacity,
                 config_hash=spec.config_hash,
                 keys=keys,
+                share=share,
             )
         )
         stack.enter_context(rare_collections())

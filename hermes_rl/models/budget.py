@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+OUTPUT_MAX = 32_768
+"""Output tokens that a call may make where it names no bound: what is reserved for it."""
+
 
 @dataclass(frozen=True)
 class Spend:

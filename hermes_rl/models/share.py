@@ -95,9 +95,9 @@ class Share:
             self._lanes[name] = SharedLane(name, self._news.set, self._clock)
         return self._lanes[name]
 
-    def budget(self) -> SharedBudget:
-        """The run's budgets, for all calls of this process."""
-        return SharedBudget(self._leases)
+    def budget(self) -> SharedBudget | None:
+        """The run's budgets, for all calls of this process; None where there is none."""
+        return SharedBudget(self._leases) if self._leases else None
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._run())

@@ -193,10 +193,10 @@ class UnitBudget:
 
     Args:
         usd: dollars.
-        shared: the run's budgets.
+        shared: the run's budgets, where there are some.
     """
 
-    def __init__(self, usd: float, shared: Budget) -> None:
+    def __init__(self, usd: float, shared: Budget | None) -> None:
         self._limit = round(usd * NANO)
         self._lease = Lease(UNIT_USD)
         self._shared = shared
@@ -207,7 +207,7 @@ class UnitBudget:
         need = math.ceil((worst.usd or 0.0) * NANO)
         await self._lease.reserve(need)
         try:
-            shared = await self._shared.reserve(model, worst)
+            shared = await self._shared.reserve(model, worst) if self._shared else None
         except BaseException:  # also when cancelled
             self.end(need, 0)
             raise
@@ -226,16 +226,18 @@ class UnitBudget:
 @dataclass(frozen=True)
 class _UnitHeld:
     unit: UnitBudget
-    shared: Reservation
+    shared: Reservation | None
     need: int
 
     def settle(self, spent: Spend | None) -> None:
         """See `Reservation.settle`."""
         usd = spent.usd if spent is not None else None
         self.unit.end(self.need, self.need if usd is None else round(usd * NANO))
-        self.shared.settle(spent)
+        if self.shared is not None:
+            self.shared.settle(spent)
 
     def release(self) -> None:
         """See `Reservation.release`."""
         self.unit.end(self.need, 0)
-        self.shared.release()
+        if self.shared is not None:
+            self.shared.release()

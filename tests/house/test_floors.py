@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 WINGS = ("batch_runner", "environments")
 HOUSE = ("hermes_rl", *WINGS)
 HANDS_OVER_TO_CLI = "__main__"  # python -m batch_runner, python -m environments.NAME
-RAY_FILES = {"batch_runner/pool.py", "batch_runner/actor.py"}
+RAY_FILES = {"batch_runner/pool.py", "batch_runner/actor.py", "batch_runner/governor_ray.py"}
 
 
 class Place(NamedTuple):

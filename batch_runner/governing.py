@@ -1,0 +1,159 @@
+"""The driver's end of a run's governor: where it lives, and what it is told at its start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any, Protocol, Self
+
+from hermes_rl.config import PLAYED_MODELS, RunConfig
+from hermes_rl.errors import UserError
+from hermes_rl.models.governor import Governor
+from hermes_rl.models.governor_wire import Charter, Summary
+from hermes_rl.models.prices import PriceTable
+from hermes_rl.models.quotas import KINDS
+from hermes_rl.models.rests import Rests
+from hermes_rl.models.share import DirectLine, Line
+from hermes_rl.models.spending import NANO, RUN_TOKENS, RUN_USD, model_pot
+from hermes_rl.models.targets import asks_endpoint, targets_of
+
+
+class GovernorHost(Protocol):
+    """Keeps a governor alive for a run; an async context manager."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+    def forget(self, worker: str) -> None:
+        """A worker is dead: what it held is free, and its leases count as spent."""
+        ...
+
+    async def summary(self) -> Summary:
+        """For manifest and report; empty when the governor does not answer."""
+        ...
+
+
+class LocalGovernor:
+    """A governor in the driver's process, for the worker that is there too."""
+
+    def __init__(self, charter: Charter) -> None:
+        self._governor = Governor(charter, time.monotonic, Rests())
+
+    def line(self) -> Line:
+        """The way to it."""
+        return DirectLine(self._governor)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Nothing to end."""
+
+    def forget(self, worker: str) -> None:
+        """See `GovernorHost`."""
+        self._governor.forget(worker)
+
+    async def summary(self) -> Summary:
+        """See `GovernorHost`."""
+        return self._governor.summary()
+
+
+class Prices:
+    """What models cost where a run's calls go.
+
+    Args:
+        config: its endpoint, fallbacks, providers and prices.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._tables: list[tuple[str | None, PriceTable]] = []
+        if config.model.name not in PLAYED_MODELS:
+            targets = targets_of(config.endpoint, config.providers)
+            asked = asks_endpoint(config.model.name, config.endpoint)
+            tables = [t.prices if asked else t.prices.own_alone() for t in targets]
+            self._tables = [(t.model, p) for t, p in zip(targets, tables, strict=True)]
+
+    def unpriced(self) -> list[str]:
+        """Models of the run without a price."""
+        own = list(self._config.model.mix or (self._config.model.name,))
+        asked = [(m, table) for name, table in self._tables for m in ([name] if name else own)]
+        return [model for model, table in asked if table.find(model) is None]
+
+    def worst(self, model: str, max_input: int, max_output: int) -> Decimal | None:
+        """See `batch_runner.spent.Worst`: the dearest place that serves the model."""
+        found = [table.worst(model, max_input, max_output) for _, table in self._tables]
+        return max((cost for cost in found if cost is not None), default=None)
+
+
+def refuse_unpriced(config: RunConfig) -> None:
+    """Raises: UserError for a budget in dollars beside a model without a price."""
+    run = config.run
+    wanted = run.budget_usd is not None or run.unit_budget_usd is not None or run.model_budgets
+    if not wanted or run.allow_unpriced:
+        return
+    for model in Prices(config).unpriced():
+        raise UserError(
+            f"a budget in dollars, and {model} has no price here. Say what it costs under "
+            "endpoint.prices, use run.budget_tokens, or set run.allow_unpriced=true"
+        )
+
+
+def charter_of(config: RunConfig, concurrency: int, spent: dict[str, int]) -> Charter:
+    """What the run's configuration says to its governor.
+
+    Args:
+        concurrency: of the whole run.
+        spent: by earlier starts of the run, by pot.
+    """
+    pots = pots_of(config)
+    section = config.endpoint.rates
+    rates = {kind: rate for kind in KINDS if (rate := getattr(section, kind)) is not None}
+    return Charter(
+        maximum=concurrency,
+        rates=rates,
+        pots=pots,
+        spent={pot: amount for pot, amount in spent.items() if pot in pots},
+    )
+
+
+def pots_of(config: RunConfig) -> dict[str, int]:
+    """The run's budgets, by pot."""
+    run = config.run
+    pots = {model_pot(name): round(usd * NANO) for name, usd in run.model_budgets.items()}
+    if run.budget_usd is not None:
+        pots[RUN_USD] = round(run.budget_usd * NANO)
+    if run.budget_tokens is not None:
+        pots[RUN_TOKENS] = run.budget_tokens
+    return pots
+
+
+def as_plain(summary: Summary, pots: Mapping[str, int]) -> dict[str, Any]:
+    """A governor's summary for manifest.json: how each limit came about, and what is spent.
+
+    Dollars are dollars again; `limits` is a list of [seconds since the start, limit, reason].
+    """
+    lanes = [
+        {
+            **dict(zip(("endpoint", "account", "model"), lane.lane.split("|", 2), strict=True)),
+            "limit": lane.state.limit,
+            "requests": {
+                "clean": lane.clean,
+                "throttled": lane.throttled,
+                "server_trouble": lane.trouble,
+            },
+            "limits": [[c.at_s, c.limit, c.reason] for c in lane.state.history],
+        }
+        for lane in summary.lanes
+    ]
+    budgets = {
+        pot: {"budget": _amount(pot, pots[pot]), "spent": _amount(pot, spent)}
+        for pot, spent in summary.spent.items()
+    }
+    return {"rate_limits": lanes, "budgets": budgets}
+
+
+def _amount(pot: str, amount: int) -> float | int:
+    return amount / NANO if pot.endswith(":usd") else amount

@@ -1,0 +1,70 @@
+"""What earlier starts of a run have spent: read from its books, so that budgets bind them all."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection
+from decimal import Decimal
+from typing import Any
+
+from hermes_rl.models.spending import NANO, RUN_TOKENS, RUN_USD, model_pot
+from hermes_rl.store.rundir import RunDir
+
+Worst = Callable[[str, int, int], Decimal | None]
+"""(model, input tokens, output tokens) -> the most that such calls can have cost, in US dollars;
+None where there is no price."""
+
+_TABLES = ("trajectories", "failures")
+"""Calls of sub-agents stand in their root's row too."""
+
+_UNKNOWN = ("unknown_input_tokens_max", "unknown_output_tokens_max")
+"""Metrics of rows with calls whose usage nobody knows: upper bounds."""
+
+
+def spent_before(run_dir: RunDir, pots: Collection[str], worst: Worst) -> dict[str, int]:
+    """Pot -> what is gone from it. Calls of unknown usage count with their worst case. Blocking."""
+    found: Counter[str] = Counter()
+    if not pots:
+        return {}
+    import pyarrow.parquet as pq
+
+    for table in _TABLES:
+        for part in run_dir.parts(table):
+            rows = pq.read_table(part, columns=["model", "calls", "metrics"])
+            _add_known(found, rows, pots)
+            _add_unknown(found, rows, pots, worst)
+    return {pot: found[pot] for pot in pots}
+
+
+def _add_known(found: Counter[str], rows: Any, pots: Collection[str]) -> None:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    lists = rows["calls"].combine_chunks()
+    calls = pc.list_flatten(lists)
+    asked = rows["model"].combine_chunks().take(pc.list_parent_indices(lists))
+    columns = {name: pc.struct_field(calls, name) for name in ("model", "cost_usd", *_COUNTS)}
+    sums = pa.table({**columns, "asked": asked}).group_by(["model", "asked"])
+    for row in sums.aggregate([(name, "sum") for name in ("cost_usd", *_COUNTS)]).to_pylist():
+        usd = round((row["cost_usd_sum"] or 0.0) * NANO)
+        found[RUN_TOKENS] += sum(row[f"{name}_sum"] or 0 for name in _COUNTS)
+        found[RUN_USD] += usd
+        # A server may call the model by a longer name than the one that was asked for.
+        named = model_pot(row["model"])
+        found[named if named in pots else model_pot(row["asked"])] += usd
+
+
+_COUNTS = ("input_tokens", "output_tokens")
+
+
+def _add_unknown(found: Counter[str], rows: Any, pots: Collection[str], worst: Worst) -> None:
+    for model, metrics in zip(rows["model"].to_pylist(), rows["metrics"].to_pylist(), strict=True):
+        bounds = {m["name"]: int(m["value"]) for m in metrics or () if m["name"] in _UNKNOWN}
+        if not bounds:
+            continue
+        given, made = (bounds.get(name, 0) for name in _UNKNOWN)
+        nano = math.ceil((worst(model, given, made) or 0) * NANO)
+        found[RUN_TOKENS] += given + made
+        found[RUN_USD] += nano
+        found[model_pot(model)] += nano
