@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from hermes_rl.errors import ExitCode
+from hermes_rl.cli.doctor_models import Asked, models
+from hermes_rl.cli.finding import Finding, library
+from hermes_rl.errors import ExitCode, UserError
 
 
 class Subject(StrEnum):
@@ -28,19 +29,19 @@ class Subject(StrEnum):
     TOOLS = "tools"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report."""
-
-    subject: str
-    name: str
-    good: bool | None
-    """None for a fact that is neither."""
-    text: str
+def _of(name: str, text: str) -> Any:
+    return typer.Option(name, help=text, show_default=False)
 
 
 def command(
     subject: Annotated[Subject, typer.Argument(help="what to look at")] = Subject.ALL,
+    model: Annotated[str | None, _of("--model", "ask this model what it can do")] = None,
+    provider: Annotated[str | None, _of("--provider", "with --model: known provider")] = None,
+    base_url: Annotated[str | None, _of("--base-url", "with --model: endpoint")] = None,
+    api_key_env: Annotated[
+        str | None, _of("--api-key-env", "with --model: variable that holds the key")
+    ] = None,
+    api_mode: Annotated[str | None, _of("--api-mode", "with --model: dialect")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="findings as JSON")] = False,
 ) -> int:
     """What is there, what works on this machine, and what to install.
@@ -48,10 +49,14 @@ def command(
     \b
     hermes-rl doctor
     hermes-rl doctor sandboxes
+    hermes-rl doctor models --provider vllm --model Qwen/Qwen3-8B
     """
+    asked = Asked(model, provider, base_url, api_key_env, api_mode)
+    if asked != Asked() and (model is None or subject is not Subject.MODELS):
+        raise UserError("an endpoint is looked at with: hermes-rl doctor models --model NAME ...")
     looks: dict[Subject, Callable[[], list[Finding]]] = {
         Subject.SANDBOXES: sandboxes,
-        Subject.MODELS: models,
+        Subject.MODELS: lambda: models(asked),
         Subject.TOOLS: tools,
     }
     findings = machine() if subject is Subject.ALL else []
@@ -89,15 +94,8 @@ def machine() -> list[Finding]:
         Finding("machine", "disk", disk.free > 2**30, f"{disk.free / 2**30:.0f} GiB free here"),
     ]
     for name in ("ray", "pyarrow", "datasets", "aiohttp", "openai"):
-        found.append(_library("machine", name))
+        found.append(library("machine", name))
     return found
-
-
-def _library(subject: str, name: str, mend: str = "reinstall hermes-rl") -> Finding:
-    try:
-        return Finding(subject, name, True, importlib.metadata.version(name))
-    except importlib.metadata.PackageNotFoundError:
-        return Finding(subject, name, False, f"not installed: {mend}")
 
 
 def sandboxes() -> list[Finding]:
@@ -119,28 +117,6 @@ def sandboxes() -> list[Finding]:
         ]
     later = "not in this version: docker, ssh, apptainer, modal"
     return [*found, Finding("sandboxes", "others", None, later)]
-
-
-def models() -> list[Finding]:
-    """The embedded model, and which dialects there are."""
-    from hermes_rl.models.local import LOCAL_MODELS, find_weights
-    from hermes_rl.models.local.weights import cache_folder
-
-    engine = _library("models", "xllamacpp", "pip install 'hermes-rl[local]' for --model local")
-    found = [Finding("models", "engine", engine.good or None, engine.text)]
-    for name in LOCAL_MODELS:
-        weights = find_weights(name)
-        path = cache_folder(os.environ) / weights.file
-        size = f"{weights.bytes / 1e6:,.0f} MB"
-        where = f"weights in {path}" if path.exists() else f"{size} are fetched at the first use"
-        found.append(Finding("models", name, None, f"{weights.description}; {where}"))
-    dialects = "chat_completions (OpenAI-compatible), over http and sdk"
-    later = "not in this version: codex_responses, anthropic_messages, prices, budgets"
-    return [
-        *found,
-        Finding("models", "dialects", None, dialects),
-        Finding("models", "others", None, later),
-    ]
 
 
 def tools() -> list[Finding]:

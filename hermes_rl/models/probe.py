@@ -10,6 +10,7 @@ from hermes_rl.errors import AuthError, UserError
 from hermes_rl.models.classify import classify, scrub
 from hermes_rl.models.dialects.lenient import decode_json
 from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.raw import whole
 
 _MAX_BYTES = 4 << 20
 
@@ -34,22 +35,20 @@ async def probe(endpoint: Endpoint, *, seconds: float = 5.0) -> Probed:
     import aiohttp
 
     endpoint.check()
-    headers = dict(endpoint.headers)
-    if endpoint.api_key:
-        headers["authorization"] = f"Bearer {endpoint.api_key}"
+    headers = {**_key_headers(endpoint), **endpoint.headers}
     try:
         async with (
             asyncio.timeout(seconds),
             aiohttp.ClientSession(headers={"User-Agent": "hermes-rl"}) as session,
             session.get(
-                endpoint.url("/models"),
+                _list_address(endpoint),
                 headers=headers,
                 ssl=endpoint.tls() or True,
                 proxy=endpoint.proxy,
                 allow_redirects=False,
             ) as response,
         ):
-            body = await response.content.read(_MAX_BYTES)
+            body = await whole(response.content, _MAX_BYTES)
     except aiohttp.ClientConnectorCertificateError as error:
         raise AuthError(f"cannot trust {endpoint.host}: {error.certificate_error}") from None
     except TimeoutError:
@@ -60,6 +59,26 @@ async def probe(endpoint: Endpoint, *, seconds: float = 5.0) -> Probed:
         low = {name.lower(): value for name, value in response.headers.items()}
         raise classify(response.status, low, body, secrets=endpoint.secrets)
     return Probed(_listed(body) if response.status == 200 else None)
+
+
+def _list_address(endpoint: Endpoint) -> str:
+    """Where the list of models is. Anthropic's dialect counts `/v1` to its routes, and an address
+    may end with the route of its dialect."""
+    base = endpoint.base_url.rstrip("/")
+    for route in ("/chat/completions", "/responses", "/messages"):
+        base = base.removesuffix(route)
+    apart = endpoint.api_mode == "anthropic_messages" and not base.endswith("/v1")
+    return base + ("/v1/models" if apart else "/models")
+
+
+def _key_headers(endpoint: Endpoint) -> dict[str, str]:
+    if not endpoint.api_key:
+        return {}
+    bearer = {"authorization": f"Bearer {endpoint.api_key}"}
+    if endpoint.api_mode != "anthropic_messages":
+        return bearer
+    own = {"x-api-key": endpoint.api_key, "anthropic-version": "2023-06-01"}
+    return own if endpoint.host == "api.anthropic.com" else {**own, **bearer}
 
 
 def _nobody(endpoint: Endpoint, reason: str) -> UserError:

@@ -1,0 +1,154 @@
+"""`hermes-rl doctor models`: known providers, embedded models, and what one endpoint can do."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hermes_rl.cli.finding import Finding, library
+from hermes_rl.errors import HermesError
+
+if TYPE_CHECKING:
+    from hermes_rl.models.capabilities import Capabilities, ProbeCall
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The endpoint to look at, as options name it."""
+
+    model: str | None = None
+    provider: str | None = None
+    base_url: str | None = None
+    api_key_env: str | None = None
+    api_mode: str | None = None
+
+
+def models(asked: Asked = Asked()) -> list[Finding]:
+    """What there is; with a model named, what it can do instead. That asks it, which costs a few
+    hundred tokens.
+
+    Raises: UserError for an endpoint that cannot work or a key that is not set.
+    """
+    if asked.model is not None:
+        return _explored(asked)
+    return [*_providers(), *_embedded(), *_dialects()]
+
+
+def _providers() -> list[Finding]:
+    from hermes_rl.models.providers import DEFAULT_MODE, shipped
+
+    found = []
+    for entry in shipped().values():
+        key = entry.api_key_env
+        held = bool(key and os.environ.get(key))
+        words = [
+            entry.base_url or "",
+            entry.api_mode or DEFAULT_MODE,
+            f"{key} is {'set' if held else 'not set'}" if key else "no key needed",
+            entry.note,
+        ]
+        text = "; ".join(word for word in words if word)
+        found.append(Finding("providers", entry.name, held or None, text))
+    return found
+
+
+def _embedded() -> list[Finding]:
+    from hermes_rl.models.local import LOCAL_MODELS, find_weights
+    from hermes_rl.models.local.weights import cache_folder
+
+    engine = library("models", "xllamacpp", "pip install 'hermes-rl[local]' for --model local")
+    found = [Finding("models", "engine", engine.good or None, engine.text)]
+    for name in LOCAL_MODELS:
+        weights = find_weights(name)
+        path = cache_folder(os.environ) / weights.file
+        size = f"{weights.bytes / 1e6:,.0f} MB"
+        where = f"weights in {path}" if path.exists() else f"{size} are fetched at the first use"
+        found.append(Finding("models", name, None, f"{weights.description}; {where}"))
+    return found
+
+
+def _dialects() -> list[Finding]:
+    from hermes_rl.models.client import DIALECTS
+    from hermes_rl.models.prices import list_prices
+
+    table = list_prices()
+    known = sum(price is not None for prices in table.values() for price in prices.values())
+    newest = max(p.read for prices in table.values() for p in prices.values() if p is not None)
+    return [
+        Finding("models", "dialects", None, f"{', '.join(DIALECTS)}, each over http and sdk"),
+        Finding("models", "prices", None, f"{known} list prices, read {newest}"),
+    ]
+
+
+def _explored(asked: Asked) -> list[Finding]:
+    from hermes_rl.config_endpoint import EndpointSection
+    from hermes_rl.doors import run_sync
+    from hermes_rl.models.capabilities import explore
+    from hermes_rl.models.routing import Keys, find_keys
+    from hermes_rl.models.targets import first_endpoint, targets_of
+
+    assert asked.model is not None
+    where = EndpointSection.model_validate(
+        {
+            "provider": asked.provider,
+            "base_url": asked.base_url,
+            "api_key_env": asked.api_key_env,
+            "api_mode": asked.api_mode,
+        }
+    )
+    target = targets_of(where)[0]
+    (_, key), *_ = Keys(find_keys([target.place])).of(target.place)
+    endpoint = first_endpoint(where, target.place, key)
+    try:
+        found = run_sync(explore(endpoint, asked.model, target.prices))
+    except HermesError as error:
+        return [Finding("endpoint", endpoint.host, False, str(error))]
+    provider = target.place.provider or "no known provider"
+    head = Finding("endpoint", endpoint.host, None, f"{provider}, {endpoint.api_mode}")
+    return [head, *_findings(found), *_calls(found.calls)]
+
+
+def _findings(found: Capabilities) -> list[Finding]:
+    ids = f"in {found.token_ids}'s spelling" if found.token_ids else None
+    looks: tuple[tuple[str, bool | None, dict[bool | None, str]], ...] = (
+        ("listed", found.listed, {None: "it keeps no list of models"}),
+        ("answers", found.answers, {}),
+        ("tools", found.tools, {False: "it was asked to call one and did not"}),
+        ("streaming", found.streaming, {}),
+        ("usage", found.usage, {}),
+        ("usage in streams", found.usage_in_streams, {}),
+        ("cached tokens", found.cached_tokens, {False: "usage does not tell them"}),
+    )
+    words = {True: "yes", False: "no", None: "not known"}
+    told = [
+        Finding(
+            "endpoint", name, good if name in _NEEDED else good or None, own.get(good, words[good])
+        )
+        for name, good, own in looks
+    ]
+    kind = found.logprobs or "none"
+    return [
+        *told,
+        Finding("endpoint", "logprobs", bool(found.logprobs) or None, kind),
+        Finding("endpoint", "token ids", bool(ids) or None, ids or "none"),
+    ]
+
+
+_NEEDED = ("answers", "tools")
+"""Without these no run can work."""
+
+
+def _calls(calls: tuple[ProbeCall, ...]) -> list[Finding]:
+    found = []
+    for call in calls:
+        counts = call.usage or {}
+        tokens = f"{_n(counts.get('input_tokens'))} in, {_n(counts.get('output_tokens'))} out"
+        cost = "unpriced" if call.cost_usd is None else f"${call.cost_usd:.6f}"
+        text = call.error or f"{tokens}, {cost}, {call.latency_s:.2f} s"
+        found.append(Finding("calls", call.what, None, text))
+    return found
+
+
+def _n(count: int | None) -> str:
+    return "?" if count is None else f"{count:,}"

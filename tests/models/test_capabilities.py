@@ -1,0 +1,163 @@
+"""What `doctor models` finds out, against servers that answer as the engines do."""
+
+import json
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hermes_rl.errors import AuthError, UserError
+from hermes_rl.models.capabilities import MAX_TOKENS, explore, kind_of
+from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.prices import ModelPrice, PriceTable, Rates
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+
+LOGITS = {"A": 1.0, "B": 0.4, "C": -0.3, "D": -2.0, "E": -2.5}
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def softmax(temperature: float) -> dict[str, float]:
+    scaled = {t: v / temperature for t, v in LOGITS.items()}
+    total = math.log(sum(math.exp(v) for v in scaled.values()))
+    return {t: v - total for t, v in scaled.items()}
+
+
+def answer(body: dict[str, Any], *, raw: bool = False, ids: str | None = None) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "A"},
+        "finish_reason": "stop",
+    }
+    form: dict[str, Any] = {"id": "x", "object": "chat.completion", "choices": [choice]}
+    if body.get("tools"):
+        call = {"name": body["tools"][0]["function"]["name"], "arguments": "{}"}
+        choice["message"]["tool_calls"] = [{"id": "c", "type": "function", "function": call}]
+    if body.get("logprobs"):
+        shown = softmax(1.0 if raw else body["temperature"])
+        top = sorted(shown.items(), key=lambda pair: -pair[1])[: body["top_logprobs"]]
+        likely = [{"token": t, "logprob": p, "bytes": None} for t, p in top]
+        choice["logprobs"] = {"content": [{**likely[0], "top_logprobs": likely}]}
+    if body.get("return_token_ids") and ids == "vllm":
+        form["prompt_token_ids"], choice["token_ids"] = [1, 2], [3]
+    if body.get("return_token_ids") and ids == "sglang":
+        choice["prompt_token_ids"], choice["response_token_ids"] = [1, 2], [3]
+    usage = {"prompt_tokens": 10, "completion_tokens": 1, "total_tokens": 11}
+    return {**form, "usage": {**usage, "prompt_tokens_details": {"cached_tokens": 0}}}
+
+
+@asynccontextmanager
+async def serving(reply: Answer, most_top: int = 20) -> AsyncIterator[str]:
+    async def post(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if body.get("top_logprobs", 0) > most_top:
+            return web.json_response({"error": {"message": "top_logprobs too high"}}, status=400)
+        form = reply(body)
+        if not body.get("stream"):
+            return web.json_response(form)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        choice = form["choices"][0]
+        chunk = {**form, "usage": None}
+        delta = {"index": 0, "delta": choice["message"], "finish_reason": "stop"}
+        for event in ({**chunk, "choices": [delta]}, {**form, "choices": []}):
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def listed(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m"}]})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", post)
+    app.router.add_get("/v1/models", listed)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("raw", "ids", "most"), [(False, "vllm", 20), (True, "sglang", 5), (False, None, 0)]
+)
+async def test_an_engine_is_found_out(raw: bool, ids: str | None, most: int) -> None:
+    prices = PriceTable({"m": ModelPrice(Rates(input=Decimal(1), output=Decimal(1)))})
+    asked: list[dict[str, Any]] = []
+
+    def reply(body: dict[str, Any]) -> dict[str, Any]:
+        asked.append(body)
+        return answer(body, raw=raw, ids=ids)
+
+    async with serving(reply, most) as base_url:
+        found = await explore(Endpoint(base_url=base_url), "m", prices)
+    assert found.listed
+    assert (found.answers, found.tools, found.streaming) == (True, True, True)
+    assert (found.usage, found.usage_in_streams, found.cached_tokens) == (True, True, True)
+    assert found.logprobs == (None if not most else "raw" if raw else "sampling")
+    assert found.token_ids == ids
+    refused = [call for call in found.calls if call.error]
+    assert len(found.calls) - len(refused) == len(asked) <= 7
+    served = [call for call in found.calls if not call.error]
+    assert all(call.usage and call.cost_usd == pytest.approx(11e-6) for call in served)
+    assert all(0 < (body.get("max_tokens") or 0) <= MAX_TOKENS for body in asked)
+    assert json.dumps(found.as_dict())
+
+
+async def test_the_fake_server_in_all_dialects() -> None:
+    async with FakeServer(FakeConfig(key="sk-right-key")) as server:
+        for mode, base in (
+            ("chat_completions", server.base_url),
+            ("codex_responses", server.base_url),
+            ("anthropic_messages", server.base_url.removesuffix("/v1")),
+        ):
+            where = Endpoint(base_url=base, api_mode=mode, api_key="sk-right-key")
+            found = await explore(where, "echo")
+            assert found.answers, (mode, found.calls)
+            assert found.streaming, (mode, found.calls)
+            assert found.usage_in_streams, (mode, found.calls)
+            assert len(found.calls) <= 7
+        with pytest.raises(AuthError):
+            await explore(Endpoint(base_url=server.base_url, api_key="sk-wrong-key"), "echo")
+
+
+async def test_nobody_there_is_said() -> None:
+    with pytest.raises(UserError, match="Start the server"):
+        await explore(Endpoint(base_url="http://127.0.0.1:9/v1"), "m")
+
+
+async def test_a_model_that_fails_is_not_asked_again() -> None:
+    async with FakeServer(FakeConfig(models=("other",))) as server:
+        found = await explore(Endpoint(base_url=server.base_url), "m")
+    assert not found.answers
+    assert len(found.calls) == 1
+    assert found.calls[0].error is not None
+
+
+@given(
+    st.dictionaries(st.text(), st.floats(-30, 0), min_size=3, max_size=20),
+    st.floats(-5, 5),
+    st.sampled_from(["raw", "sampling"]),
+)
+def test_the_slope_tells_the_kind(at_one: dict[str, float], shift: float, kind: str) -> None:
+    factor = 2.0 if kind == "sampling" else 1.0
+    at_half = {token: factor * value + shift for token, value in at_one.items()}
+    spread = max(at_one.values()) - min(at_one.values())
+    assert kind_of(at_one, at_half) == (kind if spread > 0.2 else kind_of(at_one, at_half))
+
+
+def test_too_little_tells_nothing() -> None:
+    assert kind_of({}, {}) == "unknown"
+    assert kind_of({"a": -1.0}, {"a": -1.0}) == "unknown"
+    assert kind_of({"a": -1.0, "b": -1.0}, {"a": -1.0, "b": -1.0}) == "unknown"
+    assert kind_of({"a": -1.0, "b": -2.0}, {"a": -1.0, "b": -2.5}) == "unknown"
+    assert kind_of({"a": -1.0, "b": -2.0}, {"c": -1.0}) == "unknown"
