@@ -285,6 +285,7 @@ EFFORTS = [
     ("anthropic/claude-sonnet-5.5", "minimal", None, ADAPTIVE, "low"),
     ("claude-opus-5-20260801", "max", 1_000, ADAPTIVE, "max"),
     ("claude-opus-4-6", "none", None, {"type": "disabled"}, None),
+    ("claude-fable-5-1", "none", None, None, None),
 ]
 
 
@@ -308,6 +309,8 @@ def test_the_key_goes_where_the_server_looks_for_it():
     assert other.headers("k")["authorization"] == "Bearer k"
     assert not {"x-api-key", "authorization"} & other.headers(None).keys()
     assert own.headers(None)["anthropic-version"] == "2023-06-01"
+    assert "interleaved-thinking" in own.headers("k")["anthropic-beta"]
+    assert "anthropic-beta" not in other.headers("k")
 
 
 # The server's side

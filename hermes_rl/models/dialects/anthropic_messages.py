@@ -37,6 +37,10 @@ VERSION = "2023-06-01"
 """Sent as `anthropic-version`. Version 2026-10-21 removes the sampling parameters; the headers of
 an endpoint may ask for it."""
 
+BETAS = "interleaved-thinking-2025-05-14"
+"""Sent as `anthropic-beta` to Anthropic itself: without it models before Claude 4.6 think only
+before their first tool call. Other models take no notice of it."""
+
 DEFAULT_MAX_TOKENS = 32_000
 """Output tokens per call where the request says nothing: the least that the models in service since
 Claude 4 allow."""
@@ -65,7 +69,7 @@ class AnthropicMessages:
     path = "/v1/messages"
 
     def __init__(self, host: str = "", secrets: tuple[str, ...] = ()) -> None:
-        self._bearer = host != "api.anthropic.com"
+        self._foreign = host != "api.anthropic.com"
         self._secrets = secrets
         self._tools: tuple[Any, bool, bytes] = ((), False, b"")
 
@@ -99,9 +103,11 @@ class AnthropicMessages:
             "accept": "application/json, text/event-stream",
             "anthropic-version": VERSION,
         }
+        if not self._foreign:
+            headers["anthropic-beta"] = BETAS
         if api_key:
             headers["x-api-key"] = api_key
-            if self._bearer:
+            if self._foreign:
                 headers["authorization"] = f"Bearer {api_key}"
         return headers
 

@@ -20,6 +20,9 @@ _LEAST = 1_024
 
 _OFF = ("none", "off", "disabled")
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
+_ALWAYS = ("claude-fable", "claude-mythos")
+"""They refuse to have their thinking turned off."""
+
 _CLAUDE = re.compile(r"claude-(?:[a-z]+)-(\d{1,2})(?:[-.](\d{1,2}))?(?!\d)")
 
 
@@ -38,7 +41,8 @@ def thinking_config(
     Claude models since 4.6 decide for themselves how much to think (`adaptive`) and take the effort
     as it is; their thinking is asked for as text. Others take a budget: `BUDGETS`, or the number
     that `effort` is, but at most three quarters of `max_tokens`, of which it is a part; where less
-    than 1,024 tokens are left for it the model does not think. `none` turns thinking off.
+    than 1,024 tokens are left for it the model does not think. `none` turns thinking off, and is
+    not said to the models that always think.
 
     Args:
         replayed: thinking blocks of earlier turns are sent. Without them a model that takes a
@@ -47,7 +51,8 @@ def thinking_config(
     if effort is None:
         return Thinking(False, {})
     if effort in _OFF:
-        return Thinking(False, {"thinking": {"type": "disabled"}})
+        always = any(family in model for family in _ALWAYS)
+        return Thinking(False, {} if always else {"thinking": {"type": "disabled"}})
     if is_adaptive(model) and not effort.isdigit():
         level = effort if effort in _EFFORTS else "low"
         shown = {"type": "adaptive", "display": "summarized"}
