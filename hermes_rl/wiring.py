@@ -24,6 +24,7 @@ from hermes_rl.errors import AuthError, TaskFault, UserError
 from hermes_rl.identity import digest
 from hermes_rl.models.base import ModelClient, Sampling
 from hermes_rl.models.played import NoopClient, OracleClient, free
+from hermes_rl.models.probe import Probed, probe
 from hermes_rl.models.retry import ModelCaller, Price, RetryPolicy
 from hermes_rl.models.route import Route
 from hermes_rl.models.routing import Alone, Common, Keys, Routes, Routing, Sole
@@ -228,24 +229,24 @@ async def open_models(
     return routing
 
 
-async def reach(config: RunConfig) -> None:
+async def reach(config: RunConfig) -> Probed | None:
     """Look whether a sandbox starts and the endpoint answers; costs no token.
 
     A key that is refused is not said here: the run itself stops for it, resumable. Where workers
     stand on the machines of a cluster, their sandboxes are not tried here.
 
+    Returns what the endpoint says of itself; None when it was not asked or refused the key.
     Raises: UserError when nobody answers at its address, or the key is not set; SandboxStartError.
     """
     if not (config.run.workers != 0 and os.environ.get("RAY_ADDRESS")):
         await _start_a_sandbox(config.sandbox.backend)
     if not asks_endpoint(config.model.name, config.endpoint):
-        return
-    from hermes_rl.models.probe import probe
-
+        return None
     place = targets_of(config.endpoint, config.providers)[0].place
     (_, key), *_ = Keys(keys_of(config)).of(place)
     with contextlib.suppress(AuthError):
-        await probe(first_endpoint(config.endpoint, place, key))
+        return await probe(first_endpoint(config.endpoint, place, key))
+    return None
 
 
 async def _start_a_sandbox(backend_name: str) -> None:

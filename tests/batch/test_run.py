@@ -55,6 +55,7 @@ async def test_what_the_driver_writes(tmp_path: Path, server: FakeServer) -> Non
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["dataset"]["path"] == str(dataset)
     assert manifest["plan"]["bad_rows"] == 1
+    assert "echo" in manifest["capabilities"]["models"]
     (failure,) = kit.table(out, "failures")
     assert (failure["cause"], failure["owner"], failure["reward"]) == ("task", "task", None)
     assert "tasks.jsonl:2" in failure["error"]
