@@ -56,6 +56,19 @@ def begun() -> Begun:
     )
 
 
+def row_of(tape: Tape, result: AgentResult | None) -> Trajectory:
+    """The row of a run as a batch run makes it; None for one that failed."""
+    ended = Ended(finished_at=time.time(), end_reason="error", cause="model_server")
+    if result is not None:
+        ended = Ended(
+            finished_at=time.time(),
+            end_reason=result.end_reason,
+            metrics=result.metrics,
+            final_response=result.final_response,
+        )
+    return fold([begun(), *tape.events, ended])
+
+
 @dataclass
 class Ran:
     """A run and what it recorded."""
@@ -77,14 +90,7 @@ class Ran:
 
     def row(self) -> Trajectory:
         """The run's row, as a batch run makes it."""
-        result = self.result
-        ended = Ended(
-            finished_at=time.time(),
-            end_reason=result.end_reason,
-            metrics=result.metrics,
-            final_response=result.final_response,
-        )
-        return fold([begun(), *self.tape.events, ended])
+        return row_of(self.tape, self.result)
 
     def errors(self) -> list[str | None]:
         """What the row says of each call."""
@@ -106,7 +112,7 @@ class Rig:
 
     server: FakeServer
     client: ModelClient
-    sandbox: Sandbox
+    sandbox: Sandbox | None
     tools: dict[str, Tool]
     tape: Tape = field(default_factory=Tape)
     listener: Callable[[Event], None] | None = None

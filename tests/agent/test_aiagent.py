@@ -13,7 +13,7 @@ import pytest
 from hermes_rl.agent.agent import AIAgent
 from hermes_rl.agent.assembly import Assembly
 from hermes_rl.agent.parts import Caller
-from hermes_rl.agent.policy import Limits
+from hermes_rl.agent.policy import Limits, preset
 from hermes_rl.doors import Home
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.events import CallStarted, MessageAdded
@@ -214,8 +214,8 @@ def test_interrupt_without_a_message_ends_the_run(agent_class: type[AIAgent]) ->
 
         threading.Thread(target=interrupt).start()
         start = time.monotonic()
-        result = agent.run_conversation(say({"text": "late", "latency_s": 2}, "second"))
-        assert time.monotonic() - start < 1.5
+        result = agent.run_conversation(say([{"text": "late", "latency_s": 30}, "late"], "second"))
+        assert time.monotonic() - start < 10
         assert (result["completed"], result["end_reason"]) == (False, "interrupted")
         assert result["final_response"] is None
         assert [c["outcome"] for c in result["calls"]] == ["cancelled"]
@@ -236,6 +236,22 @@ def test_a_cut_answer_can_be_gone_on_from(agent_class: type[AIAgent]) -> None:
         assert result["messages"][2] == {"role": "assistant", "content": "Let me"}
 
 
+def test_the_answer_is_the_whole_of_a_cut_one(agent_class: type[AIAgent]) -> None:
+    cut = {"text": "One, ", "finish": "length"}
+    with agent_class("m", toolsets=()) as agent:
+        result = agent.run_conversation(say([{"text": ""}, cut], "two.", "three"))
+        assert (result["final_response"], result["end_reason"]) == ("One, two.", "answered")
+        assert [c["error"] for c in result["calls"]] == ["discarded: empty answer", None, None]
+        assert agent.chat("And then?") == "three"
+
+
+def test_a_policy_of_ones_own(agent_class: type[AIAgent]) -> None:
+    policy = preset("interactive").switched({"continue_output": False})
+    with agent_class("m", toolsets=(), preset=policy) as agent:
+        result = agent.run_conversation(say({"text": "One, ", "finish": "length"}, "two."))
+    assert (result["final_response"], result["end_reason"]) == ("One, ", "output_truncated")
+
+
 def test_interrupt_while_idle_does_nothing(agent_class: type[AIAgent]) -> None:
     with agent_class("m") as agent:
         agent.interrupt("x")
@@ -252,11 +268,12 @@ def test_a_failed_call_leaves_the_conversation_as_it_was(agent_class: type[AIAge
 
 
 def test_one_run_at_a_time(agent_class: type[AIAgent]) -> None:
-    with agent_class("m") as agent:
+    started = threading.Event()
+    with agent_class("m", toolsets=(), on_event=lambda event: started.set()) as agent:
         errors: list[BaseException] = []
 
         def second() -> None:
-            time.sleep(0.3)
+            started.wait(10)
             try:
                 agent.chat("me too")
             except UserError as error:
@@ -264,7 +281,7 @@ def test_one_run_at_a_time(agent_class: type[AIAgent]) -> None:
 
         thread = threading.Thread(target=second)
         thread.start()
-        agent.chat(say({"text": "slow", "latency_s": 1}))
+        agent.chat(say({"text": "slow", "latency_s": 0.5}))
         thread.join()
         assert "already running" in str(errors[0])
 

@@ -9,7 +9,7 @@ import pytest
 
 from hermes_rl.agent.control import Control
 from hermes_rl.errors import Interrupted
-from hermes_rl.events import CallStarted, MessageAdded
+from hermes_rl.events import AnswerDiscarded, CallStarted, MessageAdded
 from hermes_rl.messages import AssistantMessage, ToolMessage, UserMessage
 
 
@@ -55,6 +55,41 @@ async def test_interrupt_ends_a_tool_at_once_and_leaves_a_whole_conversation(rig
     # The command is gone and the session still serves.
     listed = await rig.sandbox.run("sleep 0.2; ls", timeout_s=5)
     assert listed.output == "started\n"
+
+
+LATE = {"text": "late", "latency_s": 30}
+CUT = {"text": "One, ", "finish": "length"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "calls", "discarded"),
+    [
+        (([{"text": ""}, LATE],), 2, 1),  # asked again
+        (({"run": "true"}, {"text": ""}, LATE), 3, 1),  # nudged
+        ((CUT, CUT, LATE), 3, 0),  # gone on from
+        (([{"run": "x", "finish": "length"}, LATE],), 2, 1),  # a cut call
+    ],
+)
+async def test_interrupt_where_an_answer_is_asked_for_again(
+    rig: Any, steps: Any, calls: int, discarded: int
+) -> None:
+    control = Control()
+    begun: list[CallStarted] = []
+
+    def on_event(event: Any) -> None:
+        if isinstance(event, CallStarted):
+            begun.append(event)
+            if len(begun) == calls:
+                asyncio.get_running_loop().call_later(0.05, control.interrupt)
+
+    rig.listener = on_event
+    start = time.monotonic()
+    with pytest.raises(Interrupted):
+        await rig.play(*steps, control=control)
+    assert time.monotonic() - start < 10
+    outcomes = [e.outcome for e in rig.tape.events if hasattr(e, "outcome")]
+    assert outcomes == ["ok"] * (calls - 1) + ["cancelled"]
+    assert sum(isinstance(e, AnswerDiscarded) for e in rig.tape.events) == discarded
 
 
 async def test_outer_cancellation_stays_cancellation(rig: Any) -> None:

@@ -1,0 +1,66 @@
+"""The switches of a run's agent: part of what a run is, and of what its rows say."""
+
+from typing import Any
+
+import pytest
+
+from hermes_rl.config import parse_config
+from hermes_rl.errors import UserError
+from hermes_rl.identity import digest
+from hermes_rl.wiring import identity_of, policy_of
+
+from .conftest import Open, script
+
+CUT = {"text": "One, ", "finish": "length"}
+
+
+def config(**agent: Any) -> Any:
+    return parse_config({"dataset": {"path": "x"}, "model": {"name": "m"}, "agent": agent})
+
+
+def test_a_switch_is_part_of_the_configuration() -> None:
+    plain, same, other = (
+        config(),
+        config(switches={"continue_output": True}),
+        config(switches={"continue_output": False}),
+    )
+    assert digest(identity_of(plain)) == digest(identity_of(same)) != digest(identity_of(other))
+    assert not policy_of(other).continue_output
+    assert policy_of(config(preset="rl", switches={"tool_loop_limit": 7})).tool_loop_limit == 7
+
+
+def test_what_the_harness_says_is_part_of_it() -> None:
+    assert "texts" in identity_of(config())["agent"]
+
+
+def test_an_unknown_switch_is_refused_in_one_line() -> None:
+    bad = config(switches={"continue": True})
+    with pytest.raises(UserError, match=r"unknown switch agent\.switches\.continue \(known: sum"):
+        identity_of(bad)
+    with pytest.raises(UserError, match=r"'agent\.switches\.retry_empty"):
+        config(switches={"retry_empty": "perhaps"})
+
+
+async def test_rows_hold_the_joined_answer_and_what_was_thrown_away(stage: Open) -> None:
+    opened = await stage(backend="none", agent={"toolsets": []})
+    row = await opened.attempt({"prompt": script([{"text": ""}, CUT], "two.")})
+    assert (row.end_reason, row.final_response, row.turns) == ("answered", "One, two.", 2)
+    assert [c.error for c in row.calls] == ["discarded: empty answer", None, None]
+    assert [c.turn for c in row.calls] == [1, 1, 2]
+    assert [i.synthetic for i in row.message_info] == [False, False, False, True, False]
+    served = opened.server.entries
+    assert [c.call_id for c in row.calls] == [e.call_id for e in served]
+    assert row.usage.total_tokens == sum(e.prompt_tokens + e.completion_tokens for e in served)
+    assert row.metrics == {"discarded_answers": 1.0, "continued_answers": 1.0}
+
+
+async def test_rl_ends_each_with_its_reason(stage: Open) -> None:
+    opened = await stage(backend="none", agent={"toolsets": [], "preset": "rl"})
+    row = await opened.attempt({"prompt": script(CUT, "two.")})
+    assert (row.end_reason, row.final_response, row.truncated) == (
+        "output_truncated",
+        "One, ",
+        True,
+    )
+    row = await opened.attempt({"prompt": script({"text": ""}, "two.")}, 1)
+    assert (row.end_reason, row.final_response, len(row.calls)) == ("empty_response", "", 1)
