@@ -13,6 +13,7 @@ from typing import Protocol
 
 from hermes_rl.errors import UserError
 from hermes_rl.models.base import ModelClient
+from hermes_rl.models.budget import Budget
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.limiter import InProcessLimiter, Limiter
 from hermes_rl.models.pool import KeyPool, Strategy
@@ -47,6 +48,10 @@ class Common(Protocol):
         """The limiter of one endpoint, account and model; the same at every call."""
         ...
 
+    def budget(self) -> Budget | None:
+        """What the run may spend; None is no limit."""
+        ...
+
 
 class Alone:
     """`Common` for a process without others.
@@ -66,6 +71,10 @@ class Alone:
         if name not in self._lanes:
             self._lanes[name] = InProcessLimiter(self._concurrency)
         return self._lanes[name]
+
+    def budget(self) -> Budget | None:
+        """See `Common.budget`."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -204,10 +213,16 @@ class Sole:
         self.secrets: tuple[str, ...] = ()
         self._client, self._common = client, common
         self._prices = prices or PriceTable()
+        self._routes: dict[str, tuple[Route, ...]] = {}
 
     def routes(self, model: str) -> tuple[Route, ...]:
         """See `Routes.routes`."""
+        if model not in self._routes:
+            self._routes[model] = (self._route(model),)
+        return self._routes[model]
+
+    def _route(self, model: str) -> Route:
         limiter = self._common.limiter(self.endpoint, NO_KEY, model)
         account = Account(name=NO_KEY, client=self._client, limiter=limiter)
         pool = KeyPool((account,), self._common.rests, scope=f"{self.endpoint} {model}")
-        return (Route(model=model, accounts=pool, prices=self._prices),)
+        return Route(model=model, accounts=pool, prices=self._prices)
