@@ -1,6 +1,8 @@
 """The fake server's limits, outages and bill: what it allows, says, and charges."""
 
 import asyncio
+import json
+import sys
 import time
 from decimal import Decimal
 
@@ -160,3 +162,27 @@ def test_each_token_of_a_prompt_is_billed_once():
     )
     cents = 100 * 10 + 600 * 1 + 200 * Decimal("12.5") + 100 * 20 + 10 * 50
     assert price.bill(usage) == cents / 1_000_000
+
+
+async def test_as_a_program(kit):
+    """Limits, clock and prices travel as JSON."""
+    words = {
+        "--rate": '{"requests": 1, "schedule": [[30, 2]]}',
+        "--conditions": '{"clock_scale": 2, "prices": {"*": {"input": "1", "output": 2.5}}}',
+    }
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "hermes_rl.testing.fake_server", "--until-eof",
+        *(word for pair in words.items() for word in pair),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    hello = json.loads(await process.stdout.readline())
+    client = connect(Endpoint(hello["base_url"]))
+    first = await client.complete(kit.request(model="noop"))
+    with pytest.raises(e.RateLimited) as caught:
+        await client.complete(kit.request(model="noop"))
+    await client.aclose()
+    process.stdin.close()
+    async with asyncio.timeout(20):
+        assert await process.wait() == 0
+    assert first.rate_limit["x-ratelimit-limit-requests"] == "1"
+    assert 0 < caught.value.retry_after_s <= 60
