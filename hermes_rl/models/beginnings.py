@@ -53,7 +53,7 @@ class Beginning:
             text = split_think("".join(self._pieces)).content
             if not text.strip():
                 raise
-            raise BrokenOff(error, text, getattr(decoder, "in_call", False)) from error
+            raise BrokenOff(error, text, decoder.in_call) from error
 
     def _hear(self, piece: str) -> None:
         self._pieces.append(piece)

@@ -88,6 +88,9 @@ Content = str | Call | dict[str, Any]
 class BodyDecoder:
     """An answer in one JSON body."""
 
+    in_call = False
+    """Of a broken body nothing is read."""
+
     def __init__(
         self, head: ReplyHead, *, secrets: tuple[str, ...], salt: str, on_delta: OnDelta
     ) -> None:

@@ -48,6 +48,11 @@ class StreamDecoder:
             "error": self._fail,
         }
 
+    @property
+    def in_call(self) -> bool:
+        """Whether a tool call has begun."""
+        return any(block.is_call for block in self._blocks.values())
+
     def feed(self, piece: bytes) -> None:
         """See `Decoder.feed`."""
         for data in self._events.feed(piece):
@@ -148,6 +153,11 @@ class _Block:
                 self._pieces.setdefault(name, []).append(piece)
         text = delta.get("text")
         return text if isinstance(text, str) else ""
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is a tool call, as far as it has come."""
+        return self._form.get("type") == "tool_use"
 
     def content(self) -> Content | None:
         """What the block holds; None for blocks that only tools of the provider make."""

@@ -24,6 +24,11 @@ class Decoder(Protocol):
     done: bool
     """The answer said that it is complete; what follows is of no interest."""
 
+    @property
+    def in_call(self) -> bool:
+        """Whether a tool call has begun: what is missing of a broken answer is then a call."""
+        ...
+
     def feed(self, piece: bytes) -> None:
         """Take the next bytes. Raises: ModelError when they hold an error."""
         ...

@@ -52,6 +52,9 @@ _decode = msgspec.json.Decoder(Response).decode
 class BodyDecoder:
     """An answer in one JSON body."""
 
+    in_call = False
+    """Of a broken body nothing is read."""
+
     def __init__(
         self, head: ReplyHead, *, secrets: tuple[str, ...], salt: str, on_delta: OnDelta
     ) -> None:

@@ -71,6 +71,11 @@ class StreamDecoder:
         """Of the last event; None while the stream goes on."""
         self._status = ""
 
+    @property
+    def in_call(self) -> bool:
+        """Whether a tool call has begun."""
+        return any(draft.is_call for draft in self._drafts.values())
+
     def feed(self, piece: bytes) -> None:
         """See `Decoder.feed`."""
         for data in self._events.feed(piece):
@@ -159,6 +164,11 @@ class _Draft:
         """Take a delta of one of the fields in `_GROWS`."""
         self._kind = kind
         self._grown.setdefault(field, []).append(delta)
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is a tool call, as far as it has come."""
+        return CALL in (self._kind, self.begun.get("type"))
 
     def form(self) -> Mapping[str, Any]:
         """The item; built from its deltas where it never was done."""

@@ -1,0 +1,79 @@
+"""What is tried for better answers, over all three dialects."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from hermes_rl.agent.policy import PRESETS
+from hermes_rl.agent.prompt import CUT_CALL, CUT_STREAM, thoughts_note
+from hermes_rl.models.client import DIALECTS, connect
+from hermes_rl.models.endpoint import Endpoint
+
+LONG = "This is the beginning of a long text, and it goes on for quite a while. " * 4
+
+
+@pytest.fixture(params=DIALECTS)
+async def wired(rig: Any, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
+    client, first = connect(Endpoint(rig.server.base_url, api_mode=request.param)), rig.client
+    rig.client = client
+    yield rig
+    rig.client = first
+    await client.aclose()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_episode_with_all_of_it(wired: Any, stream: bool) -> None:
+    ran = await wired.play(
+        [{"text": ""}, {"run": "touch made", "finish": "length"}, {"run": "echo 1"}],
+        {"text": ""},
+        {"calls": [{"name": "Terminal", "arguments": {"command": "echo 2"}}]},
+        {"text": "One, ", "finish": "length"},
+        "two.",
+        stream=stream,
+    )
+    assert (ran.result.end_reason, ran.result.final_response) == ("answered", "One, two.")
+    assert ran.outline() == "suatAUataUa"
+    assert [error and error.partition(": ")[2] for error in ran.errors()] == [
+        *("empty answer", "cut tool call", None),
+        "empty answer",
+        *(None, None, None),
+    ]
+    served = wired.server.entries
+    assert [start.call_id for start, _ in ran.calls()] == [e.call_id for e in served]
+    total = sum(e.prompt_tokens + e.completion_tokens for e in served)
+    assert ran.row().usage.total_tokens == total
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+async def test_thoughts_alone(wired: Any, preset: str) -> None:
+    step = {"reasoning": "It must be 4."}
+    ran = await wired.play([step, "4"], policy=PRESETS[preset])
+    if preset == "rl":
+        assert (ran.result.end_reason, ran.outline()) == ("empty_response", "sua")
+        return
+    assert (ran.result.end_reason, ran.result.final_response) == ("answered", "4")
+    assert ran.outline() == "suaUa"
+    assert ran.result.messages[3].content == thoughts_note("It must be 4.")
+
+
+async def test_a_thinking_budget_that_is_used_up(wired: Any) -> None:
+    ran = await wired.play({"reasoning": "Hm.", "finish": "length"}, "never")
+    assert (ran.result.end_reason, len(ran.calls())) == ("output_truncated", 1)
+    assert ran.result.metrics == {"thinking_budget_exhausted": 1.0}
+
+
+async def test_a_broken_stream_is_gone_on_from(wired: Any) -> None:
+    ran = await wired.play({"text": LONG, "fault": "cut"}, "the end.", stream=True)
+    first = ran.result.messages[2].content
+    assert 0 < len(first) < len(LONG)
+    assert LONG.startswith(first)
+    assert ran.result.final_response == first + "the end."
+    assert ran.result.messages[3].content == CUT_STREAM
+    assert [end.outcome for _, end in ran.calls()] == ["cut", "ok"]
+
+
+async def test_a_stream_that_breaks_within_a_call(wired: Any) -> None:
+    step = {"text": "I write it. ", "run": "echo " + "x" * 2000, "fault": "cut"}
+    ran = await wired.play(step, "done", stream=True)
+    assert [m.content for m in ran.result.messages[2:4]] == ["I write it. ", CUT_CALL]
