@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from hermes_rl.messages import Message, SystemMessage, ToolMessage
@@ -50,7 +51,6 @@ __all__ = [
     "cache_marks",
     "outgoing",
     "prepare",
-    "view_key",
     "without_grammar",
 ]
 
@@ -84,13 +84,7 @@ def prepare(
     adaptations: frozenset[Adaptation] = frozenset(),
 ) -> list[Message]:
     """The messages as they are sent, but for the ephemeral layer and the prefill. Idempotent."""
-    return _Pipeline(exact, adaptations).run(list(messages))
-
-
-def view_key(request: ModelRequest) -> str:
-    """Names the preparation of a request; two requests of one conversation with the same key share
-    their encoded messages."""
-    return "+".join((*sorted(request.adaptations), *(("exact",) if request.exact else ())))
+    return _pipeline(exact, adaptations).run(list(messages))
 
 
 @dataclass(frozen=True)
@@ -129,8 +123,8 @@ class Outgoing:
 
 def outgoing(request: ModelRequest) -> Outgoing:
     """What a request sends."""
-    pipeline = _Pipeline(request.exact, request.adaptations)
-    view = request.conversation.view(view_key(request), pipeline)
+    pipeline = _pipeline(request.exact, request.adaptations)
+    view = request.conversation.view(pipeline, pipeline)
     messages = view.messages()
     lead = next(
         (i for i, m in enumerate(messages) if not isinstance(m, SystemMessage)), len(messages)
@@ -216,3 +210,9 @@ class _Pipeline:
     def cut(self, messages: list[Message], start: int) -> int:
         """See `Preparation.cut`."""
         return len(messages) if self._exact else cut(messages, start)
+
+
+@lru_cache
+def _pipeline(exact: bool, adaptations: frozenset[Adaptation]) -> _Pipeline:
+    """The same object for the same question: it is the key of a conversation's view."""
+    return _Pipeline(exact, adaptations)
