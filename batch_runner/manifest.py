@@ -18,6 +18,7 @@ from batch_runner.settings import Settings
 from hermes_rl import __version__
 from hermes_rl.config import RunConfig
 from hermes_rl.models.probe import Probed
+from hermes_rl.models.targets import asks_endpoint, targets_of
 from hermes_rl.store.driver import Driver
 from hermes_rl.store.rundir import RunDir
 
@@ -58,8 +59,11 @@ def capabilities(config: RunConfig, probed: Probed | None) -> dict[str, Any]:
     """
     where = config.endpoint
     known: dict[str, Any] = {"transport": where.transport, "stream": where.stream}
-    if where.api_mode is not None:
-        known["api_mode"] = where.api_mode
+    if asks_endpoint(config.model.name, where):
+        place = targets_of(where, config.providers)[0].place
+        known.update(provider=place.provider, api_mode=place.api_mode)
+    if probed is not None and probed.found:
+        known["probed"] = dict(probed.found)
     if probed is not None and probed.models is not None:
         known["models"] = list(probed.models[:_MODELS_LISTED])
         known["models_listed"] = len(probed.models)

@@ -148,6 +148,10 @@ class RunSection(Section):
     """Start a run with a budget in dollars though a model has no price: its calls are not bounded.
     """
     publish_every_s: Seconds = 300.0
+    probe: Literal["free", "full"] = "free"
+    """What is asked of the endpoint before the first unit: `free` its list of models, `full` also
+    what `doctor models` asks, at most seven small calls, listed in manifest.json with their usage.
+    """
     lease_s: Seconds = 30.0
     """How long a worker lives without hearing from its driver."""
 

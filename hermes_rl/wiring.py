@@ -12,7 +12,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -242,10 +242,19 @@ async def reach(config: RunConfig) -> Probed | None:
         await _start_a_sandbox(config.sandbox.backend)
     if not asks_endpoint(config.model.name, config.endpoint):
         return None
-    place = targets_of(config.endpoint, config.providers)[0].place
-    (_, key), *_ = Keys(keys_of(config)).of(place)
+    target = targets_of(config.endpoint, config.providers)[0]
+    (_, key), *_ = Keys(keys_of(config)).of(target.place)
+    endpoint = first_endpoint(config.endpoint, target.place, key)
+
     with contextlib.suppress(AuthError):
-        return await probe(first_endpoint(config.endpoint, place, key))
+        probed = await probe(endpoint)
+        if config.run.probe == "free":
+            return probed
+        from hermes_rl.models.capabilities import explore
+
+        model = min(config.model.mix or (config.model.name,))
+        found = await explore(endpoint, model, target.prices)
+        return replace(probed, found={"model": model, **found.as_dict()})
     return None
 
 

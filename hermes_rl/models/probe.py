@@ -4,7 +4,9 @@ token."""
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.models.classify import classify, scrub
@@ -21,6 +23,8 @@ class Probed:
 
     models: tuple[str, ...] | None
     """Ids of the models that it lists; None when it keeps no list."""
+    found: Mapping[str, Any] = field(default_factory=dict)
+    """What asking a model found (`hermes_rl.models.capabilities`), where that was wanted."""
 
 
 async def probe(endpoint: Endpoint, *, seconds: float = 5.0) -> Probed:

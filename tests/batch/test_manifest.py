@@ -8,6 +8,8 @@ from batch_runner.settings import settle
 from hermes_rl.config import parse_config
 from hermes_rl.models.probe import Probed
 from hermes_rl.store.driver import open_run
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.wiring import reach
 
 
 async def test_entries_are_kept_and_the_fingerprint_follows_the_file(tmp_path: Path) -> None:
@@ -44,3 +46,28 @@ def test_capabilities_are_what_the_endpoint_said() -> None:
     found = capabilities(config, Probed(models=("a", "b")))
     assert (found["models"], found["models_listed"]) == (["a", "b"], 2)
     assert found["stream"] is False
+
+
+async def test_the_calls_of_a_full_probe_are_listed_as_the_server_billed_them() -> None:
+    async with FakeServer(FakeConfig(models=("fake",))) as server:
+        config = parse_config(
+            {
+                "dataset": {"path": "smoke"},
+                "model": {"name": "fake"},
+                "sandbox": {"backend": "none"},
+                "endpoint": {
+                    "base_url": server.base_url,
+                    "prices": {"fake": {"input": 1, "output": 1, "cache_read": 1}},
+                },
+                "run": {"allow_unsandboxed": True, "probe": "full"},
+            }
+        )
+        said = capabilities(config, await reach(config))
+        served = [entry for entry in server.entries if entry.outcome == "served"]
+    found = said["probed"]
+    assert (said["api_mode"], found["model"], found["listed"]) == ("chat_completions", "fake", True)
+    assert all(found[name] for name in ("answers", "streaming", "usage_in_streams"))
+    known = [call for call in found["calls"] if call["usage"]]
+    listed = [(c["usage"]["input_tokens"], c["usage"]["output_tokens"]) for c in known]
+    assert listed == [(entry.prompt_tokens, entry.completion_tokens) for entry in served]
+    assert all(call["cost_usd"] for call in known)

@@ -230,7 +230,7 @@ def test_an_id_of_digits_is_an_id(tmp_path: Path) -> None:
 
 def test_doctor(tmp_path: Path) -> None:
     found = hermes("doctor", "--json", cwd=tmp_path).json()
-    assert {f["subject"] for f in found} == {"machine", "sandboxes", "models", "tools"}
+    assert {f["subject"] for f in found} == {"machine", "sandboxes", "providers", "models", "tools"}
     assert [f for f in found if f["good"] is False] == []
     text = hermes("doctor", "sandboxes", cwd=tmp_path)
     assert text.code == 0
