@@ -1,0 +1,186 @@
+"""Workers that share one limit, in real time: a server with a quota, a governor that dies."""
+
+import asyncio
+import random
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from hermes_rl.errors import ModelError
+from hermes_rl.messages import UserMessage
+from hermes_rl.models.base import Conversation, ModelRequest
+from hermes_rl.models.budget import Spend
+from hermes_rl.models.client import Endpoint, connect
+from hermes_rl.models.governor import Governor
+from hermes_rl.models.governor_wire import Charter
+from hermes_rl.models.rests import Rests
+from hermes_rl.models.share import DirectLine, LineDown, Share, alone
+from hermes_rl.models.spending import RUN_TOKENS
+from hermes_rl.testing.conditions import Conditions
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.testing.limits import RateLimits
+
+SCALE = 20
+"""Seconds of the server's clock in one of ours: its minute lasts three seconds."""
+
+WORKERS, CALLERS = 8, 8
+PER_MINUTE = 150
+PER_S = PER_MINUTE * SCALE / 60
+
+
+def governor(**charter):
+    told = Charter(**{"maximum": WORKERS * CALLERS, "lease_s": 1.0, **charter})
+    return Governor(told, time.monotonic, Rests())
+
+
+@dataclass
+class Load:
+    """Callers that ask again and again, and when they were answered or refused."""
+
+    client: object
+    ends: list[tuple[float, bool]] = field(default_factory=list)
+
+    async def caller(self, limiter):
+        conversation = Conversation([UserMessage(content="hello")])
+        while True:
+            request = ModelRequest(model="echo", conversation=conversation, call_id="c")
+            pause = 0.0
+            async with limiter.slot() as slot:
+                try:
+                    answer = await self.client.complete(request)
+                except ModelError as error:
+                    slot.report(error)
+                    pause = ((error.retry_after_s or 0) + random.uniform(0, 5)) / SCALE
+                else:
+                    slot.report(None, answer.usage, answer.rate_limit)
+                self.ends.append((time.monotonic(), not pause))
+            await asyncio.sleep(pause)
+
+    def between(self, since, until):
+        """(answers, refusals) in that time."""
+        ends = [ok for at, ok in self.ends if since <= at < until]
+        return sum(ends), len(ends) - sum(ends)
+
+
+async def test_eight_workers_find_the_allowed_rate_and_follow_it():
+    config = FakeConfig(
+        rate=RateLimits(requests=PER_MINUTE),
+        latency_s=0.05,
+        conditions=Conditions(clock_scale=SCALE),
+        keep=False,
+    )
+    scaled = governor(cut_interval_s=15 / SCALE, window_s=60 / SCALE)
+    async with FakeServer(config) as server, AsyncExitStack() as stack:
+        load = Load(connect(Endpoint(base_url=server.base_url)))
+        stack.push_async_callback(load.client.aclose)
+        shares = [Share(f"1-{n}", DirectLine(scaled), tick_s=0.05) for n in range(WORKERS)]
+        limiters = [
+            (await stack.enter_async_context(share)).limiter("h", "KEY", "echo") for share in shares
+        ]
+        tasks = [
+            asyncio.create_task(load.caller(lane)) for lane in limiters for _ in range(CALLERS)
+        ]
+        began = time.monotonic()
+        await asyncio.sleep(4.5)  # the first of it drains what the server's bucket held
+        doubled = time.monotonic()
+        server.limits.factor = 2.0
+        await asyncio.sleep(60 / SCALE + 1.0)
+        ended = time.monotonic()
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    answered, refused = load.between(began + 2.0, doubled)
+    assert answered >= 0.85 * PER_S * (doubled - began - 2.0)
+    assert refused < 0.05 * (answered + refused)
+    answered, refused = load.between(ended - 1.0, ended)  # a minute after the quota rose
+    assert answered >= 0.85 * 2 * PER_S
+    (lane,) = scaled.summary().lanes
+    assert lane.clean + lane.throttled >= 0.9 * len(load.ends)
+
+
+class Switch:
+    """A line that can be cut, and whose governor can be replaced."""
+
+    def __init__(self, governor):
+        self.governor = governor
+
+    async def exchange(self, report):
+        if self.governor is None:
+            raise LineDown
+        await asyncio.sleep(0)
+        return self.governor.handle(report)
+
+
+async def until(holds, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def test_workers_outlive_their_governor():
+    switch = Switch(governor(start=6, maximum=6, lease_s=0.5))
+    done = [0, 0, 0]
+    in_flight = most = 0
+
+    async def caller(number, limiter):
+        nonlocal in_flight, most
+        while True:
+            async with limiter.slot() as slot:
+                in_flight += 1
+                most = max(most, in_flight)
+                await asyncio.sleep(0.002)
+                slot.report(None)
+                in_flight -= 1
+                done[number] += 1
+
+    async with AsyncExitStack() as stack:
+        shares = [Share(f"1-{n}", switch, tick_s=0.05) for n in range(3)]
+        limiters = [(await stack.enter_async_context(s)).limiter("h", "K", "m") for s in shares]
+        tasks = [
+            asyncio.create_task(caller(n, limiter))
+            for n, limiter in enumerate(limiters)
+            for _ in range(5)
+        ]
+        await until(lambda: min(done) > 20)
+        shares[0].rests.rest("K", 100.0, "billing")
+        await until(lambda: all(s.rests.until("K") for s in shares))
+        switch.governor = None
+        before = list(done)
+        await asyncio.sleep(1.2)  # both their grants and the time after them have ended
+        await until(lambda: all(b - a > 20 for a, b in zip(before, done, strict=True)))
+        switch.governor = governor(start=6, maximum=6, lease_s=0.5, successor=True)
+        before = list(done)
+        await until(lambda: all(b - a > 20 for a, b in zip(before, done, strict=True)))
+        (lane,) = switch.governor.summary().lanes
+        assert lane.clean > 0  # what the dead one had counted, but for its last second
+        assert most <= 6
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def test_a_successor_knows_what_was_spent():
+    switch = Switch(governor(pots={RUN_TOKENS: 100}))
+    share = Share("1-1", switch, (RUN_TOKENS,), tick_s=0.02)
+    async with Share("1-2", switch, (RUN_TOKENS,), tick_s=0.02) as other:
+        async with share:
+            budget = share.budget()
+            reservation = await budget.reserve("m", Spend(tokens=60, usd=None))
+            reservation.settle(Spend(tokens=25, usd=None))
+            await until(lambda: switch.governor.summary().spent == {RUN_TOKENS: 25})
+        held = await other.budget().reserve("m", Spend(tokens=40, usd=None))
+        await asyncio.sleep(1.1)  # so long a memory may be old
+        await until(lambda: switch.governor.pots[RUN_TOKENS].left == 35)
+        switch.governor = None
+        await asyncio.sleep(0.1)
+        switch.governor = governor(pots={RUN_TOKENS: 100}, successor=True)
+        await until(lambda: switch.governor.summary().spent == {RUN_TOKENS: 25})
+        held.release()
+
+
+async def test_a_share_for_a_process_that_is_alone():
+    async with alone(4) as share:
+        assert share.budget() is None
+        async with asyncio.timeout(20), share.limiter("h", "K", "m").slot() as slot:
+            slot.report(None)
