@@ -28,6 +28,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """All sampled tokens, reasoning included."""
     reasoning_tokens: int | None = None
     """Part of output_tokens that was reasoning."""
+    reported_cost: float | None = None
+    """What the answer itself says that it cost, in the provider's unit."""
 
     @property
     def total_tokens(self) -> int | None:

@@ -150,5 +150,5 @@ def _calls(calls: tuple[ProbeCall, ...]) -> list[Finding]:
     return found
 
 
-def _n(count: int | None) -> str:
+def _n(count: float | None) -> str:
     return "?" if count is None else f"{count:,}"

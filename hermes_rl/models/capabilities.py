@@ -54,7 +54,7 @@ class ProbeCall:
     """One call, as the manifest lists it."""
 
     what: str
-    usage: dict[str, int | None] | None
+    usage: dict[str, int | float | None] | None
     cost_usd: float | None
     latency_s: float
     error: str | None = None

@@ -12,6 +12,7 @@ price that is needed is missing, the cost is None and never a guess:
 - The parts of a prompt are disjoint: read from the cache, written to it (for minutes or for an
   hour), and the rest. Output is billed as a whole: reasoning and rejected predictions are parts of
   it. Where a long prompt costs more, it does so for all tokens of its request.
+- OpenRouter's answers say what they cost; that stands where the user gives no price.
 - List prices of the standard service tier, without taxes, fees and discounts.
 """
 
@@ -116,6 +117,7 @@ class PriceTable:
         prices: model -> its price at this provider; None keeps the name unpriced.
         provider: name of the provider, None when it is not known.
         own: the user's prices, by `model` or `provider/model`; they come first.
+        reported: this provider's answers say what they cost, which stands where there is no price.
     """
 
     def __init__(
@@ -124,8 +126,10 @@ class PriceTable:
         *,
         provider: str | None = None,
         own: Mapping[str, ModelPrice | None] | None = None,
+        reported: bool = False,
     ) -> None:
         self._prices, self._own = prices or {}, own or {}
+        self._reported = reported
         self._prefix = f"{provider}/" if provider else ""
 
     def find(self, model: str) -> ModelPrice | None:
@@ -147,6 +151,8 @@ class PriceTable:
     def cost(self, model: str, usage: Usage) -> Decimal | None:
         """What a call cost in US dollars; None when that is not known."""
         price = self.find(model)
+        if price is None and self._reported and usage.reported_cost is not None:
+            return Decimal(str(usage.reported_cost))
         rates = price.rates(usage.input_tokens or 0) if price else None
         return rates.cost(usage) if rates else None
 
@@ -175,10 +181,14 @@ class PriceTable:
 
 
 def price_table(
-    provider: str | None, own: Mapping[str, ModelPrice | None] | None = None
+    provider: str | None,
+    own: Mapping[str, ModelPrice | None] | None = None,
+    *,
+    reported: bool = False,
 ) -> PriceTable:
     """The shipped list prices of a provider with the user's own before them."""
-    return PriceTable(list_prices().get(provider or "", {}), provider=provider, own=own)
+    listed = list_prices().get(provider or "", {})
+    return PriceTable(listed, provider=provider, own=own, reported=reported)
 
 
 @lru_cache(maxsize=1)

@@ -23,3 +23,5 @@ class Quirks:
     refused by the server where they do."""
     cache_marks: bool = False
     """In Chat Completions it takes cache markers, for models whose name holds `claude`."""
+    reports_cost: bool = False
+    """Its answers say what they cost, in US dollars (`usage.cost`)."""

@@ -119,4 +119,4 @@ def _prices(own: Mapping[str, PriceSection | None]) -> dict[str, ModelPrice | No
 
 
 def _table(place: Place, own: Mapping[str, ModelPrice | None]) -> PriceTable:
-    return price_table(place.seller, own)
+    return price_table(place.seller, own, reported=place.quirks.reports_cost)

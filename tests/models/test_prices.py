@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hermes_rl.models.dialects.chat_usage import read_usage
 from hermes_rl.models.prices import ModelPrice, PriceTable, Rates, list_prices, price_table
 from hermes_rl.usage import Usage
 
@@ -82,7 +83,7 @@ def test_a_missing_price_or_count_is_never_guessed(
     form = usage(n, n, n, n, n)
     reported = {f: getattr(form, f) for f in Usage.__struct_fields__ if f != count}
     cost = Rates(**known).cost(Usage(**reported))
-    needed = price is not None or count not in (None, "reasoning_tokens")
+    needed = price is not None or count not in (None, "reasoning_tokens", "reported_cost")
     assert (cost is None) == (needed and (price, count) not in UNPRICED_AND_UNREPORTED)
 
 
@@ -148,6 +149,28 @@ def test_the_users_own_prices_come_first() -> None:
     assert price_table("openai", {"gpt-5": None}).find("gpt-5") is None
     exact = {"gpt-5-2025-08-07": cheap, "gpt-5": dear}
     assert price_table("openai", exact).cost("gpt-5-2025-08-07", call) == 1
+
+
+def test_what_an_answer_says_that_it_cost_stands_only_where_that_is_known_to_be_dollars() -> None:
+    call = Usage(input_tokens=1, output_tokens=1, reported_cost=0.0014)
+    assert price_table("openrouter", reported=True).cost("any/model", call) == Decimal("0.0014")
+    assert price_table("vllm").cost("any/model", call) is None
+    own = {"any/model": ModelPrice(Rates(Decimal(1), Decimal(1)))}
+    table = price_table("openrouter", own, reported=True)
+    assert table.cost("any/model", call) == Decimal("0.000002")
+    form = {"prompt_tokens": 1, "completion_tokens": 1, "cost": 0.0014}
+    assert read_usage(form) == call
+    assert read_usage({**form, "cost": "free"}) == Usage(input_tokens=1, output_tokens=1)
+    silent = Usage(input_tokens=1, output_tokens=1)
+    assert price_table("openrouter", reported=True).cost("any/model", silent) is None
+
+
+def test_rejected_predictions_and_reasoning_are_billed_once_as_output() -> None:
+    details = {"reasoning_tokens": 30, "rejected_prediction_tokens": 20}
+    form = {"prompt_tokens": 0, "completion_tokens": 100, "completion_tokens_details": details}
+    told = read_usage({**form, "prompt_tokens_details": {"cached_tokens": 0}})
+    assert told is not None
+    assert price_table("openai").cost("gpt-5", told) == Decimal("0.001")
 
 
 def test_the_worst_case_needs_a_bound_on_the_output() -> None:

@@ -17,6 +17,7 @@ def read_usage(form: Any) -> Usage | None:
     Cached tokens: `prompt_tokens_details.cached_tokens` (OpenAI, vLLM, SGLang), or
     `prompt_cache_hit_tokens` (DeepSeek), or `cached_tokens` (Moonshot). Where a provider leaves
     reasoning out of `completion_tokens` (its total then is the sum of all three), it is added.
+    Rejected predictions are part of `completion_tokens` already. `cost` is OpenRouter's.
     """
     if not isinstance(form, Mapping):
         return None
@@ -68,6 +69,12 @@ def count_of(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int):
         return None
     return value if 0 <= value < _ABSURD else None
+
+
+def _amount(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value < _ABSURD else None
 
 
 def _first(*values: Any) -> int | None:
