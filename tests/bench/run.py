@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import meter
+import rows_calls
 import rows_memory
 import rows_start
 import rows_store
@@ -32,6 +33,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "turn-bubblewrap": rows_turns.turn_bubblewrap,
     "turn-256": rows_turns.turn_agents,
     "wall": rows_turns.wall,
+    "calls": rows_calls.by_wire,
     "memory": rows_memory.per_agent,
     "at-once": rows_memory.at_once,
     "sandbox": rows_start.sandbox_verbs,
