@@ -6,13 +6,14 @@ fallbacks. Each route has accounts, one per key; the pool says which is next and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from hermes_rl.errors import ModelError
 from hermes_rl.models.base import ModelClient
 from hermes_rl.models.limiter import Limiter
 from hermes_rl.models.prices import PriceTable
+from hermes_rl.models.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Account:
     """For records: the variable that holds the key, never the key."""
     client: ModelClient
     limiter: Limiter
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
+    """What the calls of all rollouts see there."""
 
 
 class AccountPool(Protocol):
@@ -48,6 +51,31 @@ class Route:
     """A model on a provider."""
 
     model: str
+    """As it is called there; the empty text sends the name that a request gives."""
     accounts: AccountPool
     prices: PriceTable | None = None
     """What calls cost here; None where the caller is told otherwise."""
+
+    @classmethod
+    def single(cls, model: str, client: ModelClient, limiter: Limiter) -> Route:
+        """The route to one account, which never rests."""
+        return cls(model=model, accounts=_One(Account("", client, limiter)))
+
+
+@dataclass(frozen=True)
+class _One:
+    """A pool of one account."""
+
+    account: Account
+
+    def choose(self) -> Account:
+        """See `AccountPool.choose`."""
+        return self.account
+
+    def rest_s(self) -> float:
+        """See `AccountPool.rest_s`."""
+        return 0.0
+
+    def rest(self, account: Account, error: ModelError) -> bool:
+        """See `AccountPool.rest`."""
+        return False

@@ -21,6 +21,7 @@ from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.limiter import InProcessLimiter
 from hermes_rl.models.retry import ModelCaller, RetryPolicy
+from hermes_rl.models.route import Route
 from hermes_rl.record import Trajectory
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
 from hermes_rl.sandboxes.none import Subprocess
@@ -120,7 +121,9 @@ class Rig:
     def parts(self, **changes: Any) -> AgentParts:
         self.tape = Tape(self.listener)
         caller = ModelCaller(
-            self.client, InProcessLimiter(8), self.tape, RetryPolicy(max_attempts=2, base_s=0.01)
+            [Route.single("", self.client, InProcessLimiter(8))],
+            self.tape,
+            RetryPolicy(max_attempts=2, base_s=0.01, outage_s=0.2),
         )
         parts = AgentParts(
             caller=caller,

@@ -22,6 +22,7 @@ from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.limiter import InProcessLimiter
 from hermes_rl.models.retry import ModelCaller
+from hermes_rl.models.route import Route
 from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
 from hermes_rl.sandboxes.none import Subprocess
@@ -39,7 +40,7 @@ class Linked:
         self.endpoint = client.endpoint
 
     def caller(self, recorder: Recorder) -> Caller:
-        return ModelCaller(self.client, InProcessLimiter(8), recorder)
+        return ModelCaller([Route.single("", self.client, InProcessLimiter(8))], recorder)
 
     async def aclose(self) -> None:
         await self.client.aclose()

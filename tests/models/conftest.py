@@ -16,6 +16,7 @@ from hermes_rl.models.dialects.chat_completions import ChatCompletions
 from hermes_rl.models.dialects.sse import event
 from hermes_rl.models.limiter import InProcessLimiter
 from hermes_rl.models.retry import Clock, ModelCaller, RetryPolicy
+from hermes_rl.models.route import Route
 
 TERMINAL: tuple[dict[str, Any], ...] = (
     {
@@ -89,7 +90,7 @@ def request(
 
 def caller(client: ModelClient, events: Events, **options: Any) -> ModelCaller:
     options.setdefault("policy", RetryPolicy(base_s=0.01, max_attempts=50))
-    return ModelCaller(client, InProcessLimiter(256), events, **options)
+    return ModelCaller([Route.single("", client, InProcessLimiter(256))], events, **options)
 
 
 async def rollout(

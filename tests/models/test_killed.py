@@ -19,6 +19,7 @@ from hermes_rl.models.base import Conversation, ModelRequest
 from hermes_rl.models.client import Endpoint, connect
 from hermes_rl.models.limiter import InProcessLimiter
 from hermes_rl.models.retry import ModelCaller, RetryPolicy
+from hermes_rl.models.route import Route
 
 class Journal:
     def __init__(self, path):
@@ -38,8 +39,8 @@ async def rollout(caller):
 
 async def main():
     client = connect(Endpoint(sys.argv[1]))
-    caller = ModelCaller(client, InProcessLimiter(8), Journal(sys.argv[2]),
-                         RetryPolicy(base_s=0.01))
+    route = Route.single("", client, InProcessLimiter(8))
+    caller = ModelCaller([route], Journal(sys.argv[2]), RetryPolicy(base_s=0.01))
     await asyncio.gather(*(rollout(caller) for _ in range(8)))
 
 asyncio.run(main())

@@ -1,0 +1,339 @@
+"""What to do after a failed request: one decision at a time, as a value.
+
+`Recovery` belongs to one rollout. It is told of each failure and says what comes next; it neither
+waits nor sends. The order of its steps is the order of the cascade:
+
+1. send it without what was refused (images, content in parts, signatures, encrypted reasoning,
+   grammar patterns), once each, and never again with it in this conversation;
+2. another account;
+3. fewer output tokens, where the error says how many there may be;
+4. a shorter history, when the window is full (a hook; at most three times a call);
+5. another model, when this one will not answer in time or at all;
+6. wait, with full jitter, on top of what the server asked for; once, with new connections;
+7. give up, with an error that says whether the request or the endpoint is at fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from hermes_rl.errors import (
+    AuthError,
+    BadRequest,
+    BillingError,
+    ConnectionLost,
+    ContentFiltered,
+    ContextOverflow,
+    ModelAborted,
+    ModelError,
+    ModelNotFound,
+    ModelTimeout,
+    Outage,
+    Overloaded,
+    PayloadTooLarge,
+    ProtocolError,
+    RateLimited,
+    Reason,
+)
+from hermes_rl.models.base import Adaptation, ModelRequest
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How long to go on, and by which means."""
+
+    outage_s: float = 1800.0
+    """Seconds after a call's first failure until it is given up, whatever the failures were."""
+    max_attempts: int = 6
+    """Failures of one request at a server that answers others, or that began to answer this one:
+    each may have been served and billed, and the request itself is likely at fault."""
+    base_s: float = 0.5
+    """The first pause is random between 0 and this; the bound doubles each time (full jitter)."""
+    cap_s: float = 30.0
+    """Upper end of that bound."""
+    hint_s: float = 600.0
+    """The longest Retry-After that is heeded; after it the request is tried again."""
+    adapt: bool = True
+    """Send again without what a server refused. This changes what the model sees."""
+    fall_back_after: int = 2
+    """Failures of a server that is down, overloaded or limits the rate, before the next route."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What else a decision depends on."""
+
+    now: float
+    """Seconds of a monotonic clock."""
+    rotated: bool = False
+    """The account rests, and another may work now."""
+    routes_left: bool = False
+    """There is another model to fall back to."""
+    answered_at: float | None = None
+    """When the account last answered anybody."""
+    max_tokens: int | None = None
+    """The output tokens that the failed request asked for."""
+    images: bool = False
+    """The failed request had images."""
+    compressor: bool = False
+    """There is a hook that makes histories shorter."""
+
+
+@dataclass(frozen=True)
+class Again:
+    """Send at once, changed: what changed is learned already."""
+
+
+@dataclass(frozen=True)
+class Rotate:
+    """Send at once, with another account."""
+
+
+@dataclass(frozen=True)
+class Compress:
+    """Have the history made shorter, then send."""
+
+
+@dataclass(frozen=True)
+class FallBack:
+    """Send at once, to the next route."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Send after a pause."""
+
+    seconds: float
+    renew: bool = False
+    """With new connections."""
+    paid: bool = False
+    """The failed request may have been served: another one needs its share of the traffic."""
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Raise the error."""
+
+    error: ModelError
+
+
+Action = Again | Rotate | Compress | FallBack | Wait | GiveUp
+
+_ADAPTATIONS: dict[Reason, Adaptation] = {
+    "image_too_large": "no_images",
+    "multimodal_tool_content_unsupported": "text_only",
+    "thinking_signature": "no_signatures",
+    "invalid_encrypted_content": "no_encrypted_reasoning",
+    "llama_cpp_grammar_pattern": "no_grammar",
+}
+_ROTATE: tuple[Reason, ...] = ("auth", "auth_permanent", "billing", "rate_limit")
+_STAY: tuple[Reason, ...] = ("ssl_cert_verification", "provider_policy_blocked")
+"""What the user must mend: another model would hide it."""
+
+_LEAST_OUTPUT = 256
+"""With less room than this an answer is not worth asking for."""
+_RENEW_AFTER = 2
+_COMPRESSIONS = 3
+
+
+@dataclass
+class _Learned:
+    """What one route will not take, for the rest of the conversation."""
+
+    adaptations: set[Adaptation] = field(default_factory=set)
+    output_cap: int | None = None
+
+
+@dataclass
+class _Call:
+    """The failures of one call at one route."""
+
+    since: float | None = None
+    """When the first of them was."""
+    last: float | None = None
+    failures: int = 0
+    counted: int = 0
+    lost: int = 0
+    """Lost connections and silences in a row."""
+    renewed: bool = False
+    output_cap: int | None = None
+    """For this call only."""
+    compressions: int = 0
+
+
+class Recovery:
+    """See the module.
+
+    Args:
+        uniform: chance, as `random.uniform`.
+    """
+
+    def __init__(self, policy: RetryPolicy, uniform: Callable[[float, float], float]) -> None:
+        self.route = 0
+        """Number of the route in use. What was left is not returned to in this conversation."""
+        self._policy, self._uniform = policy, uniform
+        self._learned: dict[int, _Learned] = {}
+        self._call = _Call()
+
+    def begin(self) -> None:
+        """A new call: what was learned stays, what went wrong is forgotten."""
+        self._call = _Call()
+
+    def fit(self, request: ModelRequest) -> ModelRequest:
+        """The request as the route in use will take it."""
+        learned = self._learned.get(self.route)
+        if learned is not None and learned.adaptations:
+            request = replace(request, adaptations=request.adaptations | learned.adaptations)
+        caps = (self._call.output_cap, learned.output_cap if learned else None)
+        cap = min((c for c in caps if c is not None), default=None)
+        asked = request.sampling.max_tokens
+        if cap is not None and (asked is None or asked > cap):
+            request = replace(request, sampling=replace(request.sampling, max_tokens=cap))
+        return request
+
+    def decide(self, error: ModelError, at: Situation) -> Action:
+        """What comes after a failure."""
+        steps = (self._adapt, self._rotate, self._lower, self._compress, self._fall_back)
+        for step in steps:
+            action = step(error, at)
+            if action is not None:
+                return action
+        if not error.transient:
+            return GiveUp(error)
+        return self._wait(error, at)
+
+    def hold(self, error: ModelError, at: Situation) -> Wait | GiveUp:
+        """What comes when a paid retry has no share of the traffic yet."""
+        cap = self._policy.cap_s
+        return self._in_time(Wait(self._uniform(cap / 2, cap), paid=True), error, at)
+
+    def _adapt(self, error: ModelError, at: Situation) -> Action | None:
+        """One-shot guards: what is in the set already did not help."""
+        if not self._policy.adapt:
+            return None
+        wanted = _ADAPTATIONS.get(error.reason)
+        heavy = error.reason == "payload_too_large" and not at.compressor
+        if error.facts.no_images or heavy:
+            wanted = "no_images"
+        if wanted is None or (wanted == "no_images" and not at.images):
+            return None
+        adaptations = self._of_route().adaptations
+        if wanted in adaptations:
+            return None
+        adaptations.add(wanted)
+        return Again()
+
+    def _rotate(self, error: ModelError, at: Situation) -> Action | None:
+        return Rotate() if at.rotated and error.reason in _ROTATE else None
+
+    def _lower(self, error: ModelError, at: Situation) -> Action | None:
+        """A cap of the model stays; the room that a full window leaves is for this call alone."""
+        cap = error.facts.max_output_tokens
+        if cap is None or not isinstance(error, BadRequest | ContextOverflow):
+            return None
+        if self._call.output_cap is not None or cap < _LEAST_OUTPUT:
+            return None
+        if at.max_tokens is not None and at.max_tokens <= cap:
+            return None
+        self._call.output_cap = cap
+        if error.reason == "format_error":
+            self._of_route().output_cap = cap
+        return Again()
+
+    def _compress(self, error: ModelError, at: Situation) -> Action | None:
+        full = error.reason in ("context_overflow", "payload_too_large")
+        if not full or not at.compressor or self._call.compressions >= _COMPRESSIONS:
+            return None
+        self._call.compressions += 1
+        return Compress()
+
+    def _fall_back(self, error: ModelError, at: Situation) -> Action | None:
+        if not at.routes_left or error.reason in _STAY:
+            return None
+        if error.transient:
+            soon = (error.retry_after_s or 0.0) <= self._policy.cap_s
+            if soon and self._call.failures < self._policy.fall_back_after:
+                return None
+        elif isinstance(error, ContextOverflow | PayloadTooLarge):
+            return None  # the policy filled its window: that ends as it would without fallbacks
+        elif not isinstance(
+            error, AuthError | BillingError | ModelNotFound | ContentFiltered | BadRequest
+        ):
+            return None
+        self.route += 1
+        self._call = _Call()
+        return FallBack()
+
+    def _wait(self, error: ModelError, at: Situation) -> Wait | GiveUp:
+        policy, call = self._policy, self._call
+        if call.since is None:
+            call.since = at.now
+        if _at_fault(error) or self._others_answered(error, at):
+            call.counted += 1
+        call.last = at.now
+        if call.counted >= policy.max_attempts:
+            return GiveUp(error)
+        bound = min(policy.cap_s, policy.base_s * 2 ** min(call.failures, 30))
+        call.failures += 1
+        # On top of what the server asked for, so that refused requests do not come back together.
+        hint = min(error.retry_after_s or 0.0, policy.hint_s)
+        pause = hint + self._uniform(0.0, bound)
+        wait = Wait(pause, renew=self._renewal(error), paid=error.served)
+        return self._in_time(wait, error, at)
+
+    def _others_answered(self, error: ModelError, at: Situation) -> bool:
+        """The server answered somebody since this call's last failure, which waiting should have
+        mended."""
+        if _waiting_helps(error) or self._call.last is None or at.answered_at is None:
+            return False
+        return at.answered_at > self._call.last
+
+    def _renewal(self, error: ModelError) -> bool:
+        call = self._call
+        call.lost = call.lost + 1 if isinstance(error, ConnectionLost | ModelTimeout) else 0
+        if call.lost < _RENEW_AFTER or call.renewed:
+            return False
+        call.renewed = True
+        return True
+
+    def _in_time(self, wait: Wait, error: ModelError, at: Situation) -> Wait | GiveUp:
+        """The pause, or the end when it is longer than the patience that is left."""
+        since = at.now if self._call.since is None else self._call.since
+        spent = at.now - since
+        if wait.seconds <= self._policy.outage_s - spent:
+            return wait
+        if at.answered_at is not None and at.answered_at > since:
+            return GiveUp(error)  # the endpoint works: it is this call that fails
+        return GiveUp(outage(error, spent))
+
+    def _of_route(self) -> _Learned:
+        return self._learned.setdefault(self.route, _Learned())
+
+
+def outage(error: ModelError, spent_s: float) -> Outage:
+    """The error that parks the run: nobody was answered for as long as patience lasts."""
+    return Outage(
+        f"no answer for {spent_s / 60:.0f} min, the last error: {error}",
+        status=error.status,
+        request_id=error.request_id,
+        served=error.served,
+        reason=error.reason,
+    )
+
+
+def _waiting_helps(error: ModelError) -> bool:
+    """The server says that it is too much for now, or is not there."""
+    if isinstance(error, RateLimited | Overloaded):
+        return True
+    return isinstance(error, ConnectionLost) and not error.served
+
+
+def _at_fault(error: ModelError) -> bool:
+    """The server took the request on and began to answer: another request may do better, this one
+    perhaps not."""
+    if isinstance(error, RateLimited | Overloaded | ConnectionLost):
+        return False
+    return isinstance(error, ProtocolError | ModelAborted) or (
+        error.served and error.status is None
+    )
