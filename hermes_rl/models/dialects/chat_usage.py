@@ -41,6 +41,7 @@ def read_usage(form: Any) -> Usage | None:
         cache_write_tokens=within(written, prompt),
         output_tokens=output,
         reasoning_tokens=within(reasoning, output),
+        reported_cost=_amount(form.get("cost")),
     )
 
 
