@@ -125,6 +125,9 @@ class EndpointSection(Section):
     api_mode: ApiMode | None = None
     transport: Literal["http", "sdk"] = "http"
     stream: bool = False
+    prompt_cache: Literal["5m", "1h", "off"] = "5m"
+    """How long a provider that caches only what is marked (Anthropic; OpenRouter for Claude) keeps
+    the head of a conversation; writing for an hour costs more. Others cache by themselves."""
     model_path: str | None = None
     """Weights file for the embedded model."""
     fallbacks: tuple[FallbackSection, ...] = ()

@@ -202,6 +202,7 @@ class _Attempt:
 
     async def _agent(self, sandbox: Sandbox, active_s: float) -> AgentResult:
         draw = self.draw
+        endpoint = self.workshop.config.endpoint
         parts = AgentParts(
             caller=self.workshop.caller(self.task, self.tape, draw.model),
             model=draw.model,
@@ -212,7 +213,8 @@ class _Attempt:
             limits=draw.limits,
             sampling=draw.sampling,
             system=draw.system,
-            stream=self.workshop.config.endpoint.stream,
+            stream=endpoint.stream,
+            cache=None if endpoint.prompt_cache == "off" else endpoint.prompt_cache,
             active_s=active_s,
         )
         return await run_agent(parts, self.task.prompt, self.control)

@@ -13,7 +13,7 @@ from hermes_rl.agent.policy import Limits, Policy
 from hermes_rl.agent.verdicts import Tries
 from hermes_rl.events import AnswerDiscarded, MessageAdded, Purpose
 from hermes_rl.messages import AssistantMessage, Message
-from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampling
+from hermes_rl.models.base import CacheTime, Completion, Conversation, ModelRequest, Sampling
 from hermes_rl.ports import Recorder, SpawnAgent
 from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.tools.base import Tool
@@ -63,6 +63,9 @@ class AgentParts:
     stream: bool = False
     on_delta: Callable[[str], None] | None = None
     """Called with each piece of streamed text."""
+    cache: CacheTime | None = "5m"
+    """How long a provider that wants cache markers keeps the head of the conversation; None sends
+    no markers."""
     spawn: SpawnAgent | None = None
     active_s: float = 0.0
     """Active seconds that are spent already, by the sandbox's start and the task's setup."""
@@ -139,6 +142,7 @@ class RunState:
             stream=parts.stream,
             on_delta=parts.on_delta,
             exact=not parts.policy.repair_history,
+            cache=parts.cache,
         )
         return cls(parts=parts, request=request, active_s=parts.active_s)
 
