@@ -14,11 +14,13 @@ from hermes_rl.agent.parts import Finish, RunState
 from hermes_rl.agent.verdicts import AskAgain, End, GoOn, Take, Verdict
 from hermes_rl.errors import ContextOverflow, PayloadTooLarge
 from hermes_rl.messages import AssistantMessage, UserMessage
-from hermes_rl.models.base import Completion
+from hermes_rl.models.base import Completion, Sampling
 from hermes_rl.models.beginnings import BrokenOff
 
 REFUSAL = "refusal"
 """Finish reason by which a server says that the model refused in its own words."""
+_SEEDS = 0x7FFFFFFF
+"""31 bits, which every engine takes."""
 
 
 async def answer(run: RunState) -> Completion:
@@ -36,6 +38,7 @@ async def answer(run: RunState) -> Completion:
                 return replace(completion, message=message)
             case AskAgain(why):
                 run.discard(why)
+                run.tries.again += 1
                 run.check_tokens()
             case GoOn():
                 _go_on(run, verdict)
@@ -47,10 +50,7 @@ async def answer(run: RunState) -> Completion:
 
 async def _ask(run: RunState) -> Completion:
     """One call. Raises: Finish, ModelError."""
-    request = run.request
-    if run.tries.max_tokens is not None:
-        sampling = replace(request.sampling, max_tokens=run.tries.max_tokens)
-        request = replace(request, sampling=sampling)
+    request = replace(run.request, sampling=_sampling(run))
     if request.stream and continuation.may_continue_streams(run):
         request = replace(request, continuable=True)
     try:
@@ -61,6 +61,17 @@ async def _ask(run: RunState) -> Completion:
         return continuation.beginning(error)
     run.count(completion.usage)
     return completion
+
+
+def _sampling(run: RunState) -> Sampling:
+    """The run's sampling, with more room where an answer was cut, and for each answer that was
+    thrown away another seed: with the same one an engine gives the same answer again."""
+    sampling, tries = run.request.sampling, run.tries
+    if tries.max_tokens is not None:
+        sampling = replace(sampling, max_tokens=tries.max_tokens)
+    if tries.again and sampling.seed is not None:
+        sampling = replace(sampling, seed=(sampling.seed + tries.again) & _SEEDS)
+    return sampling
 
 
 def _judge(run: RunState, completion: Completion) -> Verdict:

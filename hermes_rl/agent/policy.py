@@ -38,7 +38,8 @@ class Policy:
     continue_output: bool = False
     """Ask for the rest of a text that was cut at the output limit, with twice the limit."""
     continue_cut_streams: bool = False
-    """Ask for the rest of a streamed text whose connection broke, instead of for all of it."""
+    """Ask for the rest of a streamed text whose connection broke, instead of for all of it. Data
+    makers leave it off: a fault of the network would stand in their conversations."""
     reask_cut_calls: bool = False
     """Ask again where a tool call was cut, with twice the output limit; then for smaller calls."""
     keep_given_text: bool = False
@@ -105,7 +106,6 @@ _HELPED = Policy(
     "datagen",
     summary_on_limit=True,
     continue_output=True,
-    continue_cut_streams=True,
     reask_cut_calls=True,
     keep_given_text=True,
     nudge_empty=True,
@@ -120,7 +120,9 @@ _HELPED = Policy(
 )
 
 PRESETS: dict[str, Policy] = {
-    "interactive": replace(_HELPED, name="interactive", reuse_prior_text=True),
+    "interactive": replace(
+        _HELPED, name="interactive", continue_cut_streams=True, reuse_prior_text=True
+    ),
     "datagen": _HELPED,
     "rl": Policy("rl", sampling=Sampling(temperature=1.0, top_p=1.0, top_k=-1)),
 }

@@ -60,6 +60,8 @@ class Tries:
     prefilled: int = 0
     retried: int = 0
     """Empty answers that were asked for again, on the present route."""
+    again: int = 0
+    """Answers of this turn that were thrown away."""
     max_tokens: int | None = None
     """Output limit of the next call, once it was raised."""
     parts: list[str] = field(default_factory=list)

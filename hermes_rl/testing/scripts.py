@@ -49,17 +49,14 @@ class Step:
 
 
 class Asked:
-    """How often the turns of scripts were asked for; one per server.
-
-    Conversations are told apart by their script and their seed.
-    """
+    """How often the turns of scripts were asked for; one per server."""
 
     def __init__(self) -> None:
-        self._counts: Counter[tuple[int, int | None, int]] = Counter()
+        self._counts: Counter[tuple[int, int]] = Counter()
 
-    def times(self, written: str, seed: int | None, turn: int) -> int:
+    def times(self, written: str, turn: int) -> int:
         """How often this turn was asked for before."""
-        key = (hash(written), seed, turn)
+        key = (hash(written), turn)
         self._counts[key] += 1
         return self._counts[key] - 1
 
@@ -79,7 +76,7 @@ def step_for(request: ServedRequest, default: str = "echo", asked: Asked | None 
     if written is not None:
         times = 0
         if asked is not None and isinstance(_form(written, turn), list):
-            times = asked.times(written, request.sampling.seed, turn)
+            times = asked.times(written, turn)
         return _step_of(written, turn, times)
     return _named(request.model, turn) or _named(default, turn) or _echo(5, turn)
 

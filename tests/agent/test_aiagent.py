@@ -342,6 +342,6 @@ def test_a_provider_is_refused_rather_than_ignored() -> None:
     from hermes_rl.assembly import AIAgent as Real
     from hermes_rl.config import ModelConfig
 
-    model = ModelConfig(name="noop", provider="somebody")
-    with Real(model, toolsets=()) as agent, pytest.raises(UserError, match="give base_url"):
+    model = ModelConfig(name="m", provider="somebody")
+    with Real(model, toolsets=()) as agent, pytest.raises(UserError, match="unknown provider"):
         agent.chat("x")

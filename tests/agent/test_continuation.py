@@ -8,7 +8,7 @@ from hermes_rl.agent.policy import PRESETS, Limits
 from hermes_rl.agent.prompt import CUT_CALL, CUT_STREAM, CUT_TEXT
 from hermes_rl.models.base import Sampling
 
-DATAGEN, RL = PRESETS["datagen"], PRESETS["rl"]
+CHAT, DATAGEN, RL = (PRESETS[name] for name in ("interactive", "datagen", "rl"))
 LONG = "This is the beginning of a long text, and it goes on for quite a while. " * 4
 BIG = {"run": "echo " + "x" * 400}
 
@@ -174,7 +174,7 @@ async def test_cut_calls_end_the_run_without_the_switch(rig: Any, policy: Any) -
 async def test_a_broken_stream_is_gone_on_from(rig: Any) -> None:
     heard: list[str] = []
     steps = ({"text": LONG, "fault": "cut"}, "the end.")
-    ran = await rig.play(*steps, stream=True, on_delta=heard.append)
+    ran = await rig.play(*steps, stream=True, on_delta=heard.append, policy=CHAT)
     first = ran.result.messages[2].content
     assert first
     assert LONG.startswith(first)
@@ -187,7 +187,9 @@ async def test_a_broken_stream_is_gone_on_from(rig: Any) -> None:
 
 
 async def test_a_stream_that_breaks_within_a_call_asks_for_smaller_ones(rig: Any) -> None:
-    ran = await rig.play({"text": "I write it. ", **BIG, "fault": "cut"}, "done", stream=True)
+    ran = await rig.play(
+        {"text": "I write it. ", **BIG, "fault": "cut"}, "done", stream=True, policy=CHAT
+    )
     assert ran.outline() == "suaUa"
     assert [m.content for m in ran.result.messages[2:4]] == ["I write it. ", CUT_CALL]
 
@@ -195,12 +197,12 @@ async def test_a_stream_that_breaks_within_a_call_asks_for_smaller_ones(rig: Any
 @pytest.mark.parametrize("fault", ["reset", "cut"])
 async def test_a_stream_that_breaks_before_a_text_is_asked_for_again(rig: Any, fault: str) -> None:
     step = {**BIG, "reasoning": "x" * 200, "fault": fault}
-    ran = await rig.play([step, "done"], stream=True)
+    ran = await rig.play([step, "done"], stream=True, policy=CHAT)
     assert ran.outline() == "sua"
     assert [end.outcome for _, end in ran.calls()] == ["cut", "ok"]
 
 
-@pytest.mark.parametrize("policy", [without(continue_cut_streams=False), RL])
+@pytest.mark.parametrize("policy", [DATAGEN, RL])
 async def test_broken_streams_are_asked_for_anew_without_the_switch(rig: Any, policy: Any) -> None:
     ran = await rig.play([{"text": LONG, "fault": "cut"}, "whole"], stream=True, policy=policy)
     assert (ran.outline(), ran.result.final_response) == ("sua", "whole")
@@ -209,7 +211,7 @@ async def test_broken_streams_are_asked_for_anew_without_the_switch(rig: Any, po
 
 async def test_at_most_three_streams_are_gone_on_from(rig: Any) -> None:
     broken = {"text": LONG, "fault": "cut"}
-    ran = await rig.play(broken, broken, broken, [broken, "end"], stream=True)
+    ran = await rig.play(broken, broken, broken, [broken, "end"], stream=True, policy=CHAT)
     assert ran.outline() == "suaUaUaUa"
     assert ran.result.final_response.endswith("end")
     assert [end.outcome for _, end in ran.calls()] == ["cut"] * 4 + ["ok"]

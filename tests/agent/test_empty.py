@@ -6,7 +6,7 @@ import pytest
 
 from hermes_rl.agent.policy import PRESETS, Limits
 from hermes_rl.agent.prompt import EMPTY, NUDGE, thoughts_note
-from hermes_rl.models.base import Completion, ModelRequest
+from hermes_rl.models.base import Completion, ModelRequest, Sampling
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
 
 DATAGEN, RL = PRESETS["datagen"], PRESETS["rl"]
@@ -30,6 +30,29 @@ async def test_plain_retries(rig: Any) -> None:
     assert row.turns == 1
     served = rig.server.entries
     assert row.usage.total_tokens == sum(e.prompt_tokens + e.completion_tokens for e in served)
+
+
+class Seeds:
+    """A caller that notes the seeds it is asked with."""
+
+    def __init__(self, caller: Any) -> None:
+        self.caller = caller
+        self.seen: list[int | None] = []
+
+    async def call(self, request: ModelRequest, **more: Any) -> Completion:
+        self.seen.append(request.sampling.seed)
+        answer: Completion = await self.caller.call(request, **more)
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("seed", "seen"),
+    [(5, [5, 6, 7, 5]), (2**31 - 1, [2**31 - 1, 0, 1, 2**31 - 1]), (None, [None] * 4)],
+)
+async def test_each_retry_has_another_seed(rig: Any, seed: int | None, seen: list[Any]) -> None:
+    seeds = Seeds(rig.parts().caller)
+    await rig.play([NOTHING, NOTHING, LS], "done", caller=seeds, sampling=Sampling(seed=seed))
+    assert seeds.seen == seen
 
 
 async def test_after_three_retries_it_is_an_empty_response(rig: Any) -> None:

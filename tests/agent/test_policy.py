@@ -23,7 +23,10 @@ def test_rl_turns_every_switch_off() -> None:
     assert len(switches) >= 14
     assert not any(switches.values())
     others = [vars(PRESETS[name]) for name in ("interactive", "datagen")]
-    assert {k for k in switches if not all(o[k] for o in others)} == {"reuse_prior_text"}
+    assert {k for k in switches if not all(o[k] for o in others)} == {
+        "reuse_prior_text",
+        "continue_cut_streams",
+    }
 
 
 def test_single_switches() -> None:

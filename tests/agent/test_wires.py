@@ -10,6 +10,7 @@ from hermes_rl.agent.prompt import CUT_CALL, CUT_STREAM, thoughts_note
 from hermes_rl.models.client import DIALECTS, connect
 from hermes_rl.models.endpoint import Endpoint
 
+CHAT = PRESETS["interactive"]
 LONG = "This is the beginning of a long text, and it goes on for quite a while. " * 4
 
 
@@ -64,7 +65,7 @@ async def test_a_thinking_budget_that_is_used_up(wired: Any) -> None:
 
 
 async def test_a_broken_stream_is_gone_on_from(wired: Any) -> None:
-    ran = await wired.play({"text": LONG, "fault": "cut"}, "the end.", stream=True)
+    ran = await wired.play({"text": LONG, "fault": "cut"}, "the end.", stream=True, policy=CHAT)
     first = ran.result.messages[2].content
     assert 0 < len(first) < len(LONG)
     assert LONG.startswith(first)
@@ -75,5 +76,5 @@ async def test_a_broken_stream_is_gone_on_from(wired: Any) -> None:
 
 async def test_a_stream_that_breaks_within_a_call(wired: Any) -> None:
     step = {"text": "I write it. ", "run": "echo " + "x" * 2000, "fault": "cut"}
-    ran = await wired.play(step, "done", stream=True)
+    ran = await wired.play(step, "done", stream=True, policy=CHAT)
     assert [m.content for m in ran.result.messages[2:4]] == ["I write it. ", CUT_CALL]
