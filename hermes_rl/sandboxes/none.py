@@ -33,6 +33,8 @@ class Running:
     """The live parts of one."""
 
     box: Path
+    memory: Path
+    """Where its control and state files are."""
     tree: Tree
     shell: Shell
 
@@ -91,7 +93,7 @@ class PlainSandbox(ShellSandbox):
         self._shell.close()
         await self._end_processes()
         self._shell.release()
-        await asyncio.to_thread(remove_tree, self._running.box)
+        await asyncio.to_thread(_remove, self._running.box, self._running.memory)
 
 
 class Tree:
@@ -166,11 +168,13 @@ class Subprocess:
         """Start a shell. Raises: SandboxStartError; TaskFault when an image is asked for."""
         if spec.image is not None:
             raise TaskFault(f"image {spec.image!r}: the sandbox 'none' has no images")
-        box = (await self._open()).new_box()
+        home = await self._open()
+        box = home.new_box()
+        memory = home.memory_box(box)
         try:
-            sandbox = PlainSandbox(self, spec, await self._start(box, spec))
+            sandbox = PlainSandbox(self, spec, await self._start(box, memory, spec))
         except BaseException:
-            await asyncio.to_thread(remove_tree, box)
+            await asyncio.to_thread(_remove, box, memory)
             raise
         return sandbox
 
@@ -189,9 +193,9 @@ class Subprocess:
         (self._shared / "supervisor").write_text(supervisor_text())
         return home
 
-    async def _start(self, box: Path, spec: SandboxSpec) -> Running:
+    async def _start(self, box: Path, memory: Path, spec: SandboxSpec) -> Running:
         # Folders are dear to make and remove: control and state share one here.
-        control, state, workspace = box, box, box / "ws"
+        control, workspace = memory, box / "ws"
         workspace.mkdir(mode=0o700)
         variables = recipe.environment(str(workspace), {MARK: str(box), **spec.env})
         (control / "env").write_text(environment_file(variables, str(workspace), spec.cwd))
@@ -205,7 +209,7 @@ class Subprocess:
             "--noprofile",
             str(self._shared / "supervisor"),
             str(control),
-            str(state),
+            str(control),
         ]
         ours, theirs = socket.socketpair()
         command = [*argv, *limits, f"{box.name}:{spec.lease}"]
@@ -213,7 +217,7 @@ class Subprocess:
         process = tree.process
         shell = Shell(
             ours,
-            ShellPaths(control, str(control), str(state)),
+            ShellPaths(control, str(control), str(control), inputs=box),
             processes.Jobs(lambda: process.pid, lambda: processes.marked_orphans(tree.mark)),
         )
         try:
@@ -223,7 +227,7 @@ class Subprocess:
             await asyncio.to_thread(tree.end)
             await exited(process)
             raise not_started(error, f"the shell did not start: {error}") from error
-        return Running(box, tree, shell)
+        return Running(box, memory, tree, shell)
 
     async def grade(self, box: Path, spec: GradingSpec, number: int) -> GradingResult:
         """Run a verifier on a copy of the workspace. /workspace and /verify in its script stand for
@@ -271,3 +275,9 @@ class Subprocess:
         if self._warden is not None:
             await asyncio.to_thread(self._warden.close)
         self._spawner.close()
+
+
+def _remove(box: Path, memory: Path) -> None:
+    """Remove a box's folders; one, where memory had no room."""
+    remove_tree(memory)
+    remove_tree(box)

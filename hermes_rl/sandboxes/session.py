@@ -185,7 +185,7 @@ class ShellSandbox(ABC):
             else:
                 await asyncio.to_thread(_copy_in, local, fd)
                 return
-        given = self._shell.paths.control / f"upload{id(remote)}"
+        given = self._shell.inputs / f"upload{id(remote)}"
         await asyncio.to_thread(shutil.copyfile, local, given)
         await self._inside(_WRITE, remote, HeadTail(4096), given)
 

@@ -60,6 +60,8 @@ class ShellPaths:
     """The same directory as the sandbox sees it."""
     state: str
     """A directory that only the sandbox uses."""
+    inputs: Path | None = None
+    """Where commands' inputs go when not in the control directory: a path that both sides share."""
 
 
 def supervisor_text() -> str:
@@ -144,7 +146,7 @@ class Shell:
             os.pwrite(self._command, command, 0)
             os.ftruncate(self._command, len(command))
             out = "b" if self._flip else "a"
-            source = f"{self.paths.inside}/{given.name}" if given is not None else "/dev/null"
+            source = "/dev/null" if given is None else self._inside(given)
             line = f"{kind} {self._pipe.name} {source} {self._source} {out}\n"
             try:
                 return await self._converse(kind, line.encode(), out, sink, timeout_s)
@@ -272,13 +274,22 @@ class Shell:
     def _give(self, stdin: bytes | Path) -> Path:
         """Put a command's input into the control directory."""
         self._files += 1
-        path = self.paths.control / f"in{self._files}"
+        path = self.inputs / f"in{self._files}"
         if isinstance(stdin, Path):
             stdin.rename(path)
         else:
             path.write_bytes(stdin)
         path.chmod(0o644)
         return path
+
+    @property
+    def inputs(self) -> Path:
+        """The folder of the host for what commands read."""
+        return self.paths.inputs or self.paths.control
+
+    def _inside(self, given: Path) -> str:
+        """Where a command finds its input."""
+        return str(given) if self.paths.inputs else f"{self.paths.inside}/{given.name}"
 
     def _readable(self) -> None:
         try:

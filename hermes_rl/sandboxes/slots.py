@@ -5,6 +5,7 @@ and never a guess from a process id:
 
     STATE/owners/OWNER          locked while the owner lives
     STATE/boxes/OWNER.N/        one sandbox: control directory, workspace, layers
+    /dev/shm/.../OWNER.N/       its small files that every command writes (see `warden`)
     STATE/slots/N               root only: locked while uid 200000 + N is in use on this machine
 """
 
@@ -18,10 +19,12 @@ import tempfile
 from pathlib import Path
 
 from hermes_rl.errors import SandboxStartError
-from hermes_rl.sandboxes import processes
+from hermes_rl.sandboxes import processes, warden
 from hermes_rl.sandboxes.privilege import FIRST_SLOT_UID, account
 
 SLOTS = 20_000
+ROOM_BYTES = 256 << 20
+"""Free memory file system below which nothing more is put there."""
 
 
 def default_state_dir() -> Path:
@@ -83,9 +86,26 @@ class Home:
         box.mkdir(mode=0o711)
         return box
 
+    def memory_box(self, box: Path) -> Path:
+        """A new folder in memory for a box's small files; the box itself where there is no room.
+
+        Memory spares a file system that writes out what is replaced, or is slow to make files.
+        """
+        folder = Path(warden.memory_folder(str(self.root)))
+        try:
+            found = os.statvfs(folder.parent)
+            if found.f_bavail * found.f_frsize < ROOM_BYTES:
+                return box
+            made = own_folder(folder, 0o700) / box.name
+            made.mkdir(mode=0o700)
+        except (OSError, SandboxStartError):
+            return box
+        return made
+
     def close(self) -> None:
         """Give the ownership up; all boxes are removed by now."""
         if self._lock >= 0:
+            warden.remove_empty(warden.memory_folder(str(self.root)))
             (self.owners / self.owner).unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = -1

@@ -9,6 +9,7 @@ nothing of anybody else is touched. Standard library only: it starts fast and st
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
@@ -20,6 +21,12 @@ import time
 PATIENCE_S = 20.0
 MARK = "HERMES_RL_LEASE"
 """Variable that names the box of a process which runs in no sandbox (see `none`)."""
+
+
+def memory_folder(state: str) -> str:
+    """Where a state folder's small files lie that are written with every command: in memory."""
+    name = hashlib.sha256(os.fsencode(os.path.realpath(state))).hexdigest()[:16]
+    return f"/dev/shm/hermes-rl-{os.geteuid()}-{name}"
 
 
 def tagged(tag: bytes, mark: bytes = b"") -> list[int]:
@@ -101,6 +108,14 @@ def remove_tree(path: str) -> None:
             )
 
 
+def remove_empty(path: str) -> None:
+    """Remove a folder if it is there and nothing is in it."""
+    try:
+        os.rmdir(path)
+    except OSError:
+        pass
+
+
 def remove_cgroups(base: str, owner: str) -> None:
     """Remove an owner's cgroups, which are empty by now or in a moment."""
     try:
@@ -129,10 +144,16 @@ def clean(state: str, owner: str, cgroups: str = "") -> None:
     end_processes(state, owner)
     if cgroups:
         remove_cgroups(cgroups, owner)
-    boxes = os.path.join(state, "boxes")
-    for name in os.listdir(boxes):
-        if name.startswith(f"{owner}."):
-            remove_tree(os.path.join(boxes, name))
+    memory = memory_folder(state)
+    for boxes in (os.path.join(state, "boxes"), memory):
+        try:
+            names = os.listdir(boxes)
+        except FileNotFoundError:
+            continue
+        for name in names:
+            if name.startswith(f"{owner}."):
+                remove_tree(os.path.join(boxes, name))
+    remove_empty(memory)
     try:
         os.unlink(os.path.join(state, "owners", owner))
     except FileNotFoundError:

@@ -184,6 +184,8 @@ async def test_a_killed_worker_without_sandboxes_leaves_nothing_either(worker_st
     [owner] = owners(worker_state, worker.pid)
     mark = f"HERMES_RL_LEASE={worker_state}/boxes/{owner}.".encode()
     assert len(warden.tagged(f"{owner}.".encode(), mark)) > 3
+    memory = Path(warden.memory_folder(str(worker_state)))
+    assert len([*memory.glob(f"{owner}.*")]) in (0, 3)  # none where /dev/shm has no room
     worker.kill()
     worker.wait()
     deadline = time.monotonic() + 5
@@ -193,4 +195,4 @@ async def test_a_killed_worker_without_sandboxes_leaves_nothing_either(worker_st
     backend = Subprocess(state_dir=worker_state)
     await (await backend.lease(SandboxSpec(lease="next"))).aclose()
     await backend.aclose()
-    assert [*(worker_state / "boxes").iterdir()] == []
+    assert [*(worker_state / "boxes").iterdir(), *memory.glob("*")] == []
