@@ -17,7 +17,7 @@ from hermes_rl.models.routing import Alone, Keys, Routes, Sole
 from hermes_rl.models.targets import keys_at
 from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
-from hermes_rl.wiring import BACKENDS, make_backend, open_models, price_on
+from hermes_rl.wiring import BACKENDS, make_backend, open_models
 
 _CALLS_AT_ONCE = 8
 _GIVEN_KEY = "api_key"
@@ -40,9 +40,7 @@ class OpenLink:
 
     def caller(self, recorder: Recorder) -> ModelCaller:
         """See `Link.caller`."""
-        routes = self._models.routes(self.model)
-        account = routes[0].accounts.choose()
-        return ModelCaller(account.client, account.limiter, recorder, price=price_on(routes))
+        return ModelCaller(self._models.routes(self.model), recorder)
 
     async def aclose(self) -> None:
         """See `Link.aclose`."""

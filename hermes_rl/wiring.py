@@ -10,7 +10,7 @@ import asyncio
 import base64
 import contextlib
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,8 +25,7 @@ from hermes_rl.identity import digest
 from hermes_rl.models.base import ModelClient, Sampling
 from hermes_rl.models.played import NoopClient, OracleClient, free
 from hermes_rl.models.probe import Probed, probe
-from hermes_rl.models.retry import ModelCaller, Price, RetryPolicy
-from hermes_rl.models.route import Route
+from hermes_rl.models.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.routing import Alone, Common, Keys, Routes, Routing, Sole
 from hermes_rl.models.targets import (
     asks_endpoint,
@@ -43,7 +42,6 @@ from hermes_rl.tools.base import Tool
 from hermes_rl.tools.distributions import draw_toolsets, get_distribution
 from hermes_rl.tools.registry import schema_digest
 from hermes_rl.tools.toolsets import DEFAULT_TOOLSETS, resolve
-from hermes_rl.usage import Usage
 
 BACKENDS = ("bubblewrap", "none")
 
@@ -117,10 +115,13 @@ class Workshop:
         """
         patience = RetryPolicy(outage_s=self.config.endpoint.outage_seconds)
         models = self.models or Sole(_played(model, task), self.common)
-        routes = models.routes(model)
-        account = routes[0].accounts.choose()
-        price = free if self.free else price_on(routes)
-        return ModelCaller(account.client, account.limiter, recorder, patience, price=price)
+        return ModelCaller(
+            models.routes(model),
+            recorder,
+            patience,
+            price=free if self.free else None,
+            budget=self.common.budget(),
+        )
 
     async def digest_of(self, image: str | None) -> str | None:
         """See `image_digest`; each image is looked at once, off the loop."""
@@ -134,17 +135,6 @@ class Workshop:
             for form in (secret, base64.b64encode(secret.encode()).decode()):
                 text = text.replace(form, "[secret]")
         return text
-
-
-def price_on(routes: Sequence[Route]) -> Price:
-    """What calls cost on these routes; of routes with one model's name the first speaks."""
-    tables = {route.model: route.prices for route in reversed(routes)}
-
-    def price(model: str, usage: Usage) -> float | None:
-        table = tables.get(model)
-        return table.price(model, usage) if table else None
-
-    return price
 
 
 def _played(name: str, task: Task) -> ModelClient:
