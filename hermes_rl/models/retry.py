@@ -104,6 +104,14 @@ class ModelCaller:
                 request = await self._carry_out(action, error, account, request)
             retries += 1
 
+    def fall_back(self) -> bool:
+        """Leave the route in use, for the rest of the conversation: its answers are of no use.
+        False when there is no other."""
+        left = self._recovery.route + 1 < len(self._routes)
+        if left:
+            self._recovery.route += 1
+        return left
+
     def _situation(self, account: Account, asked: ModelRequest, rotated: bool = False) -> Situation:
         return Situation(
             now=self._clock.monotonic(),

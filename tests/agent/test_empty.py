@@ -7,6 +7,9 @@ import pytest
 from hermes_rl.agent.policy import PRESETS, Limits
 from hermes_rl.agent.prompt import EMPTY, NUDGE, thoughts_note
 from hermes_rl.models.base import Completion, ModelRequest, Sampling
+from hermes_rl.models.limiter import InProcessLimiter
+from hermes_rl.models.retry import ModelCaller
+from hermes_rl.models.route import Route
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
 
 DATAGEN, RL = PRESETS["datagen"], PRESETS["rl"]
@@ -177,6 +180,15 @@ async def test_other_routes_come_last(rig: Any, others: int, calls: int) -> None
     off = Routes(parts.caller, others)
     await rig.play(NOTHING, caller=off, policy=DATAGEN.switched({"fall_back_when_empty": False}))
     assert off.others == others
+
+
+async def test_a_fallback_model_answers_in_its_place(rig: Any) -> None:
+    parts = rig.parts()
+    routes = [Route.single(name, rig.client, InProcessLimiter(8)) for name in ("one", "two")]
+    caller = ModelCaller(routes, rig.tape)
+    ran = await rig.play([NOTHING] * 4 + ["There."], caller=caller, recorder=parts.recorder)
+    assert (ran.result.end_reason, ran.result.final_response) == ("answered", "There.")
+    assert [e.model for e in rig.server.entries] == ["one"] * 4 + ["two"]
 
 
 async def test_the_time_limit_does_not_see_what_is_asked_again(rig: Any) -> None:
