@@ -123,3 +123,38 @@ def test_fallbacks_stand_where_the_run_does_unless_they_say_otherwise() -> None:
     assert (local.place.api_mode, local.place.key_names) == ("anthropic_messages", ())
     keys = {"A": "1", "B": "2", "C": "3", "ANTHROPIC_API_KEY": "4"}
     assert keys_of(mine, {**keys, "OTHER": "5"}) == keys
+
+
+async def test_a_fallback_answers_and_the_row_says_so_call_by_call(stage: Open) -> None:
+    price = {"input": 1, "output": 2, "cache_read": 1}
+    s = await stage(
+        backend="none",
+        server=FakeConfig(models=("good",)),
+        model={"name": "bad"},
+        endpoint={"fallbacks": ["good"], "prices": {"good": price}},
+    )
+    row = await s.attempt(ROW)
+    assert row.end_reason == "answered"
+    assert row.model == "bad"
+    assert [call.model for call in row.calls] == ["bad", "good", "good"]
+    assert [call.outcome for call in row.calls] == ["refused", "ok", "ok"]
+    assert list(row.served_models) == ["good"]
+    tokens = [(c.input_tokens or 0) + 2 * (c.output_tokens or 0) for c in row.calls]
+    assert row.cost_usd == pytest.approx(sum(tokens) / 1e6)
+
+
+async def test_a_refused_key_makes_way_for_the_next_and_then_rests(
+    stage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STALE_KEY", "sk-stale-secret")
+    monkeypatch.setenv("GOOD_KEY", "sk-good-secret")
+    s = await stage(
+        backend="none",
+        server=FakeConfig(key="sk-good-secret"),
+        endpoint={"api_key_env": "STALE_KEY,GOOD_KEY"},
+    )
+    first, second = [await s.attempt({**ROW, "id": str(i)}, i) for i in range(2)]
+    assert first.end_reason == second.end_reason == "answered"
+    assert [call.outcome for call in first.calls] == ["refused", "ok", "ok"]
+    assert [call.outcome for call in second.calls] == ["ok", "ok"]
+    assert s.workshop.common.rests.left_s("STALE_KEY") == pytest.approx(300, abs=30)
