@@ -364,25 +364,16 @@ def test_a_refusal_is_a_part_of_its_own():
     same(decode(ResponsesServer().encode_stream(sent, answer_id="resp_1"), True), sent)
 
 
-def test_what_a_server_reads_from_other_clients():
-    body = {
-        "model": "m",
-        "input": [
-            {"role": "developer", "content": "d"},
-            {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": "a"},
-            {"type": "function_call", "call_id": "1", "name": "t", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "1",
-             "output": [{"type": "input_text", "text": "out"}]},
-        ],
-    }  # fmt: skip
-    read = ResponsesServer().decode_request(json.dumps(body).encode())
-    assert list(read.messages) == [
-        SystemMessage(content="d"),
-        UserMessage(content="hi"),
-        AssistantMessage(content="a", tool_calls=(ToolCall(id="1", name="t", arguments="{}"),)),
-        ToolMessage(tool_call_id="1", name="t", content="out"),
-    ]
-    for wrong in ([{"type": "item_reference", "id": "x"}], [{"role": "tool"}], None, 3):
-        with pytest.raises(ValueError):
-            ResponsesServer().decode_request(json.dumps({"model": "m", "input": wrong}).encode())
+unfit = st.lists(
+    assistants()
+    | users
+    | st.builds(ToolMessage, tool_call_id=st.sampled_from(["call_1", "x"]), name=text, content=text)
+    | st.builds(AssistantMessage, reasoning_content=text, reasoning_details=st.just(COMMENTED[:1])),
+    max_size=6,
+)
+
+
+@few
+@given(unfit)
+def test_histories_of_any_shape_are_sent_in_a_form_that_it_takes(sent):
+    ResponsesServer().decode_request(Responses().encode(request(*sent)))

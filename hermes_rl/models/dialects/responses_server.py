@@ -152,7 +152,8 @@ def response_form(answer: Completion, answer_id: str, created: int) -> dict[str,
 
 def decode_items(items: list[dict[str, Any]]) -> list[Message]:
     """The messages that input items make: reasoning, text and calls in a row are one assistant
-    message. Raises: UserError for an item of an unknown kind."""
+    message. Raises: UserError for an item of an unknown kind, and what `check_items` raises."""
+    check_items(items)
     out: list[Message] = []
     said: list[dict[str, Any]] = []
     names: dict[str, str] = {}
@@ -183,6 +184,34 @@ def decode_items(items: list[dict[str, Any]]) -> list[Message]:
             raise UserError(f"input item of type {kind!r}, role {role!r} is not known here")
     close()
     return out
+
+
+def check_items(items: list[dict[str, Any]]) -> None:
+    """Raises: UserError with the API's complaint when a call has no output, an output no call, or a
+    reasoning item nothing that followed from it."""
+    open_calls: dict[str, None] = {}
+    thought: Any = None
+    for item in items:
+        kind, call_id = item.get("type", MESSAGE), str(item.get("call_id", ""))
+        if kind == CALL:
+            open_calls[call_id] = None
+        elif kind == "function_call_output":
+            if call_id not in open_calls:
+                raise UserError(
+                    f"No tool call found for function call output with call_id {call_id}."
+                )
+            del open_calls[call_id]
+        followed = kind == CALL or (kind == MESSAGE and item.get("role") == "assistant")
+        if thought is not None and kind != REASONING and not followed:
+            break
+        thought = item if kind == REASONING else None
+    if thought is not None:
+        name = thought.get("id")
+        raise UserError(
+            f"Item '{name}' of type 'reasoning' was provided without its required following item."
+        )
+    if open_calls:
+        raise UserError(f"No tool output found for function call {next(iter(open_calls))}.")
 
 
 def _given(role: str, content: Any) -> Message:
