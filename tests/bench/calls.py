@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 from hermes_rl.messages import SystemMessage, ToolMessage, UserMessage
-from hermes_rl.models.base import Conversation, ModelClient, ModelRequest
+from hermes_rl.models.base import Conversation, ModelClient, ModelRequest, Sampling
 from hermes_rl.models.client import DIALECTS, Endpoint, connect
 
 AT_ONCE = 16
@@ -45,7 +45,12 @@ async def conversation(client: ModelClient, number: int, *, stream: bool) -> Non
         [SystemMessage(content="You are an agent. " * 20), UserMessage(content=f"Task {number}.")]
     )
     asked = ModelRequest(
-        model="echo", conversation=messages, call_id=f"c-{number}", tools=TOOLS, stream=stream
+        model="echo",
+        conversation=messages,
+        call_id=f"c-{number}",
+        tools=TOOLS,
+        stream=stream,
+        sampling=Sampling(max_tokens=4_000),
     )
     for _ in range(CALLS):
         answer = await client.complete(asked)

@@ -15,6 +15,9 @@ from hermes_rl.testing.faults import FaultPlan
 KEY = "sk-canary-0123456789abcdef"
 WIRES = [(d, t, s) for d in DIALECTS for t in ("http", "sdk") for s in (False, True)]
 
+SHORT = Sampling(max_tokens=4_000)
+"""Anthropic's dialect streams what may become long."""
+
 
 @pytest.fixture(params=WIRES, ids=lambda w: f"{w[0]}-{w[1]}{'-stream' if w[2] else ''}")
 def wire(request):
@@ -68,7 +71,7 @@ async def episode(kit, wire):
     """What an agent learns from each answer of the episode, ids and times apart."""
     async with FakeServer(FakeConfig(key=KEY)) as server:
         client = client_of(server, wire)
-        sampling = Sampling(temperature=1.0, max_tokens=4_000, seed=7)
+        sampling = replace(SHORT, temperature=1.0, seed=7)
         asked = kit.request(EPISODE, "m", stream=wire[2], sampling=sampling, tools=kit.TERMINAL)
         answers = await play(kit, client, asked)
         await client.aclose()
@@ -127,7 +130,8 @@ async def ask(server, wire, kit, prompt="hi", model="echo", key=KEY, **options):
     """One attempt."""
     client = client_of(server, wire, key, **options)
     try:
-        return await client.complete(kit.request(prompt, model, stream=wire[2]))
+        asked = kit.request(prompt, model, stream=wire[2], sampling=SHORT)
+        return await client.complete(asked)
     finally:
         await client.aclose()
 
@@ -209,7 +213,7 @@ async def test_streamed_text_comes_in_pieces(kit, wire):
     pieces, text = [], "word " * 40
     async with FakeServer() as server:
         client = client_of(server, wire)
-        asked = kit.request(script(text), stream=wire[2])
+        asked = kit.request(script(text), stream=wire[2], sampling=SHORT)
         await client.complete(replace(asked, on_delta=pieces.append))
         await client.aclose()
     assert "".join(pieces) == text

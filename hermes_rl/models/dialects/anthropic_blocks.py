@@ -113,7 +113,7 @@ def _tool_use(call: ToolCall) -> Block:
     return {
         "type": "tool_use",
         "id": _id(call.id),
-        "name": _id(call.name)[:128] or "unknown",
+        "name": tool_name(call.name),
         "input": input_of(call.arguments),
     }
 
@@ -129,3 +129,8 @@ def _id(given: str) -> str:
     """An id (or name) with the characters that this API takes; ids of other providers may have
     more."""
     return _NOT_IN_ID.sub("_", given)
+
+
+def tool_name(given: str) -> str:
+    """A tool's name with the characters and length that this API takes."""
+    return _id(given)[:128] or "unknown"

@@ -22,10 +22,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from hermes_rl.messages import AssistantMessage, Message
 from hermes_rl.models.base import CacheTime, ModelRequest, Sampling
 from hermes_rl.models.dialects.anthropic_answer import BodyDecoder
-from hermes_rl.models.dialects.anthropic_blocks import blocks_of, text_block
+from hermes_rl.models.dialects.anthropic_blocks import blocks_of, text_block, tool_name
 from hermes_rl.models.dialects.anthropic_stream import StreamDecoder
 from hermes_rl.models.dialects.anthropic_thinking import thinking_config
 from hermes_rl.models.dialects.base import Decoder, ReplyHead
@@ -44,6 +46,11 @@ before their first tool call. Other models take no notice of it."""
 DEFAULT_MAX_TOKENS = 32_000
 """Output tokens per call where the request says nothing: the least that the models in service since
 Claude 4 allow."""
+
+LONGEST_WHOLE = 21_333
+"""Answers that may have more tokens are streamed whether or not somebody listens: they may take
+more than ten minutes (the API counts on 128,000 tokens an hour), and silent connections do not live
+so long. The official package refuses to ask for them in one piece."""
 
 _LEAST_TOP_P = 0.95
 """The API takes no smaller one beside thinking."""
@@ -77,14 +84,16 @@ class AnthropicMessages:
         """See `Dialect.encode`. The messages come last; what stands before them does not change
         from turn to turn."""
         ready = outgoing(request)
+        messages = ready.messages[ready.lead :]
         marks = cache_marks(ready.messages) if request.cache else ()
+        blocks = _ended(messages, _marked(ready, marks, request.cache))
         return b"".join(
             (
                 self._head(request),
-                self._encoded_tools(request),
+                self._encoded_tools(request) or _tools_of(messages),
                 _system(ready, request.cache),
                 b',"messages":[',
-                *_grouped(ready.messages[ready.lead :], _marked(ready, marks, request.cache)),
+                *_grouped(messages, blocks),
                 TAIL,
             )
         )
@@ -114,7 +123,7 @@ class AnthropicMessages:
     def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
         """See `Dialect.decoder`. What the answer is says its content type, not the request."""
         kind = head.headers.get("content-type", "")
-        streamed = "event-stream" in kind or (request.stream and "json" not in kind)
+        streamed = "event-stream" in kind or (_is_streamed(request) and "json" not in kind)
         make = StreamDecoder if streamed else BodyDecoder
         salt = str(len(request.conversation))
         return make(head, secrets=self._secrets, salt=salt, on_delta=request.on_delta)
@@ -123,14 +132,14 @@ class AnthropicMessages:
         sampling = request.sampling
         most = sampling.max_tokens or DEFAULT_MAX_TOKENS
         fields: dict[str, Any] = {"model": request.model, "max_tokens": most}
-        if request.stream:
+        if _is_streamed(request):
             fields["stream"] = True
         signed = "no_signatures" not in request.adaptations
         thinking = thinking_config(request.model, sampling.reasoning, most, replayed=signed)
         fields.update(thinking.fields)
         fields.update(_sampled(sampling, thinking.on))
-        if sampling.stop:
-            fields["stop_sequences"] = sampling.stop
+        if stops := [text for text in sampling.stop if text.strip()]:  # blank ones are refused
+            fields["stop_sequences"] = stops
         fields.update(request.extra)
         return encode_json(fields)[:-1]
 
@@ -145,6 +154,11 @@ class AnthropicMessages:
             encoded = b',"tools":' + encode_json([_tool(tool) for tool in tools])
             self._tools = (request.tools, plain, encoded)
         return encoded
+
+
+def _is_streamed(request: ModelRequest) -> bool:
+    """Whether the answer is asked for as a stream; see `LONGEST_WHOLE`."""
+    return request.stream or (request.sampling.max_tokens or DEFAULT_MAX_TOKENS) > LONGEST_WHOLE
 
 
 def _sampled(sampling: Sampling, thinks: bool) -> dict[str, float]:
@@ -168,6 +182,29 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     form = {"name": function.get("name", ""), "description": function.get("description")}
     known = {k: v for k, v in form.items() if v is not None}
     return {**known, "input_schema": function.get("parameters") or {"type": "object"}}
+
+
+def _tools_of(messages: Sequence[Message]) -> bytes:
+    """Tools as body fields for a request without any whose history has calls: the API refuses calls
+    of tools that are not defined, so they are, and may not be used."""
+    calls = (c for m in messages if isinstance(m, AssistantMessage) for c in m.tool_calls)
+    names = sorted({tool_name(call.name) for call in calls})
+    if not names:
+        return b""
+    tools = [{"name": name, "input_schema": {"type": "object"}} for name in names]
+    return b',"tools":' + encode_json(tools) + b',"tool_choice":{"type":"none"}'
+
+
+def _ended(messages: Sequence[Message], blocks: Sequence[bytes]) -> Sequence[bytes]:
+    """The blocks, without white space at the end of an answer that is to be gone on from: the API
+    refuses it."""
+    last = messages[-1] if messages else None
+    if not isinstance(last, AssistantMessage) or last.tool_calls:
+        return blocks
+    text = last.content.rstrip()
+    if text == last.content:
+        return blocks
+    return [*blocks[:-1], _encode(msgspec.structs.replace(last, content=text))]
 
 
 def _marker(cache: CacheTime) -> dict[str, str]:

@@ -1,0 +1,126 @@
+"""The server side of anthropic_messages: what it reads, and what it refuses as the API does."""
+
+import json
+
+import pytest
+
+from hermes_rl.messages import (
+    AssistantMessage,
+    SystemMessage,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+)
+from hermes_rl.models.base import Conversation, ModelRequest, Sampling
+from hermes_rl.models.dialects.anthropic_messages import AnthropicMessages
+from hermes_rl.models.dialects.anthropic_server import AnthropicServer
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "terminal",
+        "description": "Run.",
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "string", "pattern": "^ls"}},
+        },
+    },
+}
+
+
+def request(*messages, model="claude-sonnet-4-5", **fields):
+    return ModelRequest(model=model, conversation=Conversation(messages), call_id="c", **fields)
+
+
+def read(*messages, **fields):
+    """What our server understands of a request: it refuses what the API refuses."""
+    return AnthropicServer().decode_request(
+        AnthropicMessages().encode(request(*messages, **fields))
+    )
+
+
+def call(number, arguments="{}", name="terminal"):
+    return ToolCall(id=f"toolu_{number}", name=name, arguments=arguments)
+
+
+def result(number, content="out"):
+    return ToolMessage(tool_call_id=f"toolu_{number}", name="terminal", content=content)
+
+
+THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "c2ln"}
+HIDDEN = {"type": "redacted_thinking", "data": "b3BhcXVl"}
+HISTORY = (
+    SystemMessage(content="Be brief."),
+    UserMessage(content="Look."),
+    AssistantMessage(
+        content="I look.",
+        reasoning_content="hm",
+        tool_calls=(call(1, '{"command":"ls"}'), call(2)),
+        reasoning_details=[THOUGHT, HIDDEN],
+    ),
+    result(1),
+    result(2, ""),
+)
+
+
+# The server's side
+
+
+REFUSED = [
+    ({"messages": []}, "at least one message"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"messages": [{"role": "system", "content": "x"}]}, "role"),
+    ({"messages": [{"role": "user", "content": " "}]}, "must be non-empty"),
+    ({"messages": [{"role": "user", "content": []}]}, "non-empty content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
+        "unexpected `tool_use_id`",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "x", "input": {}}]},
+                {"role": "user", "content": "no result"},
+            ]
+        },
+        "without `tool_result`",
+    ),
+    ({"thinking": {"type": "enabled", "budget_tokens": 5000}}, "greater than"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "1024"),
+    ({"thinking": {"type": "adaptive"}, "temperature": 0.5}, "thinking is enabled"),
+    (
+        {"system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}] * 5},
+        "maximum of 4",
+    ),
+    ({"model": 3}, "model"),
+]
+
+
+@pytest.mark.parametrize(("change", "why"), REFUSED)
+def test_the_server_refuses_what_the_api_refuses(change, why):
+    body = {"model": "m", "max_tokens": 2000, "messages": [{"role": "user", "content": "u"}]}
+    assert AnthropicServer().decode_request(json.dumps(body).encode()).model == "m"
+    with pytest.raises(ValueError, match=why):
+        AnthropicServer().decode_request(json.dumps({**body, **change}).encode())
+
+
+def test_what_a_server_reads():
+    got = read(
+        *HISTORY,
+        UserMessage(content=[{"type": "text", "text": "See"}, IMAGE]),
+        tools=(TOOL,),
+        sampling=Sampling(max_tokens=9, stop=("END",)),
+        stream=True,
+    )
+    answer = HISTORY[2]
+    assert got.messages == (
+        *HISTORY,
+        UserMessage(content=[{"type": "text", "text": "See"}, IMAGE]),
+    )
+    assert got.messages[2] == answer
+    assert got.tools == (TOOL,)
+    assert got.sampling == Sampling(max_tokens=9, stop=("END",))
+    assert (got.stream, got.cache_marks, got.cache) == (True, 0, None)
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
