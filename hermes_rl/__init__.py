@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AIAgent": "hermes_rl.assembly",
     "Bubblewrap": "hermes_rl.sandboxes.bubblewrap",
+    "Hooks": "hermes_rl.agent.hooks",
     "Limits": "hermes_rl.agent.policy",
     "ModelConfig": "hermes_rl.config",
     "RunConfig": "hermes_rl.config",

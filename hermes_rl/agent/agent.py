@@ -7,9 +7,11 @@ whole over many calls, whoever makes them. `run_agent` is the same agent without
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import msgspec
@@ -18,12 +20,13 @@ from hermes_rl import events as ev
 from hermes_rl.agent.assembly import Assembly, Link
 from hermes_rl.agent.control import Control
 from hermes_rl.agent.history import continuable, last_answer, split_system, with_user
-from hermes_rl.agent.hooks import OnEvent, Tape
+from hermes_rl.agent.hooks import Hooked, Hooks, OnEvent, SessionEnd, SessionStart, Tape, told
 from hermes_rl.agent.parts import AgentParts
 from hermes_rl.agent.policy import Limits, Policy
 from hermes_rl.agent.policy import preset as policy_of
 from hermes_rl.agent.prompt import system_prompt
 from hermes_rl.agent.run import run_agent
+from hermes_rl.agent.session import Session, common_length, open_session
 from hermes_rl.doors import Home
 from hermes_rl.errors import Interrupted, UserError
 from hermes_rl.messages import Message, conversation_from_openai, to_openai
@@ -32,6 +35,8 @@ from hermes_rl.tools.toolsets import DEFAULT_TOOLSETS, resolve
 from hermes_rl.trajectory import fold
 
 INTERACTIVE_TURNS = 90
+
+_log = logging.getLogger(__name__)
 
 
 class AIAgent:
@@ -47,8 +52,11 @@ class AIAgent:
         system: system prompt in place of the preset's.
         on_event: called with each event of `hermes_rl.events` as it happens, on the agent's loop.
         on_delta: called with each piece of text as it is streamed; without it nothing is streamed.
+        session: where the conversation is kept between agents: a name, a `Path` of a file, or an
+            object with `session_id`, `load`, `append` and `close`. The system prompt is not kept.
+        hooks: callbacks before and after model calls and tools; see `Hooks`.
 
-    Raises: UserError for an unknown toolset or preset.
+    Raises: UserError for an unknown toolset or preset, or a session that cannot be used.
     """
 
     assembly: ClassVar[Assembly | None] = None
@@ -65,10 +73,13 @@ class AIAgent:
         system: str | None = None,
         on_event: OnEvent | None = None,
         on_delta: Callable[[str], None] | None = None,
+        session: str | Path | Session | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
         self.model, self.sandbox = model, sandbox
         self.toolsets = tuple(toolsets)
         self.session_id = uuid.uuid4().hex
+        self.hooks = hooks or Hooks()
         self._tools = resolve(self.toolsets)
         self._policy = policy_of(preset)
         self._limits = limits or Limits(max_turns=INTERACTIVE_TURNS)
@@ -80,6 +91,11 @@ class AIAgent:
         self._running = False
         self._link: Link | None = None
         self._leased: Sandbox | None = None
+        self._where = session
+        self._session: Session | None = None
+        self._ended: str | None = None
+        """How the last run ended; None before the first."""
+        self._open_session()
 
     def chat(self, message: str) -> str:
         """Say something and get the answer; the conversation goes on from call to call.
@@ -142,6 +158,9 @@ class AIAgent:
                 self._home.run(self._release())
         finally:
             self._home.close()
+            session, self._session = self._session, None
+            if session is not None:
+                session.close()
 
     async def aclose(self) -> None:
         """See `close`."""
@@ -170,22 +189,27 @@ class AIAgent:
             raise UserError("this agent is already running; interrupt it, steer it, or wait")
         self._running = True
         try:
+            self._open_session()
             if history is not None:
                 own, given = split_system(conversation_from_openai(history))
                 self._history, system = continuable(given), system or own
             self._system = system or self._system
             return await self._until_done(text, task_id or uuid.uuid4().hex)
+        except BaseException:
+            self._ended = "error" if self._ended is not None else None
+            raise
         finally:
             self._running = False
 
     async def _until_done(self, text: str, task_id: str) -> dict[str, Any]:
         """Run; after an interrupt with a message, run on with that."""
         link = await self._open()
+        await self._begin_session(link)
         tape = Tape(self._on_event)
         tape.events.append(self._begun(link, text, task_id))
         while True:
             first, prompt = len(tape.events), with_user(self._history, text)
-            end_reason, said = await self._run_once(link, tape, prompt)
+            end_reason, said = await self._run_once(link, tape, prompt, task_id)
             added = [e for e in tape.events[first:] if isinstance(e, ev.MessageAdded)]
             messages = [e.message for e in added]
             self._history = continuable(messages)
@@ -195,6 +219,8 @@ class AIAgent:
             if end_reason != "interrupted" or ended.message is None:
                 break
             text = ended.message
+        self._ended = end_reason
+        await asyncio.to_thread(self._save, end_reason)
         return {
             "final_response": said,
             "messages": [to_openai(m) for m in messages],
@@ -207,14 +233,15 @@ class AIAgent:
         }
 
     async def _run_once(
-        self, link: Link, tape: Tape, prompt: list[Message]
+        self, link: Link, tape: Tape, prompt: list[Message], task_id: str
     ) -> tuple[str, str | None]:
         """The end_reason and the answer."""
         first = len(tape.events)
+        hooked = Hooked(self.hooks, self.session_id, task_id)
         parts = AgentParts(
-            caller=link.caller(tape),
+            caller=hooked.caller(link.caller(tape)),
             model=link.model,
-            tools=self._tools,
+            tools=hooked.tools(self._tools),
             sandbox=self._leased,
             recorder=tape,
             policy=self._policy,
@@ -239,10 +266,46 @@ class AIAgent:
             self._leased = await self.assembly.lease(self.sandbox)
         return self._link
 
+    def _open_session(self) -> None:
+        if self._where is None or self._session is not None:
+            return
+        self._session = open_session(self._where)
+        self.session_id = self._session.session_id
+        self._history = continuable(self._session.load())
+
+    async def _begin_session(self, link: Link) -> None:
+        """Tell the hook of the first run since the agent was made or closed."""
+        if self._ended is None:
+            self._ended = "error"  # until the run says otherwise
+            start = SessionStart(
+                session_id=self.session_id, model=link.model, resumed=bool(self._history)
+            )
+            await told(self.hooks.on_session_start, start)
+
+    def _save(self, end_reason: str) -> None:
+        """Keep the conversation. What cannot be kept now is tried again after the next run."""
+        if self._session is None:
+            return
+        try:
+            kept = common_length(self._session.load(), self._history)
+            self._session.append(kept, self._history[kept:], end_reason)
+        except Exception:  # also of a session that is not ours: the answer is paid for
+            _log.exception("the conversation could not be saved")
+
     async def _release(self) -> None:
         sandbox, self._leased = self._leased, None
         link, self._link = self._link, None
+        ended, self._ended = self._ended, None
         try:
+            if link is not None and ended is not None:
+                end = SessionEnd(
+                    session_id=self.session_id,
+                    model=link.model,
+                    end_reason=ended,
+                    completed=ended == "answered",
+                    interrupted=ended == "interrupted",
+                )
+                await told(self.hooks.on_session_end, end)
             if sandbox is not None:
                 await sandbox.aclose()
         finally:

@@ -1,10 +1,27 @@
-"""Recorders for agents that no run directory stands behind."""
+"""What others may hook into: recorders for agents without a run directory, and typed callbacks.
+
+Hooks look on; one of them, `pre_tool_call`, may forbid. They are called in order on the agent's
+loop, may be plain or async functions, and what fails in them is logged and ends no run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from hermes_rl.events import Event
+from hermes_rl.agent.parts import Caller, FallsBack
+from hermes_rl.errors import ToolError
+from hermes_rl.events import Event, Purpose
+from hermes_rl.messages import AssistantMessage, Message
+from hermes_rl.models.base import Completion, ModelRequest
+from hermes_rl.tools.base import Tool, ToolContext, ToolResult
+from hermes_rl.usage import Usage
+
+_log = logging.getLogger(__name__)
 
 OnEvent = Callable[[Event], None]
 
@@ -25,3 +42,217 @@ class Tape:
         self.events.append(event)
         if self._on_event is not None:
             self._on_event(event)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionStart:
+    """Before the first run of an agent."""
+
+    session_id: str
+    model: str
+    resumed: bool
+    """The conversation goes on from a saved session."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionEnd:
+    """When the agent is closed, if it ever ran."""
+
+    session_id: str
+    model: str
+    end_reason: str
+    """Of the last run; `error` when it raised."""
+    completed: bool
+    interrupted: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreLLMCall:
+    """Before each model call; retries of it are not calls of their own."""
+
+    session_id: str
+    task_id: str
+    model: str
+    turn: int
+    purpose: Purpose
+    conversation: tuple[Message, ...]
+    """The messages so far. Not to be changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostLLMCall:
+    """After each model call that gave an answer."""
+
+    session_id: str
+    task_id: str
+    model: str
+    turn: int
+    purpose: Purpose
+    message: AssistantMessage
+    finish_reason: str | None
+    usage: Usage | None
+    duration_s: float
+    """Retries and waits included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreToolCall:
+    """Before a tool runs, its arguments checked."""
+
+    session_id: str
+    task_id: str
+    tool_name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostToolCall:
+    """After a tool ran, was refused by a hook, or failed."""
+
+    session_id: str
+    task_id: str
+    tool_name: str
+    arguments: Mapping[str, Any]
+    result: str | None
+    """What it gave back; None when it failed."""
+    ok: bool
+    error: str | None
+    duration_s: float
+
+
+_P = TypeVar("_P")
+Looks = Callable[[_P], Awaitable[None] | None]
+"""A hook that looks on."""
+Judges = Callable[[_P], Awaitable[str | None] | str | None]
+"""A hook that may forbid: the text that it returns is what the model is told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """Callbacks of an agent; None is none. See the payloads for when each is called."""
+
+    on_session_start: Looks[SessionStart] | None = None
+    on_session_end: Looks[SessionEnd] | None = None
+    pre_llm_call: Looks[PreLLMCall] | None = None
+    post_llm_call: Looks[PostLLMCall] | None = None
+    pre_tool_call: Judges[PreToolCall] | None = None
+    post_tool_call: Looks[PostToolCall] | None = None
+
+
+async def told(hook: Callable[[_P], Any] | None, payload: _P) -> Any:
+    """Call a hook; what it returns, or None when there is none or it failed."""
+    if hook is None:
+        return None
+    try:
+        answer = hook(payload)
+        return await answer if inspect.isawaitable(answer) else answer
+    except Exception:  # a hook is not ours: whatever it raises, the run goes on
+        _log.exception("the hook for %s failed", type(payload).__name__)
+        return None
+
+
+@dataclass(frozen=True)
+class Hooked:
+    """The hooks of one run."""
+
+    hooks: Hooks
+    session_id: str
+    task_id: str
+
+    def caller(self, caller: Caller) -> Caller:
+        """The same caller, seen by the hooks."""
+        hooks = self.hooks
+        watched = hooks.pre_llm_call is not None or hooks.post_llm_call is not None
+        return _HookedCaller(caller, self) if watched else caller
+
+    def tools(self, tools: Mapping[str, Tool]) -> dict[str, Tool]:
+        """The same tools, seen by the hooks."""
+        hooks = self.hooks
+        watched = hooks.pre_tool_call is not None or hooks.post_tool_call is not None
+        return {name: self._watched(tool) if watched else tool for name, tool in tools.items()}
+
+    def _watched(self, tool: Tool) -> Tool:
+        async def handler(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
+            start = time.monotonic()
+            try:
+                result = await self._allowed(tool, context, arguments)
+            except ToolError as error:
+                await self._after(tool, arguments, None, str(error), start)
+                raise
+            except Exception as error:  # seen by the hook, and raised as it is
+                said = f"{type(error).__name__}: {error}"
+                await self._after(tool, arguments, None, said, start)
+                raise
+            await self._after(tool, arguments, result, None, start)
+            return result
+
+        return replace(tool, handler=handler)
+
+    async def _allowed(
+        self, tool: Tool, context: ToolContext, arguments: dict[str, Any]
+    ) -> ToolResult:
+        """Raises: ToolError when a hook forbids the call."""
+        ids = {"session_id": self.session_id, "task_id": self.task_id}
+        asked = PreToolCall(**ids, tool_name=tool.name, arguments=arguments)
+        if why := await told(self.hooks.pre_tool_call, asked):
+            raise ToolError(f"{tool.name} was not run: {why}")
+        return await tool.handler(context, arguments)
+
+    async def _after(
+        self,
+        tool: Tool,
+        arguments: dict[str, Any],
+        result: ToolResult | None,
+        error: str | None,
+        start: float,
+    ) -> None:
+        if self.hooks.post_tool_call is None:
+            return
+        payload = PostToolCall(
+            session_id=self.session_id,
+            task_id=self.task_id,
+            tool_name=tool.name,
+            arguments=arguments,
+            result=None if result is None else result.text,
+            ok=result is not None and result.ok,
+            error=error,
+            duration_s=time.monotonic() - start,
+        )
+        await told(self.hooks.post_tool_call, payload)
+
+
+class _HookedCaller:
+    """A caller whose calls hooks see."""
+
+    def __init__(self, caller: Caller, hooked: Hooked) -> None:
+        self._caller, self._hooked = caller, hooked
+
+    async def call(
+        self, request: ModelRequest, *, turn: int, purpose: Purpose = "agent", agent: str = "main"
+    ) -> Completion:
+        """See `Caller`."""
+        hooks, start = self._hooked.hooks, time.monotonic()
+        common: dict[str, Any] = {
+            "session_id": self._hooked.session_id,
+            "task_id": self._hooked.task_id,
+            "model": request.model,
+            "turn": turn,
+            "purpose": purpose,
+        }
+        if hooks.pre_llm_call is not None:
+            before = PreLLMCall(**common, conversation=tuple(request.conversation))
+            await told(hooks.pre_llm_call, before)
+        completion = await self._caller.call(request, turn=turn, purpose=purpose, agent=agent)
+        after = PostLLMCall(
+            **common,
+            message=completion.message,
+            finish_reason=completion.finish_reason,
+            usage=completion.usage,
+            duration_s=time.monotonic() - start,
+        )
+        await told(hooks.post_llm_call, after)
+        return completion
+
+    def fall_back(self) -> bool:
+        """See `FallsBack`."""
+        return isinstance(self._caller, FallsBack) and self._caller.fall_back()

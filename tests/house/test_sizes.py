@@ -12,7 +12,9 @@ MAX_CONSTRUCTOR_PARAMETERS = 8
 MAX_TYPE_IGNORES = 20
 
 # "path" or "path:function" -> why it may be longer.
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS: dict[str, str] = {
+    "hermes_rl/agent/agent.py:__init__": "the front door: its keywords are those of the design",
+}
 
 
 def sources() -> list[Path]:

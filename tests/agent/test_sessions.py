@@ -1,0 +1,206 @@
+"""Hooks of an agent, and conversations that outlive one, through the public door."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hermes_rl import AIAgent, Hooks, ModelConfig
+from hermes_rl.agent.hooks import PostToolCall, PreToolCall
+from hermes_rl.agent.session import FileSession, common_length, open_session
+from hermes_rl.doors import Home
+from hermes_rl.errors import AuthError, UserError
+from hermes_rl.messages import (
+    AssistantMessage,
+    Message,
+    SystemMessage,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+)
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+
+Make = Callable[..., AIAgent]
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with Home() as home:
+        server = FakeServer(FakeConfig(key="right"))
+        home.run(server.__aenter__())
+        yield server
+        home.run(server.aclose())
+
+
+@pytest.fixture
+def make(server: FakeServer) -> Make:
+    def agent(key: str = "right", **more: Any) -> AIAgent:
+        model = ModelConfig(name="echo", base_url=server.base_url, api_key=key)
+        return AIAgent(model, sandbox="none", **more)
+
+    return agent
+
+
+def say(*steps: Any) -> str:
+    return "Do it.\nSCRIPT: " + json.dumps(list(steps))
+
+
+def test_hooks_see_a_run(make: Make) -> None:
+    seen: list[tuple[str, Any]] = []
+
+    def note(name: str) -> Callable[[Any], None]:
+        return lambda payload: seen.append((name, payload))
+
+    async def later(payload: Any) -> None:
+        seen.append(("post_llm_call", payload))
+
+    hooks = Hooks(
+        on_session_start=note("on_session_start"),
+        on_session_end=note("on_session_end"),
+        pre_llm_call=note("pre_llm_call"),
+        post_llm_call=later,
+        pre_tool_call=note("pre_tool_call"),
+        post_tool_call=note("post_tool_call"),
+    )
+    with make(hooks=hooks) as agent:
+        result = agent.run_conversation(say({"run": "echo hi"}, "ok", "again"), task_id="t")
+        agent.chat("And?")
+    llm, tool = ["pre_llm_call", "post_llm_call"], ["pre_tool_call", "post_tool_call"]
+    names = ["on_session_start", *llm, *tool, *llm, *llm, "on_session_end"]
+    assert [name for name, _ in seen] == names
+    first = dict(reversed(seen))
+    assert (first["on_session_start"].session_id, first["on_session_start"].resumed) == (
+        result["session_id"],
+        False,
+    )
+    assert [m.content for m in first["pre_llm_call"].conversation][-1].startswith("Do it.")
+    assert first["post_llm_call"].usage.output_tokens > 0
+    assert (first["pre_tool_call"].tool_name, first["pre_tool_call"].arguments) == (
+        "terminal",
+        {"command": "echo hi"},
+    )
+    assert first["post_tool_call"].ok
+    assert "hi" in first["post_tool_call"].result
+    assert {p.task_id for n, p in seen[1:7] if "session" not in n} == {"t"}
+    assert (first["on_session_end"].completed, first["on_session_end"].interrupted) == (True, False)
+
+
+def test_a_hook_may_forbid_a_tool_and_the_model_is_told(make: Make, tmp_path: Path) -> None:
+    def forbid(call: PreToolCall) -> str | None:
+        return "no writing here" if "touch" in call.arguments["command"] else None
+
+    after: list[PostToolCall] = []
+    hooks = Hooks(pre_tool_call=forbid, post_tool_call=after.append)
+    mark = tmp_path / "mark"
+    with make(hooks=hooks) as agent:
+        result = agent.run_conversation(say({"run": f"touch {mark}"}, {"run": "true"}, "ok"))
+    tools = [json.loads(m["content"]) for m in result["messages"] if m["role"] == "tool"]
+    assert tools[0] == {"error": "terminal was not run: no writing here"}
+    assert not mark.exists()
+    assert [(p.ok, p.error) for p in after] == [
+        (False, "terminal was not run: no writing here"),
+        (True, None),
+    ]
+
+
+def test_hooks_that_fail_end_no_run(make: Make) -> None:
+    def fail(payload: Any) -> None:
+        raise RuntimeError("a hook of yours")
+
+    async def fail_later(payload: Any) -> None:
+        raise RuntimeError("a hook of yours")
+
+    names = [name for name in Hooks.__dataclass_fields__ if name != "pre_llm_call"]
+    with make(hooks=Hooks(**dict.fromkeys(names, fail), pre_llm_call=fail_later)) as agent:
+        assert agent.chat(say({"run": "true"}, "ok")) == "ok"
+
+
+def test_a_run_that_fails_ends_its_session_with_error(make: Make) -> None:
+    ends: list[Any] = []
+    hooks = Hooks(on_session_end=ends.append)
+    with make(key="wrong", hooks=hooks) as agent, pytest.raises(AuthError):
+        agent.chat("hello")
+    assert [(e.end_reason, e.completed) for e in ends] == [("error", False)]
+
+
+def test_a_conversation_goes_on_in_another_agent(make: Make, tmp_path: Path) -> None:
+    path = tmp_path / "talks" / "one.jsonl"
+    script = say({"run": "echo kept"}, "Written.", "Read.", "Third.")
+    with make(session=path) as agent:
+        assert agent.chat(script) == "Written."
+        name = agent.session_id
+        with pytest.raises(UserError, match="in use by another agent"):
+            make(session=path)
+    started: list[Any] = []
+    with make(session=path, hooks=Hooks(on_session_start=started.append)) as agent:
+        result = agent.run_conversation("And?")
+        assert result["final_response"] == "Read."
+    assert started[0].resumed
+    assert (result["session_id"], agent.session_id) == (name, name)
+    with path.open("ab") as file:
+        file.write(b'{"kept": 3, "add')  # torn by a kill
+    with make(session=path) as agent:
+        assert agent.chat("Once more.") == "Third."
+        assert agent.run_conversation(say("New."), conversation_history=[])["completed"]
+    session = FileSession(path)
+    assert [type(m) for m in session.load()] == [UserMessage, AssistantMessage]
+    session.close()
+
+
+def test_sessions_by_name_and_what_is_no_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    session = open_session("work-1")
+    session.close()
+    assert (tmp_path / "hermes-rl" / "sessions" / "work-1.jsonl").is_file()
+    with pytest.raises(UserError, match="give a Path"):
+        open_session("../up")
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "p"}\n')
+    with pytest.raises(UserError, match="no session file"):
+        open_session(other)
+    if os.geteuid():
+        (tmp_path / "shut").mkdir(mode=0o500)
+        with pytest.raises(UserError, match="Permission denied"):
+            open_session(tmp_path / "shut" / "s.jsonl")
+
+
+calls = st.builds(ToolCall, id=st.text(min_size=1), name=st.text(), arguments=st.text())
+messages = st.lists(
+    st.builds(UserMessage, content=st.text())
+    | st.builds(ToolMessage, tool_call_id=st.text(), name=st.text(), content=st.text())
+    | st.builds(
+        AssistantMessage,
+        content=st.text(),
+        reasoning_content=st.none() | st.text(),
+        tool_calls=st.lists(calls, max_size=2).map(tuple),
+    ),
+    max_size=5,
+)
+
+
+@given(histories=st.lists(messages, max_size=4))
+def test_a_session_gives_back_what_it_was_given(
+    histories: list[list[Message]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("session") / "s.jsonl"
+    session = FileSession(path)
+    for history in histories:
+        kept = common_length(session.load(), history)
+        session.append(kept, history[kept:], "answered")
+    session.close()
+    again = FileSession(path)
+    assert again.load() == (histories[-1] if histories else [])
+    assert again.session_id == session.session_id
+    again.close()
+
+
+def test_a_system_message_is_a_message_too() -> None:
+    system = SystemMessage(content="s")
+    assert common_length([system], [system, UserMessage(content="u")]) == 1
