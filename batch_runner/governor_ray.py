@@ -26,7 +26,7 @@ EXCHANGE_S = 2.5
 """A governor that does not answer a report for so long is as good as dead."""
 
 AGAIN_S = 0.2
-"""Between two tries to make a governor: the name of a dead one is not free at once."""
+"""Between a governor's death and the next one, and between tries to make that."""
 
 SUMMARY_S = 10.0
 
@@ -82,6 +82,7 @@ class RayGovernor:
 
     async def _keep(self) -> None:
         """Make a new governor whenever one died."""
+        import ray
         from ray.exceptions import RayError
 
         successor = msgspec.structs.replace(self._charter, successor=True)
@@ -91,6 +92,7 @@ class RayGovernor:
                 await self._actor.stay.remote()
             except RayError:
                 self._lost()
+                ray.kill(self._actor, no_restart=True)  # Ray keeps a dead actor's name otherwise
                 self._actor = await self._succeed(successor)
 
     async def _succeed(self, charter: Charter) -> Any:

@@ -1,0 +1,52 @@
+"""Kill -9 of the governor's actor on real Ray; budgets that bind a run and its resumption."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import kit
+import pytest
+
+from hermes_rl.testing.fake_server import FakeServer
+
+
+def governors(run: kit.Process, out: Path) -> list[int]:
+    """Processes of the run's governor."""
+    lines = kit.left_behind([run.mark], out)
+    return [int(line.split()[0]) for line in lines if "ray::GovernorActor" in line]
+
+
+async def governor_of(run: kit.Process, out: Path, other_than: int = 0) -> int:
+    """The governor's process, once it stands."""
+    deadline = time.monotonic() + 90.0
+    while not (found := [pid for pid in governors(run, out) if pid != other_than]):
+        assert time.monotonic() < deadline, run.errors[-3000:]
+        assert run.process.returncode is None, run.errors[-3000:]
+        await asyncio.sleep(0.05)
+    return found[0]
+
+
+@pytest.mark.slow
+async def test_a_killed_governor_costs_nothing_but_seconds(tmp_path: Path) -> None:
+    rows = [kit.task(n, turns=3, latency_s=0.7) for n in range(24)]
+    dataset, out = kit.write(tmp_path / "tasks.jsonl", rows), tmp_path / "run"
+    async with FakeServer() as server:
+        arguments = kit.played(dataset, out, server.base_url, "--workers", "2")
+        run = await kit.launch(*arguments, "--concurrency", "8")
+        await kit.asked(server, 10, run)
+        first = await governor_of(run, out)
+        kit.kill(first)
+        second = await governor_of(run, out, other_than=first)
+        assert second != first
+        code = await run.wait()
+        asked = server.requests
+        kit.check_books(out, server.entries)
+    assert code == 0, run.errors
+    assert len(kit.final_rows(out)) == len(rows)
+    assert asked == sum(len(row["calls"]) for row in kit.table(out, "trajectories"))
+    assert kit.table(out, "failures") == []
+    await kit.check_nothing_left([run.mark], out)
+    (lane,) = json.loads((out / "manifest.json").read_bytes())["rate_limits"]
+    assert lane["model"] == "fake"
+    assert lane["limits"][0][1:] == [8, "start"]
