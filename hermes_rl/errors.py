@@ -176,6 +176,7 @@ class ModelError(HermesError):
         status: HTTP status, when there was one.
         request_id: the provider's id of the request, when it sent one.
         retry_after_s: seconds that the provider asked to wait.
+        resets_s: seconds until a limit that is used up is whole again, as headers tell.
         served: whether the provider may have served (and billed) the request; True for a cut stream
             or a response that could not be read, False for a refusal before any work.
         reason: why, where it is not what the class stands for.
@@ -195,6 +196,7 @@ class ModelError(HermesError):
         status: int | None = None,
         request_id: str | None = None,
         retry_after_s: float | None = None,
+        resets_s: float | None = None,
         served: bool = False,
         reason: Reason | None = None,
         facts: Facts | None = None,
@@ -206,6 +208,7 @@ class ModelError(HermesError):
         self.status = status
         self.request_id = request_id
         self.retry_after_s = retry_after_s
+        self.resets_s = resets_s
         self.served = served
 
 

@@ -18,6 +18,7 @@ from hermes_rl import errors as e
 from hermes_rl.models.classify_body import Fault, fault_in, fault_of
 from hermes_rl.models.classify_facts import facts_of
 from hermes_rl.models.classify_rules import KINDS, NO_STATUS, reason_by_status, rule_of
+from hermes_rl.models.quotas import read_quotas
 
 _MAX_TEXT = 500
 _CHAIN = 5
@@ -69,11 +70,13 @@ def classify(
     if status >= 500 and fault.status is not None and fault.status < 500:
         meant = fault.status  # a gateway's own trouble is not what it quotes
     found = _find(meant, fault)
+    unix = time.time() if now is None else now
     return found.kind(
         scrub(_sentence(status, fault, body, found.kind, headers), secrets),
         status=status,
         request_id=request_id(headers),
-        retry_after_s=retry_after(headers, time.time() if now is None else now),
+        retry_after_s=retry_after(headers, unix),
+        resets_s=_resets(headers, unix),
         served=status in _MAYBE_SERVED,
         reason=found.reason,
         facts=found.facts,
@@ -211,6 +214,12 @@ def retry_after(headers: Mapping[str, str], now: float) -> float | None:
         return max(0.0, parsedate_to_datetime(value).timestamp() - now)
     except (ValueError, TypeError, OverflowError):
         return None
+
+
+def _resets(headers: Mapping[str, str], now: float) -> float | None:
+    """Seconds until the limits that are used up are whole again; None where none is said to be."""
+    used_up = (q for q in read_quotas(headers, now) if q.remaining is not None and q.remaining < 1)
+    return max((q.reset_s for q in used_up if q.reset_s is not None), default=None)
 
 
 def _number(value: str | None) -> float | None:

@@ -4,7 +4,8 @@
 - `round_robin`: each in turn. `random`: any. `least_used`: the one that was chosen least.
 
 A refused account rests: 5 minutes after a refused key (401, 403), and for the time that the
-provider names after anything else that speaks against the account (429, no credit), else an hour.
+provider names after anything else that speaks against the account (429, no credit): Retry-After,
+else the reset of the limit that is used up, else an hour.
 A refusal for the rate speaks of one model, the others of the whole account. What is nobody's
 account's fault (5xx, 529, a bad request) lets nobody rest. Rests are shared by all workers of a run
 (`hermes_rl.models.rests`).
@@ -82,10 +83,9 @@ class KeyPool:
         """How long an account rests for an error; 0: not at all."""
         if error.reason in ("auth", "auth_permanent"):
             return AUTH_REST_S
-        if error.reason in _OF_THE_ACCOUNT:
-            return error.retry_after_s or REST_S
-        if error.reason in _OF_ITS_RATE and len(self.accounts) > 1:
-            return error.retry_after_s or REST_S
+        of_rate = error.reason in _OF_ITS_RATE and len(self.accounts) > 1
+        if of_rate or error.reason in _OF_THE_ACCOUNT:
+            return error.retry_after_s or error.resets_s or REST_S
         return 0.0
 
     def _pick(self, ready: Sequence[int]) -> int:

@@ -15,6 +15,7 @@ from hermes_rl.errors import (
     RateLimited,
     ServerError,
 )
+from hermes_rl.models.classify import classify
 from hermes_rl.models.limiter import InProcessLimiter
 from hermes_rl.models.played import NoopClient
 from hermes_rl.models.pool import KeyPool
@@ -73,6 +74,8 @@ def test_who_rests_is_passed_over_until_his_time(clock: Clock, strategy: str) ->
         (AuthError("x", status=401), 300),
         (RateLimited("x", status=429), 3600),
         (RateLimited("x", status=429, retry_after_s=20), 20),
+        (RateLimited("x", status=429, resets_s=90), 90),
+        (RateLimited("x", status=429, retry_after_s=20, resets_s=90), 20),
         (BillingError("x", status=402), 3600),
         (BillingError("x", status=429, retry_after_s=7200), 7200),
         (ServerError("x", status=500), 0),
@@ -116,3 +119,31 @@ def test_a_rate_is_of_one_model_and_a_refused_key_of_all(clock: Clock) -> None:
     assert (small.choose().name, large.choose().name) == ("B", "A")
     large.rest(large.accounts[1], AuthError("x", status=401))
     assert small.rest_s() == pytest.approx(300)
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "6m0s"}, 360),
+        ({"x-ratelimit-remaining-tokens": "9", "x-ratelimit-reset-tokens": "6m0s"}, 3600),
+        (
+            {
+                "anthropic-ratelimit-input-tokens-limit": "9",
+                "anthropic-ratelimit-input-tokens-remaining": "0",
+                "anthropic-ratelimit-input-tokens-reset": "2026-11-22T00:01:00Z",
+            },
+            60,
+        ),
+        ({"retry-after": "7", "x-ratelimit-remaining-requests": "0"}, 7),
+        ({}, 3600),
+    ],
+)
+def test_the_rest_is_what_the_headers_of_the_refusal_say(
+    clock: Clock, headers: dict[str, str], seconds: float
+) -> None:
+    keys = pool(clock, names="AB")
+    now = 1795305600.0  # 2026-11-22T00:00:00Z
+    error = classify(429, headers, b"{}", now=now)
+    for account in keys.accounts:
+        keys.rest(account, error)
+    assert keys.rest_s() == pytest.approx(seconds)
