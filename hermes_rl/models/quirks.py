@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+NO_LIMIT = (("top_k", -1), ("min_p", 0.0))
+"""Sampling that means the same as saying nothing."""
+
 MaxTokensField = Literal["max_tokens", "max_completion_tokens"]
 
 

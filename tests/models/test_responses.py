@@ -225,6 +225,13 @@ def test_parameters_and_tools():
     assert read.stream is True
 
 
+def test_sampling_that_means_nothing_is_not_sent_where_it_is_refused():
+    asked = request(UserMessage(content="hi"), sampling=Sampling(top_k=-1, seed=1))
+    at_openai = json.loads(Responses("api.openai.com").encode(asked))
+    assert ("top_k" in at_openai, at_openai["seed"]) == (False, 1)
+    assert json.loads(Responses("127.0.0.1:8000").encode(asked))["top_k"] == -1
+
+
 def test_all_kinds_of_items():
     block = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "opaque",
              "status": None}  # fmt: skip

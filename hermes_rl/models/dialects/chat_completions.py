@@ -16,14 +16,11 @@ from hermes_rl.models.dialects.chat_stream import StreamDecoder
 from hermes_rl.models.dialects.lenient import encode_json
 from hermes_rl.models.pipeline import cache_marks, outgoing, without_grammar
 from hermes_rl.models.providers import quirks_at
-from hermes_rl.models.quirks import Quirks
+from hermes_rl.models.quirks import NO_LIMIT, Quirks
 
 NAME = "chat_completions"
 TAIL = b"]}"
 """The last bytes of every body. A turn's body without them begins the next turn's."""
-
-_NO_LIMIT = (("top_k", -1), ("min_p", 0.0))
-"""Sampling that means the same as saying nothing."""
 
 _FOREIGN = ("thinking", "redacted_thinking", "reasoning", "message", "function_call")
 """Blocks of the other dialects: they are not replayed."""
@@ -107,7 +104,7 @@ class ChatCompletions:
             if self._quirks.stream_options:
                 fields["stream_options"] = {"include_usage": True}
         for name, value in request.sampling.as_dict().items():
-            if self._quirks.top_k or (name, value) not in _NO_LIMIT:
+            if self._quirks.top_k or (name, value) not in NO_LIMIT:
                 fields[self._field(name)] = value
         if request.logprobs:
             fields["logprobs"] = True

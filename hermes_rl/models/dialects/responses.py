@@ -21,6 +21,8 @@ from hermes_rl.models.dialects.responses_answer import BodyDecoder
 from hermes_rl.models.dialects.responses_items import REASONING, Piece, is_replayable, pieces_of
 from hermes_rl.models.dialects.responses_stream import StreamDecoder
 from hermes_rl.models.pipeline import outgoing, without_grammar
+from hermes_rl.models.providers import quirks_at
+from hermes_rl.models.quirks import NO_LIMIT, Quirks
 
 NAME = "codex_responses"
 TAIL = b"]}"
@@ -34,14 +36,18 @@ class Responses:
     """One per client.
 
     Args:
-        host: of the endpoint; not needed yet, given to every dialect.
+        host: of the endpoint.
         secrets: texts that no error may show.
+        quirks: the provider's own ways; None takes those that the host is known for.
     """
 
     name = NAME
     path = "/responses"
 
-    def __init__(self, host: str = "", secrets: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, host: str = "", secrets: tuple[str, ...] = (), quirks: Quirks | None = None
+    ) -> None:
+        self._quirks = quirks or quirks_at(host)
         self._secrets = secrets
         self._tools: tuple[Any, bool, bytes] = ((), False, b"")
 
@@ -49,7 +55,9 @@ class Responses:
         """See `Dialect.encode`. The input comes last; what stands before it does not change from
         turn to turn."""
         system, items = self._input(request)
-        head = encode_json(_fields(request, system))[:-1] + self._encoded_tools(request)
+        head = encode_json(_fields(request, system, self._quirks))[:-1] + self._encoded_tools(
+            request
+        )
         return b"".join((head, b',"input":[', b",".join(items), TAIL))
 
     def bound(self, request: ModelRequest) -> int:
@@ -98,7 +106,7 @@ def encode_message(message: Message) -> bytes:
     return b",".join(encode_json(item) for item in _items(message))
 
 
-def _fields(request: ModelRequest, system: str | None) -> dict[str, Any]:
+def _fields(request: ModelRequest, system: str | None, quirks: Quirks) -> dict[str, Any]:
     """All of a body but its tools and its input."""
     include = [] if "no_encrypted_reasoning" in request.adaptations else [ENCRYPTED]
     if request.logprobs:
@@ -113,7 +121,7 @@ def _fields(request: ModelRequest, system: str | None) -> dict[str, Any]:
             fields["max_output_tokens"] = value
         elif name == "reasoning":
             fields["reasoning"] = {"effort": value, "summary": "auto"}
-        else:
+        elif quirks.top_k or (name, value) not in NO_LIMIT:
             fields[name] = value
     fields.update(request.extra)
     if system is not None:
