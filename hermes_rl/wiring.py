@@ -23,10 +23,12 @@ from hermes_rl.config_endpoint import EndpointSection, ProviderSection
 from hermes_rl.errors import AuthError, TaskFault, UserError
 from hermes_rl.identity import digest
 from hermes_rl.models.base import ModelClient, Sampling
+from hermes_rl.models.budget import Budget
 from hermes_rl.models.played import NoopClient, OracleClient, free
 from hermes_rl.models.probe import Probed, probe
 from hermes_rl.models.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.routing import Alone, Common, Keys, Routes, Routing, Sole
+from hermes_rl.models.spending import UnitBudget
 from hermes_rl.models.targets import (
     asks_endpoint,
     drawn_model,
@@ -120,8 +122,13 @@ class Workshop:
             recorder,
             patience,
             price=free if self.free else None,
-            budget=self.common.budget(),
+            budget=self._budget(),
         )
+
+    def _budget(self) -> Budget | None:
+        """What one attempt may spend: its own budget and the run's."""
+        usd, shared = self.config.run.unit_budget_usd, self.common.budget()
+        return shared if usd is None else UnitBudget(usd, shared)
 
     async def digest_of(self, image: str | None) -> str | None:
         """See `image_digest`; each image is looked at once, off the loop."""

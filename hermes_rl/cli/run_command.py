@@ -110,7 +110,9 @@ Network = Annotated[bool | None, _option("--network", text="Give the sandbox the
 AllowUnsandboxed = Annotated[
     bool | None, _option("--allow-unsandboxed", text="Permit --sandbox none")
 ]
-BudgetUsd = Annotated[_Number, _option("--budget-usd", text="Not in this version")]
+BudgetUsd = Annotated[
+    _Number, _option("--budget-usd", text="US dollars for the whole run, resumed or not")
+]
 MaxSeconds = Annotated[
     _Number, _option("--max-seconds", text="Active time per unit, in seconds [1800]")
 ]

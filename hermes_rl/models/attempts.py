@@ -18,7 +18,7 @@ from hermes_rl.errors import ContentFiltered, ModelAborted, ModelError
 from hermes_rl.events import CallEnded, CallStarted, Outcome, Purpose, Waited
 from hermes_rl.models.base import Completion, ModelRequest
 from hermes_rl.models.buckets import Estimate
-from hermes_rl.models.budget import Budget, Reservation, Spend
+from hermes_rl.models.budget import OUTPUT_MAX, Budget, Reservation, Spend
 from hermes_rl.models.classify import classify_exception
 from hermes_rl.models.limiter import Slot
 from hermes_rl.models.route import Account, Route
@@ -145,14 +145,14 @@ class Attempts:
                 left.release()
 
     def _worst(self, request: ModelRequest, bound: int, route: Route) -> Spend:
-        most = request.sampling.max_tokens
+        most = request.sampling.max_tokens or OUTPUT_MAX
         if self._price is None and route.prices is not None:
             cost = route.prices.worst(request.model, bound, most, request.cache)
             usd = None if cost is None else float(cost)
         else:
             usage = Usage(input_tokens=bound, output_tokens=most)
             usd = self._pricing(route)(request.model, usage)
-        return Spend(tokens=bound + (most or 0), usd=usd)
+        return Spend(tokens=bound + most, usd=usd)
 
     def _pricing(self, route: Route) -> Price:
         if self._price is not None:
