@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 
 from hermes_rl.models.dialects.server import ServedRequest
-from hermes_rl.testing.faults import Refusal
+from hermes_rl.testing.faults import REFUSALS, Refusal
 from hermes_rl.testing.limits import (
     Limit,
     Limits,
@@ -58,6 +58,10 @@ class Conditions:
     clock_scale: float = 1.0
     """Seconds of the server's clock in one second: 60 makes a minute of limits and outages last a
     second. Waits that it asks for are seconds of its clock."""
+
+    def __post_init__(self) -> None:
+        if self.outage not in REFUSALS:
+            raise ValueError(f"no refusal {self.outage!r}; there are {', '.join(REFUSALS)}")
 
     def is_out(self, now: float) -> bool:
         """Whether there is an outage."""

@@ -42,6 +42,7 @@ from hermes_rl.testing.faults import (
     refusal_for,
 )
 from hermes_rl.testing.limits import Limits, RateLimits
+from hermes_rl.testing.picky import PICKY, picky_refusal
 from hermes_rl.testing.routes import CHAT, Wire, any_key, server_dialect, wire_of
 from hermes_rl.testing.scripts import Asked, ScriptError, Step, step_for, usage_of
 from hermes_rl.testing.served_log import Entry, LogOutcome, ServedLog
@@ -203,6 +204,9 @@ class FakeServer:
         status, body = 200, msgspec.json.encode(listed)
         if not self._knows(any_key(request.headers)):
             status, body = 401, refusal_body(REFUSALS["auth"], server_dialect(CHAT))
+        elif self.config.conditions.is_out(self.now):
+            refusal = REFUSALS[self.config.conditions.outage]
+            status, body = refusal.status, refusal_body(refusal, server_dialect(CHAT))
         elif not request.path.endswith(("/models", "/health")):
             status, body = 404, b"{}"
         kind = {"content-type": "application/json"}
@@ -237,6 +241,8 @@ class FakeServer:
         nonce = job.call_id or request.headers.get("x-stainless-retry-count", "")
         identity = f"{job.call_id or job.body_hash}:{nonce}".encode()
         job.fault = job.step.fault or self.config.faults.draw(identity)
+        if job.fault in PICKY:
+            return picky_refusal(job.fault, job.request, request.body)
         return refusal_for(job.fault or "", name)
 
     def _meter(self, job: _Job, account: str) -> Refusal | None:

@@ -134,6 +134,11 @@ async def test_outages_come_and_go(kit, mode):
     ]
 
 
+def test_an_outage_is_a_refusal():
+    with pytest.raises(ValueError, match="no refusal 'weather'"):
+        Conditions(outage="weather")
+
+
 async def test_the_bill_is_the_servers_own(kit):
     price = Price(
         input=Decimal(3), output=Decimal(15), cache_read=Decimal("0.3"), cache_write=Decimal("3.75")
