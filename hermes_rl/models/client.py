@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass, field
 from importlib import import_module
 
-from hermes_rl.errors import ProtocolError, UserError
+from hermes_rl.errors import ModelError, ProtocolError, UserError
 from hermes_rl.models.base import Completion, ModelClient, ModelRequest
 from hermes_rl.models.beginnings import Beginning
 from hermes_rl.models.classify import classify
@@ -17,6 +19,8 @@ __all__ = ["Endpoint", "Timeouts", "WireClient", "connect"]
 CALL_ID_HEADER = "x-hermes-call-id"
 _ERROR_BYTES = 65_536
 """As much of an error's body is read."""
+_YOUNG_S = 30.0
+"""Connections are not renewed again before that: many rollouts ask for it at once."""
 
 
 def connect(endpoint: Endpoint) -> ModelClient:
@@ -28,13 +32,29 @@ def connect(endpoint: Endpoint) -> ModelClient:
     return WireClient(endpoint, _dialect(endpoint), _transport(endpoint))
 
 
+@dataclass
+class _Line:
+    """A transport, and how many requests are on it."""
+
+    transport: Transport
+    since: float = field(default_factory=time.monotonic)
+    requests: int = 0
+    retired: bool = False
+
+    async def left(self) -> None:
+        """A request ended; the last one closes what was retired."""
+        self.requests -= 1
+        if self.retired and not self.requests:
+            await self.transport.aclose()
+
+
 class WireClient:
     """One per process, endpoint and account; shared by all rollouts."""
 
     def __init__(self, endpoint: Endpoint, dialect: Dialect, transport: Transport) -> None:
         self.api_mode = dialect.name
         self.endpoint = endpoint.host
-        self._dialect, self._transport = dialect, transport
+        self._dialect, self._line, self._where = dialect, _Line(transport), endpoint
         self._url = endpoint.url(dialect.path)
         self._headers = {**dialect.headers(endpoint.api_key), **endpoint.headers}
         self._secrets = endpoint.secrets
@@ -45,20 +65,28 @@ class WireClient:
         headers = {**self._headers, CALL_ID_HEADER: request.call_id}
         body = self._dialect.encode(request)
         beginning = Beginning(request)
-        async with self._transport.post(self._url, body, headers) as reply:
-            if not 200 <= reply.status < 300:
-                text = bytearray()
-                async for piece in reply.chunks():
-                    text += piece
-                    if len(text) > _ERROR_BYTES:
-                        break
-                raise classify(reply.status, reply.headers, bytes(text), secrets=self._secrets)
-            head = ReplyHead(reply.headers, reply.first_byte_s)
-            decoder = self._dialect.decoder(beginning.request, head)
-            with beginning.kept(decoder):
-                await self._read(reply, decoder)
+        line = self._line
+        line.requests += 1
+        try:
+            async with line.transport.post(self._url, body, headers) as reply:
+                if not 200 <= reply.status < 300:
+                    raise await self._refusal(reply)
+                head = ReplyHead(reply.headers, reply.first_byte_s)
+                decoder = self._dialect.decoder(beginning.request, head)
+                with beginning.kept(decoder):
+                    await self._read(reply, decoder)
+        finally:
+            await line.left()
         with beginning.kept(decoder):
             return decoder.finish()
+
+    async def _refusal(self, reply: Reply) -> ModelError:
+        text = bytearray()
+        async for piece in reply.chunks():
+            text += piece
+            if len(text) > _ERROR_BYTES:
+                break
+        return classify(reply.status, reply.headers, bytes(text), secrets=self._secrets)
 
     async def _read(self, reply: Reply, decoder: Decoder) -> None:
         """Feed the answer to its decoder. Raises: ModelError."""
@@ -75,9 +103,19 @@ class WireClient:
         """See `ModelClient.bound`."""
         return self._dialect.bound(request)
 
+    async def renew(self) -> None:
+        """Use new connections from now on; what is under way on the old ones goes on there."""
+        old = self._line
+        if time.monotonic() - old.since < _YOUNG_S:
+            return
+        self._line = _Line(_transport(self._where))
+        old.retired = True
+        if not old.requests:
+            await old.transport.aclose()
+
     async def aclose(self) -> None:
         """See `ModelClient.aclose`."""
-        await self._transport.aclose()
+        await self._line.transport.aclose()
 
 
 DIALECTS: dict[str, tuple[str, str]] = {
@@ -95,7 +133,7 @@ def _dialect(endpoint: Endpoint) -> Dialect:
         )
     module, kind = DIALECTS[endpoint.api_mode]
     loaded = import_module(f"hermes_rl.models.dialects.{module}")
-    ways = {"quirks": endpoint.quirks} if endpoint.api_mode == "chat_completions" else {}
+    ways = {"quirks": endpoint.quirks} if endpoint.api_mode != "anthropic_messages" else {}
     dialect: Dialect = getattr(loaded, kind)(endpoint.host, endpoint.secrets, **ways)
     return dialect
 
