@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from hermes_rl.messages import AssistantMessage, Message
+from hermes_rl.messages import AssistantMessage, Message, UserMessage
 from hermes_rl.models.base import CacheTime, ModelRequest, Sampling
 from hermes_rl.models.dialects.anthropic_answer import BodyDecoder
 from hermes_rl.models.dialects.anthropic_blocks import blocks_of, text_block, tool_name
@@ -46,6 +46,9 @@ before their first tool call. Other models take no notice of it."""
 DEFAULT_MAX_TOKENS = 32_000
 """Output tokens per call where the request says nothing: the least that the models in service since
 Claude 4 allow."""
+
+IMAGE_TOKENS = 4_800
+"""The most that an image costs, at the highest resolution; its address says nothing of its size."""
 
 LONGEST_WHOLE = 21_333
 """Answers that may have more tokens are streamed whether or not somebody listens: they may take
@@ -99,11 +102,13 @@ class AnthropicMessages:
         )
 
     def bound(self, request: ModelRequest) -> int:
-        """See `Dialect.bound`: the bytes of messages, system prompt and tools. A marker is no
-        token, and JSON costs more than a chat template's marks."""
+        """See `Dialect.bound`: the bytes of messages, system prompt and tools, and what an image
+        may cost. A marker is no token, and JSON costs more than a chat template's marks."""
         ready = outgoing(request)
         blocks = ready.encoded(NAME, _encode)
-        return sum(map(len, blocks)) + 16 * len(blocks) + len(self._encoded_tools(request))
+        images = IMAGE_TOKENS * sum(map(_images, ready.messages))
+        text = sum(map(len, blocks)) + 16 * len(blocks) + len(self._encoded_tools(request))
+        return text + images
 
     def headers(self, api_key: str | None) -> dict[str, str]:
         """See `Dialect.headers`."""
@@ -154,6 +159,12 @@ class AnthropicMessages:
             encoded = b',"tools":' + encode_json([_tool(tool) for tool in tools])
             self._tools = (request.tools, plain, encoded)
         return encoded
+
+
+def _images(message: Message) -> int:
+    if not isinstance(message, UserMessage) or isinstance(message.content, str):
+        return 0
+    return sum(part.get("type") != "text" for part in message.content)
 
 
 def _is_streamed(request: ModelRequest) -> bool:
