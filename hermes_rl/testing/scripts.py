@@ -97,6 +97,7 @@ def usage_of(request: ServedRequest, step: Step) -> Usage:
         input_tokens=sum(sizes),
         cache_read_tokens=read,
         cache_write_tokens=written,
+        cache_write_1h_tokens=written if request.cache == "1h" or written is None else 0,
         output_tokens=1 + reasoning + (len(message.content) + calls) // 4,
         reasoning_tokens=reasoning,
     )
