@@ -54,7 +54,7 @@ def cut(run: RunState, completion: Completion) -> Verdict:
     if message.tool_calls:
         return cut_call(run, completion)
     if not message.content.strip():
-        return _only_thoughts(run, message)
+        return _only_thoughts(run, completion)
     if not _may_continue(run):
         run.tries.parts.append(message.content)
         return End("output_truncated", message)
@@ -86,21 +86,22 @@ def raise_limit(run: RunState, completion: Completion) -> None:
     run.tries.max_tokens = max(limit, min(2 * limit, MOST_TOKENS))
 
 
-def _only_thoughts(run: RunState, message: AssistantMessage) -> Verdict:
-    """The output limit went into reasoning. Where a provider takes that back (the encrypted items
-    of the Responses API), the model can go on from it; elsewhere it would begin anew."""
-    if _may_continue(run) and _can_be_replayed(message.reasoning_details):
-        return _go_on(run, message, thoughts_note(None))
+def _only_thoughts(run: RunState, completion: Completion) -> Verdict:
+    """The output limit went into reasoning: the run ends, but for an incomplete response of the
+    Responses API, which may stop between two items. Its reasoning item cannot be sent back without
+    the item that ought to follow, so what its summary says is quoted."""
+    message = completion.message
+    if _may_continue(run) and _is_response(message.reasoning_details):
+        raise_limit(run, completion)
+        return _go_on(run, message, thoughts_note(message.reasoning_content))
     run.note("thinking_budget_exhausted")
     return End("output_truncated", message)
 
 
-def _can_be_replayed(details: Any) -> bool:
+def _is_response(details: Any) -> bool:
+    """Whether the opaque reasoning is an item of the Responses API."""
     blocks: Iterable[Any] = details if isinstance(details, list) else ()
-    return any(
-        isinstance(b, dict) and b.get("type") == "reasoning" and bool(b.get("encrypted_content"))
-        for b in blocks
-    )
+    return any(isinstance(b, dict) and b.get("type") == "reasoning" for b in blocks)
 
 
 def _may_continue(run: RunState) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hermes_rl.agent.policy import PRESETS, Limits
-from hermes_rl.agent.prompt import CUT_CALL, CUT_STREAM, CUT_TEXT
+from hermes_rl.agent.prompt import CUT_CALL, CUT_STREAM, CUT_TEXT, thoughts_note
 from hermes_rl.models.base import Sampling
 
 CHAT, DATAGEN, RL = (PRESETS[name] for name in ("interactive", "datagen", "rl"))
@@ -110,12 +110,14 @@ async def test_an_exhausted_thinking_budget_ends_at_once(rig: Any, field: str, p
     assert ran.outline() == "sua"
 
 
-async def test_encrypted_reasoning_that_was_cut_is_gone_on_from(rig: Any) -> None:
+async def test_an_incomplete_response_of_reasoning_alone_is_gone_on_from(rig: Any) -> None:
     item = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "abc"}
     step = {"reasoning": "Hm.", "details": [item], "finish": "length"}
     ran = await rig.play([step, "Here."])
     assert (ran.result.end_reason, ran.result.final_response) == ("answered", "Here.")
     assert ran.outline() == "suaUa"
+    assert ran.limits() == [None, 8192]
+    assert ran.result.messages[3].content == thoughts_note("Hm.")
     ran = await rig.play(step, "never", policy=RL)
     assert ran.result.end_reason == "output_truncated"
 

@@ -58,6 +58,16 @@ async def test_thoughts_alone(wired: Any, preset: str) -> None:
     assert ran.result.messages[3].content == thoughts_note("It must be 4.")
 
 
+async def test_an_incomplete_response_of_reasoning_alone(wired: Any) -> None:
+    item = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "abc"}
+    ran = await wired.play([{"reasoning": "Hm.", "details": [item], "finish": "length"}, "Here."])
+    if wired.client.api_mode == "anthropic_messages":  # knows no such items
+        assert (ran.result.end_reason, ran.outline()) == ("output_truncated", "sua")
+        return
+    assert (ran.result.final_response, ran.outline()) == ("Here.", "suaUa")
+    assert ran.result.messages[2].reasoning_details == [item]
+
+
 async def test_a_thinking_budget_that_is_used_up(wired: Any) -> None:
     ran = await wired.play({"reasoning": "Hm.", "finish": "length"}, "never")
     assert (ran.result.end_reason, len(ran.calls())) == ("output_truncated", 1)
