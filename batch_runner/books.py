@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from batch_runner.wire import TEXT_CHARS
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.store.driver import Driver
 from hermes_rl.store.ledger import Disposition
@@ -29,22 +30,25 @@ class Books:
 
 
 def _receipt(outcome: Outcome, writer: str) -> Receipt:
-    """A receipt for an attempt whose own was lost: its row is published, its figures are there."""
+    """A receipt for an attempt whose own was lost. Where its row is no longer at hand, because the
+    worker had published it, its figures are in the table alone."""
     failed = "cancelled" if outcome.end_reason == outcome.cause else "failed"
+    known = outcome.figures
     return Receipt(
         unit_id=outcome.key.unit_id,
         epoch=outcome.key.epoch,
         attempt=outcome.key.attempt,
         writer=writer,
-        task_id="",
-        repeat=0,
+        task_id=known.task_id[:TEXT_CHARS] if known else "",
+        repeat=known.repeat if known else 0,
         status="ok" if outcome.done else failed,
         end_reason=outcome.end_reason,
         cause=outcome.cause,
-        reward=None,
-        turns=0,
-        usage=UsageTotal(),
-        cost_usd=None,
-        unpriced_calls=0,
-        seconds=0.0,
+        reward=known.reward if known else None,
+        turns=known.turns if known else 0,
+        usage=known.usage if known else UsageTotal(),
+        cost_usd=known.cost_usd if known else None,
+        unpriced_calls=known.unpriced_calls if known else 0,
+        seconds=known.timing.total_s if known else 0.0,
+        error=known.error[:TEXT_CHARS] if known and known.error else None,
     )

@@ -10,7 +10,7 @@ from hermes_rl.record import Trajectory
 NAMESPACE = "hermes_rl"
 """Of our actors in a Ray cluster."""
 
-_TEXT_CHARS = 500
+TEXT_CHARS = 500
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ def receipt_of(row: Trajectory, epoch: int, writer: str) -> Receipt:
         epoch=epoch,
         attempt=row.attempt,
         writer=writer,
-        task_id=row.task_id[:_TEXT_CHARS],
+        task_id=row.task_id[:TEXT_CHARS],
         repeat=row.repeat,
         status=row.status,
         end_reason=row.end_reason,
@@ -72,7 +72,7 @@ def receipt_of(row: Trajectory, epoch: int, writer: str) -> Receipt:
         cost_usd=row.cost_usd,
         unpriced_calls=row.unpriced_calls,
         seconds=row.timing.total_s,
-        error=row.error[:_TEXT_CHARS] if row.error else None,
+        error=row.error[:TEXT_CHARS] if row.error else None,
     )
 
 

@@ -22,7 +22,16 @@ from hermes_rl.store.dispatch import Dispatched, DispatchJournal
 from hermes_rl.store.fence import GRACE_S, fence
 from hermes_rl.store.identity_check import refuse_changes
 from hermes_rl.store.ledger import Disposition, Ledger
-from hermes_rl.store.recovery import Outcome, Recovery, Report, outcomes, quarantined, twice_message
+from hermes_rl.store.recovery import (
+    Outcome,
+    Recovery,
+    Report,
+    figures_in,
+    figures_of,
+    outcomes,
+    quarantined,
+    twice_message,
+)
 from hermes_rl.store.replay import Lost
 from hermes_rl.store.rundir import Epoch, RunDir
 from hermes_rl.store.threads import in_thread, to_end
@@ -115,6 +124,7 @@ class Driver:
         self, writer: str, cause: str, sent: dict[AttemptKey, Dispatched]
     ) -> list[Outcome]:
         fence(self.run_dir, writer, grace_s=self._grace_s)
+        figures = figures_in(self.run_dir, writer, sent)
         self._recovery.publish_finished(writer)
         stems = [s for s in self.run_dir.commit_stems() if s.rpartition("-")[0] == writer]
         ended = [o for stem in stems for o in outcomes(read_commit(self.run_dir, stem))]
@@ -128,10 +138,11 @@ class Driver:
         rows = list(self._recovery.lost([writer], attempts))
         missing = [d for k, d in sent.items() if k not in attempts.found and k not in known]
         rows += [attempts.never_begun(d) for d in missing]
+        figures |= {row.key: figures_of(row) for row in rows}
         for commit in self._recovery.publish_lost(rows):
             ended += outcomes(commit)
         self._recovery.remove(writer)
-        return ended
+        return [msgspec.structs.replace(o, figures=figures.get(o.key)) for o in ended]
 
     async def __aenter__(self) -> Driver:
         return self

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,11 +20,12 @@ from hermes_rl.store.commit import Commit, publish_batch, read_commits
 from hermes_rl.store.disk import AppendFile
 from hermes_rl.store.fence import GRACE_S, fence
 from hermes_rl.store.ledger import Ledger
-from hermes_rl.store.lines import DamagedFile
+from hermes_rl.store.lines import DamagedFile, payloads
 from hermes_rl.store.replay import Lost, journal_files
 from hermes_rl.store.rows import Finished
 from hermes_rl.store.rundir import Epoch, RunDir, epoch_of, sequence_of
 from hermes_rl.store.version import TABLES
+from hermes_rl.usage import UsageTotal
 
 LOST_ROWS_PER_BATCH = 1000
 
@@ -213,6 +214,55 @@ def _apply(ledger: Ledger, commit: Commit) -> None:
         ledger.apply(key.unit_id, key.attempt, done=outcome.done, cause=outcome.cause)
 
 
+class Seconds(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of a row's timing."""
+
+    total_s: float
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a receipt says of a row beside how it ended; the names are the row's own."""
+
+    task_id: str
+    repeat: int
+    reward: float | None
+    turns: int
+    usage: UsageTotal
+    cost_usd: float | None
+    unpriced_calls: int
+    timing: Seconds
+    error: str | None
+
+
+class _Line(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of a `done` line."""
+
+    key: AttemptKey
+    row: Figures
+
+
+_decode_line = msgspec.json.Decoder(_Line).decode
+
+
+def figures_of(finished: Finished) -> Figures:
+    """The figures of rows that are at hand."""
+    return msgspec.convert(finished.row, Figures, from_attributes=True)
+
+
+def figures_in(run_dir: RunDir, writer: str, wanted: Container[AttemptKey]) -> Read:
+    """The figures of a writer's finished rows that are not published yet."""
+    found = {}
+    for done in journal_files(run_dir.writer_path(writer), "done"):
+        for payload in payloads(done, sound=False):
+            line = _decode_line(payload)
+            if line.key in wanted:
+                found[line.key] = line.row
+    return found
+
+
+Read = dict[AttemptKey, Figures]
+
+
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """How one attempt ended, as its commit says."""
 
@@ -220,6 +270,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     done: bool
     end_reason: str
     cause: str | None
+    figures: Figures | None = None
+    """None where only the commit was at hand."""
 
 
 def outcomes(commit: Commit) -> Iterator[Outcome]:
