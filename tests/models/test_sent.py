@@ -136,6 +136,17 @@ def test_arguments_that_no_server_could_read_are_sent_as_objects(dialect):
     assert '{"b":1}' in body or '{\\"b\\":1}' in body
 
 
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_an_image_may_cost_more_tokens_than_its_address_has_bytes(dialect):
+    def bound(*parts):
+        asked = request(UserMessage(content=[{"type": "text", "text": "see"}, *parts]))
+        return dialect("").bound(asked)
+
+    image = {"type": "image_url", "image_url": {"url": "https://a.example/b.png"}}
+    assert bound(image) - bound() > 4_000
+    assert bound(image, image) - bound(image) > 4_000
+
+
 # Cache markers in Chat Completions
 
 

@@ -56,10 +56,12 @@ class ChatCompletions:
         return b"".join((self._head(request), b",".join(self._messages(request)), TAIL))
 
     def bound(self, request: ModelRequest) -> int:
-        """See `Dialect.bound`: the bytes of messages and tools. No tokeniser in use makes more than
-        one token of a byte, and JSON costs more than a chat template's marks."""
+        """See `Dialect.bound`: the bytes of messages and tools, and what images may cost. No
+        tokeniser in use makes more than one token of a byte, and JSON costs more than a chat
+        template's marks."""
         messages = self._messages(request)
-        return sum(map(len, messages)) + len(messages) + len(self._encoded_tools(request))
+        images = outgoing(request).image_tokens(request.model)
+        return sum(map(len, messages)) + len(messages) + len(self._encoded_tools(request)) + images
 
     def headers(self, api_key: str | None) -> dict[str, str]:
         """See `Dialect.headers`."""

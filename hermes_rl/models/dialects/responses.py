@@ -61,9 +61,11 @@ class Responses:
         return b"".join((head, b',"input":[', b",".join(items), TAIL))
 
     def bound(self, request: ModelRequest) -> int:
-        """See `Dialect.bound`: the bytes of instructions, items and tools."""
+        """See `Dialect.bound`: the bytes of instructions, items and tools, and what images may
+        cost."""
         system, items = self._input(request)
         given = len((system or "").encode("utf-8", "replace"))
+        given += outgoing(request).image_tokens(request.model)
         return given + sum(map(len, items)) + len(items) + len(self._encoded_tools(request))
 
     def headers(self, api_key: str | None) -> dict[str, str]:

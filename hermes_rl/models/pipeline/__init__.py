@@ -16,7 +16,7 @@ the neighbours that this makes; write arguments as canonical JSON; clean half su
 on copies of a few messages' bytes. What needs no change stays the same object, so that its bytes
 are reused. With `request.exact` only the ephemeral layer, the prefill and the adaptations remain.
 
-Tool schemas: `without_grammar`.
+Tool schemas: `without_grammar`. What images may cost: `ready.image_tokens(model)`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from hermes_rl.models.pipeline.arguments import canonical_arguments, repair_argu
 from hermes_rl.models.pipeline.content import (
     clean_surrogates,
     drop_internal,
+    images_in,
     text_only,
+    tokens_of_images,
     without_encrypted,
     without_images,
     without_signatures,
@@ -119,6 +121,12 @@ class Outgoing:
         for place, stands_for in self.added:
             out[place : place + stands_for] = [encode(self.messages[place])]
         return out
+
+    def image_tokens(self, model: str) -> int:
+        """An upper bound on the tokens of all images."""
+        # One byte for each, so that each message is looked at once, like its encoding.
+        counts = self.encoded("images", lambda message: b"i" * images_in(message))
+        return tokens_of_images(sum(map(len, counts)), model)
 
 
 def outgoing(request: ModelRequest) -> Outgoing:

@@ -13,6 +13,12 @@ from hermes_rl.models.dialects.lenient import clean
 NO_IMAGE = "[image left out: the model takes none]"
 """Stands for an image that is not sent."""
 
+IMAGE_TOKENS = 5_000
+"""The most that an image costs with OpenAI's models and open ones (2026-11): its address says
+nothing of its size, and few bytes may be many tokens."""
+_DEAR = ("4o-mini", 50_000)
+"""One model counts 33 times as much for an image, at a price per token that makes up for it."""
+
 _IMAGES = ("image_url", "image", "input_image")
 
 Mend = Callable[[Message], Message]
@@ -47,6 +53,18 @@ def without_signatures(messages: list[Message]) -> list[Message]:
 def without_encrypted(messages: list[Message]) -> list[Message]:
     """Adaptation `no_encrypted_reasoning`: encrypted reasoning is not replayed."""
     return [_without_blocks(m, _is_encrypted) for m in messages]
+
+
+def images_in(message: Message) -> int:
+    """How many images a message holds."""
+    if not isinstance(message, UserMessage) or isinstance(message.content, str):
+        return 0
+    return sum(part.get("type") in _IMAGES for part in message.content)
+
+
+def tokens_of_images(count: int, model: str) -> int:
+    """An upper bound on the tokens of so many images."""
+    return count * (_DEAR[1] if _DEAR[0] in model else IMAGE_TOKENS)
 
 
 def blocks_of(message: AssistantMessage) -> list[dict[str, Any]]:
