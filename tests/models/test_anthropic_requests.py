@@ -332,6 +332,9 @@ def test_the_key_goes_where_the_server_looks_for_it():
     assert own.headers("k")["x-api-key"] == "k"
     assert "authorization" not in own.headers("k")
     assert other.headers("k")["authorization"] == "Bearer k"
+    azure = AnthropicMessages("x.services.ai.azure.com")
+    assert {"x-api-key", "authorization"} & azure.headers("k").keys() == {"x-api-key"}
+    assert {"x-api-key", "authorization"} & azure.headers("eyJ.a.b").keys() == {"authorization"}
     assert not {"x-api-key", "authorization"} & other.headers(None).keys()
     assert own.headers(None)["anthropic-version"] == "2023-06-01"
     assert "interleaved-thinking" in own.headers("k")["anthropic-beta"]

@@ -35,6 +35,7 @@ from hermes_rl.models.dialects.lenient import encode_json
 from hermes_rl.models.pipeline import Outgoing, cache_marks, outgoing, without_grammar
 
 NAME = "anthropic_messages"
+_ANTHROPIC = "api.anthropic.com"
 VERSION = "2023-06-01"
 """Sent as `anthropic-version`. Version 2026-10-21 removes the sampling parameters; the headers of
 an endpoint may ask for it."""
@@ -70,8 +71,7 @@ class AnthropicMessages:
     """One per client.
 
     Args:
-        host: of the endpoint. Anthropic's own takes the key as `x-api-key`; the servers of others
-            that speak this wire may want it as a bearer token, so they get both.
+        host: of the endpoint; see `_key_headers`.
         secrets: texts that no error may show.
     """
 
@@ -79,7 +79,7 @@ class AnthropicMessages:
     path = "/v1/messages"
 
     def __init__(self, host: str = "", secrets: tuple[str, ...] = ()) -> None:
-        self._foreign = host != "api.anthropic.com"
+        self._host = host
         self._secrets = secrets
         self._tools: tuple[Any, bool, bytes] = ((), False, b"")
 
@@ -117,13 +117,9 @@ class AnthropicMessages:
             "accept": "application/json, text/event-stream",
             "anthropic-version": VERSION,
         }
-        if not self._foreign:
+        if self._host == _ANTHROPIC:
             headers["anthropic-beta"] = BETAS
-        if api_key:
-            headers["x-api-key"] = api_key
-            if self._foreign:
-                headers["authorization"] = f"Bearer {api_key}"
-        return headers
+        return {**headers, **_key_headers(self._host, api_key)}
 
     def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
         """See `Dialect.decoder`. What the answer is says its content type, not the request."""
@@ -159,6 +155,19 @@ class AnthropicMessages:
             encoded = b',"tools":' + encode_json([_tool(tool) for tool in tools])
             self._tools = (request.tools, plain, encoded)
         return encoded
+
+
+def _key_headers(host: str, key: str | None) -> dict[str, str]:
+    """Anthropic and Azure take a key as `x-api-key`, and Azure a token of its directory as bearer.
+    Other servers that speak this wire look in one place or the other: they get both."""
+    if not key:
+        return {}
+    bearer = {"authorization": f"Bearer {key}"}
+    if host == _ANTHROPIC:
+        return {"x-api-key": key}
+    if host.endswith(".azure.com"):
+        return bearer if key.startswith("eyJ") else {"x-api-key": key}  # the head of every JWT
+    return {"x-api-key": key, **bearer}
 
 
 def _images(message: Message) -> int:
