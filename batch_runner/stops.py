@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.errors import UserError
-from hermes_rl.models.providers import DEFAULT_PROVIDER, known_providers, resolve
+from hermes_rl.models.providers import DEFAULT_PROVIDER, resolve, shipped
 
 _MENDS = {
     "billing": "Mend the account",
@@ -36,7 +36,7 @@ class Stop:
         text = words[1] if len(words) == 2 and words[0].isidentifier() else self.detail
         if self.cause not in _OF_THE_MODEL:
             return text.rstrip(".")
-        host = urlsplit(endpoint.base_url or _default_address(endpoint)).netloc
+        host = urlsplit(endpoint.base_url or _default_address(endpoint)).netloc or endpoint.provider
         status, _, said = text.partition(": ")
         told = f" ({said.rstrip('.')})" if said else ""
         return f"{status} from {host}{told}, {attempts} units tried"
@@ -51,9 +51,8 @@ class Stop:
 
 
 def _default_address(endpoint: EndpointSection) -> str:
-    known = known_providers()
-    provider = known.get(endpoint.provider or DEFAULT_PROVIDER, known[DEFAULT_PROVIDER])
-    return provider.base_url or ""
+    provider = shipped().get(endpoint.provider or DEFAULT_PROVIDER)
+    return (provider.base_url if provider else None) or ""
 
 
 def _mend_of_key(endpoint: EndpointSection) -> str:

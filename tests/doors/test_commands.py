@@ -235,3 +235,17 @@ def test_doctor(tmp_path: Path) -> None:
     text = hermes("doctor", "sandboxes", cwd=tmp_path)
     assert text.code == 0
     assert "bubblewrap" in text.out
+
+
+def test_doctor_finds_out_what_an_endpoint_can_do(tmp_path: Path, base_url: str) -> None:
+    asked = ("doctor", "models", "--model", "echo")
+    said = hermes(*asked, "--base-url", base_url, "--json", cwd=tmp_path).json()
+    found = {f["name"]: f for f in said if f["subject"] == "endpoint"}
+    assert found["answers"]["good"] is found["streaming"]["good"] is True
+    calls = [f for f in said if f["subject"] == "calls"]
+    assert 1 < len(calls) <= 7
+    nobody = hermes(*asked, "--base-url", "http://127.0.0.1:9/v1", cwd=tmp_path)
+    assert nobody.code == 1
+    assert "Start the server" in nobody.out
+    assert "is not set" in hermes(*asked, "--provider", "groq", cwd=tmp_path).err
+    assert "hermes-rl doctor models --model" in hermes("doctor", "--model", "m", cwd=tmp_path).err

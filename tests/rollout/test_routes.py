@@ -1,8 +1,10 @@
 """Where the calls of a unit go: mixes, prices, keys."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -158,3 +160,17 @@ async def test_a_refused_key_makes_way_for_the_next_and_then_rests(
     assert [call.outcome for call in first.calls] == ["refused", "ok", "ok"]
     assert [call.outcome for call in second.calls] == ["ok", "ok"]
     assert s.workshop.common.rests.left_s("STALE_KEY") == pytest.approx(300, abs=30)
+
+
+def test_the_worked_example_of_the_docs_holds() -> None:
+    page = Path(__file__).parents[2] / "docs" / "providers.md"
+    blocks = page.read_text(encoding="utf-8").split("```yaml\n")[1:]
+    whole, mix = (yaml.safe_load(block.split("```")[0]) for block in blocks)
+    example = parse_config(whole)
+    first, same, claude = targets_of(example.endpoint, example.providers)
+    assert first.place.key_names == ("GATEWAY_KEY_A", "GATEWAY_KEY_B")
+    assert first.place.quirks.max_tokens_field == "max_completion_tokens"
+    assert (same.model, same.place) == ("gpt-5-nano", first.place)
+    for target in (first, same, claude):
+        assert target.prices.find(target.model or example.model.name) is not None
+    assert drawn_model(parse_config({**mix, "dataset": {"path": "x"}}), 1) in mix["model"]["mix"]
