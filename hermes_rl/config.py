@@ -182,6 +182,8 @@ class RunConfig(Section):
     def _refuse_models(self) -> None:
         """Models that cannot stand where they do."""
         own = (*PLAYED_MODELS, *LOCAL_MODELS)
+        if self.model.mix and self.model.name in own:
+            raise UserError(f"a mix cannot be called {self.model.name}. Leave model.name out")
         fallbacks = [f.model for f in self.endpoint.fallbacks]
         for key, names in (("model.mix", self.model.mix or ()), ("endpoint.fallbacks", fallbacks)):
             for name in names:

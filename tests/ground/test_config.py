@@ -24,6 +24,32 @@ def test_the_resolved_configuration_reads_back() -> None:
     assert parse_config(yaml.safe_load(to_yaml(config))) == config
 
 
+def test_endpoints_prices_and_mixes_read_back_and_keys_are_only_named(tmp_path: Path) -> None:
+    prices = tmp_path / "prices.yaml"
+    prices.write_text(
+        "m: {input: 0.1, output: 2, long: {above: 9, input: 1, output: 4}}\nn: null\n"
+    )
+    config = parse_config(
+        {
+            **GOOD,
+            "model": {"mix": {"m": 1, "n": 2.5}},
+            "endpoint": {
+                "provider": "mine",
+                "api_key_env": ["KEY_A", "KEY_B"],
+                "prices": f"@{prices}",
+                "fallbacks": ["o", {"model": "p", "provider": "groq"}],
+            },
+            "providers": {"mine": {"base_url": "https://h.example/v1", "top_k": False}},
+        }
+    )
+    assert parse_config(yaml.safe_load(to_yaml(config))) == config
+    assert config.endpoint.key_names == ("KEY_A", "KEY_B")
+    price = config.endpoint.prices["m"]
+    assert price is not None
+    assert str(price.input) == "0.1"
+    assert config.endpoint.prices["n"] is None
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -35,6 +61,7 @@ def test_the_resolved_configuration_reads_back() -> None:
         ({"model": {"mix": {"a": 0}}}, "'model.mix.a'"),
         ({"model": {"mix": {}}}, "'model.name' is missing"),
         ({"model": {"mix": {"a": 1, "noop": 1}}}, "'model.mix' holds noop"),
+        ({"model": {"name": "noop", "mix": {"a": 1}}}, "cannot be called noop"),
         ({"endpoint": {"fallbacks": ["local"]}}, "'endpoint.fallbacks' holds local"),
         ({"endpoint": {"fallbacks": ["b"]}, "agent": {"preset": "rl"}}, "than rl"),
         ({"endpoint": {"fallbacks": ["b"]}, "model": {"name": "oracle"}}, "which needs none"),
