@@ -1,15 +1,20 @@
-"""What a run would do, without doing it: nothing is written, locked or asked."""
+"""What a run would do, without doing it: nothing is written, locked or asked, but for a pilot."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from batch_runner.pilot import CostForecast, Pilot, forecast_costs
 from batch_runner.plan import Counts, PlanRules, survey
-from batch_runner.runner import open_reader
+from batch_runner.progress import Progress
+from batch_runner.report import Report
+from batch_runner.runner import open_reader, run_batch
 from batch_runner.settings import Settings, settle
 from hermes_rl.config import RunConfig
+from hermes_rl.doors import run_sync
 from hermes_rl.store.commit import read_commits
 from hermes_rl.store.identity_check import refuse_changes
 from hermes_rl.store.ledger import Ledger
@@ -57,6 +62,21 @@ class Forecast:
                 "what they finished will not run again"
             )
         return lines
+
+
+def pilot_run(
+    config: RunConfig, progress: Progress | None = None
+) -> tuple[Forecast, Report, CostForecast]:
+    """Run a hundredth of a run's units (at least five), and say what the rest will cost. What was
+    run counts: the run goes on from there.
+
+    Raises: as `dry_run` and `run_batch`.
+    """
+    plan = run_sync(dry_run(config))
+    pilot = Pilot.of(plan.units, plan.done + plan.given_up)
+    report = run_batch(config, progress=progress, pilot=pilot)
+    still = plan.units - report.done - report.given_up
+    return plan, report, forecast_costs(Path(plan.path), max(0, still))
 
 
 async def dry_run(config: RunConfig) -> Forecast:

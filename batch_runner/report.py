@@ -49,6 +49,8 @@ class Report:
     """What to do about it."""
     stats: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """What stats.json holds."""
+    governed: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """`rate_limits` and `budgets` as manifest.json holds them."""
 
     @property
     def exit_code(self) -> int:
@@ -69,6 +71,8 @@ class Report:
         cache = self.stats.get("cache") or {}
         if cache.get("low"):
             lines.append(_cache_line(cache["read_share"], cache["expected_share"]))
+        lines += [text for lane in self.governed.get("rate_limits", ()) if (text := _limit(lane))]
+        lines += [_budget(*pot) for pot in self.governed.get("budgets", {}).items()]
         if self.causes:
             lines.append(f"failed attempts: {self.failed_attempts} ({_causes(self.causes)})")
         if self.left:
@@ -100,6 +104,25 @@ class Report:
             return f"interrupted. Go on with: {self.resume}"
         code = self.exit_code
         return f"stopped: {self.detail}. {self.mend}, then run the same command. (exit {code})"
+
+
+def _limit(lane: Mapping[str, Any]) -> str | None:
+    """A rate limit that was met; None for one that was not."""
+    heard = lane["requests"]
+    if not heard["throttled"]:
+        return None
+    share = heard["throttled"] / sum(heard.values())
+    where = f"{lane['model']} at {lane['endpoint']}"
+    return f"rate limit of {where}: {share:.1%} refused (429), {lane['limit']} at once at the end"
+
+
+def _budget(pot: str, amounts: Mapping[str, float]) -> str:
+    who, _, unit = pot.rpartition(":")
+    name = "budget" if who == "run" else f"budget of {who.removeprefix('model:')}"
+    spent, whole = amounts["spent"], amounts["budget"]
+    if unit == "usd":
+        return f"{name}: {cost_text(spent, 0)} of {cost_text(whole, 0)} spent"
+    return f"{name}: {spent:,} of {whole:,} tokens spent"
 
 
 def cost_text(cost_usd: float | None, unpriced_calls: int) -> str:

@@ -23,6 +23,7 @@ from batch_runner.governing import (
 from batch_runner.interrupts import Interrupts
 from batch_runner.local import LocalFactory
 from batch_runner.manifest import capabilities, start_meta, write_manifest
+from batch_runner.pilot import Pilot, PilotPlan
 from batch_runner.plan import Plan, PlanRules
 from batch_runner.progress import Progress, View, default_progress
 from batch_runner.report import Report
@@ -36,7 +37,7 @@ from batch_runner.wire import WorkerSpec
 from hermes_rl.config import RunConfig, to_yaml
 from hermes_rl.doors import run_sync
 from hermes_rl.errors import DiskFull
-from hermes_rl.models.governor_wire import Charter, Summary
+from hermes_rl.models.governor_wire import Charter
 from hermes_rl.sources import read_rows
 from hermes_rl.store.commit import read_commit
 from hermes_rl.store.driver import Driver, OpenOptions, open_run
@@ -44,20 +45,25 @@ from hermes_rl.store.stats import compute_stats, write_stats
 from hermes_rl.wiring import reach
 
 
-def run_batch(config: RunConfig, *, progress: Progress | None = None) -> Report:
+def run_batch(
+    config: RunConfig, *, progress: Progress | None = None, pilot: Pilot | None = None
+) -> Report:
     """Run a dataset to its end; also resumes. Works where a loop is running, as in notebooks.
 
     Args:
         progress: where progress goes; None is a line on stderr.
+        pilot: only these units; the others stay open.
 
     Raises: UserError for bad input; StoreError for a run directory that is in use, damaged or of
     another configuration.
     """
     with _ray_on_this_thread(config):
-        return run_sync(arun_batch(config, progress=progress))
+        return run_sync(arun_batch(config, progress=progress, pilot=pilot))
 
 
-async def arun_batch(config: RunConfig, *, progress: Progress | None = None) -> Report:
+async def arun_batch(
+    config: RunConfig, *, progress: Progress | None = None, pilot: Pilot | None = None
+) -> Report:
     """`run_batch` for callers with a loop of their own."""
     settings = settle(config)
     refuse_unpriced(config)
@@ -68,7 +74,7 @@ async def arun_batch(config: RunConfig, *, progress: Progress | None = None) -> 
     options = OpenOptions(max_attempts=section.max_attempts, retry_failed=section.retry_failed)
     identity, meta = settings.identity, start_meta(settings)
     async with await open_run(settings.out, identity, meta, options) as driver:
-        run = _Run(settings, driver, reader, progress or default_progress())
+        run = _Run(settings, driver, reader, progress or default_progress(), pilot)
         run.manifest["capabilities"] = capabilities(settings.config, probed)
         return await run.run()
 
@@ -84,7 +90,12 @@ class _Run:
     """One start of a run: the parts, and how they are put together."""
 
     def __init__(
-        self, settings: Settings, driver: Driver, reader: UnitReader, progress: Progress
+        self,
+        settings: Settings,
+        driver: Driver,
+        reader: UnitReader,
+        progress: Progress,
+        pilot: Pilot | None = None,
     ) -> None:
         self.settings = settings
         self.driver = driver
@@ -93,8 +104,8 @@ class _Run:
         self.manifest: dict[str, Any] = {}
         """What manifest.json says beside the run's origin; see `write_manifest`."""
         self.governor: GovernorHost | None = None
-        self.governed = Summary()
-        """What the governor had to say at the end."""
+        self.governed: dict[str, Any] = {}
+        """What the governor had to say at the end: see `as_plain`."""
         self.estimate = 0
         """About how many units there are, as long as the dataset was not read to its end."""
         self.known = len(driver.ledger)
@@ -104,6 +115,8 @@ class _Run:
         seed = settings.config.agent.seed
         rules = PlanRules(settings.config_hash, seed, driver.epoch)
         self.plan = Plan(reader, rules, driver.ledger)
+        if pilot is not None:
+            self.plan = PilotPlan(reader, rules, driver.ledger, pilot)
         self.sink = Sink((progress.attempt,))
         self.books = Books(driver)
         window = max(256, 4 * settings.concurrency)
@@ -145,7 +158,8 @@ class _Run:
             try:
                 await self._work(factory)
             finally:
-                self.governed = await self.governor.summary()
+                summary = await self.governor.summary()
+                self.governed = as_plain(summary, pots_of(self.settings.config))
 
     async def _work(self, factory: WorkerFactory) -> None:
         settings = self.settings
@@ -237,8 +251,7 @@ class _Run:
             "left": self._left(),
         }
         try:
-            governed = as_plain(self.governed, pots_of(self.settings.config))
-            more = {**self.manifest, "plan": plan, **governed}
+            more = {**self.manifest, "plan": plan, **self.governed}
             write_manifest(self.driver, self.settings, more)
             return write_stats(run_dir, ledger, plan)
         except DiskFull as error:
@@ -281,6 +294,7 @@ class _Run:
             detail=stop.explain(endpoint, tally.attempts) if stop else None,
             mend=stop.mend(endpoint) if stop else None,
             stats=stats,
+            governed=self.governed,
         )
 
 

@@ -124,6 +124,9 @@ Columns = Annotated[
     list[str] | None, _option("--map", text="Rename a column", value="prompt=COLUMN")
 ]
 DryRun = Annotated[bool, _option("--dry-run", text="Say what would run")]
+PilotRun = Annotated[
+    bool, _option("--pilot", text="With --dry-run: run 1 % (5 units or more), forecast the cost")
+]
 AsJson = Annotated[bool, _option("--json", text="One JSON event a line on stdout")]
 
 
@@ -161,13 +164,16 @@ def command(
     settings: Settings = None,
     columns: Columns = None,
     dry_run: DryRun = False,
+    pilot: PilotRun = False,
     as_json: AsJson = False,
 ) -> int:
     """Generate trajectories from a dataset. The same command resumes."""
     given = dict(locals())
     parsed = _config(given, config, settings or (), columns or ())
+    if pilot and not dry_run:
+        raise UserError("--pilot belongs to --dry-run. Use both, or neither")
     if dry_run:
-        return _dry_run(parsed, as_json)
+        return _pilot(parsed, as_json) if pilot else _dry_run(parsed, as_json)
     return _run(parsed, as_json)
 
 
@@ -219,6 +225,21 @@ def _run(config: RunConfig, as_json: bool) -> int:
         return report.exit_code
     for line in report.lines():
         typer.echo(line)
+    return report.exit_code
+
+
+def _pilot(config: RunConfig, as_json: bool) -> int:
+    from batch_runner.dryrun import pilot_run
+    from batch_runner.progress import JsonEvents, default_progress
+
+    progress: Progress = JsonEvents() if as_json else default_progress()
+    plan, report, forecast = pilot_run(config, progress)
+    if isinstance(progress, JsonEvents):
+        progress.event("forecast", **plan.as_dict(), costs=forecast.as_dict())
+        progress.report(report)
+    else:
+        for line in (*plan.lines(), *report.lines(), *forecast.lines()):
+            typer.echo(line)
     return report.exit_code
 
 

@@ -1,4 +1,4 @@
-"""Kill -9 of the governor's actor on real Ray; budgets that bind a run and its resumption."""
+"""Kill -9 of the governor's actor on real Ray."""
 
 import asyncio
 import json
@@ -33,7 +33,8 @@ async def test_a_killed_governor_costs_nothing_but_seconds(tmp_path: Path) -> No
     dataset, out = kit.write(tmp_path / "tasks.jsonl", rows), tmp_path / "run"
     async with FakeServer() as server:
         arguments = kit.played(dataset, out, server.base_url, "--workers", "2")
-        run = await kit.launch(*arguments, "--concurrency", "8")
+        budget = ("--set", "run.budget_tokens=1000000000")
+        run = await kit.launch(*arguments, "--concurrency", "8", *budget)
         await kit.asked(server, 10, run)
         first = await governor_of(run, out)
         kit.kill(first)
@@ -47,6 +48,9 @@ async def test_a_killed_governor_costs_nothing_but_seconds(tmp_path: Path) -> No
     assert asked == sum(len(row["calls"]) for row in kit.table(out, "trajectories"))
     assert kit.table(out, "failures") == []
     await kit.check_nothing_left([run.mark], out)
-    (lane,) = json.loads((out / "manifest.json").read_bytes())["rate_limits"]
+    manifest = json.loads((out / "manifest.json").read_bytes())
+    used = sum(row["usage"]["total_tokens"] for row in kit.table(out, "trajectories"))
+    assert manifest["budgets"]["run:tokens"]["spent"] == used
+    (lane,) = manifest["rate_limits"]
     assert lane["model"] == "fake"
     assert lane["limits"][0][1:] == [8, "start"]

@@ -1,0 +1,161 @@
+"""Budgets that bind a run and its resumption, and the pilot that forecasts what it will cost."""
+
+import asyncio
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import kit
+import pytest
+
+from batch_runner.dryrun import pilot_run
+from batch_runner.pilot import Pilot, predict, student_t
+from batch_runner.progress import JsonEvents
+from batch_runner.report import Report
+from batch_runner.runner import arun_batch
+from hermes_rl.config import RunConfig, parse_config
+from hermes_rl.errors import UserError
+from hermes_rl.testing.fake_server import FakeServer
+
+PRICE = {"input": 10.0, "output": 50.0, "cache_read": 10.0}
+"""US dollars per million tokens."""
+
+
+@dataclass
+class Bench:
+    """Tasks of one call without a command, for runs in this process."""
+
+    folder: Path
+    server: FakeServer
+
+    def config(
+        self, count: int, *, priced: bool = True, limit: int | None = None, **run: Any
+    ) -> RunConfig:
+        rows = [
+            {"id": f"t{n:03}", "prompt": f'Say {n:03}.\nSCRIPT: ["ok {n:03}"]'}
+            for n in range(count)
+        ]
+        endpoint = {"base_url": self.server.base_url}
+        return parse_config(
+            {
+                "dataset": {"path": str(kit.write(self.folder / "t.jsonl", rows)), "limit": limit},
+                "model": {"name": "fake", "max_tokens": 50},
+                "agent": {"toolsets": ["terminal"]},
+                "sandbox": {"backend": "none"},
+                "endpoint": {**endpoint, "prices": {"fake": PRICE}} if priced else endpoint,
+                "run": {
+                    "out": str(self.out), "workers": 0, "concurrency": 200,
+                    "allow_unsandboxed": True, **run,
+                },
+            }
+        )  # fmt: skip
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "run"
+
+    async def run(self, count: int, **settings: Any) -> Report:
+        return await arun_batch(self.config(count, **settings), progress=quiet())
+
+    @property
+    def billed(self) -> float:
+        """What the server's answers cost, in US dollars."""
+        served = [e for e in self.server.entries if e.outcome == "served"]
+        given = sum(e.prompt_tokens for e in served) * PRICE["input"]
+        return (given + sum(e.completion_tokens for e in served) * PRICE["output"]) / 1e6
+
+
+def quiet() -> JsonEvents:
+    return JsonEvents(io.StringIO())
+
+
+@pytest.fixture
+def bench(tmp_path: Path, server: FakeServer) -> Bench:
+    return Bench(tmp_path, server)
+
+
+async def test_a_budget_binds_two_hundred_agents_and_the_resumed_run(bench: Bench) -> None:
+    assert (await bench.run(200, limit=5)).exit_code == 0
+    each = bench.billed / 5
+    budget = 100 * each
+    for _ in range(2):  # the second start knows what the first has spent
+        report = await bench.run(200, budget_usd=budget)
+        assert report.exit_code == 3
+        assert "budget is used up" in str(report.detail)
+        assert bench.billed <= budget
+    done = len(kit.final_rows(bench.out))
+    assert 80 <= done <= 100
+    spent = json.loads((bench.out / "manifest.json").read_bytes())["budgets"]["run:usd"]["spent"]
+    assert spent == pytest.approx(bench.billed, abs=1e-6)
+    last = await bench.run(200, budget_usd=1000 * each)
+    assert last.exit_code == 0
+    assert len(kit.final_rows(bench.out)) == 200
+    assert last.cost_usd == pytest.approx(bench.billed, abs=1e-6)
+    assert any(line.startswith("budget: $") for line in last.lines())
+
+
+async def test_a_budget_in_tokens(bench: Bench) -> None:
+    report = await bench.run(10, budget_tokens=1, priced=False)
+    assert report.exit_code == 3
+    assert "1 tokens left" in str(report.detail)
+    assert bench.server.requests == 0
+
+
+async def test_a_budget_of_one_model(bench: Bench) -> None:
+    report = await bench.run(10, model_budgets={"fake": 1e-6, "other": 5.0})
+    assert report.exit_code == 3
+    assert "the budget of fake is used up" in str(report.detail)
+
+
+async def test_a_unit_that_would_cost_too_much_is_given_up(bench: Bench) -> None:
+    report = await bench.run(4, unit_budget_usd=1e-6)
+    assert report.exit_code == 1
+    assert report.causes == {"unit_budget": 4}
+    again = await bench.run(4, unit_budget_usd=1.0, retry_failed=True)
+    assert again.exit_code == 0
+
+
+async def test_dollars_need_a_price(bench: Bench) -> None:
+    with pytest.raises(UserError, match="fake has no price here"):
+        await bench.run(1, budget_usd=1.0, priced=False)
+    assert not bench.out.exists()
+    report = await bench.run(1, budget_usd=1.0, priced=False, allow_unpriced=True)
+    assert report.exit_code == 0
+
+
+async def test_a_pilot_forecasts_and_its_units_count(bench: Bench) -> None:
+    plan, report, costs = await asyncio.to_thread(pilot_run, bench.config(30), quiet())
+    assert (plan.open, report.exit_code, bench.server.requests) == (30, 0, 5)
+    indices = sorted(row["row_index"] for row in kit.final_rows(bench.out).values())
+    assert indices == [0, 6, 12, 18, 24]
+    assert (costs.ended, costs.open) == (5, 25)
+    assert costs.spent_usd == pytest.approx(bench.billed, abs=1e-6)
+    assert "25 still to run: $" in costs.lines()[0]
+    await bench.run(30)
+    assert bench.server.requests == 30
+    assert costs.usd is not None
+    assert costs.usd.low - 1e-6 <= bench.billed <= costs.usd.high + 1e-6
+
+
+def test_how_many_units_a_pilot_has() -> None:
+    assert Pilot.of(3, 0) == Pilot(every=1, units=3)
+    assert Pilot.of(30, 2) == Pilot(every=9, units=3)
+    assert Pilot.of(100_000, 0) == Pilot(every=100, units=1000)
+    assert Pilot.of(1000, 50).units == 0
+
+
+def test_a_prediction_is_as_wide_as_what_is_known_scatters() -> None:
+    assert predict([1.0], 10) is None
+    same = predict([2.0] * 5, 95)
+    assert same is not None
+    assert (same.expected, same.low, same.high) == (200.0, 200.0, 200.0)
+    wide = predict([1.0, 2.0, 3.0, 2.0, 2.0], 95)
+    assert wide is not None
+    assert wide.expected == 200.0
+    half = 2.776 * 0.7071 * (95 + 95 * 95 / 5) ** 0.5
+    assert wide.high == pytest.approx(200 + half, rel=0.002)
+    assert student_t(1) == pytest.approx(12.706, rel=1e-3)
+    assert student_t(2) == pytest.approx(4.303, rel=1e-3)
+    assert student_t(9) == pytest.approx(2.262, rel=1e-3)
