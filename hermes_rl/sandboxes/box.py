@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from hermes_rl.errors import SandboxStartError
@@ -22,6 +23,7 @@ from hermes_rl.sandboxes.slots import Slot
 from hermes_rl.sandboxes.spawn import Launch, exited, gone, start
 
 
+@lru_cache(maxsize=1)
 def filter_path() -> Path:
     """The seccomp filter of this machine's architecture. Raises: SandboxStartError."""
     machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
@@ -169,7 +171,7 @@ def launch(binary: str, box: recipe.Box, uid: int | None, stdio: socket.socket) 
     Its options go through a pipe: in the command line they would show the host's paths to the
     sandbox.
     """
-    if is_host_root() and not uid:
+    if not uid and is_host_root():
         raise SandboxStartError(
             "root here has no other user ids (see /proc/self/uid_map), and bubblewrap never runs "
             "as root of the machine: start as an ordinary user"

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from hermes_rl.errors import TaskFault
@@ -139,14 +140,20 @@ def _root(layers: Layers) -> list[str]:
         if layers.upper is None:
             return [*sources, "--ro-overlay", "/"]
         return [*sources, *layers.upper.arguments(), "/"]
-    found = ["--ro-bind", "/usr", "/usr", "--ro-bind", str(layers.etc), "/etc"]
+    return ["--ro-bind", "/usr", "/usr", "--ro-bind", str(layers.etc), "/etc", *_links()]
+
+
+@lru_cache(maxsize=1)
+def _links() -> tuple[str, ...]:
+    """The folders of programs and libraries beside /usr, as this machine has them."""
+    found: list[str] = []
     for name in _LINKS:
         path = f"/{name}"
         if os.path.islink(path):
             found += ["--symlink", f"usr/{name}", path]
         elif os.path.isdir(path):
             found += ["--ro-bind", path, path]
-    return found
+    return tuple(found)
 
 
 def shell_command(control: str, state: str, tag: str, limits: SandboxLimits) -> list[str]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -51,13 +52,18 @@ _CALLS = {"x86_64": _Calls(116, 119, 117), "aarch64": _Calls(159, 149, 147)}
 _PR_SET_DUMPABLE = 4
 
 
+@lru_cache(maxsize=1)
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
 @contextmanager
 def _identity(uid: int, calls: _Calls) -> Iterator[None]:
     """This thread as user and group `uid`, without any other group; root before and after.
 
     The saved ids stay 0, which is the way back; a program that is started loses them at its exec.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = _libc()
     groups = os.getgroups()
 
     def call(number: int, *values: object) -> None:
