@@ -103,10 +103,14 @@ class WireClient:
         """See `ModelClient.bound`."""
         return self._dialect.bound(request)
 
-    async def renew(self) -> None:
-        """Use new connections from now on; what is under way on the old ones goes on there."""
+    async def renew(self, *, young_s: float = _YOUNG_S) -> None:
+        """Use new connections from now on; what is under way on the old ones goes on there.
+
+        Args:
+            young_s: connections of that age are kept.
+        """
         old = self._line
-        if time.monotonic() - old.since < _YOUNG_S:
+        if time.monotonic() - old.since < young_s:
             return
         self._line = _Line(_transport(self._where))
         old.retired = True

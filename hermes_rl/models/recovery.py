@@ -55,7 +55,8 @@ class RetryPolicy:
     hint_s: float = 600.0
     """The longest Retry-After that is heeded; after it the request is tried again."""
     adapt: bool = True
-    """Send again without what a server refused. This changes what the model sees."""
+    """Send again without what a server refused. This changes what the model sees, so requests that
+    are to be exact (preset `rl`) are never adapted."""
     fall_back_after: int = 2
     """Failures of a server that is down, overloaded or limits the rate, before the next route."""
 
@@ -76,6 +77,8 @@ class Situation:
     """The output tokens that the failed request asked for."""
     images: bool = False
     """The failed request had images."""
+    exact: bool = False
+    """The request is to be sent as it stands (`ModelRequest.exact`)."""
     compressor: bool = False
     """There is a hook that makes histories shorter."""
 
@@ -210,7 +213,7 @@ class Recovery:
 
     def _adapt(self, error: ModelError, at: Situation) -> Action | None:
         """One-shot guards: what is in the set already did not help."""
-        if not self._policy.adapt:
+        if not self._policy.adapt or at.exact:
             return None
         wanted = _ADAPTATIONS.get(error.reason)
         heavy = error.reason == "payload_too_large" and not at.compressor
@@ -313,8 +316,9 @@ class Recovery:
 
 def outage(error: ModelError, spent_s: float) -> Outage:
     """The error that parks the run: nobody was answered for as long as patience lasts."""
+    span = f"{spent_s:.0f} s" if spent_s < 120 else f"{spent_s / 60:.0f} min"
     return Outage(
-        f"no answer for {spent_s / 60:.0f} min, the last error: {error}",
+        f"no answer for {span}, the last error: {error}",
         status=error.status,
         request_id=error.request_id,
         served=error.served,

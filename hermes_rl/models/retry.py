@@ -120,6 +120,7 @@ class ModelCaller:
             answered_at=account.traffic.answered_at,
             max_tokens=asked.sampling.max_tokens,
             images=_has_images(asked),
+            exact=asked.exact,
             compressor=self._on_overflow is not None,
         )
 

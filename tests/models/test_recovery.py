@@ -70,6 +70,7 @@ def test_what_was_refused_is_left_out_once_and_for_the_rest_of_the_conversation(
 def test_nothing_is_left_out_where_the_policy_forbids_it(reason):
     error = refused(reason)
     assert recovery(adapt=False).decide(error, at(images=True)) == GiveUp(error)
+    assert recovery().decide(error, at(images=True, exact=True)) == GiveUp(error)
 
 
 def test_images_are_only_taken_out_where_there_are_some():

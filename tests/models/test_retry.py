@@ -116,7 +116,7 @@ async def test_ten_minutes_of_429_are_waited_out(kit):
 async def test_an_outage_ends_after_its_time(kit):
     client, _, time, calling = setup(kit, e.Overloaded("529"), outage_s=100)
     began = time.now
-    with pytest.raises(e.Outage, match="no answer for 2 min, the last error: 529") as caught:
+    with pytest.raises(e.Outage, match=r"no answer for .. s, the last error: 529") as caught:
         await calling.call(kit.request(), turn=1)
     assert (caught.value.cause, caught.value.reason) == ("outage", "overloaded")
     assert isinstance(caught.value.__cause__, e.Overloaded)
