@@ -50,7 +50,9 @@ async def answer(run: RunState) -> Completion:
 
 async def _ask(run: RunState) -> Completion:
     """One call. Raises: Finish, ModelError."""
-    request = replace(run.request, sampling=_sampling(run))
+    request, sampling = run.request, _sampling(run)
+    if sampling is not request.sampling:
+        request = replace(request, sampling=sampling)
     if request.stream and continuation.may_continue_streams(run):
         request = replace(request, continuable=True)
     try:
