@@ -69,6 +69,8 @@ class FakeConfig:
     """Keep the log in `entries` too."""
     hold_at: int | None = None
     """From this request on (1-based) nothing is answered any more."""
+    gather: int = 0
+    """Answers wait until so many requests are in flight, and then go out together."""
     port: int = 0
     rate: RateLimits | None = None
     """What an account may use in a minute."""
@@ -179,11 +181,19 @@ class FakeServer:
             self._pending[connection] = job
         elif refusal is not None:
             self._refuse(connection, job, refusal)
+        elif self.config.gather:
+            self._gather(connection, job)
         elif (delay := self._delay(job)) > 0:
             self._pending[connection] = job
             job.timer = asyncio.get_running_loop().call_later(delay, self._answer, connection, job)
         else:
             self._answer(connection, job)
+
+    def _gather(self, connection: Connection, job: _Job) -> None:
+        self._pending[connection] = job
+        if self.in_flight >= self.config.gather:
+            for waiting, owed in list(self._pending.items()):
+                self._answer(waiting, owed)
 
     def lost(self, connection: Connection) -> None:
         """See `Handler.lost`."""
