@@ -70,6 +70,8 @@ class ProviderSection(Section):
     """It takes `top_k` and `min_p`."""
     cache_marks: bool | None = None
     """Chat Completions with cache markers, for models whose name holds `claude`."""
+    cache_key: bool | None = None
+    """It takes `prompt_cache_key`."""
     reports_cost: bool | None = None
     """Its answers say in `usage.cost` what they cost in US dollars."""
 

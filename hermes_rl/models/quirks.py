@@ -26,5 +26,7 @@ class Quirks:
     refused by the server where they do."""
     cache_marks: bool = False
     """In Chat Completions it takes cache markers, for models whose name holds `claude`."""
+    cache_key: bool = False
+    """It takes `prompt_cache_key`: requests with one key go to one cache."""
     reports_cost: bool = False
     """Its answers say what they cost, in US dollars (`usage.cost`)."""

@@ -194,6 +194,25 @@ def test_openrouter_takes_cache_markers_for_claude(kept, marker):
     assert marked(ChatCompletions("openrouter.ai").encode(gpt)) == []
 
 
+@pytest.mark.parametrize("dialect", [ChatCompletions, Responses])
+def test_openai_gets_a_key_that_stays_with_the_conversation(dialect):
+    speaks = dialect("api.openai.com")
+
+    def key(asked, there=speaks):
+        return json.loads(there.encode(asked)).get("prompt_cache_key")
+
+    asked = request(SystemMessage(content="s"), UserMessage(content="one"), cache="5m")
+    first = key(asked)
+    asked.conversation.append(AssistantMessage(content="a"))
+    asked.conversation.append(UserMessage(content="two"))
+    assert key(asked) == first
+    assert len(first) == 32
+    other = request(SystemMessage(content="s"), UserMessage(content="other"), cache="5m")
+    assert key(other) != first
+    assert key(replace(asked, cache=None)) is None
+    assert key(asked, dialect("127.0.0.1:8000")) is None
+
+
 def test_there_are_never_more_than_four_markers():
     asked = request(*history(), cache="5m")
     for number in range(5):

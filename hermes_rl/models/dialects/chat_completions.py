@@ -30,7 +30,8 @@ class ChatCompletions:
     """One per client.
 
     `request.cache` is honoured where the provider takes markers in this wire (`cache_marks`), for
-    models whose name holds `claude`. Elsewhere caching is the server's own affair.
+    models whose name holds `claude`. Elsewhere caching is the server's own affair, helped by a key
+    where it takes one (`cache_key`).
 
     Args:
         host: of the endpoint.
@@ -112,6 +113,8 @@ class ChatCompletions:
             fields["logprobs"] = True
         if request.token_ids:
             fields["return_token_ids"] = True
+        if request.cache is not None and self._quirks.cache_key:
+            fields["prompt_cache_key"] = outgoing(request).cache_key
         fields.update(request.extra)
         tools = self._encoded_tools(request)
         return encode_json(fields)[:-1] + tools + b',"messages":['

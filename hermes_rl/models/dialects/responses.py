@@ -5,7 +5,8 @@ with the encrypted reasoning items of earlier answers before the calls that foll
 system prompt is `instructions`; it stands before the input, so a conversation's body is a prefix of
 the next turn's. Client side; the other side is `responses_server`.
 
-This wire has no place for token ids, and returns no prompt logprobs; caching is automatic.
+This wire has no place for token ids, and returns no prompt logprobs; caching is automatic, helped
+by a key where the provider takes one (`cache_key`).
 """
 
 from __future__ import annotations
@@ -125,6 +126,8 @@ def _fields(request: ModelRequest, system: str | None, quirks: Quirks) -> dict[s
             fields["reasoning"] = {"effort": value, "summary": "auto"}
         elif quirks.top_k or (name, value) not in NO_LIMIT:
             fields[name] = value
+    if request.cache is not None and quirks.cache_key:
+        fields["prompt_cache_key"] = outgoing(request).cache_key
     fields.update(request.extra)
     if system is not None:
         fields["instructions"] = system

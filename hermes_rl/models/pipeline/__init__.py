@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Any
 
 from hermes_rl.messages import Message, SystemMessage, ToolMessage
@@ -121,6 +122,13 @@ class Outgoing:
         for place, stands_for in self.added:
             out[place : place + stands_for] = [encode(self.messages[place])]
         return out
+
+    @property
+    def cache_key(self) -> str:
+        """Names the conversation for a provider's cache: the same at each turn, and for each
+        repeat of a task."""
+        first = self.messages[: self.lead + 1]
+        return blake2b(repr(first).encode("utf-8", "replace"), digest_size=16).hexdigest()
 
     def image_tokens(self, model: str) -> int:
         """An upper bound on the tokens of all images."""
