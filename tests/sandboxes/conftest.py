@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,7 @@ async def plain(state: Path) -> AsyncIterator[Subprocess]:
     await backend.aclose()
 
 
+@cache
 def ordinary_python() -> str:
     """A Python that an ordinary user can start."""
     for python in ("/usr/bin/python3", sys.executable):
@@ -65,48 +67,54 @@ def ordinary_python() -> str:
     raise AssertionError("no Python 3.11 that an ordinary user can start: install python3")
 
 
+@pytest.fixture(scope="session")
+def code() -> Iterator[Path]:
+    """The package where everybody can read it: the checkout may lie where others cannot go."""
+    shared = Path("/tmp") / f"hermes-code-{os.getpid()}-{os.urandom(4).hex()}"
+    shared.mkdir(mode=0o755)
+    package = shutil.copytree(ROOT / "hermes_rl", shared / "hermes_rl")
+    shutil.copyfile(HERE / "launcher.py", shared / "launcher.py")
+    for path in [package, *package.rglob("*")]:
+        path.chmod(0o755)
+    reachable(find_binary(), shared)
+    yield shared
+    shutil.rmtree(shared)
+
+
 @pytest.fixture
-def as_ordinary_user() -> Iterator[Callable[[Path, str], None]]:
+def as_ordinary_user(code: Path) -> Iterator[Callable[[Path, str], None]]:
     """Run one check of a file's CHECKS as an ordinary user, in a process of its own."""
     if os.geteuid() != 0:
-        yield lambda file, name: _launch([sys.executable], file, name, Path("/tmp"))
+        yield lambda file, name: _launch([sys.executable], code, file, name, Path("/tmp"))
         return
     folder = Path("/tmp") / f"hermes-user-{os.getpid()}-{os.urandom(4).hex()}"
     folder.mkdir(mode=0o700)
     os.chown(folder, ORDINARY, ORDINARY)
     user = ["setpriv", f"--reuid={ORDINARY}", f"--regid={ORDINARY}", "--clear-groups", "--"]
     python = ordinary_python()
-    yield lambda file, name: _launch([*user, python], file, name, folder)
+    yield lambda file, name: _launch([*user, python], code, file, name, folder)
     shutil.rmtree(folder)
 
 
 @pytest.fixture
-def as_we_are(state: Path) -> Callable[[Path, str], None]:
+def as_we_are(code: Path, state: Path) -> Callable[[Path, str], None]:
     """Run one check in a process of its own, as the user of the tests (root, in a container)."""
-    return lambda file, name: _launch([sys.executable], file, name, state)
+    return lambda file, name: _launch([sys.executable], code, file, name, state)
 
 
-def _launch(python: list[str], file: Path, name: str, folder: Path) -> None:
-    shared = Path("/tmp") / f"hermes-code-{os.getpid()}-{os.urandom(4).hex()}"
-    shared.mkdir(mode=0o755)
-    try:
-        # The checkout may lie where an ordinary user cannot go.
-        package = shutil.copytree(ROOT / "hermes_rl", shared / "hermes_rl")
-        for path in (HERE / "launcher.py", file):
-            shutil.copyfile(path, shared / path.name)
-        for path in [package, *package.rglob("*")]:
-            path.chmod(0o755)
-        script, checks = shared / "launcher.py", shared / file.name
-        binary = reachable(find_binary(), shared)
-        done = subprocess.run(
-            [*python, str(script), str(checks), name, str(folder / "state"), binary],
-            env={"PYTHONPATH": str(shared), "PATH": os.environ["PATH"], "CANARY_KEY": CANARY},
-            cwd="/",
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-    finally:
-        shutil.rmtree(shared, ignore_errors=True)
+def _launch(python: list[str], code: Path, file: Path, name: str, folder: Path) -> None:
+    checks = code / file.name
+    if not checks.exists():
+        shutil.copyfile(file, checks)
+        checks.chmod(0o755)
+    binary = reachable(find_binary(), code)
+    done = subprocess.run(
+        [*python, str(code / "launcher.py"), str(checks), name, str(folder / "state"), binary],
+        env={"PYTHONPATH": str(code), "PATH": os.environ["PATH"], "CANARY_KEY": CANARY},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr

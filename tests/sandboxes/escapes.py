@@ -251,8 +251,8 @@ async def disk_is_bounded(backend: Bubblewrap) -> None:
 async def files_are_bounded(backend: Bubblewrap) -> None:
     """Empty files cost kernel memory: in the workspace and in the temporary file systems."""
     for folder in (".", "/tmp", "/dev/shm"):
-        program = f"import os\nfor i in range(60000): open('{folder}/f%d' % i, 'w').close()"
-        await killed(backend, f'python3 -c "{program}"', workspace_files=50_000)
+        program = f"import os\nfor i in range(8000): open('{folder}/f%d' % i, 'w').close()"
+        await killed(backend, f'python3 -c "{program}"', workspace_files=5_000)
 
 
 async def limits_hold_in_mid_command(backend: Bubblewrap) -> None:
