@@ -45,6 +45,8 @@ from hermes_rl.tools.distributions import draw_toolsets, get_distribution
 from hermes_rl.tools.registry import schema_digest
 from hermes_rl.tools.toolsets import DEFAULT_TOOLSETS, resolve
 
+LOCAL_SWITCHES = {"continue_output": False, "reask_cut_calls": False}
+"""An answer of a tiny model that was cut is a repetition, which more room would only prolong."""
 BACKENDS = ("bubblewrap", "none")
 
 
@@ -293,7 +295,8 @@ def toolsets_of(config: RunConfig, task: Task | None, seed: int) -> tuple[str, .
 
 def policy_of(config: RunConfig) -> Policy:
     """The preset with the switches that the configuration sets. Raises: UserError."""
-    return preset(config.agent.preset).switched(config.agent.switches)
+    local = LOCAL_SWITCHES if config.model.name in LOCAL_MODELS else {}
+    return preset(config.agent.preset).switched({**local, **config.agent.switches})
 
 
 def sampling_of(config: RunConfig, seed: int) -> Sampling:

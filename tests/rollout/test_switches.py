@@ -29,6 +29,17 @@ def test_a_switch_is_part_of_the_configuration() -> None:
     assert policy_of(config(preset="rl", switches={"tool_loop_limit": 7})).tool_loop_limit == 7
 
 
+def test_the_embedded_model_is_not_asked_to_go_on_repeating_itself() -> None:
+    def policy(**agent: Any) -> Any:
+        data = {"dataset": {"path": "x"}, "model": {"name": "local-tiny"}, "agent": agent}
+        return policy_of(parse_config(data))
+
+    assert not policy().continue_output
+    assert not policy().reask_cut_calls
+    assert policy().retry_empty
+    assert policy(switches={"continue_output": True}).continue_output
+
+
 def test_what_the_harness_says_is_part_of_it() -> None:
     assert "texts" in identity_of(config())["agent"]
 
