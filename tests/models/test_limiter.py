@@ -241,3 +241,50 @@ async def test_a_slot_that_comes_with_the_cancellation_is_handed_on():
     async with asyncio.timeout(10):
         await third
     assert limiter.in_flight == 0
+
+
+def test_long_hints_and_quick_retries_do_not_freeze_it():
+    """Refusals every 2 s that each ask for 89 s: cut by cut goes on, and so does growth after."""
+    controller, now = Controller(1000, start=100), 0.0
+    refusal = e.RateLimited("slow down", retry_after_s=89.0)
+    limits = []
+    for _ in range(45):
+        controller.started(controller.limit)
+        controller.heard(signal_of(refusal), now)
+        limits.append(controller.limit)
+        now += 2.0
+    assert len(set(limits)) == 6  # one cut per 15 s in 90 s
+    low = controller.limit
+    for _ in range(60):  # a minute of answers, one round a second
+        steady(controller, controller.limit, now)
+        now += 1.0
+    assert controller.limit > 2 * low
+    assert [c.reason for c in controller.history][:3] == ["start", "throttled", "throttled"]
+
+
+@given(st.integers(1, 400))
+def test_history_is_bounded_and_keeps_its_ends(cuts):
+    controller = Controller(10**6, start=10**6)
+    for n in range(cuts):
+        controller.heard("throttled", 20.0 * n)
+        steady(controller, 2 if controller.limit == 1 else 0, 20.0 * n + 19)
+    history = controller.history
+    assert len(history) <= 257
+    assert history[0].reason == "start"
+    assert history[-1].limit == controller.limit
+    assert [c.at_s for c in history] == sorted(c.at_s for c in history)
+
+
+@given(SIGNALS, st.floats(0, 1e6))
+def test_a_controller_resumes_where_another_was(heard, shift):
+    one, now = Controller(200, 16), 0.0
+    for signal, seconds, in_flight in heard:
+        now += seconds
+        one.started(min(in_flight, one.limit))
+        one.heard(signal, now)
+    two = Controller(200, 16)
+    two.resume(one.state(now), now + shift)
+    assert (two.limit, two.slow_start, two.history) == (one.limit, one.slow_start, one.history)
+    for controller, at in ((one, now + 1), (two, now + shift + 1)):
+        controller.heard("throttled", at)
+    assert two.limit == one.limit
