@@ -1,6 +1,7 @@
 """How a request's messages are made from what is stored."""
 
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -231,6 +232,10 @@ def test_roles_and_results(history, sent):
         ('{"a', {}),
         ("{", {}),
         ('{"a": "x\\', {"a": "x"}),
+        ('{"a": 1, "b": "half \\u00', {"a": 1}),
+        ('{"a": 1, "b": tru', {"a": 1}),
+        ('{"a": [1, {"b": 2}, {"c', {"a": [1, {"b": 2}, {}]}),
+        ("{'a': '\\d'}", {"a": "\\d"}),
         ("ls -l", {"_unparsed": "ls -l"}),
         ("[1]", {"_unparsed": "[1]"}),
         ("null", {"_unparsed": "null"}),
@@ -248,6 +253,24 @@ def test_any_text_becomes_an_object(text):
     repaired.encode()
     assert parse_arguments(repaired) is not None
     assert repaired_arguments(repaired) == repaired
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a":' + " " * 300_000 + '"b',  # as constrained decoding does that found no way out
+        '{"a": "' + "\n" * 300_000,
+        '{"a":' + "[" * 300_000,
+        "{" * 90_000,
+        "```json\n" + " \n" * 150_000 + "{",
+        '{"a": 1' + "," * 300_000,
+    ],
+    ids=range(6),
+)
+def test_endless_arguments_are_repaired_in_no_time(text):
+    started = time.process_time()
+    assert parse_arguments(repaired_arguments(text)) is not None
+    assert time.process_time() - started < 5
 
 
 json_values = st.recursive(

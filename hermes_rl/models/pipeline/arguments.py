@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,10 +19,11 @@ from hermes_rl.messages import UNPARSED, AssistantMessage, Message, ToolCall, pa
 
 _sorted = msgspec.json.Encoder(order="sorted").encode
 
-_FENCE = re.compile(r"^```[a-zA-Z]*\s*(.*?)\s*(?:```)?$", re.DOTALL)
 _COMMA = re.compile(r",(\s*[}\]])")
 _LITERAL_CHARS = 100_000
 """Longer texts are not tried as a Python literal: its parser is slow and deep."""
+_MOST_CHARS = 4_000_000
+"""Longer texts are not repaired: each character is looked at while nothing else runs."""
 
 
 def repair_arguments(messages: list[Message]) -> list[Message]:
@@ -54,9 +56,9 @@ def repaired_arguments(text: str) -> str:
     stripped = text.strip()
     if not stripped:
         return "{}"
-    fence = _FENCE.match(stripped)
-    inner = fence.group(1) if fence else stripped
-    for attempt in (_lenient, _without_commas, _literal, _closed):
+    inner = _unfenced(stripped)
+    attempts = (_lenient, _without_commas, _literal, _closed)
+    for attempt in attempts if len(inner) <= _MOST_CHARS else ():
         value = attempt(inner)
         if isinstance(value, str):  # encoded twice
             value = parse_arguments(value)
@@ -64,6 +66,14 @@ def repaired_arguments(text: str) -> str:
         if written is not None:
             return written
     return _written({UNPARSED: text}) or "{}"
+
+
+def _unfenced(text: str) -> str:
+    """What stands in a code fence, where the text is one."""
+    if not text.startswith("```"):
+        return text
+    _, _, inner = text.removesuffix("```").partition("\n")
+    return inner.strip()
 
 
 def _lenient(text: str) -> Any:
@@ -81,39 +91,46 @@ def _without_commas(text: str) -> Any:
 def _literal(text: str) -> Any:
     if len(text) > _LITERAL_CHARS or not text.startswith("{"):
         return None
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return None
+    with warnings.catch_warnings():  # on odd escapes
+        warnings.simplefilter("ignore")
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return None
 
 
 def _closed(text: str) -> Any:
-    """JSON that was cut short: open strings and brackets are closed, a pair without its value is
-    left out."""
+    """JSON that was cut short: open strings and brackets are closed; where that does not do, the
+    pair or element that was cut is left out."""
     if not text.startswith("{"):
         return None
-    ends, in_string = _open_ends(text)
-    close = "".join(reversed(ends))
-    if in_string:
-        whole = text[:-1] if _escaping(text) else text
-        found = _lenient(whole + '"' + close)
-        if found is not None:
-            return found
-        text = text[: _last_quote(text)]
-    head = text.rstrip()
-    head = re.sub(r'(?:,|\{)?\s*"(?:[^"\\]|\\.)*"\s*:?$', _kept_brace, head).rstrip().rstrip(",")
-    return _lenient(head + close)
+    end = _end_of(text)
+    if not end.in_string:
+        found = _lenient(text + end.closing)
+    else:
+        found = _lenient((text[:-1] if end.escaping else text) + '"' + end.closing)
+    return _lenient(text[: end.cut] + end.closing_at_cut) if found is None else found
 
 
-def _kept_brace(match: re.Match[str]) -> str:
-    return "{" if match.group().startswith("{") else ""
+class _End(NamedTuple):
+    """How a text of JSON stands at its end."""
+
+    in_string: bool
+    escaping: bool
+    """Its last character is a backslash that escapes what would follow."""
+    closing: str
+    """The brackets that are missing."""
+    cut: int
+    """Where the last pair or element begins."""
+    closing_at_cut: str
 
 
-def _open_ends(text: str) -> tuple[list[str], bool]:
-    """The brackets that a text leaves open, and whether it ends inside a string."""
+def _end_of(text: str) -> _End:
     ends: list[str] = []
+    closed: list[str] = []  # since the last cut
+    cut = 0
     in_string = escaped = False
-    for char in text:
+    for place, char in enumerate(text):
         if in_string:
             if escaped:
                 escaped = False
@@ -125,18 +142,13 @@ def _open_ends(text: str) -> tuple[list[str], bool]:
             in_string = True
         elif char in "{[":
             ends.append("}" if char == "{" else "]")
+            cut, closed = place + 1, []
+        elif char == ",":
+            cut, closed = place, []
         elif char in "}]" and ends and ends[-1] == char:
-            ends.pop()
-    return ends, in_string
-
-
-def _escaping(text: str) -> bool:
-    """Whether a text ends with a backslash that escapes what would follow."""
-    return (len(text) - len(text.rstrip("\\"))) % 2 == 1
-
-
-def _last_quote(text: str) -> int:
-    return text.rfind('"')
+            closed.append(ends.pop())
+    at_cut = "".join(closed) + "".join(reversed(ends))
+    return _End(in_string, escaped, "".join(reversed(ends)), cut, at_cut)
 
 
 def _written(value: Any) -> str | None:
