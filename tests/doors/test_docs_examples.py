@@ -11,7 +11,7 @@ from doors_kit import PLAYED, clean_environment, hermes
 
 DOCS = Path(__file__).parents[2] / "docs"
 pytestmark = pytest.mark.slow
-PAGES = ("agent.md", "evaluating.md", "reading.md", "requests.md", "running.md")
+PAGES = ("agent.md", "errors.md", "evaluating.md", "reading.md", "requests.md", "running.md")
 
 
 @pytest.fixture(scope="module")

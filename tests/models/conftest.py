@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 from hermes_rl.events import CallEnded, CallStarted, Event, Waited
 from hermes_rl.messages import Message, ToolMessage, UserMessage
 from hermes_rl.models.base import Conversation, ModelClient, ModelRequest
+from hermes_rl.models.client import Endpoint, connect
 from hermes_rl.models.dialects.base import ReplyHead
 from hermes_rl.models.dialects.chat_completions import ChatCompletions
 from hermes_rl.models.dialects.sse import event
 from hermes_rl.models.limiter import InProcessLimiter
 from hermes_rl.models.retry import Clock, ModelCaller, RetryPolicy
 from hermes_rl.models.route import Route
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 TERMINAL: tuple[dict[str, Any], ...] = (
     {
@@ -157,3 +160,40 @@ def kit() -> SimpleNamespace:
         JSON=JSON,
         SSE=SSE,
     )
+
+
+class Stage:
+    """Clients and callers on fake servers, closed at the end."""
+
+    quick = RetryPolicy(base_s=0.01, cap_s=0.05)
+
+    def __init__(self, stack):
+        self.stack, self.events = stack, Events()
+
+    async def server(self, **config):
+        return await self.stack.enter_async_context(FakeServer(FakeConfig(**config)))
+
+    def client(self, server, **endpoint):
+        client = connect(Endpoint(server.base_url, **endpoint))
+        self.stack.push_async_callback(client.aclose)
+        return client
+
+    def route(self, server, model="", **endpoint):
+        return Route.single(model, self.client(server, **endpoint), InProcessLimiter(64))
+
+    def caller(self, *routes, policy=quick, **options):
+        return ModelCaller(routes, self.events, policy, **options)
+
+    @property
+    def outcomes(self):
+        return [end.outcome for end in self.events.ends]
+
+
+@pytest.fixture
+def stage():
+    @asynccontextmanager
+    async def opened():
+        async with AsyncExitStack() as stack:
+            yield Stage(stack)
+
+    return opened

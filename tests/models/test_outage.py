@@ -1,0 +1,78 @@
+"""Outages against the fake server, its clock and ours scaled together."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+
+from hermes_rl import errors as e
+from hermes_rl.models.attempts import Clock
+from hermes_rl.models.retry import ModelCaller, RetryPolicy
+from hermes_rl.testing.conditions import Conditions
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+
+SCALE = 300.0
+"""Ten minutes of both clocks are two seconds."""
+
+
+def scaled():
+    return Clock(
+        monotonic=lambda: time.monotonic() * SCALE,
+        sleep=lambda seconds: asyncio.sleep(seconds / SCALE),
+    )
+
+
+@pytest.mark.parametrize("kind", ["overloaded", "server_error"])
+async def test_ten_minutes_of_outage_cost_no_call(kit, stage, kind):
+    """16 rollouts are in the middle of their work, and the server is out, whatever it says."""
+    async with stage() as s:
+        calm = Conditions(clock_scale=SCALE)
+
+        def ring(request):
+            if request == 40:
+                out = replace(calm, outages=((server.now, server.now + 600.0),), outage=kind)
+                server.config = replace(server.config, conditions=out)
+
+        server = FakeServer(FakeConfig(conditions=calm), ring)
+        await s.stack.enter_async_context(server)
+        route = s.route(server, "echo-4")
+        async with asyncio.TaskGroup() as group:
+            runs = [
+                group.create_task(
+                    kit.rollout(
+                        ModelCaller([route], s.events, RetryPolicy(), clock=scaled()), model=""
+                    )
+                )
+                for _ in range(16)
+            ]
+        assert all(run.result()[-1].content == "All 4 steps are done." for run in runs)
+        assert s.outcomes.count("ok") == 16 * 5
+        assert s.outcomes.count("refused") == len(s.outcomes) - 16 * 5 > 0
+        assert sum(s.events.waited) > 16 * 100, "all that time is noted as waiting"
+
+
+async def test_a_longer_outage_is_an_outage(kit, stage):
+    async with stage() as s:
+        server = await s.server(conditions=Conditions(outages=((0, 1e9),), clock_scale=SCALE))
+        calling = ModelCaller(
+            [s.route(server, "noop")], s.events, RetryPolicy(outage_s=300), clock=scaled()
+        )
+        with pytest.raises(e.Outage, match=r"no answer for \d min, the last error: 503"):
+            await calling.call(kit.request(), turn=1)
+        assert e.CAUSES["outage"].breaker
+        assert not e.CAUSES["outage"].counted
+
+
+async def test_an_interrupt_comes_through_at_once_in_an_outage(kit, stage):
+    async with stage() as s:
+        server = await s.server(conditions=Conditions(outages=((0, 1e9),)))
+        calling = s.caller(s.route(server, "noop"), policy=RetryPolicy(base_s=1_000, cap_s=1_000))
+        task = asyncio.create_task(calling.call(kit.request(), turn=1))
+        await kit.until(lambda: s.events.ends)
+        began = time.monotonic()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert time.monotonic() - began < 5
+        assert len(s.events.waited) == 1
