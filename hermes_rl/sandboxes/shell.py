@@ -241,13 +241,13 @@ class Shell:
         deadline = self._loop.time() + END_S
         pause, gone = 0.002, self._answer is not None
         while not (self._answer is not None and gone):
+            if self.lost.is_set() or self._loop.time() > deadline:
+                break
             gone = await asyncio.to_thread(self._jobs.end)
             if self._answer is None and not self.lost.is_set():
                 # Killed a moment ago; or, on a busy machine, not even forked when we looked.
                 await asyncio.wait([waiter], timeout=pause)
                 pause = min(2 * pause, 0.05)
-            if self.lost.is_set() or self._loop.time() > deadline:
-                break
         if self._answer is None or not gone:
             watch.finish()
             return False

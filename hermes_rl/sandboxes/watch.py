@@ -41,8 +41,8 @@ class Watch:
             self._timer = self._loop.call_at(self._end, self._tick)
 
     def resume(self) -> None:
-        """Read whenever there is something to read."""
-        if not self._reading:
+        """Read whenever there is something to read, until `stop`."""
+        if not self._reading and not self._stopped:
             self._reading = True
             self._loop.add_reader(self._pipe.fd, self._read)
 
@@ -50,11 +50,7 @@ class Watch:
         if self._pipe.read_into(self._sink, 16 * CHUNK) is None:
             # No writer, yet or any more: the selector would report that without end.
             self._unread()
-            self._loop.call_later(DRAIN_PAUSE_S, self._again)
-
-    def _again(self) -> None:
-        if not self._stopped:
-            self.resume()
+            self._loop.call_later(DRAIN_PAUSE_S, self.resume)
 
     def _unread(self) -> None:
         if self._reading:

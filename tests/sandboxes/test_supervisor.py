@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,3 +76,26 @@ async def test_timeouts_at_every_moment(
             assert found.output == "0\n"
     finally:
         await backend.aclose()
+
+
+@pytest.mark.parametrize("kind", [Bubblewrap, Subprocess])
+async def test_closing_at_once_after_a_cancel(
+    state: Path, kind: type[Bubblewrap] | type[Subprocess]
+) -> None:
+    """What ends the cancelled command finds its sandbox closed, and says nothing."""
+    said: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+    backend: SandboxBackend = kind(state_dir=state)
+    try:
+        for number in range(10):
+            box = await backend.lease(SandboxSpec(lease="cancel"))
+            task = asyncio.create_task(box.run("echo x; sleep 900", timeout_s=20))
+            await asyncio.sleep(number / 1000)
+            task.cancel()
+            await asyncio.wait([task])
+            await box.aclose()
+    finally:
+        await backend.aclose()
+    gc.collect()  # an exception that nobody fetched is told when its task goes
+    await asyncio.sleep(0)
+    assert said == []
