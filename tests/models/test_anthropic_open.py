@@ -112,7 +112,7 @@ def test_each_body_extends_the_last_one(turns):
             asked.conversation.append(UserMessage(content=said or "?"))
         longer = dialect.encode(asked)
         json.loads(longer)
-        if answer.tool_calls or answer.content:  # else the turn is not sent at all
+        if answer.tool_calls or answer.content.strip():  # else the turn is not sent at all
             assert longer.startswith(body[: -len(TAIL)])
         assert dialect.bound(asked) <= len(longer) + 16 * len(asked.conversation)
         body = longer
@@ -257,3 +257,41 @@ def test_events_of_any_shape_break_nothing(events):
     )
     with contextlib.suppress(e.ModelError):
         through(stream(data), SSE)
+
+
+fields = st.dictionaries(
+    st.sampled_from(
+        ["type", "text", "id", "name", "input", "content", "tool_use_id", "source", "thinking",
+         "signature", "data", "cache_control", "ttl", "budget_tokens", "effort", "input_schema"]
+    ),
+    junk,
+    max_size=5,
+)  # fmt: skip
+requests = st.fixed_dictionaries(
+    {
+        "model": st.just("m"),
+        "max_tokens": st.integers(0, 3),
+        "messages": st.lists(
+            st.fixed_dictionaries(
+                {
+                    "role": st.sampled_from(["user", "assistant"]),
+                    "content": text | st.lists(fields, max_size=3),
+                }
+            ),
+            max_size=3,
+        ),
+    },
+    optional={
+        "system": text | st.lists(fields, max_size=2),
+        "tools": st.lists(fields, max_size=2),
+        "thinking": fields,
+        "output_config": fields,
+    },
+)
+
+
+@few
+@given(requests)
+def test_a_server_reads_or_refuses_any_request(body):
+    with contextlib.suppress(ValueError):
+        AnthropicServer().decode_request(json.dumps(body).encode())
