@@ -16,7 +16,7 @@ from hermes_rl.models.quotas import KINDS
 from hermes_rl.models.rests import Rests
 from hermes_rl.models.share import DirectLine, Line
 from hermes_rl.models.spending import NANO, RUN_TOKENS, RUN_USD, model_pot
-from hermes_rl.models.targets import asks_endpoint, targets_of
+from hermes_rl.models.targets import asks_endpoint, targets_by_model
 
 
 class GovernorHost(Protocol):
@@ -68,19 +68,18 @@ class Prices:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self._tables: list[tuple[str | None, PriceTable]] = []
-        if config.model.name not in PLAYED_MODELS:
-            targets = targets_of(config.endpoint, config.providers)
-            asked = asks_endpoint(config.model.name, config.endpoint)
-            tables = [t.prices if asked else t.prices.own_alone() for t in targets]
-            self._tables = [(t.model, p) for t, p in zip(targets, tables, strict=True)]
+        self._tables: list[tuple[str, PriceTable]] = []
+        if config.model.name in PLAYED_MODELS:
+            return
+        asked = asks_endpoint(config.model.name, config.endpoint)
+        for model, targets in targets_by_model(config).items():
+            for target in targets:
+                table = target.prices if asked else target.prices.own_alone()
+                self._tables.append((target.model or model, table))
 
     def unpriced(self) -> list[str]:
         """Models of the run without a price."""
-        own = list(self._config.model.mix or (self._config.model.name,))
-        asked = [(m, table) for name, table in self._tables for m in ([name] if name else own)]
-        return [model for model, table in asked if table.find(model) is None]
+        return [model for model, table in self._tables if table.find(model) is None]
 
     def worst(self, model: str, max_input: int, max_output: int) -> Decimal | None:
         """See `batch_runner.spent.Worst`: the dearest place that serves the model."""

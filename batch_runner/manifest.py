@@ -18,7 +18,7 @@ from batch_runner.settings import Settings
 from hermes_rl import __version__
 from hermes_rl.config import RunConfig
 from hermes_rl.models.probe import Probed
-from hermes_rl.models.targets import asks_endpoint, targets_of
+from hermes_rl.models.targets import asks_endpoint, targets_by_model
 from hermes_rl.store.driver import Driver
 from hermes_rl.store.rundir import RunDir
 
@@ -60,8 +60,11 @@ def capabilities(config: RunConfig, probed: Probed | None) -> dict[str, Any]:
     where = config.endpoint
     known: dict[str, Any] = {"transport": where.transport, "stream": where.stream}
     if asks_endpoint(config.model.name, where):
-        place = targets_of(where, config.providers)[0].place
-        known.update(provider=place.provider, api_mode=place.api_mode)
+        places = {m: t[0].place for m, t in targets_by_model(config).items()}
+        first = next(iter(places.values()))
+        known.update(provider=first.provider, api_mode=first.api_mode)
+        if len(set(places.values())) > 1:
+            known["places"] = {m: [p.provider, p.api_mode, p.host] for m, p in places.items()}
     if probed is not None and probed.found:
         known["probed"] = dict(probed.found)
     if probed is not None and probed.models is not None:

@@ -13,8 +13,8 @@ from hermes_rl.errors import UserError
 from hermes_rl.models.base import Sampling
 from hermes_rl.models.played import NoopClient
 from hermes_rl.models.retry import ModelCaller
-from hermes_rl.models.routing import Alone, Keys, Routes, Sole
-from hermes_rl.models.targets import keys_at
+from hermes_rl.models.routing import Alone, Keys, Routes, Sole, find_keys
+from hermes_rl.models.targets import asks_endpoint, targets_of
 from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
 from hermes_rl.wiring import BACKENDS, make_backend, open_models
@@ -29,7 +29,7 @@ class OpenLink:
 
     def __init__(self, config: ModelConfig, models: Routes, stack: AsyncExitStack) -> None:
         self.model = config.name
-        self.api_mode, self.endpoint = models.api_mode, models.endpoint
+        self.api_mode, self.endpoint = models.seen(config.name)
         self.sampling = Sampling(
             temperature=config.temperature,
             top_p=config.top_p,
@@ -81,10 +81,14 @@ class RealAssembly:
             api_mode=config.api_mode,
             transport=config.transport,
         )
-        keys = keys_at(config.name, where) if key is None else {_GIVEN_KEY: key}
+        targets = targets_of(where)
+        keys = {_GIVEN_KEY: key} if key else {}
+        if key is None and asks_endpoint(config.name, where):
+            keys = find_keys([targets[0].place])
         common = Alone(_CALLS_AT_ONCE)
         async with AsyncExitStack() as stack:
-            models = await open_models(config.name, where, {}, stack, Keys(keys), common)
+            routes = {config.name: targets}
+            models = await open_models(config.name, where, routes, stack, Keys(keys), common)
             return OpenLink(config, models or Sole(NoopClient(), common), stack.pop_all())
 
     async def lease(self, sandbox: object) -> Sandbox:

@@ -55,8 +55,9 @@ class ModelSection(Section):
     name: str
     """With a mix it is only what the run is called by."""
     mix: Annotated[dict[str, Weight], Field(min_length=1)] | None = None
-    """Models of one endpoint and their weights: one is drawn for each unit, by the unit's seed, and
-    answers all of its calls. The weights are shares of their sum."""
+    """Models and their weights: one is drawn for each unit, by the unit's seed, and answers all of
+    its calls. The weights are shares of their sum. Those that are not at the run's endpoint have a
+    place in `endpoint.places`."""
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     max_tokens: Positive | None = None
@@ -184,6 +185,9 @@ class RunConfig(Section):
         own = (*PLAYED_MODELS, *LOCAL_MODELS)
         if self.model.mix and self.model.name in own:
             raise UserError(f"a mix cannot be called {self.model.name}. Leave model.name out")
+        for name in self.endpoint.places:
+            if name not in (self.model.mix or (self.model.name,)):
+                raise UserError(f"'endpoint.places' holds {name}, which the run does not ask")
         fallbacks = [f.model for f in self.endpoint.fallbacks]
         for key, names in (("model.mix", self.model.mix or ()), ("endpoint.fallbacks", fallbacks)):
             for name in names:

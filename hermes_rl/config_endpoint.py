@@ -81,11 +81,11 @@ class ProviderSection(Section):
         return check_address(given, "providers.NAME.base_url")
 
 
-class FallbackSection(Section):
-    """A model that is asked when those before it cannot answer. What is left out is the run's,
-    where the provider is the run's too."""
+class PlaceSection(Section):
+    """Where one model is. What is left out is the run's, where the provider is the run's too."""
 
-    model: str
+    model: str | None = None
+    """What it is called there; None is its name here."""
     provider: str | None = None
     base_url: str | None = None
     api_key_env: str | None = None
@@ -94,7 +94,7 @@ class FallbackSection(Section):
     @field_validator("base_url")
     @classmethod
     def _plain(cls, given: str | None) -> str | None:
-        return check_address(given, "endpoint.fallbacks.base_url")
+        return check_address(given, "base_url")
 
     @field_validator("api_key_env", mode="before")
     @classmethod
@@ -111,6 +111,12 @@ class RatesSection(Section):
     """Input and output together."""
     input_tokens: Annotated[float, Field(gt=0)] | None = None
     output_tokens: Annotated[float, Field(gt=0)] | None = None
+
+
+class FallbackSection(PlaceSection):
+    """A model that is asked when those before it cannot answer."""
+
+    model: str
 
 
 class EndpointSection(Section):
@@ -132,6 +138,8 @@ class EndpointSection(Section):
     the head of a conversation; writing for an hour costs more. Others cache by themselves."""
     model_path: str | None = None
     """Weights file for the embedded model."""
+    places: dict[str, PlaceSection] = Field(default_factory=dict)
+    """Models of a mix that are somewhere else."""
     fallbacks: tuple[FallbackSection, ...] = ()
     """Asked in this order when the model cannot answer; none with the preset `rl`."""
     prices: dict[str, PriceSection | None] = Field(default_factory=dict)

@@ -8,34 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hermes_rl.agent.policy import Limits, Policy, preset
 from hermes_rl.agent.prompt import TEXTS, system_prompt
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, LimitsSection, RunConfig
-from hermes_rl.config_endpoint import EndpointSection, ProviderSection
-from hermes_rl.errors import AuthError, TaskFault, UserError
+from hermes_rl.config_endpoint import EndpointSection
+from hermes_rl.errors import TaskFault, UserError
 from hermes_rl.identity import digest
 from hermes_rl.models.base import ModelClient, Sampling
 from hermes_rl.models.budget import Budget
 from hermes_rl.models.played import NoopClient, OracleClient, free
-from hermes_rl.models.probe import Probed, probe
+from hermes_rl.models.probe import Probed
+from hermes_rl.models.reach import reach_models
 from hermes_rl.models.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.routing import Alone, Common, Keys, Routes, Routing, Sole
+from hermes_rl.models.routing import Alone, Common, Keys, Routes, Routing, Seen, Sole, Target
 from hermes_rl.models.spending import UnitBudget
 from hermes_rl.models.targets import (
     asks_endpoint,
     drawn_model,
     endpoint_base,
-    first_endpoint,
     keys_of,
-    targets_of,
+    targets_by_model,
 )
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.sandboxes.base import SandboxBackend, SandboxSpec
@@ -99,10 +98,11 @@ class Workshop:
         tools = resolve(toolsets)
         name = drawn_model(self.config, item.seed)
         own = item.task.system if item.task else None
+        seen = self.models.seen(name) if self.models else Seen("played", name)
         return Draw(
             model=name,
-            api_mode=self.models.api_mode if self.models else "played",
-            endpoint=self.models.endpoint if self.models else name,
+            api_mode=seen.api_mode,
+            endpoint=seen.endpoint,
             toolsets=toolsets,
             tools=tools,
             sampling=policy.complete(sampling_of(self.config, item.seed)),
@@ -178,8 +178,9 @@ async def open_workshop(
         backend = make_backend(config.sandbox.backend, state_dir)
         stack.push_async_callback(backend.aclose)
         held = keys_of(config) if keys is None else keys
+        targets = targets_by_model(config)
         models = await open_models(
-            config.model.name, config.endpoint, config.providers, stack, Keys(held), together
+            config.model.name, config.endpoint, targets, stack, Keys(held), together
         )
         yield Workshop(
             config=config,
@@ -208,21 +209,23 @@ def make_backend(name: str, state_dir: Path | None = None) -> SandboxBackend:
 async def open_models(
     name: str,
     where: EndpointSection,
-    providers: Mapping[str, ProviderSection],
+    targets: Mapping[str, Sequence[Target]],
     stack: AsyncExitStack,
     keys: Keys,
     common: Common,
 ) -> Routes | None:
-    """The routes to a model, closed by `stack`; None for played models.
+    """The routes to a model or a mix, closed by `stack`; None for played models.
+
+    Args:
+        targets: model -> where its calls go.
 
     Raises: UserError when the embedded model cannot be had, or an address or a key cannot work.
     """
     if name in PLAYED_MODELS:
         return None
-    targets = targets_of(where, providers)
     if not asks_endpoint(name, where):
         client = await _embedded(name, where, stack)
-        return Sole(client, common, targets[0].prices.own_alone())
+        return Sole(client, common, targets[name][0].prices.own_alone())
     routing = Routing(targets, keys, common, base=endpoint_base(where), strategy=where.key_strategy)
     stack.push_async_callback(routing.aclose)
     return routing
@@ -239,22 +242,7 @@ async def reach(config: RunConfig) -> Probed | None:
     """
     if not (config.run.workers != 0 and os.environ.get("RAY_ADDRESS")):
         await _start_a_sandbox(config.sandbox.backend)
-    if not asks_endpoint(config.model.name, config.endpoint):
-        return None
-    target = targets_of(config.endpoint, config.providers)[0]
-    (_, key), *_ = Keys(keys_of(config)).of(target.place)
-    endpoint = first_endpoint(config.endpoint, target.place, key)
-
-    with contextlib.suppress(AuthError):
-        probed = await probe(endpoint)
-        if config.run.probe == "free":
-            return probed
-        from hermes_rl.models.capabilities import explore
-
-        model = min(config.model.mix or (config.model.name,))
-        found = await explore(endpoint, model, target.prices)
-        return replace(probed, found={"model": model, **found.as_dict()})
-    return None
+    return await reach_models(config)
 
 
 async def _start_a_sandbox(backend_name: str) -> None:

@@ -9,7 +9,8 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from itertools import chain
+from typing import NamedTuple, Protocol
 
 from hermes_rl.errors import UserError
 from hermes_rl.models.base import ModelClient
@@ -109,13 +110,17 @@ def find_keys(places: Sequence[Place], environ: Mapping[str, str] = os.environ) 
     return found
 
 
+class Seen(NamedTuple):
+    """Of the first place of a model, for records."""
+
+    api_mode: str
+    endpoint: str
+    """Host (and port)."""
+
+
 class Routes(Protocol):
     """What a process can send its calls to."""
 
-    api_mode: str
-    """Of the first place, for records."""
-    endpoint: str
-    """Host (and port) of the first place, for records."""
     secrets: tuple[str, ...]
     """Texts that no record may show."""
 
@@ -123,12 +128,17 @@ class Routes(Protocol):
         """Where the calls of a rollout with that model go, in order."""
         ...
 
+    def seen(self, model: str) -> Seen:
+        """What records say of where that model is."""
+        ...
+
 
 class Routing:
     """The routes of a process to endpoints.
 
     Args:
-        targets: the run's own place first; at least one.
+        targets: model -> where its calls go, in order. Of several models the first one's hold for
+            names that are not there.
         keys: as `find_keys` returned them, maybe on another machine.
         common: limiters and rests.
         base: what all endpoints have in common; address, key, mode and quirks are filled in.
@@ -136,24 +146,22 @@ class Routing:
 
     def __init__(
         self,
-        targets: Sequence[Target],
+        targets: Mapping[str, Sequence[Target]],
         keys: Keys,
         common: Common,
         *,
         base: Endpoint,
         strategy: Strategy = "fill_first",
     ) -> None:
-        self.targets = tuple(targets)
+        self._targets = {model: tuple(places) for model, places in targets.items()}
         self.secrets: tuple[str, ...] = ()
         self._keys, self._common, self._strategy = keys, common, strategy
         self._base = base
         self._stack = AsyncExitStack()
         self._clients: dict[tuple[Place, str], ModelClient] = {}
         self._routes: dict[str, tuple[Route, ...]] = {}
-        for target in self.targets:
+        for target in chain.from_iterable(self._targets.values()):
             self._connect(target.place)
-        first = next(iter(self._clients.values()))
-        self.api_mode, self.endpoint = first.api_mode, first.endpoint
 
     def _connect(self, place: Place) -> None:
         from hermes_rl.models.client import connect
@@ -176,8 +184,18 @@ class Routing:
     def routes(self, model: str) -> tuple[Route, ...]:
         """See `Routes.routes`."""
         if model not in self._routes:
-            self._routes[model] = tuple(self._route(t, t.model or model) for t in self.targets)
+            targets = self._of(model)
+            self._routes[model] = tuple(self._route(t, t.model or model) for t in targets)
         return self._routes[model]
+
+    def seen(self, model: str) -> Seen:
+        """See `Routes.seen`."""
+        place = self._of(model)[0].place
+        client = next(c for (at, _), c in self._clients.items() if at == place)
+        return Seen(client.api_mode, client.endpoint)
+
+    def _of(self, model: str) -> tuple[Target, ...]:
+        return self._targets.get(model) or next(iter(self._targets.values()))
 
     def _route(self, target: Target, model: str) -> Route:
         place = target.place
@@ -209,7 +227,6 @@ class Sole:
     def __init__(
         self, client: ModelClient, common: Common, prices: PriceTable | None = None
     ) -> None:
-        self.api_mode, self.endpoint = client.api_mode, client.endpoint
         self.secrets: tuple[str, ...] = ()
         self._client, self._common = client, common
         self._prices = prices or PriceTable()
@@ -221,8 +238,12 @@ class Sole:
             self._routes[model] = (self._route(model),)
         return self._routes[model]
 
+    def seen(self, model: str) -> Seen:
+        """See `Routes.seen`."""
+        return Seen(self._client.api_mode, self._client.endpoint)
+
     def _route(self, model: str) -> Route:
-        limiter = self._common.limiter(self.endpoint, NO_KEY, model)
+        limiter = self._common.limiter(self._client.endpoint, NO_KEY, model)
         account = Account(name=NO_KEY, client=self._client, limiter=limiter)
-        pool = KeyPool((account,), self._common.rests, scope=f"{self.endpoint} {model}")
+        pool = KeyPool((account,), self._common.rests, scope=f"{self._client.endpoint} {model}")
         return Route(model=model, accounts=pool, prices=self._prices)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig
-from hermes_rl.config_endpoint import EndpointSection, PriceSection, ProviderSection
+from hermes_rl.config_endpoint import EndpointSection, PlaceSection, PriceSection, ProviderSection
 from hermes_rl.models.endpoint import Endpoint, Timeouts
 from hermes_rl.models.prices import ModelPrice, PriceTable, price_table, read_price
 from hermes_rl.models.providers import Place, Provider, known_providers, resolve
@@ -23,28 +23,43 @@ def asks_endpoint(model: str, where: EndpointSection) -> bool:
 
 
 def targets_of(
-    where: EndpointSection, own: Mapping[str, ProviderSection] | None = None
+    where: EndpointSection,
+    own: Mapping[str, ProviderSection] | None = None,
+    model: str | None = None,
 ) -> tuple[Target, ...]:
-    """Where the calls of a run go: its own place first, then its fallbacks.
+    """Where the calls of a unit go: its model's place first, then the fallbacks.
 
     Args:
         own: the user's providers.
+        model: as it was drawn for the unit; without it the run's own place is first.
 
     Raises: UserError for a provider that is unknown or has no address.
     """
     known = _providers(own)
     prices = _prices(where.prices)
-    first = resolve(where, known)
-    targets = [Target(first, None, _table(first, prices))]
-    for fallback in where.fallbacks:
-        elsewhere = fallback.provider is not None or fallback.base_url is not None
-        place = resolve(fallback, known) if elsewhere else first
-        if not elsewhere and (fallback.api_key_env or fallback.api_mode):
-            given = {"api_key_env": fallback.api_key_env, "api_mode": fallback.api_mode}
-            changes = {k: v for k, v in given.items() if v is not None}
-            place = resolve(where.model_copy(update=changes), known)
-        targets.append(Target(place, fallback.model, _table(place, prices)))
+    targets = []
+    for said in (where.places.get(model or ""), *where.fallbacks):
+        place = _place(where, said, known)
+        targets.append(Target(place, said.model if said else None, _table(place, prices)))
     return tuple(targets)
+
+
+def _place(
+    where: EndpointSection, said: PlaceSection | None, known: Mapping[str, Provider]
+) -> Place:
+    if said is None:
+        return resolve(where, known)
+    if said.provider is not None or said.base_url is not None:
+        return resolve(said, known)
+    given = {"api_key_env": said.api_key_env, "api_mode": said.api_mode}
+    changes = {k: v for k, v in given.items() if v is not None}
+    return resolve(where.model_copy(update=changes), known)
+
+
+def targets_by_model(config: RunConfig) -> dict[str, tuple[Target, ...]]:
+    """`targets_of` for each model that a run may draw."""
+    models = config.model.mix or (config.model.name,)
+    return {name: targets_of(config.endpoint, config.providers, name) for name in models}
 
 
 def keys_of(config: RunConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -53,19 +68,10 @@ def keys_of(config: RunConfig, environ: Mapping[str, str] = os.environ) -> dict[
 
     Raises: UserError when a needed one is not set.
     """
-    return keys_at(config.model.name, config.endpoint, config.providers, environ)
-
-
-def keys_at(
-    model: str,
-    where: EndpointSection,
-    own: Mapping[str, ProviderSection] | None = None,
-    environ: Mapping[str, str] = os.environ,
-) -> dict[str, str]:
-    """`keys_of` for an endpoint alone."""
-    if not asks_endpoint(model, where):
+    if not asks_endpoint(config.model.name, config.endpoint):
         return {}
-    return find_keys([target.place for target in targets_of(where, own)], environ)
+    routes = targets_by_model(config).values()
+    return find_keys([target.place for targets in routes for target in targets], environ)
 
 
 def endpoint_base(where: EndpointSection) -> Endpoint:

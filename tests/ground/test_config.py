@@ -62,6 +62,7 @@ def test_endpoints_prices_and_mixes_read_back_and_keys_are_only_named(tmp_path: 
         ({"model": {"mix": {}}}, "'model.name' is missing"),
         ({"model": {"mix": {"a": 1, "noop": 1}}}, "'model.mix' holds noop"),
         ({"model": {"name": "noop", "mix": {"a": 1}}}, "cannot be called noop"),
+        ({"endpoint": {"places": {"o": {}}}}, "'endpoint.places' holds o"),
         ({"endpoint": {"fallbacks": ["local"]}}, "'endpoint.fallbacks' holds local"),
         ({"endpoint": {"fallbacks": ["b"]}, "agent": {"preset": "rl"}}, "than rl"),
         ({"endpoint": {"fallbacks": ["b"]}, "model": {"name": "oracle"}}, "which needs none"),

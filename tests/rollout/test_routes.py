@@ -8,9 +8,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batch_runner.governing import Prices
 from hermes_rl.config import RunConfig, parse_config
-from hermes_rl.models.targets import drawn_model, keys_of, targets_of
-from hermes_rl.testing.fake_server import FakeConfig
+from hermes_rl.models.targets import drawn_model, keys_of, targets_by_model, targets_of
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.wiring import identity_of
 
 from .conftest import Open, script
@@ -174,3 +175,37 @@ def test_the_worked_example_of_the_docs_holds() -> None:
     for target in (first, same, claude):
         assert target.prices.find(target.model or example.model.name) is not None
     assert drawn_model(parse_config({**mix, "dataset": {"path": "x"}}), 1) in mix["model"]["mix"]
+
+
+async def test_models_of_a_mix_may_stand_at_several_endpoints(stage: Open) -> None:
+    async with FakeServer(FakeConfig(models=("other-name",))) as other:
+        s = await stage(
+            backend="none",
+            server=FakeConfig(models=("here",)),
+            model={"mix": {"here": 1, "there": 1}},
+            endpoint={"places": {"there": {"base_url": other.base_url, "model": "other-name"}}},
+        )
+        rows = [await s.attempt({**ROW, "id": str(i)}, i) for i in range(8)]
+        addresses = {True: s.server.base_url, False: other.base_url}
+    assert {row.model for row in rows} == {"here", "there"}
+    for row in rows:
+        assert row.end_reason == "answered"
+        here = row.model == "here"
+        assert row.endpoint in addresses[here]
+        assert {call.model for call in row.calls} == {"here" if here else "other-name"}
+
+
+def test_the_keys_and_prices_of_a_mix_are_those_of_its_places() -> None:
+    mixed = config(
+        model={"mix": {"gpt-5-mini": 1, "claude": 1}},
+        endpoint={
+            "places": {"claude": {"provider": "anthropic", "model": "claude-haiku-5-5"}},
+            "fallbacks": ["gpt-5-nano"],
+        },
+    )
+    keys = {"OPENAI_API_KEY": "1", "ANTHROPIC_API_KEY": "2"}
+    assert keys_of(mixed, keys) == keys
+    assert Prices(mixed).unpriced() == []
+    claude, fallback = targets_by_model(mixed)["claude"]
+    assert (claude.model, claude.place.api_mode) == ("claude-haiku-5-5", "anthropic_messages")
+    assert fallback.place.provider == "openai"
