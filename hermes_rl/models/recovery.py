@@ -1,7 +1,8 @@
 """What to do after a failed request: one decision at a time, as a value.
 
-`Recovery` belongs to one rollout. It is told of each failure and says what comes next; it neither
-waits nor sends. The order of its steps is the order of the cascade:
+`Recovery` belongs to one rollout and knows what the conversation learned; `CallRecovery` belongs to
+one call, is told of each of its failures and says what comes next. They neither wait nor send. The
+order of the steps is the order of the cascade:
 
 1. send it without what was refused (images, content in parts, signatures, encrypted reasoning,
    grammar patterns), once each, and never again with it in this conversation;
@@ -77,6 +78,8 @@ class Situation:
     """The output tokens that the failed request asked for."""
     images: bool = False
     """The failed request had images."""
+    adaptations: frozenset[Adaptation] = frozenset()
+    """What the failed request was sent without."""
     exact: bool = False
     """The request is to be sent as it stands (`ModelRequest.exact`)."""
     compressor: bool = False
@@ -148,47 +151,58 @@ class _Learned:
     output_cap: int | None = None
 
 
-@dataclass
-class _Call:
-    """The failures of one call at one route."""
-
-    since: float | None = None
-    """When the first of them was."""
-    last: float | None = None
-    failures: int = 0
-    counted: int = 0
-    lost: int = 0
-    """Lost connections and silences in a row."""
-    renewed: bool = False
-    output_cap: int | None = None
-    """For this call only."""
-    compressions: int = 0
-
-
 class Recovery:
-    """See the module.
+    """What one rollout learned. See the module.
 
     Args:
         uniform: chance, as `random.uniform`.
     """
 
     def __init__(self, policy: RetryPolicy, uniform: Callable[[float, float], float]) -> None:
+        self.policy, self.uniform = policy, uniform
         self.route = 0
         """Number of the route in use. What was left is not returned to in this conversation."""
-        self._policy, self._uniform = policy, uniform
         self._learned: dict[int, _Learned] = {}
-        self._call = _Call()
 
-    def begin(self) -> None:
+    def begin(self) -> CallRecovery:
         """A new call: what was learned stays, what went wrong is forgotten."""
-        self._call = _Call()
+        return CallRecovery(self)
+
+    def of_route(self, route: int) -> _Learned:
+        """What a route will not take."""
+        return self._learned.setdefault(route, _Learned())
+
+
+@dataclass
+class _Failures:
+    """The failures of one call at one route."""
+
+    since: float | None = None
+    """When the first of them was."""
+    last: float | None = None
+    number: int = 0
+    counted: int = 0
+    lost: int = 0
+    """Lost connections and silences in a row."""
+    renewed: bool = False
+
+
+class CallRecovery:
+    """The decisions of one call. Several calls of a rollout may be under way at once."""
+
+    def __init__(self, rollout: Recovery) -> None:
+        self.route = rollout.route
+        self._rollout, self._policy = rollout, rollout.policy
+        self._failed = _Failures()
+        self._output_cap: int | None = None
+        self._compressions = 0
 
     def fit(self, request: ModelRequest) -> ModelRequest:
         """The request as the route in use will take it."""
-        learned = self._learned.get(self.route)
-        if learned is not None and learned.adaptations:
+        learned = self._rollout.of_route(self.route)
+        if learned.adaptations:
             request = replace(request, adaptations=request.adaptations | learned.adaptations)
-        caps = (self._call.output_cap, learned.output_cap if learned else None)
+        caps = (self._output_cap, learned.output_cap)
         cap = min((c for c in caps if c is not None), default=None)
         asked = request.sampling.max_tokens
         if cap is not None and (asked is None or asked > cap):
@@ -209,10 +223,10 @@ class Recovery:
     def hold(self, error: ModelError, at: Situation) -> Wait | GiveUp:
         """What comes when a paid retry has no share of the traffic yet."""
         cap = self._policy.cap_s
-        return self._in_time(Wait(self._uniform(cap / 2, cap), paid=True), error, at)
+        return self._in_time(Wait(self._rollout.uniform(cap / 2, cap), paid=True), error, at)
 
     def _adapt(self, error: ModelError, at: Situation) -> Action | None:
-        """One-shot guards: what is in the set already did not help."""
+        """One-shot guards: what the failed request was without did not help."""
         if not self._policy.adapt or at.exact:
             return None
         wanted = _ADAPTATIONS.get(error.reason)
@@ -221,10 +235,9 @@ class Recovery:
             wanted = "no_images"
         if wanted is None or (wanted == "no_images" and not at.images):
             return None
-        adaptations = self._of_route().adaptations
-        if wanted in adaptations:
+        if wanted in at.adaptations:
             return None
-        adaptations.add(wanted)
+        self._rollout.of_route(self.route).adaptations.add(wanted)
         return Again()
 
     def _rotate(self, error: ModelError, at: Situation) -> Action | None:
@@ -235,20 +248,20 @@ class Recovery:
         cap = error.facts.max_output_tokens
         if cap is None or not isinstance(error, BadRequest | ContextOverflow):
             return None
-        if self._call.output_cap is not None or cap < _LEAST_OUTPUT:
+        if self._output_cap is not None or cap < _LEAST_OUTPUT:
             return None
         if at.max_tokens is not None and at.max_tokens <= cap:
             return None
-        self._call.output_cap = cap
+        self._output_cap = cap
         if error.reason == "format_error":
-            self._of_route().output_cap = cap
+            self._rollout.of_route(self.route).output_cap = cap
         return Again()
 
     def _compress(self, error: ModelError, at: Situation) -> Action | None:
         full = error.reason in ("context_overflow", "payload_too_large")
-        if not full or not at.compressor or self._call.compressions >= _COMPRESSIONS:
+        if not full or not at.compressor or self._compressions >= _COMPRESSIONS:
             return None
-        self._call.compressions += 1
+        self._compressions += 1
         return Compress()
 
     def _fall_back(self, error: ModelError, at: Situation) -> Action | None:
@@ -256,7 +269,7 @@ class Recovery:
             return None
         if error.transient:
             soon = (error.retry_after_s or 0.0) <= self._policy.cap_s
-            if soon and self._call.failures < self._policy.fall_back_after:
+            if soon and self._failed.number < self._policy.fall_back_after:
                 return None
         elif isinstance(error, ContextOverflow | PayloadTooLarge):
             return None  # the policy filled its window: that ends as it would without fallbacks
@@ -265,11 +278,12 @@ class Recovery:
         ):
             return None
         self.route += 1
-        self._call = _Call()
+        self._rollout.route = max(self._rollout.route, self.route)
+        self._failed, self._output_cap = _Failures(), None
         return FallBack()
 
     def _wait(self, error: ModelError, at: Situation) -> Wait | GiveUp:
-        policy, call = self._policy, self._call
+        policy, call = self._policy, self._failed
         if call.since is None:
             call.since = at.now
         if _at_fault(error) or self._others_answered(error, at):
@@ -277,23 +291,23 @@ class Recovery:
         call.last = at.now
         if call.counted >= policy.max_attempts:
             return GiveUp(error)
-        bound = min(policy.cap_s, policy.base_s * 2 ** min(call.failures, 30))
-        call.failures += 1
+        bound = min(policy.cap_s, policy.base_s * 2 ** min(call.number, 30))
+        call.number += 1
         # On top of what the server asked for, so that refused requests do not come back together.
         hint = min(error.retry_after_s or 0.0, policy.hint_s)
-        pause = hint + self._uniform(0.0, bound)
+        pause = hint + self._rollout.uniform(0.0, bound)
         wait = Wait(pause, renew=self._renewal(error), paid=error.served)
         return self._in_time(wait, error, at)
 
     def _others_answered(self, error: ModelError, at: Situation) -> bool:
         """The server answered somebody since this call's last failure, which waiting should have
         mended."""
-        if _waiting_helps(error) or self._call.last is None or at.answered_at is None:
+        if _waiting_helps(error) or self._failed.last is None or at.answered_at is None:
             return False
-        return at.answered_at > self._call.last
+        return at.answered_at > self._failed.last
 
     def _renewal(self, error: ModelError) -> bool:
-        call = self._call
+        call = self._failed
         call.lost = call.lost + 1 if isinstance(error, ConnectionLost | ModelTimeout) else 0
         if call.lost < _RENEW_AFTER or call.renewed:
             return False
@@ -302,16 +316,13 @@ class Recovery:
 
     def _in_time(self, wait: Wait, error: ModelError, at: Situation) -> Wait | GiveUp:
         """The pause, or the end when it is longer than the patience that is left."""
-        since = at.now if self._call.since is None else self._call.since
+        since = at.now if self._failed.since is None else self._failed.since
         spent = at.now - since
         if wait.seconds <= self._policy.outage_s - spent:
             return wait
         if at.answered_at is not None and at.answered_at > since:
             return GiveUp(error)  # the endpoint works: it is this call that fails
         return GiveUp(outage(error, spent))
-
-    def _of_route(self) -> _Learned:
-        return self._learned.setdefault(self.route, _Learned())
 
 
 def outage(error: ModelError, spent_s: float) -> Outage:

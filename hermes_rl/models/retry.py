@@ -7,6 +7,7 @@ the other, and waits are waited.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from hermes_rl.errors import ModelError
@@ -17,6 +18,7 @@ from hermes_rl.models.base import Completion, ModelRequest
 from hermes_rl.models.budget import Budget
 from hermes_rl.models.recovery import (
     Action,
+    CallRecovery,
     Compress,
     GiveUp,
     Recovery,
@@ -40,6 +42,16 @@ class Renewable(Protocol):
     async def renew(self) -> None:
         """Use new connections from now on; what is under way on the old ones goes on."""
         ...
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """A request that failed, and where."""
+
+    error: ModelError
+    account: Account
+    asked: ModelRequest
+    recovery: CallRecovery
 
 
 class ModelCaller:
@@ -87,21 +99,23 @@ class ModelCaller:
         Raises: ModelError when it is final or the policy's patience is used up (Outage when nobody
         was answered in that time); CostLimit; CancelledError at once.
         """
-        self._recovery.begin()
+        recovery = self._recovery.begin()
         retries = 0
         while True:
-            route = self._routes[self._recovery.route]
+            route = self._routes[recovery.route]
             account = route.accounts.choose()
             if not retries:
                 account.traffic.called()
-            asked = self._recovery.fit(request)
+            asked = recovery.fit(request)
             label = Label(turn, purpose, agent, retries)
             try:
                 return await self._attempts.send(asked, route, account, label)
             except ModelError as error:
                 rotated = route.accounts.rest(account, error)
-                action = self._recovery.decide(error, self._situation(account, asked, rotated))
-                request = await self._carry_out(action, error, account, request)
+                at = self._situation(account, asked, recovery, rotated=rotated)
+                action = recovery.decide(error, at)
+                failed = _Failed(error, account, asked, recovery)
+                request = await self._carry_out(action, failed, request)
             retries += 1
 
     def fall_back(self) -> bool:
@@ -112,46 +126,52 @@ class ModelCaller:
             self._recovery.route += 1
         return left
 
-    def _situation(self, account: Account, asked: ModelRequest, rotated: bool = False) -> Situation:
+    def _situation(
+        self, account: Account, asked: ModelRequest, recovery: CallRecovery, *, rotated: bool
+    ) -> Situation:
         return Situation(
             now=self._clock.monotonic(),
             rotated=rotated,
-            routes_left=self._recovery.route + 1 < len(self._routes),
+            routes_left=recovery.route + 1 < len(self._routes),
             answered_at=account.traffic.answered_at,
             max_tokens=asked.sampling.max_tokens,
             images=_has_images(asked),
+            adaptations=asked.adaptations,
             exact=asked.exact,
             compressor=self._on_overflow is not None,
         )
 
     async def _carry_out(
-        self, action: Action, error: ModelError, account: Account, request: ModelRequest
+        self, action: Action, failed: _Failed, request: ModelRequest
     ) -> ModelRequest:
         """Do what was decided; returns the request of the next try. Raises: the error to give up
         with."""
         if isinstance(action, GiveUp):
-            if action.error is error:
-                raise error
-            raise action.error from error
+            if action.error is failed.error:
+                raise action.error
+            raise action.error from failed.error
         if isinstance(action, Compress):
-            shorter = await self._on_overflow(request, error) if self._on_overflow else None
+            shorten = self._on_overflow
+            shorter = await shorten(request, failed.error) if shorten else None
             if shorter is None:
-                raise error
+                raise failed.error
             return shorter
         if isinstance(action, Wait):
-            if action.renew and isinstance(account.client, Renewable):
-                await account.client.renew()
+            client = failed.account.client
+            if action.renew and isinstance(client, Renewable):
+                await client.renew()
             await self._sleep(action.seconds)
             if action.paid:
-                await self._share(error, account, request)
+                await self._share(failed)
         return request
 
-    async def _share(self, error: ModelError, account: Account, request: ModelRequest) -> None:
+    async def _share(self, failed: _Failed) -> None:
         """Wait until a retry that may be paid twice has its share of the traffic."""
-        while not account.traffic.take(self._clock.monotonic()):
-            held = self._recovery.hold(error, self._situation(account, request))
+        while not failed.account.traffic.take(self._clock.monotonic()):
+            at = self._situation(failed.account, failed.asked, failed.recovery, rotated=False)
+            held = failed.recovery.hold(failed.error, at)
             if isinstance(held, GiveUp):
-                raise held.error from error
+                raise held.error from failed.error
             await self._sleep(held.seconds)
 
     async def _sleep(self, seconds: float) -> None:

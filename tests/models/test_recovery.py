@@ -1,5 +1,7 @@
 """Decisions after failures, by table: one failure after another, and what comes next."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,8 +27,28 @@ def upper(low, high):
     return high
 
 
+class Plan:
+    """One rollout's recovery and its call under way; a failed request is as it was sent."""
+
+    def __init__(self, policy):
+        self.rollout = Recovery(policy, upper)
+        self.begin()
+
+    def begin(self):
+        self.call = self.rollout.begin()
+        self.fit, self.hold = self.call.fit, self.call.hold
+
+    def decide(self, error, situation):
+        sent = self.call.fit(request()).adaptations
+        return self.call.decide(error, replace(situation, adaptations=sent))
+
+    @property
+    def route(self):
+        return self.call.route
+
+
 def recovery(**policy):
-    return Recovery(RetryPolicy(**policy), upper)
+    return Plan(RetryPolicy(**policy))
 
 
 def request(max_tokens=None):
@@ -186,6 +208,18 @@ def test_a_long_retry_after_falls_back_at_once():
 def test_what_a_fallback_would_hide_does_not_fall_back(reason):
     error = refused(reason)
     assert recovery().decide(error, at(routes_left=True)) == GiveUp(error)
+
+
+def test_calls_under_way_at_once_learn_from_each_other_and_give_up_alone():
+    rollout, error = Recovery(RetryPolicy(), upper), refused("thinking_signature")
+    one, two = rollout.begin(), rollout.begin()
+    assert one.decide(error, at()) == Again()
+    assert two.decide(error, at()) == Again(), "its request was not sent without signatures yet"
+    assert two.fit(request()).adaptations == {"no_signatures"}
+    gone = refused("model_not_found")
+    assert one.decide(gone, at(routes_left=True)) == FallBack()
+    assert two.decide(gone, at(routes_left=True)) == FallBack()
+    assert (one.route, two.route, rollout.begin().route) == (1, 1, 1)
 
 
 def test_adaptations_belong_to_their_route():
