@@ -3,14 +3,22 @@
 import json
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from hermes_rl import errors as e
-from hermes_rl.messages import AssistantMessage, ToolMessage, UserMessage
+from hermes_rl.messages import (
+    AssistantMessage,
+    SystemMessage,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+)
 from hermes_rl.models.base import Sampling
 from hermes_rl.models.client import DIALECTS, Endpoint, Timeouts, connect
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan
+from hermes_rl.testing.routes import server_dialect, wire_of
 
 KEY = "sk-canary-0123456789abcdef"
 WIRES = [(d, t, s) for d in DIALECTS for t in ("http", "sdk") for s in (False, True)]
@@ -218,6 +226,52 @@ async def test_streamed_text_comes_in_pieces(kit, wire):
         await client.aclose()
     assert "".join(pieces) == text
     assert len(pieces) > 5 if wire[2] else len(pieces) == 1
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+FAR = {"type": "image_url", "image_url": {"url": "https://x.test/a.png"}}
+HISTORY = (
+    SystemMessage(content="Be brief."),
+    UserMessage(content=[{"type": "text", "text": "What is this?"}, PICTURE, FAR]),
+    AssistantMessage(
+        content="I look.",
+        tool_calls=(
+            ToolCall(id="call_1", name="terminal", arguments='{"command":"ls"}'),
+            ToolCall(id="call_2", name="terminal", arguments="{}"),
+        ),
+    ),
+    ToolMessage(tool_call_id="call_1", name="terminal", content="a.png"),
+    ToolMessage(tool_call_id="call_2", name="terminal", content="nothing ünïcode"),
+    UserMessage(content="Go on."),
+)
+
+
+async def test_what_is_sent_is_understood(kit, wire):
+    """Images, parallel calls and their results, tools, sampling: the other side reads the same."""
+    seen = []
+
+    class Spy(FakeServer):
+        def handle(self, connection, request):
+            seen.append(server_dialect(wire_of(request.path)).decode_request(request.body))
+            super().handle(connection, request)
+
+    async with Spy() as server:
+        client = client_of(server, wire)
+        sampling = replace(SHORT, temperature=0.5, stop=() if "responses" in wire[0] else ("END",))
+        asked = kit.request(HISTORY, "m", stream=wire[2], tools=kit.TERMINAL, sampling=sampling)
+        await client.complete(asked)
+        await client.aclose()
+    (read,) = seen
+    # Two of the three wires name no tool in a result.
+    assert [nameless(m) for m in read.messages] == [nameless(m) for m in HISTORY]
+    assert read.tools == kit.TERMINAL
+    assert (read.model, read.stream, read.sampling) == ("m", wire[2], sampling)
+
+
+def nameless(message):
+    if isinstance(message, ToolMessage):
+        return msgspec.structs.replace(message, name="")
+    return message
 
 
 async def test_connections_are_reused(kit, wire):
