@@ -1,5 +1,6 @@
 """The same episodes through every dialect and transport, streaming and not, are the same."""
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -134,12 +135,17 @@ async def test_an_episode_is_the_same_on_every_wire(kit, wire):
     assert messages == [UserMessage(content=EPISODE), *MESSAGES]
 
 
-async def ask(server, wire, kit, prompt="hi", model="echo", key=KEY, **options):
-    """One attempt."""
+@contextlib.asynccontextmanager
+async def asking(server, wire, kit, key=KEY, **options):
+    """Makes attempts: `await ask(prompt, model)`."""
     client = client_of(server, wire, key, **options)
-    try:
+
+    async def ask(prompt="hi", model="echo"):
         asked = kit.request(prompt, model, stream=wire[2], sampling=SHORT)
         return await client.complete(asked)
+
+    try:
+        yield ask
     finally:
         await client.aclose()
 
@@ -160,29 +166,31 @@ REFUSED = {
 
 
 async def test_refusals_are_typed(kit, wire):
-    async with FakeServer() as server:
+    async with FakeServer() as server, asking(server, wire, kit) as ask:
         for fault, (kind, status) in REFUSED.items():
             with pytest.raises(e.ModelError) as caught:
-                await ask(server, wire, kit, model=f"fault-{fault}")
+                await ask(model=f"fault-{fault}")
             error, entry = caught.value, server.entries[-1]
             assert (fault, type(error), error.status) == (fault, kind, status)
             assert (error.request_id, error.served) == (entry.request_id, False)
         with pytest.raises(e.BillingError):
-            await ask(server, wire, kit, model="fault-quota")
+            await ask(model="fault-quota")
     assert {entry.outcome for entry in server.entries} == {"refused"}
 
 
 async def test_a_wrong_key_is_final_and_shown_nowhere(kit, wire):
-    async with FakeServer(FakeConfig(key="another-key")) as server:
+    config = FakeConfig(key="another-key")
+    async with FakeServer(config) as server, asking(server, wire, kit) as ask:
         with pytest.raises(e.AuthError) as caught:
-            await ask(server, wire, kit)
+            await ask()
     assert KEY not in repr(caught.value) + str(caught.value)
 
 
 async def test_a_hint_to_wait(kit, wire):
-    async with FakeServer(FakeConfig(faults=FaultPlan(retry_after_s=7.5))) as server:
+    config = FakeConfig(faults=FaultPlan(retry_after_s=7.5))
+    async with FakeServer(config) as server, asking(server, wire, kit) as ask:
         with pytest.raises(e.RateLimited) as caught:
-            await ask(server, wire, kit, model="fault-rate_limit_after")
+            await ask(model="fault-rate_limit_after")
     assert caught.value.retry_after_s == 7.5
 
 
@@ -190,29 +198,33 @@ BROKEN = {"reset": e.ConnectionLost, "cut": e.ProtocolError, "garbage": e.Protoc
 
 
 async def test_lost_answers_may_be_served(kit, wire):
-    async with FakeServer() as server:
+    patience = Timeouts(first_byte_s=30, idle_s=0.15)
+    async with (
+        FakeServer() as server,
+        asking(server, wire, kit) as ask,
+        asking(server, wire, kit, timeouts=patience) as ask_shortly,
+    ):
         for fault, kind in BROKEN.items():
             with pytest.raises(e.ModelError) as caught:
-                await ask(server, wire, kit, model=f"fault-{fault}")
+                await ask(model=f"fault-{fault}")
             assert (fault, type(caught.value)) == (fault, kind)
             assert (caught.value.served, caught.value.transient) == (True, True)
-        patience = Timeouts(first_byte_s=30, idle_s=0.15)
         with pytest.raises(e.ModelTimeout, match="stood still"):
-            await ask(server, wire, kit, model="fault-stall_mid", timeouts=patience)
+            await ask_shortly(model="fault-stall_mid")
     assert {entry.outcome for entry in server.entries} == {"cut"}
 
 
 async def test_usage_only_from_a_complete_object(kit, wire):
-    async with FakeServer() as server:
+    async with FakeServer() as server, asking(server, wire, kit) as ask:
         for fault in ("no_usage", "partial_usage"):
-            answer = await ask(server, wire, kit, model=f"fault-{fault}")
+            answer = await ask(model=f"fault-{fault}")
             assert (answer.message.content, answer.usage) == ("done", None)
 
 
 async def test_answers_that_end_early(kit, wire):
-    async with FakeServer() as server:
-        empty = await ask(server, wire, kit, script(""))
-        cut = await ask(server, wire, kit, script({"text": "The answ", "finish": "length"}))
+    async with FakeServer() as server, asking(server, wire, kit) as ask:
+        empty = await ask(script(""))
+        cut = await ask(script({"text": "The answ", "finish": "length"}))
     assert (empty.message, empty.finish_reason) == (AssistantMessage(), "stop")
     assert (cut.message.content, cut.finish_reason) == ("The answ", "length")
 
