@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from batch_runner.pilot import Pilot, PilotPlan
 from batch_runner.plan import Plan, PlanRules
 from batch_runner.progress import Progress, View, default_progress
 from batch_runner.report import Report
-from batch_runner.settings import Settings, settle
+from batch_runner.settings import Settings, as_config, settle
 from batch_runner.sink import Sink
 from batch_runner.source import RunSource
 from batch_runner.spent import spent_before
@@ -46,25 +46,34 @@ from hermes_rl.wiring import reach
 
 
 def run_batch(
-    config: RunConfig, *, progress: Progress | None = None, pilot: Pilot | None = None
+    config: RunConfig | Mapping[str, Any],
+    *,
+    progress: Progress | None = None,
+    pilot: Pilot | None = None,
 ) -> Report:
     """Run a dataset to its end; also resumes. Works where a loop is running, as in notebooks.
 
     Args:
+        config: a `RunConfig`, or the same as plain data: `{"dataset": {"path": ...}, ...}`.
         progress: where progress goes; None is a line on stderr.
         pilot: only these units; the others stay open.
 
     Raises: UserError for bad input; StoreError for a run directory that is in use, damaged or of
     another configuration.
     """
+    config = as_config(config)
     with _ray_on_this_thread(config):
         return run_sync(arun_batch(config, progress=progress, pilot=pilot))
 
 
 async def arun_batch(
-    config: RunConfig, *, progress: Progress | None = None, pilot: Pilot | None = None
+    config: RunConfig | Mapping[str, Any],
+    *,
+    progress: Progress | None = None,
+    pilot: Pilot | None = None,
 ) -> Report:
     """`run_batch` for callers with a loop of their own."""
+    config = as_config(config)
     settings = settle(config)
     refuse_unpriced(config)
     probed = await reach(settings.config)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hermes_rl.config import LOCAL_MODELS, RunConfig
+from hermes_rl.config import LOCAL_MODELS, RunConfig, parse_config
+from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
 from hermes_rl.models.targets import keys_of
 from hermes_rl.sources import dataset_name
@@ -42,6 +43,21 @@ class Settings:
     def resume(self) -> str:
         """The command that goes on with this run."""
         return f"hermes-rl run --config {self.out}/run.yaml"
+
+
+def as_config(config: object) -> RunConfig:
+    """A configuration as callers have it: a `RunConfig`, or the same as plain data.
+
+    Raises: UserError.
+    """
+    if isinstance(config, RunConfig):
+        return config
+    if isinstance(config, Mapping):
+        return parse_config(config, "run_batch")
+    raise UserError(
+        f"run_batch takes a RunConfig or a mapping, not {type(config).__name__}. "
+        "Give RunConfig(...), or {'dataset': {'path': ...}, 'model': {'name': ...}}"
+    )
 
 
 def settle(config: RunConfig) -> Settings:

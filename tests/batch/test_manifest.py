@@ -2,10 +2,15 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any, cast
 
+import pytest
+
+from batch_runner import run_batch
 from batch_runner.manifest import capabilities, read_manifest, write_manifest
 from batch_runner.settings import settle
 from hermes_rl.config import parse_config
+from hermes_rl.errors import UserError
 from hermes_rl.models.probe import Probed
 from hermes_rl.store.driver import open_run
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
@@ -38,6 +43,21 @@ async def test_entries_are_kept_and_the_fingerprint_follows_the_file(tmp_path: P
         (driver.run_dir.path / "manifest.json").write_text("{torn")
         write_manifest(driver, settings, {})
         assert read_manifest(driver.run_dir)["dataset"] == changed
+
+
+def test_run_batch_takes_plain_data_and_says_what_else_it_wants(tmp_path: Path) -> None:
+    data = {
+        "dataset": {"path": str(tmp_path / "none.jsonl")},
+        "model": {"name": "noop"},
+        "sandbox": {"backend": "none"},
+        "run": {"out": str(tmp_path / "run"), "workers": 0, "allow_unsandboxed": True},
+    }
+    with pytest.raises(UserError, match=r"none\.jsonl: no such file"):
+        run_batch(data)
+    with pytest.raises(UserError, match="run_batch: unknown key 'wat'"):
+        run_batch({**data, "wat": 1})
+    with pytest.raises(UserError, match="takes a RunConfig or a mapping, not str"):
+        run_batch(cast(Any, "smoke"))
 
 
 def test_capabilities_are_what_the_endpoint_said() -> None:
