@@ -42,6 +42,9 @@ def command(
         str | None, _of("--api-key-env", "with --model: variable that holds the key")
     ] = None,
     api_mode: Annotated[str | None, _of("--api-mode", "with --model: dialect")] = None,
+    config: Annotated[
+        Path | None, _of("--config", "with models: your providers, and an endpoint to look at")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="findings as JSON")] = False,
 ) -> int:
     """What is there, what works on this machine, and what to install.
@@ -51,8 +54,9 @@ def command(
     hermes-rl doctor sandboxes
     hermes-rl doctor models --provider vllm --model Qwen/Qwen3-8B
     """
-    asked = Asked(model, provider, base_url, api_key_env, api_mode)
-    if asked != Asked() and (model is None or subject is not Subject.MODELS):
+    asked = Asked(model, provider, base_url, api_key_env, api_mode, config)
+    alone = asked == Asked(config=config) and (config is None or subject is Subject.MODELS)
+    if not alone and (model is None or subject is not Subject.MODELS):
         raise UserError("an endpoint is looked at with: hermes-rl doctor models --model NAME ...")
     looks: dict[Subject, Callable[[], list[Finding]]] = {
         Subject.SANDBOXES: sandboxes,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hermes_rl.cli.finding import Finding, library
 from hermes_rl.errors import HermesError
 
 if TYPE_CHECKING:
+    from hermes_rl.config import RunConfig
     from hermes_rl.models.capabilities import Capabilities, ProbeCall
 
 
@@ -22,6 +24,8 @@ class Asked:
     base_url: str | None = None
     api_key_env: str | None = None
     api_mode: str | None = None
+    config: Path | None = None
+    """A configuration file: its providers, and the endpoint where options say nothing."""
 
 
 def models(asked: Asked = Asked()) -> list[Finding]:
@@ -32,14 +36,37 @@ def models(asked: Asked = Asked()) -> list[Finding]:
     """
     if asked.model is not None:
         return _explored(asked)
-    return [*_providers(), *_embedded(), *_dialects()]
+    return [*_providers(asked), *_embedded(), *_dialects()]
 
 
-def _providers() -> list[Finding]:
-    from hermes_rl.models.providers import DEFAULT_MODE, shipped
+def _config(asked: Asked) -> RunConfig:
+    """What options and file say of an endpoint, held to the rules of a run. Raises: UserError."""
+    from hermes_rl.config import load_config, parse_config
 
+    data = load_config(asked.config) if asked.config else {}
+    where = data.get("endpoint") or {}
+    names = ("provider", "base_url", "api_key_env", "api_mode")
+    given = {name: value for name in names if (value := getattr(asked, name)) is not None}
+    if "provider" in given or "base_url" in given:
+        where = {k: v for k, v in where.items() if k not in names}
+    kept = {k: v for k, v in where.items() if k not in ("fallbacks", "places")}
+    return parse_config(
+        {
+            "dataset": {"path": "smoke"},
+            "model": {"name": asked.model or "any"},
+            "endpoint": {**kept, **given},
+            "providers": data.get("providers") or {},
+        },
+        str(asked.config or "doctor"),
+    )
+
+
+def _providers(asked: Asked) -> list[Finding]:
+    from hermes_rl.models.providers import DEFAULT_MODE, known_providers
+
+    own = _config(asked).providers if asked.config else {}
     found = []
-    for entry in shipped().values():
+    for entry in known_providers({name: form.model_dump() for name, form in own.items()}).values():
         key = entry.api_key_env
         held = bool(key and os.environ.get(key))
         words = [
@@ -82,22 +109,15 @@ def _dialects() -> list[Finding]:
 
 
 def _explored(asked: Asked) -> list[Finding]:
-    from hermes_rl.config_endpoint import EndpointSection
     from hermes_rl.doors import run_sync
     from hermes_rl.models.capabilities import explore
     from hermes_rl.models.routing import Keys, find_keys
     from hermes_rl.models.targets import first_endpoint, targets_of
 
     assert asked.model is not None
-    where = EndpointSection.model_validate(
-        {
-            "provider": asked.provider,
-            "base_url": asked.base_url,
-            "api_key_env": asked.api_key_env,
-            "api_mode": asked.api_mode,
-        }
-    )
-    target = targets_of(where)[0]
+    config = _config(asked)
+    where = config.endpoint
+    target = targets_of(where, config.providers)[0]
     (_, key), *_ = Keys(find_keys([target.place])).of(target.place)
     endpoint = first_endpoint(where, target.place, key)
     try:

@@ -249,3 +249,10 @@ def test_doctor_finds_out_what_an_endpoint_can_do(tmp_path: Path, base_url: str)
     assert "Start the server" in nobody.out
     assert "is not set" in hermes(*asked, "--provider", "groq", cwd=tmp_path).err
     assert "hermes-rl doctor models --model" in hermes("doctor", "--model", "m", cwd=tmp_path).err
+    assert "'endpoint.api_mode'" in hermes(*asked, "--api-mode", "morse", cwd=tmp_path).err
+    own = tmp_path / "own.yaml"
+    own.write_text(f"providers: {{mine: {{base_url: '{base_url}', api_key_env: MINE}}}}\n")
+    listed = hermes("doctor", "models", "--config", own, "--json", cwd=tmp_path).json()
+    assert "MINE is not set" in next(f["text"] for f in listed if f["name"] == "mine")
+    mine = hermes(*asked, "--config", own, "--provider", "mine", "--json", cwd=tmp_path).json()
+    assert mine[0]["text"] == "mine, chat_completions"
