@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Pilot:
-    """Which of the open units are tried: every so many, until there are enough."""
+    """Which of the open units are tried: one in so many, until there are enough."""
 
     every: int
     units: int
@@ -43,6 +44,13 @@ class Pilot:
         still = units - ended
         return cls(every=max(1, still // missing) if missing else 1, units=missing)
 
+    def picks(self, place: int) -> bool:
+        """Whether the open unit at this place is tried: one of each `every` in a row, any of them,
+        because a dataset may have a rhythm of its own."""
+        block, within = divmod(place, self.every)
+        drawn = hashlib.sha256(f"pilot,{block}".encode()).digest()
+        return within == int.from_bytes(drawn[:8]) % self.every
+
 
 class PilotPlan(Plan):
     """A plan that holds back all units but the pilot's."""
@@ -56,7 +64,7 @@ class PilotPlan(Plan):
         """See `Plan.take`."""
         chosen = []
         for item in await super().take():
-            due = self._went_by % self._pilot.every == 0
+            due = self._pilot.picks(self._went_by)
             self._went_by += 1
             if due and self._taken < self._pilot.units:
                 self._taken += 1

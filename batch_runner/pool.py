@@ -201,7 +201,7 @@ def _init(workers: int, *, local: bool) -> None:
     }
     try:
         ray.init(**quiet, **(own if local else {}))
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises bare ones too: a node that is too slow to start
         what = "start Ray" if local else f"reach RAY_ADDRESS {os.environ['RAY_ADDRESS']}"
         mend = "Use --workers 0" if local else "Correct it, or unset it for a Ray of this machine"
         raise UserError(f"cannot {what}: {_line(error).rstrip('.')}. {mend}") from None
