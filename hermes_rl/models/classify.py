@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from hermes_rl import errors as e
 from hermes_rl.models.classify_body import Fault, fault_in, fault_of
-from hermes_rl.models.classify_facts import facts_of
+from hermes_rl.models.classify_facts import facts_of, wait_of
 from hermes_rl.models.classify_rules import KINDS, NO_STATUS, reason_by_status, rule_of
 from hermes_rl.models.quotas import read_quotas
 
@@ -75,7 +75,7 @@ def classify(
         scrub(_sentence(status, fault, body, found.kind, headers), secrets),
         status=status,
         request_id=request_id(headers),
-        retry_after_s=retry_after(headers, unix),
+        retry_after_s=_wait(found.reason, fault, headers, unix),
         resets_s=_resets(headers, unix),
         served=status in _MAYBE_SERVED,
         reason=found.reason,
@@ -99,6 +99,7 @@ def classify_in_answer(
     return found.kind(
         scrub(f"the answer holds an error: {said}", secrets),
         request_id=request_id(headers),
+        retry_after_s=_wait(found.reason, fault, {}, 0.0),  # the headers spoke of a success
         served=True,
         reason=found.reason,
         facts=found.facts,
@@ -228,6 +229,14 @@ def _number(value: str | None) -> float | None:
     except ValueError:
         return None
     return number if number is not None and 0 <= number < 1e9 else None
+
+
+def _wait(reason: e.Reason, fault: Fault, headers: Mapping[str, str], now: float) -> float | None:
+    """What the headers ask to wait, else what the text of a refusal for load does."""
+    asked = retry_after(headers, now)
+    if asked is None and reason in ("rate_limit", "upstream_rate_limit", "overloaded"):
+        return wait_of(fault.message)
+    return asked
 
 
 def _sentence(

@@ -91,6 +91,22 @@ def facts_of(
     )
 
 
+_WAIT = re.compile(
+    r"(?:try again|retry)\w* (?:in|after) ((?:\d{1,7}(?:\.\d{1,6})?\s?(?:ms|s|m|h)[a-z]*\s?)+)",
+    re.IGNORECASE,
+)
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def wait_of(text: str) -> float | None:
+    """Seconds that a text asks to wait: `try again in 6m0s`, `retry after 26 seconds`."""
+    asked = _WAIT.search(text)
+    if asked is None:
+        return None
+    parts = re.findall(r"([\d.]+)\s?(ms|s|m|h)", asked[1], re.IGNORECASE)
+    return round(sum(float(number) * _UNITS[unit.lower()] for number, unit in parts), 6)
+
+
 def _first(patterns: tuple[str, ...], text: str) -> int | None:
     for pattern in patterns:
         found = re.search(pattern, text, re.IGNORECASE)

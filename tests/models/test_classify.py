@@ -132,6 +132,25 @@ def test_retry_after(headers, seconds):
     assert classify(429, headers, b"", now=NOW).retry_after_s == seconds
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("Please try again in 6m0s.", 360.0),
+        ("Please try again in 1h2m3.5s", 3723.5),
+        ("Please try again in 450ms", 0.45),
+        ("Please retry after 26 seconds.", 26.0),
+        ("please retry in 2 minutes", 120.0),
+        ("Try again later", None),
+        ("You can retry your request", None),
+    ],
+)
+def test_a_wait_in_words(text, seconds):
+    body = json.dumps({"error": {"message": text}}).encode()
+    assert classify(429, {}, body).retry_after_s == seconds
+    assert classify(429, {"retry-after": "7"}, body).retry_after_s == 7.0
+    assert classify(400, {}, body).retry_after_s is None
+
+
 def test_keys_are_scrubbed():
     key = "my-own/key+format=1234"
     body = json.dumps(
