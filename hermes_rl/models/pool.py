@@ -61,9 +61,18 @@ class KeyPool:
         """See `AccountPool.choose`."""
         left = [self._left_s(account) for account in self.accounts]
         ready = [i for i, seconds in enumerate(left) if seconds <= 0]
-        chosen = self._pick(ready) if ready else left.index(min(left))
+        chosen = self._pick(ready) if ready else self._least_bad(left)
         self._used[chosen] += 1
         return self.accounts[chosen]
+
+    def _least_bad(self, left: Sequence[float]) -> int:
+        """The first to be back of those that only rest for their rate: a key that was refused will
+        be refused again, and that would stop the run."""
+
+        def how_bad(i: int) -> tuple[bool, float]:
+            return self._rests.left_s(self.accounts[i].name) > 0, left[i]
+
+        return min(range(len(left)), key=how_bad)
 
     def rest_s(self) -> float:
         """See `AccountPool.rest_s`."""

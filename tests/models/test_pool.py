@@ -103,6 +103,14 @@ def test_when_all_rest_the_first_to_be_back_is_chosen(clock: Clock) -> None:
     assert keys.rest_s() == pytest.approx(10)
 
 
+def test_when_all_rest_a_refused_key_is_the_last_that_is_tried(clock: Clock) -> None:
+    some = pool(clock, names="AB")
+    refused, busy = some.accounts
+    assert some.rest(refused, AuthError("401"))
+    assert not some.rest(busy, RateLimited("429"))
+    assert some.choose() is busy, "though the refused key is back first"
+
+
 def test_one_key_never_rests_for_its_rate_but_says_when_it_is_refused(clock: Clock) -> None:
     keys = pool(clock, names="A")
     assert not keys.rest(keys.accounts[0], RateLimited("x", status=429, retry_after_s=60))
