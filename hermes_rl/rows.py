@@ -20,7 +20,7 @@ from hermes_rl.tasks import Columns, RawRow, TaskRow, renamed, task_row
 _decode = msgspec.json.Decoder(dict, float_hook=lambda t: canonical_float(float(t))).decode
 
 
-class LazyRow(msgspec.Struct, frozen=True, kw_only=True):
+class LazyRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One row, with the identity that its `TaskRow` will have."""
 
     index: int

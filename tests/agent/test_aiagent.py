@@ -74,7 +74,9 @@ def home() -> Iterator[Home]:
 def assembled(home: Home, tmp_path: Path) -> Iterator[Assembled]:
     server = FakeServer()
     home.run(server.__aenter__())
-    yield Assembled(server.base_url, tmp_path)
+    assembled = Assembled(server.base_url, tmp_path)
+    yield assembled
+    home.run(assembled.backend.aclose())
     home.run(server.aclose())
 
 
