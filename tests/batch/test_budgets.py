@@ -11,12 +11,16 @@ import kit
 import pytest
 
 from batch_runner.dryrun import pilot_run
+from batch_runner.governing import Prices, pots_of
 from batch_runner.pilot import Pilot, predict, student_t
 from batch_runner.progress import JsonEvents
 from batch_runner.report import Report
 from batch_runner.runner import arun_batch
+from batch_runner.spent import spent_before
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.errors import UserError
+from hermes_rl.models.spending import NANO
+from hermes_rl.store.rundir import RunDir
 from hermes_rl.testing.fake_server import FakeServer
 
 PRICE = {"input": 10.0, "output": 50.0, "cache_read": 10.0}
@@ -167,3 +171,22 @@ def test_a_prediction_is_as_wide_as_what_is_known_scatters() -> None:
     assert student_t(1) == pytest.approx(12.706, rel=1e-3)
     assert student_t(2) == pytest.approx(4.303, rel=1e-3)
     assert student_t(9) == pytest.approx(2.262, rel=1e-3)
+
+
+async def test_the_books_say_what_the_budget_said(bench: Bench) -> None:
+    """Calls whose answers were cut off count with their worst case, now and after a resumption."""
+    scripts = [
+        json.dumps([[{"text": "", "fault": "reset"}, {"text": f"ok {n}"}]]) for n in range(8)
+    ]
+    config = bench.config(8, budget_usd=5.0, budget_tokens=10**6, model_budgets={"fake": 5.0})
+    rows = [{"id": f"u{n}", "prompt": f"Try {n}.\nSCRIPT: {s}"} for n, s in enumerate(scripts)]
+    kit.write(Path(config.dataset.path), rows)
+    report = await arun_batch(config, progress=quiet())
+    assert (report.exit_code, report.unknown_calls) == (0, 8)
+    pots = pots_of(config)
+    before = spent_before(RunDir(bench.out), pots, Prices(config).worst)
+    said = json.loads((bench.out / "manifest.json").read_bytes())["budgets"]
+    assert before["run:tokens"] == said["run:tokens"]["spent"]
+    assert before["run:usd"] == before["model:fake:usd"]
+    assert before["run:usd"] / NANO == pytest.approx(said["run:usd"]["spent"], abs=1e-8)
+    assert said["run:usd"]["spent"] > bench.billed + 8 * 50 * PRICE["output"] / 1e6

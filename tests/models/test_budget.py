@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hermes_rl.errors import CostLimit
+from hermes_rl.errors import CostLimit, UnitCostLimit
+from hermes_rl.models.budget import Spend
 from hermes_rl.models.governor import Governor
-from hermes_rl.models.governor_wire import Charter, Report
+from hermes_rl.models.governor_wire import Charter, PotGrant, Report
 from hermes_rl.models.rests import Rests
-from hermes_rl.models.spending import Lease
+from hermes_rl.models.spending import Lease, SharedBudget, UnitBudget
 
 WORKERS = ("a", "b", "c")
 
@@ -141,3 +142,38 @@ async def test_a_dead_workers_lease_counts_as_spent_until_it_reports_again():
     lease.settle(70, 5)
     exchange()
     assert governor.summary().spent == {"run:tokens": 5}
+
+
+async def test_a_units_budget_stands_beside_the_runs():
+    governor = govern(pots={"run:tokens": 1000})
+    lease, exchange = pot_of(governor, "a")
+    unit = UnitBudget(1.0, SharedBudget({"run:tokens": lease}))
+    asking = asyncio.create_task(unit.reserve("m", Spend(tokens=100, usd=0.6)))
+    await asyncio.sleep(0)
+    exchange()
+    held = await asking
+    second = asyncio.create_task(unit.reserve("m", Spend(tokens=10, usd=0.6)))
+    await asyncio.sleep(0)
+    assert not second.done()  # the first may cost less than it might
+    held.settle(Spend(tokens=50, usd=0.3))
+    held = await second
+    held.settle(None)
+    with pytest.raises(UnitCostLimit, match="the unit's budget is used up"):
+        await unit.reserve("m", Spend(tokens=1, usd=0.2))
+    exchange()
+    assert governor.summary().spent == {"run:tokens": 60}
+
+
+async def test_a_call_that_gives_up_gives_back():
+    governor = govern(pots={"run:tokens": 100, "run:usd": 10**9})
+    tokens, usd = Lease("run:tokens"), Lease("run:usd")
+    tokens.granted(PotGrant(pot="run:tokens", add=100, most=100))
+    budget = SharedBudget({"run:tokens": tokens, "run:usd": usd})
+    asking = asyncio.create_task(budget.reserve("m", Spend(tokens=60, usd=0.5)))
+    await asyncio.sleep(0)
+    assert tokens.reserved == 60
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert (tokens.reserved, tokens.free, tokens.spent) == (0, 100, 0)
+    assert governor.summary().spent == {"run:tokens": 0, "run:usd": 0}
