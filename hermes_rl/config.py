@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validator
 
+from hermes_rl.config_agent import AgentSection, Positive
 from hermes_rl.config_endpoint import (
     ApiMode,
     EndpointSection,
@@ -23,10 +24,8 @@ from hermes_rl.config_endpoint import (
 )
 from hermes_rl.errors import UserError
 
-Positive = Annotated[int, Field(ge=1)]
 Dollar = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Preset = Literal["interactive", "datagen", "rl"]
 
 PLAYED_MODELS = ("oracle", "noop")
 """Models that are played by the harness: no endpoint, no tokens."""
@@ -71,50 +70,6 @@ class ModelSection(Section):
         if isinstance(given, dict) and given.get("mix") and "name" not in given:
             return {**given, "name": "mix"}
         return given
-
-
-class LimitsSection(Section):
-    """Bounds of one attempt. Identity."""
-
-    max_turns: Positive = 30
-    max_tokens: Positive | None = None
-    """Input and output tokens of all calls together."""
-    max_seconds: Seconds = 1800.0
-    """Active time: tools and sandbox."""
-    wall_seconds: Seconds = 14400.0
-    """All time; reaching it ends the attempt as `stalled`, which is infrastructure's."""
-
-
-class AgentSection(Section):
-    """Identity: how the agent behaves."""
-
-    preset: Preset = "datagen"
-    switches: dict[str, bool | int | None] = Field(default_factory=dict)
-    """Single switches of the preset set otherwise, such as `continue_output: false`."""
-    toolsets: tuple[str, ...] | None = None
-    """Named toolsets; None is `terminal` and `file`."""
-    distribution: str | None = None
-    """A named distribution that toolsets are drawn from, per unit."""
-    system_prompt: str | None = None
-    """Replaces the preset's system prompt; `@FILE` reads it from a file."""
-    limits: LimitsSection = LimitsSection()
-    seed: int = 0
-
-    @field_validator("system_prompt")
-    @classmethod
-    def _read_file(cls, given: str | None) -> str | None:
-        if given is None or not given.startswith("@"):
-            return given
-        path = given[1:]
-        try:
-            text = Path(path).expanduser().read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror or error}. Check --system-prompt") from None
-        except UnicodeDecodeError:
-            raise UserError(f"{path}: no UTF-8 text. Check --system-prompt") from None
-        if text.startswith("@"):  # run.yaml would be read as naming another file
-            raise UserError(f"{path}: a system prompt cannot begin with '@'. Begin it otherwise")
-        return text
 
 
 class SandboxSection(Section):

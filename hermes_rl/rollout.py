@@ -8,6 +8,7 @@ of ours do raise; the worker above turns a bug into a row with cause `harness`, 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -125,7 +126,12 @@ def _begun(workshop: Workshop, item: WorkItem, draw: Draw) -> ev.Begun:
         env_name=None,
         metadata=item.task.metadata if item.task else {},
         queued_s=max(0.0, now - item.enqueued_at) if item.enqueued_at else 0.0,
+        prompt_sha256=_sha256(workshop.config.agent.ephemeral_system_prompt),
     )
+
+
+def _sha256(text: str | None) -> str | None:
+    return None if text is None else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _text(task: Task | None, column: str) -> str | None:
@@ -202,7 +208,7 @@ class _Attempt:
 
     async def _agent(self, sandbox: Sandbox, active_s: float) -> AgentResult:
         draw = self.draw
-        endpoint = self.workshop.config.endpoint
+        endpoint, agent = self.workshop.config.endpoint, self.workshop.config.agent
         parts = AgentParts(
             caller=self.workshop.caller(self.task, self.tape, draw.model),
             model=draw.model,
@@ -213,6 +219,8 @@ class _Attempt:
             limits=draw.limits,
             sampling=draw.sampling,
             system=draw.system,
+            ephemeral=agent.ephemeral_system_prompt,
+            prefill=agent.prefill_messages,
             stream=endpoint.stream,
             cache=None if endpoint.prompt_cache == "off" else endpoint.prompt_cache,
             active_s=active_s,

@@ -17,7 +17,8 @@ from typing import Any
 
 from hermes_rl.agent.policy import Limits, Policy, preset
 from hermes_rl.agent.prompt import TEXTS, system_prompt
-from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, LimitsSection, RunConfig
+from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig
+from hermes_rl.config_agent import AgentSection, LimitsSection
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.errors import TaskFault, UserError
 from hermes_rl.identity import digest
@@ -347,6 +348,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
             "tools": schema_digest(tools.values()),
             "system_prompt": digest(system_text(config, tools)),
             "texts": digest(list(TEXTS)),
+            **_sent_only(agent),
             "limits": agent.limits.model_dump(),
             "seed": agent.seed,
         },
@@ -356,6 +358,13 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
             "network": config.sandbox.network,
         },
     }
+
+
+def _sent_only(agent: AgentSection) -> dict[str, Any]:
+    """Digests of what is sent and not stored; without any, a run is what it was before there was
+    such a thing."""
+    parts = {"ephemeral_system_prompt": agent.ephemeral_system_prompt, "prefill": agent.prefill}
+    return {name: digest(part) for name, part in parts.items() if part}
 
 
 def _named(config: RunConfig) -> dict[str, Any]:

@@ -60,6 +60,10 @@ class AgentParts:
     sampling: Sampling = field(default_factory=Sampling)
     system: str | None = None
     """System prompt; a system message at the head of the prompt takes its place."""
+    ephemeral: str | None = None
+    """Joined to the system prompt of every request, and never recorded."""
+    prefill: tuple[Message, ...] = ()
+    """Sent behind the system prompt with every request, and never recorded."""
     stream: bool = False
     on_delta: Callable[[str], None] | None = None
     """Called with each piece of streamed text."""
@@ -143,6 +147,8 @@ class RunState:
             on_delta=parts.on_delta,
             exact=not parts.policy.repair_history,
             cache=parts.cache,
+            ephemeral=parts.ephemeral,
+            prefill=parts.prefill,
         )
         return cls(parts=parts, request=request, active_s=parts.active_s)
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 # Names stand below hermes_rl unless they begin with a wing.
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
-        "errors reasons messages usage identity config config_endpoint tasks trajectory ports"
+        "errors reasons messages usage identity config config_agent config_endpoint tasks trajectory ports"
         " events record rows sources doors",
     ),
     ("sandboxes",),

@@ -74,13 +74,17 @@ async def stage() -> AsyncIterator[Open]:
     async with AsyncExitStack() as stack:
 
         async def open_stage(
-            *, backend: str = "bubblewrap", server: FakeConfig | None = None, **sections: Any
+            *,
+            backend: str = "bubblewrap",
+            server: FakeConfig | None = None,
+            fake: type[FakeServer] = FakeServer,
+            **sections: Any,
         ) -> Stage:
-            fake = await stack.enter_async_context(FakeServer(server or FakeConfig()))
+            served = await stack.enter_async_context(fake(server or FakeConfig()))
             data: dict[str, Any] = {
                 "dataset": {"path": "rows"},
                 "model": {"name": "fake"},
-                "endpoint": {"base_url": fake.base_url},
+                "endpoint": {"base_url": served.base_url},
                 "sandbox": {"backend": backend},
                 "run": {"allow_unsandboxed": True},
             }
@@ -93,6 +97,6 @@ async def stage() -> AsyncIterator[Open]:
                     concurrency=64,
                 )
             )
-            return Stage(workshop, fake)
+            return Stage(workshop, served)
 
         yield open_stage

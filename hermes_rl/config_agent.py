@@ -1,0 +1,173 @@
+"""What people write of the agent: its limits, prompts and switches. Identity of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from hermes_rl.config_endpoint import Seconds, Section
+from hermes_rl.errors import UserError
+from hermes_rl.messages import (
+    AssistantMessage,
+    Message,
+    SystemMessage,
+    ToolMessage,
+    UserMessage,
+    from_openai,
+)
+
+Positive = Annotated[int, Field(ge=1)]
+Preset = Literal["interactive", "datagen", "rl"]
+
+_EPHEMERAL, _PREFILL = "agent.ephemeral_system_prompt", "agent.prefill"
+
+
+class LimitsSection(Section):
+    """Bounds of one attempt. Identity."""
+
+    max_turns: Positive = 30
+    max_tokens: Positive | None = None
+    """Input and output tokens of all calls together."""
+    max_seconds: Seconds = 1800.0
+    """Active time: tools and sandbox."""
+    wall_seconds: Seconds = 14400.0
+    """All time; reaching it ends the attempt as `stalled`, which is infrastructure's."""
+
+
+class AgentSection(Section):
+    """Identity: how the agent behaves."""
+
+    preset: Preset = "datagen"
+    switches: dict[str, bool | int | None] = Field(default_factory=dict)
+    """Single switches of the preset set otherwise, such as `continue_output: false`."""
+    toolsets: tuple[str, ...] | None = None
+    """Named toolsets; None is `terminal` and `file`."""
+    distribution: str | None = None
+    """A named distribution that toolsets are drawn from, per unit."""
+    system_prompt: str | None = None
+    """Replaces the preset's system prompt; `@FILE` reads it from a file."""
+    ephemeral_system_prompt: str | None = None
+    """Joined to the system prompt of every request, and in no row; `@FILE` reads it from a file.
+    The rows have its sha256."""
+    prefill: tuple[dict[str, Any], ...] = ()
+    """OpenAI messages that every request holds behind the system prompt, and no row; `@FILE` reads
+    them from a JSON file."""
+    limits: LimitsSection = LimitsSection()
+    seed: int = 0
+
+    @field_validator("system_prompt")
+    @classmethod
+    def _read_file(cls, given: str | None) -> str | None:
+        return _text(given, "--system-prompt", "a system prompt")
+
+    @field_validator("ephemeral_system_prompt")
+    @classmethod
+    def _read_ephemeral(cls, given: str | None) -> str | None:
+        text = _text(given, _EPHEMERAL, f"'{_EPHEMERAL}'")
+        if text is not None and not text.strip():
+            raise UserError(f"'{_EPHEMERAL}' is empty. Write a text, or leave it out")
+        _check_json(text, f"'{_EPHEMERAL}'")
+        return text
+
+    @field_validator("prefill", mode="before")
+    @classmethod
+    def _read_prefill(cls, given: Any) -> Any:
+        if given is None:
+            return ()
+        place, listed = f"'{_PREFILL}'", given
+        if isinstance(given, str):
+            place, listed = _json_file(given)
+        if isinstance(listed, str) or not isinstance(listed, Sequence):
+            raise UserError(f"{place} must be a list of messages, or @FILE with one. Write it so")
+        _check_json(listed, place)
+        check_prefill(listed, place)
+        return tuple(listed)
+
+    @property
+    def prefill_messages(self) -> tuple[Message, ...]:
+        """The prefill in the internal form."""
+        return tuple(from_openai(form) for form in self.prefill)
+
+
+def check_prefill(forms: Sequence[Any], place: str) -> None:
+    """Raises: UserError unless the messages are turns of user and assistant, each tool call with
+    its result, that end with an answer: what a server takes before the user's own message.
+    """
+    last: Message | None = None
+    owed: set[str] = set()
+    for number, form in enumerate(forms, 1):
+        at = f"{place} message {number}"
+        if not isinstance(form, Mapping):
+            raise UserError(f"{at} is {form!r}: write an object with role and content")
+        try:
+            message = from_openai(form)
+        except UserError as error:
+            raise UserError(f"{at}: {error}") from None
+        owed = _after(last, message, owed, at)
+        last = message
+    if last is not None and (owed or not isinstance(last, AssistantMessage)):
+        raise UserError(f"{place} ends with a question left open. End it with the assistant's text")
+
+
+def _after(last: Message | None, message: Message, owed: set[str], at: str) -> set[str]:
+    """The calls without a result behind a message. Raises: UserError when it cannot stand there."""
+    if isinstance(message, SystemMessage):
+        raise UserError(f"{at} is a system message. Put its text into {_EPHEMERAL}")
+    if isinstance(message, ToolMessage):
+        if message.tool_call_id not in owed:
+            raise UserError(f"{at} answers no tool call before it. Give it that call's id")
+        return owed - {message.tool_call_id}
+    if owed:
+        raise UserError(f"{at}: the tool call {min(owed)} has no result. Add it before")
+    if isinstance(message, UserMessage) != (last is None or isinstance(last, AssistantMessage)):
+        raise UserError(f"{at} is out of turn. Begin with the user, then take turns")
+    if isinstance(message, AssistantMessage):
+        return {call.id for call in message.tool_calls}
+    return set()
+
+
+def _check_json(value: Any, place: str) -> None:
+    """Raises: UserError for what no request can hold."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        raise UserError(
+            f"{place} holds what JSON has no word for (NaN, a date, half a surrogate pair). Mend it"
+        ) from None
+
+
+def _text(given: str | None, check: str, what: str) -> str | None:
+    """A text, or that of the file which `@FILE` names. Raises: UserError."""
+    if given is None or not given.startswith("@"):
+        return given
+    path = given[1:]
+    text = _read(path, check)
+    if text.startswith("@"):  # run.yaml would be read as naming another file
+        raise UserError(f"{path}: {what} cannot begin with '@'. Begin it otherwise")
+    return text
+
+
+def _read(path: str, check: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}. Check {check}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: no UTF-8 text. Check {check}") from None
+
+
+def _json_file(given: str) -> tuple[str, Any]:
+    """(place for messages, content) of the file that `@FILE` names. Raises: UserError."""
+    if not given.startswith("@"):
+        raise UserError(f"'{_PREFILL}' is {given!r}: write a list of messages, or @FILE")
+    path = given[1:]
+    try:
+        return path, json.loads(_read(path, _PREFILL))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: no JSON ({error.msg}). Mend that line") from None
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply. Write a list of messages") from None
