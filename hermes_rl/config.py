@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -24,7 +25,7 @@ from hermes_rl.config_endpoint import (
 )
 from hermes_rl.errors import UserError
 
-Dollar = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Dollar = Annotated[float, Field(gt=0, le=1_000_000_000, allow_inf_nan=False)]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 PLAYED_MODELS = ("oracle", "noop")
@@ -57,7 +58,7 @@ class ModelSection(Section):
     """Models and their weights: one is drawn for each unit, by the unit's seed, and answers all of
     its calls. The weights are shares of their sum. Those that are not at the run's endpoint have a
     place in `endpoint.places`."""
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     max_tokens: Positive | None = None
     """Output tokens per call."""
@@ -126,6 +127,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _refuse(self) -> Self:
+        self._refuse_half_characters()
         self._refuse_models()
         check_address(self.endpoint.base_url, "endpoint.base_url")
         if self.sandbox.backend == "none" and not self.run.allow_unsandboxed:
@@ -134,6 +136,15 @@ class RunConfig(Section):
                 "Use the default sandbox, or add --allow-unsandboxed"
             )
         return self
+
+    def _refuse_half_characters(self) -> None:
+        """Texts that no file can hold: arguments of a shell that are no UTF-8."""
+        text = json.dumps(self.model_dump(mode="python"), ensure_ascii=False, default=str)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            near = text[max(0, error.start - 30) : error.end]
+            raise UserError(f"no UTF-8 text: {near!a}. Write it in UTF-8") from None
 
     def _refuse_models(self) -> None:
         """Models that cannot stand where they do."""
@@ -172,7 +183,7 @@ class ModelConfig(Section):
     api_mode: ApiMode | None = None
     provider: str | None = None
     transport: Literal["http", "sdk"] = "http"
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     max_tokens: Positive | None = None
     reasoning: str | None = None

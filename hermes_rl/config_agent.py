@@ -20,7 +20,7 @@ from hermes_rl.messages import (
     from_openai,
 )
 
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=1_000_000_000_000_000)]
 Preset = Literal["interactive", "datagen", "rl"]
 
 _EPHEMERAL, _PREFILL = "agent.ephemeral_system_prompt", "agent.prefill"

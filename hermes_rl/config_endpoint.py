@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from hermes_rl.errors import UserError
 
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+PerMinute = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 ApiMode = Literal["chat_completions", "codex_responses", "anthropic_messages"]
 KeyStrategy = Literal["fill_first", "round_robin", "random", "least_used"]
-Dollars = Annotated[Decimal, Field(ge=0, allow_inf_nan=False)]
+Dollars = Annotated[Decimal, Field(ge=0, le=1_000_000_000, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
@@ -35,6 +36,13 @@ class LongPrice(Section):
     cache_read: Dollars | None = None
     cache_write_5m: Dollars | None = None
     cache_write_1h: Dollars | None = None
+
+    @model_validator(mode="after")
+    def _refuse_half(self) -> Self:
+        given = self.model_fields_set - {"above"}
+        if given and (self.input is None or self.output is None):
+            raise ValueError("has to say both input and output, or no price at all")
+        return self
 
 
 class PriceSection(Section):
@@ -106,11 +114,11 @@ class RatesSection(Section):
     """Limits per minute of each account and model, as your contract says. What is left out is
     learned from the provider's headers, where it sends some."""
 
-    requests: Annotated[float, Field(gt=0)] | None = None
-    tokens: Annotated[float, Field(gt=0)] | None = None
+    requests: PerMinute | None = None
+    tokens: PerMinute | None = None
     """Input and output together."""
-    input_tokens: Annotated[float, Field(gt=0)] | None = None
-    output_tokens: Annotated[float, Field(gt=0)] | None = None
+    input_tokens: PerMinute | None = None
+    output_tokens: PerMinute | None = None
 
 
 class FallbackSection(PlaceSection):
@@ -178,8 +186,13 @@ class EndpointSection(Section):
 
 
 def check_address(given: str | None, key: str) -> str | None:
-    """An address as given. Raises: UserError when it holds what run.yaml must not show."""
-    where = urlsplit(given or "")
+    """An address as given. Raises: UserError when it is none, or holds what run.yaml must not show."""
+    try:
+        where = urlsplit(given or "")
+    except ValueError:  # the text itself is not shown: it may hold a password
+        raise UserError(
+            f"'{key}' is no address. Use for example http://127.0.0.1:8000/v1"
+        ) from None
     if "@" in where.netloc or where.query:
         raise UserError(
             f"'{key}' holds a user, a password or a query. Take that out, and name "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hermes_rl.cli.finding import Finding, library
-from hermes_rl.errors import HermesError
+from hermes_rl.errors import HermesError, UserError
 
 if TYPE_CHECKING:
     from hermes_rl.config import RunConfig
@@ -45,6 +45,8 @@ def _config(asked: Asked) -> RunConfig:
 
     data = load_config(asked.config) if asked.config else {}
     where = data.get("endpoint") or {}
+    if not isinstance(where, dict):
+        raise UserError(f"{asked.config}: 'endpoint' is {where!r}: write a section")
     names = ("provider", "base_url", "api_key_env", "api_mode")
     given = {name: value for name in names if (value := getattr(asked, name)) is not None}
     if "provider" in given or "base_url" in given:

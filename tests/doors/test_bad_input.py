@@ -57,6 +57,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["run", "good.jsonl", *PLAYED, "--config", "none.yaml"],
         "error: none.yaml: No such file or directory. Check --config",
     ),
+    "an endpoint that is no section": (
+        ["doctor", "models", "--config", "list.yaml"],
+        "error: list.yaml: 'endpoint' is [1]: write a section",
+    ),
     "number out of range": (
         ["run", "good.jsonl", *PLAYED, "--repeats", "0"],
         "'dataset.repeats' input should be greater than or equal to 1, not 0",
@@ -115,6 +119,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("bad")
     write(made / "good.jsonl", {"prompt": "x"})
     write(made / "question.jsonl", {"question": "x", "answer": "y"})
+    (made / "list.yaml").write_text("endpoint: [1]\n")
     (made / "other").mkdir()
     (made / "other/thesis.tex").write_text("precious")
     return made

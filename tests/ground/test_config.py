@@ -134,3 +134,41 @@ def test_a_configuration_made_in_python_is_held_to_the_same(tmp_path: Path) -> N
     path.write_text("Be brief.")
     config = RunConfig.model_validate({**GOOD, "agent": {"system_prompt": f"@{path}"}})
     assert config.agent.system_prompt == "Be brief."
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("model", "temperature", float("inf")),
+        ("model", "max_tokens", 10**22),
+        ("agent", "limits", {"max_seconds": float("inf")}),
+        ("agent", "limits", {"max_turns": 10**22}),
+        ("run", "publish_every_s", float("inf")),
+        ("run", "budget_usd", 1e300),
+        ("run", "unit_budget_usd", 1e300),
+        ("run", "budget_tokens", 10**22),
+        ("endpoint", "outage_seconds", float("inf")),
+        ("endpoint", "rates", {"tokens": float("inf")}),
+        ("endpoint", "prices", {"m": {"input": "1e300", "output": 1}}),
+        ("endpoint", "prices", {"m": {"input": 1, "output": 1, "long": {"above": 5, "input": 3}}}),
+        ("endpoint", "base_url", "http://[::1"),
+        ("model", "reasoning", "a\udcff"),
+    ],
+)
+def test_what_no_run_could_work_with_is_refused_by_its_name(
+    section: str, key: str, value: Any
+) -> None:
+    with pytest.raises(UserError) as refused:
+        parse_config({**GOOD, section: {**GOOD.get(section, {}), key: value}})
+    text = str(refused.value)
+    assert "\n" not in text
+    assert f"'{section}.{key}" in text or section == "model"
+    assert len(text) < 200
+    text.encode()
+
+
+def test_an_address_that_is_none_does_not_show_what_stands_beside_it() -> None:
+    where = {"base_url": "http://user:pw-secret@[::1", "provider": "vllm"}
+    with pytest.raises(UserError) as refused:
+        parse_config({**GOOD, "endpoint": where})
+    assert "pw-secret" not in str(refused.value)
