@@ -1,7 +1,8 @@
 """A whole driver without models, to be killed: `play(...)` makes all units of a made-up plan.
 
 Run as a program it is a server that forks one driver per line on its standard input, so that a
-kill costs milliseconds and not the start of an interpreter.
+kill costs milliseconds and not the start of an interpreter. It has loaded all that a driver loads
+late: pyarrow imports pandas at the first table, which is most of what a short life would cost.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import made_up
-import pyarrow.parquet  # noqa: F401  so that forked drivers need not load it
+import pandas  # noqa: F401  so that forked drivers need not load it; the same for the next lines
+import pyarrow.compute
+import pyarrow.dataset
+import pyarrow.pandas_compat
+import pyarrow.parquet  # noqa: F401
 
 import hermes_rl.store.parts  # noqa: F401
 from hermes_rl.store.driver import Driver, OpenOptions, open_run
