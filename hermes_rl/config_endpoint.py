@@ -186,7 +186,7 @@ class EndpointSection(Section):
 
 
 def check_address(given: str | None, key: str) -> str | None:
-    """An address as given. Raises: UserError when it is none, or holds what run.yaml must not show."""
+    """An address as given. Raises: UserError when it is none, or holds what run.yaml must not."""
     try:
         where = urlsplit(given or "")
     except ValueError:  # the text itself is not shown: it may hold a password

@@ -191,6 +191,22 @@ def test_the_last_of_running_totals_counts(kit):
     assert json.loads(answer.usage_raw) == {"prompt_tokens": 5, "completion_tokens": 3}
 
 
+def test_an_empty_usage_at_the_end_does_not_take_back_what_was_told(kit):
+    counts = {"prompt_tokens": 3, "completion_tokens": 1}
+    first = {"choices": [{"delta": {"content": "x"}}], "usage": counts}
+    last = {"choices": [{"delta": {}, "finish_reason": "stop"}], "usage": {}}
+    data = b"".join(event(json.dumps(form).encode()) for form in (first, last))
+    usage = kit.decode(data, kit.SSE, stream=True).usage
+    assert usage == Usage(input_tokens=3, output_tokens=1)
+
+
+def test_numbers_too_large_to_be_token_fields_are_none(kit):
+    choice = {"message": {"content": "x"}, "finish_reason": "stop", "token_ids": [10**40]}
+    choice["logprobs"] = {"content": [{"logprob": 10**400}]}
+    got = kit.decode(json.dumps({"choices": [choice]}).encode(), kit.JSON)
+    assert (got.message.content, got.tokens) == ("x", None)
+
+
 def test_token_ids_of_vllm_and_sglang(kit):
     logprobs = {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1}]}
     vllm = {"prompt_token_ids": [1, 2], "choices": [

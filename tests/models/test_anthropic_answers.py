@@ -253,3 +253,34 @@ def test_a_cut_stream(size):
 def test_what_is_no_answer(body):
     with pytest.raises(e.ProtocolError):
         through(body)
+
+
+BAD_TEXT = b'{"content":[{"type":"text","text":"a\xffb"}],"stop_reason":"end_turn"}'
+BAD_CALL = (
+    b'{"content":[{"type":"tool_use","id":"c","name":"n","input":{"k":"a\xffb"}}],'
+    b'"stop_reason":"tool_use"}'
+)
+
+
+def test_bytes_that_are_no_utf8_lose_neither_text_nor_call():
+    assert through(BAD_TEXT).message.content == "a\ufffdb"
+    assert through(BAD_CALL).message.tool_calls[0].arguments == '{"k":"a\ufffdb"}'
+
+
+def test_a_call_whose_input_is_null_has_no_arguments():
+    body = {"content": [{"type": "tool_use", "id": "c", "name": "n", "input": None}]}
+    assert through(json.dumps(body).encode()).message.tool_calls[0].arguments == "{}"
+
+
+def test_content_that_is_a_text_is_one():
+    body = {"content": "hello", "stop_reason": "end_turn"}
+    assert through(json.dumps(body).encode()).message.content == "hello"
+
+
+def test_a_stream_without_a_last_count_is_not_billed_by_its_first():
+    assert through(stream(usage={"output_tokens": None}), SSE).usage is None
+
+
+def test_running_totals_never_fall():
+    usage = through(stream(usage={"input_tokens": 0, "output_tokens": 9}), SSE).usage
+    assert (usage.input_tokens, usage.output_tokens) == (5, 9)

@@ -229,6 +229,8 @@ def test_items_that_never_are_done_are_taken_from_the_end_or_built(kit):
     assert heard == ["he", "y"]
     given = decode(kit, stream(*grown, ended(output=[said("whole")])), streamed=True)
     assert given.message.content == "whole"
+    got = decode(kit, stream(done(None, said("no place")), ended(output=[])), streamed=True)
+    assert got.message.content == "no place"
 
 
 def test_a_body_is_one_delta(kit):

@@ -66,7 +66,7 @@ class _Block(msgspec.Struct):
 
 
 class _Body(Envelope):
-    content: list[msgspec.Raw] | None = None
+    content: list[msgspec.Raw] | str | None = None
 
 
 _decode = msgspec.json.Decoder(_Body).decode
@@ -109,7 +109,9 @@ class BodyDecoder:
             raise error_in(envelope.error, self._head, self._secrets)
         if envelope.content is None:
             raise unreadable(self._head, "no content", self._secrets)
-        contents = [c for raw in envelope.content if (c := _content(raw)) is not None]
+        given = envelope.content
+        told = [given] if isinstance(given, str) else map(_content, given)
+        contents = [content for content in told if content is not None]
         answer = completion(self._head, envelope, contents, self._salt)
         if self._on_delta and answer.message.content:
             self._on_delta(answer.message.content)
@@ -185,13 +187,15 @@ def message_of(contents: Iterable[Content], salt: str) -> AssistantMessage:
 def _content(raw: msgspec.Raw) -> Content | None:
     """What a block of a body holds; None for blocks that only tools of the provider make."""
     try:
+        raw = msgspec.Raw(_utf8(bytes(raw)))
         block = _decode_block(raw)
     except ValueError:
         return None
     if block.type == "text" and isinstance(block.text, str):
         return block.text
     if block.type == "tool_use":
-        return Call(block.id, block.name, bytes(block.input).decode())
+        given = bytes(block.input)
+        return Call(block.id, block.name, "{}" if given == b"null" else given.decode())
     return opaque(decode_json(bytes(raw))) if block.type in THINKING else None
 
 
@@ -217,6 +221,15 @@ def _explained(envelope: Envelope) -> str:
     details = envelope.stop_details
     reason = details.get("explanation") if isinstance(details, Mapping) else None
     return reason if isinstance(reason, str) and envelope.stop_reason == "refusal" else ""
+
+
+def _utf8(data: bytes) -> bytes:
+    """JSON in UTF-8: an undecoded part of an answer may still hold other bytes."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return repaired(data)
+    return data
 
 
 def _loose(raw: msgspec.Raw) -> Any:

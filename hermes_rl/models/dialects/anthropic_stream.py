@@ -115,8 +115,12 @@ class StreamDecoder:
         if delta.get("stop_reason") is not None:
             self._all.stop_reason = delta["stop_reason"]
             self._all.stop_details = delta.get("stop_details")
-        self._usage.update(_known(_part(form, "usage")))
-        self._counted = self._counted or "output_tokens" in _part(form, "usage")
+        told = _known(_part(form, "usage"))
+        for name, value in told.items():
+            # What came in never gets less: a 0 behind a count says nothing.
+            if value != 0 or name == "output_tokens" or not self._usage.get(name):
+                self._usage[name] = value
+        self._counted = self._counted or "output_tokens" in told
 
     def _stop(self, form: Mapping[str, Any]) -> None:
         self.done = True

@@ -18,6 +18,8 @@ from hermes_rl.models.dialects.lenient import decode_json, encode_json, repaired
 from hermes_rl.models.dialects.reasoning import flatten, reasoning_of, split_think
 
 OnDelta = Callable[[str], None] | None
+_IDS = 1 << 31
+"""No vocabulary is larger."""
 
 
 class Envelope(msgspec.Struct):
@@ -172,15 +174,18 @@ def capture_of(envelope: Envelope, choice: Mapping[str, Any]) -> TokenCapture | 
 
 
 def _integers(values: Any) -> tuple[int, ...] | None:
-    if not isinstance(values, list) or not all(type(v) is int for v in values):
+    if not isinstance(values, list):
         return None
-    return tuple(values)
+    return tuple(values) if all(type(v) is int and 0 <= v < _IDS for v in values) else None
 
 
 def _floats(values: Any) -> tuple[float, ...] | None:
     if values is None or not all(type(v) in (int, float) for v in values):
         return None
-    return tuple(map(float, values))
+    try:
+        return tuple(map(float, values))
+    except OverflowError:
+        return None
 
 
 def _kind(value: Any) -> LogprobsKind:

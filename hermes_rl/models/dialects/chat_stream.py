@@ -77,7 +77,7 @@ class StreamDecoder:
         whole.model = whole.model or chunk.model
         whole.prompt_token_ids = whole.prompt_token_ids or chunk.prompt_token_ids
         whole.policy_version = chunk.policy_version or whole.policy_version
-        if bytes(chunk.usage) != b"null":
+        if bytes(chunk.usage) not in (b"null", b"{}"):
             # Some servers send running totals: the last object is the one that counts. The copy
             # lets the chunk's buffer go.
             whole.usage = msgspec.Raw(bytes(chunk.usage))

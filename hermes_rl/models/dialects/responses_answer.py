@@ -29,6 +29,9 @@ from hermes_rl.models.dialects.responses_usage import read_usage
 _REASONS = {"max_output_tokens": "length", "max_tokens": "length"}
 """Why a response is incomplete -> our finish reason; others are named as they are."""
 
+_LEAST_LIKELY = 1e9
+"""A logprob beyond this is a server's error."""
+
 _ENDED = ("completed", "incomplete", "cancelled", None)
 """What a finished response's status may be (lenient servers leave it out)."""
 
@@ -214,7 +217,7 @@ def _logprobs(items: Sequence[Mapping[str, Any]]) -> TokenCapture | None:
             listed = part.get("logprobs") if isinstance(part, Mapping) else None
             for token in listed if isinstance(listed, list) else ():
                 value = token.get("logprob") if isinstance(token, Mapping) else None
-                if not isinstance(value, int | float):
+                if not isinstance(value, int | float) or abs(value) > _LEAST_LIKELY:
                     return None
                 found.append(float(value))
     return TokenCapture(logprobs=tuple(found)) if found else None

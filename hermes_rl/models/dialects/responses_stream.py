@@ -114,6 +114,8 @@ class StreamDecoder:
             self.done = True
         elif isinstance(event.output_index, int):
             self._grow(kind, event)
+        elif kind == "response.output_item.done" and isinstance(event.item, Mapping):
+            self._drafts.setdefault(max(self._drafts, default=-1) + 1, _Draft()).item = event.item
 
     def _open(self, data: bytes) -> _Event:
         try:
