@@ -1,0 +1,261 @@
+"""Five hundred units against a server of its own process: our books are its bill, call by call.
+
+Three models on three wires, two keys and a dearer fallback; a fifth of the requests meets a fault,
+answers are cut, empty, thrown away or no proper calls, units end with a summary at the turn limit;
+and a worker and two drivers are killed on the way.
+"""
+
+import asyncio
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import kit
+import pytest
+import yaml
+
+from hermes_rl.cli import main
+from hermes_rl.testing.served_log import Entry, read_log
+
+pytestmark = pytest.mark.slow
+
+UNITS = 500
+ODD: list[dict[str, Any]] = [
+    {"text": ""},
+    {"text": "", "reasoning": "I must look."},
+    {"text": "One part, ", "finish": "length"},
+    {"run": "touch never", "finish": "length"},
+    {"calls": [{"name": "Terminal", "arguments": "{,}"}]},
+    {"calls": [{"name": "nope", "arguments": {}}]},
+    {"text": "A text that is streamed in many pieces. " * 9, "fault": "cut"},
+]
+REFUSED = {"text": "for another model", "fault": "content_filter"}
+GOOD: list[dict[str, Any]] = [{"run": "true"}, {"run": "echo more"}, {"text": "Done."}]
+PRICES: dict[str, dict[str, float]] = {
+    "main": {"input": 3, "output": 15, "cache_read": 0.3},
+    "other": {"input": 1.25, "output": 10, "cache_read": 0.125},
+    "spare": {"input": 30, "output": 150, "cache_read": 3, "cache_write_5m": 37.5},
+}
+WIRE_OF = {
+    "main": "chat_completions", "other": "codex_responses", "spare": "anthropic_messages",
+}  # fmt: skip
+KEYS = {"BOOKS_KEY_A": "key-a", "BOOKS_KEY_B": "key-b"}
+SETTLED = ("input_tokens", "output_tokens")
+
+
+def task(number: int) -> dict[str, Any]:
+    """Some steps, each with some odd answers before a good one."""
+    draw = random.Random(number)
+    steps = [[*draw.choices(ODD, k=draw.randrange(3)), draw.choice(GOOD)] for _ in range(4)]
+    if number % 4 == 0:
+        steps[number % 3].insert(0, REFUSED)
+    return {"id": f"t{number:03}", "prompt": f"Unit {number}.\nSCRIPT: {json.dumps(steps)}"}
+
+
+@asynccontextmanager
+async def billing(log: Path) -> AsyncIterator[str]:
+    """The base URL of a server with a bill."""
+    written = {"cache_write_5m": "cache_write"}
+    prices = {
+        name: {written.get(kind, kind): str(usd) for kind, usd in price.items()}
+        for name, price in PRICES.items()
+    }
+    faults = {"seed": 3, "mixed": 0.2, "retry_after_s": 0.02, "slow_s": 0.02}
+    server = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "hermes_rl.testing.fake_server", "--until-eof",
+        "--log", str(log), "--faults", json.dumps(faults),
+        "--conditions", json.dumps({"prices": prices}),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert server.stdin
+    assert server.stdout
+    try:
+        yield json.loads(await server.stdout.readline())["base_url"]
+    finally:
+        server.stdin.close()
+        await server.wait()
+
+
+def configured(folder: Path, base_url: str) -> Path:
+    """run.yaml of the run."""
+    config = {
+        "dataset": {"path": str(kit.write(folder / "tasks.jsonl", map(task, range(UNITS))))},
+        "model": {"mix": {"main": 2, "other": 1}, "max_tokens": 1000},
+        "agent": {"toolsets": ["terminal"], "limits": {"max_turns": 3}},
+        "sandbox": {"backend": "none"},
+        "endpoint": {
+            "base_url": base_url, "stream": True, "prices": PRICES,
+            "api_key_env": ",".join(KEYS), "key_strategy": "round_robin",
+            "places": {"other": {"api_mode": "codex_responses"}},
+            "fallbacks": [{"model": "spare", "api_mode": "anthropic_messages"}],
+        },
+        "run": {
+            "out": str(folder / "run"), "allow_unsandboxed": True, "budget_usd": 1000,
+            "concurrency": 64, "publish_every_s": 1,
+        },
+    }  # fmt: skip
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+async def served(log: Path, requests: int, run: kit.Process, seconds: float = 120.0) -> None:
+    """Wait until the server has answered so often."""
+    deadline = time.monotonic() + seconds
+    while not log.exists() or log.read_bytes().count(b"\n") < requests:
+        assert run.process.returncode is None, run.errors[-3000:]
+        assert time.monotonic() < deadline, run.errors[-3000:]
+        await asyncio.sleep(0.02)
+
+
+async def disturbed(config: Path, log: Path, out: Path, cluster: dict[str, str]) -> kit.Process:
+    """The run, killed three times; its last start."""
+    env = {**cluster, **KEYS}
+    first = await kit.launch("--config", config, "--workers", "2", env=env)
+    await served(log, 300, first)
+    workers = kit.alive_pids(out)
+    assert len(workers) == 2
+    kit.kill(workers[0])
+    await served(log, 800, first)
+    workers = kit.alive_pids(out)
+    kit.kill(first.pid)
+    await first.wait()
+    await kit.check_gone(workers, 20.0)
+    second = await kit.launch("--config", config, "--workers", "0", env=KEYS)
+    await served(log, len(read_log(log)) + 300, second)
+    kit.kill(second.pid)
+    await second.wait()
+    return await kit.finish("--config", config, "--workers", "0", env=KEYS)
+
+
+def check_call(call: dict[str, Any], entry: Entry | None) -> None:
+    """What is known of a call is what the server says; what is not known says so."""
+    assert entry is None or entry.api_mode == WIRE_OF[str(entry.model)]
+    if call["outcome"] == "refused":
+        assert entry is not None
+        assert entry.outcome == "refused"
+        return
+    if call["input_tokens"] is None:
+        assert call["output_tokens"] is None
+        assert call["cost_usd"] is None
+        reported = entry is not None and entry.reported
+        assert call["outcome"] == "unknown" or (entry is not None and not reported), (call, entry)
+        return
+    assert entry is not None
+    assert entry.reported
+    assert call["model"] == entry.model
+    tokens = (entry.prompt_tokens, entry.completion_tokens, entry.cached_tokens)
+    assert tuple(call[n] for n in (*SETTLED, "cache_read_tokens")) == tokens
+    assert (call["cache_write_tokens"] or 0) == entry.cache_write_tokens
+    assert entry.dollars is not None
+    assert call["cost_usd"] == pytest.approx(float(entry.dollars), rel=1e-9)
+
+
+def check_row(row: dict[str, Any], bill: dict[str, Entry]) -> None:
+    """Sums of a row are those of its calls; the models are those that answered."""
+    calls = row["calls"]
+    known = [call for call in calls if call["input_tokens"] is not None]
+    unknown = [c for c in calls if c["input_tokens"] is None and c["outcome"] != "refused"]
+    assert row["usage"]["unknown_calls"] == row["unpriced_calls"] == len(unknown)
+    for name in SETTLED:
+        assert (row["usage"][name] or 0) == sum(call[name] for call in known)
+    if row["cost_usd"] is not None:
+        total = sum(Decimal(str(bill[call["call_id"]].dollars)) for call in known)
+        assert row["cost_usd"] == pytest.approx(float(total), rel=1e-9)
+    assert (row["cost_usd"] is None) == bool(unknown)
+    answered = {call["model"] for call in calls if call["outcome"] == "ok"}
+    assert answered <= set(row["served_models"]) <= {row["model"], "spare"}
+
+
+async def test_the_books_are_the_bill(
+    tmp_path: Path, cluster: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, out = tmp_path / "served.jsonl", tmp_path / "run"
+    async with billing(log) as base_url:
+        last = await disturbed(configured(tmp_path, base_url), log, out, cluster)
+    assert last.process.returncode in (0, 1), last.errors
+    entries = read_log(log)
+    bill = {str(entry.call_id): entry for entry in entries}
+    assert len(bill) == len(entries), "a call id was sent twice"
+    ended, lost = kit.table(out, "trajectories"), kit.table(out, "failures")
+    rows = [*ended, *lost]
+    calls = {call["call_id"]: call for row in rows for call in row["calls"]}
+    assert len(calls) == sum(len(row["calls"]) for row in rows), "a call is recorded twice"
+    assert set(bill) <= set(calls), "the server served a call that no row knows"
+    for name, call in calls.items():
+        check_call(call, bill.get(name))
+    for row in rows:
+        check_row(row, bill)
+    known = [e for n, e in bill.items() if calls[n]["input_tokens"] is not None]
+    check_budget(last, out, rows, known, entries)
+    check_variety(ended, lost, calls, entries)
+    check_doors(out, ended[0]["unit_id"], capsys)
+
+
+def check_budget(
+    last: kit.Process,
+    out: Path,
+    rows: list[dict[str, Any]],
+    known: list[Entry],
+    entries: list[Entry],
+) -> None:
+    """What is spent is what is known, and at most the worst case of what is not."""
+    manifest = json.loads((out / "manifest.json").read_bytes())
+    spent = manifest["budgets"]["run:usd"]["spent"]
+    sure = float(sum(entry.dollars or 0 for entry in known))
+    whole = float(sum(entry.dollars or 0 for entry in entries))
+    worst = sum(
+        metric["value"] * PRICES["spare"][kind] / 1e6
+        for row in rows
+        for metric in row["metrics"]
+        for kind in ("input", "output")
+        if metric["name"] == f"unknown_{kind}_tokens_max"
+    )
+    assert sure < whole <= spent <= sure + worst * 1.25  # writing to the cache costs 1.25
+    stats = json.loads((out / "stats.json").read_bytes())
+    assert stats["calls"]["total"] >= len(entries)
+    accounts = {lane["account"] for lane in manifest["rate_limits"]}
+    assert len(accounts) == len(KEYS)
+
+
+def check_variety(
+    ended: list[dict[str, Any]],
+    lost: list[dict[str, Any]],
+    calls: dict[str, Any],
+    entries: list[Entry],
+) -> None:
+    """All of what the run was to meet, it met."""
+    assert len({row["unit_id"] for row in ended}) == len(ended)
+    assert len({row["unit_id"] for row in [*ended, *lost]}) == UNITS
+    assert len(ended) > UNITS * 0.98
+    causes = Counter(row["cause"] for row in lost)
+    assert causes["worker_lost"] >= 1
+    assert causes["driver_lost"] >= 2
+    assert {row["model"] for row in ended} == {"main", "other"}
+    assert {"main spare", "other spare"} <= {" ".join(row["served_models"]) for row in ended}
+    assert {entry.api_mode for entry in entries} == set(WIRE_OF.values())
+    faulty = sum(entry.fault is not None for entry in entries)
+    assert faulty > len(entries) * 0.15
+    purposes = Counter(call["purpose"] for call in calls.values())
+    assert purposes["summary"] > 20
+    outcomes = Counter(call["outcome"] for call in calls.values())
+    assert set(outcomes) >= {"ok", "refused", "cut", "unknown"}
+    errors = Counter(c["error"] for c in calls.values() if c["error"])
+    assert errors["discarded: empty answer"] > 20
+    assert errors["discarded: cut tool call"] > 20
+
+
+def check_doors(out: Path, unit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`check` and `show` have nothing to complain of."""
+    for arguments in (["check", str(out)], ["show", str(out)], ["show", str(out), unit]):
+        assert main(arguments) == 0, capsys.readouterr()
+        said = capsys.readouterr()
+        assert said.err == ""
+        print(said.out[-2500:])
