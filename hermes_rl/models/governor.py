@@ -28,7 +28,8 @@ from hermes_rl.models.pots import Pot, accounts_by_worker
 from hermes_rl.models.rests import Rests
 
 MEMORY_S = 1.0
-"""Each worker is given the memory to keep at most this often."""
+"""Each worker is given the memory to keep at most this often, and at once when others came or went:
+a successor must not take the first who reports for the only one."""
 
 DEAD_S = 60.0
 """A worker that was not heard for so long is taken for dead; the driver says so sooner."""
@@ -52,7 +53,7 @@ class Governor:
         self._clock = clock
         self._rests = rests
         self._heard: dict[str, float] = {}
-        self._told: dict[str, float] = {}
+        self._told: dict[str, tuple[float, frozenset[str]]] = {}
         self._version = 0
         self._awaited: set[str] = set()
         self._resumed = False
@@ -143,10 +144,11 @@ class Governor:
             pot.resume({w: a[pot.name] for w, a in memory.accounts.items() if pot.name in a})
 
     def _memory_for(self, worker: str, now: float) -> Memory | None:
+        live = frozenset(self._heard)
         told = self._told.get(worker)
-        if told is not None and now - told < MEMORY_S:
+        if told is not None and now - told[0] < MEMORY_S and told[1] == live:
             return None
-        self._told[worker] = now
+        self._told[worker] = (now, live)
         return Memory(
             version=self._version,
             lanes=tuple(lane.summary(now) for lane in self.lanes.values()),

@@ -22,6 +22,8 @@ class _Part:
     """One worker's part of a lane."""
 
     slots: int = 0
+    held: int = 0
+    """What it might use when it reported: as many requests may have begun before its grant came."""
     running: int = 0
     peak: int = 0
     demand: int = 0
@@ -31,7 +33,8 @@ class _Part:
     def out(self, now: float, lease_s: float) -> int:
         """Slots that the worker may be using. Where it is not heard any more it goes on with its
         equal part some time after its grant has ended; see `SharedLane`."""
-        granted = self.slots if now - self.heard < 1.5 * lease_s else self.alone
+        fresh = now - self.heard < 1.5 * lease_s
+        granted = max(self.slots, self.held) if fresh else self.alone
         return max(granted, self.running)
 
 
@@ -55,7 +58,8 @@ class Lane:
     def hear(self, worker: str, report: LaneReport, now: float) -> None:
         """Take a worker's news in."""
         part = self._parts.setdefault(worker, _Part())
-        part.slots, part.running, part.heard = report.held, report.running, now
+        part.slots = part.held = report.held
+        part.running, part.heard = report.running, now
         part.peak, part.demand = report.peak, report.demand
         self.controller.started(sum(p.peak for p in self._parts.values()))
         for _ in range(report.clean):

@@ -163,12 +163,29 @@ def test_shares_never_sum_above_the_limit(steps):
         assert fleet.out() <= highest
 
 
+def test_a_worker_that_came_late_is_known_to_a_successor():
+    fleet = Fleet()
+    for worker in WORKERS:
+        fleet.exchange(worker, 20)
+    for _ in range(3):
+        for worker in WORKERS:
+            fleet.exchange(worker, 20)
+    fleet.governor = None
+    fleet.wait(60)
+    fleet.succeed()
+    fleet.exchange("a", 20)  # its memory names the others, though they came within a moment
+    assert fleet.out() == 12
+
+
 def test_one_worker_gets_the_whole_limit_and_others_their_part():
     fleet = Fleet()
     fleet.exchange("a", 20)
     assert fleet.allowed("a") == 12
     fleet.exchange("b", 20)
     assert fleet.allowed("b") == 0  # a has it all still
+    fleet.exchange("a", 20)
+    fleet.exchange("b", 20)
+    assert fleet.allowed("b") == 0  # a may have begun calls before it heard that it has less
     fleet.exchange("a", 20)
     fleet.exchange("b", 20)
     assert fleet.allowed("a") == fleet.allowed("b") == 6
