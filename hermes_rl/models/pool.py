@@ -28,6 +28,8 @@ Strategy = Literal["fill_first", "round_robin", "random", "least_used"]
 
 AUTH_REST_S = 300.0
 REST_S = 3600.0
+LEAST_REST_S = 1.0
+"""Where a provider names no time at all (`Retry-After: 0`, or a date that has passed)."""
 
 _OF_THE_ACCOUNT = ("auth", "auth_permanent", "billing")
 _OF_ITS_RATE = ("rate_limit",)
@@ -85,7 +87,10 @@ class KeyPool:
             of_rate = error.reason in _OF_ITS_RATE
             name = self._rate_of(account) if of_rate else account.name
             self._rests.rest(name, seconds, error.reason)
-        others = (a for a in self.accounts if a.name != account.name)
+        others = [a for a in self.accounts if a.name != account.name]
+        if error.reason in _OF_THE_ACCOUNT:
+            # Who only rests for his rate is waited for: nobody left would stop the run.
+            return any(self._rests.left_s(a.name) <= 0 for a in others)
         return any(self._left_s(a) <= 0 for a in others)
 
     def _seconds(self, error: ModelError) -> float:
@@ -94,7 +99,8 @@ class KeyPool:
             return AUTH_REST_S
         of_rate = error.reason in _OF_ITS_RATE and len(self.accounts) > 1
         if of_rate or error.reason in _OF_THE_ACCOUNT:
-            return error.retry_after_s or error.resets_s or REST_S
+            told = error.resets_s if error.retry_after_s is None else error.retry_after_s
+            return REST_S if told is None else max(told, LEAST_REST_S)
         return 0.0
 
     def _pick(self, ready: Sequence[int]) -> int:

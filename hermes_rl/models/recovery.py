@@ -68,8 +68,10 @@ class Situation:
 
     now: float
     """Seconds of a monotonic clock."""
+    account: str = ""
+    """Whose the failed request was."""
     rotated: bool = False
-    """The account rests, and another may work now."""
+    """The account rests, and another may be asked (`AccountPool.rest`)."""
     routes_left: bool = False
     """There is another model to fall back to."""
     answered_at: float | None = None
@@ -185,6 +187,8 @@ class _Failures:
     lost: int = 0
     """Lost connections and silences in a row."""
     renewed: bool = False
+    turned: set[tuple[str, Reason]] = field(default_factory=set)
+    """Accounts that were turned away from since the last pause, and why."""
 
 
 class CallRecovery:
@@ -241,7 +245,13 @@ class CallRecovery:
         return Again()
 
     def _rotate(self, error: ModelError, at: Situation) -> Action | None:
-        return Rotate() if at.rotated and error.reason in _ROTATE else None
+        """Once from each account between two pauses: a rest may be shorter than a request takes,
+        and the accounts would then take turns for ever."""
+        refusal = (at.account, error.reason)
+        if not at.rotated or error.reason not in _ROTATE or refusal in self._failed.turned:
+            return None
+        self._failed.turned.add(refusal)
+        return Rotate()
 
     def _lower(self, error: ModelError, at: Situation) -> Action | None:
         """A cap of the model stays; the room that a full window leaves is for this call alone."""
@@ -289,6 +299,7 @@ class CallRecovery:
         if _at_fault(error) or self._others_answered(error, at):
             call.counted += 1
         call.last = at.now
+        call.turned.clear()
         if call.counted >= policy.max_attempts:
             return GiveUp(error)
         bound = min(policy.cap_s, policy.base_s * 2 ** min(call.number, 30))

@@ -131,6 +131,7 @@ class ModelCaller:
     ) -> Situation:
         return Situation(
             now=self._clock.monotonic(),
+            account=account.name,
             rotated=rotated,
             routes_left=recovery.route + 1 < len(self._routes),
             answered_at=account.traffic.answered_at,

@@ -41,8 +41,8 @@ class AccountPool(Protocol):
         ...
 
     def rest(self, account: Account, error: ModelError) -> bool:
-        """Let an account rest for what the error says of it. Returns whether another may work
-        now."""
+        """Let an account rest for what the error says of it. Returns whether another may be asked:
+        one that may work now, or, after a refused key, one that only rests for its rate."""
         ...
 
 
