@@ -7,6 +7,7 @@ cannot be parsed is still recorded exactly.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -146,42 +147,81 @@ def from_openai(form: Mapping[str, Any]) -> Message:
     """
     role = form.get("role")
     content = form.get("content")
-    if role in ("system", "developer", "user"):
-        if not isinstance(content, str) and not (role == "user" and isinstance(content, list)):
+    if role == "user":
+        return UserMessage(content=_said(content))
+    if role in ("system", "developer"):
+        text = _text(content)
+        if text is None:
             raise UserError(f"message of role {role}: 'content' must be text")
-        if role == "user":
-            if not isinstance(content, str) and not all(isinstance(p, Mapping) for p in content):
-                raise UserError("message of role user: each content part must be an object")
-            return UserMessage(content=content)
-        return SystemMessage(content=str(content))
+        return SystemMessage(content=text)
     if role == "tool":
         return ToolMessage(
-            tool_call_id=str(form.get("tool_call_id", "")),
-            name=str(form.get("name", "")),
-            content=content if isinstance(content, str) else "",
+            tool_call_id=str(form.get("tool_call_id") or ""),
+            name=str(form.get("name") or ""),
+            content=_text(content) or "",
         )
     if role == "assistant":
         reasoning, calls = form.get("reasoning_content"), form.get("tool_calls") or []
         if not isinstance(reasoning, str | None) or not isinstance(calls, list | tuple):
             raise UserError("assistant message: 'reasoning_content' is text, 'tool_calls' a list")
         return AssistantMessage(
-            content=content if isinstance(content, str) else "",
+            content=_text(content) or _text(form.get("refusal")) or "",
             reasoning_content=reasoning,
             tool_calls=tuple(_call_from_openai(c) for c in calls),
         )
     raise UserError(f"message with role {role!r}: use system, user, assistant or tool")
 
 
+def _said(content: Any) -> str | list[dict[str, Any]]:
+    """What a user says. Raises: UserError when it is neither text nor parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise UserError("message of role user: 'content' must be text")
+    if not all(isinstance(part, Mapping) for part in content):
+        raise UserError("message of role user: each content part must be an object")
+    return content
+
+
+def _text(content: Any) -> str | None:
+    """Text, or the texts of parts; None for what is neither."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    parts = [part for part in content if isinstance(part, Mapping)]
+    texts = (part.get("text", part.get("refusal")) for part in parts)
+    return "".join(text for text in texts if isinstance(text, str))
+
+
 def _call_from_openai(form: Mapping[str, Any]) -> ToolCall:
     function = form.get("function") if isinstance(form, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError("tool call without a name: use {'function': {'name', 'arguments'}}")
-    arguments = function.get("arguments", "{}")
-    if not isinstance(arguments, str):
+    arguments = function.get("arguments")
+    if arguments is None:
+        arguments = "{}"
+    elif not isinstance(arguments, str):
         arguments = msgspec.json.encode(arguments).decode()
-    return ToolCall(id=str(form.get("id", "")), name=function["name"], arguments=arguments)
+    return ToolCall(id=str(form.get("id") or ""), name=function["name"], arguments=arguments)
 
 
 def conversation_from_openai(forms: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """All messages of a conversation; see `from_openai`."""
-    return [from_openai(form) for form in forms]
+    """All messages of a conversation; see `from_openai`. Half surrogates, which can be neither sent
+    nor stored, become question marks.
+
+    Raises: UserError, also for what is no JSON.
+    """
+    return [from_openai(_plain(form, place)) for place, form in enumerate(forms, 1)]
+
+
+def _plain(form: Any, place: int) -> Mapping[str, Any]:
+    if not isinstance(form, Mapping):
+        raise UserError(f"message {place} is {form!r}: write an object with role and content")
+    try:
+        msgspec.json.encode(form)
+    except UnicodeEncodeError:
+        text = json.dumps(msgspec.to_builtins(form), ensure_ascii=False)
+        plain: Mapping[str, Any] = json.loads(text.encode("utf-8", "replace"))
+        return plain
+    except (TypeError, ValueError, RecursionError, OverflowError) as error:
+        raise UserError(f"message {place} holds what is no JSON: {error}") from None
+    return form

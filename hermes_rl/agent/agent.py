@@ -19,7 +19,7 @@ import msgspec
 from hermes_rl import events as ev
 from hermes_rl.agent.assembly import Assembly, Link
 from hermes_rl.agent.control import Control
-from hermes_rl.agent.history import continuable, last_answer, split_system, with_user
+from hermes_rl.agent.history import continuable, last_answer, sendable, split_system, with_user
 from hermes_rl.agent.hooks import Hooked, Hooks, OnEvent, SessionEnd, SessionStart, Tape, told
 from hermes_rl.agent.parts import AgentParts
 from hermes_rl.agent.policy import Limits, Policy
@@ -193,7 +193,7 @@ class AIAgent:
             if history is not None:
                 own, given = split_system(conversation_from_openai(history))
                 self._history, system = continuable(given), system or own
-            self._system = system or self._system
+            self._system = sendable(system or self._system)
             return await self._until_done(text, task_id or uuid.uuid4().hex)
         except BaseException:
             self._ended = "error" if self._ended is not None else None

@@ -30,10 +30,15 @@ def continuable(messages: Iterable[Message]) -> list[Message]:
 
 def with_user(history: Sequence[Message], text: str) -> list[Message]:
     """The conversation with a user message at its end; two in a row become one."""
-    text = text.encode("utf-8", "replace").decode()  # lone surrogates cannot be sent
+    text = sendable(text)
     if history and isinstance(last := history[-1], UserMessage):
         return [*history[:-1], UserMessage(content=f"{text_of(last)}\n\n{text}")]
     return [*history, UserMessage(content=text)]
+
+
+def sendable(text: str) -> str:
+    """A text without lone surrogates, which can be neither sent nor stored."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def last_answer(events: Iterable[Event]) -> str | None:

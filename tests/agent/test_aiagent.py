@@ -152,6 +152,21 @@ def test_history_from_outside(agent_class: type[AIAgent]) -> None:
         assert len(anew["messages"]) == 3
 
 
+def test_half_characters_in_a_history_do_not_lose_a_paid_answer(agent_class: type[AIAgent]) -> None:
+    history = [
+        {"role": "system", "content": "Rules \ud800."},
+        {"role": "user", "content": say("one", "two") + "\ud800"},
+        {"role": "assistant", "content": "one", "reasoning_content": "\ud800"},
+        {"role": "user", "content": [{"type": "text", "text": "\ud800"}]},
+        {"role": "assistant", "content": "two"},
+    ]
+    with agent_class("m", toolsets=()) as agent:
+        result = agent.run_conversation("Go on.", conversation_history=history)
+        json.dumps(result, ensure_ascii=False).encode()
+        said = agent.run_conversation("x", system_message="Now \ud800")
+        assert said["messages"][0]["content"] == "Now ?"
+
+
 async def test_the_doors_work_where_a_loop_is_running(agent_class: type[AIAgent]) -> None:
     async with agent_class("m") as agent:
         assert agent.chat(say({"run": "pwd"}, "here")) == "here"  # as in a notebook cell

@@ -18,8 +18,8 @@ from hermes_rl.models.dialects.lenient import decode_json, encode_json, repaired
 from hermes_rl.models.dialects.reasoning import flatten, reasoning_of, split_think
 
 OnDelta = Callable[[str], None] | None
-_IDS = 1 << 31
-"""No vocabulary is larger."""
+_IDS = 1 << 63
+"""Token ids are stored in 64 bits at most; a larger one is a server's error."""
 
 
 class Envelope(msgspec.Struct):
