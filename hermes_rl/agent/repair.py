@@ -40,8 +40,10 @@ def checked(run: RunState, completion: Completion) -> Verdict:
 
 
 def is_cut(arguments: str) -> bool:
-    """Whether arguments that are no JSON end as if they had been cut off."""
-    return not arguments.rstrip().endswith(("}", "]"))
+    """Whether arguments that are no JSON begin like some and end as if they had been cut off. More
+    room would not help what never was JSON."""
+    text = arguments.strip()
+    return text.startswith(("{", "[")) and not text.endswith(("}", "]"))
 
 
 def tool_meant(name: str, tools: Mapping[str, Tool]) -> Tool | None:

@@ -122,6 +122,14 @@ async def test_the_model_is_told_at_once_without_the_switch(rig: Any, policy: An
     assert "not valid JSON" in ran.results()[0].message.content
 
 
+async def test_arguments_that_never_were_json_are_not_taken_for_cut_ones(rig: Any) -> None:
+    step = {"calls": [{"arguments": "ls -la"}]}
+    ran = await rig.play(step, "done")
+    assert (ran.outline(), len(ran.calls())) == ("suata", 4)
+    assert ran.limits() == [None] * 4
+    assert "not valid JSON" in ran.results()[0].message.content
+
+
 async def test_broken_off_arguments_without_that_switch_are_just_no_json(rig: Any) -> None:
     step = {"calls": [{"arguments": '{"command": "ls'}]}
     policy = DATAGEN.switched({"reask_cut_calls": False})
