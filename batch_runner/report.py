@@ -97,7 +97,8 @@ class Report:
         cached = f" ({share:.0%} cached)" if share else ""
         tokens = f"{_number(self.input_tokens)} in{cached}, {_number(self.output_tokens)} out"
         unknown = f", {self.unknown_calls} calls unknown" if self.unknown_calls else ""
-        return f"tokens: {tokens}{unknown} | cost: {cost_text(self.cost_usd, self.unpriced_calls)}"
+        known = self.stats.get("known_cost_usd") if self.cost_usd is None else self.cost_usd
+        return f"tokens: {tokens}{unknown} | cost: {cost_text(known, self.unpriced_calls)}"
 
     def _stop_line(self) -> str:
         if self.stopped == "interrupted":

@@ -59,12 +59,23 @@ _COUNTS = ("input_tokens", "output_tokens")
 
 
 def _add_unknown(found: Counter[str], rows: Any, pots: Collection[str], worst: Worst) -> None:
-    for model, metrics in zip(rows["model"].to_pylist(), rows["metrics"].to_pylist(), strict=True):
+    for at, (model, metrics) in enumerate(
+        zip(rows["model"].to_pylist(), rows["metrics"].to_pylist(), strict=True)
+    ):
         bounds = {m["name"]: int(m["value"]) for m in metrics or () if m["name"] in _UNKNOWN}
         if not bounds:
             continue
         given, made = (bounds.get(name, 0) for name in _UNKNOWN)
-        nano = math.ceil((worst(model, given, made) or 0) * NANO)
         found[RUN_TOKENS] += given + made
-        found[RUN_USD] += nano
-        found[model_pot(model)] += nano
+        # The bounds are of all unknown calls together; a fallback may be dearer than the model.
+        costs = {
+            asked: math.ceil((worst(asked, given, made) or 0) * NANO)
+            for asked in _unknown_models(rows["calls"][at].as_py()) or {model}
+        }
+        found[RUN_USD] += max(costs.values())
+        for asked, nano in costs.items():
+            found[model_pot(asked)] += nano
+
+
+def _unknown_models(calls: list[dict[str, Any]]) -> set[str]:
+    return {c["model"] for c in calls if c["outcome"] != "refused" and c["input_tokens"] is None}

@@ -69,11 +69,17 @@ def receipt_of(row: Trajectory, epoch: int, writer: str) -> Receipt:
         reward=row.reward,
         turns=row.turns,
         usage=row.usage,
-        cost_usd=row.cost_usd,
+        cost_usd=_known_cost(row),
         unpriced_calls=row.unpriced_calls,
         seconds=row.timing.total_s,
         error=row.error[:TEXT_CHARS] if row.error else None,
     )
+
+
+def _known_cost(row: Trajectory) -> float | None:
+    """Of a row with unpriced calls, what the others cost."""
+    costs = [call.cost_usd for call in row.calls if call.cost_usd is not None]
+    return row.cost_usd if row.cost_usd is not None or not costs else sum(costs)
 
 
 encode_item = msgspec.msgpack.Encoder().encode

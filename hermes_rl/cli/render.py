@@ -234,7 +234,7 @@ def cost(rows: Iterable[Row]) -> str:
     costs, unpriced = 0.0, 0
     for row in rows:
         unpriced += row["unpriced_calls"] or 0
-        costs += row["cost_usd"] or 0.0
+        costs += row["cost_usd"] or row.get("known_cost_usd") or 0.0
     if unpriced:
         return (
             f"unpriced ({unpriced:,} calls)" if not costs else f"${costs:.4f} + {unpriced} unpriced"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hermes_rl.cli import render
+from hermes_rl.cli.known_costs import rows_of
 from hermes_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -62,7 +63,10 @@ def command(
     opened = load_run(run)
     tables = ("failures",) if failed else ("trajectories", "failures")
     names = None if as_json and unit is None else COLUMNS
-    rows = [row for table in tables for row in opened.arrow(table, names).to_pylist()]
+    if names is None:
+        rows = [row for table in tables for row in opened.arrow(table).to_pylist()]
+    else:
+        rows = [row for table in tables for row in rows_of(opened, table, names)]
     rows.sort(key=SORTS[sort])
     if unit is not None:
         chosen = whole(opened, tables, find(rows, unit, run)["trajectory_id"])

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from hermes_rl.cli import render
+from hermes_rl.cli.known_costs import rows_of
 from hermes_rl.errors import ExitCode, UserError
 
 FOLLOW_EVERY_S = 2.0
@@ -83,11 +84,7 @@ def look(path: Path) -> Status:
     from hermes_rl.store.watch import driver_of, in_flight
 
     run = load_run(path)
-    rows = [
-        row
-        for table in ("trajectories", "failures")
-        for row in run.arrow(table, _COLUMNS).to_pylist()
-    ]
+    rows = [row for table in ("trajectories", "failures") for row in rows_of(run, table, _COLUMNS)]
     final = [row for row in rows if row["status"] == "ok"]
     holder = driver_of(run.run_dir)
     plan = run.stats["plan"]
@@ -109,7 +106,7 @@ def look(path: Path) -> Status:
     )
 
 
-_COLUMNS = ["status", "reward", "usage", "cost_usd", "unpriced_calls"]
+_COLUMNS = ["trajectory_id", "status", "reward", "usage", "cost_usd", "unpriced_calls"]
 
 
 def _stop(path: Path) -> int:

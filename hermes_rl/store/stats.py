@@ -65,6 +65,9 @@ def compute_stats(summary: Summary, ledger: Ledger, plan: Mapping[str, Any]) -> 
         "tokens": {name: counts.get(name) for name in _TOKENS},
         "cache": cache_shares(counts),
         "cost_usd": _cost(summary),
+        "known_cost_usd": round(sums["known_cost_usd"], _DIGITS)
+        if "known_cost_usd" in sums
+        else None,
         "seconds": {n: round(v, 3) for n, v in sorted(sums.items()) if n.endswith("_s")},
         "histograms": {
             "reward_upper_ends": list(REWARD_EDGES),

@@ -33,7 +33,8 @@ class Summary(msgspec.Struct, kw_only=True):
     `turns`, `tool_calls`, `calls`, token sums (those of `caching` too). A key that nothing reported
     is absent, not 0."""
     sums: dict[str, float] = {}
-    """`reward`, `cost_usd` (of priced rows) and seconds by part."""
+    """`reward`, `cost_usd` (of priced rows), `known_cost_usd` (of priced calls) and seconds by
+    part."""
     histograms: dict[str, dict[int, int]] = {}
     """Bucket -> rows. `reward` uses REWARD_EDGES; `turns`, `total_tokens` and `total_s` use powers
     of two: bucket b holds values in [2^(b-1), 2^b), bucket 0 those below 1."""
@@ -56,6 +57,7 @@ class Summary(msgspec.Struct, kw_only=True):
         for name, tokens in cache_counts(row["calls"]).items():
             self._count(name, tokens)
         self._sum("cost_usd", row["cost_usd"])
+        self._sum("known_cost_usd", known_cost(row))
         for name in _TIMES:
             self._sum(name, row["timing"][name])
 
@@ -92,6 +94,15 @@ class Summary(msgspec.Struct, kw_only=True):
     def _bucket(self, name: str, bucket: int, rows: int = 1) -> None:
         histogram = self.histograms.setdefault(name, {})
         histogram[bucket] = histogram.get(bucket, 0) + rows
+
+
+def known_cost(row: Mapping[str, Any]) -> float | None:
+    """What is known of a row's cost in US dollars: one call of unknown usage makes `cost_usd` null.
+    None when nothing is known."""
+    if row["cost_usd"] is not None:
+        return float(row["cost_usd"])
+    costs = [call["cost_usd"] for call in row["calls"] if call["cost_usd"] is not None]
+    return sum(costs) if costs else None
 
 
 def known_causes(summary: Summary) -> dict[str, int]:

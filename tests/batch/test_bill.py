@@ -6,6 +6,7 @@ and a worker and two drivers are killed on the way.
 """
 
 import asyncio
+import io
 import json
 import random
 import sys
@@ -21,10 +22,16 @@ import kit
 import pytest
 import yaml
 
+from batch_runner.governing import Prices, pots_of
+from batch_runner.progress import JsonEvents
+from batch_runner.runner import arun_batch
+from batch_runner.spent import spent_before
 from hermes_rl.cli import main
+from hermes_rl.config import parse_config
+from hermes_rl.models.spending import NANO
+from hermes_rl.store.rundir import RunDir
+from hermes_rl.testing.fake_server import FakeServer
 from hermes_rl.testing.served_log import Entry, read_log
-
-pytestmark = pytest.mark.slow
 
 UNITS = 500
 ODD: list[dict[str, Any]] = [
@@ -174,6 +181,7 @@ def check_row(row: dict[str, Any], bill: dict[str, Entry]) -> None:
     assert answered <= set(row["served_models"]) <= {row["model"], "spare"}
 
 
+@pytest.mark.slow
 async def test_the_books_are_the_bill(
     tmp_path: Path, cluster: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,6 +205,9 @@ async def test_the_books_are_the_bill(
     check_budget(last, out, rows, known, entries)
     check_variety(ended, lost, calls, entries)
     check_doors(out, ended[0]["unit_id"], capsys)
+    assert main(["show", str(out)]) == 0
+    sure = sum(entry.dollars or 0 for entry in known)
+    assert f"cost ${sure:.4f} + " in capsys.readouterr().out
 
 
 def check_budget(
@@ -220,6 +231,8 @@ def check_budget(
     )
     assert sure < whole <= spent <= sure + worst * 1.25  # writing to the cache costs 1.25
     stats = json.loads((out / "stats.json").read_bytes())
+    assert stats["cost_usd"] is None
+    assert stats["known_cost_usd"] == pytest.approx(sure, abs=1e-6)
     assert stats["calls"]["total"] >= len(entries)
     accounts = {lane["account"] for lane in manifest["rate_limits"]}
     assert len(accounts) == len(KEYS)
@@ -256,6 +269,41 @@ def check_doors(out: Path, unit: str, capsys: pytest.CaptureFixture[str]) -> Non
     """`check` and `show` have nothing to complain of."""
     for arguments in (["check", str(out)], ["show", str(out)], ["show", str(out), unit]):
         assert main(arguments) == 0, capsys.readouterr()
-        said = capsys.readouterr()
-        assert said.err == ""
-        print(said.out[-2500:])
+        assert capsys.readouterr().err == ""
+
+
+async def test_an_unknown_call_of_a_dearer_fallback_counts_with_its_own_price(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    steps = [[REFUSED, {"text": "", "fault": "reset"}, "Done."]]
+    row = {"id": "t", "prompt": f"Do it.\nSCRIPT: {json.dumps(steps)}"}
+    config = parse_config(
+        {
+            "dataset": {"path": str(kit.write(tmp_path / "tasks.jsonl", [row]))},
+            "model": {"name": "main", "max_tokens": 1000},
+            "agent": {"toolsets": ["terminal"]},
+            "sandbox": {"backend": "none"},
+            "endpoint": {
+                "base_url": server.base_url, "prices": PRICES,
+                "fallbacks": [{"model": "spare", "api_mode": "anthropic_messages"}],
+            },
+            "run": {
+                "out": str(tmp_path / "run"), "workers": 0, "allow_unsandboxed": True,
+                "budget_usd": 10, "model_budgets": {"main": 5, "spare": 5},
+            },
+        }
+    )  # fmt: skip
+    report = await arun_batch(config, progress=JsonEvents(io.StringIO()))
+    assert (report.exit_code, report.unknown_calls) == (0, 1)
+    (final,) = kit.table(tmp_path / "run", "trajectories")
+    answered = [call for call in final["calls"] if call["outcome"] == "ok"]
+    assert [call["model"] for call in answered] == final["served_models"] == ["spare"]
+    known = report.stats["known_cost_usd"]
+    assert known == pytest.approx(answered[0]["cost_usd"], abs=1e-6)
+    assert "cost: <$0.01 + 1 calls unpriced" in report.lines()[1]
+    said = json.loads((tmp_path / "run" / "manifest.json").read_bytes())["budgets"]
+    before = spent_before(RunDir(tmp_path / "run"), pots_of(config), Prices(config).worst)
+    for pot in ("run:usd", "model:spare:usd"):
+        assert before[pot] / NANO == pytest.approx(said[pot]["spent"], abs=1e-8)
+    assert before["model:main:usd"] == said["model:main:usd"]["spent"] == 0
+    assert said["run:usd"]["spent"] > known + 1000 * PRICES["spare"]["output"] / 1e6
