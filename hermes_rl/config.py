@@ -129,6 +129,7 @@ class RunConfig(Section):
     def _refuse(self) -> Self:
         self._refuse_half_characters()
         self._refuse_models()
+        self._refuse_idle_budgets()
         check_address(self.endpoint.base_url, "endpoint.base_url")
         if self.sandbox.backend == "none" and not self.run.allow_unsandboxed:
             raise UserError(
@@ -136,6 +137,18 @@ class RunConfig(Section):
                 "Use the default sandbox, or add --allow-unsandboxed"
             )
         return self
+
+    def _refuse_idle_budgets(self) -> None:
+        """Budgets of models that no call asks: they would bind nothing."""
+        where, models = self.endpoint, self.model.mix or (self.model.name,)
+        places = {name: place.model for name, place in where.places.items()}
+        asked = {places.get(name) or name for name in models} | {f.model for f in where.fallbacks}
+        for name in self.run.model_budgets:
+            if name not in asked:
+                raise UserError(
+                    f"'run.model_budgets' holds {name}, but the run asks {', '.join(sorted(asked))}"
+                    ". Use the name at its endpoint"
+                )
 
     def _refuse_half_characters(self) -> None:
         """Texts that no file can hold: arguments of a shell that are no UTF-8."""

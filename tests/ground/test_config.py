@@ -172,3 +172,16 @@ def test_an_address_that_is_none_does_not_show_what_stands_beside_it() -> None:
     with pytest.raises(UserError) as refused:
         parse_config({**GOOD, "endpoint": where})
     assert "pw-secret" not in str(refused.value)
+
+
+def test_a_budget_of_a_model_that_no_call_asks_is_refused() -> None:
+    mix = {"model": {"mix": {"a": 1, "claude": 1}}, "dataset": {"path": "x.jsonl"}}
+    where = {
+        "places": {"claude": {"provider": "anthropic", "model": "claude-opus-5-5"}},
+        "fallbacks": ["b"],
+    }
+    for name in ("a", "b", "claude-opus-5-5"):
+        parse_config({**mix, "endpoint": where, "run": {"model_budgets": {name: 1}}})
+    for name in ("claude", "c"):
+        with pytest.raises(UserError, match="asks a, b, claude-opus-5-5"):
+            parse_config({**mix, "endpoint": where, "run": {"model_budgets": {name: 1}}})
