@@ -248,8 +248,8 @@ def _sentence(
 ) -> str:
     said = fault.message or " ".join(sorted(fault.codes)) or body[:200].decode("utf-8", "replace")
     hint = ""
-    if kind is e.ModelNotFound and fault.message in ("", "Not Found"):
-        hint = " (does base_url need /v1 at its end?)"
-    elif status in (301, 302, 307, 308):
+    if status in (301, 302, 303, 307, 308):
         hint = f" redirected to {headers.get('location', 'nowhere')}: use that as base_url"
+    elif kind is e.ModelNotFound and fault.message in ("", "Not Found"):
+        hint = " (does base_url need /v1 at its end?)"
     return f"{status}{': ' if said.strip() else ''}{said}{hint}"

@@ -80,12 +80,16 @@ KINDS: dict[Reason, type[e.ModelError]] = {
 """The class of each reason. Its cause is the reason's cause (DESIGN 5.6)."""
 
 BY_STATUS: dict[int, Reason] = {
-    401: "auth", 402: "billing", 403: "auth", 404: "model_not_found", 408: "timeout",
-    409: "server_error", 413: "payload_too_large", 425: "server_error", 429: "rate_limit",
-    503: "overloaded", 504: "timeout", 522: "timeout", 524: "timeout", 529: "overloaded",
+    301: "model_not_found", 302: "model_not_found", 303: "model_not_found", 307: "model_not_found",
+    308: "model_not_found", 401: "auth", 402: "billing", 403: "auth", 404: "model_not_found",
+    405: "model_not_found", 407: "auth", 408: "timeout", 409: "server_error",
+    410: "model_not_found", 413: "payload_too_large", 425: "server_error", 429: "rate_limit",
+    451: "auth_permanent", 499: "server_error", 503: "overloaded", 504: "timeout",
+    522: "timeout", 524: "timeout", 529: "overloaded",
 }  # fmt: skip
 """What a status means when the body does not say more. 503 is waited for like 529: nothing was
-served."""
+served. A redirect, or an address that takes no POST, is a wrong base_url: no unit could do
+better."""
 
 _REPLAY = (
     Rule(
@@ -175,7 +179,8 @@ _ACCOUNT = (
         r"|too low|not enough)|exceeded your current quota|exceeded current quota"
         r"|credit balance is too low|requires more credits|billing (hard )?limit|out of credits"
         r"|(no remaining|not enough) credits|top up|recharge|free tier .{0,40}exhausted"
-        r"|account is not active|account.{0,20}(in arrears|overdue)"
+        r"|account is not active|account.{0,20}(in arrears|overdue)|key limit exceeded"
+        r"|reached your specified (workspace )?api usage limits"
         r"|余额不足|欠费|额度不足|请充值|余额.{0,6}不够",
     ),
     Rule(
@@ -220,8 +225,8 @@ _PACE = (
             "1303", "1304", "servicequotaexceededexception", "ratelimitreached", "429",
             "rate_limit_usage_exceeded", "requestthrottled", "toomanyrequestsexception",
         ),
-        r"rate[- ]?limit.{0,40}(reached|exceed|hit)|too many requests|throttl|(requests|tokens) per"
-        r" (min|sec|day|hour)|请求过于频繁|速率限制|并发数过高|请求频率|限流",
+        r"rate[- ]?limit.{0,40}(reached|exceed|hit)|being rate[- ]limited|too many requests|throttl"
+        r"|(requests|tokens) per (min|sec|day|hour)|请求过于频繁|速率限制|并发数过高|请求频率|限流",
     ),
     Rule(
         "overloaded", _TROUBLE,
@@ -312,6 +317,7 @@ _REQUEST = (
         r" accessible|decommissioned|has been (retired|deprecated|shut down)|no longer available)"
         r"|no such model|unknown model|not a valid model|model identifier is invalid"
         r"|access to the model|endpoints found for|endpoints found that support tool"
+        r"|http request (was sent )?to (an )?https"
         r"|does not support (tools|function calling|tool)|模型.{0,20}不存在|不存在.{0,10}模型",
     ),
     Rule(

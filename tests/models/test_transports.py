@@ -87,7 +87,7 @@ async def test_redirects_are_not_followed(kit, transport):
     """A key must not travel to where a server points."""
     moved = b"HTTP/1.1 307 x\r\nlocation: http://127.0.0.1:9/v1\r\ncontent-length: 0\r\n\r\n"
     async with serving(moved) as url:
-        with pytest.raises(e.BadRequest, match=r"redirected to http://127\.0\.0\.1:9/v1: use"):
+        with pytest.raises(e.ModelNotFound, match=r"redirected to http://127\.0\.0\.1:9/v1: use"):
             await ask(kit, url, transport)
 
 
