@@ -101,6 +101,8 @@ class UnitReader:
             else:
                 return members
         parsed = row.parse()
+        if parsed.task_hash != row.task_hash:  # nested too deep for the long way
+            occurrence = self._seen.next(parsed.task_hash)
         if row.index == 0:
             _refuse_unmapped(parsed)
         self.bad_rows += parsed.task is None

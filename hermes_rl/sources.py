@@ -27,6 +27,8 @@ Source = Iterator[tuple[RawRow, str]]
 
 _BATCH_ROWS = 256
 _HUB_S = 10.0
+_FIELD_CHARS = 1 << 30
+"""Of one field of a CSV file: a column may hold whole files."""
 _LOOKED_AT = 100
 """Rows that are searched for the columns of `--map`."""
 
@@ -172,13 +174,28 @@ def _json(path: Path) -> Source:
 
 def _csv(path: Path) -> Source:
     with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as lines:
+        csv.field_size_limit(_FIELD_CHARS)  # of the module: no reader of its own has one
         reader = csv.DictReader(lines)
-        for row in reader:
+        for row in _readable(reader):
             place = f"{path}:{reader.line_num}"
+            if isinstance(row, str):
+                yield row, place
+                continue
             if None in row:
                 yield "more fields than columns", place
                 continue
             yield {k: _csv_value(k, v) if v else None for k, v in row.items()}, place
+
+
+def _readable(reader: csv.DictReader[str]) -> Iterator[dict[str, Any] | str]:
+    """The reader's rows, or why one of them cannot be read."""
+    while True:
+        try:
+            yield next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield f"not valid CSV: {error}"
 
 
 _CSV_JSON = frozenset(("files", "verify", "requires", "toolsets", "limits", "repeats"))

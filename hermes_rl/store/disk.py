@@ -67,7 +67,7 @@ class LocalStorage:
     def names(self, folder: str) -> list[str]:
         try:
             return sorted(os.listdir(self._root / folder))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def read(self, name: str) -> bytes:

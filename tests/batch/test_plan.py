@@ -112,6 +112,16 @@ async def test_a_bad_row_is_one_unit() -> None:
     assert items[-1].bad_row == "row 1: 'prompt' is empty"
 
 
+def test_rows_nested_too_deep_for_a_hash_of_their_own_are_units_of_their_own(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "deep.jsonl"
+    deep = '{"prompt": "a", "x": %s%d%s}'
+    path.write_text("\n".join(deep % ("[" * 990, n, "]" * 990) for n in range(3)))
+    units = UnitReader(read_rows(str(path)), HASH, 1).take(10, 60.0)
+    assert len({unit.unit_id for unit in units}) == 3
+
+
 def test_what_cannot_be_read_shows_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"found: question\)\. Try --map prompt="):
         reader([{"question": "x"}]).prime()

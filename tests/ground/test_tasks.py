@@ -226,3 +226,13 @@ def test_a_name_that_no_hub_knows_is_said_at_once() -> None:
     assert time.monotonic() - began < 15  # the loader alone tries for half a minute
     assert "UserError: no/such: no such file, no bundled dataset" in done.stderr
     assert "Retrying" not in done.stderr
+
+
+def test_a_long_field_of_a_csv_is_read_and_a_broken_one_is_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(b'prompt,x\n"' + b"a" * 200_000 + b'",1\r\nb\rc,2\nlast,3\n')
+    rows = list(read_tasks(str(path)))
+    assert rows[0].task is not None
+    assert len(rows[0].task.prompt_text) == 200_000
+    assert rows[-1].task is not None
+    assert rows[-1].task.prompt_text == "last"
