@@ -57,6 +57,9 @@ class _Run(msgspec.Struct, frozen=True, kw_only=True):
     at: float
 
 
+_HEAD = b'{"session_id":"'
+"""As every session begins, also one whose first line a kill tore."""
+
 _decode_head = msgspec.json.Decoder(_Head).decode
 _decode_run = msgspec.json.Decoder(_Run).decode
 
@@ -101,15 +104,23 @@ class FileSession:
             self._fd = -1
 
     def _read(self) -> list[Message]:
-        """The messages of all whole lines; what a kill left behind them is cut off."""
+        """The messages of all whole lines. What a kill left behind them is cut off, once the file
+        is seen to be a session."""
         data = b"".join(iter(lambda: os.read(self._fd, 1 << 20), b""))
         whole = data[: data.rfind(b"\n") + 1]
-        os.ftruncate(self._fd, len(whole))
         if not whole:
+            if not _HEAD.startswith(data[: len(_HEAD)]):
+                raise UserError(f"{self.path} is no session file. Choose another")
+            os.ftruncate(self._fd, 0)
             self.session_id = uuid.uuid4().hex
             head = _Head(session_id=self.session_id, created_at=time.time())
             self._write(msgspec.json.encode(head))
             return []
+        messages = self._messages_of(whole)
+        os.ftruncate(self._fd, len(whole))
+        return messages
+
+    def _messages_of(self, whole: bytes) -> list[Message]:
         first, *runs = whole.splitlines()
         messages: list[Message] = []
         try:

@@ -204,3 +204,12 @@ def test_a_session_gives_back_what_it_was_given(
 def test_a_system_message_is_a_message_too() -> None:
     system = SystemMessage(content="s")
     assert common_length([system], [system, UserMessage(content="u")]) == 1
+
+
+@pytest.mark.parametrize("text", ["notes, one line", "notes\nwithout an end", '{"my": "json"}'])
+def test_a_file_that_is_no_session_is_left_as_it_is(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(UserError, match="no session file"):
+        FileSession(path)
+    assert path.read_text() == text
