@@ -67,7 +67,8 @@ class Lease:
         try:
             await waiter.ready
         except asyncio.CancelledError:
-            if waiter.ready.done() and waiter.ready.exception() is None:
+            ready = waiter.ready
+            if ready.done() and not ready.cancelled() and ready.exception() is None:
                 self.settle(need, 0)
             self._serve()
             raise

@@ -9,9 +9,11 @@ import pytest
 from hermes_rl import errors as e
 from hermes_rl.models.base import Sampling
 from hermes_rl.models.budget import Spend
+from hermes_rl.models.governor_wire import PotGrant
 from hermes_rl.models.limiter import InProcessLimiter
 from hermes_rl.models.prices import PriceTable, read_price
 from hermes_rl.models.route import Route
+from hermes_rl.models.spending import Lease
 
 
 class Purse:
@@ -99,3 +101,15 @@ async def test_prices_are_the_routes_unless_told_otherwise(kit, stage):
         assert seen == [("noop", Spend(tokens=bound + 100, usd=pytest.approx((bound + 200) / 1e6)))]
         await s.caller(priced, price=lambda model, usage: 0.25).call(asked, turn=1)
         assert s.events.ends[1].cost_usd == 0.25
+
+
+async def test_who_waits_behind_a_cancelled_call_is_served() -> None:
+    lease = Lease("run:tokens")
+    lease.granted(PotGrant(pot="run:tokens", add=10, most=100))
+    large, small = asyncio.create_task(lease.reserve(50)), asyncio.create_task(lease.reserve(5))
+    await asyncio.sleep(0)
+    assert not small.done()
+    large.cancel()
+    async with asyncio.timeout(5):
+        await small
+    assert (lease.free, lease.reserved) == (5, 5)
