@@ -94,5 +94,19 @@ def _book_faults(row: dict[str, Any]) -> Iterator[str]:
     ids = [call["call_id"] for call in calls]
     if len(set(ids)) != len(ids):
         yield "a call is recorded twice"
-    if row["cost_usd"] is not None and row["unpriced_calls"]:
+    yield from _cost_faults(row)
+
+
+def _cost_faults(row: dict[str, Any]) -> Iterator[str]:
+    calls = [call for call in row["calls"] if call["outcome"] != "refused"]
+    unpriced = sum(call["cost_usd"] is None for call in calls)
+    if row["unpriced_calls"] != unpriced:
+        yield f"unpriced_calls is {row['unpriced_calls']}, its calls have {unpriced}"
+    if row["cost_usd"] is None:
+        return
+    if unpriced:
         yield "cost_usd is set although calls are unpriced"
+        return
+    total = sum(call["cost_usd"] for call in calls)
+    if abs(row["cost_usd"] - total) > 1e-9 * max(1.0, total):
+        yield f"cost_usd is {row['cost_usd']}, its calls have {total}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -103,7 +104,7 @@ def clip(text: str, width: int) -> str:
 
 def trajectory(row: Row) -> str:
     """One trajectory from its first line to the verifier's word."""
-    lines = [_headline(row)]
+    lines = [_headline(row), *_asked(row)]
     infos = row["message_info"]
     for text, info in zip(row["messages"], infos, strict=True):
         message = json.loads(text) if isinstance(text, str) else text
@@ -128,6 +129,19 @@ def _headline(row: Row) -> str:
         seconds(timing["total_s"]),
     )
     return " " + "   ".join(parts)
+
+
+def _asked(row: Row) -> list[str]:
+    """Who was asked, where that was not one model alone."""
+    asked = Counter(call["model"] for call in row["calls"])
+    if len(asked) < 2:
+        return []
+    answered = ", ".join(row["served_models"]) or "none"
+    return [f" models    calls: {_counted(asked)}; answered by {answered}"]
+
+
+def _counted(numbers: Counter[str]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in numbers.most_common())
 
 
 def _message(message: Row, info: Row, row: Row) -> list[str]:
@@ -227,6 +241,15 @@ def totals(rows: Sequence[Row]) -> str:
     shown = ", ".join(f"{p[:-2]} {seconds(s)}" for p, s in by_part.items() if s >= 0.05)
     lines += [f"time by part, summed over rollouts: {shown}"] if shown else []
     return "\n".join(lines)
+
+
+def models(rows: Sequence[Row]) -> str:
+    """Who was asked and who answered, in attempts; empty where it was one model alone."""
+    asked = Counter(row["model"] for row in rows)
+    served = Counter(name for row in rows for name in row["served_models"])
+    if len({*asked, *served}) < 2:
+        return ""
+    return f"attempts by model: {_counted(asked)}; answered by: {_counted(served) or 'none'}"
 
 
 def cost(rows: Iterable[Row]) -> str:

@@ -31,7 +31,7 @@ SORTS: dict[str, Callable[[Row], Any]] = {
 COLUMNS = (
     "unit_id", "trajectory_id", "task_id", "task_hash", "row_index", "repeat", "attempt", "status",
     "reward", "end_reason", "cause", "error", "turns", "usage", "timing", "cost_usd",
-    "unpriced_calls",
+    "unpriced_calls", "model", "served_models",
 )  # fmt: skip
 """What the table shows, orders and looks up: a large run is never read whole for it."""
 
@@ -79,7 +79,7 @@ def command(
     print(render.run_table(shown))
     if len(shown) < len(rows):
         print(f"... and {len(rows) - len(shown)} more (--limit 0 shows all)")
-    print(*filter(None, (render.causes(rows), render.totals(rows))), sep="\n")
+    print(*filter(None, (render.causes(rows), render.totals(rows), render.models(rows))), sep="\n")
     return 0
 
 

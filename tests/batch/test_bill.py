@@ -27,6 +27,7 @@ from batch_runner.progress import JsonEvents
 from batch_runner.runner import arun_batch
 from batch_runner.spent import spent_before
 from hermes_rl.cli import main
+from hermes_rl.cli.check_run import row_faults
 from hermes_rl.config import parse_config
 from hermes_rl.models.spending import NANO
 from hermes_rl.store.rundir import RunDir
@@ -207,7 +208,12 @@ async def test_the_books_are_the_bill(
     check_doors(out, ended[0]["unit_id"], capsys)
     assert main(["show", str(out)]) == 0
     sure = sum(entry.dollars or 0 for entry in known)
-    assert f"cost ${sure:.4f} + " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"cost ${sure:.4f} + " in shown
+    assert "attempts by model: main " in shown
+    both = next(row for row in ended if row["served_models"] == ["main", "spare"])
+    assert main(["show", str(out), both["unit_id"]]) == 0
+    assert "answered by main, spare" in capsys.readouterr().out
 
 
 def check_budget(
@@ -298,6 +304,10 @@ async def test_an_unknown_call_of_a_dearer_fallback_counts_with_its_own_price(
     (final,) = kit.table(tmp_path / "run", "trajectories")
     answered = [call for call in final["calls"] if call["outcome"] == "ok"]
     assert [call["model"] for call in answered] == final["served_models"] == ["spare"]
+    for wrong, says in (({"unpriced_calls": 0}, "unpriced_calls is 0, its calls have 1"),
+                        ({"cost_usd": 1.0}, "cost_usd is set although")):  # fmt: skip
+        assert any(says in fault for fault in row_faults("trajectories", {**final, **wrong}, {}))
+    assert list(row_faults("trajectories", final, {})) == []
     known = report.stats["known_cost_usd"]
     assert known == pytest.approx(answered[0]["cost_usd"], abs=1e-6)
     assert "cost: <$0.01 + 1 calls unpriced" in report.lines()[1]
