@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from hermes_rl.config_agent import AgentSection, Positive
 from hermes_rl.config_endpoint import (
@@ -22,6 +22,7 @@ from hermes_rl.config_endpoint import (
     Seconds,
     Section,
     check_address,
+    join_names,
 )
 from hermes_rl.errors import UserError
 
@@ -200,6 +201,16 @@ class ModelConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     max_tokens: Positive | None = None
     reasoning: str | None = None
+
+    @field_validator("base_url")
+    @classmethod
+    def _plain(cls, given: str | None) -> str | None:
+        return check_address(given, "base_url")
+
+    @field_validator("api_key_env", mode="before")
+    @classmethod
+    def _join(cls, given: Any) -> Any:
+        return join_names(given)
 
 
 def parse_config(data: Mapping[str, Any], place: str = "config") -> RunConfig:

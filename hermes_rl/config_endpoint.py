@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from hermes_rl.errors import UserError
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 PerMinute = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 ApiMode = Literal["chat_completions", "codex_responses", "anthropic_messages"]
 KeyStrategy = Literal["fill_first", "round_robin", "random", "least_used"]
@@ -23,7 +25,12 @@ Dollars = Annotated[Decimal, Field(ge=0, le=1_000_000_000, allow_inf_nan=False)]
 class Section(BaseModel):
     """A part of the configuration: unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=False,
+        hide_input_in_errors=True,  # it may be a key
+    )
 
 
 class LongPrice(Section):
@@ -87,6 +94,11 @@ class ProviderSection(Section):
     @classmethod
     def _plain(cls, given: str | None) -> str | None:
         return check_address(given, "providers.NAME.base_url")
+
+    @field_validator("api_key_env", mode="before")
+    @classmethod
+    def _join(cls, given: Any) -> Any:
+        return join_names(given)
 
 
 class PlaceSection(Section):
@@ -202,9 +214,17 @@ def check_address(given: str | None, key: str) -> str | None:
 
 
 def join_names(given: Any) -> Any:
-    """A list of names as one text with commas."""
+    """A list of names as one text with commas.
+
+    Raises: UserError for what is no name of a variable: likely the key itself, so it is not shown.
+    """
     if isinstance(given, list | tuple) and all(isinstance(name, str) for name in given):
-        return ",".join(given)
+        given = ",".join(given)
+    if isinstance(given, str) and not all(map(_NAME.fullmatch, split_names(given))):
+        raise UserError(
+            "'api_key_env' holds what is no name of a variable. Put the key into a variable, "
+            "and name that"
+        )
     return given
 
 

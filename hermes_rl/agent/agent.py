@@ -187,6 +187,8 @@ class AIAgent:
     ) -> dict[str, Any]:
         if self._running:
             raise UserError("this agent is already running; interrupt it, steer it, or wait")
+        if not isinstance(text, str) or not isinstance(system, str | None):
+            raise UserError("user_message and system_message must be text")
         self._running = True
         try:
             self._open_session()

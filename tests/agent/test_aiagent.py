@@ -152,6 +152,14 @@ def test_history_from_outside(agent_class: type[AIAgent]) -> None:
         assert len(anew["messages"]) == 3
 
 
+@pytest.mark.parametrize(
+    "given", [{"user_message": None}, {"user_message": "x", "system_message": ["x"]}]
+)
+def test_what_is_said_must_be_text(agent_class: type[AIAgent], given: dict[str, Any]) -> None:
+    with agent_class("m", toolsets=()) as agent, pytest.raises(UserError, match="must be text"):
+        agent.run_conversation(**given)
+
+
 def test_half_characters_in_a_history_do_not_lose_a_paid_answer(agent_class: type[AIAgent]) -> None:
     history = [
         {"role": "system", "content": "Rules \ud800."},

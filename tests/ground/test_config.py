@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from hermes_rl.config import (
+    ModelConfig,
     RunConfig,
     load_config,
     parse_assignment,
@@ -185,3 +186,28 @@ def test_a_budget_of_a_model_that_no_call_asks_is_refused() -> None:
     for name in ("claude", "c"):
         with pytest.raises(UserError, match="asks a, b, claude-opus-5-5"):
             parse_config({**mix, "endpoint": where, "run": {"model_budgets": {name: 1}}})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"endpoint": {"api_key_env": "sk-proj-secret"}},
+        {"endpoint": {"api_key_env": ["GOOD", "sk-proj-secret"]}},
+        {"endpoint": {"fallbacks": [{"model": "f", "api_key_env": "sk-proj-secret"}]}},
+        {"providers": {"mine": {"api_key_env": "sk-proj-secret"}}},
+    ],
+)
+def test_a_key_in_the_place_of_its_variable_is_not_shown(given: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="no name of a variable") as refused:
+        parse_config({**GOOD, **given})
+    assert "secret" not in str(refused.value)
+
+
+def test_errors_of_a_model_made_in_python_show_no_key() -> None:
+    with pytest.raises(ValueError, match="api_keyy") as refused:
+        ModelConfig(name="m", api_keyy="sk-secret")  # type: ignore[call-arg]
+    assert "sk-secret" not in str(refused.value)
+    for address in ("http://[x", "http://user:pw-secret@host/v1"):
+        with pytest.raises(ValueError, match="base_url") as bad:
+            ModelConfig(name="m", base_url=address)
+        assert "secret" not in str(bad.value)
