@@ -245,7 +245,7 @@ def totals(rows: Sequence[Row]) -> str:
 
 def models(rows: Sequence[Row]) -> str:
     """Who was asked and who answered, in attempts; empty where it was one model alone."""
-    asked = Counter(row["model"] for row in rows)
+    asked = Counter(row["model"] for row in rows if row["model"])  # none: lost before it began
     served = Counter(name for row in rows for name in row["served_models"])
     if len({*asked, *served}) < 2:
         return ""
