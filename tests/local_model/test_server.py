@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
@@ -40,9 +41,23 @@ def env(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of one server for many tests; a process of its own holds it."""
+    env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path_factory.mktemp("shared"))}
+    holder = start_holder(env)
+    try:
+        assert holder.stdout.readline()
+        yield env
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+
+
 @pytest.fixture
-async def endpoint(env):
-    async with local_server("local-tiny", env=env) as server:
+async def endpoint(shared):
+    async with local_server("local-tiny", env=shared) as server:
         yield await server.endpoint()
 
 
@@ -251,7 +266,7 @@ def test_processes_share_one_server_which_ends_with_the_last_even_if_killed(env,
             holder.send_signal(signal.SIGKILL)
             holder.wait()
             holder.stdout.close()
-    assert wait_until(lambda: not servers_in(tmp_path), 5)
+    assert wait_until(lambda: not servers_in(tmp_path), 30)
 
 
 async def test_a_wedged_server_is_replaced(env, tmp_path):
@@ -305,15 +320,15 @@ async def test_who_hangs_up_frees_the_slots(endpoint):
         for answer in gone:
             if isinstance(answer, aiohttp.ClientResponse):
                 answer.close()
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(40):
             async with session.post(url, json={"messages": ASK, "max_tokens": 3}) as response:
                 assert response.status == 200
 
 
-async def test_nobody_else_can_reach_the_pipe_or_read_the_key(env, endpoint, tmp_path):
-    folder = tmp_path / "hermes_rl"
+async def test_nobody_else_can_reach_the_pipe_or_read_the_key(shared, endpoint):
+    folder = Path(shared["XDG_RUNTIME_DIR"]) / "hermes_rl"
     assert folder.stat().st_mode & 0o777 == 0o700
-    (server,) = servers_in(tmp_path)
+    (server,) = servers_in(folder)
     for hidden in (f"/proc/{server}/cmdline", f"/proc/{server}/environ"):
         assert endpoint.api_key.encode() not in Path(hidden).read_bytes()
     for path in folder.iterdir():
