@@ -38,6 +38,8 @@ TOP = (20, 5)
 _T = TypeVar("_T")
 _SECONDS = 60.0
 _SLOPE_ROOM = 0.15
+_ABSURD = 1e9
+"""No logprob is so far from 0."""
 _WORD = "Answer with one random letter of the alphabet."
 _TOOL = {
     "type": "function",
@@ -154,16 +156,25 @@ async def _token_ids(tries: _Tries) -> str | None:
 
 def _likely(form: Mapping[str, Any] | None) -> dict[str, float]:
     """token -> logprob of the first position."""
-    content = (_choice(form or {}).get("logprobs") or {}).get("content") or []
-    first = content[0] if content and isinstance(content[0], dict) else {}
-    listed = [one for one in first.get("top_logprobs") or [] if isinstance(one, dict)]
+    logprobs = _choice(form or {}).get("logprobs")
+    first = _first(logprobs.get("content") if isinstance(logprobs, dict) else None)
+    top = first.get("top_logprobs")
+    listed = [one for one in top if isinstance(one, dict)] if isinstance(top, list) else []
     pairs = ((one.get("token"), one.get("logprob")) for one in listed)
-    return {t: float(p) for t, p in pairs if isinstance(t, str) and isinstance(p, int | float)}
+    return {
+        t: float(p)
+        for t, p in pairs
+        if isinstance(t, str) and isinstance(p, int | float) and abs(p) < _ABSURD
+    }
 
 
 def _choice(form: Mapping[str, Any]) -> dict[str, Any]:
-    choices = form.get("choices")
-    first = choices[0] if isinstance(choices, list) and choices else None
+    return _first(form.get("choices"))
+
+
+def _first(listed: Any) -> dict[str, Any]:
+    """The first of a list, if that is an object; else an empty one."""
+    first = listed[0] if isinstance(listed, list) and listed else None
     return first if isinstance(first, dict) else {}
 
 

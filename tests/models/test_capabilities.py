@@ -130,6 +130,27 @@ async def test_the_fake_server_in_all_dialects() -> None:
             await explore(Endpoint(base_url=server.base_url, api_key="sk-wrong-key"), "echo")
 
 
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        [1],
+        {"content": 5},
+        {"content": {"0": 1}},
+        {"content": [{"top_logprobs": 5}]},
+        {"content": [{"top_logprobs": [{"token": "A", "logprob": 10**400}]}]},
+    ],
+)
+async def test_odd_logprobs_are_none(logprobs: Any) -> None:
+    def reply(body: dict[str, Any]) -> dict[str, Any]:
+        form = answer({k: v for k, v in body.items() if k != "logprobs"})
+        form["choices"][0]["logprobs"] = logprobs
+        return form
+
+    async with serving(reply) as url:
+        found = await explore(Endpoint(url), "m")
+    assert (found.answers, found.logprobs) == (True, None)
+
+
 async def test_nobody_there_is_said() -> None:
     with pytest.raises(UserError, match="Start the server"):
         await explore(Endpoint(base_url="http://127.0.0.1:9/v1"), "m")
