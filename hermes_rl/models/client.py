@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 
-from hermes_rl.errors import ModelError, ProtocolError, UserError
+from hermes_rl.errors import ModelError, ProtocolError, ServerError, UserError
 from hermes_rl.models.base import Completion, ModelClient, ModelRequest
 from hermes_rl.models.beginnings import Beginning
 from hermes_rl.models.classify import classify
@@ -73,19 +75,20 @@ class WireClient:
                     raise await self._refusal(reply)
                 head = ReplyHead(reply.headers, reply.first_byte_s)
                 decoder = self._dialect.decoder(beginning.request, head)
-                with beginning.kept(decoder):
+                with beginning.kept(decoder), _no_page(head):
                     await self._read(reply, decoder)
         finally:
             await line.left()
-        with beginning.kept(decoder):
+        with beginning.kept(decoder), _no_page(head):
             return decoder.finish()
 
     async def _refusal(self, reply: Reply) -> ModelError:
         text = bytearray()
-        async for piece in reply.chunks():
-            text += piece
-            if len(text) > _ERROR_BYTES:
-                break
+        with suppress(ModelError):  # the status is known, however the body ends
+            async for piece in reply.chunks():
+                text += piece
+                if len(text) > _ERROR_BYTES:
+                    break
         return classify(reply.status, reply.headers, bytes(text), secrets=self._secrets)
 
     async def _read(self, reply: Reply, decoder: Decoder) -> None:
@@ -120,6 +123,22 @@ class WireClient:
     async def aclose(self) -> None:
         """See `ModelClient.aclose`."""
         await self._line.transport.aclose()
+
+
+@contextmanager
+def _no_page(head: ReplyHead) -> Iterator[None]:
+    """A web page with status 200 is a proxy's or a login's, and says nothing of the request: it is
+    an outage, not a bad answer. Raises: ServerError in place of ProtocolError."""
+    try:
+        yield
+    except ProtocolError as error:
+        if not head.headers.get("content-type", "").startswith("text/html"):
+            raise
+        raise ServerError(
+            f"a web page came in the place of an answer: {error}",
+            status=200,
+            request_id=error.request_id,
+        ) from error
 
 
 DIALECTS: dict[str, tuple[str, str]] = {

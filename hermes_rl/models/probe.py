@@ -30,7 +30,7 @@ class Probed:
 async def probe(endpoint: Endpoint, *, seconds: float = 5.0) -> Probed:
     """Ask for the list of models (GET `/models`), once.
 
-    An endpoint that answers anything but 401 or 403 is taken to be there: not all keep a list.
+    An endpoint that answers anything but a refused key is taken to be there: not all keep a list.
 
     Raises:
         UserError: the address cannot work, or nobody answers there within `seconds`.
@@ -61,7 +61,9 @@ async def probe(endpoint: Endpoint, *, seconds: float = 5.0) -> Probed:
         raise _nobody(endpoint, str(error) or type(error).__name__) from None
     if response.status in (401, 403):
         low = {name.lower(): value for name, value in response.headers.items()}
-        raise classify(response.status, low, body, secrets=endpoint.secrets)
+        refusal = classify(response.status, low, body, secrets=endpoint.secrets)
+        if isinstance(refusal, AuthError):
+            raise refusal  # what else 403 is used for (rates, credit) the run itself meets
     return Probed(_listed(body) if response.status == 200 else None)
 
 

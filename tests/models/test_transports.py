@@ -83,6 +83,28 @@ async def test_no_http(kit, transport, reply):
 
 
 @TRANSPORTS
+async def test_a_web_page_in_the_place_of_an_answer_is_no_fault_of_the_request(kit, transport):
+    """A proxy's login page: the run waits and is parked, its units are not given up."""
+    page = b"<html><title>Sign in</title></html>"
+    kind = "content-type: text/html; charset=utf-8"
+    reply = f"HTTP/1.1 200 OK\r\n{kind}\r\ncontent-length: {len(page)}\r\n\r\n".encode() + page
+    async with serving(reply) as url:
+        with pytest.raises(e.ServerError, match="a web page") as caught:
+            await ask(kit, url, transport)
+    assert caught.value.served is False
+
+
+@TRANSPORTS
+async def test_a_refusal_whose_body_breaks_off_is_still_that_refusal(kit, transport):
+    cut = b'HTTP/1.1 401 x\r\ncontent-length: 900\r\n\r\n{"error": '
+    # The package reads that body itself, and loses the status when it breaks off.
+    kind = e.AuthError if transport == "http" else e.ProtocolError
+    async with serving(cut) as url:
+        with pytest.raises(kind):
+            await ask(kit, url, transport)
+
+
+@TRANSPORTS
 async def test_redirects_are_not_followed(kit, transport):
     """A key must not travel to where a server points."""
     moved = b"HTTP/1.1 307 x\r\nlocation: http://127.0.0.1:9/v1\r\ncontent-length: 0\r\n\r\n"
@@ -196,3 +218,10 @@ async def test_headers_that_are_no_text_can_be_recorded(kit, transport):
         answer = await ask(kit, url, transport)
     assert answer.message.content == "hi"
     assert answer.request_id.encode()
+
+
+async def test_a_403_that_is_no_refused_key_does_not_keep_a_run_from_starting():
+    page = b"<html>Error 1015 You are being rate limited</html>"
+    reply = f"HTTP/1.1 403 x\r\ncontent-length: {len(page)}\r\n\r\n".encode() + page
+    async with serving(reply) as url:
+        assert (await probe(Endpoint(url))).models is None

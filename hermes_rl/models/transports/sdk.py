@@ -119,6 +119,10 @@ class SdkTransport:
             raise first_byte_timeout(host, patience.first_byte_s) from None
         except TimeoutError:
             raise first_byte_timeout(host, patience.first_byte_s) from None
+        except (
+            httpx2.HTTPError
+        ) as error:  # of the body of a refusal, which the package reads itself
+            raise cut(host, f"{type(error).__name__}: {error}") from None
         except sdk.connection_error as error:
             cause = error.__cause__ or error
             if "CERTIFICATE_VERIFY_FAILED" in str(cause):
