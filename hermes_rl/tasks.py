@@ -207,7 +207,9 @@ def _check_types(row: Mapping[str, Any]) -> None:
             raise TaskFault(f"'{name}' holds a NUL byte")
     if "id" in row and not isinstance(row["id"], str) and not _id(row):
         raise TaskFault(f"'id' must be text or a number, not {type(row['id']).__name__}")
-    repeats = canonical(row.get("repeats", 1))
+    repeats = row.get("repeats", 1)
+    if isinstance(repeats, float) and repeats.is_integer():
+        repeats = canonical(repeats)
     if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
         raise TaskFault("'repeats' must be a whole number of 1 or more")
 

@@ -74,6 +74,7 @@ def test_a_lazy_row_has_the_identity_of_its_task(
 @given(row=rows, at=st.integers(0, 60), put=st.binary(max_size=2), cut=st.integers(0, 2))
 @example(row={"a": 1}, at=5, put=b"0", cut=0)
 @example(row={"a": 1}, at=0, put=b"\xef\xbb\xbf", cut=0)
+@example(row={"repeats": float("inf")}, at=0, put=b"", cut=0)
 def test_so_has_a_damaged_line(row: dict[str, Any], at: int, put: bytes, cut: int) -> None:
     line = json.dumps(row).encode()
     (lazy,) = lazy_rows([(line[:at] + put + line[at + cut :], "here")], {})
