@@ -1,7 +1,8 @@
 """What others may hook into: recorders for agents without a run directory, and typed callbacks.
 
 Hooks look on; one of them, `pre_tool_call`, may forbid. They are called in order on the agent's
-loop, may be plain or async functions, and what fails in them is logged and ends no run.
+loop, may be plain or async functions, and what fails in them is logged and ends no run; a tool whose
+`pre_tool_call` fails is not run.
 """
 
 from __future__ import annotations
@@ -139,8 +140,8 @@ class Hooks:
     post_tool_call: Looks[PostToolCall] | None = None
 
 
-async def told(hook: Callable[[_P], Any] | None, payload: _P) -> Any:
-    """Call a hook; what it returns, or None when there is none or it failed."""
+async def told(hook: Callable[[_P], Any] | None, payload: _P, failed: str | None = None) -> Any:
+    """Call a hook; what it returns, None when there is none, `failed` when it failed."""
     if hook is None:
         return None
     try:
@@ -148,7 +149,7 @@ async def told(hook: Callable[[_P], Any] | None, payload: _P) -> Any:
         return await answer if inspect.isawaitable(answer) else answer
     except Exception:  # a hook is not ours: whatever it raises, the run goes on
         _log.exception("the hook for %s failed", type(payload).__name__)
-        return None
+        return failed
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ class Hooked:
         """Raises: ToolError when a hook forbids the call."""
         ids = {"session_id": self.session_id, "task_id": self.task_id}
         asked = PreToolCall(**ids, tool_name=tool.name, arguments=arguments)
-        if why := await told(self.hooks.pre_tool_call, asked):
+        if why := await told(self.hooks.pre_tool_call, asked, "its guard failed"):
             raise ToolError(f"{tool.name} was not run: {why}")
         return await tool.handler(context, arguments)
 

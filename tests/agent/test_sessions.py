@@ -117,7 +117,10 @@ def test_hooks_that_fail_end_no_run(make: Make) -> None:
 
     names = [name for name in Hooks.__dataclass_fields__ if name != "pre_llm_call"]
     with make(hooks=Hooks(**dict.fromkeys(names, fail), pre_llm_call=fail_later)) as agent:
-        assert agent.chat(say({"run": "true"}, "ok")) == "ok"
+        result = agent.run_conversation(say({"run": "true"}, "ok"))
+    assert result["final_response"] == "ok"
+    (tool,) = [json.loads(m["content"]) for m in result["messages"] if m["role"] == "tool"]
+    assert tool == {"error": "terminal was not run: its guard failed"}
 
 
 def test_a_run_that_fails_ends_its_session_with_error(make: Make) -> None:
