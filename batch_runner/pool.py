@@ -23,6 +23,8 @@ from batch_runner.wire import NAMESPACE, Reply, WorkerSpec, decode_reply, encode
 from hermes_rl.errors import UserError
 from hermes_rl.ports import WorkItem
 
+_log = logging.getLogger(__name__)
+
 START_S = 120.0
 """A worker that does not stand after this time has no room in the cluster."""
 
@@ -165,18 +167,19 @@ def connected(workers: int) -> Iterator[Warden | None]:
     """Ray, for as long as this is entered. One that was there before is used and left as it is.
 
     Blocking for some seconds; entered on the main thread where there is a choice.
+    Raises: UserError when Ray cannot be reached or started.
     """
     import ray
 
     if ray.is_initialized():
         yield None
         return
-    local = not os.environ.get("RAY_ADDRESS")
-    warden = Warden() if local else None
+    warden = None
     try:
-        _init(workers, local=local)
-        if warden is not None:
-            warden.watch_children()
+        if os.environ.get("RAY_ADDRESS"):
+            _reach()
+        else:
+            warden = _start(workers)
         yield warden
     finally:
         ray.shutdown()
@@ -184,24 +187,57 @@ def connected(workers: int) -> Iterator[Warden | None]:
             warden.close()
 
 
-def _init(workers: int, *, local: bool) -> None:
-    """`ray.init`, quietly. Raises: UserError when Ray cannot be reached or started."""
+def _reach() -> None:
+    """Connect to RAY_ADDRESS. Raises: UserError."""
     import ray
 
-    quiet: dict[str, Any] = {
-        "namespace": NAMESPACE,
-        "log_to_driver": False,
-        "logging_level": logging.ERROR,
-    }
-    own: dict[str, Any] = {
-        "address": "local",
-        "num_cpus": max(1, workers),
-        "include_dashboard": False,
-        "object_store_memory": OBJECT_STORE_BYTES,
-    }
     try:
-        ray.init(**quiet, **(own if local else {}))
+        ray.init(**_quiet())
+    except Exception as error:  # Ray raises bare ones too
+        what = f"reach RAY_ADDRESS {os.environ['RAY_ADDRESS']}"
+        raise _refusal(what, error, "Correct it, or unset it for a Ray of this machine") from None
+
+
+def _start(workers: int) -> Warden:
+    """A Ray of this machine. Raises: UserError.
+
+    On a busy machine it may miss Ray's own limits (30 s for its raylet): it gets a second chance.
+    """
+    try:
+        return _start_once(workers)
     except Exception as error:  # Ray raises bare ones too: a node that is too slow to start
-        what = "start Ray" if local else f"reach RAY_ADDRESS {os.environ['RAY_ADDRESS']}"
-        mend = "Use --workers 0" if local else "Correct it, or unset it for a Ray of this machine"
-        raise UserError(f"cannot {what}: {_line(error).rstrip('.')}. {mend}") from None
+        _log.info("Ray did not start (%s); once more", _line(error))
+    try:
+        return _start_once(workers)
+    except Exception as error:  # as above
+        raise _refusal("start Ray", error, "Use --workers 0") from None
+
+
+def _start_once(workers: int) -> Warden:
+    """Raises: whatever Ray does; nothing of it is left running then."""
+    import ray
+
+    warden = Warden()
+    try:
+        ray.init(
+            **_quiet(),
+            address="local",
+            num_cpus=max(1, workers),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+        )
+        warden.watch_children()
+    except BaseException:
+        warden.watch_children()
+        ray.shutdown()
+        warden.close()
+        raise
+    return warden
+
+
+def _quiet() -> dict[str, Any]:
+    return {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
+
+
+def _refusal(what: str, error: Exception, mend: str) -> UserError:
+    return UserError(f"cannot {what}: {_line(error).rstrip('.')}. {mend}")
