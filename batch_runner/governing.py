@@ -9,14 +9,14 @@ from typing import Any, Protocol, Self
 
 from hermes_rl.config import PLAYED_MODELS, RunConfig
 from hermes_rl.errors import UserError
-from hermes_rl.models.governor import Governor
-from hermes_rl.models.governor_wire import Charter, Summary
-from hermes_rl.models.prices import PriceTable
-from hermes_rl.models.quotas import KINDS
-from hermes_rl.models.rests import Rests
-from hermes_rl.models.share import DirectLine, Line
-from hermes_rl.models.spending import NANO, RUN_TOKENS, RUN_USD, model_pot
-from hermes_rl.models.targets import asks_endpoint, targets_by_model
+from hermes_rl.models.limits.governor import Governor
+from hermes_rl.models.limits.governor_wire import Charter, Summary
+from hermes_rl.models.limits.quotas import KINDS
+from hermes_rl.models.limits.rests import Rests
+from hermes_rl.models.limits.share import DirectLine, Line
+from hermes_rl.models.limits.spending import NANO, RUN_TOKENS, RUN_USD, model_pot
+from hermes_rl.models.providers.prices import PriceTable
+from hermes_rl.models.providers.targets import asks_endpoint, targets_by_model
 
 
 class GovernorHost(Protocol):

@@ -6,14 +6,14 @@ import asyncio
 import os
 import time
 
-from hermes_rl.models.governor import Governor
-from hermes_rl.models.governor_wire import (
+from hermes_rl.models.limits.governor import Governor
+from hermes_rl.models.limits.governor_wire import (
     decode_charter,
     decode_report,
     encode_grant,
     encode_summary,
 )
-from hermes_rl.models.rests import Rests
+from hermes_rl.models.limits.rests import Rests
 
 
 class GovernorActor:
@@ -27,7 +27,7 @@ class GovernorActor:
         return os.getpid()
 
     async def exchange(self, report: bytes) -> bytes:
-        """See `hermes_rl.models.share.Line`."""
+        """See `hermes_rl.models.limits.share.Line`."""
         return encode_grant(self._governor.handle(decode_report(report)))
 
     async def forget(self, worker: str) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from batch_runner.governor_actor import GovernorActor
 from batch_runner.wire import NAMESPACE
-from hermes_rl.models.governor_wire import (
+from hermes_rl.models.limits.governor_wire import (
     Charter,
     Grant,
     Report,
@@ -20,7 +20,7 @@ from hermes_rl.models.governor_wire import (
     encode_charter,
     encode_report,
 )
-from hermes_rl.models.share import LineDown
+from hermes_rl.models.limits.share import LineDown
 
 EXCHANGE_S = 2.5
 """A governor that does not answer a report for so long is as good as dead."""
@@ -117,7 +117,7 @@ class RayGovernor:
 
 
 class RayLine:
-    """A worker's way to the governor (`hermes_rl.models.share.Line`)."""
+    """A worker's way to the governor (`hermes_rl.models.limits.share.Line`)."""
 
     def __init__(self, name: str) -> None:
         self._name = name

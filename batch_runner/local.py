@@ -10,7 +10,7 @@ import msgspec
 from batch_runner.wire import Reply, WorkerSpec
 from batch_runner.worker import Worker, open_worker
 from hermes_rl.errors import HermesError, cause_of
-from hermes_rl.models.share import Line
+from hermes_rl.models.limits.share import Line
 from hermes_rl.ports import WorkItem
 
 _POLL_S = 5.0

@@ -17,8 +17,8 @@ import msgspec
 from batch_runner.settings import Settings
 from hermes_rl import __version__
 from hermes_rl.config import RunConfig
-from hermes_rl.models.probe import Probed
-from hermes_rl.models.targets import asks_endpoint, targets_by_model
+from hermes_rl.models.providers.probe import Probed
+from hermes_rl.models.providers.targets import asks_endpoint, targets_by_model
 from hermes_rl.store.driver import Driver
 from hermes_rl.store.rundir import RunDir
 

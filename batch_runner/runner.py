@@ -37,7 +37,7 @@ from batch_runner.wire import WorkerSpec
 from hermes_rl.config import RunConfig, to_yaml
 from hermes_rl.doors import run_sync
 from hermes_rl.errors import DiskFull
-from hermes_rl.models.governor_wire import Charter
+from hermes_rl.models.limits.governor_wire import Charter
 from hermes_rl.sources import read_rows
 from hermes_rl.store.commit import read_commit
 from hermes_rl.store.driver import Driver, OpenOptions, open_run

@@ -13,7 +13,7 @@ from typing import Any
 from hermes_rl.config import LOCAL_MODELS, RunConfig, parse_config
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
-from hermes_rl.models.targets import keys_of
+from hermes_rl.models.providers.targets import keys_of
 from hermes_rl.sources import dataset_name
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.wiring import identity_of

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from decimal import Decimal
 from typing import Any
 
-from hermes_rl.models.spending import NANO, RUN_TOKENS, RUN_USD, model_pot
+from hermes_rl.models.limits.spending import NANO, RUN_TOKENS, RUN_USD, model_pot
 from hermes_rl.store.rundir import RunDir
 
 Worst = Callable[[str, int, int], Decimal | None]

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.errors import UserError
-from hermes_rl.models.providers import DEFAULT_PROVIDER, resolve, shipped
+from hermes_rl.models.providers.table import DEFAULT_PROVIDER, resolve, shipped
 
 _MENDS = {
     "billing": "Mend the account",

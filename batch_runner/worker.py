@@ -21,7 +21,7 @@ from batch_runner.wire import Reply, WorkerSpec, receipt_of
 from hermes_rl.config import parse_config
 from hermes_rl.errors import DiskFull, HermesError, StoreError, cause_of
 from hermes_rl.events import AttemptKey
-from hermes_rl.models.share import Line, Share
+from hermes_rl.models.limits.share import Line, Share
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.rollout import Tape, lost_row, run_attempt

@@ -11,10 +11,10 @@ from hermes_rl.config import ModelConfig
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.errors import UserError
 from hermes_rl.models.base import Sampling
+from hermes_rl.models.calls.retry import ModelCaller
 from hermes_rl.models.played import NoopClient
-from hermes_rl.models.retry import ModelCaller
-from hermes_rl.models.routing import Alone, Keys, Routes, Sole, find_keys
-from hermes_rl.models.targets import asks_endpoint, targets_of
+from hermes_rl.models.providers.routing import Alone, Keys, Routes, Sole, find_keys
+from hermes_rl.models.providers.targets import asks_endpoint, targets_of
 from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
 from hermes_rl.wiring import BACKENDS, make_backend, open_models

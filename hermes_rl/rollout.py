@@ -26,8 +26,8 @@ from hermes_rl.errors import (
     cause_of,
     end_reason_of,
 )
-from hermes_rl.models.classify import scrub
 from hermes_rl.models.dialects.lenient import clean
+from hermes_rl.models.failures.classify import scrub
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec

@@ -23,14 +23,23 @@ from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.errors import TaskFault, UserError
 from hermes_rl.identity import digest
 from hermes_rl.models.base import ModelClient, Sampling
-from hermes_rl.models.budget import Budget
+from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
+from hermes_rl.models.limits.budget import Budget
+from hermes_rl.models.limits.spending import UnitBudget
 from hermes_rl.models.played import NoopClient, OracleClient, free
-from hermes_rl.models.probe import Probed
-from hermes_rl.models.reach import reach_models
-from hermes_rl.models.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.routing import Alone, Common, Keys, Routes, Routing, Seen, Sole, Target
-from hermes_rl.models.spending import UnitBudget
-from hermes_rl.models.targets import (
+from hermes_rl.models.providers.probe import Probed
+from hermes_rl.models.providers.reach import reach_models
+from hermes_rl.models.providers.routing import (
+    Alone,
+    Common,
+    Keys,
+    Routes,
+    Routing,
+    Seen,
+    Sole,
+    Target,
+)
+from hermes_rl.models.providers.targets import (
     asks_endpoint,
     drawn_model,
     endpoint_base,

@@ -15,7 +15,7 @@ from hermes_rl.agent.verdicts import AskAgain, End, GoOn, Take, Verdict
 from hermes_rl.errors import ContextOverflow, PayloadTooLarge
 from hermes_rl.messages import AssistantMessage, UserMessage
 from hermes_rl.models.base import Completion, Sampling
-from hermes_rl.models.beginnings import BrokenOff
+from hermes_rl.models.calls.beginnings import BrokenOff
 
 REFUSAL = "refusal"
 """Finish reason by which a server says that the model refused in its own words."""

@@ -12,7 +12,7 @@ from hermes_rl.agent.prompt import CUT_CALL, CUT_STREAM, CUT_TEXT, EMPTY, though
 from hermes_rl.agent.verdicts import AskAgain, End, GoOn, Verdict
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Completion
-from hermes_rl.models.beginnings import BrokenOff
+from hermes_rl.models.calls.beginnings import BrokenOff
 
 AT_LIMIT = "length"
 """Finish reason of an answer that was cut at its output limit."""

@@ -1,8 +1,8 @@
 """What others may hook into: recorders for agents without a run directory, and typed callbacks.
 
 Hooks look on; one of them, `pre_tool_call`, may forbid. They are called in order on the agent's
-loop, may be plain or async functions, and what fails in them is logged and ends no run; a tool whose
-`pre_tool_call` fails is not run.
+loop, may be plain or async functions, and what fails in them is logged and ends no run; a tool
+whose `pre_tool_call` fails is not run.
 """
 
 from __future__ import annotations

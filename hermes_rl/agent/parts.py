@@ -27,7 +27,7 @@ _MARKUP = re.compile(
 
 
 class Caller(Protocol):
-    """Calls the model: retries, limits and records every request (`hermes_rl.models.retry`)."""
+    """Calls the model: retries, limits and records each request (`models.calls.retry`)."""
 
     async def call(
         self, request: ModelRequest, *, turn: int, purpose: Purpose = "agent", agent: str = "main"

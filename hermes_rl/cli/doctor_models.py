@@ -12,7 +12,7 @@ from hermes_rl.errors import HermesError, UserError
 
 if TYPE_CHECKING:
     from hermes_rl.config import RunConfig
-    from hermes_rl.models.capabilities import Capabilities, ProbeCall
+    from hermes_rl.models.providers.capabilities import Capabilities, ProbeCall
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _config(asked: Asked) -> RunConfig:
 
 
 def _providers(asked: Asked) -> list[Finding]:
-    from hermes_rl.models.providers import DEFAULT_MODE, known_providers
+    from hermes_rl.models.providers.table import DEFAULT_MODE, known_providers
 
     own = _config(asked).providers if asked.config else {}
     found = []
@@ -99,7 +99,7 @@ def _embedded() -> list[Finding]:
 
 def _dialects() -> list[Finding]:
     from hermes_rl.models.client import DIALECTS
-    from hermes_rl.models.prices import list_prices
+    from hermes_rl.models.providers.prices import list_prices
 
     table = list_prices()
     known = sum(price is not None for prices in table.values() for price in prices.values())
@@ -112,9 +112,9 @@ def _dialects() -> list[Finding]:
 
 def _explored(asked: Asked) -> list[Finding]:
     from hermes_rl.doors import run_sync
-    from hermes_rl.models.capabilities import explore
-    from hermes_rl.models.routing import Keys, find_keys
-    from hermes_rl.models.targets import first_endpoint, targets_of
+    from hermes_rl.models.providers.capabilities import explore
+    from hermes_rl.models.providers.routing import Keys, find_keys
+    from hermes_rl.models.providers.targets import first_endpoint, targets_of
 
     assert asked.model is not None
     config = _config(asked)

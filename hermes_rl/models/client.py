@@ -10,10 +10,10 @@ from importlib import import_module
 
 from hermes_rl.errors import ModelError, ProtocolError, ServerError, UserError
 from hermes_rl.models.base import Completion, ModelClient, ModelRequest
-from hermes_rl.models.beginnings import Beginning
-from hermes_rl.models.classify import classify
+from hermes_rl.models.calls.beginnings import Beginning
 from hermes_rl.models.dialects.base import Decoder, Dialect, ReplyHead
 from hermes_rl.models.endpoint import Endpoint, Timeouts
+from hermes_rl.models.failures.classify import classify
 from hermes_rl.models.transports.base import Reply, Transport
 
 __all__ = ["Endpoint", "Timeouts", "WireClient", "connect"]
@@ -142,11 +142,11 @@ def _no_page(head: ReplyHead) -> Iterator[None]:
 
 
 DIALECTS: dict[str, tuple[str, str]] = {
-    "chat_completions": ("chat_completions", "ChatCompletions"),
-    "anthropic_messages": ("anthropic_messages", "AnthropicMessages"),
+    "chat_completions": ("chat", "ChatCompletions"),
+    "anthropic_messages": ("anthropic", "AnthropicMessages"),
     "codex_responses": ("responses", "Responses"),
 }
-"""api_mode -> module in `dialects` and class; loaded when a client is made."""
+"""api_mode -> package in `dialects` and class; loaded when a client is made."""
 
 
 def _dialect(endpoint: Endpoint) -> Dialect:
@@ -154,8 +154,8 @@ def _dialect(endpoint: Endpoint) -> Dialect:
         raise UserError(
             f"api_mode {endpoint.api_mode!r} is unknown. Use one of {', '.join(DIALECTS)}"
         )
-    module, kind = DIALECTS[endpoint.api_mode]
-    loaded = import_module(f"hermes_rl.models.dialects.{module}")
+    package, kind = DIALECTS[endpoint.api_mode]
+    loaded = import_module(f"hermes_rl.models.dialects.{package}.dialect")
     ways = {"quirks": endpoint.quirks} if endpoint.api_mode != "anthropic_messages" else {}
     dialect: Dialect = getattr(loaded, kind)(endpoint.host, endpoint.secrets, **ways)
     return dialect

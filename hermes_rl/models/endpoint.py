@@ -9,7 +9,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from hermes_rl.errors import UserError
-from hermes_rl.models.quirks import Quirks
+from hermes_rl.models.providers.quirks import Quirks
 
 TransportName = Literal["http", "sdk"]
 

@@ -25,15 +25,15 @@ class Wire(NamedTuple):
 
 
 WIRES: dict[str, Wire] = {
-    "/chat/completions": Wire("chat_server", "ChatServer", "chatcmpl-"),
+    "/chat/completions": Wire("chat.server", "ChatServer", "chatcmpl-"),
     "/messages": Wire(
-        "anthropic_server",
+        "anthropic.server",
         "AnthropicServer",
         "msg_",
         "request-id",
         "anthropic-ratelimit-requests-remaining",
     ),
-    "/responses": Wire("responses_server", "ResponsesServer", "resp_"),
+    "/responses": Wire("responses.server", "ResponsesServer", "resp_"),
 }
 """How a route ends -> its wire."""
 

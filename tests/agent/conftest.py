@@ -17,11 +17,11 @@ from hermes_rl.agent.run import AgentParts, AgentResult, run_agent
 from hermes_rl.events import AttemptKey, Begun, CallEnded, CallStarted, Ended, Event, MessageAdded
 from hermes_rl.messages import Message, UserMessage
 from hermes_rl.models.base import ModelClient, Sampling
+from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
+from hermes_rl.models.calls.route import Route
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.limiter import InProcessLimiter
-from hermes_rl.models.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.route import Route
+from hermes_rl.models.limits.limiter import InProcessLimiter
 from hermes_rl.record import Trajectory
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
 from hermes_rl.sandboxes.none import Subprocess

@@ -18,11 +18,11 @@ from hermes_rl.doors import Home
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.events import CallStarted, MessageAdded
 from hermes_rl.models.base import ModelClient, Sampling
+from hermes_rl.models.calls.retry import ModelCaller
+from hermes_rl.models.calls.route import Route
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.limiter import InProcessLimiter
-from hermes_rl.models.retry import ModelCaller
-from hermes_rl.models.route import Route
+from hermes_rl.models.limits.limiter import InProcessLimiter
 from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
 from hermes_rl.sandboxes.none import Subprocess

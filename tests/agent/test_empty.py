@@ -7,9 +7,9 @@ import pytest
 from hermes_rl.agent.policy import PRESETS, Limits
 from hermes_rl.agent.prompt import EMPTY, NUDGE, thoughts_note
 from hermes_rl.models.base import Completion, ModelRequest, Sampling
-from hermes_rl.models.limiter import InProcessLimiter
-from hermes_rl.models.retry import ModelCaller
-from hermes_rl.models.route import Route
+from hermes_rl.models.calls.retry import ModelCaller
+from hermes_rl.models.calls.route import Route
+from hermes_rl.models.limits.limiter import InProcessLimiter
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
 
 DATAGEN, RL = PRESETS["datagen"], PRESETS["rl"]

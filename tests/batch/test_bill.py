@@ -29,7 +29,7 @@ from batch_runner.spent import spent_before
 from hermes_rl.cli import main
 from hermes_rl.cli.check_run import row_faults
 from hermes_rl.config import parse_config
-from hermes_rl.models.spending import NANO
+from hermes_rl.models.limits.spending import NANO
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.testing.fake_server import FakeServer
 from hermes_rl.testing.served_log import Entry, read_log

@@ -19,7 +19,7 @@ from batch_runner.runner import arun_batch
 from batch_runner.spent import spent_before
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.errors import UserError
-from hermes_rl.models.spending import NANO
+from hermes_rl.models.limits.spending import NANO
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.testing.fake_server import FakeServer
 

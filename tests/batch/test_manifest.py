@@ -11,7 +11,7 @@ from batch_runner.manifest import capabilities, read_manifest, write_manifest
 from batch_runner.settings import settle
 from hermes_rl.config import parse_config
 from hermes_rl.errors import UserError
-from hermes_rl.models.probe import Probed
+from hermes_rl.models.providers.probe import Probed
 from hermes_rl.store.driver import open_run
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.wiring import reach

@@ -39,8 +39,8 @@ EPISODES: dict[str, list[Any]] = {
     "endless": [{"run": f"echo {n}"} for n in range(6)] + ["A summary."],
     "refused": [{"run": "true"}, {"text": "never", "fault": "context_overflow"}],
 }  # fmt: skip
-"""What models do, well or not, as far as all wires can say it: Anthropic's has no arguments that are
-no JSON object, and calls every filtered answer a refusal."""
+"""What models do, well or not, as far as all wires can say it: Anthropic's has no arguments that
+are no JSON object, and calls every filtered answer a refusal."""
 
 OF_ONE_RUN = {
     "api_mode", "endpoint", "finished_at", "root_trajectory_id", "run_id", "sandbox", "started_at",

@@ -20,10 +20,10 @@ from hermes_rl.agent.policy import preset
 from hermes_rl.agent.run import run_agent
 from hermes_rl.events import Event
 from hermes_rl.messages import UserMessage
+from hermes_rl.models.calls.retry import ModelCaller
+from hermes_rl.models.calls.route import Route
 from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.limiter import InProcessLimiter
-from hermes_rl.models.retry import ModelCaller
-from hermes_rl.models.route import Route
+from hermes_rl.models.limits.limiter import InProcessLimiter
 from hermes_rl.tools.toolsets import resolve
 
 LOOKS = 120

@@ -1,7 +1,7 @@
 """Rows as text: what a model wrote is shown, and commands no terminal."""
 
 from hermes_rl.cli.render import visible
-from hermes_rl.models.classify import scrub
+from hermes_rl.models.failures.classify import scrub
 
 
 def test_nothing_that_was_written_commands_the_terminal() -> None:

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 # Names stand below hermes_rl unless they begin with a wing.
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
-        "errors reasons messages usage identity config config_agent config_endpoint tasks trajectory ports"
-        " events record rows sources doors",
+        "errors reasons messages usage identity config config_agent config_endpoint"
+        " tasks trajectory ports events record rows sources doors",
     ),
     ("sandboxes",),
     ("models", "tools", "sessions"),

@@ -12,13 +12,13 @@ import pytest
 from hermes_rl.events import CallEnded, CallStarted, Event, Waited
 from hermes_rl.messages import Message, ToolMessage, UserMessage
 from hermes_rl.models.base import Conversation, ModelClient, ModelRequest
+from hermes_rl.models.calls.retry import Clock, ModelCaller, RetryPolicy
+from hermes_rl.models.calls.route import Route
 from hermes_rl.models.client import Endpoint, connect
 from hermes_rl.models.dialects.base import ReplyHead
-from hermes_rl.models.dialects.chat_completions import ChatCompletions
+from hermes_rl.models.dialects.chat.dialect import ChatCompletions
 from hermes_rl.models.dialects.sse import event
-from hermes_rl.models.limiter import InProcessLimiter
-from hermes_rl.models.retry import Clock, ModelCaller, RetryPolicy
-from hermes_rl.models.route import Route
+from hermes_rl.models.limits.limiter import InProcessLimiter
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 TERMINAL: tuple[dict[str, Any], ...] = (

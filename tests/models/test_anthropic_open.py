@@ -16,8 +16,8 @@ from hermes_rl.messages import (
     UserMessage,
 )
 from hermes_rl.models.base import Completion, Conversation, ModelRequest
-from hermes_rl.models.dialects.anthropic_messages import TAIL, AnthropicMessages
-from hermes_rl.models.dialects.anthropic_server import AnthropicServer
+from hermes_rl.models.dialects.anthropic.dialect import TAIL, AnthropicMessages
+from hermes_rl.models.dialects.anthropic.server import AnthropicServer
 from hermes_rl.models.dialects.base import ReplyHead
 from hermes_rl.usage import Usage
 

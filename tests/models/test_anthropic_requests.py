@@ -12,8 +12,8 @@ from hermes_rl.messages import (
     UserMessage,
 )
 from hermes_rl.models.base import Conversation, ModelRequest, Sampling
-from hermes_rl.models.dialects.anthropic_messages import AnthropicMessages
-from hermes_rl.models.dialects.anthropic_server import AnthropicServer
+from hermes_rl.models.dialects.anthropic.dialect import AnthropicMessages
+from hermes_rl.models.dialects.anthropic.server import AnthropicServer
 
 TOOL = {
     "type": "function",

@@ -6,7 +6,7 @@ from decimal import Decimal
 import pytest
 
 from hermes_rl.models.client import DIALECTS, Endpoint, connect
-from hermes_rl.models.prices import Rates
+from hermes_rl.models.providers.prices import Rates
 from hermes_rl.testing.conditions import Conditions, Price
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl.errors import RateLimited
-from hermes_rl.models.buckets import Bucket, Buckets, Estimate, Expectation, Rates
-from hermes_rl.models.limiter import InProcessLimiter
-from hermes_rl.models.quotas import Quota, read_quotas
+from hermes_rl.models.limits.buckets import Bucket, Buckets, Estimate, Expectation, Rates
+from hermes_rl.models.limits.limiter import InProcessLimiter
+from hermes_rl.models.limits.quotas import Quota, read_quotas
 from hermes_rl.usage import Usage
 
 NOW = 1_790_000_000.0  # 2026-09-21T14:13:20Z

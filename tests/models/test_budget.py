@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hermes_rl.errors import CostLimit, UnitCostLimit
-from hermes_rl.models.budget import Spend
-from hermes_rl.models.governor import Governor
-from hermes_rl.models.governor_wire import Charter, PotGrant, Report
-from hermes_rl.models.rests import Rests
-from hermes_rl.models.spending import Lease, SharedBudget, UnitBudget
+from hermes_rl.models.limits.budget import Spend
+from hermes_rl.models.limits.governor import Governor
+from hermes_rl.models.limits.governor_wire import Charter, PotGrant, Report
+from hermes_rl.models.limits.rests import Rests
+from hermes_rl.models.limits.spending import Lease, SharedBudget, UnitBudget
 
 WORKERS = ("a", "b", "c")
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl.errors import AuthError, UserError
-from hermes_rl.models.capabilities import MAX_TOKENS, explore, kind_of
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.prices import ModelPrice, PriceTable, Rates
+from hermes_rl.models.providers.capabilities import MAX_TOKENS, explore, kind_of
+from hermes_rl.models.providers.prices import ModelPrice, PriceTable, Rates
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 LOGITS = {"A": 1.0, "B": 0.4, "C": -0.3, "D": -2.0, "E": -2.5}

@@ -8,11 +8,11 @@ import pytest
 from hermes_rl import errors as e
 from hermes_rl.messages import AssistantMessage, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models.base import Sampling
-from hermes_rl.models.limiter import InProcessLimiter
-from hermes_rl.models.pool import KeyPool
-from hermes_rl.models.rests import Rests
-from hermes_rl.models.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.route import Account, Route
+from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
+from hermes_rl.models.calls.route import Account, Route
+from hermes_rl.models.limits.limiter import InProcessLimiter
+from hermes_rl.models.limits.rests import Rests
+from hermes_rl.models.providers.pool import KeyPool
 from hermes_rl.testing.conditions import Conditions
 from hermes_rl.testing.picky import OUTPUT_CAP, PROMPT, WINDOW
 

@@ -15,8 +15,8 @@ from hermes_rl.messages import (
     UserMessage,
 )
 from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampling, TokenCapture
-from hermes_rl.models.dialects.chat_completions import TAIL, ChatCompletions
-from hermes_rl.models.dialects.chat_server import ChatServer
+from hermes_rl.models.dialects.chat.dialect import TAIL, ChatCompletions
+from hermes_rl.models.dialects.chat.server import ChatServer
 from hermes_rl.models.dialects.sse import EventReader
 from hermes_rl.usage import Usage
 

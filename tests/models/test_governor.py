@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hermes_rl.errors import Overloaded, RateLimited
-from hermes_rl.models.allotment import alone_share, fair_shares, with_headroom
-from hermes_rl.models.governor import Governor
-from hermes_rl.models.governor_wire import (
+from hermes_rl.models.limits.allotment import alone_share, fair_shares, with_headroom
+from hermes_rl.models.limits.governor import Governor
+from hermes_rl.models.limits.governor_wire import (
     Charter,
     LaneReport,
     Report,
@@ -17,9 +17,9 @@ from hermes_rl.models.governor_wire import (
     encode_grant,
     encode_report,
 )
-from hermes_rl.models.quotas import Quota
-from hermes_rl.models.rests import Rest, Rests
-from hermes_rl.models.shared_lane import SharedLane
+from hermes_rl.models.limits.quotas import Quota
+from hermes_rl.models.limits.rests import Rest, Rests
+from hermes_rl.models.limits.shared_lane import SharedLane
 
 WORKERS = ("a", "b", "c")
 LANE = "host|KEY|model"

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from hermes_rl.models.client import DIALECTS, Endpoint, connect
-from hermes_rl.models.governor import Governor
-from hermes_rl.models.governor_wire import Charter
-from hermes_rl.models.rests import Rests
-from hermes_rl.models.share import DirectLine, Share
+from hermes_rl.models.limits.governor import Governor
+from hermes_rl.models.limits.governor_wire import Charter
+from hermes_rl.models.limits.rests import Rests
+from hermes_rl.models.limits.share import DirectLine, Share
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 AT_ONCE = 2_000

@@ -8,11 +8,11 @@ import pytest
 from hermes_rl import errors as e
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Completion
-from hermes_rl.models.limiter import InProcessLimiter
-from hermes_rl.models.pool import KeyPool
-from hermes_rl.models.rests import Rests
-from hermes_rl.models.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.route import Account, Route
+from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
+from hermes_rl.models.calls.route import Account, Route
+from hermes_rl.models.limits.limiter import InProcessLimiter
+from hermes_rl.models.limits.rests import Rests
+from hermes_rl.models.providers.pool import KeyPool
 from hermes_rl.usage import Usage
 
 ANSWER = Completion(

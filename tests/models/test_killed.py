@@ -17,9 +17,9 @@ import msgspec
 from hermes_rl.messages import ToolMessage, UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest
 from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.limiter import InProcessLimiter
-from hermes_rl.models.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.route import Route
+from hermes_rl.models.limits.limiter import InProcessLimiter
+from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
+from hermes_rl.models.calls.route import Route
 
 class Journal:
     def __init__(self, path):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hermes_rl import errors as e
-from hermes_rl.models.controller import Controller, signal_of
-from hermes_rl.models.limiter import InProcessLimiter
+from hermes_rl.models.limits.controller import Controller, signal_of
+from hermes_rl.models.limits.limiter import InProcessLimiter
 
 SIGNALS = st.lists(
     st.tuples(

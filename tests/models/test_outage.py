@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from hermes_rl import errors as e
-from hermes_rl.models.attempts import Clock
-from hermes_rl.models.retry import ModelCaller, RetryPolicy
+from hermes_rl.models.calls.attempts import Clock
+from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.testing.conditions import Conditions
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 

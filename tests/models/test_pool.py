@@ -15,12 +15,12 @@ from hermes_rl.errors import (
     RateLimited,
     ServerError,
 )
-from hermes_rl.models.classify import classify
-from hermes_rl.models.limiter import InProcessLimiter
+from hermes_rl.models.calls.route import Account
+from hermes_rl.models.failures.classify import classify
+from hermes_rl.models.limits.limiter import InProcessLimiter
+from hermes_rl.models.limits.rests import Rests
 from hermes_rl.models.played import NoopClient
-from hermes_rl.models.pool import KeyPool
-from hermes_rl.models.rests import Rests
-from hermes_rl.models.route import Account
+from hermes_rl.models.providers.pool import KeyPool
 
 
 class Clock:

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_rl.models.dialects.chat_usage import read_usage
-from hermes_rl.models.prices import ModelPrice, PriceTable, Rates, list_prices, price_table
+from hermes_rl.models.dialects.chat.usage import read_usage
+from hermes_rl.models.providers.prices import (
+    ModelPrice,
+    PriceTable,
+    Rates,
+    list_prices,
+    price_table,
+)
 from hermes_rl.usage import Usage
 
 MILLION = 1_000_000

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hermes_rl import errors as e
 from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest, Sampling
-from hermes_rl.models.classify_rules import KINDS
-from hermes_rl.models.recovery import (
+from hermes_rl.models.calls.recovery import (
     Again,
     Compress,
     FallBack,
@@ -21,6 +20,7 @@ from hermes_rl.models.recovery import (
     Situation,
     Wait,
 )
+from hermes_rl.models.failures.rules import KINDS
 
 
 def upper(low, high):

@@ -8,12 +8,12 @@ import pytest
 
 from hermes_rl import errors as e
 from hermes_rl.models.base import Sampling
-from hermes_rl.models.budget import Spend
-from hermes_rl.models.governor_wire import PotGrant
-from hermes_rl.models.limiter import InProcessLimiter
-from hermes_rl.models.prices import PriceTable, read_price
-from hermes_rl.models.route import Route
-from hermes_rl.models.spending import Lease
+from hermes_rl.models.calls.route import Route
+from hermes_rl.models.limits.budget import Spend
+from hermes_rl.models.limits.governor_wire import PotGrant
+from hermes_rl.models.limits.limiter import InProcessLimiter
+from hermes_rl.models.limits.spending import Lease
+from hermes_rl.models.providers.prices import PriceTable, read_price
 
 
 class Purse:

@@ -10,7 +10,7 @@ from hermes_rl.messages import AssistantMessage, ToolCall, ToolMessage, UserMess
 from hermes_rl.models.base import TokenCapture
 from hermes_rl.models.client import Endpoint, connect
 from hermes_rl.models.dialects.base import ReplyHead
-from hermes_rl.models.dialects.responses import Responses
+from hermes_rl.models.dialects.responses.dialect import Responses
 from hermes_rl.models.dialects.sse import event
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.usage import Usage

@@ -8,11 +8,11 @@ from hermes_rl import errors as e
 from hermes_rl.events import CallEnded, CallStarted, Waited
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Completion
+from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
+from hermes_rl.models.calls.route import Route
+from hermes_rl.models.calls.traffic import Traffic
 from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.limiter import InProcessLimiter
-from hermes_rl.models.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.route import Route
-from hermes_rl.models.traffic import Traffic
+from hermes_rl.models.limits.limiter import InProcessLimiter
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan
 from hermes_rl.usage import Usage

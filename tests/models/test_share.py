@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from hermes_rl.errors import ModelError
 from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest
-from hermes_rl.models.budget import Spend
 from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.governor import Governor
-from hermes_rl.models.governor_wire import Charter
-from hermes_rl.models.rests import Rests
-from hermes_rl.models.share import DirectLine, LineDown, Share, alone
-from hermes_rl.models.spending import RUN_TOKENS
+from hermes_rl.models.limits.budget import Spend
+from hermes_rl.models.limits.governor import Governor
+from hermes_rl.models.limits.governor_wire import Charter
+from hermes_rl.models.limits.rests import Rests
+from hermes_rl.models.limits.share import DirectLine, LineDown, Share, alone
+from hermes_rl.models.limits.spending import RUN_TOKENS
 from hermes_rl.testing.conditions import Conditions
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.limits import RateLimits

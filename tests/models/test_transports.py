@@ -13,7 +13,7 @@ import pytest
 
 from hermes_rl import errors as e
 from hermes_rl.models.client import Endpoint, Timeouts, connect
-from hermes_rl.models.probe import probe
+from hermes_rl.models.providers.probe import probe
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 TLS = Path(__file__).parent / "tls"  # a key that protects nothing; valid for 127.0.0.1

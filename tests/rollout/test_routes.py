@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from batch_runner.governing import Prices
 from hermes_rl.config import RunConfig, parse_config
-from hermes_rl.models.targets import drawn_model, keys_of, targets_by_model, targets_of
+from hermes_rl.models.providers.targets import drawn_model, keys_of, targets_by_model, targets_of
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.wiring import identity_of
 

@@ -1,0 +1,270 @@
+"""One request: reserved, slotted, journalled before its first byte, and again when it ended.
+
+The books so know each request that a server may have served, also those whose answers were thrown
+away, and a budget never lends the same dollar twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+from hermes_rl.errors import ContentFiltered, ModelAborted, ModelError
+from hermes_rl.events import CallEnded, CallStarted, Outcome, Purpose, Waited
+from hermes_rl.models.base import Completion, ModelRequest
+from hermes_rl.models.calls.route import Account, Route
+from hermes_rl.models.failures.classify import classify_exception
+from hermes_rl.models.limits.buckets import Estimate
+from hermes_rl.models.limits.budget import OUTPUT_MAX, Budget, Reservation, Spend
+from hermes_rl.models.limits.limiter import Slot
+from hermes_rl.ports import Recorder
+from hermes_rl.usage import Usage
+
+Price = Callable[[str, Usage], float | None]
+"""(model, usage) -> US dollars; None when the price is not known."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Time and chance, to be replaced in tests."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    time: Callable[[], float] = time.time
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    uniform: Callable[[float, float], float] = random.uniform
+    new_id: Callable[[], str] = lambda: uuid.uuid4().hex
+
+
+@dataclass(frozen=True)
+class Label:
+    """What the record says of a request beside the request."""
+
+    turn: int
+    purpose: Purpose = "agent"
+    agent: str = "main"
+    retries: int = 0
+    """How many earlier requests the same call had already made."""
+
+
+@dataclass
+class _Sent:
+    """A request that was sent."""
+
+    call_id: str
+    model: str
+    began: float
+    retries: int
+    reservation: Reservation | None
+    price: Price
+
+
+class Attempts:
+    """Makes the requests of one rollout, each once.
+
+    Args:
+        price: what calls cost; None leaves it to the routes.
+        budget: None is no limit.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        clock: Clock,
+        *,
+        price: Price | None = None,
+        budget: Budget | None = None,
+    ) -> None:
+        self._recorder, self._clock = recorder, clock
+        self._price, self._budget = price, budget
+
+    async def send(
+        self, request: ModelRequest, route: Route, account: Account, label: Label
+    ) -> Completion:
+        """One answer.
+
+        Raises: ModelError; CostLimit before anything was sent; CancelledError at once.
+        """
+        call_id = self._clock.new_id()
+        request = replace(request, call_id=call_id, model=route.model or request.model)
+        bound, most = account.client.bound(request), request.sampling.max_tokens
+        async with (
+            self._reserved(request, bound, route) as reservation,
+            account.limiter.slot(Estimate(bound, most or 0)) as slot,
+        ):
+            self.waited(slot.waited_s)
+            self._recorder.record(
+                CallStarted(
+                    call_id=call_id,
+                    turn=label.turn,
+                    purpose=label.purpose,
+                    agent=label.agent,
+                    model=request.model,
+                    started_at=self._clock.time(),
+                    max_input_tokens=bound,
+                    max_output_tokens=most,
+                )
+            )
+            sent = _Sent(
+                call_id=call_id,
+                model=request.model,
+                began=self._clock.monotonic(),
+                retries=label.retries,
+                reservation=reservation.handed_over(),
+                price=self._pricing(route),
+            )
+            return await self._answer(request, account, sent, slot)
+
+    def waited(self, seconds: float) -> None:
+        """Note time that was spent waiting: never the agent's active time."""
+        if seconds > 0:
+            self._recorder.record(Waited(seconds=seconds))
+
+    @asynccontextmanager
+    async def _reserved(
+        self, request: ModelRequest, bound: int, route: Route
+    ) -> AsyncIterator[_Reserved]:
+        """The worst case is set aside; given back unless the request was sent."""
+        held = _Reserved(None)
+        if self._budget is not None:
+            began = self._clock.monotonic()
+            worst = self._worst(request, bound, route)
+            try:
+                held = _Reserved(await self._budget.reserve(request.model, worst))
+            finally:
+                self.waited(self._clock.monotonic() - began)
+        try:
+            yield held
+        finally:
+            left = held.handed_over()
+            if left is not None:
+                left.release()
+
+    def _worst(self, request: ModelRequest, bound: int, route: Route) -> Spend:
+        most = request.sampling.max_tokens or OUTPUT_MAX
+        if self._price is None and route.prices is not None:
+            cost = route.prices.worst(request.model, bound, most, request.cache)
+            usd = None if cost is None else float(cost)
+        else:
+            usage = Usage(input_tokens=bound, output_tokens=most)
+            usd = self._pricing(route)(request.model, usage)
+        return Spend(tokens=bound + most, usd=usd)
+
+    def _pricing(self, route: Route) -> Price:
+        if self._price is not None:
+            return self._price
+        return route.prices.price if route.prices is not None else _unpriced
+
+    async def _answer(
+        self, request: ModelRequest, account: Account, sent: _Sent, slot: Slot
+    ) -> Completion:
+        """Send and record the end."""
+        try:
+            answer = await account.client.complete(request)
+        except ModelError as error:
+            slot.report(error)
+            self._end(sent, "cut" if error.served else "refused", error=error)
+            raise
+        except asyncio.CancelledError:
+            self._end(sent, "cancelled")
+            raise
+        except Exception as error:
+            known = classify_exception(error)  # of a client that is not ours
+            if known is None:  # a bug of ours: the books still know the call
+                self._end(sent, "unknown", error=error)
+                raise
+            slot.report(known)
+            self._end(sent, "cut" if known.served else "refused", error=known)
+            raise known from error
+        withheld = _withheld(answer)
+        slot.report(withheld, answer.usage, answer.rate_limit)
+        account.traffic.answered(self._clock.monotonic())
+        outcome: Outcome = "cut" if isinstance(withheld, ModelAborted) else "ok"
+        self._end(sent, outcome, answer=answer, error=withheld)
+        if withheld is not None:
+            raise withheld
+        return answer
+
+    def _end(
+        self,
+        sent: _Sent,
+        outcome: Outcome,
+        *,
+        answer: Completion | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        usage = answer.usage if answer else None
+        cost = None if usage is None else sent.price(sent.model, usage)
+        if sent.reservation is not None:
+            _settle(sent.reservation, outcome, usage, cost)
+        self._recorder.record(
+            CallEnded(
+                call_id=sent.call_id,
+                outcome=outcome,
+                latency_s=self._clock.monotonic() - sent.began,
+                finish_reason=answer.finish_reason if answer else None,
+                usage=usage,
+                usage_raw=answer.usage_raw if answer else None,
+                cost_usd=cost,
+                retries=sent.retries,
+                request_id=answer.request_id if answer else getattr(error, "request_id", None),
+                error=None if error is None else _describe(error),
+                served_model=answer.served_model if answer else None,
+                policy_version=answer.policy_version if answer else None,
+            )
+        )
+
+
+class _Reserved:
+    """A reservation until it is handed to the request that was sent."""
+
+    def __init__(self, reservation: Reservation | None) -> None:
+        self._reservation = reservation
+
+    def handed_over(self) -> Reservation | None:
+        """The reservation, once."""
+        reservation, self._reservation = self._reservation, None
+        return reservation
+
+
+def _settle(
+    reservation: Reservation, outcome: Outcome, usage: Usage | None, cost: float | None
+) -> None:
+    """Nothing for a refusal; what it was where that is known; else the worst case stays spent."""
+    if outcome == "refused":
+        reservation.release()
+    elif usage is None or usage.total_tokens is None:
+        reservation.settle(None)
+    else:
+        reservation.settle(Spend(tokens=usage.total_tokens, usd=cost))
+
+
+def _unpriced(model: str, usage: Usage) -> float | None:
+    return None
+
+
+def _withheld(answer: Completion) -> ModelError | None:
+    """The error that a complete answer stands for."""
+    if answer.finish_reason == "content_filter":
+        return ContentFiltered(
+            "the provider's filter withheld the answer", request_id=answer.request_id, served=True
+        )
+    if answer.finish_reason in ("abort", "error"):
+        return ModelAborted(
+            f"the engine gave the request up (finish reason {answer.finish_reason})",
+            request_id=answer.request_id,
+            served=True,
+        )
+    return None
+
+
+def _describe(error: BaseException) -> str:
+    """Class and message. Messages of model errors are scrubbed where they are made; what others say
+    is not ours to show."""
+    if isinstance(error, ModelError):
+        return f"{type(error).__name__}: {error}"[:500]
+    return type(error).__name__

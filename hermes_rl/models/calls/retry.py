@@ -1,0 +1,189 @@
+"""The one retry layer: a call is as many requests as it takes, each of them recorded.
+
+`recovery` decides what comes after a failure, `attempts` makes the requests; here one is joined to
+the other, and waits are waited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from hermes_rl.errors import ModelError
+from hermes_rl.events import Purpose
+from hermes_rl.messages import UserMessage
+from hermes_rl.models.base import Completion, ModelRequest
+from hermes_rl.models.calls.attempts import Attempts, Clock, Label, Price
+from hermes_rl.models.calls.recovery import (
+    Action,
+    CallRecovery,
+    Compress,
+    GiveUp,
+    Recovery,
+    RetryPolicy,
+    Situation,
+    Wait,
+)
+from hermes_rl.models.calls.route import Account, Route
+from hermes_rl.models.limits.budget import Budget
+from hermes_rl.ports import Recorder
+
+__all__ = ["Clock", "ModelCaller", "OnOverflow", "Price", "RetryPolicy"]
+
+OnOverflow = Callable[[ModelRequest, ModelError], Awaitable[ModelRequest | None]]
+"""Makes a request that fits out of one that did not; None when it cannot."""
+
+
+@runtime_checkable
+class Renewable(Protocol):
+    """A client that can begin anew with new connections."""
+
+    async def renew(self) -> None:
+        """Use new connections from now on; what is under way on the old ones goes on."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """A request that failed, and where."""
+
+    error: ModelError
+    account: Account
+    asked: ModelRequest
+    recovery: CallRecovery
+
+
+class ModelCaller:
+    """Makes the model calls of one rollout.
+
+    Args:
+        routes: the model that was asked for, then its fallbacks; shared by all rollouts.
+        recorder: this rollout's.
+        price: what calls cost, in the place of the routes' prices.
+        budget: what may be spent; None is no limit.
+        on_overflow: called when a history does not fit; none by default.
+    """
+
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        recorder: Recorder,
+        policy: RetryPolicy | None = None,
+        *,
+        price: Price | None = None,
+        budget: Budget | None = None,
+        clock: Clock | None = None,
+        on_overflow: OnOverflow | None = None,
+    ) -> None:
+        self._routes = tuple(routes)
+        self._clock = clock or Clock()
+        self._attempts = Attempts(recorder, self._clock, price=price, budget=budget)
+        self._recovery = Recovery(policy or RetryPolicy(), self._clock.uniform)
+        self._on_overflow = on_overflow
+
+    async def call(
+        self,
+        request: ModelRequest,
+        *,
+        turn: int,
+        purpose: Purpose = "agent",
+        agent: str = "main",
+    ) -> Completion:
+        """One answer, over as many requests as it takes; `request.call_id` is replaced for each,
+        and `request.model` by the route's.
+
+        A streamed answer that broke off is asked for again, so `on_delta` may see its beginning
+        twice.
+
+        Raises: ModelError when it is final or the policy's patience is used up (Outage when nobody
+        was answered in that time); CostLimit; CancelledError at once.
+        """
+        recovery = self._recovery.begin()
+        retries = 0
+        while True:
+            route = self._routes[recovery.route]
+            account = route.accounts.choose()
+            if not retries:
+                account.traffic.called()
+            asked = recovery.fit(request)
+            label = Label(turn, purpose, agent, retries)
+            try:
+                return await self._attempts.send(asked, route, account, label)
+            except ModelError as error:
+                rotated = route.accounts.rest(account, error)
+                at = self._situation(account, asked, recovery, rotated=rotated)
+                action = recovery.decide(error, at)
+                failed = _Failed(error, account, asked, recovery)
+                request = await self._carry_out(action, failed, request)
+            retries += 1
+
+    def fall_back(self) -> bool:
+        """Leave the route in use, for the rest of the conversation: its answers are of no use.
+        False when there is no other."""
+        left = self._recovery.route + 1 < len(self._routes)
+        if left:
+            self._recovery.route += 1
+        return left
+
+    def _situation(
+        self, account: Account, asked: ModelRequest, recovery: CallRecovery, *, rotated: bool
+    ) -> Situation:
+        return Situation(
+            now=self._clock.monotonic(),
+            account=account.name,
+            rotated=rotated,
+            routes_left=recovery.route + 1 < len(self._routes),
+            answered_at=account.traffic.answered_at,
+            max_tokens=asked.sampling.max_tokens,
+            images=_has_images(asked),
+            adaptations=asked.adaptations,
+            exact=asked.exact,
+            compressor=self._on_overflow is not None,
+        )
+
+    async def _carry_out(
+        self, action: Action, failed: _Failed, request: ModelRequest
+    ) -> ModelRequest:
+        """Do what was decided; returns the request of the next try. Raises: the error to give up
+        with."""
+        if isinstance(action, GiveUp):
+            if action.error is failed.error:
+                raise action.error
+            raise action.error from failed.error
+        if isinstance(action, Compress):
+            shorten = self._on_overflow
+            shorter = await shorten(request, failed.error) if shorten else None
+            if shorter is None:
+                raise failed.error
+            return shorter
+        if isinstance(action, Wait):
+            client = failed.account.client
+            if action.renew and isinstance(client, Renewable):
+                await client.renew()
+            await self._sleep(action.seconds)
+            if action.paid:
+                await self._share(failed)
+        return request
+
+    async def _share(self, failed: _Failed) -> None:
+        """Wait until a retry that may be paid twice has its share of the traffic."""
+        while not failed.account.traffic.take(self._clock.monotonic()):
+            at = self._situation(failed.account, failed.asked, failed.recovery, rotated=False)
+            held = failed.recovery.hold(failed.error, at)
+            if isinstance(held, GiveUp):
+                raise held.error from failed.error
+            await self._sleep(held.seconds)
+
+    async def _sleep(self, seconds: float) -> None:
+        began = self._clock.monotonic()
+        try:
+            await self._clock.sleep(seconds)
+        finally:
+            self._attempts.waited(self._clock.monotonic() - began)
+
+
+def _has_images(request: ModelRequest) -> bool:
+    contents = (m.content for m in request.conversation if isinstance(m, UserMessage))
+    parts = (part for c in contents if isinstance(c, list) for part in c)
+    return any("image" in str(part.get("type")) for part in parts)

@@ -1,0 +1,81 @@
+"""Where a call may go: a model on a provider, with the accounts that may pay for it.
+
+A caller is given routes in order: the first is the model that was asked for, the others are its
+fallbacks. Each route has accounts, one per key; the pool says which is next and which must rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hermes_rl.errors import ModelError
+from hermes_rl.models.base import ModelClient
+from hermes_rl.models.calls.traffic import Traffic
+from hermes_rl.models.limits.limiter import Limiter
+from hermes_rl.models.providers.prices import PriceTable
+
+
+@dataclass(frozen=True)
+class Account:
+    """One key at one endpoint, with the client that sends it and the limiter of its rate."""
+
+    name: str
+    """For records: the variable that holds the key, never the key."""
+    client: ModelClient
+    limiter: Limiter
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
+    """What the calls of all rollouts see there."""
+
+
+class AccountPool(Protocol):
+    """The accounts of one route; shared by all rollouts of the process."""
+
+    def choose(self) -> Account:
+        """The account of the next request: one that need not rest, else the one that may work
+        first."""
+        ...
+
+    def rest_s(self) -> float:
+        """Seconds until an account may work; 0 when one may now."""
+        ...
+
+    def rest(self, account: Account, error: ModelError) -> bool:
+        """Let an account rest for what the error says of it. Returns whether another may be asked:
+        one that may work now, or, after a refused key, one that only rests for its rate."""
+        ...
+
+
+@dataclass(frozen=True)
+class Route:
+    """A model on a provider."""
+
+    model: str
+    """As it is called there; the empty text sends the name that a request gives."""
+    accounts: AccountPool
+    prices: PriceTable | None = None
+    """What calls cost here; None where the caller is told otherwise."""
+
+    @classmethod
+    def single(cls, model: str, client: ModelClient, limiter: Limiter) -> Route:
+        """The route to one account, which never rests."""
+        return cls(model=model, accounts=_One(Account("", client, limiter)))
+
+
+@dataclass(frozen=True)
+class _One:
+    """A pool of one account."""
+
+    account: Account
+
+    def choose(self) -> Account:
+        """See `AccountPool.choose`."""
+        return self.account
+
+    def rest_s(self) -> float:
+        """See `AccountPool.rest_s`."""
+        return 0.0
+
+    def rest(self, account: Account, error: ModelError) -> bool:
+        """See `AccountPool.rest`."""
+        return False

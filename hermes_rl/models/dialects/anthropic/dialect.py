@@ -1,0 +1,287 @@
+"""The dialect `anthropic_messages`: Anthropic's Messages API and the servers that speak it.
+
+Client side: a request's body and a decoder for its answer. The server side is `server`.
+
+How the internal form becomes this wire:
+
+- The system prompt stands apart. Tool results and what the user says become blocks of one user
+  message, results first; images become `image` blocks. Blank texts are left out, since the API
+  refuses them.
+- `thinking` and `redacted_thinking` blocks go back exactly as they came and where they stood.
+- Arguments of tool calls must be an object here: other text is sent as `{"_unparsed": text}`.
+- `max_tokens` is required: `DEFAULT_MAX_TOKENS` where the request says none.
+- Sampling: values that are the API's own defaults (temperature 1, top_p 1, top_k -1) are not sent,
+  because models since Claude Opus 4.7 refuse the parameters and mean the same without them. `seed`,
+  `min_p`, logprobs and token ids have no place in this wire and are left out.
+- `reasoning` turns thinking on (`thinking_config`); temperature and top_k are then never sent, and
+  top_p only from 0.95 on: the API refuses them beside thinking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from hermes_rl.messages import AssistantMessage, Message, UserMessage
+from hermes_rl.models.base import CacheTime, ModelRequest, Sampling
+from hermes_rl.models.dialects.anthropic.answer import BodyDecoder
+from hermes_rl.models.dialects.anthropic.blocks import blocks_of, text_block, tool_name
+from hermes_rl.models.dialects.anthropic.stream import StreamDecoder
+from hermes_rl.models.dialects.anthropic.thinking import thinking_config
+from hermes_rl.models.dialects.base import Decoder, ReplyHead
+from hermes_rl.models.dialects.lenient import encode_json
+from hermes_rl.models.pipeline import Outgoing, cache_marks, outgoing, without_grammar
+
+NAME = "anthropic_messages"
+_ANTHROPIC = "api.anthropic.com"
+VERSION = "2023-06-01"
+"""Sent as `anthropic-version`. Version 2026-10-21 removes the sampling parameters; the headers of
+an endpoint may ask for it."""
+
+BETAS = "interleaved-thinking-2025-05-14"
+"""Sent as `anthropic-beta` to Anthropic itself: without it models before Claude 4.6 think only
+before their first tool call. Other models take no notice of it."""
+
+DEFAULT_MAX_TOKENS = 32_000
+"""Output tokens per call where the request says nothing: the least that the models in service since
+Claude 4 allow."""
+
+IMAGE_TOKENS = 4_800
+"""The most that an image costs, at the highest resolution; its address says nothing of its size."""
+
+LONGEST_WHOLE = 21_333
+"""Answers that may have more tokens are streamed whether or not somebody listens: they may take
+more than ten minutes (the API counts on 128,000 tokens an hour), and silent connections do not live
+so long. The official package refuses to ask for them in one piece."""
+
+_LEAST_TOP_P = 0.95
+"""The API takes no smaller one beside thinking."""
+
+TAIL = b"]}]}"
+"""The last bytes of every body. Apart from cache markers, a turn's body without them begins the
+next turn's."""
+
+_OPENING = encode_json(text_block("(start)"))
+"""Said by the user where a conversation begins with the assistant, or with nobody."""
+
+
+class AnthropicMessages:
+    """One per client.
+
+    Args:
+        host: of the endpoint; see `_key_headers`.
+        secrets: texts that no error may show.
+    """
+
+    name = NAME
+    path = "/v1/messages"
+
+    def __init__(self, host: str = "", secrets: tuple[str, ...] = ()) -> None:
+        self._host = host
+        self._secrets = secrets
+        self._tools: tuple[Any, bool, bytes] = ((), False, b"")
+
+    def encode(self, request: ModelRequest) -> bytes:
+        """See `Dialect.encode`. The messages come last; what stands before them does not change
+        from turn to turn."""
+        ready = outgoing(request)
+        messages = ready.messages[ready.lead :]
+        marks = cache_marks(ready.messages) if request.cache else ()
+        blocks = _ended(messages, _marked(ready, marks, request.cache))
+        return b"".join(
+            (
+                self._head(request),
+                self._encoded_tools(request) or _tools_of(messages),
+                _system(ready, request.cache),
+                b',"messages":[',
+                *_grouped(messages, blocks),
+                TAIL,
+            )
+        )
+
+    def bound(self, request: ModelRequest) -> int:
+        """See `Dialect.bound`: the bytes of messages, system prompt and tools, and what an image
+        may cost. A marker is no token, and JSON costs more than a chat template's marks."""
+        ready = outgoing(request)
+        blocks = ready.encoded(NAME, _encode)
+        images = IMAGE_TOKENS * sum(map(_images, ready.messages))
+        text = sum(map(len, blocks)) + 16 * len(blocks) + len(self._encoded_tools(request))
+        return text + images
+
+    def headers(self, api_key: str | None) -> dict[str, str]:
+        """See `Dialect.headers`."""
+        headers = {
+            "content-type": "application/json",
+            "accept": "application/json, text/event-stream",
+            "anthropic-version": VERSION,
+        }
+        if self._host == _ANTHROPIC:
+            headers["anthropic-beta"] = BETAS
+        return {**headers, **_key_headers(self._host, api_key)}
+
+    def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
+        """See `Dialect.decoder`. What the answer is says its content type, not the request."""
+        kind = head.headers.get("content-type", "")
+        streamed = "event-stream" in kind or (_is_streamed(request) and "json" not in kind)
+        make = StreamDecoder if streamed else BodyDecoder
+        salt = str(len(request.conversation))
+        return make(head, secrets=self._secrets, salt=salt, on_delta=request.on_delta)
+
+    def _head(self, request: ModelRequest) -> bytes:
+        sampling = request.sampling
+        most = sampling.max_tokens or DEFAULT_MAX_TOKENS
+        fields: dict[str, Any] = {"model": request.model, "max_tokens": most}
+        if _is_streamed(request):
+            fields["stream"] = True
+        signed = "no_signatures" not in request.adaptations
+        thinking = thinking_config(request.model, sampling.reasoning, most, replayed=signed)
+        fields.update(thinking.fields)
+        fields.update(_sampled(sampling, thinking.on))
+        if stops := [text for text in sampling.stop if text.strip()]:  # blank ones are refused
+            fields["stop_sequences"] = stops
+        fields.update(request.extra)
+        return encode_json(fields)[:-1]
+
+    def _encoded_tools(self, request: ModelRequest) -> bytes:
+        """The tools as a body field; encoded once per tuple, since turns share theirs."""
+        if not request.tools:
+            return b""
+        plain = "no_grammar" in request.adaptations
+        known, was_plain, encoded = self._tools
+        if known is not request.tools or was_plain is not plain:
+            tools = without_grammar(request.tools) if plain else request.tools
+            encoded = b',"tools":' + encode_json([_tool(tool) for tool in tools])
+            self._tools = (request.tools, plain, encoded)
+        return encoded
+
+
+def _key_headers(host: str, key: str | None) -> dict[str, str]:
+    """Anthropic and Azure take a key as `x-api-key`, and Azure a token of its directory as bearer.
+    Other servers that speak this wire look in one place or the other: they get both."""
+    if not key:
+        return {}
+    bearer = {"authorization": f"Bearer {key}"}
+    if host == _ANTHROPIC:
+        return {"x-api-key": key}
+    if host.endswith(".azure.com"):
+        return bearer if key.startswith("eyJ") else {"x-api-key": key}  # the head of every JWT
+    return {"x-api-key": key, **bearer}
+
+
+def _images(message: Message) -> int:
+    if not isinstance(message, UserMessage) or isinstance(message.content, str):
+        return 0
+    return sum(part.get("type") != "text" for part in message.content)
+
+
+def _is_streamed(request: ModelRequest) -> bool:
+    """Whether the answer is asked for as a stream; see `LONGEST_WHOLE`."""
+    return request.stream or (request.sampling.max_tokens or DEFAULT_MAX_TOKENS) > LONGEST_WHOLE
+
+
+def _sampled(sampling: Sampling, thinks: bool) -> dict[str, float]:
+    """Temperature, top_p and top_k where they are not the API's defaults and may be sent."""
+    given: dict[str, float] = {}
+    temperature, top_p, top_k = sampling.temperature, sampling.top_p, sampling.top_k
+    if temperature is not None and temperature != 1 and not thinks:
+        given["temperature"] = temperature
+    if top_p is not None and top_p != 1 and (not thinks or top_p >= _LEAST_TOP_P):
+        given["top_p"] = top_p
+    if top_k is not None and top_k > 0 and not thinks:
+        given["top_k"] = top_k
+    return given
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool of this wire from OpenAI's schema; one that has no `function` is a provider's own."""
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return tool
+    form = {"name": function.get("name", ""), "description": function.get("description")}
+    known = {k: v for k, v in form.items() if v is not None}
+    return {**known, "input_schema": function.get("parameters") or {"type": "object"}}
+
+
+def _tools_of(messages: Sequence[Message]) -> bytes:
+    """Tools as body fields for a request without any whose history has calls: the API refuses calls
+    of tools that are not defined, so they are, and may not be used."""
+    calls = (c for m in messages if isinstance(m, AssistantMessage) for c in m.tool_calls)
+    names = sorted({tool_name(call.name) for call in calls})
+    if not names:
+        return b""
+    tools = [{"name": name, "input_schema": {"type": "object"}} for name in names]
+    return b',"tools":' + encode_json(tools) + b',"tool_choice":{"type":"none"}'
+
+
+def _ended(messages: Sequence[Message], blocks: Sequence[bytes]) -> Sequence[bytes]:
+    """The blocks, without white space at the end of an answer that is to be gone on from: the API
+    refuses it."""
+    last = messages[-1] if messages else None
+    if not isinstance(last, AssistantMessage) or last.tool_calls:
+        return blocks
+    text = last.content.rstrip()
+    if text == last.content:
+        return blocks
+    return [*blocks[:-1], _encode(msgspec.structs.replace(last, content=text))]
+
+
+def _marker(cache: CacheTime) -> dict[str, str]:
+    return {"type": "ephemeral", **({} if cache == "5m" else {"ttl": cache})}
+
+
+def _system(ready: Outgoing, cache: CacheTime | None) -> bytes:
+    """The system prompt as a body field."""
+    text = ready.system
+    if not text or not text.strip():
+        return b""
+    block: dict[str, Any] = text_block(text)
+    if cache:
+        block["cache_control"] = _marker(cache)
+    return b',"system":[' + encode_json(block) + b"]"
+
+
+def _encode(message: Message) -> bytes:
+    """The blocks of a message, without the brackets around them."""
+    return b",".join(encode_json(block) for block in blocks_of(message))
+
+
+def _marked(ready: Outgoing, places: Iterable[int], cache: CacheTime | None) -> Sequence[bytes]:
+    """The blocks of each message behind the system prompt; those at `places` carry a marker."""
+    encoded = ready.encoded(NAME, _encode)
+    wanted = [place for place in places if place >= ready.lead]
+    if not wanted or cache is None:
+        return encoded[ready.lead :]
+    out = list(encoded)
+    for place in wanted:
+        out[place] = _with_marker(ready.messages[place], _marker(cache))
+    return out[ready.lead :]
+
+
+def _with_marker(message: Message, marker: dict[str, str]) -> bytes:
+    blocks = blocks_of(message)
+    if blocks and blocks[-1].get("type") not in ("thinking", "redacted_thinking"):
+        blocks[-1] = {**blocks[-1], "cache_control": marker}
+    return b",".join(map(encode_json, blocks))
+
+
+def _grouped(messages: Sequence[Message], blocks: Sequence[bytes]) -> Iterable[bytes]:
+    """The pieces of the messages array but for its end: neighbours of one role share a message."""
+    role: str | None = None
+    for message, encoded in zip(messages, blocks, strict=True):
+        if not encoded:
+            continue
+        its = "assistant" if isinstance(message, AssistantMessage) else "user"
+        if its == role:
+            yield b","
+        else:
+            if role is None and its == "assistant":
+                yield b'{"role":"user","content":[' + _OPENING
+                role = "user"
+            yield b"" if role is None else b"]},"
+            yield b'{"role":"%b","content":[' % its.encode()
+            role = its
+        yield encoded
+    if role is None:
+        yield b'{"role":"user","content":[' + _OPENING

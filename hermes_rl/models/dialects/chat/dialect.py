@@ -1,0 +1,180 @@
+"""The dialect `chat_completions`: OpenAI's Chat Completions and the engines that speak it.
+
+Client side: a request's body and a decoder for its answer. The server side is `server`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hermes_rl.messages import AssistantMessage, Message, UserMessage, to_openai
+from hermes_rl.models.base import CacheTime, ModelRequest
+from hermes_rl.models.dialects.base import Decoder, ReplyHead
+from hermes_rl.models.dialects.chat.answer import BodyDecoder
+from hermes_rl.models.dialects.chat.stream import StreamDecoder
+from hermes_rl.models.dialects.lenient import encode_json
+from hermes_rl.models.pipeline import cache_marks, outgoing, without_grammar
+from hermes_rl.models.providers.quirks import NO_LIMIT, Quirks
+from hermes_rl.models.providers.table import quirks_at
+
+NAME = "chat_completions"
+TAIL = b"]}"
+"""The last bytes of every body. A turn's body without them begins the next turn's."""
+
+_FOREIGN = ("thinking", "redacted_thinking", "reasoning", "message", "function_call")
+"""Blocks of the other dialects: they are not replayed."""
+
+
+class ChatCompletions:
+    """One per client.
+
+    `request.cache` is honoured where the provider takes markers in this wire (`cache_marks`), for
+    models whose name holds `claude`. Elsewhere caching is the server's own affair, helped by a key
+    where it takes one (`cache_key`).
+
+    Args:
+        host: of the endpoint.
+        secrets: texts that no error may show.
+        quirks: the provider's own ways; None takes those that the host is known for.
+    """
+
+    name = NAME
+    path = "/chat/completions"
+
+    def __init__(
+        self, host: str = "", secrets: tuple[str, ...] = (), quirks: Quirks | None = None
+    ) -> None:
+        self._quirks = quirks or quirks_at(host)
+        self._replay = self._quirks.replay_reasoning
+        self._wire_name = f"{NAME}+{self._replay}" if self._replay else NAME
+        self._secrets = secrets
+        self._tools: tuple[Any, bool, bytes] = ((), False, b"")
+
+    def encode(self, request: ModelRequest) -> bytes:
+        """See `Dialect.encode`. The messages come last; what stands before them does not change
+        from turn to turn."""
+        return b"".join((self._head(request), b",".join(self._messages(request)), TAIL))
+
+    def bound(self, request: ModelRequest) -> int:
+        """See `Dialect.bound`: the bytes of messages and tools, and what images may cost. No
+        tokeniser in use makes more than one token of a byte, and JSON costs more than a chat
+        template's marks."""
+        messages = self._messages(request)
+        images = outgoing(request).image_tokens(request.model)
+        return sum(map(len, messages)) + len(messages) + len(self._encoded_tools(request)) + images
+
+    def headers(self, api_key: str | None) -> dict[str, str]:
+        """See `Dialect.headers`."""
+        fixed = {
+            "content-type": "application/json",
+            "accept": "application/json, text/event-stream",
+        }
+        return {**fixed, "authorization": f"Bearer {api_key}"} if api_key else fixed
+
+    def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
+        """See `Dialect.decoder`. What the answer is says its content type, not the request."""
+        kind = StreamDecoder if _is_stream(head, request) else BodyDecoder
+        return kind(
+            head,
+            secrets=self._secrets,
+            salt=str(len(request.conversation)),
+            on_delta=request.on_delta,
+        )
+
+    def _messages(self, request: ModelRequest) -> Sequence[bytes]:
+        ready = outgoing(request)
+        encode = self._encoder()
+        encoded = ready.encoded(self._wire_name, encode)
+        if request.cache is None or not self._quirks.cache_marks or "claude" not in request.model:
+            return encoded
+        # The markers move on with each turn; what they mark is the same text, so it is still one
+        # prefix to the provider's cache.
+        marked = list(encoded)
+        for place in cache_marks(ready.messages, tools=False):
+            marked[place] = _encode_marked(ready.messages[place], request.cache, self._replay)
+        return marked
+
+    def _encoder(self) -> Callable[[Message], bytes]:
+        if self._replay is None:
+            return encode_message
+        return lambda message: encode_message(message, replay=self._replay)
+
+    def _head(self, request: ModelRequest) -> bytes:
+        fields: dict[str, Any] = {"model": request.model}
+        if request.stream:
+            fields["stream"] = True
+            if self._quirks.stream_options:
+                fields["stream_options"] = {"include_usage": True}
+        for name, value in request.sampling.as_dict().items():
+            if self._quirks.top_k or (name, value) not in NO_LIMIT:
+                fields[self._field(name)] = value
+        if request.logprobs:
+            fields["logprobs"] = True
+        if request.token_ids:
+            fields["return_token_ids"] = True
+        if request.cache is not None and self._quirks.cache_key:
+            fields["prompt_cache_key"] = outgoing(request).cache_key
+        fields.update(request.extra)
+        tools = self._encoded_tools(request)
+        return encode_json(fields)[:-1] + tools + b',"messages":['
+
+    def _field(self, name: str) -> str:
+        if name == "max_tokens":
+            return self._quirks.max_tokens_field
+        return "reasoning_effort" if name == "reasoning" else name
+
+    def _encoded_tools(self, request: ModelRequest) -> bytes:
+        """The tools as a body field; encoded once per tuple, since turns share theirs."""
+        if not request.tools:
+            return b""
+        plain = "no_grammar" in request.adaptations
+        known, was_plain, encoded = self._tools
+        if known is not request.tools or was_plain is not plain:
+            tools = without_grammar(request.tools) if plain else request.tools
+            encoded = b',"tools":' + encode_json(tools)
+            self._tools = (request.tools, plain, encoded)
+        return encoded
+
+
+def encode_message(message: Message, replay: str | None = None) -> bytes:
+    """One message as the wire has it: arguments as they are, signed reasoning blocks as received,
+    reasoning text only in the field `replay`."""
+    return encode_json(_form(message, replay))
+
+
+def _form(message: Message, replay: str | None) -> dict[str, Any]:
+    form = to_openai(message)
+    if isinstance(message, AssistantMessage):
+        reasoning = form.pop("reasoning_content", None)
+        if replay and reasoning:
+            form[replay] = reasoning
+        details = _own_blocks(message.reasoning_details)
+        if details is not None:
+            form["reasoning_details"] = details
+    return form
+
+
+def _own_blocks(details: Any) -> Any:
+    """Reasoning blocks without those of other dialects; None when there are none."""
+    if not isinstance(details, list):
+        return details
+    own = [b for b in details if not (isinstance(b, dict) and b.get("type") in _FOREIGN)]
+    return own or None
+
+
+def _encode_marked(message: Message, kept: CacheTime, replay: str | None) -> bytes:
+    """A message whose last part carries a cache marker."""
+    form = _form(message, replay)
+    marker = {"type": "ephemeral", **({"ttl": kept} if kept != "5m" else {})}
+    parts = form["content"]
+    if not isinstance(message, UserMessage) or isinstance(parts, str):
+        parts = [{"type": "text", "text": parts}]
+    return encode_json({**form, "content": [*parts[:-1], {**parts[-1], "cache_control": marker}]})
+
+
+def _is_stream(head: ReplyHead, request: ModelRequest) -> bool:
+    kind = head.headers.get("content-type", "")
+    if "event-stream" in kind:
+        return True
+    return request.stream and "json" not in kind

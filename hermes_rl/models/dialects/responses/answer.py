@@ -1,0 +1,227 @@
+"""Decoding answers of the Responses API: one body, or what a stream has gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from hermes_rl.errors import ModelError
+from hermes_rl.messages import AssistantMessage, ToolCall
+from hermes_rl.models.base import Completion, TokenCapture
+from hermes_rl.models.dialects.base import ReplyHead
+from hermes_rl.models.dialects.chat.answer import OnDelta, made_id, unreadable
+from hermes_rl.models.dialects.lenient import decode_json, encode_json, repaired
+from hermes_rl.models.dialects.reasoning import split_think
+from hermes_rl.models.dialects.responses.items import (
+    CALL,
+    MESSAGE,
+    REASONING,
+    SEPARATOR,
+    Piece,
+    details_of,
+    reasoning_text,
+)
+from hermes_rl.models.dialects.responses.usage import read_usage
+from hermes_rl.models.failures.classify import classify_in_answer, rate_headers, request_id
+
+_REASONS = {"max_output_tokens": "length", "max_tokens": "length"}
+"""Why a response is incomplete -> our finish reason; others are named as they are."""
+
+_LEAST_LIKELY = 1e9
+"""A logprob beyond this is a server's error."""
+
+_ENDED = ("completed", "incomplete", "cancelled", None)
+"""What a finished response's status may be (lenient servers leave it out)."""
+
+
+class Response(msgspec.Struct):
+    """The response object. Usage stays as it came: it is evidence."""
+
+    id: Any = None
+    model: Any = None
+    status: Any = None
+    output: Any = None
+    usage: msgspec.Raw = msgspec.Raw(b"null")
+    error: Any = None
+    incomplete_details: Any = None
+    policy_version: Any = None
+
+
+_decode = msgspec.json.Decoder(Response).decode
+
+
+class BodyDecoder:
+    """An answer in one JSON body."""
+
+    in_call = False
+    """Of a broken body nothing is read."""
+
+    def __init__(
+        self, head: ReplyHead, *, secrets: tuple[str, ...], salt: str, on_delta: OnDelta
+    ) -> None:
+        self.done = False
+        self._head, self._secrets, self._salt, self._on_delta = head, secrets, salt, on_delta
+        self._pieces: list[bytes] = []
+
+    def feed(self, piece: bytes) -> None:
+        """See `Decoder.feed`."""
+        self._pieces.append(piece)
+
+    def finish(self) -> Completion:
+        """See `Decoder.finish`."""
+        response = open_response(b"".join(self._pieces), self._head, self._secrets)
+        if not isinstance(response.output, list):
+            fault = failure(response, self._head, self._secrets)
+            raise fault or unreadable(self._head, "no output", self._secrets)
+        answer = completion(response, response.output, self._head, self._secrets, self._salt)
+        if self._on_delta and answer.message.content:
+            self._on_delta(answer.message.content)
+        return answer
+
+
+def open_response(data: bytes, head: ReplyHead, secrets: tuple[str, ...]) -> Response:
+    """A response object. Raises: ProtocolError when it is none."""
+    try:
+        return _decode(data)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return _decode(repaired(data))
+    except (ValueError, RecursionError):
+        shown = data[:80].decode("utf-8", "replace")
+        raise unreadable(head, f"no JSON object: {shown!r}", secrets) from None
+
+
+def failure(response: Response, head: ReplyHead, secrets: tuple[str, ...]) -> ModelError | None:
+    """What a response that failed means; None when it did not."""
+    if response.error or response.status == "failed":
+        error = response.error or {"message": "the response failed without an error"}
+        return classify_in_answer(error, head.headers, secrets=secrets)
+    if response.status not in _ENDED:
+        return unreadable(head, f"a response that is {response.status!r}", secrets)
+    return None
+
+
+def completion(
+    response: Response,
+    output: Sequence[Any],
+    head: ReplyHead,
+    secrets: tuple[str, ...],
+    salt: str,
+) -> Completion:
+    """The answer in the internal form.
+
+    Args:
+        output: its items; those of `response`, or those that a stream gathered.
+        salt: makes ids of calls that came without one differ between turns.
+
+    Raises: ModelError when the response failed.
+    """
+    fault = failure(response, head, secrets)
+    if fault is not None:
+        raise fault
+    items = [item for item in output if isinstance(item, Mapping)]
+    message, refused = message_of(items, salt)
+    raw = bytes(response.usage)
+    version = response.policy_version or head.headers.get("x-policy-version")
+    return Completion(
+        message=message,
+        finish_reason=_finish(response, message, refused),
+        usage=read_usage(decode_json(raw)),
+        usage_raw=None if raw == b"null" else raw.decode("utf-8", "replace"),
+        request_id=request_id(head.headers) or _text_or_none(response.id),
+        served_model=_text_or_none(response.model),
+        first_byte_s=head.first_byte_s,
+        tokens=_logprobs(items),
+        policy_version=None if version is None else str(version),
+        rate_limit=rate_headers(head.headers),
+    )
+
+
+def message_of(items: Sequence[Mapping[str, Any]], salt: str) -> tuple[AssistantMessage, bool]:
+    """The message that output items make, and whether all of its text is a refusal. Items of
+    unknown kinds are left out."""
+    pieces: list[Piece] = []
+    refusals = 0
+    for item in items:
+        kind = item.get("type")
+        if kind == REASONING:
+            pieces.append(Piece(REASONING, block=item))
+        elif kind == CALL:
+            pieces.append(Piece(CALL, call=_call(item, salt, pieces)))
+        elif kind == MESSAGE:
+            text, refused = _text(item)
+            refusals += refused
+            if text:
+                pieces.append(Piece(MESSAGE, text=text, phase=_text_or_none(item.get("phase"))))
+    texts = [p.text for p in pieces if p.kind == MESSAGE]
+    thoughts = [reasoning_text(p.block) for p in pieces if p.kind == REASONING]
+    reasoning: str | None = SEPARATOR.join(t for t in thoughts if t) or None
+    content, raw = SEPARATOR.join(texts), None
+    if reasoning is None:
+        content, reasoning, raw = split_think(content)
+    message = AssistantMessage(
+        content=content,
+        reasoning_content=reasoning,
+        tool_calls=tuple(p.call for p in pieces if p.call is not None),
+        raw_content=raw,
+        reasoning_details=details_of(pieces),
+    )
+    return message, 0 < refusals == len(texts)
+
+
+def _text(item: Mapping[str, Any]) -> tuple[str, bool]:
+    """The text of a message item, and whether it is a refusal."""
+    content = item.get("content")
+    if isinstance(content, str):
+        return content, False
+    parts = [p for p in content if isinstance(p, Mapping)] if isinstance(content, list) else []
+    said = [p["text"] for p in parts if isinstance(p.get("text"), str)]
+    refused = [p["refusal"] for p in parts if isinstance(p.get("refusal"), str)]
+    text = "".join(said)
+    return (text, False) if text else ("".join(refused), bool(refused))
+
+
+def _call(item: Mapping[str, Any], salt: str, before: list[Piece]) -> ToolCall:
+    name, arguments = item.get("name"), item.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = "" if arguments is None else encode_json(arguments).decode()
+    text = name if isinstance(name, str) else ""
+    known = {p.call.id for p in before if p.call is not None}
+    given = next((item[k] for k in ("call_id", "id") if _text_or_none(item.get(k))), None)
+    if given is None or given in known:
+        given = made_id(f"{salt}\0{len(known)}\0{text}\0{arguments}")
+    return ToolCall(id=given, name=text, arguments=arguments)
+
+
+def _finish(response: Response, message: AssistantMessage, refused: bool) -> str:
+    if response.status == "cancelled":
+        return "abort"
+    if response.status == "incomplete":
+        details = response.incomplete_details
+        reason = details.get("reason") if isinstance(details, Mapping) else None
+        return _REASONS.get(str(reason), _text_or_none(reason) or "length")
+    if message.tool_calls:
+        return "tool_calls"
+    return "refusal" if refused else "stop"
+
+
+def _logprobs(items: Sequence[Mapping[str, Any]]) -> TokenCapture | None:
+    """Logprobs of the text's tokens, where they were asked for."""
+    found: list[float] = []
+    for item in items:
+        content = item.get("content") if item.get("type") == MESSAGE else None
+        for part in content if isinstance(content, list) else ():
+            listed = part.get("logprobs") if isinstance(part, Mapping) else None
+            for token in listed if isinstance(listed, list) else ():
+                value = token.get("logprob") if isinstance(token, Mapping) else None
+                if not isinstance(value, int | float) or abs(value) > _LEAST_LIKELY:
+                    return None
+                found.append(float(value))
+    return TokenCapture(logprobs=tuple(found)) if found else None
+
+
+def _text_or_none(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None

@@ -1,0 +1,297 @@
+"""The other side of the Responses API: reading requests and writing answers.
+
+For servers of ours: the fake one, and whatever stands between an agent and an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from hermes_rl.errors import UserError
+from hermes_rl.messages import Message, SystemMessage, ToolMessage, UserMessage
+from hermes_rl.models.base import Completion, Sampling
+from hermes_rl.models.dialects.lenient import decode_json, encode_json
+from hermes_rl.models.dialects.responses.answer import message_of
+from hermes_rl.models.dialects.responses.dialect import LOGPROBS, NAME, Responses
+from hermes_rl.models.dialects.responses.events import events_of
+from hermes_rl.models.dialects.responses.items import (
+    CALL,
+    MESSAGE,
+    REASONING,
+    Piece,
+    pieces_of,
+    reasoning_text,
+)
+from hermes_rl.models.dialects.responses.usage import write_usage
+from hermes_rl.models.dialects.server import ServedRequest, bearer
+
+_STATUS = {"length": "max_output_tokens", "content_filter": "content_filter", "abort": "abort"}
+"""Our finish reasons of an incomplete response -> why it is incomplete."""
+
+
+class _Body(msgspec.Struct, kw_only=True):
+    """A request's body; unknown fields are left out."""
+
+    model: str
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    stream: bool | None = False
+    include: list[str] | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    reasoning: dict[str, Any] | None = None
+
+    def sampling(self) -> Sampling:
+        """The sampling parameters."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        effort = (self.reasoning or {}).get("effort")
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            max_tokens=self.max_output_tokens,
+            seed=self.seed,
+            stop=stop,
+            reasoning=effort if isinstance(effort, str) else None,
+        )
+
+
+_decode = msgspec.json.Decoder(_Body).decode
+
+
+class ResponsesServer:
+    """The server's side of the Responses API; see `ServerDialect`.
+
+    Args:
+        piece_chars: length of a stream's pieces of text.
+    """
+
+    name = NAME
+    path = Responses.path
+
+    def __init__(self, piece_chars: int = 24) -> None:
+        self._piece_chars = piece_chars
+
+    def decode_request(self, body: bytes) -> ServedRequest:
+        """See `ServerDialect.decode_request`."""
+        form = _decode(body)
+        messages: list[Message] = []
+        if form.instructions is not None:
+            messages.append(SystemMessage(content=form.instructions))
+        if isinstance(form.input, str):
+            messages.append(UserMessage(content=form.input))
+        else:
+            messages += decode_items(form.input)
+        return ServedRequest(
+            model=form.model,
+            messages=tuple(messages),
+            tools=tuple(map(_nested, form.tools or ())),
+            sampling=form.sampling(),
+            stream=bool(form.stream),
+            logprobs=LOGPROBS in (form.include or ()),
+        )
+
+    def key_of(self, headers: Mapping[str, str]) -> str:
+        """See `ServerDialect.key_of`."""
+        return bearer(headers)
+
+    def encode_answer(self, answer: Completion, *, answer_id: str, created: int = 0) -> bytes:
+        """See `ServerDialect.encode_answer`."""
+        return encode_json(response_form(answer, answer_id, created))
+
+    def encode_stream(
+        self, answer: Completion, *, answer_id: str, created: int = 0, include_usage: bool = True
+    ) -> list[bytes]:
+        """See `ServerDialect.encode_stream`: the response begins, each item comes in pieces and
+        is then said whole, the response ends. Usage is always said."""
+        return events_of(response_form(answer, answer_id, created), self._piece_chars)
+
+    def encode_error(
+        self, message: str, *, status: int, kind: str, code: str | int | None = None
+    ) -> bytes:
+        """See `ServerDialect.encode_error`."""
+        error = {"message": message, "type": kind, "param": None, "code": code}
+        return encode_json({"error": error})
+
+
+def response_form(answer: Completion, answer_id: str, created: int) -> dict[str, Any]:
+    """The response object of an answer."""
+    why = _STATUS.get(answer.finish_reason or "")
+    form: dict[str, Any] = {
+        "id": answer_id,
+        "object": "response",
+        "created_at": created,
+        "status": "incomplete" if why else "completed",
+        "error": None,
+        "incomplete_details": {"reason": why} if why else None,
+        "instructions": None,
+        "metadata": {},
+        "model": answer.served_model,
+        "output": _output(answer, answer_id, "incomplete" if why else "completed"),
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": None,
+        "usage": _usage_form(answer),
+    }
+    if answer.policy_version is not None:
+        form["policy_version"] = answer.policy_version
+    return form
+
+
+def decode_items(items: list[dict[str, Any]]) -> list[Message]:
+    """The messages that input items make: reasoning, text and calls in a row are one assistant
+    message. Raises: UserError for an item of an unknown kind, and what `check_items` raises."""
+    check_items(items)
+    out: list[Message] = []
+    said: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+
+    def close() -> None:
+        if said:
+            message, _ = message_of(said, str(len(out)))
+            names.update((call.id, call.name) for call in message.tool_calls)
+            out.append(message)
+            said.clear()
+
+    for item in items:
+        kind = item.get("type", MESSAGE)
+        role = item.get("role")
+        if kind in (REASONING, CALL):
+            said.append(item)
+        elif kind == MESSAGE and role == "assistant":
+            said.append({**item, "type": MESSAGE})
+        elif kind == MESSAGE and role in ("user", "system", "developer"):
+            close()
+            out.append(_given(str(role), item.get("content")))
+        elif kind == "function_call_output":
+            close()
+            call_id = str(item.get("call_id", ""))
+            text = _plain(item.get("output"))
+            out.append(ToolMessage(tool_call_id=call_id, name=names.get(call_id, ""), content=text))
+        else:
+            raise UserError(f"input item of type {kind!r}, role {role!r} is not known here")
+    close()
+    return out
+
+
+def check_items(items: list[dict[str, Any]]) -> None:
+    """Raises: UserError with the API's complaint when a call has no output, an output no call, or a
+    reasoning item nothing that followed from it."""
+    open_calls: dict[str, None] = {}
+    thought: Any = None
+    for item in items:
+        kind, call_id = item.get("type", MESSAGE), str(item.get("call_id", ""))
+        if kind == CALL:
+            open_calls[call_id] = None
+        elif kind == "function_call_output":
+            if call_id not in open_calls:
+                raise UserError(
+                    f"No tool call found for function call output with call_id {call_id}."
+                )
+            del open_calls[call_id]
+        followed = kind == CALL or (kind == MESSAGE and item.get("role") == "assistant")
+        if thought is not None and kind != REASONING and not followed:
+            break
+        thought = item if kind == REASONING else None
+    if thought is not None:
+        name = thought.get("id")
+        raise UserError(
+            f"Item '{name}' of type 'reasoning' was provided without its required following item."
+        )
+    if open_calls:
+        raise UserError(f"No tool output found for function call {next(iter(open_calls))}.")
+
+
+def _given(role: str, content: Any) -> Message:
+    if role != "user":
+        return SystemMessage(content=_plain(content))
+    if isinstance(content, str):
+        return UserMessage(content=content)
+    parts = [_part(p) for p in content if isinstance(p, dict)] if isinstance(content, list) else []
+    if len(parts) == 1 and parts[0].get("type") == "text":
+        return UserMessage(content=str(parts[0].get("text", "")))
+    return UserMessage(content=parts)
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    """A content part in the form of Chat Completions, which ours is."""
+    kind = part.get("type")
+    if kind == "input_text":
+        return {"type": "text", "text": part.get("text", "")}
+    if kind == "input_image":
+        image = {"url": part.get("image_url")}
+        detail = part.get("detail")
+        return {
+            "type": "image_url",
+            "image_url": image if detail in (None, "auto") else {**image, "detail": detail},
+        }
+    if kind == "input_file":
+        return {"type": "file", "file": {k: v for k, v in part.items() if k != "type"}}
+    return part
+
+
+def _plain(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    texts = [p.get("text") for p in parts if isinstance(p, dict)]
+    return "".join(t for t in texts if isinstance(t, str))
+
+
+def _nested(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as a function schema of Chat Completions, which ours is."""
+    if tool.get("type") != "function":
+        return tool
+    left_out = ("type", *(() if tool.get("strict") else ("strict",)))
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k not in left_out}}
+
+
+def _output(answer: Completion, answer_id: str, status: str) -> list[dict[str, Any]]:
+    """The output items of an answer."""
+    message = answer.message
+    pieces = pieces_of(message)
+    thoughts = [reasoning_text(p.block) for p in pieces if p.kind == REASONING]
+    if message.reasoning_content and not any(thoughts):
+        summary = [{"type": "summary_text", "text": message.reasoning_content}]
+        pieces.insert(0, Piece(REASONING, block={"summary": summary}))
+    if not any(p.kind == MESSAGE for p in pieces) and answer.finish_reason == "refusal":
+        pieces.append(Piece(MESSAGE))
+    refused = answer.finish_reason == "refusal"
+    name = answer_id.removeprefix("resp_")
+    return [_item(p, f"{name}_{i}", status, refused=refused) for i, p in enumerate(pieces)]
+
+
+def _item(piece: Piece, item_id: str, status: str, *, refused: bool) -> dict[str, Any]:
+    if piece.kind == REASONING:
+        return {"type": REASONING, "id": f"rs_{item_id}", "summary": [], **piece.block}
+    if piece.call is not None:
+        call = piece.call
+        named = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+        return {"type": CALL, "id": f"fc_{item_id}", **named, "status": status}
+    part: dict[str, Any] = {"type": "output_text", "text": piece.text}
+    part |= {"annotations": [], "logprobs": []}
+    if refused:
+        part = {"type": "refusal", "refusal": piece.text}
+    item = {"type": MESSAGE, "id": f"msg_{item_id}", "status": status, "role": "assistant"}
+    phase = {"phase": piece.phase} if piece.phase else {}
+    return {**item, "content": [part], **phase}
+
+
+def _usage_form(answer: Completion) -> Any:
+    """The usage as it is to be sent: `usage_raw` where it is given, as an engine behind this server
+    sent it; else what is known (a fake may send half an object on purpose); else null."""
+    if answer.usage_raw is not None:
+        return decode_json(answer.usage_raw.encode())
+    return None if answer.usage is None else write_usage(answer.usage)

@@ -1,0 +1,1 @@
+"""How model calls fail: from status, headers and body to a typed error with a reason."""

@@ -1,0 +1,1 @@
+"""How much may run and be spent: rates, budgets, and their form shared by all workers of a run."""

@@ -1,0 +1,140 @@
+"""How many requests are in flight: adaptive, per endpoint, account and model.
+
+The interface, and its form for one process; `share` has the form that all workers of a run share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from types import MappingProxyType
+from typing import Protocol
+
+from hermes_rl.errors import ModelError
+from hermes_rl.models.limits.buckets import Buckets, Charge, Estimate, Expectation, Rates
+from hermes_rl.models.limits.controller import Controller, signal_of
+from hermes_rl.models.limits.quotas import Quota, read_quotas
+from hermes_rl.models.limits.slots import Ended, SlotQueue
+from hermes_rl.usage import Usage
+
+__all__ = ["Estimate", "InProcessLimiter", "Limiter", "Rates", "Slot", "clamp_by"]
+
+
+class Slot(Protocol):
+    """One request's place; it ends with the context that it came from."""
+
+    waited_s: float
+    """Seconds that were spent waiting for it."""
+
+    def report(
+        self,
+        error: ModelError | None,
+        usage: Usage | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Say how the request ended, at most once. A slot that ends unreported says nothing of the
+        rate, and what was estimated for it counts as used.
+
+        Args:
+            error: None for an answer.
+            usage: of the answer, where it is known; it takes the estimate's place.
+            headers: the rate-limit headers of the answer, names in lower case.
+        """
+        ...
+
+
+class Limiter(Protocol):
+    """Hands out slots."""
+
+    def slot(self, estimate: Estimate = Estimate()) -> AbstractAsyncContextManager[Slot]:
+        """Waits for a slot and holds it."""
+        ...
+
+
+class InProcessLimiter:
+    """Slots for the rollouts of one process, first come first served.
+
+    Args:
+        maximum: the concurrency that was asked for.
+        start: where slow start begins.
+        rates: limits per minute that are known; others are learned from headers.
+        clock: seconds, monotonic.
+        unix: the time of day, for resets.
+    """
+
+    def __init__(
+        self,
+        maximum: int,
+        *,
+        start: int = 32,
+        rates: Rates = Rates(),
+        clock: Callable[[], float] = time.monotonic,
+        unix: Callable[[], float] = time.time,
+    ) -> None:
+        self.controller = Controller(maximum, start)
+        self.buckets = Buckets(rates, clock())
+        self._expected = Expectation()
+        self._clock, self._unix = clock, unix
+        self._queue = SlotQueue(self, clock)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that hold a slot."""
+        return self._queue.in_flight
+
+    def slot(self, estimate: Estimate = Estimate()) -> AbstractAsyncContextManager[Slot]:
+        """See `Limiter.slot`."""
+        return self._queue.slot(estimate)
+
+    def charge(self, estimate: Estimate) -> Charge:
+        """See `Gate.charge`."""
+        return self._expected.charge(estimate)
+
+    def wait_s(self, charge: Charge, in_flight: int) -> float:
+        """See `Gate.wait_s`."""
+        now = self._clock()
+        if in_flight >= self.controller.limit:
+            return float("inf")
+        held = self.controller.clamped_s(now) if in_flight >= self.controller.allowed(now) else 0.0
+        return held or self.buckets.wait_s(charge, now)
+
+    def waits(self) -> None:
+        """See `Gate.waits`."""
+
+    def passed(self, charge: Charge, in_flight: int) -> None:
+        """See `Gate.passed`."""
+        self.buckets.take(charge)
+        self.controller.started(in_flight)
+
+    def turned_back(self, charge: Charge) -> None:
+        """See `Gate.turned_back`."""
+        self.buckets.give(charge)
+
+    def ended(self, estimate: Estimate, charge: Charge, end: Ended) -> None:
+        """See `Gate.ended`."""
+        now, signal = self._clock(), signal_of(end.error)
+        self.controller.heard(signal, now)
+        if end.usage is not None:
+            self.buckets.settle(charge, self._expected.heard(estimate, end.usage))
+        if signal == "throttled":
+            self.buckets.throttled(now)
+        quotas = read_quotas(end.headers, self._unix()) if end.headers else ()
+        if quotas:
+            self.buckets.learn(quotas, now)
+            clamp_by(self.controller, self.buckets, quotas, now)
+
+
+_CLAMP_S = 1.0
+"""How long a `remaining` without a reset is believed."""
+
+
+def clamp_by(
+    controller: Controller, buckets: Buckets, quotas: tuple[Quota, ...], now: float
+) -> None:
+    """Requests that a server says to be left bound those in flight, where no bucket counts them."""
+    for quota in quotas:
+        if quota.kind != "requests" or quota.kind in buckets.by_kind or quota.remaining is None:
+            continue
+        hold = _CLAMP_S if quota.reset_s is None else min(quota.reset_s, 60.0)
+        controller.clamp(int(quota.remaining), now, now + hold)

@@ -1,0 +1,1 @@
+"""Who answers: providers, keys, prices, routes and what an endpoint can do."""

@@ -1,0 +1,53 @@
+"""A look at the endpoints of a run before it starts."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+from hermes_rl.config import RunConfig
+from hermes_rl.errors import AuthError
+from hermes_rl.models.providers.probe import Probed, probe
+from hermes_rl.models.providers.routing import Keys, Target
+from hermes_rl.models.providers.table import Place
+from hermes_rl.models.providers.targets import (
+    asks_endpoint,
+    first_endpoint,
+    keys_of,
+    targets_by_model,
+)
+
+
+async def reach_models(config: RunConfig) -> Probed | None:
+    """Ask each place of the run's models for its list, which costs no token; with `run.probe` full
+    also one model what it can do. Fallbacks are not looked at: they are for when others are down.
+
+    Returns: what the first model's place says; None when it was not asked or refused the key.
+
+    Raises: UserError when nobody answers at an address, or a key is not set.
+    """
+    if not asks_endpoint(config.model.name, config.endpoint):
+        return None
+    held, routes = Keys(keys_of(config)), targets_by_model(config)
+    model = min(routes)
+    said: dict[Place, Probed] = {}
+    with contextlib.suppress(AuthError):
+        for targets in routes.values():
+            place = targets[0].place
+            if place not in said:
+                (_, key), *_ = held.of(place)
+                said[place] = await probe(first_endpoint(config.endpoint, place, key))
+    first = routes[model][0]
+    if first.place not in said or config.run.probe == "free":
+        return said.get(first.place)
+    return replace(said[first.place], found=await _explored(config, model, first, held))
+
+
+async def _explored(config: RunConfig, model: str, target: Target, keys: Keys) -> dict[str, Any]:
+    from hermes_rl.models.providers.capabilities import explore
+
+    (_, key), *_ = keys.of(target.place)
+    endpoint = first_endpoint(config.endpoint, target.place, key)
+    found = await explore(endpoint, target.model or model, target.prices)
+    return {"model": model, **found.as_dict()}

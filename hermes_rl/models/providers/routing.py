@@ -1,0 +1,249 @@
+"""From places to routes: one client per place and key, one limiter per place, key and model.
+
+A process opens its `Routing` once; every rollout takes the routes of its model from it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import NamedTuple, Protocol
+
+from hermes_rl.errors import UserError
+from hermes_rl.models.base import ModelClient
+from hermes_rl.models.calls.route import Account, Route
+from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.limits.budget import Budget
+from hermes_rl.models.limits.limiter import InProcessLimiter, Limiter
+from hermes_rl.models.limits.rests import Rests
+from hermes_rl.models.providers.pool import KeyPool, Strategy
+from hermes_rl.models.providers.prices import PriceTable
+from hermes_rl.models.providers.table import Place
+
+NO_KEY = "no-key"
+"""The account of an endpoint that needs no key."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where calls go, in order: first the run's own model, then its fallbacks."""
+
+    place: Place
+    model: str | None = None
+    """None is the unit's model, which a mix may draw."""
+    prices: PriceTable = field(default_factory=PriceTable)
+
+
+class Common(Protocol):
+    """What all workers of a run share (`hermes_rl.models.limits.share.Share`)."""
+
+    @property
+    def rests(self) -> Rests:
+        """Accounts that must rest."""
+        ...
+
+    def limiter(self, endpoint: str, account: str, model: str) -> Limiter:
+        """The limiter of one endpoint, account and model; the same at every call."""
+        ...
+
+    def budget(self) -> Budget | None:
+        """What the run may spend; None is no limit."""
+        ...
+
+
+class Alone:
+    """`Common` for a process without others.
+
+    Args:
+        concurrency: never more requests at once than this, on each lane.
+    """
+
+    def __init__(self, concurrency: int) -> None:
+        self.rests = Rests()
+        self._concurrency = concurrency
+        self._lanes: dict[tuple[str, str, str], InProcessLimiter] = {}
+
+    def limiter(self, endpoint: str, account: str, model: str) -> Limiter:
+        """See `Common.limiter`."""
+        name = (endpoint, account, model)
+        if name not in self._lanes:
+            self._lanes[name] = InProcessLimiter(self._concurrency)
+        return self._lanes[name]
+
+    def budget(self) -> Budget | None:
+        """See `Common.budget`."""
+        return None
+
+
+@dataclass(frozen=True)
+class Keys:
+    """API keys by the variable that holds them. Text forms show the names."""
+
+    values: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def of(self, place: Place) -> tuple[tuple[str, str | None], ...]:
+        """(variable, key) of each account of a place."""
+        found = tuple((n, self.values[n]) for n in place.key_names if n in self.values)
+        return found or ((NO_KEY, None),)
+
+
+def find_keys(places: Sequence[Place], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The keys of places, by variable, from the environment.
+
+    Raises: UserError that names the variable when a needed key is not set.
+    """
+    found: dict[str, str] = {}
+    for place in places:
+        if place.key_needed and not place.key_names:
+            raise UserError(
+                f"no key for {place.host}: name the variable that holds it with --api-key-env NAME "
+                "(a loopback endpoint needs none)"
+            )
+        for name in place.key_names:
+            if key := environ.get(name):
+                found[name] = key
+            elif place.key_needed:
+                raise UserError(f"no key: the variable {name} is not set. Set it, then run again")
+    return found
+
+
+class Seen(NamedTuple):
+    """Of the first place of a model, for records."""
+
+    api_mode: str
+    endpoint: str
+    """Host (and port)."""
+
+
+class Routes(Protocol):
+    """What a process can send its calls to."""
+
+    secrets: tuple[str, ...]
+    """Texts that no record may show."""
+
+    def routes(self, model: str) -> tuple[Route, ...]:
+        """Where the calls of a rollout with that model go, in order."""
+        ...
+
+    def seen(self, model: str) -> Seen:
+        """What records say of where that model is."""
+        ...
+
+
+class Routing:
+    """The routes of a process to endpoints.
+
+    Args:
+        targets: model -> where its calls go, in order. Of several models the first one's hold for
+            names that are not there.
+        keys: as `find_keys` returned them, maybe on another machine.
+        common: limiters and rests.
+        base: what all endpoints have in common; address, key, mode and quirks are filled in.
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[str, Sequence[Target]],
+        keys: Keys,
+        common: Common,
+        *,
+        base: Endpoint,
+        strategy: Strategy = "fill_first",
+    ) -> None:
+        self._targets = {model: tuple(places) for model, places in targets.items()}
+        self.secrets: tuple[str, ...] = ()
+        self._keys, self._common, self._strategy = keys, common, strategy
+        self._base = base
+        self._stack = AsyncExitStack()
+        self._clients: dict[tuple[Place, str], ModelClient] = {}
+        self._routes: dict[str, tuple[Route, ...]] = {}
+        for target in chain.from_iterable(self._targets.values()):
+            self._connect(target.place)
+
+    def _connect(self, place: Place) -> None:
+        from hermes_rl.models.client import connect
+
+        for name, key in self._keys.of(place):
+            if (place, name) in self._clients:
+                continue
+            endpoint = replace(
+                self._base,
+                base_url=place.base_url,
+                api_key=key,
+                api_mode=place.api_mode,
+                quirks=place.quirks,
+            )
+            client = connect(endpoint)
+            self._stack.push_async_callback(client.aclose)
+            self._clients[place, name] = client
+            self.secrets = tuple(dict.fromkeys((*self.secrets, *endpoint.secrets)))
+
+    def routes(self, model: str) -> tuple[Route, ...]:
+        """See `Routes.routes`."""
+        if model not in self._routes:
+            targets = self._of(model)
+            self._routes[model] = tuple(self._route(t, t.model or model) for t in targets)
+        return self._routes[model]
+
+    def seen(self, model: str) -> Seen:
+        """See `Routes.seen`."""
+        place = self._of(model)[0].place
+        client = next(c for (at, _), c in self._clients.items() if at == place)
+        return Seen(client.api_mode, client.endpoint)
+
+    def _of(self, model: str) -> tuple[Target, ...]:
+        return self._targets.get(model) or next(iter(self._targets.values()))
+
+    def _route(self, target: Target, model: str) -> Route:
+        place = target.place
+        accounts = [
+            Account(
+                name=name,
+                client=client,
+                limiter=self._common.limiter(client.endpoint, name, model),
+            )
+            for (at, name), client in self._clients.items()
+            if at == place
+        ]
+        pool = KeyPool(
+            accounts,
+            self._common.rests,
+            scope=f"{accounts[0].client.endpoint} {model}",
+            strategy=self._strategy,
+        )
+        return Route(model=model, accounts=pool, prices=target.prices)
+
+    async def aclose(self) -> None:
+        """Close the clients."""
+        await self._stack.aclose()
+
+
+class Sole:
+    """The one route to a client that is made elsewhere (embedded, played)."""
+
+    def __init__(
+        self, client: ModelClient, common: Common, prices: PriceTable | None = None
+    ) -> None:
+        self.secrets: tuple[str, ...] = ()
+        self._client, self._common = client, common
+        self._prices = prices or PriceTable()
+        self._routes: dict[str, tuple[Route, ...]] = {}
+
+    def routes(self, model: str) -> tuple[Route, ...]:
+        """See `Routes.routes`."""
+        if model not in self._routes:
+            self._routes[model] = (self._route(model),)
+        return self._routes[model]
+
+    def seen(self, model: str) -> Seen:
+        """See `Routes.seen`."""
+        return Seen(self._client.api_mode, self._client.endpoint)
+
+    def _route(self, model: str) -> Route:
+        limiter = self._common.limiter(self._client.endpoint, NO_KEY, model)
+        account = Account(name=NO_KEY, client=self._client, limiter=limiter)
+        pool = KeyPool((account,), self._common.rests, scope=f"{self._client.endpoint} {model}")
+        return Route(model=model, accounts=pool, prices=self._prices)

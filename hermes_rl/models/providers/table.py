@@ -1,0 +1,200 @@
+"""Who serves models, where, and in which ways of their own: a shipped table that users extend.
+
+A provider is named (`endpoint.provider`), or told from the host of `base_url`; a loopback address
+tells nothing. What the user gives stands before what the provider's entry says. The dialect is the
+one that was asked for, else the provider's, else what the address says (a path that ends with
+`/anthropic`, `/messages` or `/responses`), else `chat_completions`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from hermes_rl.errors import UserError
+from hermes_rl.models.providers.quirks import Quirks
+
+DEFAULT_PROVIDER = "openai"
+DEFAULT_MODE = "chat_completions"
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_FORM = re.compile(r"[A-Z]{4,}")
+"""Words in capitals in an address: it is a form for the user to fill in."""
+
+_MODES_BY_PATH = (
+    (re.compile(r"/anthropic(/v1)?$|/messages$"), "anthropic_messages"),
+    (re.compile(r"/responses$"), "codex_responses"),
+    (re.compile(r"/chat/completions$"), "chat_completions"),
+)
+_QUIRKS = tuple(f.name for f in fields(Quirks))
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One entry of the table."""
+
+    name: str
+    base_url: str | None = None
+    hosts: tuple[str, ...] = ()
+    api_key_env: str | None = None
+    """The variable that holds its key; the empty text: it needs none."""
+    api_mode: str | None = None
+    quirks: Quirks = field(default_factory=Quirks)
+    note: str = ""
+
+    @property
+    def needs_address(self) -> bool:
+        """Whether the user has to say where it is."""
+        return self.base_url is None or bool(_FORM.search(self.base_url))
+
+    def at(self, host: str) -> bool:
+        """Whether a host is this provider's."""
+        return any(fnmatchcase(host.lower(), pattern) for pattern in self.hosts)
+
+
+class Asked(Protocol):
+    """What a user says of an endpoint (`endpoint` and `endpoint.fallbacks` in the
+    configuration)."""
+
+    @property
+    def provider(self) -> str | None: ...
+    @property
+    def base_url(self) -> str | None: ...
+    @property
+    def api_key_env(self) -> str | None: ...
+    @property
+    def api_mode(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """An endpoint, resolved: all that stays to be said is the model and the keys."""
+
+    provider: str | None
+    """None where it is not known."""
+    base_url: str
+    api_mode: str
+    key_names: tuple[str, ...] = ()
+    """Variables that hold the keys."""
+    key_needed: bool = False
+    """Without a key it cannot be asked."""
+    quirks: Quirks = field(default_factory=Quirks)
+
+    @property
+    def host(self) -> str:
+        """Its host, without port."""
+        return urlsplit(self.base_url).hostname or ""
+
+    @property
+    def loopback(self) -> bool:
+        """It is on this machine."""
+        return self.host in LOOPBACK
+
+    @property
+    def seller(self) -> str | None:
+        """Whose list prices hold here; None for nobody's."""
+        return None if self.loopback else self.provider
+
+
+def resolve(asked: Asked, providers: Mapping[str, Provider] | None = None) -> Place:
+    """Where an endpoint is and how it is spoken to. Nothing is sent.
+
+    Raises: UserError for an unknown provider, or one whose address the user has to give.
+    """
+    known = shipped() if providers is None else providers
+    provider = _provider(asked, known)
+    address = asked.base_url or _address(provider)
+    place = Place(
+        provider=provider.name if provider else None,
+        base_url=address,
+        api_mode=asked.api_mode or _mode(provider, address),
+        quirks=provider.quirks if provider else Quirks(),
+    )
+    names, needed = _keys(asked, provider, place)
+    return replace(place, key_names=names, key_needed=needed)
+
+
+def quirks_at(host: str) -> Quirks:
+    """The ways of the provider that a host (and port) is known for."""
+    name = host.partition(":")[0]
+    return next((p.quirks for p in shipped().values() if p.at(name)), Quirks())
+
+
+def _provider(asked: Asked, known: Mapping[str, Provider]) -> Provider | None:
+    if asked.provider is not None:
+        if asked.provider not in known:
+            raise UserError(
+                f"unknown provider {asked.provider!r} (known: {', '.join(sorted(known))}). "
+                "Add it under 'providers' in the configuration, or give --base-url"
+            )
+        return known[asked.provider]
+    if asked.base_url is None:
+        return known[DEFAULT_PROVIDER]
+    host = urlsplit(asked.base_url).hostname or ""
+    return next((p for p in known.values() if p.at(host)), None)
+
+
+def _address(provider: Provider | None) -> str:
+    if provider is None or provider.base_url is None:
+        name = provider.name if provider else "this provider"
+        raise UserError(f"{name} has no address of its own. Give it with --base-url")
+    if provider.needs_address:
+        raise UserError(
+            f"{provider.name} has an address for each user. Give yours: "
+            f"--base-url {provider.base_url}"
+        )
+    return provider.base_url
+
+
+def _mode(provider: Provider | None, address: str) -> str:
+    if provider is not None and provider.api_mode is not None:
+        return provider.api_mode
+    path = urlsplit(address).path.rstrip("/")
+    return next((mode for form, mode in _MODES_BY_PATH if form.search(path)), DEFAULT_MODE)
+
+
+def _keys(asked: Asked, provider: Provider | None, place: Place) -> tuple[tuple[str, ...], bool]:
+    """The variables that hold the keys, and whether there must be one."""
+    named = [name.strip() for name in (asked.api_key_env or "").split(",")]
+    own = tuple(dict.fromkeys(name for name in named if name))
+    if own or asked.api_key_env == "":
+        return own, bool(own)
+    if provider is not None and provider.api_key_env is not None:
+        needed = bool(provider.api_key_env) and not place.loopback
+        return ((provider.api_key_env,) if provider.api_key_env else ()), needed
+    return (), not place.loopback
+
+
+@lru_cache(maxsize=1)
+def shipped() -> Mapping[str, Provider]:
+    """The providers that are known without the user's (`providers.yaml`), read once."""
+    import yaml
+
+    text = files(__package__).joinpath("providers.yaml").read_text(encoding="utf-8")
+    return {name: read_provider(name, form) for name, form in yaml.safe_load(text).items()}
+
+
+def known_providers(own: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Provider]:
+    """The shipped providers with the user's: new ones, and other facts of known ones."""
+    table = dict(shipped())
+    for name, form in (own or {}).items():
+        given = {k: v for k, v in form.items() if v is not None}
+        table[name] = read_provider(name, given, table.get(name))
+    return table
+
+
+def read_provider(name: str, form: Mapping[str, Any], old: Provider | None = None) -> Provider:
+    """An entry from plain data, on top of an older one."""
+    base = old or Provider(name)
+    quirks = replace(base.quirks, **{k: form[k] for k in _QUIRKS if k in form})
+    plain = {k: form[k] for k in ("base_url", "api_key_env", "api_mode", "note") if k in form}
+    hosts = tuple(form["hosts"]) if "hosts" in form else base.hosts
+    if old is None and "hosts" not in form and form.get("base_url"):
+        host = urlsplit(form["base_url"]).hostname or ""
+        hosts = () if host in LOOPBACK else (host,)
+    return replace(base, quirks=quirks, hosts=hosts, **plain)

@@ -1,0 +1,128 @@
+"""From the configuration to what calls can be sent to: places, keys, prices, targets."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig
+from hermes_rl.config_endpoint import EndpointSection, PlaceSection, PriceSection, ProviderSection
+from hermes_rl.models.endpoint import Endpoint, Timeouts
+from hermes_rl.models.providers.prices import ModelPrice, PriceTable, price_table, read_price
+from hermes_rl.models.providers.routing import Target, find_keys
+from hermes_rl.models.providers.table import Place, Provider, known_providers, resolve
+
+_MIX_STEPS = 1 << 52
+
+
+def asks_endpoint(model: str, where: EndpointSection) -> bool:
+    """Whether a model is asked at an endpoint, and not played or embedded."""
+    return not (model in PLAYED_MODELS or (model in LOCAL_MODELS and where.base_url is None))
+
+
+def targets_of(
+    where: EndpointSection,
+    own: Mapping[str, ProviderSection] | None = None,
+    model: str | None = None,
+) -> tuple[Target, ...]:
+    """Where the calls of a unit go: its model's place first, then the fallbacks.
+
+    Args:
+        own: the user's providers.
+        model: as it was drawn for the unit; without it the run's own place is first.
+
+    Raises: UserError for a provider that is unknown or has no address.
+    """
+    known = _providers(own)
+    prices = _prices(where.prices)
+    targets = []
+    for said in (where.places.get(model or ""), *where.fallbacks):
+        place = _place(where, said, known)
+        targets.append(Target(place, said.model if said else None, _table(place, prices)))
+    return tuple(targets)
+
+
+def _place(
+    where: EndpointSection, said: PlaceSection | None, known: Mapping[str, Provider]
+) -> Place:
+    if said is None:
+        return resolve(where, known)
+    if said.provider is not None or said.base_url is not None:
+        return resolve(said, known)
+    given = {"api_key_env": said.api_key_env, "api_mode": said.api_mode}
+    changes = {k: v for k, v in given.items() if v is not None}
+    return resolve(where.model_copy(update=changes), known)
+
+
+def targets_by_model(config: RunConfig) -> dict[str, tuple[Target, ...]]:
+    """`targets_of` for each model that a run may draw."""
+    models = config.model.mix or (config.model.name,)
+    return {name: targets_of(config.endpoint, config.providers, name) for name in models}
+
+
+def keys_of(config: RunConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """All keys that a run needs, by the variable that holds them; none for a model that asks no
+    endpoint.
+
+    Raises: UserError when a needed one is not set.
+    """
+    if not asks_endpoint(config.model.name, config.endpoint):
+        return {}
+    routes = targets_by_model(config).values()
+    return find_keys([target.place for targets in routes for target in targets], environ)
+
+
+def endpoint_base(where: EndpointSection) -> Endpoint:
+    """What all endpoints of a run have in common."""
+    return Endpoint(
+        base_url="",
+        transport=where.transport,
+        timeouts=Timeouts(first_byte_s=where.first_byte_seconds),
+    )
+
+
+def first_endpoint(where: EndpointSection, place: Place, key: str | None) -> Endpoint:
+    """The run's own endpoint with one of its keys."""
+    return replace(
+        endpoint_base(where),
+        base_url=place.base_url,
+        api_key=key,
+        api_mode=place.api_mode,
+        quirks=place.quirks,
+    )
+
+
+def drawn_model(config: RunConfig, seed: int) -> str:
+    """The model of a unit: the run's, or one of its mix, by the unit's seed alone.
+
+    Weights are shares of their sum; the order in which they are written does not matter.
+    """
+    mix = config.model.mix
+    if not mix:
+        return config.model.name
+    data = hashlib.sha256(f"model mix,{seed}".encode()).digest()
+    point = int.from_bytes(data[:8]) % _MIX_STEPS / _MIX_STEPS * sum(mix.values())
+    reached = 0.0
+    names = sorted(mix)
+    for name in names:
+        reached += mix[name]
+        if point < reached:
+            return name
+    return names[-1]
+
+
+def _providers(own: Mapping[str, ProviderSection] | None) -> dict[str, Provider]:
+    return known_providers({name: form.model_dump() for name, form in (own or {}).items()})
+
+
+def _prices(own: Mapping[str, PriceSection | None]) -> dict[str, ModelPrice | None]:
+    return {
+        name: None if form is None else read_price(form.model_dump(exclude_none=True))
+        for name, form in own.items()
+    }
+
+
+def _table(place: Place, own: Mapping[str, ModelPrice | None]) -> PriceTable:
+    return price_table(place.seller, own, reported=place.quirks.reports_cost)
