@@ -23,6 +23,7 @@ from hermes_rl.sandboxes import processes, warden
 from hermes_rl.sandboxes.privilege import FIRST_SLOT_UID, account
 
 SLOTS = 20_000
+OWNER_NAMES = 100
 ROOM_BYTES = 256 << 20
 """Free memory file system below which nothing more is put there."""
 
@@ -73,11 +74,13 @@ class Home:
 
     def _become_owner(self) -> int:
         me = processes.find(os.getpid())
-        self.owner = f"{os.getpid()}-{me.start if me else 0}-{secrets.token_hex(3)}"
-        held = lock(self.owners / self.owner)
-        if held is None:
-            raise SandboxStartError(f"cannot lock {self.owners / self.owner}")
-        return held
+        # A reaper between our open and our lock takes us for gone: under a new name then.
+        for _ in range(OWNER_NAMES):
+            self.owner = f"{os.getpid()}-{me.start if me else 0}-{secrets.token_hex(3)}"
+            held = lock(self.owners / self.owner)
+            if held is not None:
+                return held
+        raise SandboxStartError(f"cannot lock {self.owners / self.owner}")
 
     def new_box(self) -> Path:
         """A new folder for one sandbox."""
