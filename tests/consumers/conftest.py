@@ -40,6 +40,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     produce(producer, HERE / "tasks.jsonl", out / "oracle", "--model", "oracle")
     with fake_server(producer) as url:
         scripted = ["--model", "scripted", "--base-url", url, "--toolsets", "terminal,file"]
+        # The slip of one of them must stand in its row, not be asked for again.
+        for switch in ("reask_cut_calls", "reask_arguments"):
+            scripted += ["--set", f"agent.switches.{switch}=false"]
         produce(producer, HERE / "scripted.jsonl", out / "scripted", *scripted)
     return [out / "oracle", out / "scripted"]
 
