@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,10 @@ from hermes_rl.models.dialects.chat.dialect import ChatCompletions
 from hermes_rl.models.dialects.sse import event
 from hermes_rl.models.limits.limiter import InProcessLimiter
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+
+HERE = str(Path(__file__).parent)
+if HERE not in sys.path:  # for messages_kit
+    sys.path.insert(0, HERE)
 
 TERMINAL: tuple[dict[str, Any], ...] = (
     {

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from messages_kit import JSON, SSE, TOOL, event, read, request, stream, through
 
 from hermes_rl import errors as e
 from hermes_rl.messages import (
@@ -15,47 +16,14 @@ from hermes_rl.messages import (
     ToolMessage,
     UserMessage,
 )
-from hermes_rl.models.base import Completion, Conversation, ModelRequest
+from hermes_rl.models.base import Completion
 from hermes_rl.models.dialects.anthropic.dialect import TAIL, AnthropicMessages
 from hermes_rl.models.dialects.anthropic.server import AnthropicServer
-from hermes_rl.models.dialects.base import ReplyHead
 from hermes_rl.usage import Usage
 
 few = settings(deadline=None, max_examples=40)
 text = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40)
 words = text.filter(str.strip)
-JSON = {"content-type": "application/json", "request-id": "req_1"}
-SSE = {"content-type": "text/event-stream"}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "terminal",
-        "description": "Run.",
-        "parameters": {
-            "type": "object",
-            "properties": {"command": {"type": "string", "pattern": "^ls"}},
-        },
-    },
-}
-
-
-def request(*messages, model="claude-sonnet-4-5", **fields):
-    return ModelRequest(model=model, conversation=Conversation(messages), call_id="c", **fields)
-
-
-def read(*messages, **fields):
-    """What our server understands of a request: it refuses what the API refuses."""
-    return AnthropicServer().decode_request(
-        AnthropicMessages().encode(request(*messages, **fields))
-    )
-
-
-def call(number, arguments="{}", name="terminal"):
-    return ToolCall(id=f"toolu_{number}", name=name, arguments=arguments)
-
-
-def result(number, content="out"):
-    return ToolMessage(tool_call_id=f"toolu_{number}", name="terminal", content=content)
 
 
 # Histories of any shape
@@ -121,44 +89,6 @@ def test_each_body_extends_the_last_one(turns):
 # Answers
 
 
-def through(dialect_body, headers=JSON, pieces=None, on_delta=None):
-    asked = request(UserMessage(content="x"), on_delta=on_delta)
-    decoder = AnthropicMessages(secrets=("sk-secret-key",)).decoder(asked, ReplyHead(headers, 0.1))
-    for piece in pieces or [dialect_body]:
-        decoder.feed(piece)
-    return decoder.finish()
-
-
-def event(kind, **fields):
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
-
-
-def stream(*events, stop="end_turn", usage=None):
-    start = {"id": "msg_1", "model": "m", "usage": {"input_tokens": 5, "output_tokens": 1}}
-    return b"".join(
-        (
-            event("message_start", message=start),
-            *events,
-            event(
-                "message_delta",
-                delta={"stop_reason": stop},
-                usage={"output_tokens": 9} if usage is None else usage,
-            ),
-            event("message_stop"),
-        )
-    )
-
-
-def block(index, start, *deltas):
-    return b"".join(
-        (
-            event("content_block_start", index=index, content_block=start),
-            *(event("content_block_delta", index=index, delta=d) for d in deltas),
-            event("content_block_stop", index=index),
-        )
-    )
-
-
 counts = st.integers(0, 10**9)
 
 
@@ -193,7 +123,7 @@ answers = st.builds(
     ),
     finish_reason=st.sampled_from(["stop", "length", "tool_calls", "refusal", "pause_turn"]),
     usage=usages(),
-    served_model=text,
+    served_model=st.none() | text.filter(bool),
 )
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from messages_kit import HIDDEN, HISTORY, THOUGHT, TOOL, body_of, call, read, request, result
 
 from hermes_rl.messages import (
     AssistantMessage,
@@ -11,61 +12,8 @@ from hermes_rl.messages import (
     ToolMessage,
     UserMessage,
 )
-from hermes_rl.models.base import Conversation, ModelRequest, Sampling
+from hermes_rl.models.base import Sampling
 from hermes_rl.models.dialects.anthropic.dialect import AnthropicMessages
-from hermes_rl.models.dialects.anthropic.server import AnthropicServer
-
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "terminal",
-        "description": "Run.",
-        "parameters": {
-            "type": "object",
-            "properties": {"command": {"type": "string", "pattern": "^ls"}},
-        },
-    },
-}
-
-
-def request(*messages, model="claude-sonnet-4-5", **fields):
-    return ModelRequest(model=model, conversation=Conversation(messages), call_id="c", **fields)
-
-
-def body_of(*messages, **fields):
-    return json.loads(AnthropicMessages().encode(request(*messages, **fields)))
-
-
-def read(*messages, **fields):
-    """What our server understands of a request: it refuses what the API refuses."""
-    return AnthropicServer().decode_request(
-        AnthropicMessages().encode(request(*messages, **fields))
-    )
-
-
-def call(number, arguments="{}", name="terminal"):
-    return ToolCall(id=f"toolu_{number}", name=name, arguments=arguments)
-
-
-def result(number, content="out"):
-    return ToolMessage(tool_call_id=f"toolu_{number}", name="terminal", content=content)
-
-
-THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "c2ln"}
-HIDDEN = {"type": "redacted_thinking", "data": "b3BhcXVl"}
-HISTORY = (
-    SystemMessage(content="Be brief."),
-    UserMessage(content="Look."),
-    AssistantMessage(
-        content="I look.",
-        reasoning_content="hm",
-        tool_calls=(call(1, '{"command":"ls"}'), call(2)),
-        reasoning_details=[THOUGHT, HIDDEN],
-    ),
-    result(1),
-    result(2, ""),
-)
-
 
 # Requests
 

@@ -74,7 +74,7 @@ completions = st.builds(
     message=assistants,
     finish_reason=st.sampled_from(["stop", "length", "tool_calls", "content_filter"]),
     usage=usages(),
-    served_model=text,
+    served_model=st.none() | text.filter(bool),
     policy_version=st.none() | text.filter(bool),
     tokens=captures,
 )

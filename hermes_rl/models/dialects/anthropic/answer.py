@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,10 +12,8 @@ from hermes_rl.messages import AssistantMessage, ToolCall
 from hermes_rl.models.base import Completion
 from hermes_rl.models.dialects.anthropic.blocks import AT, THINKING
 from hermes_rl.models.dialects.anthropic.usage import read_usage
-from hermes_rl.models.dialects.base import ReplyHead
-from hermes_rl.models.dialects.chat.answer import OnDelta, unreadable
+from hermes_rl.models.dialects.decoding import Reading, made_id
 from hermes_rl.models.dialects.lenient import decode_json, encode_json, repaired
-from hermes_rl.models.failures.classify import classify_in_answer, rate_headers, request_id
 
 FINISH = {
     "end_turn": "stop",
@@ -85,79 +82,38 @@ Content = str | Call | dict[str, Any]
 """What a block holds: text, a call, or an opaque block as it came."""
 
 
-class BodyDecoder:
-    """An answer in one JSON body."""
-
-    in_call = False
-    """Of a broken body nothing is read."""
-
-    def __init__(
-        self, head: ReplyHead, *, secrets: tuple[str, ...], salt: str, on_delta: OnDelta
-    ) -> None:
-        self.done = False
-        self._head, self._secrets, self._salt, self._on_delta = head, secrets, salt, on_delta
-        self._pieces: list[bytes] = []
-
-    def feed(self, piece: bytes) -> None:
-        """See `Decoder.feed`."""
-        self._pieces.append(piece)
-
-    def finish(self) -> Completion:
-        """See `Decoder.finish`."""
-        envelope = self._envelope(b"".join(self._pieces))
-        if envelope.error:
-            raise error_in(envelope.error, self._head, self._secrets)
-        if envelope.content is None:
-            raise unreadable(self._head, "no content", self._secrets)
-        given = envelope.content
-        told = [given] if isinstance(given, str) else map(_content, given)
-        contents = [content for content in told if content is not None]
-        answer = completion(self._head, envelope, contents, self._salt)
-        if self._on_delta and answer.message.content:
-            self._on_delta(answer.message.content)
-        return answer
-
-    def _envelope(self, data: bytes) -> _Body:
-        try:
-            return _decode(data)
-        except (ValueError, RecursionError):
-            try:
-                return _decode(repaired(data))
-            except (ValueError, RecursionError):
-                shown = data[:80].decode("utf-8", "replace")
-                raise unreadable(self._head, f"no message: {shown!r}", self._secrets) from None
+def read_body(data: bytes, reading: Reading) -> Completion:
+    """An answer in one body. Raises: ModelError when it is an error, or none."""
+    envelope = reading.parse(_decode, data, "message")
+    if envelope.error:
+        raise error_in(envelope.error, reading)
+    given = envelope.content
+    if given is None:
+        raise reading.unreadable("no content")
+    told = [given] if isinstance(given, str) else map(_content, given)
+    return completion(envelope, [content for content in told if content is not None], reading)
 
 
-def error_in(error: Any, head: ReplyHead, secrets: tuple[str, ...]) -> ModelError:
+def error_in(error: Any, reading: Reading) -> ModelError:
     """The typed error of an error object inside an answer with status 200."""
     if isinstance(error, Mapping) and not isinstance(error.get("code"), int):
         error = {**error, "code": _STATUS.get(str(error.get("type")), 500)}
-    return classify_in_answer(error, head.headers, secrets=secrets)
+    return reading.fault(error)
 
 
-def completion(
-    head: ReplyHead, envelope: Envelope, contents: Iterable[Content], salt: str
-) -> Completion:
-    """What an answer says.
-
-    Args:
-        salt: makes ids of calls that came without one differ between turns.
-    """
-    message = message_of(contents, salt)
+def completion(envelope: Envelope, contents: Iterable[Content], reading: Reading) -> Completion:
+    """The answer in the internal form."""
+    message = message_of(contents, reading.salt)
     if not message.content and not message.tool_calls:
         message = msgspec.structs.replace(message, content=_explained(envelope))
-    usage = read_usage(_loose(envelope.usage))
-    reason, model, given = envelope.stop_reason, envelope.model, envelope.id
-    raw = bytes(envelope.usage)
-    return Completion(
-        message=message,
+    reason = envelope.stop_reason
+    return reading.completion(
+        message,
         finish_reason=FINISH.get(reason, reason) if isinstance(reason, str) else None,
-        usage=usage,
-        usage_raw=None if raw == b"null" else raw.decode("utf-8", "replace"),
-        request_id=request_id(head.headers) or (given if isinstance(given, str) else None),
-        served_model=model if isinstance(model, str) else None,
-        first_byte_s=head.first_byte_s,
-        rate_limit=rate_headers(head.headers),
+        usage=envelope.usage,
+        read_usage=read_usage,
+        answer_id=envelope.id,
+        model=envelope.model,
     )
 
 
@@ -211,8 +167,7 @@ def _call(call: Call, before: list[ToolCall], salt: str) -> ToolCall:
     name = call.name if isinstance(call.name, str) else ""
     given = call.id
     if not isinstance(given, str) or not given or any(c.id == given for c in before):
-        text = f"{salt}\0{len(before)}\0{name}\0{call.arguments}"
-        given = "toolu_" + hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:24]
+        given = made_id(f"{salt}\0{len(before)}\0{name}\0{call.arguments}", "toolu_")
     return ToolCall(id=given, name=name, arguments=call.arguments)
 
 
@@ -230,13 +185,6 @@ def _utf8(data: bytes) -> bytes:
     except UnicodeDecodeError:
         return repaired(data)
     return data
-
-
-def _loose(raw: msgspec.Raw) -> Any:
-    try:
-        return decode_json(bytes(raw))
-    except ValueError:
-        return None
 
 
 def arguments_of(value: Any) -> str:

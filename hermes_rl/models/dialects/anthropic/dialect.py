@@ -26,13 +26,15 @@ import msgspec
 
 from hermes_rl.messages import AssistantMessage, Message, UserMessage
 from hermes_rl.models.base import CacheTime, ModelRequest, Sampling
-from hermes_rl.models.dialects.anthropic.answer import BodyDecoder
+from hermes_rl.models.dialects.anthropic.answer import read_body
 from hermes_rl.models.dialects.anthropic.blocks import blocks_of, text_block, tool_name
 from hermes_rl.models.dialects.anthropic.stream import StreamDecoder
 from hermes_rl.models.dialects.anthropic.thinking import thinking_config
 from hermes_rl.models.dialects.base import Decoder, ReplyHead
+from hermes_rl.models.dialects.decoding import decoder_for
+from hermes_rl.models.dialects.heads import JSON_HEADERS, ToolField
 from hermes_rl.models.dialects.lenient import encode_json
-from hermes_rl.models.pipeline import Outgoing, cache_marks, outgoing, without_grammar
+from hermes_rl.models.pipeline import Outgoing, cache_marks, outgoing
 
 NAME = "anthropic_messages"
 _ANTHROPIC = "api.anthropic.com"
@@ -81,7 +83,7 @@ class AnthropicMessages:
     def __init__(self, host: str = "", secrets: tuple[str, ...] = ()) -> None:
         self._host = host
         self._secrets = secrets
-        self._tools: tuple[Any, bool, bytes] = ((), False, b"")
+        self._tools = ToolField(_tool)
 
     def encode(self, request: ModelRequest) -> bytes:
         """See `Dialect.encode`. The messages come last; what stands before them does not change
@@ -93,7 +95,7 @@ class AnthropicMessages:
         return b"".join(
             (
                 self._head(request),
-                self._encoded_tools(request) or _tools_of(messages),
+                self._tools.encoded(request) or _tools_of(messages),
                 _system(ready, request.cache),
                 b',"messages":[',
                 *_grouped(messages, blocks),
@@ -107,27 +109,25 @@ class AnthropicMessages:
         ready = outgoing(request)
         blocks = ready.encoded(NAME, _encode)
         images = IMAGE_TOKENS * sum(map(_images, ready.messages))
-        text = sum(map(len, blocks)) + 16 * len(blocks) + len(self._encoded_tools(request))
+        text = sum(map(len, blocks)) + 16 * len(blocks) + len(self._tools.encoded(request))
         return text + images
 
     def headers(self, api_key: str | None) -> dict[str, str]:
         """See `Dialect.headers`."""
-        headers = {
-            "content-type": "application/json",
-            "accept": "application/json, text/event-stream",
-            "anthropic-version": VERSION,
-        }
-        if self._host == _ANTHROPIC:
-            headers["anthropic-beta"] = BETAS
-        return {**headers, **_key_headers(self._host, api_key)}
+        betas = {"anthropic-beta": BETAS} if self._host == _ANTHROPIC else {}
+        own = {"anthropic-version": VERSION, **betas}
+        return {**JSON_HEADERS, **own, **_key_headers(self._host, api_key)}
 
     def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
-        """See `Dialect.decoder`. What the answer is says its content type, not the request."""
-        kind = head.headers.get("content-type", "")
-        streamed = "event-stream" in kind or (_is_streamed(request) and "json" not in kind)
-        make = StreamDecoder if streamed else BodyDecoder
-        salt = str(len(request.conversation))
-        return make(head, secrets=self._secrets, salt=salt, on_delta=request.on_delta)
+        """See `Dialect.decoder`."""
+        return decoder_for(
+            request,
+            head,
+            body=read_body,
+            stream=StreamDecoder,
+            streamed=_is_streamed(request),
+            secrets=self._secrets,
+        )
 
     def _head(self, request: ModelRequest) -> bytes:
         sampling = request.sampling
@@ -143,18 +143,6 @@ class AnthropicMessages:
             fields["stop_sequences"] = stops
         fields.update(request.extra)
         return encode_json(fields)[:-1]
-
-    def _encoded_tools(self, request: ModelRequest) -> bytes:
-        """The tools as a body field; encoded once per tuple, since turns share theirs."""
-        if not request.tools:
-            return b""
-        plain = "no_grammar" in request.adaptations
-        known, was_plain, encoded = self._tools
-        if known is not request.tools or was_plain is not plain:
-            tools = without_grammar(request.tools) if plain else request.tools
-            encoded = b',"tools":' + encode_json([_tool(tool) for tool in tools])
-            self._tools = (request.tools, plain, encoded)
-        return encoded
 
 
 def _key_headers(host: str, key: str | None) -> dict[str, str]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from hermes_rl.errors import ProtocolError
 from hermes_rl.models.base import Completion
 from hermes_rl.models.dialects.anthropic.answer import (
     Call,
@@ -19,27 +18,22 @@ from hermes_rl.models.dialects.anthropic.answer import (
     opaque,
 )
 from hermes_rl.models.dialects.anthropic.blocks import THINKING
-from hermes_rl.models.dialects.base import ReplyHead
-from hermes_rl.models.dialects.chat.answer import OnDelta, unreadable
+from hermes_rl.models.dialects.decoding import EventDecoder, Reading
 from hermes_rl.models.dialects.lenient import decode_json, encode_json
-from hermes_rl.models.dialects.sse import DONE, EventReader
-from hermes_rl.models.failures.classify import request_id
+from hermes_rl.models.dialects.sse import DONE
 
 
-class StreamDecoder:
-    """An answer in server-sent events. Unknown events, pings among them, are of no interest."""
+class StreamDecoder(EventDecoder):
+    """A stream is complete when it says so: by `message_stop` or a stop reason. Unknown events,
+    pings among them, are of no interest."""
 
-    def __init__(
-        self, head: ReplyHead, *, secrets: tuple[str, ...], salt: str, on_delta: OnDelta
-    ) -> None:
-        self.done = False
-        self._head, self._secrets, self._salt, self._on_delta = head, secrets, salt, on_delta
-        self._events = EventReader()
+    def __init__(self, reading: Reading) -> None:
+        super().__init__(reading)
         self._all = Envelope()
         self._usage: dict[str, Any] = {}
         self._counted = False
         self._blocks: dict[int, _Block] = {}
-        self._take: dict[Any, Callable[[Mapping[str, Any]], None]] = {
+        self._takers: dict[Any, Callable[[Mapping[str, Any]], None]] = {
             "message_start": self._start,
             "content_block_start": self._open,
             "content_block_delta": self._grow,
@@ -53,43 +47,26 @@ class StreamDecoder:
         """Whether a tool call has begun."""
         return any(block.is_call for block in self._blocks.values())
 
-    def feed(self, piece: bytes) -> None:
-        """See `Decoder.feed`."""
-        for data in self._events.feed(piece):
-            self._event(data)
-
-    def finish(self) -> Completion:
-        """See `Decoder.finish`. A stream is complete when it says so: by `message_stop` or a stop
-        reason."""
-        for data in self._events.close():
-            self._event(data)
+    def _answer(self) -> Completion:
         whole = self._all
         if whole.stop_reason is None:
-            raise ProtocolError(
-                "the stream ended before its answer was complete",
-                request_id=request_id(self._head.headers),
-                served=True,
-            )
+            raise self._reading.unfinished()
         if not self._counted:  # the count at the start was of the first token only
             self._usage.pop("output_tokens", None)
         if self._usage:
             whole.usage = msgspec.Raw(encode_json(self._usage))
         contents = (self._blocks[index].content() for index in sorted(self._blocks))
         told = [content for content in contents if content is not None]
-        return completion(self._head, whole, told, self._salt)
+        return completion(whole, told, self._reading)
 
-    def _event(self, data: bytes) -> None:
+    def _take(self, data: bytes) -> None:
         if data.strip() == DONE:  # some servers end every stream in OpenAI's way
             return
-        try:
-            form = decode_json(data)
-        except ValueError:
-            shown = data[:80].decode("utf-8", "replace")
-            raise unreadable(self._head, f"no JSON object: {shown!r}", self._secrets) from None
+        form = self._reading.parse(decode_json, data)
         if not isinstance(form, Mapping):
             return
         kind = "error" if form.get("error") else form.get("type")
-        take = self._take.get(kind) if isinstance(kind, str) else None
+        take = self._takers.get(kind) if isinstance(kind, str) else None
         if take is not None:
             take(form)
 
@@ -101,13 +78,13 @@ class StreamDecoder:
     def _open(self, form: Mapping[str, Any]) -> None:
         block = _Block(_part(form, "content_block"))
         self._blocks[_index(form)] = block
-        self._tell(block.opening)
+        self._reading.tell(block.opening)
 
     def _grow(self, form: Mapping[str, Any]) -> None:
         block = self._blocks.get(_index(form))
         if block is None:  # some servers leave the start of a block out
             block = self._blocks[_index(form)] = _Block({})
-        self._tell(block.add(_part(form, "delta")))
+        self._reading.tell(block.add(_part(form, "delta")))
 
     def _change(self, form: Mapping[str, Any]) -> None:
         """Usage here is of the whole answer so far: it replaces what was said before."""
@@ -127,11 +104,7 @@ class StreamDecoder:
         self._all.stop_reason = self._all.stop_reason or "end_turn"
 
     def _fail(self, form: Mapping[str, Any]) -> None:
-        raise error_in(form.get("error"), self._head, self._secrets)
-
-    def _tell(self, text: str) -> None:
-        if text and self._on_delta:
-            self._on_delta(text)
+        raise error_in(form.get("error"), self._reading)
 
 
 class _Block:

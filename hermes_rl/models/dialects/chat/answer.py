@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from hermes_rl.errors import ProtocolError
 from hermes_rl.messages import AssistantMessage, ToolCall
 from hermes_rl.models.base import Completion, LogprobsKind, TokenCapture
-from hermes_rl.models.dialects.base import ReplyHead
 from hermes_rl.models.dialects.chat.usage import read_usage
-from hermes_rl.models.dialects.lenient import decode_json, encode_json, repaired
+from hermes_rl.models.dialects.decoding import Reading, made_id
+from hermes_rl.models.dialects.lenient import encode_json
 from hermes_rl.models.dialects.reasoning import flatten, reasoning_of, split_think
-from hermes_rl.models.failures.classify import classify_in_answer, rate_headers, request_id, scrub
 
-OnDelta = Callable[[str], None] | None
 _IDS = 1 << 63
 """Token ids are stored in 64 bits at most; a larger one is a server's error."""
 
@@ -37,37 +33,17 @@ class Envelope(msgspec.Struct):
 _decode = msgspec.json.Decoder(Envelope).decode
 
 
-class BodyDecoder:
-    """An answer in one JSON body."""
-
-    in_call = False
-    """Of a broken body nothing is read."""
-
-    def __init__(
-        self, head: ReplyHead, *, secrets: tuple[str, ...], salt: str, on_delta: OnDelta
-    ) -> None:
-        self.done = False
-        self._head, self._secrets, self._salt, self._on_delta = head, secrets, salt, on_delta
-        self._pieces: list[bytes] = []
-
-    def feed(self, piece: bytes) -> None:
-        """See `Decoder.feed`."""
-        self._pieces.append(piece)
-
-    def finish(self) -> Completion:
-        """See `Decoder.finish`."""
-        envelope = open_envelope(b"".join(self._pieces), self._head, self._secrets)
-        choice = first_choice(envelope.choices)
-        if choice is None:
-            raise unreadable(self._head, "no choices", self._secrets)
-        message = choice.get("message")
-        form = message if isinstance(message, Mapping) else {"content": choice.get("text")}
-        built = message_of(form, self._salt)
-        if self._on_delta and built.content:
-            self._on_delta(built.content)
-        tokens = capture_of(envelope, choice)
-        reason = end_of(form, choice.get("finish_reason"))
-        return completion(self._head, envelope, built, reason, tokens)
+def read_body(data: bytes, reading: Reading) -> Completion:
+    """An answer in one body. Raises: ModelError when it is an error, or none."""
+    envelope = open_envelope(data, reading)
+    choice = first_choice(envelope.choices)
+    if choice is None:
+        raise reading.unreadable("no choices")
+    message = choice.get("message")
+    form = message if isinstance(message, Mapping) else {"content": choice.get("text")}
+    built = message_of(form, reading.salt)
+    reason = end_of(form, choice.get("finish_reason"))
+    return completion(reading, envelope, built, reason, capture_of(envelope, choice))
 
 
 def end_of(form: Mapping[str, Any], finish_reason: Any) -> Any:
@@ -76,25 +52,12 @@ def end_of(form: Mapping[str, Any], finish_reason: Any) -> Any:
     return "refusal" if refused and not form.get("tool_calls") else finish_reason
 
 
-def open_envelope(data: bytes, head: ReplyHead, secrets: tuple[str, ...]) -> Envelope:
+def open_envelope(data: bytes, reading: Reading) -> Envelope:
     """The top level of one JSON text. Raises: ProtocolError, or what its error object means."""
-    try:
-        envelope = _decode(data)
-    except (ValueError, RecursionError):
-        try:
-            envelope = _decode(repaired(data))
-        except (ValueError, RecursionError):
-            shown = data[:80].decode("utf-8", "replace")
-            raise unreadable(head, f"no JSON object: {shown!r}", secrets) from None
+    envelope = reading.parse(_decode, data)
     if envelope.error:
-        raise classify_in_answer(envelope.error, head.headers, secrets=secrets)
+        raise reading.fault(envelope.error)
     return envelope
-
-
-def unreadable(head: ReplyHead, why: str, secrets: tuple[str, ...]) -> ProtocolError:
-    """The error for an answer that was served but cannot be read."""
-    text = scrub(f"the answer cannot be read: {why}", secrets)
-    return ProtocolError(text, request_id=request_id(head.headers), served=True)
 
 
 def first_choice(choices: Any) -> Mapping[str, Any] | None:
@@ -148,11 +111,6 @@ def _calls_of(listed: list[Mapping[str, Any]], salt: str) -> tuple[ToolCall, ...
     return tuple(out)
 
 
-def made_id(text: str) -> str:
-    """The same call at the same place always gets the same id."""
-    return "call_" + hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:24]
-
-
 def capture_of(envelope: Envelope, choice: Mapping[str, Any]) -> TokenCapture | None:
     """Token ids and logprobs, in the places where vLLM, SGLang and the embedded server put them."""
     prompt = envelope.prompt_token_ids or choice.get("prompt_token_ids")
@@ -194,25 +152,20 @@ def _kind(value: Any) -> LogprobsKind:
 
 
 def completion(
-    head: ReplyHead,
+    reading: Reading,
     envelope: Envelope,
     message: AssistantMessage,
     finish_reason: Any,
     tokens: TokenCapture | None,
 ) -> Completion:
     """The answer in the internal form."""
-    raw = bytes(envelope.usage)
-    version = envelope.policy_version or head.headers.get("x-policy-version")
-    fallback_id = envelope.id if isinstance(envelope.id, str) else None
-    return Completion(
-        message=message,
+    return reading.completion(
+        message,
         finish_reason=finish_reason if isinstance(finish_reason, str) else None,
-        usage=read_usage(decode_json(raw)),
-        usage_raw=None if raw == b"null" else raw.decode("utf-8", "replace"),
-        request_id=request_id(head.headers) or fallback_id,
-        served_model=envelope.model if isinstance(envelope.model, str) else None,
-        first_byte_s=head.first_byte_s,
+        usage=envelope.usage,
+        read_usage=read_usage,
+        answer_id=envelope.id,
+        model=envelope.model,
         tokens=tokens,
-        policy_version=None if version is None else str(version),
-        rate_limit=rate_headers(head.headers),
+        policy_version=envelope.policy_version,
     )

@@ -11,10 +11,12 @@ from typing import Any
 from hermes_rl.messages import AssistantMessage, Message, UserMessage, to_openai
 from hermes_rl.models.base import CacheTime, ModelRequest
 from hermes_rl.models.dialects.base import Decoder, ReplyHead
-from hermes_rl.models.dialects.chat.answer import BodyDecoder
+from hermes_rl.models.dialects.chat.answer import read_body
 from hermes_rl.models.dialects.chat.stream import StreamDecoder
+from hermes_rl.models.dialects.decoding import decoder_for
+from hermes_rl.models.dialects.heads import ToolField, bearer_headers
 from hermes_rl.models.dialects.lenient import encode_json
-from hermes_rl.models.pipeline import cache_marks, outgoing, without_grammar
+from hermes_rl.models.pipeline import cache_marks, outgoing
 from hermes_rl.models.providers.quirks import NO_LIMIT, Quirks
 from hermes_rl.models.providers.table import quirks_at
 
@@ -49,7 +51,7 @@ class ChatCompletions:
         self._replay = self._quirks.replay_reasoning
         self._wire_name = f"{NAME}+{self._replay}" if self._replay else NAME
         self._secrets = secrets
-        self._tools: tuple[Any, bool, bytes] = ((), False, b"")
+        self._tools = ToolField(dict)
 
     def encode(self, request: ModelRequest) -> bytes:
         """See `Dialect.encode`. The messages come last; what stands before them does not change
@@ -62,24 +64,21 @@ class ChatCompletions:
         template's marks."""
         messages = self._messages(request)
         images = outgoing(request).image_tokens(request.model)
-        return sum(map(len, messages)) + len(messages) + len(self._encoded_tools(request)) + images
+        return sum(map(len, messages)) + len(messages) + len(self._tools.encoded(request)) + images
 
     def headers(self, api_key: str | None) -> dict[str, str]:
         """See `Dialect.headers`."""
-        fixed = {
-            "content-type": "application/json",
-            "accept": "application/json, text/event-stream",
-        }
-        return {**fixed, "authorization": f"Bearer {api_key}"} if api_key else fixed
+        return bearer_headers(api_key)
 
     def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
-        """See `Dialect.decoder`. What the answer is says its content type, not the request."""
-        kind = StreamDecoder if _is_stream(head, request) else BodyDecoder
-        return kind(
+        """See `Dialect.decoder`."""
+        return decoder_for(
+            request,
             head,
+            body=read_body,
+            stream=StreamDecoder,
+            streamed=request.stream,
             secrets=self._secrets,
-            salt=str(len(request.conversation)),
-            on_delta=request.on_delta,
         )
 
     def _messages(self, request: ModelRequest) -> Sequence[bytes]:
@@ -116,25 +115,13 @@ class ChatCompletions:
         if request.cache is not None and self._quirks.cache_key:
             fields["prompt_cache_key"] = outgoing(request).cache_key
         fields.update(request.extra)
-        tools = self._encoded_tools(request)
+        tools = self._tools.encoded(request)
         return encode_json(fields)[:-1] + tools + b',"messages":['
 
     def _field(self, name: str) -> str:
         if name == "max_tokens":
             return self._quirks.max_tokens_field
         return "reasoning_effort" if name == "reasoning" else name
-
-    def _encoded_tools(self, request: ModelRequest) -> bytes:
-        """The tools as a body field; encoded once per tuple, since turns share theirs."""
-        if not request.tools:
-            return b""
-        plain = "no_grammar" in request.adaptations
-        known, was_plain, encoded = self._tools
-        if known is not request.tools or was_plain is not plain:
-            tools = without_grammar(request.tools) if plain else request.tools
-            encoded = b',"tools":' + encode_json(tools)
-            self._tools = (request.tools, plain, encoded)
-        return encoded
 
 
 def encode_message(message: Message, replay: str | None = None) -> bytes:
@@ -171,10 +158,3 @@ def _encode_marked(message: Message, kept: CacheTime, replay: str | None) -> byt
     if not isinstance(message, UserMessage) or isinstance(parts, str):
         parts = [{"type": "text", "text": parts}]
     return encode_json({**form, "content": [*parts[:-1], {**parts[-1], "cache_control": marker}]})
-
-
-def _is_stream(head: ReplyHead, request: ModelRequest) -> bool:
-    kind = head.headers.get("content-type", "")
-    if "event-stream" in kind:
-        return True
-    return request.stream and "json" not in kind

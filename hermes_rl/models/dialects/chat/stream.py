@@ -8,12 +8,9 @@ from typing import Any
 
 import msgspec
 
-from hermes_rl.errors import ProtocolError
 from hermes_rl.models.base import Completion
-from hermes_rl.models.dialects.base import ReplyHead
 from hermes_rl.models.dialects.chat.answer import (
     Envelope,
-    OnDelta,
     capture_of,
     completion,
     end_of,
@@ -21,21 +18,17 @@ from hermes_rl.models.dialects.chat.answer import (
     message_of,
     open_envelope,
 )
+from hermes_rl.models.dialects.decoding import EventDecoder, Reading
 from hermes_rl.models.dialects.lenient import encode_json
 from hermes_rl.models.dialects.reasoning import flatten, merge_details, reasoning_of
-from hermes_rl.models.dialects.sse import DONE, EventReader
-from hermes_rl.models.failures.classify import request_id
+from hermes_rl.models.dialects.sse import DONE
 
 
-class StreamDecoder:
-    """An answer in server-sent events."""
+class StreamDecoder(EventDecoder):
+    """A stream is complete when it says so: by `[DONE]` or a finish reason."""
 
-    def __init__(
-        self, head: ReplyHead, *, secrets: tuple[str, ...], salt: str, on_delta: OnDelta
-    ) -> None:
-        self.done = False
-        self._head, self._secrets, self._salt, self._on_delta = head, secrets, salt, on_delta
-        self._events = EventReader()
+    def __init__(self, reading: Reading) -> None:
+        super().__init__(reading)
         self._all = Envelope()
         self._gathered = Gathered()
 
@@ -44,34 +37,21 @@ class StreamDecoder:
         """Whether a tool call has begun."""
         return self._gathered.in_call
 
-    def feed(self, piece: bytes) -> None:
-        """See `Decoder.feed`."""
-        for data in self._events.feed(piece):
-            self._take(data)
-
-    def finish(self) -> Completion:
-        """See `Decoder.finish`. A stream is complete when it says so: by `[DONE]` or a finish
-        reason."""
-        for data in self._events.close():
-            self._take(data)
+    def _answer(self) -> Completion:
         gathered = self._gathered
         if not self.done and gathered.finish_reason is None:
-            raise ProtocolError(
-                "the stream ended before its answer was complete",
-                request_id=request_id(self._head.headers),
-                served=True,
-            )
+            raise self._reading.unfinished()
         form = gathered.message()
-        message = message_of(form, self._salt)
+        message = message_of(form, self._reading.salt)
         tokens = capture_of(self._all, gathered.choice())
         reason = end_of(form, gathered.finish_reason)
-        return completion(self._head, self._all, message, reason, tokens)
+        return completion(self._reading, self._all, message, reason, tokens)
 
     def _take(self, data: bytes) -> None:
         if data.strip() == DONE:
             self.done = True
             return
-        chunk = open_envelope(data, self._head, self._secrets)
+        chunk = open_envelope(data, self._reading)
         whole = self._all
         whole.id = whole.id or chunk.id
         whole.model = whole.model or chunk.model
@@ -83,9 +63,7 @@ class StreamDecoder:
             whole.usage = msgspec.Raw(bytes(chunk.usage))
         choice = first_choice(chunk.choices)
         if choice is not None:
-            text = self._gathered.add(choice)
-            if text and self._on_delta:
-                self._on_delta(text)
+            self._reading.tell(self._gathered.add(choice))
 
 
 class Gathered:

@@ -10,9 +10,8 @@ import msgspec
 from hermes_rl.errors import ModelError
 from hermes_rl.messages import AssistantMessage, ToolCall
 from hermes_rl.models.base import Completion, TokenCapture
-from hermes_rl.models.dialects.base import ReplyHead
-from hermes_rl.models.dialects.chat.answer import OnDelta, made_id, unreadable
-from hermes_rl.models.dialects.lenient import decode_json, encode_json, repaired
+from hermes_rl.models.dialects.decoding import Reading, made_id, text_or_none
+from hermes_rl.models.dialects.lenient import encode_json
 from hermes_rl.models.dialects.reasoning import split_think
 from hermes_rl.models.dialects.responses.items import (
     CALL,
@@ -24,7 +23,6 @@ from hermes_rl.models.dialects.responses.items import (
     reasoning_text,
 )
 from hermes_rl.models.dialects.responses.usage import read_usage
-from hermes_rl.models.failures.classify import classify_in_answer, rate_headers, request_id
 
 _REASONS = {"max_output_tokens": "length", "max_tokens": "length"}
 """Why a response is incomplete -> our finish reason; others are named as they are."""
@@ -52,91 +50,50 @@ class Response(msgspec.Struct):
 _decode = msgspec.json.Decoder(Response).decode
 
 
-class BodyDecoder:
-    """An answer in one JSON body."""
-
-    in_call = False
-    """Of a broken body nothing is read."""
-
-    def __init__(
-        self, head: ReplyHead, *, secrets: tuple[str, ...], salt: str, on_delta: OnDelta
-    ) -> None:
-        self.done = False
-        self._head, self._secrets, self._salt, self._on_delta = head, secrets, salt, on_delta
-        self._pieces: list[bytes] = []
-
-    def feed(self, piece: bytes) -> None:
-        """See `Decoder.feed`."""
-        self._pieces.append(piece)
-
-    def finish(self) -> Completion:
-        """See `Decoder.finish`."""
-        response = open_response(b"".join(self._pieces), self._head, self._secrets)
-        if not isinstance(response.output, list):
-            fault = failure(response, self._head, self._secrets)
-            raise fault or unreadable(self._head, "no output", self._secrets)
-        answer = completion(response, response.output, self._head, self._secrets, self._salt)
-        if self._on_delta and answer.message.content:
-            self._on_delta(answer.message.content)
-        return answer
+def read_body(data: bytes, reading: Reading) -> Completion:
+    """An answer in one body. Raises: ModelError when it is an error, or none."""
+    response = open_response(data, reading)
+    if not isinstance(response.output, list):
+        raise failure(response, reading) or reading.unreadable("no output")
+    return completion(response, response.output, reading)
 
 
-def open_response(data: bytes, head: ReplyHead, secrets: tuple[str, ...]) -> Response:
+def open_response(data: bytes, reading: Reading) -> Response:
     """A response object. Raises: ProtocolError when it is none."""
-    try:
-        return _decode(data)
-    except (ValueError, RecursionError):
-        pass
-    try:
-        return _decode(repaired(data))
-    except (ValueError, RecursionError):
-        shown = data[:80].decode("utf-8", "replace")
-        raise unreadable(head, f"no JSON object: {shown!r}", secrets) from None
+    return reading.parse(_decode, data)
 
 
-def failure(response: Response, head: ReplyHead, secrets: tuple[str, ...]) -> ModelError | None:
+def failure(response: Response, reading: Reading) -> ModelError | None:
     """What a response that failed means; None when it did not."""
     if response.error or response.status == "failed":
-        error = response.error or {"message": "the response failed without an error"}
-        return classify_in_answer(error, head.headers, secrets=secrets)
+        return reading.fault(response.error or {"message": "the response failed without an error"})
     if response.status not in _ENDED:
-        return unreadable(head, f"a response that is {response.status!r}", secrets)
+        return reading.unreadable(f"a response that is {response.status!r}")
     return None
 
 
-def completion(
-    response: Response,
-    output: Sequence[Any],
-    head: ReplyHead,
-    secrets: tuple[str, ...],
-    salt: str,
-) -> Completion:
+def completion(response: Response, output: Sequence[Any], reading: Reading) -> Completion:
     """The answer in the internal form.
 
     Args:
         output: its items; those of `response`, or those that a stream gathered.
-        salt: makes ids of calls that came without one differ between turns.
 
     Raises: ModelError when the response failed.
     """
-    fault = failure(response, head, secrets)
+    fault = failure(response, reading)
     if fault is not None:
         raise fault
     items = [item for item in output if isinstance(item, Mapping)]
-    message, refused = message_of(items, salt)
-    raw = bytes(response.usage)
-    version = response.policy_version or head.headers.get("x-policy-version")
-    return Completion(
-        message=message,
+    message, refused = message_of(items, reading.salt)
+    return reading.completion(
+        message,
         finish_reason=_finish(response, message, refused),
-        usage=read_usage(decode_json(raw)),
-        usage_raw=None if raw == b"null" else raw.decode("utf-8", "replace"),
-        request_id=request_id(head.headers) or _text_or_none(response.id),
-        served_model=_text_or_none(response.model),
-        first_byte_s=head.first_byte_s,
+        usage=response.usage,
+        read_usage=read_usage,
+        answer_id=response.id,
+        model=response.model,
         tokens=_logprobs(items),
-        policy_version=None if version is None else str(version),
-        rate_limit=rate_headers(head.headers),
+        policy_version=response.policy_version,
     )
 
 
@@ -155,7 +112,7 @@ def message_of(items: Sequence[Mapping[str, Any]], salt: str) -> tuple[Assistant
             text, refused = _text(item)
             refusals += refused
             if text:
-                pieces.append(Piece(MESSAGE, text=text, phase=_text_or_none(item.get("phase"))))
+                pieces.append(Piece(MESSAGE, text=text, phase=text_or_none(item.get("phase"))))
     texts = [p.text for p in pieces if p.kind == MESSAGE]
     thoughts = [reasoning_text(p.block) for p in pieces if p.kind == REASONING]
     reasoning: str | None = SEPARATOR.join(t for t in thoughts if t) or None
@@ -190,7 +147,7 @@ def _call(item: Mapping[str, Any], salt: str, before: list[Piece]) -> ToolCall:
         arguments = "" if arguments is None else encode_json(arguments).decode()
     text = name if isinstance(name, str) else ""
     known = {p.call.id for p in before if p.call is not None}
-    given = next((item[k] for k in ("call_id", "id") if _text_or_none(item.get(k))), None)
+    given = next((item[k] for k in ("call_id", "id") if text_or_none(item.get(k))), None)
     if given is None or given in known:
         given = made_id(f"{salt}\0{len(known)}\0{text}\0{arguments}")
     return ToolCall(id=given, name=text, arguments=arguments)
@@ -202,7 +159,7 @@ def _finish(response: Response, message: AssistantMessage, refused: bool) -> str
     if response.status == "incomplete":
         details = response.incomplete_details
         reason = details.get("reason") if isinstance(details, Mapping) else None
-        return _REASONS.get(str(reason), _text_or_none(reason) or "length")
+        return _REASONS.get(str(reason), text_or_none(reason) or "length")
     if message.tool_calls:
         return "tool_calls"
     return "refusal" if refused else "stop"
@@ -221,7 +178,3 @@ def _logprobs(items: Sequence[Mapping[str, Any]]) -> TokenCapture | None:
                     return None
                 found.append(float(value))
     return TokenCapture(logprobs=tuple(found)) if found else None
-
-
-def _text_or_none(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None

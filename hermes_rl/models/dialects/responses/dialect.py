@@ -17,11 +17,13 @@ from typing import Any
 from hermes_rl.messages import AssistantMessage, Message, SystemMessage, ToolMessage, UserMessage
 from hermes_rl.models.base import ModelRequest
 from hermes_rl.models.dialects.base import Decoder, ReplyHead
+from hermes_rl.models.dialects.decoding import decoder_for
+from hermes_rl.models.dialects.heads import ToolField, bearer_headers
 from hermes_rl.models.dialects.lenient import encode_json
-from hermes_rl.models.dialects.responses.answer import BodyDecoder
+from hermes_rl.models.dialects.responses.answer import read_body
 from hermes_rl.models.dialects.responses.items import REASONING, Piece, is_replayable, pieces_of
 from hermes_rl.models.dialects.responses.stream import StreamDecoder
-from hermes_rl.models.pipeline import outgoing, without_grammar
+from hermes_rl.models.pipeline import outgoing
 from hermes_rl.models.providers.quirks import NO_LIMIT, Quirks
 from hermes_rl.models.providers.table import quirks_at
 
@@ -50,16 +52,15 @@ class Responses:
     ) -> None:
         self._quirks = quirks or quirks_at(host)
         self._secrets = secrets
-        self._tools: tuple[Any, bool, bytes] = ((), False, b"")
+        self._tools = ToolField(_flat)
 
     def encode(self, request: ModelRequest) -> bytes:
         """See `Dialect.encode`. The input comes last; what stands before it does not change from
         turn to turn."""
         system, items = self._input(request)
-        head = encode_json(_fields(request, system, self._quirks))[:-1] + self._encoded_tools(
-            request
-        )
-        return b"".join((head, b',"input":[', b",".join(items), TAIL))
+        head = encode_json(_fields(request, system, self._quirks))[:-1]
+        tools = self._tools.encoded(request)
+        return b"".join((head, tools, b',"input":[', b",".join(items), TAIL))
 
     def bound(self, request: ModelRequest) -> int:
         """See `Dialect.bound`: the bytes of instructions, items and tools, and what images may
@@ -67,41 +68,28 @@ class Responses:
         system, items = self._input(request)
         given = len((system or "").encode("utf-8", "replace"))
         given += outgoing(request).image_tokens(request.model)
-        return given + sum(map(len, items)) + len(items) + len(self._encoded_tools(request))
+        return given + sum(map(len, items)) + len(items) + len(self._tools.encoded(request))
 
     def headers(self, api_key: str | None) -> dict[str, str]:
         """See `Dialect.headers`."""
-        fixed = {
-            "content-type": "application/json",
-            "accept": "application/json, text/event-stream",
-        }
-        return {**fixed, "authorization": f"Bearer {api_key}"} if api_key else fixed
+        return bearer_headers(api_key)
 
     def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
-        """See `Dialect.decoder`. What the answer is says its content type, not the request."""
-        content_type = head.headers.get("content-type", "")
-        stream = "event-stream" in content_type or (request.stream and "json" not in content_type)
-        kind = StreamDecoder if stream else BodyDecoder
-        salt = str(len(request.conversation))
-        return kind(head, secrets=self._secrets, salt=salt, on_delta=request.on_delta)
+        """See `Dialect.decoder`."""
+        return decoder_for(
+            request,
+            head,
+            body=read_body,
+            stream=StreamDecoder,
+            streamed=request.stream,
+            secrets=self._secrets,
+        )
 
     def _input(self, request: ModelRequest) -> tuple[str | None, Sequence[bytes]]:
         """The instructions, and the items of each message, encoded once."""
         ready = outgoing(request)
         encoded = ready.encoded(NAME, encode_message)[ready.lead :]
         return ready.system, [items for items in encoded if items]
-
-    def _encoded_tools(self, request: ModelRequest) -> bytes:
-        """The tools as a body field; encoded once per tuple, since turns share theirs."""
-        if not request.tools:
-            return b""
-        plain = "no_grammar" in request.adaptations
-        known, was_plain, encoded = self._tools
-        if known is not request.tools or was_plain is not plain:
-            tools = without_grammar(request.tools) if plain else request.tools
-            encoded = b',"tools":' + encode_json([_flat(tool) for tool in tools])
-            self._tools = (request.tools, plain, encoded)
-        return encoded
 
 
 def encode_message(message: Message) -> bytes:

@@ -12,15 +12,11 @@ from typing import Any
 
 import msgspec
 
-from hermes_rl.errors import ProtocolError
 from hermes_rl.models.base import Completion
-from hermes_rl.models.dialects.base import ReplyHead
-from hermes_rl.models.dialects.chat.answer import OnDelta, unreadable
-from hermes_rl.models.dialects.lenient import repaired
+from hermes_rl.models.dialects.decoding import EventDecoder, Reading
 from hermes_rl.models.dialects.responses.answer import Response, completion, open_response
 from hermes_rl.models.dialects.responses.items import CALL, MESSAGE, REASONING
-from hermes_rl.models.dialects.sse import DONE, EventReader
-from hermes_rl.models.failures.classify import classify_in_answer, request_id
+from hermes_rl.models.dialects.sse import DONE
 
 _ENDS = {
     "response.completed": "completed",
@@ -57,15 +53,11 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-class StreamDecoder:
-    """An answer in server-sent events."""
+class StreamDecoder(EventDecoder):
+    """A stream is complete when it says so, by its last event; what follows that is left out."""
 
-    def __init__(
-        self, head: ReplyHead, *, secrets: tuple[str, ...], salt: str, on_delta: OnDelta
-    ) -> None:
-        self.done = False
-        self._head, self._secrets, self._salt, self._on_delta = head, secrets, salt, on_delta
-        self._events = EventReader()
+    def __init__(self, reading: Reading) -> None:
+        super().__init__(reading)
         self._drafts: dict[int, _Draft] = {}
         self._response: Response | None = None
         """Of the last event; None while the stream goes on."""
@@ -76,39 +68,24 @@ class StreamDecoder:
         """Whether a tool call has begun."""
         return any(draft.is_call for draft in self._drafts.values())
 
-    def feed(self, piece: bytes) -> None:
-        """See `Decoder.feed`."""
-        for data in self._events.feed(piece):
-            if not self.done:
-                self._take(data)
-
-    def finish(self) -> Completion:
-        """See `Decoder.finish`. A stream is complete when it says so, by its last event."""
-        for data in self._events.close():
-            if not self.done:
-                self._take(data)
+    def _answer(self) -> Completion:
         response = self._response
         if response is None:
-            raise ProtocolError(
-                "the stream ended before its answer was complete",
-                request_id=request_id(self._head.headers),
-                served=True,
-            )
+            raise self._reading.unfinished()
         response.status = response.status or self._status
-        output = self._output(response)
-        return completion(response, output, self._head, self._secrets, self._salt)
+        return completion(response, self._output(response), self._reading)
 
     def _take(self, data: bytes) -> None:
-        if data.strip() == DONE:
+        if self.done or data.strip() == DONE:
             return
-        event = self._open(data)
+        event = self._reading.parse(_decode, data, "JSON object in the stream")
         kind = event.type if isinstance(event.type, str) else ""
         if kind == "error" or (event.error and not kind.startswith("response.")):
             error = event.error or {"code": event.code, "message": event.message}
-            raise classify_in_answer(error, self._head.headers, secrets=self._secrets)
+            raise self._reading.fault(error)
         if kind in _ENDS:
             # The copy lets the event's buffer go.
-            self._response = open_response(bytes(event.response), self._head, self._secrets)
+            self._response = open_response(bytes(event.response), self._reading)
             self._response.usage = msgspec.Raw(bytes(self._response.usage))
             self._status = _ENDS[kind]
             self.done = True
@@ -116,18 +93,6 @@ class StreamDecoder:
             self._grow(kind, event)
         elif kind == "response.output_item.done" and isinstance(event.item, Mapping):
             self._drafts.setdefault(max(self._drafts, default=-1) + 1, _Draft()).item = event.item
-
-    def _open(self, data: bytes) -> _Event:
-        try:
-            return _decode(data)
-        except (ValueError, RecursionError):
-            pass
-        try:
-            return _decode(repaired(data))
-        except (ValueError, RecursionError):
-            shown = data[:80].decode("utf-8", "replace")
-            why = f"no JSON object in the stream: {shown!r}"
-            raise unreadable(self._head, why, self._secrets) from None
 
     def _grow(self, kind: str, event: _Event) -> None:
         draft = self._drafts.setdefault(event.output_index, _Draft())
@@ -140,8 +105,8 @@ class StreamDecoder:
             grows = _GROWS.get(kind.removesuffix(".delta"))
             if grows is not None:
                 draft.add(*grows, event.delta)
-            if kind == "response.output_text.delta" and self._on_delta and event.delta:
-                self._on_delta(event.delta)
+            if kind == "response.output_text.delta":
+                self._reading.tell(event.delta)
 
     def _output(self, response: Response) -> list[Any]:
         given = response.output if isinstance(response.output, list) else []

@@ -1,0 +1,221 @@
+"""What the decoders of all dialects share: how an answer's bytes are gathered, and what is read of
+them in the same way on every wire.
+
+A dialect gives a function that reads a whole body and a subclass of `EventDecoder` that takes the
+events of a stream; `decoder_for` chooses between them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from hermes_rl.errors import ModelError, ProtocolError
+from hermes_rl.messages import AssistantMessage
+from hermes_rl.models.base import Completion, ModelRequest, TokenCapture
+from hermes_rl.models.dialects.base import Decoder, ReplyHead
+from hermes_rl.models.dialects.lenient import decode_json, repaired
+from hermes_rl.models.dialects.sse import EventReader
+from hermes_rl.models.failures.classify import (
+    classify_in_answer,
+    rate_headers,
+    request_id,
+    scrub,
+)
+from hermes_rl.usage import Usage
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is known while one answer is read, beside its bytes."""
+
+    head: ReplyHead
+    secrets: tuple[str, ...] = ()
+    """Texts that no error may show."""
+    salt: str = ""
+    """Makes ids of calls that came without one differ between turns."""
+    on_delta: Callable[[str], None] | None = None
+    """Is told the answer's text as it comes."""
+
+    def tell(self, text: str) -> None:
+        """Pass visible text on to who listens."""
+        if text and self.on_delta is not None:
+            self.on_delta(text)
+
+    def unreadable(self, why: str) -> ProtocolError:
+        """The error for an answer that was served but cannot be read."""
+        return self._broken(f"the answer cannot be read: {why}")
+
+    def unfinished(self) -> ProtocolError:
+        """The error for a stream that broke off."""
+        return self._broken("the stream ended before its answer was complete")
+
+    def fault(self, error: Any) -> ModelError:
+        """The typed error of an error object inside an answer with status 200."""
+        return classify_in_answer(error, self.head.headers, secrets=self.secrets)
+
+    def parse(self, decode: Callable[[bytes], T], data: bytes, what: str = "JSON object") -> T:
+        """One JSON text, repaired where it is no UTF-8.
+
+        Args:
+            what: it should be, for the error.
+
+        Raises: ProtocolError when it is none.
+        """
+        try:
+            return decode(data)
+        except (ValueError, RecursionError):
+            pass
+        try:
+            return decode(repaired(data))
+        except (ValueError, RecursionError):
+            shown = data[:80].decode("utf-8", "replace")
+            raise self.unreadable(f"no {what}: {shown!r}") from None
+
+    def completion(
+        self,
+        message: AssistantMessage,
+        *,
+        finish_reason: str | None,
+        usage: msgspec.Raw,
+        read_usage: Callable[[Any], Usage | None],
+        answer_id: Any,
+        model: Any,
+        tokens: TokenCapture | None = None,
+        policy_version: Any = None,
+    ) -> Completion:
+        """The answer in the internal form.
+
+        Args:
+            usage: as it came: it is evidence.
+            read_usage: the wire's way to say it.
+            answer_id: the id in the answer; one in the headers goes before it.
+            model: who answered, as the answer says.
+            policy_version: as the answer says; else the headers may.
+        """
+        raw = bytes(usage)
+        version = policy_version or self.head.headers.get("x-policy-version")
+        return Completion(
+            message=message,
+            finish_reason=finish_reason,
+            usage=read_usage(_loose(raw)),
+            usage_raw=None if raw == b"null" else raw.decode("utf-8", "replace"),
+            request_id=request_id(self.head.headers) or text_or_none(answer_id),
+            served_model=text_or_none(model),
+            first_byte_s=self.head.first_byte_s,
+            tokens=tokens,
+            policy_version=None if version is None else str(version),
+            rate_limit=rate_headers(self.head.headers),
+        )
+
+    def _broken(self, text: str) -> ProtocolError:
+        shown = scrub(text, self.secrets)
+        return ProtocolError(shown, request_id=request_id(self.head.headers), served=True)
+
+
+class BodyDecoder:
+    """An answer in one JSON body.
+
+    Args:
+        read: what the dialect makes of the whole body. Raises: ModelError.
+    """
+
+    in_call = False
+    """Of a broken body nothing is read."""
+
+    def __init__(self, reading: Reading, read: Callable[[bytes, Reading], Completion]) -> None:
+        self.done = False
+        self._reading, self._read = reading, read
+        self._pieces: list[bytes] = []
+
+    def feed(self, piece: bytes) -> None:
+        """See `Decoder.feed`."""
+        self._pieces.append(piece)
+
+    def finish(self) -> Completion:
+        """See `Decoder.finish`."""
+        answer = self._read(b"".join(self._pieces), self._reading)
+        self._reading.tell(answer.message.content)
+        return answer
+
+
+class EventDecoder(ABC):
+    """An answer in server-sent events. A stream is complete when it says so."""
+
+    def __init__(self, reading: Reading) -> None:
+        self.done = False
+        self._reading = reading
+        self._events = EventReader()
+
+    @property
+    @abstractmethod
+    def in_call(self) -> bool:
+        """Whether a tool call has begun."""
+
+    def feed(self, piece: bytes) -> None:
+        """See `Decoder.feed`."""
+        for data in self._events.feed(piece):
+            self._take(data)
+
+    def finish(self) -> Completion:
+        """See `Decoder.finish`."""
+        for data in self._events.close():
+            self._take(data)
+        return self._answer()
+
+    @abstractmethod
+    def _take(self, data: bytes) -> None:
+        """Take the data of one event. Raises: ModelError when it is an error."""
+
+    @abstractmethod
+    def _answer(self) -> Completion:
+        """What the events made. Raises: ModelError when that is not complete."""
+
+
+def made_id(text: str, prefix: str = "call_") -> str:
+    """An id for a call that came without one: the same text always gets the same."""
+    return prefix + hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:24]
+
+
+def text_or_none(value: Any) -> str | None:
+    """The value where it is text that is not empty."""
+    return value if isinstance(value, str) and value else None
+
+
+def _loose(raw: bytes) -> Any:
+    try:
+        return decode_json(raw)
+    except ValueError:
+        return None
+
+
+def decoder_for(
+    request: ModelRequest,
+    head: ReplyHead,
+    *,
+    body: Callable[[bytes, Reading], Completion],
+    stream: Callable[[Reading], EventDecoder],
+    streamed: bool,
+    secrets: tuple[str, ...],
+) -> Decoder:
+    """A decoder for the answer to a request. What the answer is says its content type; where that
+    says neither, what was asked for counts.
+
+    Args:
+        body: reads an answer in one body.
+        stream: gathers one in events.
+        streamed: the request asked for a stream.
+        secrets: texts that no error may show.
+    """
+    reading = Reading(head, secrets, str(len(request.conversation)), request.on_delta)
+    kind = reading.head.headers.get("content-type", "")
+    if "event-stream" in kind or (streamed and "json" not in kind):
+        return stream(reading)
+    return BodyDecoder(reading, body)
