@@ -7,6 +7,8 @@ the calls that were paid. They are frozen, small and tagged by `event`.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -21,6 +23,30 @@ Outcome = Literal["ok", "refused", "cut", "cancelled", "unknown"]
 """How a model call ended: a complete answer; refused before any work; an answer that broke off;
 given up
 by us; no end recorded (killed)."""
+
+
+LogprobsKind = Literal["sampling", "raw", "constrained", "unknown"]
+"""What an engine's logprobs are of: the distribution that was sampled from; the model's own, before
+temperature and filters; one that a grammar cut; nobody knows."""
+
+TokenSource = Literal["engine", "bridged", "retokenized"]
+"""Whose ids a call's prompt and answer are: the engine's; ours, built from ids that the engine
+sampled and sent to it as ids; those of a text that was tokenised again (never trained on)."""
+
+ForkReason = Literal[
+    "retokenized_history",
+    "dropped_reasoning",
+    "template",
+    "edited_history",
+    "compaction",
+    "subagent",
+    "retry",
+    "parallel_call",
+]
+"""Why a prompt does not go on where an earlier call ended: the history was tokenised otherwise than
+it was sampled; reasoning was left out of it; the template writes it otherwise now; the harness put
+another message in the place of an answer; a new context; another agent; the answer was thrown away
+and asked for again; several calls from one prompt."""
 
 
 class AttemptKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,6 +163,58 @@ class CallEnded(_Event, frozen=True, kw_only=True, tag="call_end"):
     policy_version: str | None = None
 
 
+class TokensAdded(_Event, frozen=True, kw_only=True, tag="tokens"):
+    """The tokens that a call added to what earlier calls of the rollout hold: a path of tokens is
+    its parent's first `kept` ones, then `glue`, then `sampled`. Recorded right before the call's
+    end, with ids and logprobs as little-endian 32-bit numbers, so that a journal grows with the
+    tokens and not with the prompts."""
+
+    call_id: str
+    parent: str | None = None
+    """The call whose path the prompt begins with; None when it shares nothing."""
+    kept: int = 0
+    """How many tokens of that path, from its beginning."""
+    glue: bytes = b""
+    """The rest of the prompt: int32."""
+    sampled: bytes = b""
+    """The answer as it was sampled, an end token included: int32."""
+    logprobs: bytes | None = None
+    """One float32 per sampled token; None when the engine gave none, or another number of them."""
+    logprobs_kind: LogprobsKind = "unknown"
+    source: TokenSource = "engine"
+    fork_reason: ForkReason | None = None
+    """As far as whoever built the prompt knows."""
+    tokenizer_hash: str | None = None
+    template_hash: str | None = None
+    temperature: float | None = None
+    """This and the next three as sent; None where the server chose."""
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    shaped_by: tuple[str, ...] = ()
+    """Names of what else changed the distribution: penalties, biases, grammars."""
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32. Raises: struct.error for an id outside 32 bits."""
+    return struct.pack(f"<{len(ids)}i", *ids)
+
+
+def unpack_ids(data: bytes) -> tuple[int, ...]:
+    """The inverse of `pack_ids`."""
+    return struct.unpack(f"<{len(data) // 4}i", data)
+
+
+def pack_logprobs(values: Sequence[float]) -> bytes:
+    """Logprobs as little-endian float32. Raises: OverflowError beyond its range."""
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def unpack_logprobs(data: bytes) -> tuple[float, ...]:
+    """The inverse of `pack_logprobs`, to the precision of a float32."""
+    return struct.unpack(f"<{len(data) // 4}f", data)
+
+
 class AnswerDiscarded(_Event, frozen=True, kw_only=True, tag="discarded"):
     """The answer of a turn's last call so far was thrown away and asked for again: paid, but no
     message of the conversation."""
@@ -203,6 +281,7 @@ Event = (
     | SandboxLeased
     | MessageAdded
     | CallStarted
+    | TokensAdded
     | CallEnded
     | AnswerDiscarded
     | Waited

@@ -11,12 +11,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from hermes_rl.events import ForkReason as ForkReason
+from hermes_rl.events import LogprobsKind as LogprobsKind
+from hermes_rl.events import TokenSource as TokenSource
 from hermes_rl.messages import AssistantMessage, Message
 from hermes_rl.models.view import AsTheyAre, Preparation, View
 from hermes_rl.usage import Usage
-
-LogprobsKind = Literal["sampling", "raw", "constrained", "unknown"]
-
 
 Adaptation = Literal[
     "no_images", "text_only", "no_signatures", "no_encrypted_reasoning", "no_grammar"
@@ -136,8 +136,18 @@ class TokenCapture:
 
     prompt_ids: tuple[int, ...] | None = None
     completion_ids: tuple[int, ...] | None = None
+    """As sampled, the end token included."""
     logprobs: tuple[float, ...] | None = None
+    """One per completion id, natural logarithm."""
     logprobs_kind: LogprobsKind = "unknown"
+    source: TokenSource = "engine"
+    fork_reason: ForkReason | None = None
+    """Why the prompt does not extend the conversation's last path, where whoever built it knows."""
+    tokenizer_hash: str | None = None
+    template_hash: str | None = None
+    shaped_by: tuple[str, ...] = ()
+    """What changed the distribution beside temperature, top_p, top_k and min_p, where the client
+    added it: a grammar for tool calls, penalties."""
 
 
 @dataclass(frozen=True)
