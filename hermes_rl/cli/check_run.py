@@ -51,7 +51,7 @@ def _part(table: str, part: Path, seen: dict[str, str]) -> Iterator[str]:
         if not file.schema_arrow.equals(schema_of(table)):
             yield f"{part}: does not have the declared schema of {table}"
             return
-        if table == "segments":
+        if table in ("segments", "groups", "grades"):
             return
         number = 0
         for batch in file.iter_batches(batch_size=64):

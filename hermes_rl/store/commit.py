@@ -30,7 +30,8 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
     epoch: list[int]
     attempt: list[int]
     table: str
-    """One letter per attempt: `t` for trajectories, `f` for failures."""
+    """One letter per attempt: `t` for trajectories, `f` for failures. What is made from other rows
+    (groups, grades) is no attempt and has no key."""
     end: list[int]
     cause: list[int]
     """-1 for none."""
@@ -106,7 +107,7 @@ def write_commit(run_dir: RunDir, commit: Commit) -> None:
 def _commit(run_dir: RunDir, lines: Iterable[bytes], stem: str) -> Commit | None:
     tally = Tally()
     writers = _write_tables(run_dir, lines, stem, tally)
-    if not tally.rows:
+    if not writers:
         return None
     parts = []
     try:
@@ -152,7 +153,8 @@ def _write_tables(
                     path = run_dir.path / "tmp" / f"{stem}.{table}.parquet"
                     writers[table] = PartWriter(path, table, run_dir.crash)
                 writers[table].add(row, len(payload))
-            tally.add(line)
+            if "row" in line:
+                tally.add(line)
         for writer in writers.values():
             writer.close()
     except BaseException:
@@ -164,11 +166,11 @@ def _write_tables(
 
 def rows_of(line: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of one `done` line with their tables."""
-    yield _table(line["row"]), line["row"]
-    for row in line["subagents"]:
-        yield "subagents", row
-    for row in line["segments"]:
-        yield "segments", row
+    if "row" in line:
+        yield _table(line["row"]), line["row"]
+    for table in ("subagents", "segments", "grades", "groups"):
+        for row in line.get(table, ()):
+            yield table, row
 
 
 def _table(row: dict[str, Any]) -> str:
@@ -180,7 +182,6 @@ class Tally:
 
     def __init__(self) -> None:
         self.summary = Summary()
-        self.rows = 0
         self._columns: dict[str, list[Any]] = {
             name: [] for name in ("unit_id", "epoch", "attempt", "end", "cause")
         }
@@ -191,7 +192,6 @@ class Tally:
         """Count one finished attempt."""
         key, row = line["key"], line["row"]
         table = _table(row)
-        self.rows += 1
         self.summary.add(row, table)
         self._table += table[0]
         for name in ("unit_id", "epoch", "attempt"):

@@ -33,6 +33,7 @@ from hermes_rl.store.recovery import (
     twice_message,
 )
 from hermes_rl.store.replay import Lost
+from hermes_rl.store.rows import Derived
 from hermes_rl.store.rundir import Epoch, RunDir
 from hermes_rl.store.threads import in_thread, to_end
 from hermes_rl.store.version import SCHEMA_VERSION
@@ -109,6 +110,17 @@ class Driver:
         Raises: StoreError when it cannot be fenced or its journal is damaged; DiskFull.
         """
         return await to_end(self._take_over(writer, cause))
+
+    async def publish(self, derived: Derived) -> None:
+        """Publish rows that were made from rows of this run, as a batch of its own.
+
+        Raises: DiskFull.
+        """
+        await to_end(self._publish(derived))
+
+    async def _publish(self, derived: Derived) -> None:
+        async with self._recovering:  # one batch of the driver's own at a time
+            await in_thread(self._recovery.publish_own, [derived])
 
     async def _take_over(self, writer: str, cause: str) -> list[Outcome]:
         async with self._recovering:

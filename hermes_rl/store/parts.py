@@ -126,7 +126,7 @@ def _columns(row: dict[str, Any]) -> dict[str, Any]:
     if "metrics" not in row:
         return row
     out = {**row, "metrics": [{"name": k, "value": v} for k, v in row["metrics"].items()]}
-    if row["image_data"]:
+    if row.get("image_data"):
         out["image_data"] = [
             {**i, "bytes": None if i["bytes"] is None else base64.b64decode(i["bytes"])}
             for i in row["image_data"]

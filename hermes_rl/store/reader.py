@@ -81,6 +81,19 @@ class Run:
         return self.frame("segments")
 
     @cached_property
+    def groups(self) -> pd.DataFrame:
+        """One row per group: rewards, statistics and advantages of the repeats of one task.
+
+        Of several rows of one group the newest.
+        """
+        return _newest(self.frame("groups"), ["group_id"], "created_at")
+
+    @cached_property
+    def grades(self) -> pd.DataFrame:
+        """One row per stored rollout and grader that judged it again."""
+        return _newest(self.frame("grades"), ["trajectory_id", "grade_id"], "graded_at")
+
+    @cached_property
     def calls(self) -> pd.DataFrame:
         """One row per model call of all attempts: tokens, latency, outcome."""
         return call_frame(self._attempts())
@@ -112,7 +125,7 @@ class Run:
         """A table as Arrow with the declared schema, JSON columns as text.
 
         Args:
-            table: trajectories, failures, subagents or segments.
+            table: trajectories, failures, subagents, segments, groups or grades.
             columns: only these are read, which is quick in a large run; default all.
 
         Raises: UserError for an unknown table.
@@ -151,6 +164,12 @@ class Run:
         except FileNotFoundError:
             return {"units": None}
         return dict(plan)
+
+
+def _newest(frame: pd.DataFrame, key: list[str], moment: str) -> pd.DataFrame:
+    """Of rows with one key the newest, in the order in which they were written."""
+    ordered = frame.sort_values(moment, kind="stable")
+    return ordered.drop_duplicates(key, keep="last").reset_index(drop=True)
 
 
 def _pending_rows(run_dir: RunDir, table: str) -> dict[str, pa.Table]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from hermes_rl.store.fence import GRACE_S, fence
 from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.lines import DamagedFile, payloads
 from hermes_rl.store.replay import Lost, journal_files
-from hermes_rl.store.rows import Finished
+from hermes_rl.store.rows import Derived, Finished
 from hermes_rl.store.rundir import Epoch, RunDir, epoch_of, sequence_of
 from hermes_rl.store.version import TABLES
 from hermes_rl.usage import UsageTotal
@@ -102,19 +102,24 @@ class Recovery:
 
     def publish_lost(self, rows: Iterable[Finished]) -> Iterator[Commit]:
         """R4: write rows of lost attempts to the driver's own `done` files and publish them."""
-        folder = self.run_dir.writer_path(self._driver)
         stream = iter(rows)
         while batch := list(itertools.islice(stream, LOST_ROWS_PER_BATCH)):
-            sequence = next(self._sequence)
-            folder.mkdir(exist_ok=True)
-            self.run_dir.storage.sync_folder(folder.parent)
-            done = self._write_done(folder / f"done-{sequence}.jsonl", batch)
-            self.run_dir.crash("recover-4-written")
-            commit = publish_batch(self.run_dir, done, f"{self._driver}-{sequence}")
-            self.run_dir.crash("recover-4-published")
+            commit = self.publish_own(batch)
             self.report.lost += [finished.key for finished in batch]
             if commit is not None:
                 yield commit
+
+    def publish_own(self, batch: Sequence[Finished | Derived]) -> Commit | None:
+        """Write rows to a `done` file of the driver's own, and publish it. Raises: DiskFull."""
+        folder = self.run_dir.writer_path(self._driver)
+        sequence = next(self._sequence)
+        folder.mkdir(exist_ok=True)
+        self.run_dir.storage.sync_folder(folder.parent)
+        done = self._write_done(folder / f"done-{sequence}.jsonl", batch)
+        self.run_dir.crash("recover-4-written")
+        commit = publish_batch(self.run_dir, done, f"{self._driver}-{sequence}")
+        self.run_dir.crash("recover-4-published")
+        return commit
 
     def lost(self, writers: Iterable[str], attempts: Lost) -> Iterator[Finished]:
         """The rows of all lost attempts of some fenced writers."""
@@ -148,12 +153,12 @@ class Recovery:
         )
         return self.lost(old, attempts)
 
-    def _write_done(self, path: Path, batch: list[Finished]) -> Path:
+    def _write_done(self, path: Path, batch: Sequence[Finished | Derived]) -> Path:
         file = AppendFile(path, self.run_dir.crash, "attempt-3-done")
         try:
             self.run_dir.storage.sync_folder(path.parent)
-            for finished in batch:
-                file.append(msgspec.json.encode(finished))
+            for line in batch:
+                file.append(msgspec.json.encode(line))
             self.run_dir.storage.sync(file.fileno())
         finally:
             file.close()

@@ -1,11 +1,12 @@
-"""What one finished attempt leaves: the line of a `done` file."""
+"""What stands in a `done` file: the rows of a finished attempt, or rows made from other rows."""
 
 from __future__ import annotations
 
 import msgspec
 
-from hermes_rl.events import AttemptKey
-from hermes_rl.record import Trajectory
+from hermes_rl.events import AttemptKey, RewardPart
+from hermes_rl.record import Call, Trajectory
+from hermes_rl.usage import UsageTotal
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,3 +63,77 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     row: Trajectory
     subagents: tuple[Trajectory, ...] = ()
     segments: tuple[Segment, ...] = ()
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """The repeats of one task, compared with each other: the columns of table `groups`, in order.
+
+    Lists have one entry per member, in the order of `members`. Of several rows of one group the
+    newest counts: a member that was tried again or graded again makes a new row.
+    """
+
+    group_id: str
+    run_id: str
+    task_id: str
+    task_hash: str
+    env_name: str | None
+    split: str | None
+    size: int
+    n_valid: int
+    """Members with a reward: only these are compared."""
+    members: list[int]
+    unit_ids: list[str]
+    trajectory_ids: list[str | None]
+    """None for a member that was given up."""
+    rewards: list[float | None]
+    """None for a member that is not valid."""
+    valid: list[bool]
+    why_invalid: list[str | None]
+    """The last cause of a member that was given up; `not graded`."""
+    mean: float | None
+    std: float | None
+    """Sample standard deviation; None below two valid members."""
+    equal_scores: bool
+    sendable: bool
+    """At least two valid members: a trainer can compare them."""
+    grpo: list[float | None]
+    rloo: list[float | None]
+    dr_grpo: list[float | None]
+    scored_by: str
+    """compute_reward, score_group or regrade."""
+    grade_id: str | None
+    """Of the grades that the rewards come from."""
+    calls: list[Call]
+    """Model calls of `score_group` itself."""
+    usage: UsageTotal
+    cost_usd: float | None
+    created_at: int
+    """Microseconds since 1970, UTC."""
+
+
+class Grade(msgspec.Struct, frozen=True, kw_only=True):
+    """A stored rollout, graded again: the columns of table `grades`, in order."""
+
+    trajectory_id: str
+    unit_id: str
+    group_id: str
+    run_id: str
+    task_id: str
+    env_name: str | None
+    grade_id: str
+    """Names the grader: environment, its configuration and source, and the verifier."""
+    reward: float | None
+    """None when it could not be judged; `error` says why."""
+    rewards: list[RewardPart]
+    metrics: dict[str, float]
+    error: str | None
+    seconds: float
+    graded_at: int
+    """Microseconds since 1970, UTC."""
+
+
+class Derived(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows that a driver made from rows of the run: no attempt, so no unit changes by them."""
+
+    groups: tuple[Group, ...] = ()
+    grades: tuple[Grade, ...] = ()

@@ -202,13 +202,64 @@ _segments = [
     ("exclude_reason", _text),
 ]
 
+_groups = [
+    ("group_id", _text),
+    ("run_id", _text),
+    ("task_id", _text),
+    ("task_hash", _text),
+    ("env_name", _text),
+    ("split", _text),
+    ("size", _short),
+    ("n_valid", _short),
+    ("members", _list(_short)),
+    ("unit_ids", _list(_text)),
+    ("trajectory_ids", _list(_text)),
+    ("rewards", _list(_real)),
+    ("valid", _list(_flag)),
+    ("why_invalid", _list(_text)),
+    ("mean", _real),
+    ("std", _real),
+    ("equal_scores", _flag),
+    ("sendable", _flag),
+    ("grpo", _list(_real)),
+    ("rloo", _list(_real)),
+    ("dr_grpo", _list(_real)),
+    ("scored_by", _text),
+    ("grade_id", _text),
+    ("calls", _list(pa.struct(_call))),
+    ("usage", pa.struct(_usage)),
+    ("cost_usd", _real),
+    ("created_at", _moment),
+]
+
+_grades = [
+    ("trajectory_id", _text),
+    ("unit_id", _text),
+    ("group_id", _text),
+    ("run_id", _text),
+    ("task_id", _text),
+    ("env_name", _text),
+    ("grade_id", _text),
+    ("reward", _real),
+    ("rewards", _list(pa.struct(_reward_part))),
+    ("metrics", _list(pa.struct(_metric))),
+    ("error", _text),
+    ("seconds", _real),
+    ("graded_at", _moment),
+]
+
 TRAJECTORIES = pa.schema(_trajectories, metadata={VERSION_KEY: str(SCHEMA_VERSION)})
 SEGMENTS = pa.schema(_segments, metadata={VERSION_KEY: str(SEGMENTS_VERSION)})
+
+GROUPS = pa.schema(_groups, metadata={VERSION_KEY: str(SCHEMA_VERSION)})
+GRADES = pa.schema(_grades, metadata={VERSION_KEY: str(SCHEMA_VERSION)})
+
+_OF_THEIR_OWN = {"segments": SEGMENTS, "groups": GROUPS, "grades": GRADES}
 
 
 def schema_of(table: str) -> Any:
     """The declared schema of a table."""
-    return SEGMENTS if table == "segments" else TRAJECTORIES
+    return _OF_THEIR_OWN.get(table, TRAJECTORIES)
 
 
 def storage_type(kind: Any) -> Any:

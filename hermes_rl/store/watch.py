@@ -17,9 +17,9 @@ from hermes_rl.store.rundir import RunDir
 
 
 class _Keyed(msgspec.Struct):
-    """The part of a `done` line that names its attempt."""
+    """The part of a `done` line that names its attempt; rows made from others have none."""
 
-    key: AttemptKey
+    key: AttemptKey | None = None
 
 
 _decode_done = msgspec.json.Decoder(_Keyed).decode
@@ -57,7 +57,8 @@ def in_flight(run_dir: RunDir) -> set[AttemptKey]:
     for writer in run_dir.writers():
         for done in journal_files(run_dir.writer_path(writer), "done"):
             try:
-                sent -= {_decode_done(line).key for line in payloads(done)}
+                keys = (_decode_done(line).key for line in payloads(done))
+                sent -= {key for key in keys if key is not None}
             except FileNotFoundError:
                 continue
     for commit in read_commits(run_dir):

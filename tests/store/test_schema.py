@@ -15,8 +15,16 @@ import pytest
 from hermes_rl.record import Trajectory
 from hermes_rl.store.crash import CrashHook
 from hermes_rl.store.parts import PartWriter, to_arrow
-from hermes_rl.store.rows import Segment
-from hermes_rl.store.schema import SEGMENTS, TRAJECTORIES, VERSION_KEY, empty_table, schema_of
+from hermes_rl.store.rows import Grade, Group, Segment
+from hermes_rl.store.schema import (
+    GRADES,
+    GROUPS,
+    SEGMENTS,
+    TRAJECTORIES,
+    VERSION_KEY,
+    empty_table,
+    schema_of,
+)
 
 NARROWED = {"metrics": "pairs of name and value"}
 PLAIN = {str: pa.string(), bool: pa.bool_(), bytes: pa.binary()}
@@ -53,6 +61,8 @@ def test_schema_and_record_agree() -> None:
     assert struct_fits(Trajectory, list(TRAJECTORIES))
     assert [f.name for f in SEGMENTS] == list(Segment.__struct_fields__)
     assert struct_fits(Segment, list(SEGMENTS))
+    assert struct_fits(Group, list(GROUPS))
+    assert struct_fits(Grade, list(GRADES))
 
 
 def test_json_columns() -> None:

@@ -1,0 +1,87 @@
+"""RL environments: tasks, tools, conversation partners and rewards (DESIGN 5.13).
+
+    from hermes_rl.rl import EnvConfig, Environment, make_task
+
+Names are loaded when they are used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hermes_rl.errors import CannotJudge, ToolError
+    from hermes_rl.events import RewardPart
+    from hermes_rl.messages import AssistantMessage, Message, UserMessage
+    from hermes_rl.rl.context import RolloutContext
+    from hermes_rl.rl.environment import EnvConfig, Environment, make_task
+    from hermes_rl.rl.grading import BoxResult, Grading
+    from hermes_rl.rl.judging import Judge, ModelHandle, Verdict
+    from hermes_rl.rl.rewards import Rewards, part
+    from hermes_rl.rl.view import Rollout, ToolUse
+    from hermes_rl.tasks import Task, Verify
+    from hermes_rl.tools.base import Tool, ToolContext, ToolResult, tool
+
+_HOMES = {
+    "AssistantMessage": "hermes_rl.messages",
+    "BoxResult": "hermes_rl.rl.grading",
+    "CannotJudge": "hermes_rl.errors",
+    "EnvConfig": "hermes_rl.rl.environment",
+    "Environment": "hermes_rl.rl.environment",
+    "Grading": "hermes_rl.rl.grading",
+    "Judge": "hermes_rl.rl.judging",
+    "Message": "hermes_rl.messages",
+    "ModelHandle": "hermes_rl.rl.judging",
+    "RewardPart": "hermes_rl.events",
+    "Rewards": "hermes_rl.rl.rewards",
+    "Rollout": "hermes_rl.rl.view",
+    "RolloutContext": "hermes_rl.rl.context",
+    "Task": "hermes_rl.tasks",
+    "Tool": "hermes_rl.tools.base",
+    "ToolContext": "hermes_rl.tools.base",
+    "ToolError": "hermes_rl.errors",
+    "ToolResult": "hermes_rl.tools.base",
+    "ToolUse": "hermes_rl.rl.view",
+    "UserMessage": "hermes_rl.messages",
+    "Verdict": "hermes_rl.rl.judging",
+    "Verify": "hermes_rl.tasks",
+    "make_task": "hermes_rl.rl.environment",
+    "part": "hermes_rl.rl.rewards",
+    "tool": "hermes_rl.tools.base",
+}
+"""Public name -> the module that has it."""
+
+__all__ = [
+    "AssistantMessage",
+    "BoxResult",
+    "CannotJudge",
+    "EnvConfig",
+    "Environment",
+    "Grading",
+    "Judge",
+    "Message",
+    "ModelHandle",
+    "RewardPart",
+    "Rewards",
+    "Rollout",
+    "RolloutContext",
+    "Task",
+    "Tool",
+    "ToolContext",
+    "ToolError",
+    "ToolResult",
+    "ToolUse",
+    "UserMessage",
+    "Verdict",
+    "Verify",
+    "make_task",
+    "part",
+    "tool",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hermes_rl.rl' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,178 @@
+"""Groups: the repeats of one task, with their rewards, statistics and advantages.
+
+A group's row is made from rows of the run alone, once none of its members is open any more; the
+row of an earlier state is followed by a newer one, never changed. `due_groups` finds what is
+missing, so that a kill costs nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hermes_rl.record import Call
+from hermes_rl.rl import advantages
+from hermes_rl.store.ledger import Ledger
+from hermes_rl.store.reader import Run
+from hermes_rl.store.rows import Group
+from hermes_rl.usage import UsageTotal
+
+SENDABLE = 2
+"""So many valid members make a group that a trainer can compare."""
+
+_SHARED = ("group_id", "run_id", "task_id", "task_hash", "env_name", "split")
+_OWN = ("member", "unit_id", "trajectory_id", "attempt", "reward", "cause")
+_NOTHING = UsageTotal(input_tokens=0, output_tokens=0, total_tokens=0)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member as the run's tables have it."""
+
+    index: int
+    """0-based: the repeat."""
+    unit_id: str
+    trajectory_id: str | None
+    """None when it was given up."""
+    reward: float | None
+    why_invalid: str | None
+    """None for a member with a reward."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A group's members, before anything is computed."""
+
+    facts: dict[str, Any]
+    """The columns that its members share."""
+    members: tuple[Member, ...]
+    """By index."""
+    row_index: int = 0
+    """Position of its task in the dataset or stream."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Where a group's rewards come from."""
+
+    by: str = "compute_reward"
+    grade_id: str | None = None
+    rewards: Sequence[float | None] | None = None
+    """In the order of the members, in place of their own; only those of valid members count."""
+    calls: list[Call] = field(default_factory=list)
+    usage: UsageTotal = _NOTHING
+    cost_usd: float | None = None
+
+
+def make_group(gathered: Gathered, scoring: Scoring | None = None) -> Group:
+    """The row of a group; statistics and advantages are over valid members only."""
+    scoring = scoring or Scoring()
+    members = gathered.members
+    own = [m.reward for m in members]
+    scores = own if scoring.rewards is None else list(scoring.rewards)
+    rewards = [s if m.why_invalid is None else None for m, s in zip(members, scores, strict=True)]
+    valid = [r for r in rewards if r is not None]
+    return Group(
+        **gathered.facts,
+        size=len(members),
+        n_valid=len(valid),
+        members=[m.index for m in members],
+        unit_ids=[m.unit_id for m in members],
+        trajectory_ids=[m.trajectory_id for m in members],
+        rewards=rewards,
+        valid=[r is not None for r in rewards],
+        why_invalid=[
+            None if r is not None else m.why_invalid or "not graded"
+            for m, r in zip(members, rewards, strict=True)
+        ],
+        mean=advantages.mean(rewards),
+        std=advantages.std(rewards),
+        equal_scores=len(valid) >= SENDABLE and min(valid) == max(valid),
+        sendable=len(valid) >= SENDABLE,
+        grpo=advantages.grpo(rewards),
+        rloo=advantages.rloo(rewards),
+        dr_grpo=advantages.dr_grpo(rewards),
+        scored_by=scoring.by,
+        grade_id=scoring.grade_id,
+        calls=scoring.calls,
+        usage=scoring.usage,
+        cost_usd=scoring.cost_usd,
+        created_at=time.time_ns() // 1000,
+    )
+
+
+def due_groups(run: Run, ledger: Ledger, *, size: int | None) -> Iterator[Gathered]:
+    """The groups that are final and have no row of their present state.
+
+    Args:
+        run: read anew: finished rows that are not published yet count too.
+        ledger: says which units are still open.
+        size: members of every group, where the dataset was not read to its end; None when it was,
+            and what the tables hold is all.
+    """
+    rows = _known_rows(run)
+    for gathered in gather(run):
+        units = [m.unit_id for m in gathered.members]
+        if any(ledger.disposition(unit) == "open" for unit in units):
+            continue
+        if size is not None and len(units) < size:
+            continue
+        if rows.get(gathered.facts["group_id"]) != _state(gathered.members):
+            yield gathered
+
+
+def gather(run: Run) -> list[Gathered]:
+    """All groups of a run with the members that were tried, in the order of the dataset."""
+    found: dict[str, dict[int, Member]] = {}
+    facts: dict[str, tuple[int, dict[str, Any]]] = {}
+    for table in ("failures", "trajectories"):  # what is finished stands above what failed
+        for row in _rows(run, table):
+            group_id = row["group_id"]
+            facts[group_id] = (row["row_index"], {name: row[name] for name in _SHARED})
+            member = _member(row, table)
+            found.setdefault(group_id, {})[member.index] = member
+    ordered = sorted(facts, key=lambda group_id: (facts[group_id][0], group_id))
+    return [
+        Gathered(
+            facts=facts[group_id][1],
+            members=tuple(member for _, member in sorted(found[group_id].items())),
+            row_index=facts[group_id][0],
+        )
+        for group_id in ordered
+    ]
+
+
+def _rows(run: Run, table: str) -> list[dict[str, Any]]:
+    names = [*_SHARED, *_OWN, "row_index"]
+    rows: list[dict[str, Any]] = run.arrow(table, names).to_pylist()
+    return sorted(rows, key=lambda row: int(row["attempt"]))
+
+
+def _member(row: dict[str, Any], table: str) -> Member:
+    done = table == "trajectories"
+    graded = done and row["reward"] is not None
+    return Member(
+        index=row["member"],
+        unit_id=row["unit_id"],
+        trajectory_id=row["trajectory_id"] if done else None,
+        reward=row["reward"] if done else None,
+        why_invalid=None if graded else ("not graded" if done else str(row["cause"])),
+    )
+
+
+State = list[tuple[str, str | None]]
+
+
+def _state(members: Sequence[Member]) -> State:
+    return [(m.unit_id, m.trajectory_id) for m in members]
+
+
+def _known_rows(run: Run) -> dict[str, State]:
+    names = ["group_id", "unit_ids", "trajectory_ids", "created_at"]
+    rows = sorted(run.arrow("groups", names).to_pylist(), key=lambda row: row["created_at"])
+    return {
+        row["group_id"]: list(zip(row["unit_ids"], row["trajectory_ids"], strict=True))
+        for row in rows
+    }

@@ -1,0 +1,88 @@
+"""Advantages over valid members only, against ten lines of the test's own and golden groups."""
+
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hermes_rl.rl.advantages import EPSILON, dr_grpo, grpo, mean, rloo, std
+
+scores = st.floats(-100, 100, allow_nan=False)
+groups = st.lists(st.none() | scores, min_size=1, max_size=9)
+
+
+def own_figures(rewards: list[float | None]) -> list[tuple[float, float, float] | None]:
+    valid = [r for r in rewards if r is not None]
+    if len(valid) < 2:
+        return [None] * len(rewards)
+    centre, scale = statistics.fmean(valid), statistics.stdev(valid)
+    figures = []
+    for r in rewards:
+        others = list(valid)
+        others.remove(r) if r is not None else None
+        figures.append(
+            None
+            if r is None
+            else ((r - centre) / (scale + EPSILON), r - statistics.fmean(others), r - centre)
+        )
+    return figures
+
+
+@given(groups)
+def test_three_advantages(rewards: list[float | None]) -> None:
+    found = list(zip(grpo(rewards), rloo(rewards), dr_grpo(rewards), strict=True))
+    for ours, theirs in zip(found, own_figures(rewards), strict=True):
+        if theirs is None:
+            assert ours == (None, None, None)
+        else:
+            # Where all rewards are but a rounding apart, so is their scale.
+            assert ours[1:] == pytest.approx(theirs[1:], rel=1e-9, abs=1e-9)
+            assert ours[0] == pytest.approx(theirs[0], rel=1e-6, abs=1e-6)
+
+
+GOLDEN = {
+    4: ([1.0, 0.0, 0.0, 1.0], 0.5, math.sqrt(1 / 3), [0.5, -0.5, -0.5, 0.5]),
+    2: ([1.0, None, 0.0, None], 0.5, math.sqrt(0.5), [0.5, None, -0.5, None]),
+    1: ([None, 1.0, None, None], 1.0, None, [None] * 4),
+    0: ([None] * 4, None, None, [None] * 4),
+}
+"""Valid members -> rewards, mean, standard deviation, Dr. GRPO."""
+
+
+@pytest.mark.parametrize("n_valid", list(GOLDEN))
+def test_golden_groups(n_valid: int) -> None:
+    rewards, centre, scale, plain = GOLDEN[n_valid]
+    assert mean(rewards) == centre
+    assert std(rewards) == (None if scale is None else pytest.approx(scale))
+    assert dr_grpo(rewards) == plain
+    twice = [None if a is None else 4 / 3 * a if n_valid == 4 else 2 * a for a in plain]
+    assert rloo(rewards) == [None if a is None else pytest.approx(a) for a in twice]
+    if scale is not None:
+        scaled = [None if a is None else a / (scale + EPSILON) for a in plain]
+        assert grpo(rewards) == [None if a is None else pytest.approx(a) for a in scaled]
+
+
+@given(groups)
+def test_what_is_dead_changes_nothing(rewards: list[float | None]) -> None:
+    """The survivors' advantages are those of a group that never had the dead."""
+    alive = [r for r in rewards if r is not None]
+    for advantage in (grpo, rloo, dr_grpo):
+        assert [a for r, a in zip(rewards, advantage(rewards), strict=True) if r is not None] == (
+            advantage(alive)
+        )
+
+
+def test_a_dead_member_at_zero_would_show() -> None:
+    """The planted bug of the trade: a failed rollout counted as reward 0."""
+    rewards = [1.0, 0.0, None, 1.0]
+    counted = [r or 0.0 for r in rewards]
+    for advantage in (grpo, rloo, dr_grpo):
+        assert advantage(rewards)[0] != pytest.approx(advantage(counted)[0])
+
+
+@given(scores, st.integers(2, 9))
+def test_equal_scores_give_exactly_nothing(score: float, size: int) -> None:
+    for advantage in (grpo, rloo, dr_grpo):
+        assert advantage([score] * size) == [0.0] * size

@@ -1,0 +1,123 @@
+"""Rows that a driver makes from rows of the run: groups and grades, under the same protocol."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import made_up
+import pytest
+
+from hermes_rl.events import RewardPart
+from hermes_rl.store.commit import read_commits
+from hermes_rl.store.crash import CRASH_VARIABLE
+from hermes_rl.store.driver import open_run
+from hermes_rl.store.reader import load_run
+from hermes_rl.store.rows import Derived, Grade, Group
+from hermes_rl.store.rundir import RunDir
+from hermes_rl.store.watch import in_flight
+from hermes_rl.usage import UsageTotal
+
+
+def group(number: int, at: int = 1, **more: Any) -> Group:
+    columns: dict[str, Any] = {
+        "group_id": made_up.unit(number),
+        "run_id": "run",
+        "task_id": f"task-{number}",
+        "task_hash": "h" * 64,
+        "env_name": "made_up",
+        "split": None,
+        "size": 2,
+        "n_valid": 1,
+        "members": [0, 1],
+        "unit_ids": [made_up.unit(0), made_up.unit(1)],
+        "trajectory_ids": ["t0", None],
+        "rewards": [1.0, None],
+        "valid": [True, False],
+        "why_invalid": [None, "sandbox_died"],
+        "mean": 1.0,
+        "std": None,
+        "equal_scores": False,
+        "sendable": False,
+        "grpo": [None, None],
+        "rloo": [None, None],
+        "dr_grpo": [None, None],
+        "scored_by": "compute_reward",
+        "grade_id": None,
+        "calls": [],
+        "usage": UsageTotal(),
+        "cost_usd": None,
+        "created_at": at,
+    }
+    return Group(**{**columns, **more})
+
+
+def grade(number: int) -> Grade:
+    return Grade(
+        trajectory_id=f"t{number}",
+        unit_id=made_up.unit(number),
+        group_id=made_up.unit(0),
+        run_id="run",
+        task_id="task",
+        env_name="made_up",
+        grade_id="g",
+        reward=0.5,
+        rewards=[RewardPart(name="verify", score=0.5)],
+        metrics={"lines": 3.0},
+        error=None,
+        seconds=0.1,
+        graded_at=5,
+    )
+
+
+async def test_groups_and_grades_are_published_and_read_back(run_path: Path) -> None:
+    async with await open_run(run_path, made_up.CONFIG) as driver:
+        await driver.publish(Derived(groups=(group(1), group(2)), grades=(grade(1),)))
+        await driver.publish(Derived(groups=(group(1, at=2, n_valid=0),)))
+        assert in_flight(driver.run_dir) == set()
+    run = load_run(run_path)
+    assert list(run.groups["task_id"]) == ["task-2", "task-1"]
+    assert list(run.groups["n_valid"]) == [1, 0]  # the newest row of a group counts
+    assert list(run.groups["why_invalid"].iloc[0]) == [None, "sandbox_died"]
+    assert run.grades["metrics"].iloc[0] == {"lines": 3.0}
+    assert len(run.arrow("groups")) == 3
+
+
+async def test_no_unit_changes_by_them(run_path: Path) -> None:
+    async with await open_run(run_path, made_up.CONFIG) as driver:
+        await driver.publish(Derived(groups=(group(1),)))
+    async with await open_run(run_path, made_up.CONFIG) as driver:
+        assert len(driver.ledger) == 0
+        assert driver.report.foreign == []
+        assert driver.ledger.summary.counts == {}
+    assert [c.keys.unit_id for c in read_commits(RunDir(run_path))] == [[]]
+
+
+@pytest.mark.parametrize("point", ["recover-4-written", "publish-7-renamed", "publish-9-done"])
+def test_killed_while_they_are_published(run_path: Path, point: str) -> None:
+    """What was written to the journal is published by the next start, once."""
+    killed = subprocess.run(
+        [sys.executable, __file__, str(run_path)],
+        env={**os.environ, CRASH_VARIABLE: point, "PYTHONPATH": str(Path(__file__).parent)},
+        check=False,
+        timeout=60,
+    )
+    assert killed.returncode == -9
+    asyncio.run(open_and_leave(run_path))
+    assert load_run(run_path).arrow("groups", ["task_id"]).to_pydict() == {"task_id": ["task-1"]}
+
+
+async def open_and_leave(run_path: Path) -> None:
+    async with await open_run(run_path, made_up.CONFIG):
+        pass
+
+
+async def publish_one(run_path: Path) -> None:
+    async with await open_run(run_path, made_up.CONFIG) as driver:
+        await driver.publish(Derived(groups=(group(1),)))
+
+
+if __name__ == "__main__":
+    asyncio.run(publish_one(Path(sys.argv[1])))
