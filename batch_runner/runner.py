@@ -20,6 +20,7 @@ from batch_runner.governing import (
     pots_of,
     refuse_unpriced,
 )
+from batch_runner.group_book import close_groups
 from batch_runner.interrupts import Interrupts
 from batch_runner.local import LocalFactory
 from batch_runner.manifest import capabilities, start_meta, write_manifest
@@ -151,6 +152,7 @@ class _Run:
         finally:
             ticker.cancel()
             self.progress.close(self.view())
+        await self._close_groups()
         stats = await asyncio.to_thread(self._write_end)
         return self.report(stats)
 
@@ -169,6 +171,17 @@ class _Run:
             finally:
                 summary = await self.governor.summary()
                 self.governed = as_plain(summary, pots_of(self.settings.config))
+
+    async def _close_groups(self) -> None:
+        """Write the groups that are final; those of one member are none."""
+        counts, repeats = self.plan.counts, self.settings.config.dataset.repeats
+        if repeats == 1 and counts.units <= counts.rows:
+            return
+        ended = counts.complete and self.source.stop is None
+        try:
+            await close_groups(self.driver, size=None if ended else repeats)
+        except DiskFull as error:
+            self.fault("disk", str(error))
 
     async def _work(self, factory: WorkerFactory) -> None:
         settings = self.settings
