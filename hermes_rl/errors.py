@@ -33,6 +33,7 @@ The model, in four points:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -155,7 +156,7 @@ class ModelError(HermesError):
         status: HTTP status, when there was one.
         request_id: the provider's id of the request, when it sent one.
         retry_after_s: seconds that the provider asked to wait.
-        resets_s: seconds until a limit that is used up is whole again, as headers tell.
+        rate_limit: the rate-limit headers of the answer, names in lower case.
         served: whether the provider may have served (and billed) the request; True for a cut stream
             or a response that could not be read, False for a refusal before any work.
         reason: why, where it is not what the class stands for.
@@ -175,7 +176,7 @@ class ModelError(HermesError):
         status: int | None = None,
         request_id: str | None = None,
         retry_after_s: float | None = None,
-        resets_s: float | None = None,
+        rate_limit: Mapping[str, str] | None = None,
         served: bool = False,
         reason: Reason | None = None,
         facts: Facts | None = None,
@@ -187,7 +188,7 @@ class ModelError(HermesError):
         self.status = status
         self.request_id = request_id
         self.retry_after_s = retry_after_s
-        self.resets_s = resets_s
+        self.rate_limit: Mapping[str, str] = rate_limit or {}
         self.served = served
 
 
@@ -339,6 +340,10 @@ class VerifierFault(HermesError):
     """The verifier cannot judge this state."""
 
     cause = "verifier"
+
+
+class CannotJudge(VerifierFault):
+    """Raised by an environment's `compute_reward` that cannot judge: never a reward of 0."""
 
 
 class Stalled(HermesError):

@@ -31,5 +31,14 @@ async def step(run: RunState, control: Control) -> None:
     elif texts := control.take_steers():
         run.add(UserMessage(content="\n".join(texts)))
     else:
-        raise Finish("answered")
+        await _replied(run)
     run.tries = Tries()
+
+
+async def _replied(run: RunState) -> None:
+    """The user's reply to an answer joins the conversation. Raises: Finish when there is none."""
+    ask = run.parts.reply
+    message = await ask(list(run.conversation)) if ask is not None else None
+    if message is None:
+        raise Finish("answered")
+    run.add(message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -71,6 +71,11 @@ class AgentParts:
     """How long a provider that wants cache markers keeps the head of the conversation; None sends
     no markers."""
     spawn: SpawnAgent | None = None
+    reply: Callable[[Sequence[Message]], Awaitable[Message | None]] | None = None
+    """Asked for what the user says to an answer, where the run would end as `answered`; the run
+    ends when it gives None. Sees the whole conversation, the system message first."""
+    env: dict[str, Any] = field(default_factory=dict)
+    """What tools find as `ToolContext.env`."""
     active_s: float = 0.0
     """Active seconds that are spent already, by the sandbox's start and the task's setup."""
 

@@ -99,6 +99,7 @@ class _Turn:
             state=run.tool_state,
             max_timeout_s=run.time_left(MAX_TOOL_S),
             spawn=run.parts.spawn,
+            env=run.parts.env,
         )
         try:
             if len(group) == 1:

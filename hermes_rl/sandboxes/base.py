@@ -185,6 +185,15 @@ class Sandbox(Protocol):
         """
         ...
 
+    async def read_left(self, path: str) -> bytes:
+        """End the agent's processes for good, as `grade` does, and read a regular file of the
+        workspace that it left.
+
+        Raises: SandboxDied; FileNotFoundError, IsADirectoryError, PermissionError; OSError for a
+            path over a symbolic link, or one that is not below the workspace.
+        """
+        ...
+
     async def aclose(self) -> None:
         """End all processes and remove everything. Idempotent; shielded from cancellation by the
         caller."""

@@ -129,13 +129,16 @@ class BubblewrapSandbox(ShellSandbox):
             await self._outer.ended()
             self._shell.close()
 
-    async def grade(self, spec: GradingSpec) -> GradingResult:
-        """See `base.Sandbox.grade`."""
+    async def _end_session(self) -> None:
         if self._closing is not None:
             self._raise_if_dead()
         await self._end(SandboxDied("the session is over: the sandbox was graded"))
         if not self._lease.workspace.is_dir():
             raise SandboxDied("the workspace vanished")
+
+    async def grade(self, spec: GradingSpec) -> GradingResult:
+        """See `base.Sandbox.grade`."""
+        await self._end_session()
         self._boxes += 1
         return await self._backend.grade(self._lease, spec, self._boxes)
 

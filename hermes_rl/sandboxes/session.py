@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import posixpath
 import shlex
@@ -203,6 +204,20 @@ class ShellSandbox(ABC):
                 await asyncio.to_thread(_copy_out, fd, local)
                 return
         await self._inside(_READ, remote, IntoFile(local))
+
+    async def read_left(self, path: str) -> bytes:
+        """See `base.Sandbox.read_left`."""
+        await self._end_session()
+        beneath = self._beneath(path)
+        if beneath is None:
+            raise OSError(errno.EXDEV, "not below the workspace", path)
+        fd = self._place.files.open_read(beneath)
+        return await _read_all(fd)
+
+    @abstractmethod
+    async def _end_session(self) -> None:
+        """End the agent's processes for good. Idempotent. Raises: SandboxDied when there is no
+        workspace any more."""
 
     def _beneath(self, path: str) -> str | None:
         """The path from the workspace on, when it lies in it as written."""

@@ -25,6 +25,8 @@ class ToolContext:
     max_timeout_s: float = 600.0
     """What is left of the rollout's active time, at most the tool's own limit."""
     spawn: SpawnAgent | None = None
+    env: dict[str, Any] = field(default_factory=dict)
+    """State of the environment's rollout (`hermes_rl.rl.RolloutContext.state`)."""
 
 
 @dataclass(frozen=True)

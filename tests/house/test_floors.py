@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[2]
 # Names stand below hermes_rl unless they begin with a wing.
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
-        "errors reasons messages usage identity config config_agent config_endpoint"
+        "errors reasons messages usage identity config config_agent config_endpoint config_env"
         " tasks trajectory ports events record rows sources doors",
     ),
     ("sandboxes",),
     ("models", "tools", "sessions"),
     ("agent", "store"),
     ("wiring", "testing"),
-    ("rollout verify", "assembly", "evals"),
+    ("rollout verify episode", "assembly", "evals"),
     ("rl",),
     ("servers", "export", "environments", "batch_runner"),
     ("cli",),

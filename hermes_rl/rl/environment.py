@@ -1,0 +1,143 @@
+"""The contract of an environment: tasks, tools, a conversation partner, rewards (DESIGN 5.13)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
+
+from pydantic import Field, model_validator
+
+from hermes_rl.config_agent import LimitsSection, Positive
+from hermes_rl.config_endpoint import Section
+from hermes_rl.errors import UserError
+from hermes_rl.messages import Message
+from hermes_rl.rl.context import RolloutContext
+from hermes_rl.rl.rewards import Rewards
+from hermes_rl.rl.view import Rollout
+from hermes_rl.tasks import Task, parse_row
+from hermes_rl.tools.base import Tool
+
+if TYPE_CHECKING:
+    from hermes_rl.store.reader import Run
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Uses = Literal["judge", "user"]
+Metrics = dict[str, float]
+
+
+class EnvConfig(Section):
+    """What an environment can be told. Subclasses add keys; unknown ones are refused.
+
+    All of it is identity. The keys below stand in for those of the run (`sandbox.image`,
+    `agent.toolsets`, ...) where the run says nothing.
+    """
+
+    image: str | None = None
+    """Root of the sandbox; None is the default."""
+    network: bool = False
+    toolsets: tuple[str, ...] | None = None
+    """Toolsets beside the environment's own tools; None is `terminal` and `file`, () is none."""
+    system_prompt: str | None = None
+    """None is the preset's."""
+    group_size: Positive = 4
+    """Rollouts of one task that are compared with each other; 1 in `evaluate`."""
+    limits: LimitsSection | None = None
+    reward_range: tuple[Finite, Finite] = (0.0, 1.0)
+    """Least and greatest total of a rollout; anything else is a fault of the environment."""
+
+    @model_validator(mode="after")
+    def _refuse_range(self) -> Self:
+        if self.reward_range[0] >= self.reward_range[1]:
+            raise ValueError("reward_range takes two numbers, the smaller one first")
+        return self
+
+
+C = TypeVar("C", bound=EnvConfig)
+
+
+class Environment(ABC, Generic[C]):
+    """Subclass it, give `name`, `tasks` and `compute_reward`, and more where it is needed.
+
+    One object per process serves all its rollouts at once: what belongs to one rollout goes into
+    `ctx.state`, what `setup` makes is shared and only read.
+    """
+
+    name: ClassVar[str]
+    Config: ClassVar[type[EnvConfig]] = EnvConfig
+    endless: ClassVar[bool] = False
+    """`tasks` never ends: a run then needs `--limit`."""
+    splits: ClassVar[tuple[str, ...]] = ("train", "eval")
+    """The splits that `tasks` knows."""
+    uses: ClassVar[tuple[Uses, ...]] = ()
+    """Models that it asks beside the policy: `judge`, `user`. The run must name them."""
+
+    def __init__(self, config: C) -> None:
+        self.config = config
+
+    async def setup(self) -> None:
+        """Once per process, before anything else is asked but `tasks`."""
+
+    @abstractmethod
+    def tasks(self, split: str, seed: int) -> Iterable[Task]:
+        """The task stream: the same tasks in the same order for the same arguments, always.
+
+        May be endless. Only the driver reads it, lazily; a resumed run reads it again from its
+        beginning and passes over what is done. `make_task` makes a task.
+        """
+
+    def tools(self, task: Task) -> Sequence[Tool]:
+        """The environment's own tools, beside `Config.toolsets`. Handlers find `ctx.state` of the
+        rollout in `ToolContext.env`."""
+        return ()
+
+    async def start(self, task: Task, ctx: RolloutContext) -> None:
+        """Before the first call: fill `ctx.state`, drawn from `ctx.rng`; `ctx.sandbox` stands, with
+        the task's files and its setup done."""
+
+    async def reply(
+        self, task: Task, trajectory: Rollout, ctx: RolloutContext
+    ) -> Message | str | None:
+        """What the user says to an answer; None ends the rollout."""
+        return None
+
+    @abstractmethod
+    async def compute_reward(
+        self, task: Task, trajectory: Rollout, ctx: RolloutContext
+    ) -> float | Rewards:
+        """The reward of a finished rollout. The agent's processes are dead; `ctx.grading` works on
+        what they left.
+
+        Raises: CannotJudge for a fault of the verifier's: the attempt is then no member of its
+            group. Any other exception counts as one.
+        """
+
+    async def score_group(
+        self, task: Task, members: Sequence[Rollout], ctx: RolloutContext
+    ) -> Sequence[float | Rewards] | None:
+        """Rewards of a whole group, relative to each other, in the order of `members`; None keeps
+        those of `compute_reward`."""
+        return None
+
+    async def evaluate(self, run: Run) -> Metrics:
+        """Metrics of a finished run over the split `eval`, which lie beside those of
+        `hermes_rl.evals.summary` in metrics.json. None by default."""
+        return {}
+
+
+def make_task(prompt: str | Sequence[Mapping[str, Any]], **columns: Any) -> Task:
+    """A task, as a row of a dataset would say it (DESIGN 5.1).
+
+        make_task("What is 2 + 3?", id="add-1", answer=5, oracle='["5"]')
+
+    Args:
+        prompt: text, or OpenAI messages that end with the user's.
+        columns: `id`, `files`, `setup`, `verify`, `oracle`, `toolsets`, ...; what has no meaning of
+            its own goes to `task.metadata`.
+
+    Raises: UserError for a column that does not fit.
+    """
+    row = parse_row({"prompt": prompt, **columns}, 0, "make_task")
+    if row.task is None:
+        raise UserError(f"make_task: {row.error}")
+    return row.task

@@ -1,0 +1,64 @@
+"""A mistake in somebody's environment, said in one line: environment, method, file and line."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_CHARS = 300
+_OURS = str(Path(__file__).parents[1])
+
+
+def said(name: str, method: Callable[..., Any], error: BaseException) -> str:
+    """An exception that a method let out.
+
+    Args:
+        name: of the environment.
+        method: bound or not; it names the place when the traceback shows none of the user's code.
+    """
+    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")[:_CHARS]
+    return f"environment {name}: {_name(method)}() raised {text} ({_raised_at(method, error)})"
+
+
+def wrong(name: str, method: Callable[..., Any], what: str) -> str:
+    """A method that returned what it must not."""
+    return f"environment {name}: {_name(method)}() {what} ({_defined_at(method)})"
+
+
+def _name(method: Callable[..., Any]) -> str:
+    return getattr(method, "__name__", repr(method))
+
+
+def _raised_at(method: Callable[..., Any], error: BaseException) -> str:
+    """The innermost frame of the user's own files; of any file when there is none."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename]
+    theirs = [f for f in frames if not f.filename.startswith((_OURS, "<"))]
+    home = _file_of(method)
+    here = [f for f in theirs if home and Path(f.filename).parent == Path(home).parent]
+    for found in (here, theirs):
+        if found:
+            return f"{_short(found[-1].filename)}:{found[-1].lineno}"
+    return _defined_at(method)
+
+
+def _defined_at(method: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    if code is None:
+        return _short(_file_of(method) or "?")
+    return f"{_short(code.co_filename)}:{code.co_firstlineno}"
+
+
+def _file_of(method: Callable[..., Any]) -> str | None:
+    try:
+        return inspect.getsourcefile(method)
+    except TypeError:
+        return None
+
+
+def _short(path: str) -> str:
+    near = os.path.relpath(path)
+    return path if near.startswith("..") else near

@@ -1,0 +1,111 @@
+"""What an environment says of a rollout: one number, or weighted parts of which some belong to a
+turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import SupportsFloat
+
+from hermes_rl.errors import VerifierFault
+from hermes_rl.events import RewardPart
+from hermes_rl.identity import canonical
+
+WHOLE = "reward"
+"""Name of the one part that a plain number makes."""
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """A reward in parts.
+
+    Rewards([part("correct", 1.0), part("format", 0.5, weight=0.2)])
+    """
+
+    parts: tuple[RewardPart, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to keep beside it; no reward."""
+
+    def __init__(
+        self, parts: Iterable[RewardPart] = (), metrics: Mapping[str, float] | None = None
+    ) -> None:
+        object.__setattr__(self, "parts", tuple(parts))
+        object.__setattr__(self, "metrics", dict(metrics or {}))
+
+    @property
+    def total(self) -> float:
+        """The sum of score times weight."""
+        return math.fsum(p.score * p.weight for p in self.parts)
+
+
+def part(
+    name: str,
+    score: float,
+    *,
+    weight: float = 1.0,
+    turn: int | None = None,
+    detail: str | None = None,
+) -> RewardPart:
+    """One part of a reward.
+
+    Args:
+        turn: the 1-based turn that it belongs to; None is the whole rollout.
+        detail: for people and for later looks; stored, never read.
+    """
+    return RewardPart(name=name, score=float(score), weight=float(weight), turn=turn, detail=detail)
+
+
+def settled(given: object, bounds: tuple[float, float] | None, turns: int) -> Rewards:
+    """What `compute_reward` or `score_group` returned, checked.
+
+    Args:
+        bounds: the least and greatest total, both allowed; None bounds nothing.
+        turns: of the rollout: what parts may name.
+
+    Raises: VerifierFault for anything that is no number and no `Rewards`, for NaN and infinities,
+        a total out of bounds, and a part of a turn that the rollout does not have.
+    """
+    rewards = _as_rewards(given)
+    for one in rewards.parts:
+        _check_part(one, turns)
+    for name, value in rewards.metrics.items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise VerifierFault(f"the metric {name!r} is {value!r}; it takes a finite number")
+    _check_total(rewards, bounds)
+    return rewards
+
+
+def _as_rewards(given: object) -> Rewards:
+    if isinstance(given, Rewards):
+        return given
+    if isinstance(given, SupportsFloat) and not isinstance(given, str):  # numpy's numbers too
+        return Rewards([part(WHOLE, float(given))])
+    raise VerifierFault(f"returned {_shown(given)}; return a number or Rewards([part(...), ...])")
+
+
+def _check_part(one: object, turns: int) -> None:
+    if not isinstance(one, RewardPart):
+        raise VerifierFault(f"Rewards holds {_shown(one)}; make its parts with part(name, score)")
+    for what, number in (("score", one.score), ("weight", one.weight)):
+        if not isinstance(number, int | float) or not math.isfinite(number):
+            raise VerifierFault(f"the part {one.name!r} has the {what} {number!r}: not finite")
+    if one.turn is not None and (not isinstance(one.turn, int) or not 1 <= one.turn <= turns):
+        raise VerifierFault(
+            f"the part {one.name!r} names turn {one.turn!r}; this rollout has turns 1 to {turns}"
+        )
+
+
+def _check_total(rewards: Rewards, bounds: tuple[float, float] | None) -> None:
+    if not rewards.parts:
+        raise VerifierFault("returned Rewards without parts; raise CannotJudge when there is none")
+    total = canonical(rewards.total) if math.isfinite(rewards.total) else rewards.total
+    if not math.isfinite(total) or (bounds is not None and not bounds[0] <= total <= bounds[1]):
+        where = f"reward_range {list(bounds)}" if bounds else "the finite numbers"
+        raise VerifierFault(f"returned the reward {total!r}, outside {where}")
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "None"
+    return f"{type(value).__name__} {str(value)[:60]!r}"

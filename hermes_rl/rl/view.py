@@ -1,0 +1,163 @@
+"""A rollout as an environment sees it: the same from a live rollout and from a stored row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hermes_rl import events as ev
+from hermes_rl.errors import ENDINGS
+from hermes_rl.messages import UNPARSED, to_openai
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """One call of a tool, with its result."""
+
+    turn: int
+    name: str
+    arguments: dict[str, Any]
+    """`{"_unparsed": text}` where the model's text is no JSON object."""
+    result: str | None
+    """What the model saw; None when the rollout ended before."""
+    ok: bool
+    """The tool ran and succeeded."""
+
+    @property
+    def parsed(self) -> bool:
+        """Whether the arguments were a JSON object."""
+        return UNPARSED not in self.arguments
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What happened, for rewards."""
+
+    task_id: str
+    member: int
+    """0-based place within the group."""
+    messages: tuple[dict[str, Any], ...]
+    """OpenAI messages as rows hold them: the system message first, arguments as objects."""
+    turn_of: tuple[int, ...]
+    """The turn of each message: 0 for the prompt."""
+    final_response: str | None
+    """The last text of the model's."""
+    end_reason: str | None
+    """A key of `errors.ENDINGS`; None while it goes on."""
+    turns: int
+    """Model calls of the agent."""
+    tool_calls: tuple[ToolUse, ...] = ()
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def truncated(self) -> bool:
+        """Cut by a limit."""
+        return self.end_reason in ENDINGS and ENDINGS[self.end_reason or ""].truncated
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The model's texts that are not empty, in order."""
+        return tuple(
+            text
+            for message, turn in zip(self.messages, self.turn_of, strict=True)
+            if turn and message["role"] == "assistant" and (text := message.get("content") or "")
+        )
+
+    @classmethod
+    def of_events(
+        cls,
+        events: Iterable[ev.Event],
+        *,
+        final_response: str | None = None,
+        end_reason: str | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Rollout:
+        """From what was recorded so far; the first event is `Begun`.
+
+        Args:
+            final_response: where it is more than the last text.
+            end_reason: of the agent; None while it runs.
+        """
+        stream = list(events)
+        begun = stream[0]
+        assert isinstance(begun, ev.Begun)
+        added = [e for e in stream if isinstance(e, ev.MessageAdded)]
+        ran = {e.turn for e in stream if isinstance(e, ev.CallStarted) and e.purpose == "agent"}
+        messages = [to_openai(e.message, parsed_arguments=True) for e in added]
+        marks = [_Mark(e.turn, e.synthetic, e.tool_ok) for e in added]
+        said = _last_text(messages, marks)
+        return cls(
+            task_id=begun.task_id,
+            member=begun.member,
+            messages=tuple(messages),
+            turn_of=tuple(e.turn for e in added),
+            final_response=said if final_response is None else final_response,
+            end_reason=end_reason,
+            turns=len(ran),
+            tool_calls=_uses(messages, marks),
+            metrics=dict(metrics or {}),
+        )
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> Rollout:
+        """From a row of `trajectories`, as plain data (JSON columns as text or decoded)."""
+        messages = [json.loads(m) if isinstance(m, str | bytes) else m for m in row["messages"]]
+        infos = row["message_info"]
+        marks = [_Mark(i["turn"], i["synthetic"], i["tool_ok"]) for i in infos]
+        metrics = row["metrics"]
+        if isinstance(metrics, str | bytes):
+            metrics = json.loads(metrics)
+        return cls(
+            task_id=row["task_id"],
+            member=row["member"],
+            messages=tuple(messages),
+            turn_of=tuple(m.turn for m in marks),
+            final_response=row["final_response"],
+            end_reason=row["end_reason"],
+            turns=row["turns"],
+            tool_calls=_uses(messages, marks),
+            metrics={k: float(v) for k, v in dict(metrics or {}).items() if v is not None},
+        )
+
+
+@dataclass(frozen=True)
+class _Mark:
+    turn: int
+    synthetic: bool
+    tool_ok: bool | None
+
+
+def _last_text(messages: Sequence[Mapping[str, Any]], marks: Sequence[_Mark]) -> str | None:
+    said = [
+        m["content"]
+        for m, mark in zip(messages, marks, strict=True)
+        if m["role"] == "assistant" and mark.turn and not mark.synthetic
+    ]
+    return said[-1] if said else None
+
+
+def _uses(messages: Sequence[Mapping[str, Any]], marks: Sequence[_Mark]) -> tuple[ToolUse, ...]:
+    """The calls of the rollout's own turns; a result belongs to the latest call with its id."""
+    uses: list[ToolUse] = []
+    waiting: dict[str, int] = {}
+    for message, mark in zip(messages, marks, strict=True):
+        if not mark.turn:
+            continue
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            arguments = function["arguments"]
+            if not isinstance(arguments, dict):
+                arguments = {UNPARSED: arguments}
+            waiting[call["id"]] = len(uses)
+            uses.append(ToolUse(mark.turn, function["name"], arguments, None, ok=False))
+        if (
+            message["role"] == "tool"
+            and (at := waiting.pop(message["tool_call_id"], None)) is not None
+        ):
+            use = uses[at]
+            uses[at] = ToolUse(
+                use.turn, use.name, use.arguments, message["content"], ok=mark.tool_ok is not False
+            )
+    return tuple(uses)
