@@ -22,6 +22,8 @@ from hermes_rl.models.failures.classify import classify_exception
 from hermes_rl.models.limits.buckets import Estimate
 from hermes_rl.models.limits.budget import OUTPUT_MAX, Budget, Reservation, Spend
 from hermes_rl.models.limits.limiter import Slot
+from hermes_rl.models.tokens.capture import CAPTURED, record_of
+from hermes_rl.models.tokens.graph import TokenGraph
 from hermes_rl.ports import Recorder
 from hermes_rl.usage import Usage
 
@@ -58,7 +60,7 @@ class _Sent:
     call_id: str
     model: str
     began: float
-    retries: int
+    label: Label
     reservation: Reservation | None
     price: Price
 
@@ -81,6 +83,7 @@ class Attempts:
     ) -> None:
         self._recorder, self._clock = recorder, clock
         self._price, self._budget = price, budget
+        self._graph = TokenGraph()
 
     async def send(
         self, request: ModelRequest, route: Route, account: Account, label: Label
@@ -113,7 +116,7 @@ class Attempts:
                 call_id=call_id,
                 model=request.model,
                 began=self._clock.monotonic(),
-                retries=label.retries,
+                label=label,
                 reservation=reservation.handed_over(),
                 price=self._pricing(route),
             )
@@ -166,7 +169,7 @@ class Attempts:
         try:
             answer = await account.client.complete(request)
         except ModelError as error:
-            slot.report(error)
+            slot.report(error, headers=error.rate_limit)
             self._end(sent, "cut" if error.served else "refused", error=error)
             raise
         except asyncio.CancelledError:
@@ -177,17 +180,27 @@ class Attempts:
             if known is None:  # a bug of ours: the books still know the call
                 self._end(sent, "unknown", error=error)
                 raise
-            slot.report(known)
+            slot.report(known, headers=known.rate_limit)
             self._end(sent, "cut" if known.served else "refused", error=known)
             raise known from error
         withheld = _withheld(answer)
         slot.report(withheld, answer.usage, answer.rate_limit)
         account.traffic.answered(self._clock.monotonic())
+        self._keep_tokens(request, sent, answer)
         outcome: Outcome = "cut" if isinstance(withheld, ModelAborted) else "ok"
         self._end(sent, outcome, answer=answer, error=withheld)
         if withheld is not None:
             raise withheld
         return answer
+
+    def _keep_tokens(self, request: ModelRequest, sent: _Sent, answer: Completion) -> None:
+        """Record the ids of an answer, also of one that is withheld."""
+        label = sent.label
+        if answer.tokens is None or label.purpose not in CAPTURED:
+            return
+        event = record_of(self._graph, sent.call_id, label.agent, answer.tokens, request)
+        if event is not None:
+            self._recorder.record(event)
 
     def _end(
         self,
@@ -210,7 +223,7 @@ class Attempts:
                 usage=usage,
                 usage_raw=answer.usage_raw if answer else None,
                 cost_usd=cost,
-                retries=sent.retries,
+                retries=sent.label.retries,
                 request_id=answer.request_id if answer else getattr(error, "request_id", None),
                 error=None if error is None else _describe(error),
                 served_model=answer.served_model if answer else None,

@@ -1,0 +1,1 @@
+"""Exact tokens: rendering, bridging, parsing, and the graph of what a rollout sampled."""
