@@ -7,7 +7,9 @@ cannot be parsed is still recorded exactly.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,6 +22,12 @@ UNPARSED = "_unparsed"
 
 MAX_DEPTH = 200
 """Levels of nesting that a row holds as JSON."""
+
+_NOT_IN_ID = re.compile(r"[^a-zA-Z0-9_-]")
+"""Characters of ids that some providers take for one."""
+
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+"""The form of Mistral's ids, which takes no other."""
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +112,9 @@ def text_of(message: Message) -> str:
     return "\n".join(parts)
 
 
-def to_openai(message: Message, *, parsed_arguments: bool = False) -> dict[str, Any]:
+def to_openai(
+    message: Message, *, parsed_arguments: bool = False, details: bool = False
+) -> dict[str, Any]:
     """A message in OpenAI's chat form: `content` always there, no null keys.
 
     Args:
@@ -112,6 +122,8 @@ def to_openai(message: Message, *, parsed_arguments: bool = False) -> dict[str, 
             rows and
             chat templates) instead of the exact text (the form of the wire). Other text becomes
             `{"_unparsed": text}`, since most templates walk over the object and stop at a string.
+        details: give `reasoning_details` too, where there are any: what a provider wants back when
+            the conversation goes on.
     """
     if isinstance(message, SystemMessage | UserMessage):
         role = "system" if isinstance(message, SystemMessage) else "user"
@@ -124,6 +136,8 @@ def to_openai(message: Message, *, parsed_arguments: bool = False) -> dict[str, 
         out["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
         out["tool_calls"] = [_call_to_openai(c, parsed_arguments) for c in message.tool_calls]
+    if details and message.reasoning_details:
+        out["reasoning_details"] = message.reasoning_details
     return out
 
 
@@ -168,6 +182,7 @@ def from_openai(form: Mapping[str, Any]) -> Message:
             content=_text(content) or _text(form.get("refusal")) or "",
             reasoning_content=reasoning,
             tool_calls=tuple(_call_from_openai(c) for c in calls),
+            reasoning_details=form.get("reasoning_details"),
         )
     raise UserError(f"message with role {role!r}: use system, user, assistant or tool")
 
@@ -206,11 +221,69 @@ def _call_from_openai(form: Mapping[str, Any]) -> ToolCall:
 
 def conversation_from_openai(forms: Iterable[Mapping[str, Any]]) -> list[Message]:
     """All messages of a conversation; see `from_openai`. Half surrogates, which can be neither sent
-    nor stored, become question marks.
+    nor stored, become question marks, and each tool call has an id of its own
+    (`with_unique_ids`).
 
     Raises: UserError, also for what is no JSON.
     """
-    return [from_openai(_plain(form, place)) for place, form in enumerate(forms, 1)]
+    given = [from_openai(_plain(form, place)) for place, form in enumerate(forms, 1)]
+    return with_unique_ids(given)
+
+
+def with_unique_ids(messages: Iterable[Message]) -> list[Message]:
+    """The messages, each tool call (and its result) with an id that no other has.
+
+    Strict providers refuse a conversation that has an id twice, or an empty one. So it is with what
+    was written by hand, and with servers that count their calls from 0 in each answer. The first
+    call with an id keeps it; the same messages always get the same ids.
+    """
+    given = list(messages)
+    calls = [c for m in given if isinstance(m, AssistantMessage) for c in m.tool_calls]
+    known = {_plain_id(call.id) for call in calls}
+    if len(known) == len(calls) and "" not in known:
+        return given
+    out: list[Message] = []
+    seen: set[str] = set()
+    waiting: list[tuple[str, str]] = []  # of the last calls: the id as it was, and as it is
+    for message in given:
+        if isinstance(message, AssistantMessage) and message.tool_calls:
+            now = tuple(_with_own_id(c, seen, known) for c in message.tool_calls)
+            pairs = zip(message.tool_calls, now, strict=True)
+            waiting = [(old.id, new.id) for old, new in pairs]
+            out.append(msgspec.structs.replace(message, tool_calls=now))
+        elif isinstance(message, ToolMessage):
+            found = next((w for w in waiting if w[0] == message.tool_call_id), None)
+            if found is not None:
+                waiting.remove(found)
+                message = msgspec.structs.replace(message, tool_call_id=found[1])
+            out.append(message)
+        else:
+            out.append(message)
+    return out
+
+
+def _with_own_id(call: ToolCall, seen: set[str], known: set[str]) -> ToolCall:
+    """The call with an id that is not in `seen`, where it is then added; a new one is not in
+    `known` either."""
+    plain = _plain_id(call.id)
+    if plain and plain not in seen:
+        seen.add(plain)
+        return call
+    place = 1
+    while (made := _made_id(call, place)) in known or made in seen:
+        place += 1
+    seen.add(made)
+    return msgspec.structs.replace(call, id=made)
+
+
+def _made_id(call: ToolCall, place: int) -> str:
+    text = f"{place}\0{call.id}\0{call.name}\0{call.arguments}"
+    digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+    return digest[:9] if _SHORT_ID.fullmatch(call.id) else f"call_{digest[:24]}"
+
+
+def _plain_id(given: str) -> str:
+    return _NOT_IN_ID.sub("_", given)
 
 
 def _plain(form: Any, place: int) -> Mapping[str, Any]:

@@ -26,6 +26,7 @@ from hermes_rl.errors import (
     cause_of,
     end_reason_of,
 )
+from hermes_rl.messages import with_unique_ids
 from hermes_rl.models.dialects.lenient import clean
 from hermes_rl.models.failures.classify import scrub
 from hermes_rl.ports import Recorder, WorkItem
@@ -209,6 +210,7 @@ class _Attempt:
     async def _agent(self, sandbox: Sandbox, active_s: float) -> AgentResult:
         draw = self.draw
         endpoint, agent = self.workshop.config.endpoint, self.workshop.config.agent
+        given = self.task.prompt
         parts = AgentParts(
             caller=self.workshop.caller(self.task, self.tape, draw.model),
             model=draw.model,
@@ -220,12 +222,12 @@ class _Attempt:
             sampling=draw.sampling,
             system=draw.system,
             ephemeral=agent.ephemeral_system_prompt,
-            prefill=agent.prefill_messages,
+            prefill=tuple(with_unique_ids([*given, *agent.prefill_messages])[len(given) :]),
             stream=endpoint.stream,
             cache=None if endpoint.prompt_cache == "off" else endpoint.prompt_cache,
             active_s=active_s,
         )
-        return await run_agent(parts, self.task.prompt, self.control)
+        return await run_agent(parts, given, self.control)
 
 
 async def prepare(sandbox: Sandbox, task: Task) -> None:

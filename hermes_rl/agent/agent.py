@@ -29,7 +29,7 @@ from hermes_rl.agent.run import run_agent
 from hermes_rl.agent.session import Session, common_length, open_session
 from hermes_rl.doors import Home
 from hermes_rl.errors import Interrupted, UserError
-from hermes_rl.messages import Message, conversation_from_openai, to_openai
+from hermes_rl.messages import Message, conversation_from_openai, to_openai, with_unique_ids
 from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.tools.toolsets import DEFAULT_TOOLSETS, resolve
 from hermes_rl.trajectory import fold
@@ -225,7 +225,7 @@ class AIAgent:
         await asyncio.to_thread(self._save, end_reason)
         return {
             "final_response": said,
-            "messages": [to_openai(m) for m in messages],
+            "messages": [to_openai(m, details=True) for m in messages],
             "completed": end_reason == "answered",
             "end_reason": end_reason,
             **_books(tape, end_reason),
@@ -273,7 +273,7 @@ class AIAgent:
             return
         self._session = open_session(self._where)
         self.session_id = self._session.session_id
-        self._history = continuable(self._session.load())
+        self._history = with_unique_ids(continuable(self._session.load()))
 
     async def _begin_session(self, link: Link) -> None:
         """Tell the hook of the first run since the agent was made or closed."""

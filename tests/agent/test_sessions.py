@@ -22,6 +22,7 @@ from hermes_rl.messages import (
     ToolCall,
     ToolMessage,
     UserMessage,
+    from_openai,
 )
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
@@ -106,6 +107,54 @@ def test_a_hook_may_forbid_a_tool_and_the_model_is_told(make: Make, tmp_path: Pa
         (False, "terminal was not run: no writing here"),
         (True, None),
     ]
+
+
+THOUGHT = {"type": "thinking", "thinking": "I look first.", "signature": "c2ln"}
+
+
+@pytest.fixture
+def picky(server: FakeServer) -> ModelConfig:
+    """A model on a wire that refuses an id that comes twice."""
+    return ModelConfig(
+        name="echo", base_url=server.base_url, api_key="right", api_mode="anthropic_messages"
+    )
+
+
+def test_a_conversation_goes_on_from_its_messages_with_signed_thinking(picky: ModelConfig) -> None:
+    step = {"run": "echo kept", "reasoning": "I look first.", "details": [THOUGHT]}
+    with AIAgent(picky, sandbox="none") as agent:
+        first = agent.run_conversation(say(step, "Done.", "More."))
+    sent: list[Any] = []
+    with AIAgent(picky, sandbox="none", hooks=Hooks(pre_llm_call=sent.append)) as agent:
+        again = agent.run_conversation("And?", conversation_history=first["messages"])
+    assert again["final_response"] == "More."
+    (asked,) = sent
+    spoken = [m for m in asked.conversation if isinstance(m, AssistantMessage)]
+    assert spoken[0].reasoning_details == [THOUGHT]
+    assert [m.get("reasoning_details") for m in first["messages"] if m["role"] == "assistant"] == [
+        [THOUGHT],
+        None,
+    ]
+    json.dumps(again["messages"])
+
+
+def test_a_history_with_one_id_twice_is_taken_by_a_strict_provider(
+    picky: ModelConfig, tmp_path: Path
+) -> None:
+    call = {"id": "call_0", "type": "function", "function": {"name": "terminal", "arguments": "{}"}}
+    turn: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_0", "content": "out"},
+    ]
+    history = [{"role": "user", "content": say("a", "b", "Fine.")}, *turn, *turn]
+    with AIAgent(picky, sandbox="none") as agent:
+        result = agent.run_conversation("And?", conversation_history=history)
+    assert result["final_response"] == "Fine."
+    session = FileSession(tmp_path / "s.jsonl")
+    session.append(0, [from_openai(form) for form in history], "answered")
+    session.close()
+    with AIAgent(picky, sandbox="none", session=tmp_path / "s.jsonl") as agent:
+        assert agent.chat("And?") == "Fine."
 
 
 def test_hooks_that_fail_end_no_run(make: Make) -> None:

@@ -15,6 +15,7 @@ from hermes_rl.messages import (
     ToolCall,
     ToolMessage,
     UserMessage,
+    with_unique_ids,
 )
 from hermes_rl.models.base import Completion
 from hermes_rl.models.dialects.anthropic.dialect import TAIL, AnthropicMessages
@@ -29,15 +30,15 @@ words = text.filter(str.strip)
 # Histories of any shape
 
 
+ids = st.sampled_from(["", "a:1", "a.1", "toolu_1", "toolu_2"])
 calls = st.lists(
     st.builds(
         ToolCall,
-        id=st.integers(0, 999).map("toolu_{}".format),
+        id=ids,
         name=st.sampled_from(["terminal", "read_file"]),
         arguments=text | st.dictionaries(text, text, max_size=2).map(json.dumps),
     ),
     max_size=3,
-    unique_by=lambda made: made.id,
 ).map(tuple)
 thoughts = st.fixed_dictionaries(
     {"type": st.just("thinking"), "thinking": text, "signature": words}
@@ -50,7 +51,7 @@ messages = st.lists(
     st.builds(SystemMessage, content=text)
     | st.builds(UserMessage, content=text)
     | assistants
-    | st.builds(ToolMessage, tool_call_id=st.just("toolu_1"), name=text, content=text),
+    | st.builds(ToolMessage, tool_call_id=ids, name=text, content=text),
     max_size=8,
 )
 
@@ -58,7 +59,7 @@ messages = st.lists(
 @few
 @given(messages, st.sampled_from([None, "5m", "1h"]))
 def test_any_history_is_taken(history, cache):
-    understood = read(*history, cache=cache)
+    understood = read(*with_unique_ids(history), cache=cache)
     roles = [type(m) for m in understood.messages if not isinstance(m, SystemMessage)]
     assert roles[0] is UserMessage
     assert (understood.cache_marks or 0) <= 4

@@ -33,6 +33,16 @@ REFUSED = [
         },
         "without `tool_result`",
     ),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "x", "input": {}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]},
+            ]
+            * 2
+        },
+        "ids must be unique",
+    ),
     ({"thinking": {"type": "enabled", "budget_tokens": 5000}}, "greater than"),
     ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "1024"),
     ({"thinking": {"type": "adaptive"}, "temperature": 0.5}, "thinking is enabled"),

@@ -8,7 +8,7 @@ import pytest
 
 from hermes_rl.config import parse_config
 from hermes_rl.identity import digest
-from hermes_rl.messages import SystemMessage
+from hermes_rl.messages import AssistantMessage, SystemMessage, ToolMessage
 from hermes_rl.models.client import DIALECTS
 from hermes_rl.testing.fake_server import FakeServer
 from hermes_rl.testing.routes import server_dialect, wire_of
@@ -67,6 +67,28 @@ async def test_they_are_sent_with_every_call_and_stored_nowhere(
     assert "41 plums" not in stored
     assert row.prompt_sha256 == hashlib.sha256(NOW.encode()).hexdigest()
     assert [info.role for info in row.message_info][:3] == ["system", "user", "assistant"]
+
+
+async def test_an_id_of_the_prefill_that_the_task_has_too_is_told_apart(stage: Open) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "terminal", "arguments": "{}"}}
+    turn: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "out"},
+        {"role": "assistant", "content": "So."},
+    ]
+    opened = await stage(
+        backend="none",
+        agent={"prefill": [{"role": "user", "content": SHOT}, *turn]},
+        endpoint={"api_mode": "anthropic_messages"},  # refuses an id that comes twice
+        fake=Spied,
+    )
+    task = {"prompt": [{"role": "user", "content": "u"}, *turn, {"role": "user", "content": "Go."}]}
+    row = await opened.attempt(task)
+    assert row.end_reason == "answered"
+    asked = opened.server.seen[0]
+    calls = [c.id for m in asked.messages if isinstance(m, AssistantMessage) for c in m.tool_calls]
+    assert calls[1] == "call_1" != calls[0]
+    assert [m.tool_call_id for m in asked.messages if isinstance(m, ToolMessage)] == calls
 
 
 async def test_a_row_without_them_says_so(stage: Open) -> None:

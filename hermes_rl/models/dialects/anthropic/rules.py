@@ -22,8 +22,10 @@ def check(body: Body) -> list[str]:
         raise ValueError("max_tokens: must be greater than or equal to 1")
     _check_thinking(body)
     called: set[str] = set()
+    known: set[str] = set()
     for place, turn in enumerate(body.messages):
         called = _check_turn(turn, called, f"messages.{place}")
+        _check_new(turn, known, f"messages.{place}")
     if called:
         raise ValueError(
             f"messages.{len(body.messages) - 1}: `tool_use` ids were found without `tool_result`"
@@ -83,6 +85,17 @@ def _check_turn(turn: Turn, called: set[str], place: str) -> set[str]:
             f" {', '.join(sorted(missing))}"
         )
     return _ids(blocks, "tool_use", "id") if turn.role == "assistant" else set()
+
+
+def _check_new(turn: Turn, known: set[str], place: str) -> None:
+    """Each call has an id that none before it had; all are added to `known`."""
+    for block in turn.content if isinstance(turn.content, list) else ():
+        if block.get("type") != "tool_use":
+            continue
+        name = str(block.get("id"))
+        if name in known:
+            raise ValueError(f"{place}: `tool_use` ids must be unique")
+        known.add(name)
 
 
 def _ids(blocks: list[dict[str, Any]], kind: str, name: str) -> set[str]:

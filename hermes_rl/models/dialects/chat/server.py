@@ -148,9 +148,6 @@ def decode_message(form: dict[str, Any]) -> Message:
     message = from_openai(form)
     if isinstance(message, ToolMessage) and isinstance(form.get("content"), list):
         return msgspec.structs.replace(message, content=flatten(form["content"])[0])
-    details = form.get("reasoning_details")
-    if isinstance(message, AssistantMessage) and details is not None:
-        return msgspec.structs.replace(message, reasoning_details=details)
     return message
 
 
