@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("sandboxes",),
     ("models", "tools", "sessions"),
     ("agent", "store"),
-    ("wiring", "testing"),
+    ("wiring definitions", "testing"),
     ("rollout verify episode", "assembly", "evals"),
     ("rl",),
     ("servers", "export", "environments", "batch_runner"),

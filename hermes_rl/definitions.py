@@ -1,0 +1,142 @@
+"""What a configuration means for one unit, and for the identity of its run: functions of what was
+written, nothing is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hermes_rl.agent.policy import Limits, Policy, preset
+from hermes_rl.agent.prompt import TEXTS, system_prompt
+from hermes_rl.config import LOCAL_MODELS, RunConfig
+from hermes_rl.config_agent import AgentSection, LimitsSection
+from hermes_rl.errors import TaskFault, UserError
+from hermes_rl.identity import digest
+from hermes_rl.models.base import Sampling
+from hermes_rl.tasks import Task
+from hermes_rl.tools.base import Tool
+from hermes_rl.tools.distributions import draw_toolsets, get_distribution
+from hermes_rl.tools.registry import schema_digest
+from hermes_rl.tools.toolsets import DEFAULT_TOOLSETS, resolve
+
+LOCAL_SWITCHES = {"continue_output": False, "reask_cut_calls": False}
+"""An answer of a tiny model that was cut is a repetition, which more room would only prolong."""
+
+
+def toolsets_of(config: RunConfig, task: Task | None, seed: int) -> tuple[str, ...]:
+    """The toolsets of a unit: the task's own, or the run's, or drawn from a distribution."""
+    if task is not None and task.toolsets is not None:
+        return task.toolsets
+    if task is not None and task.distribution is not None:
+        return draw_toolsets(task.distribution, seed)
+    if config.agent.toolsets is not None:
+        return config.agent.toolsets
+    if config.agent.distribution is not None:
+        return draw_toolsets(config.agent.distribution, seed)
+    return DEFAULT_TOOLSETS
+
+
+def policy_of(config: RunConfig) -> Policy:
+    """The preset with the switches that the configuration sets. Raises: UserError."""
+    local = LOCAL_SWITCHES if config.model.name in LOCAL_MODELS else {}
+    return preset(config.agent.preset).switched({**local, **config.agent.switches})
+
+
+def sampling_of(config: RunConfig, seed: int) -> Sampling:
+    """What the configuration says of sampling, with the unit's seed."""
+    model = config.model
+    return Sampling(
+        temperature=model.temperature,
+        top_p=model.top_p,
+        max_tokens=model.max_tokens,
+        reasoning=model.reasoning,
+        seed=seed,
+    )
+
+
+def limits_of(run: LimitsSection, task: Task | None) -> Limits:
+    """The run's limits, with the task's own in their place."""
+    own = task.limits if task else {}
+    return Limits(
+        max_turns=int(own.get("max_turns", run.max_turns)),
+        max_tokens=int(own["max_tokens"]) if "max_tokens" in own else run.max_tokens,
+        max_seconds=own.get("max_seconds", run.max_seconds),
+        wall_seconds=own.get("wall_seconds", run.wall_seconds),
+    )
+
+
+def system_text(config: RunConfig, tools: Mapping[str, Tool]) -> str:
+    """The run's system prompt."""
+    own = config.agent.system_prompt
+    if own is None and config.model.name in LOCAL_MODELS and set(tools) == {"terminal"}:
+        from hermes_rl.models.local.catalogue import SYSTEM_PROMPT
+
+        return SYSTEM_PROMPT
+    return system_prompt(config.agent.preset, tools) if own is None else own
+
+
+def identity_of(config: RunConfig) -> dict[str, Any]:
+    """The identity sections as definitions (DESIGN 5.2); its digest is the config_hash.
+
+    Raises: UserError for a toolset, distribution or image that does not exist.
+    """
+    agent = config.agent
+    toolsets = DEFAULT_TOOLSETS if agent.toolsets is None else agent.toolsets
+    if agent.distribution is not None and agent.toolsets is None:
+        toolsets = tuple(get_distribution(agent.distribution))
+    tools = resolve(toolsets)
+    drawn = agent.distribution and dict(get_distribution(agent.distribution))
+    policy = policy_of(config)
+    switches = {k: v for k, v in vars(policy).items() if k != "sampling"}
+    return {
+        "model": {
+            **_named(config),
+            **sampling_of(config, 0).as_dict(),
+            "seed": None,  # the unit's seed follows from agent.seed
+        },
+        "agent": {
+            "preset": switches,
+            "sampling": policy.sampling.as_dict(),
+            "toolsets": sorted(toolsets),
+            "distribution": drawn,
+            "tools": schema_digest(tools.values()),
+            "system_prompt": digest(system_text(config, tools)),
+            "texts": digest(list(TEXTS)),
+            **_sent_only(agent),
+            "limits": agent.limits.model_dump(),
+            "seed": agent.seed,
+        },
+        "sandbox": {
+            "backend": config.sandbox.backend,
+            "image": image_digest(config.sandbox.image),
+            "network": config.sandbox.network,
+        },
+    }
+
+
+def _sent_only(agent: AgentSection) -> dict[str, Any]:
+    """Digests of what is sent and not stored; without any, a run is what it was before there was
+    such a thing."""
+    parts = {"ephemeral_system_prompt": agent.ephemeral_system_prompt, "prefill": agent.prefill}
+    return {name: digest(part) for name, part in parts.items() if part}
+
+
+def _named(config: RunConfig) -> dict[str, Any]:
+    """Who answers: one model by name, or a mix with its weights, whatever it is called."""
+    mix = config.model.mix
+    return {"mix": dict(mix)} if mix else {"name": config.model.name}
+
+
+def image_digest(image: str | None) -> str | None:
+    """What names the content of an image; None for the default image.
+
+    Raises: UserError when the image does not exist.
+    """
+    if image is None:
+        return None
+    from hermes_rl.sandboxes.images import digest_of
+
+    try:
+        return digest_of(image)
+    except TaskFault as error:
+        raise UserError(f"--image {image}: {error}") from None
