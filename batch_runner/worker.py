@@ -20,14 +20,15 @@ from batch_runner.governing import pots_of
 from batch_runner.wire import Reply, WorkerSpec, receipt_of
 from hermes_rl.config import parse_config
 from hermes_rl.errors import DiskFull, HermesError, StoreError, cause_of
-from hermes_rl.events import AttemptKey
+from hermes_rl.events import AttemptKey, TokensAdded
 from hermes_rl.models.limits.share import Line, Share
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.rollout import Tape, lost_row, run_attempt
+from hermes_rl.segments import with_segments
 from hermes_rl.store.journal import JournalWriter
 from hermes_rl.store.publisher import Publisher
-from hermes_rl.store.rows import Finished
+from hermes_rl.store.rows import Finished, Segment
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.wiring import Workshop, open_workshop
 
@@ -114,8 +115,11 @@ class Worker:
 
     async def _attempt(self, item: WorkItem) -> None:
         key = AttemptKey(unit_id=item.unit_id, epoch=item.epoch, attempt=item.attempt)
-        row = await self._row(item, Tape(self._journal.recorder(key)))
-        await self._journal.finish(Finished(key=key, row=row))
+        tape, segments = Tape(self._journal.recorder(key)), tuple[Segment, ...]()
+        row = await self._row(item, tape)
+        if any(isinstance(e, TokensAdded) for e in tape.events):
+            row, segments = await asyncio.to_thread(with_segments, tape.events, row)
+        await self._journal.finish(Finished(key=key, row=row, segments=segments))
         self._outbox.append(receipt_of(row, item.epoch, self.spec.writer))
         self._requests += len(row.calls)
         self._throttled += sum(_was_throttled(call.error) for call in row.calls)

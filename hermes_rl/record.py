@@ -1,4 +1,4 @@
-"""The row of one attempt: the columns of DESIGN 5.4, in their order.
+"""The rows of one attempt: the columns of DESIGN 5.4 and 5.5, in their order.
 
 `hermes_rl.store.schema` declares the same in Arrow, and a test holds the two together. JSON columns
 are
@@ -103,6 +103,71 @@ class SandboxRecord(_Part, frozen=True, kw_only=True):
     image: str | None
     digest: str | None
     limits: str
+
+
+class Segment(_Part, frozen=True, kw_only=True):
+    """One branch of a rollout's tokens, as the model saw and said them: the columns of DESIGN 5.5,
+    in order. All lists but `finish_reasons` and `call_ids` have one entry per token."""
+
+    trajectory_id: str
+    unit_id: str
+    run_id: str
+    task_id: str
+    group_id: str
+    member: int
+    env_name: str | None
+    agent_name: str
+    branch_index: int
+    """0 is where the main agent began."""
+    n_branches: int
+    """Of this rollout."""
+    branch_kind: str
+    """main, compaction, subagent, retry or fork."""
+    parent_branch: int | None
+    """The branch that it shares its beginning with."""
+    fork_reason: str | None
+    """A `ForkReason`; None for the first."""
+    input_ids: list[int]
+    loss_mask: list[bool]
+    """Tokens that are to be trained in this row. A sampled token that stands in several branches is
+    trained in one of them."""
+    sampled_mask: list[bool]
+    """Tokens that the model sampled in this rollout."""
+    logprobs: list[float | None]
+    """None where the token was not sampled, or (in rows that are not trainable) not known."""
+    logprobs_kind: str
+    """A `LogprobsKind`; unknown when calls differ."""
+    turn_ids: list[int]
+    """The turn of the call that sampled the token, or that came before it; 0 before the first."""
+    version_ids: list[int]
+    """The policy's version when the token was sampled, where it is a whole number; else -1."""
+    prompt_len: int
+    """Position of the first sampled token."""
+    n_sampled: int
+    temperature: float | None
+    """This and the next three as sent with the trained calls; None when the server chose, or they
+    differ."""
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    finish_reasons: list[str]
+    """One per call with tokens in this row; empty text when the server gave none."""
+    truncated: bool
+    """Its last answer was cut, or the rollout was, here."""
+    reward: float | None
+    """At the time of the commit."""
+    policy_version_min: str | None
+    policy_version_max: str | None
+    token_source: str
+    """The worst of its calls': engine, bridged, retokenized."""
+    tokenizer_hash: str | None
+    template_hash: str | None
+    model: str
+    trainable: bool
+    exclude_reason: str | None
+    """Why it is not trainable: an `Exclusion`."""
+    call_ids: list[str]
+    """The calls whose answers stand in this row, in order: `calls.call_id` of the trajectory."""
 
 
 class Trajectory(_Part, frozen=True, kw_only=True):

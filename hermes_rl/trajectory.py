@@ -178,7 +178,7 @@ class _Fold:
         return said[-1].content if said else None
 
     def _books(self) -> dict[str, Any]:
-        thrown = _thrown_away(self.stream)
+        thrown = thrown_away(self.stream)
         calls = [_call(s, self.ends.get(s.call_id), thrown.get(s.call_id)) for s in self.starts]
         ends = list(self.ends.values())
         reported = [e.usage for e in ends if e.usage is not None]
@@ -272,8 +272,8 @@ def _stat(tool: str, used: list[ev.MessageAdded]) -> ToolStat:
     return ToolStat(tool=tool, calls=len(used), ok=ok, errors=len(used) - ok, seconds=seconds)
 
 
-def _thrown_away(stream: list[ev.Event]) -> dict[str, str]:
-    """call_id -> why its answer was thrown away."""
+def thrown_away(stream: Iterable[ev.Event]) -> dict[str, str]:
+    """call_id -> why the answer of that call was thrown away: `discarded: empty answer`."""
     latest: dict[int, str] = {}
     found = {}
     for e in stream:

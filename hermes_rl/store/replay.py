@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from hermes_rl.events import AttemptKey, Begun, Ended, Event
+from hermes_rl.segments import with_segments
 from hermes_rl.store.dispatch import DISPATCH_FILE, Dispatched
 from hermes_rl.store.journal import LiveLine
 from hermes_rl.store.lines import payloads
@@ -62,7 +63,8 @@ class Lost:
         self.found.add(begun.key)
         # An end without its `done` line was never reported: the attempt counts as cut.
         kept = [e for e in events if not isinstance(e, Ended)]
-        return Finished(key=begun.key, row=fold(kept, lost=self.cause, at=at))
+        row, segments = with_segments(kept, fold(kept, lost=self.cause, at=at))
+        return Finished(key=begun.key, row=row, segments=segments)
 
     def _attempts(self, path: Path) -> Iterator[list[Event]]:
         attempts: dict[int, list[Event]] = {}

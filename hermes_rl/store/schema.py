@@ -15,8 +15,8 @@ from hermes_rl.store.version import SCHEMA_VERSION
 VERSION_KEY = "hermes_rl.schema_version"
 """Key in the metadata of every Parquet file."""
 
-SEGMENTS_VERSION = 0
-"""Of table `segments`, until token capture settles it."""
+SEGMENTS_VERSION = 1
+"""Of table `segments`."""
 
 _text, _flag, _real = pa.string(), pa.bool_(), pa.float64()
 _short, _long, _json = pa.int32(), pa.int64(), pa.json_()
@@ -200,6 +200,7 @@ _segments = [
     ("model", _text),
     ("trainable", _flag),
     ("exclude_reason", _text),
+    ("call_ids", _list(_text)),
 ]
 
 _groups = [

@@ -21,6 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("sandboxes",),
     ("models", "tools", "sessions"),
+    ("segments",),
     ("agent", "store"),
     ("wiring definitions", "testing"),
     ("rollout verify episode", "assembly", "evals"),

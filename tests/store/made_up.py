@@ -172,6 +172,7 @@ def segment(number: int) -> Segment:
         model="made-up",
         trainable=True,
         exclude_reason=None,
+        call_ids=[f"call-{number}"],
     )
 
 

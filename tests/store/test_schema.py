@@ -70,7 +70,7 @@ def test_json_columns() -> None:
     assert json_columns == ["tools", "sampling", "metadata"]
     assert TRAJECTORIES.field("messages").type.value_type == pa.json_()
     assert TRAJECTORIES.metadata[VERSION_KEY.encode()] == b"1"
-    assert SEGMENTS.metadata[VERSION_KEY.encode()] == b"0"
+    assert SEGMENTS.metadata[VERSION_KEY.encode()] == b"1"
 
 
 def test_no_column_name_has_a_meaning_for_trainers() -> None:

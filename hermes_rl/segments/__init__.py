@@ -1,0 +1,89 @@
+"""Token-exact segments: what an RL trainer trains on, made from an attempt's events.
+
+`with_segments` is what a worker calls; `segments_of` makes the rows and `check_segments` holds them
+against the events by a way of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from hermes_rl import events as ev
+from hermes_rl.models.tokens.graph import TokenGraph, TokensFault
+from hermes_rl.record import Segment, Trajectory
+from hermes_rl.segments.branches import DRIFT, Branches, branches_of
+from hermes_rl.segments.calls import Happened, happened
+from hermes_rl.segments.making import rows_of
+from hermes_rl.segments.proof import prove
+from hermes_rl.segments.trainable import Exclusion
+
+__all__ = [
+    "DRIFT",
+    "Exclusion",
+    "TokensFault",
+    "check_segments",
+    "segments_of",
+    "with_segments",
+]
+
+_log = logging.getLogger(__name__)
+
+
+def segments_of(events: Sequence[ev.Event], row: Trajectory) -> list[Segment]:
+    """The segments of one attempt, one per branch of its tokens; none where no ids were recorded.
+
+    Args:
+        events: the attempt's events in order, also of one that was killed.
+        row: what they fold to. Segments of a row that is not `ok` are never trainable.
+
+    Raises: TokensFault when the recorded tokens contradict each other.
+    """
+    told = happened(events)
+    return rows_of(_branches(told), told, row) if told.tokens else []
+
+
+def check_segments(segments: Sequence[Segment], events: Sequence[ev.Event]) -> None:
+    """Hold segments against every rule and against the events that they were made from.
+
+    Raises: TokensFault that names the first fault.
+    """
+    told = happened(events)
+    prove(segments, TokenGraph.of(told.tokens, told.agents))
+
+
+def with_segments(
+    events: Sequence[ev.Event], row: Trajectory
+) -> tuple[Trajectory, tuple[Segment, ...]]:
+    """A row and its segments, checked.
+
+    The row is never lost and never waits: where its tokens break a rule it is written without
+    segments, says so in `metrics` (`segments_rejected`) and in the log, and nothing of it can be
+    trained on. Metrics of rollouts with tokens: `captured_calls`; `followed_calls`, which an exact
+    history would make extensions; `forked_calls`, those of them that it did not.
+    """
+    told = happened(events)
+    if not told.tokens:
+        return row, ()
+    metrics = {"captured_calls": float(len(told.tokens))}
+    try:
+        branches = _branches(told)
+        segments = rows_of(branches, told, row)
+        prove(segments, branches.graph)
+    except Exception as error:  # a bug of ours in the tokens must not lose the row
+        _log.error("no segments for %s (%s): %s", row.task_id, row.trajectory_id, error)
+        metrics["segments_rejected"] = 1.0
+        return _measured(row, metrics), ()
+    metrics["followed_calls"] = float(branches.followed)
+    metrics["forked_calls"] = float(branches.drifted)
+    return _measured(row, metrics), tuple(segments)
+
+
+def _branches(told: Happened) -> Branches:
+    return branches_of(TokenGraph.of(told.tokens, told.agents), told)
+
+
+def _measured(row: Trajectory, metrics: dict[str, float]) -> Trajectory:
+    return msgspec.structs.replace(row, metrics={**row.metrics, **metrics})

@@ -1,0 +1,200 @@
+"""From the graph of a rollout to its branches: each call's answer stands in one of them as its own.
+
+A branch is a chain of calls of one agent in which each extends the one before. Answers that joined
+no conversation (thrown away, aborted, summaries) stand aside, each in a branch of its own: what
+comes after goes on from the prompt that it answered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hermes_rl.events import ForkReason
+from hermes_rl.models.tokens.graph import Node, TokenGraph, TokensFault
+from hermes_rl.segments.calls import CallFacts, Happened
+
+DRIFT: tuple[ForkReason, ...] = (
+    "retokenized_history",
+    "dropped_reasoning",
+    "template",
+    "edited_history",
+)
+"""Forks that an exact history would not have."""
+
+MAIN = "main"
+"""The agent that a rollout begins with."""
+
+_KINDS: dict[ForkReason, str] = {
+    "compaction": "compaction",
+    "subagent": "subagent",
+    "retry": "retry",
+}
+
+
+@dataclass
+class Branch:
+    """A chain of calls."""
+
+    number: int
+    agent: str
+    kind: str
+    reason: ForkReason | None
+    parent: int | None
+    """The branch that it shares its beginning with."""
+    nodes: list[int] = field(default_factory=list)
+    """Its own calls, in order."""
+
+
+@dataclass(frozen=True)
+class Branches:
+    """All branches of a rollout, the main agent's first one in front."""
+
+    graph: TokenGraph
+    branches: list[Branch]
+    followed: int
+    """Calls of which an exact history would make an extension."""
+    drifted: int
+    """Those of them that forked."""
+
+
+def branches_of(graph: TokenGraph, told: Happened) -> Branches:
+    """Sort a graph's calls into branches. Raises: TokensFault for tokens without a call."""
+    for node in graph.nodes:
+        if node.added.call_id not in told.calls:
+            raise TokensFault(f"the tokens of {node.added.call_id} belong to no call")
+    return _Sorter(graph, told).sorted()
+
+
+class _Sorter:
+    """One pass over the calls in the order in which they ended."""
+
+    def __init__(self, graph: TokenGraph, told: Happened) -> None:
+        self.graph, self.told = graph, told
+        self.facts = [told.calls[n.added.call_id] for n in graph.nodes]
+        self.branches: list[Branch] = []
+        self.owner: dict[int, int] = {}
+        """Node -> branch."""
+        self.last: dict[str, int] = {}
+        """Agent -> its latest call that did not stand aside."""
+        self.followed = self.drifted = 0
+
+    def sorted(self) -> Branches:
+        for number in range(len(self.graph.nodes)):
+            self._place(number)
+        self._adopt()
+        return Branches(self.graph, self._in_order(), self.followed, self.drifted)
+
+    def _place(self, number: int) -> None:
+        facts = self.facts[number]
+        anchor, kept = self._anchor(number)
+        if facts.aside is not None:
+            reason: ForkReason = "compaction" if facts.aside == "summary" else "retry"
+            self._begin(number, _KINDS[reason], reason, anchor)
+            return
+        previous = self.last.get(facts.agent)
+        self.last[facts.agent] = number
+        exact = previous is not None and not self._new_context(previous, facts)
+        self.followed += exact
+        if self._extends(number, anchor, kept):
+            branch = self.branches[self.owner[anchor]]
+            branch.nodes.append(number)
+            self.owner[number] = branch.number
+            return
+        reason_, kind = self._reason(number, anchor, kept, previous), MAIN
+        if reason_ is not None:
+            kind = _KINDS.get(reason_, "fork")
+            self.drifted += exact and reason_ in DRIFT
+        self._begin(number, kind, reason_, anchor)
+
+    def _begin(self, number: int, kind: str, reason: ForkReason | None, anchor: int) -> None:
+        branch = Branch(
+            number=len(self.branches),
+            agent=self.facts[number].agent,
+            kind=kind,
+            reason=reason,
+            parent=self.owner.get(anchor),
+            nodes=[number],
+        )
+        self.branches.append(branch)
+        self.owner[number] = branch.number
+
+    def _anchor(self, number: int) -> tuple[int, int]:
+        """The call that a prompt goes on from, and how far: what it shares with the prompt of one
+        that stands aside belongs to the call before that."""
+        node = self.graph.nodes[number]
+        anchor, kept = node.parent, node.kept
+        while anchor >= 0 and self.facts[anchor].aside is not None:
+            aside = self.graph.nodes[anchor]
+            if kept > aside.prompt_end:
+                break
+            anchor, kept = aside.parent, min(kept, aside.kept)
+        return anchor, kept
+
+    def _extends(self, number: int, anchor: int, kept: int) -> bool:
+        if anchor < 0 or kept != self.graph.nodes[anchor].end:
+            return False
+        branch = self.branches[self.owner[anchor]]
+        return (
+            self.facts[anchor].aside is None
+            and self.facts[anchor].agent == self.facts[number].agent
+            and branch.nodes[-1] == anchor
+        )
+
+    def _new_context(self, previous: int, facts: CallFacts) -> bool:
+        ended = self.facts[previous].ended
+        return any(ended < place < facts.began for place in self.told.contexts)
+
+    def _reason(
+        self, number: int, anchor: int, kept: int, previous: int | None
+    ) -> ForkReason | None:
+        facts = self.facts[number]
+        if previous is None:
+            return None if facts.agent == MAIN else "subagent"
+        if self._new_context(previous, facts):
+            return "compaction"
+        if self._beside(number):
+            return "parallel_call"
+        if facts.turn == self.facts[previous].turn:
+            return "retry"
+        told = self.graph.nodes[number].added.fork_reason
+        return told or self._drift(self.graph.nodes[anchor] if anchor >= 0 else None, anchor, kept)
+
+    def _beside(self, number: int) -> bool:
+        """Whether a call of the same agent was under way at the same time."""
+        this = self.facts[number]
+        return any(
+            other.agent == this.agent
+            and other.aside is None
+            and other.began < this.ended
+            and this.began < other.ended
+            for other in self.facts[:number]
+        )
+
+    def _drift(self, node: Node | None, anchor: int, kept: int) -> ForkReason:
+        """Why a prompt that ought to extend a path leaves it."""
+        if node is None or kept < node.prompt_end:
+            return "template"  # tokens that nobody sampled are written otherwise
+        if self.facts[anchor].turn in self.told.thought:
+            return "dropped_reasoning"
+        return "retokenized_history"
+
+    def _adopt(self) -> None:
+        """An answer that stands aside and shares its beginning with later calls only belongs to
+        theirs."""
+        for branch in self.branches:
+            aside = branch.nodes[0]
+            if branch.parent is not None or self.facts[aside].aside is None:
+                continue
+            later = (n for n, node in enumerate(self.graph.nodes) if node.parent == aside)
+            branch.parent = next(
+                (self.owner[n] for n in later if self.facts[n].aside is None), None
+            )
+
+    def _in_order(self) -> list[Branch]:
+        """The main agent's first branch in front, the others as they began; renumbered."""
+        order = sorted(self.branches, key=lambda b: (b.kind != MAIN, b.number))
+        place = {branch.number: n for n, branch in enumerate(order)}
+        for branch in order:
+            branch.number = place[branch.number]
+            branch.parent = None if branch.parent is None else place[branch.parent]
+        return order

@@ -1,0 +1,60 @@
+"""Segments held against the tokens that were recorded, before they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from hermes_rl.events import TokensAdded, pack_ids, unpack_logprobs
+from hermes_rl.models.tokens.graph import TokenGraph, TokensFault
+from hermes_rl.record import Segment
+from hermes_rl.segments.rules import Run, rollout_faults, row_faults, runs_of
+from hermes_rl.segments.trainable import sound
+
+
+def prove(segments: Sequence[Segment], graph: TokenGraph) -> None:
+    """Check every rule, and that each call's answer is trained once and as it was sampled.
+
+    The rows were put together piece by piece; here each call's whole path is looked for in the row
+    that trains it, so that a slip in one way is seen by the other.
+
+    Raises: TokensFault that names the first fault.
+    """
+    for fault in _faults(segments, graph):
+        raise TokensFault(fault)
+
+
+def _faults(segments: Sequence[Segment], graph: TokenGraph) -> Iterator[str]:
+    rows = [msgspec.structs.asdict(segment) for segment in segments]
+    for row in rows:
+        yield from (f"branch {row['branch_index']}: {fault}" for fault in row_faults(row))
+    yield from rollout_faults(rows)
+    trained: set[str] = set()
+    for segment, row in zip(segments, rows, strict=True):
+        packed = pack_ids(segment.input_ids)
+        for call_id, run in zip(segment.call_ids, runs_of(row), strict=True):
+            if run.trained:
+                trained.add(call_id)
+                yield from _answer_faults(segment, packed, run, call_id, graph)
+    missing = [n.added.call_id for n in graph.nodes if n.added.call_id not in trained]
+    yield from (f"call {call_id} is in no branch" for call_id in missing)
+
+
+def _answer_faults(
+    segment: Segment, packed: bytes, run: Run, call_id: str, graph: TokenGraph
+) -> Iterator[str]:
+    number = graph.index(call_id)
+    node = graph.nodes[number]
+    if (run.start, run.end) != (node.prompt_end, node.end):
+        yield f"call {call_id}: sampled at {node.prompt_end}, trained at {run.start}"
+    elif packed[: 4 * run.end] != graph.path(number):
+        yield f"call {call_id}: its path is not the row's"
+    elif segment.logprobs[run.start : run.end] != _logprobs(node.added):
+        yield f"call {call_id}: its logprobs are not the row's"
+
+
+def _logprobs(added: TokensAdded) -> list[float | None]:
+    if added.logprobs is None:
+        return [None] * (len(added.sampled) // 4)
+    return [sound(value) for value in unpack_logprobs(added.logprobs)]

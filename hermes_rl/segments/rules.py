@@ -1,0 +1,192 @@
+"""The rules of table `segments` (DESIGN 5.5), over rows as they are stored.
+
+`row_faults` looks at one row, `rollout_faults` at all rows of a rollout, `book_faults` at rows
+beside the calls of their trajectory. All yield one line per fault, and nothing when all is well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, get_args
+
+from hermes_rl.events import ForkReason
+from hermes_rl.segments.trainable import Exclusion
+
+Row = Mapping[str, Any]
+
+KINDS = ("main", "compaction", "subagent", "retry", "fork")
+_PER_TOKEN = ("loss_mask", "sampled_mask", "logprobs", "turn_ids", "version_ids")
+_MAX_ID = 1 << 31
+
+
+class Run(NamedTuple):
+    """The sampled tokens of one call in a row: positions [start, end)."""
+
+    start: int
+    end: int
+    trained: bool
+
+
+def runs_of(row: Row) -> list[Run]:
+    """The sampled stretches of a row, one per call: glue lies between two, or the turn changes.
+
+    A stretch of which only some tokens are to be trained comes in pieces.
+    """
+    sampled, loss, turns = row["sampled_mask"], row["loss_mask"], row["turn_ids"]
+    marks = list(zip(sampled, loss, turns, strict=True))
+    starts = [0, *(n for n, (a, b) in enumerate(pairwise(marks), 1) if _parts(a, b))]
+    ends = [*starts[1:], len(marks)]
+    return [
+        Run(a, b, marks[a][1]) for a, b in zip(starts, ends, strict=True) if a < b and _on(marks[a])
+    ]
+
+
+def _on(mark: tuple[bool, bool, int]) -> bool:
+    return mark[0]
+
+
+def _parts(one: tuple[bool, bool, int], other: tuple[bool, bool, int]) -> bool:
+    return one[0] != other[0] or (one[0] and one != other)
+
+
+def row_faults(row: Row) -> Iterator[str]:
+    """What is wrong with one row, whatever stands beside it."""
+    number = len(row["input_ids"])
+    wrong = [name for name in _PER_TOKEN if len(row[name]) != number]
+    if wrong or not number:
+        yield f"{', '.join(wrong) or 'input_ids'}: not as long as the {number} ids"
+        return
+    if not all(0 <= i < _MAX_ID for i in row["input_ids"]):
+        yield "an id is no id"
+    yield from _mask_faults(row)
+    yield from _logprob_faults(row)
+    yield from _call_faults(row)
+    yield from _label_faults(row)
+    if row["trainable"]:
+        yield from _trainable_faults(row)
+
+
+def _mask_faults(row: Row) -> Iterator[str]:
+    sampled, loss = row["sampled_mask"], row["loss_mask"]
+    if any(trained and not own for trained, own in zip(loss, sampled, strict=True)):
+        yield "a token that was not sampled is to be trained"
+    if row["n_sampled"] != sum(sampled):
+        yield f"n_sampled is {row['n_sampled']}, sampled_mask has {sum(sampled)}"
+    first = sampled.index(True) if True in sampled else len(sampled)
+    if row["prompt_len"] != first:
+        yield f"prompt_len is {row['prompt_len']}, the first sampled token stands at {first}"
+    if any(v != -1 and not own for v, own in zip(row["version_ids"], sampled, strict=True)):
+        yield "a token that was not sampled has a policy version"
+
+
+def _logprob_faults(row: Row) -> Iterator[str]:
+    pairs = list(zip(row["logprobs"], row["sampled_mask"], strict=True))
+    if any(p is not None and not own for p, own in pairs):
+        yield "a token that was not sampled has a logprob"
+    if any(p is not None and not (math.isfinite(p) and p <= 0.0) for p, _ in pairs):
+        yield "a logprob is above 0 or not finite"
+    if row["trainable"] and any(p is None and own for p, own in pairs):
+        yield "a sampled token of a trainable row has no logprob"
+
+
+def _call_faults(row: Row) -> Iterator[str]:
+    calls, runs = row["call_ids"], runs_of(row)
+    if len(calls) != len(row["finish_reasons"]) or len(set(calls)) != len(calls):
+        yield "call_ids and finish_reasons do not fit each other"
+    if len(calls) != len(runs):
+        yield f"{len(runs)} sampled stretches, but {len(calls)} calls"
+
+
+def _label_faults(row: Row) -> Iterator[str]:
+    if row["branch_kind"] not in KINDS:
+        yield f"branch_kind {row['branch_kind']}: unknown"
+    if row["fork_reason"] is not None and row["fork_reason"] not in get_args(ForkReason):
+        yield f"fork_reason {row['fork_reason']}: unknown"
+    if row["exclude_reason"] is not None and row["exclude_reason"] not in get_args(Exclusion):
+        yield f"exclude_reason {row['exclude_reason']}: unknown"
+    if row["trainable"] != (row["exclude_reason"] is None):
+        yield f"trainable is {row['trainable']}, exclude_reason {row['exclude_reason']}"
+
+
+def _trainable_faults(row: Row) -> Iterator[str]:
+    if not any(row["loss_mask"]):
+        yield "trainable, but nothing is to be trained"
+    if row["token_source"] not in ("engine", "bridged"):
+        yield f"trainable, but its ids are {row['token_source']}"
+    if row["logprobs_kind"] not in ("sampling", "raw"):
+        yield f"trainable, but its logprobs are {row['logprobs_kind']}"
+    if row["logprobs_kind"] == "raw" and not _plain(row):
+        yield "trainable with raw logprobs, but sampling was not plain (temperature 1, no filter)"
+
+
+def _plain(row: Row) -> bool:
+    plain = row["temperature"] == 1.0 and row["top_p"] == 1.0 and row["top_k"] in (-1, 0)
+    return plain and not row["min_p"]
+
+
+def rollout_faults(rows: Sequence[Row]) -> Iterator[str]:
+    """What is wrong with the rows of one rollout beside each other; each of them is sound."""
+    by_number = {row["branch_index"]: row for row in rows}
+    if sorted(by_number) != list(range(len(rows))):
+        yield f"branches {[row['branch_index'] for row in rows]} of one rollout"
+        return
+    if any(row["n_branches"] != len(rows) for row in rows):
+        yield f"n_branches is not {len(rows)} in each of them"
+    trained = Counter(call for row in rows for call, run in _calls(row) if run.trained)
+    seen = {call for row in rows for call in row["call_ids"]}
+    yield from (f"call {c} is trained {n} times" for c, n in trained.items() if n > 1)
+    yield from (f"call {c} is trained in no branch" for c in sorted(seen - set(trained)))
+    for row in rows:
+        yield from _sharing_faults(row, by_number)
+
+
+def _calls(row: Row) -> Iterator[tuple[str, Run]]:
+    return zip(row["call_ids"], runs_of(row), strict=True)
+
+
+def _sharing_faults(row: Row, by_number: Mapping[int, Row]) -> Iterator[str]:
+    """A branch shares its beginning with its parent: all that it does not train itself."""
+    number, parent = row["branch_index"], row["parent_branch"]
+    shared = max((run.end for run in runs_of(row) if not run.trained), default=0)
+    if parent is None:
+        if shared:
+            yield f"branch {number} has sampled tokens of another, but no parent"
+        return
+    if parent not in by_number or parent == number:
+        yield f"branch {number}: its parent {parent} is no other branch"
+    elif row["input_ids"][:shared] != by_number[parent]["input_ids"][:shared]:
+        yield f"branch {number} has sampled tokens that its parent {parent} has not"
+
+
+def book_faults(rows: Sequence[Row], calls: Sequence[Row]) -> Iterator[str]:
+    """Whether a rollout's tokens are those that its calls were billed for.
+
+    Args:
+        calls: column `calls` of the trajectory.
+    """
+    billed = {call["call_id"]: call for call in calls}
+    for row in rows:
+        for call_id, run in _calls(row):
+            if not run.trained:
+                continue
+            call = billed.get(call_id)
+            if call is None:
+                yield f"call {call_id} has tokens, but stands not in the books"
+                continue
+            if (call["turn"], call["agent"]) != (row["turn_ids"][run.start], row["agent_name"]):
+                yield f"call {call_id} is of turn {call['turn']} of {call['agent']}"
+            yield from _count_faults(call, run)
+
+
+def _count_faults(call: Row, run: Run) -> Iterator[str]:
+    asked, said = call["input_tokens"], call["output_tokens"]
+    if said is not None and said != run.end - run.start:
+        yield (
+            f"turn {call['turn']}: {run.end - run.start} sampled ids, but the server counted {said}"
+            f" (finish reason {call['finish_reason']})"
+        )
+    if asked is not None and asked != run.start:
+        yield f"turn {call['turn']}: a prompt of {run.start} ids, but the server counted {asked}"
