@@ -138,13 +138,20 @@ class Run:
         from hermes_rl.store.schema import schema_of
 
         schema = schema_of(table)
-        waiting = _pending_rows(self.run_dir, table) if self._pending else {}
+        waiting = self.unpublished([table])[table]
         parts = self.run_dir.parts(table)
         published = {p.name.removeprefix("part-").removesuffix(".parquet") for p in parts}
         names = schema.names if columns is None else list(columns)
         tables = [pq.read_table(part, schema=schema, columns=names) for part in parts]
         tables += [t.select(names) for stem, t in waiting.items() if stem not in published]
         return pa.concat_tables(tables) if tables else _empty(schema).select(names)
+
+    def unpublished(self, tables: Sequence[str]) -> dict[str, dict[str, pa.Table]]:
+        """Rows that are finished but not published yet: table -> stem -> rows, of one moment.
+
+        Ask before listing parts: a batch that is published in between shows in both.
+        """
+        return _pending_rows(self.run_dir, tables) if self._pending else {t: {} for t in tables}
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -172,8 +179,8 @@ def _newest(frame: pd.DataFrame, key: list[str], moment: str) -> pd.DataFrame:
     return ordered.drop_duplicates(key, keep="last").reset_index(drop=True)
 
 
-def _pending_rows(run_dir: RunDir, table: str) -> dict[str, pa.Table]:
-    """Rows of one table that stand in `done` files, by stem.
+def _pending_rows(run_dir: RunDir, tables: Sequence[str]) -> dict[str, dict[str, pa.Table]]:
+    """Rows that stand in `done` files, by table and stem.
 
     They are read before the parts are listed: a batch that is published in between shows twice here
     and is then taken from its part.
@@ -181,16 +188,18 @@ def _pending_rows(run_dir: RunDir, table: str) -> dict[str, pa.Table]:
     from hermes_rl.store.parts import to_arrow
     from hermes_rl.store.schema import schema_of
 
-    found = {}
+    found: dict[str, dict[str, pa.Table]] = {table: {} for table in tables}
     for writer in run_dir.writers():
         for done in journal_files(run_dir.writer_path(writer), "done"):
             try:
                 lines = [_loads(payload) for payload in payloads(done, sound=False)]
             except FileNotFoundError:
                 continue
-            rows = [row for line in lines for name, row in rows_of(line) if name == table]
-            if rows:
-                found[f"{writer}-{sequence_of(done)}"] = to_arrow(rows, schema_of(table))
+            for table in tables:
+                rows = [row for line in lines for name, row in rows_of(line) if name == table]
+                if rows:
+                    stem = f"{writer}-{sequence_of(done)}"
+                    found[table][stem] = to_arrow(rows, schema_of(table))
     return found
 
 

@@ -1,0 +1,99 @@
+"""`hermes-rl export`: a run in another format, with a loss report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from hermes_rl.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from hermes_rl.export import Report
+
+
+def command(
+    run: Annotated[str, typer.Argument(help="run directory", metavar="RUN")],
+    to: Annotated[str, typer.Option(help="format; `--to list` says which", metavar="FORMAT")],
+    out: Annotated[str | None, typer.Option(help="file; default RUN/exports/FORMAT")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="only rollouts with this reward")] = None,
+    end_reason: Annotated[
+        list[str] | None, typer.Option(help="only these endings: answered,max_turns")
+    ] = None,
+    dedupe: Annotated[bool, typer.Option("--dedupe", help="of equal samples only one")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="at most this many rollouts")] = None,
+    min_group: Annotated[
+        int, typer.Option(min=1, help="RL formats: valid members that a group must have")
+    ] = 2,
+    advantage: Annotated[str, typer.Option(help="grpo, rloo or dr_grpo")] = "grpo",
+    allow_retokenized: Annotated[
+        bool,
+        typer.Option(
+            "--allow-retokenized",
+            help="RL formats: also tokens that were made again from text; they are not what the"
+            " model sampled",
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="the report as one JSON object")] = False,
+) -> int:
+    """Write a run in the format of a trainer or another program.
+
+    It says what was left out, and what the format cannot hold of the rest.
+
+    \b
+    hermes-rl export runs/my-run --to trl --min-reward 1
+    hermes-rl export runs/my-run --to axolotl-tokens --out train.parquet
+    hermes-rl export . --to list              the formats
+    """
+    from hermes_rl.export import FORMATS, ExportOptions, export_run
+    from hermes_rl.export.base import AdvantageKind
+    from hermes_rl.export.formats import format_named
+
+    if to == "list":
+        _say_formats([(name, format_named(name).about) for name in FORMATS])
+        return ExitCode.DONE
+    kinds: tuple[AdvantageKind, ...] = ("grpo", "rloo", "dr_grpo")
+    kind = next((k for k in kinds if k == advantage), None)
+    if kind is None:
+        raise UserError(f"no advantage {advantage!r}; choose one of {', '.join(kinds)}")
+    options = ExportOptions(
+        min_reward=min_reward,
+        end_reasons=_endings(end_reason or []),
+        dedupe=dedupe,
+        limit=limit,
+        allow_retokenized=allow_retokenized,
+        min_group=min_group,
+        advantage=kind,
+    )
+    report = export_run(run, to, out, options)
+    print(msgspec.json.encode(report).decode() if as_json else _words(report))
+    return ExitCode.DONE
+
+
+def _endings(given: list[str]) -> frozenset[str]:
+    from hermes_rl.errors import ENDINGS
+
+    names = frozenset(name for part in given for name in part.split(",") if name)
+    for name in sorted(names - ENDINGS.keys()):
+        known = ", ".join(sorted(ENDINGS))
+        raise UserError(f"--end-reason: no ending {name!r}; choose from {known}")
+    return names
+
+
+def _say_formats(formats: list[tuple[str, str]]) -> None:
+    width = max(len(name) for name, _ in formats)
+    for name, about in formats:
+        print(f"{name.ljust(width)}  {about}")
+
+
+def _words(report: Report) -> str:
+    from hermes_rl.export import LEFT_OUT, LOST
+
+    lines = [
+        f"{report.out}: {report.samples:,} samples of {report.rollouts:,} rollouts,"
+        f" {report.trained:,} {report.unit} to train on"
+    ]
+    lines += [f"  left out {n:>8,}  {LEFT_OUT[key]}" for key, n in report.left_out.items()]
+    lines += [f"  lost     {n:>8,}  {LOST[key]}" for key, n in report.lost.items()]
+    return "\n".join(lines)

@@ -1,0 +1,50 @@
+"""`export_run`: a run in another format, with a report of what that format cannot hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hermes_rl.errors import UserError
+from hermes_rl.export.base import ExportOptions, Format
+from hermes_rl.export.formats import format_named
+from hermes_rl.export.losses import Losses, Report
+from hermes_rl.export.source import Source
+from hermes_rl.export.writing import JsonLines, ParquetRows, RowWriter, whole_file
+from hermes_rl.store.reader import load_run
+
+
+def export_run(
+    run: str | Path,
+    to: str,
+    out: str | Path | None = None,
+    options: ExportOptions | None = None,
+) -> Report:
+    """Write a run in another format.
+
+    Args:
+        run: the run directory, which may be in use: what is finished is exported.
+        to: a name of `hermes_rl.export.FORMATS`.
+        out: the file; default `RUN/exports/FORMAT` with the suffix of the format. An existing
+            file is replaced at the end, whole.
+        options: which rollouts and samples.
+
+    Returns what was written, left out and lost.
+    Raises: UserError for an unknown format or a place that cannot be written; DiskFull.
+    """
+    form = format_named(to)
+    path = Path(out) if out is not None else Path(run) / "exports" / f"{to}{form.suffix}"
+    if path.is_dir():
+        raise UserError(f"{path} is a folder. Name a file: --out {path / (to + form.suffix)}")
+    losses = Losses(form.holds)
+    source = Source(load_run(run), form, options or ExportOptions(), losses)
+    with whole_file(path) as temporary:
+        writer = _writer(form, source, temporary)
+        for row in form.rows(source):
+            writer.write(row)
+            losses.samples += 1
+        writer.close()
+    return losses.report(run=str(run), format=to, out=str(path), unit=form.unit)
+
+
+def _writer(form: Format, source: Source, path: Path) -> RowWriter:
+    return JsonLines(path) if form.schema is None else ParquetRows(path, form.schema(source))

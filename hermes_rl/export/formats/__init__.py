@@ -1,0 +1,31 @@
+"""The formats, one file each with a `FORMAT`. A format whose reader no test runs is not listed."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+
+from hermes_rl.errors import UserError
+from hermes_rl.export.base import Format
+
+FORMATS = {
+    "trl": "trl",
+    "trl-tokens": "trl_tokens",
+    "axolotl": "axolotl",
+    "axolotl-tokens": "axolotl_tokens",
+    "openai": "openai",
+    "sharegpt": "sharegpt",
+    "atif": "atif",
+}
+"""Name -> module of this package."""
+
+
+def format_named(name: str) -> Format:
+    """A format by its name. Raises: UserError."""
+    if name not in FORMATS:
+        close = difflib.get_close_matches(name, FORMATS, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise UserError(f"no format {name!r}{hint}; choose one of {', '.join(FORMATS)}")
+    module = importlib.import_module(f"hermes_rl.export.formats.{FORMATS[name]}")
+    form: Format = module.FORMAT
+    return form

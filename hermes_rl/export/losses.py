@@ -1,0 +1,128 @@
+"""What an export leaves out, and what a format cannot hold: counted, and said in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+LEFT_OUT = {
+    "low_reward": "rollouts below --min-reward, or not graded",
+    "end_reason": "rollouts with another ending than --end-reason",
+    "duplicate": "samples equal to an earlier one (--dedupe)",
+    "not_graded": "rollouts without a reward",
+    "small_group": "rollouts of groups with fewer valid members than --min-group",
+    "nothing_to_train": "samples with nothing of the policy's own to train on",
+    "untrained_before": "samples that begin with assistant messages which must not be trained on:"
+    " the format trains all of them",
+    "retokenized": "token segments that were tokenized again (--allow-retokenized takes them)",
+    "not_trainable": "token segments that are marked as not trainable",
+    "no_logprobs": "token segments without a log-probability for each sampled token",
+    "broken": "token segments that break a rule of the table (hermes-rl check RUN --tokens)",
+    "no_tokens": "rollouts without token segments",
+    "orphans": "token segments of attempts that are in no row of trajectories",
+}
+"""Why something is not in the file at all: key -> words for people."""
+
+LOST = {
+    "cut_before_untrained": "samples end before an assistant message that must not be trained on",
+    "tail": "messages after the last one to train on",
+    "reasoning": "messages with reasoning text",
+    "opaque_reasoning": "messages with opaque or signed reasoning blocks",
+    "raw_text": "messages whose exact text differs from the tidied one that is written",
+    "unparsed_arguments": "tool calls whose arguments are no JSON object",
+    "images": "images, in whose place stands a text",
+    "null_keys": "tool schemas that get null for the keys of other tools",
+    "merged_results": "runs of several tool results in a row, which some chat templates merge",
+    "prompts": "system prompts, in whose place stands the fixed one of the format",
+    "reward_parts": "components of rewards",
+    "branches": "further branches of rollouts, each a sequence of its own in its group",
+    "no_advantage": "sequences without an advantage: no group of that run has one for them",
+}
+"""What the format cannot hold of what is written: key -> words for people."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What an export did."""
+
+    run: str
+    format: str
+    out: str
+    """The file that was written."""
+    rollouts: int
+    """Rows of table `trajectories` that were read."""
+    samples: int
+    """Rows of the file."""
+    trained: int
+    """Assistant messages, or sampled tokens, that a trainer would train on."""
+    unit: str
+    """What `trained` counts: messages or tokens."""
+    left_out: dict[str, int]
+    """Keys of `LEFT_OUT`, with counts above 0."""
+    lost: dict[str, int]
+    """Keys of `LOST`, with counts above 0."""
+
+
+class Losses:
+    """The counters of one export.
+
+    Args:
+        holds: keys of `LOST` that the format does hold, so that they are no loss.
+    """
+
+    def __init__(self, holds: frozenset[str] = frozenset()) -> None:
+        self._holds = holds
+        self.left_out: Counter[str] = Counter()
+        self.lost: Counter[str] = Counter()
+        self.rollouts = 0
+        self.samples = 0
+        self.trained = 0
+
+    def leave_out(self, why: str, count: int = 1) -> None:
+        """Count what is not written. Args: why: key of `LEFT_OUT`."""
+        if count:
+            self.left_out[_known(why, LEFT_OUT)] += count
+
+    def lose(self, what: str, count: int = 1) -> None:
+        """Count what is written without something. Args: what: key of `LOST`."""
+        if count and what not in self._holds:
+            self.lost[_known(what, LOST)] += count
+
+    def report(self, *, run: str, format: str, out: str, unit: str) -> Report:
+        """The counters as a record."""
+        return Report(
+            run=run,
+            format=format,
+            out=out,
+            rollouts=self.rollouts,
+            samples=self.samples,
+            trained=self.trained,
+            unit=unit,
+            left_out={k: self.left_out[k] for k in LEFT_OUT if self.left_out[k]},
+            lost={k: self.lost[k] for k in LOST if self.lost[k]},
+        )
+
+
+def count_message(losses: Losses, message: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+    """Count what formats of messages commonly cannot hold of one message."""
+    losses.lose("reasoning", "reasoning_content" in message)
+    losses.lose("opaque_reasoning", info["reasoning_details"] is not None)
+    losses.lose("raw_text", info["raw_content"] is not None)
+    losses.lose("unparsed_arguments", sum(map(is_unparsed, message.get("tool_calls") or ())))
+    if isinstance(message["content"], list):
+        losses.lose("images", sum(p.get("type") != "text" for p in message["content"]))
+
+
+def is_unparsed(call: Mapping[str, Any]) -> bool:
+    """Whether the arguments of a tool call, as a row holds it, were no JSON object."""
+    from hermes_rl.messages import UNPARSED
+
+    return set(call["function"]["arguments"]) == {UNPARSED}
+
+
+def _known(key: str, table: Mapping[str, str]) -> str:
+    if key not in table:
+        raise KeyError(key)
+    return key

@@ -1,0 +1,219 @@
+"""Reading a run for an export: a row at a time, in the order of its parts, joined and filtered.
+
+Memory is bounded by one part: at most a thousand rollouts, whose few joined columns are held while
+the segments of the same part pass by. RL formats first read the group of every rollout (a number
+per group) and, where there is a table `groups`, a reward and an advantage per rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from hermes_rl.export.base import ExportOptions, Format
+from hermes_rl.export.losses import Losses
+from hermes_rl.export.samples import Sample, fingerprint, samples_of
+from hermes_rl.export.scores import Scores
+from hermes_rl.export.tokens import TokenItem, digest_of, refusal
+from hermes_rl.store.reader import Run
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+COLUMNS = (
+    "task_id",
+    "repeat",
+    "reward",
+    "end_reason",
+    "truncated",
+    "turns",
+    "messages",
+    "message_info",
+    "tools",
+    "rewards",
+    "contexts",
+    "model",
+    "env_name",
+    "split",
+    "metadata",
+    "trajectory_id",
+    "unit_id",
+    "group_id",
+    "member",
+    "run_id",
+    "row_index",
+)
+"""Columns of table `trajectories` that every format gets."""
+
+ROWS_AT_ONCE = 64
+
+_loads = msgspec.json.decode
+
+
+class Source:
+    """The rows of one run that an export is to write.
+
+    Args:
+        run: the run.
+        format: the format asked for.
+        options: what is exported.
+        losses: counts what is read and left out.
+    """
+
+    def __init__(self, run: Run, format: Format, options: ExportOptions, losses: Losses) -> None:
+        self.options = options
+        self.losses = losses
+        self._format = format
+        self._seen: set[bytes] = set()
+        tables = ["trajectories", "segments"]
+        self._pending = run.unpublished(tables)
+        self._parts = {t: {_stem(p): p for p in run.run_dir.parts(t)} for t in tables}
+        self._taken = 0
+        self.scores = Scores.of(run, self._facts() if format.rl else (), options.advantage)
+
+    def rollouts(self) -> Iterator[dict[str, Any]]:
+        """Rows of `trajectories` that pass the filters, JSON decoded."""
+        for stem in self._stems():
+            yield from self._rollouts_of(stem)
+
+    def samples(self) -> Iterator[Sample]:
+        """One sample per context, those with nothing to train on and duplicates left out."""
+        for row in self.rollouts():
+            for sample in samples_of(row):
+                if not any(sample.trained):
+                    self.losses.leave_out("nothing_to_train")
+                elif not self._again(fingerprint, sample.messages):
+                    self.losses.lose("reward_parts", len(row["rewards"] or ()))
+                    yield sample
+
+    def all_contexts(self) -> Iterator[Sample]:
+        """One sample per context, whatever there is to train on."""
+        for row in self.rollouts():
+            for sample in samples_of(row):
+                if not self._again(fingerprint, sample.messages):
+                    yield sample
+
+    def token_rollouts(self) -> Iterator[tuple[dict[str, Any], list[TokenItem]]]:
+        """Rollouts with those of their segments that this format may take; none without any."""
+        for stem in self._stems():
+            waiting = {row["trajectory_id"]: row for row in self._rollouts_of(stem)}
+            for trajectory_id, segments in self._segments_of(stem):
+                row = waiting.pop(trajectory_id, None)
+                if row is not None:
+                    items = [self._item(row, segment) for segment in segments]
+                    taken = [item for item in items if item is not None]
+                    if taken:
+                        yield row, taken
+            self.losses.leave_out("no_tokens", len(waiting))
+
+    def items(self) -> Iterator[TokenItem]:
+        """The segments that this format may take."""
+        for _, taken in self.token_rollouts():
+            yield from taken
+
+    def tools(self) -> Iterator[list[dict[str, Any]]]:
+        """The tool schemas of every rollout, unfiltered."""
+        for stem in self._stems():
+            for table in self._tables("trajectories", stem, ["tools"]):
+                yield from (_loads(text) for text in table.column("tools").to_pylist())
+
+    def _item(self, row: dict[str, Any], segment: dict[str, Any]) -> TokenItem | None:
+        score = self.scores.of_rollout(row)
+        item = TokenItem(row=row, segment=segment, reward=score.reward, advantage=score.advantage)
+        why = refusal(item, rl=self._format.rl, retokenized=self.options.allow_retokenized)
+        if why is not None:
+            self.losses.leave_out(why)
+            return None
+        return None if self._again(digest_of, item) else item
+
+    def _rollouts_of(self, stem: str) -> Iterator[dict[str, Any]]:
+        columns = [*COLUMNS, *self._format.columns]
+        for table in self._tables("trajectories", stem, columns):
+            for raw in table.to_pylist():
+                if self.full:
+                    return
+                why = self._unwanted(raw)
+                self.losses.rollouts += 1
+                if why is not None:
+                    self.losses.leave_out(why)
+                else:
+                    self._taken += 1
+                    yield _decoded(raw)
+
+    @property
+    def full(self) -> bool:
+        """Whether as many rollouts were taken as are wanted."""
+        return self.options.limit is not None and self._taken >= self.options.limit
+
+    def _unwanted(self, row: dict[str, Any]) -> str | None:
+        """Why a rollout is left out; key of `losses.LEFT_OUT`."""
+        options = self.options
+        reward = self.scores.of_rollout(row).reward
+        if options.min_reward is not None and (reward is None or reward < options.min_reward):
+            return "low_reward"
+        if options.end_reasons and row["end_reason"] not in options.end_reasons:
+            return "end_reason"
+        if self._format.rl and reward is None:
+            return "not_graded"
+        if self._format.rl and self.scores.valid_members(row["group_id"]) < options.min_group:
+            return "small_group"
+        return None
+
+    def _segments_of(self, stem: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """The segments of a part by rollout; those of one rollout stand side by side."""
+        current: list[dict[str, Any]] = []
+        for table in self._tables("segments", stem, None):
+            for segment in table.to_pylist():
+                if current and segment["trajectory_id"] != current[0]["trajectory_id"]:
+                    yield current[0]["trajectory_id"], current
+                    current = []
+                current.append(segment)
+        if current:
+            yield current[0]["trajectory_id"], current
+
+    def _again(self, digest: Any, what: Any) -> bool:
+        if not self.options.dedupe:
+            return False
+        key = digest(what)
+        if key in self._seen:
+            self.losses.leave_out("duplicate")
+            return True
+        self._seen.add(key)
+        return False
+
+    def _facts(self) -> Iterator[tuple[str, float | None]]:
+        for stem in self._stems():
+            for table in self._tables("trajectories", stem, ["group_id", "reward"]):
+                names = table.column("group_id").to_pylist()
+                yield from zip(names, table.column("reward").to_pylist(), strict=True)
+
+    def _stems(self) -> list[str]:
+        return sorted({*self._parts["trajectories"], *self._pending["trajectories"]})
+
+    def _tables(self, table: str, stem: str, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+        """The rows of one batch in small tables."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        part = self._parts[table].get(stem)
+        if part is not None:
+            with pq.ParquetFile(part) as file:
+                for batch in file.iter_batches(ROWS_AT_ONCE, columns=columns):
+                    yield pa.Table.from_batches([batch])
+        elif stem in self._pending[table]:
+            waiting = self._pending[table][stem]
+            yield waiting if columns is None else waiting.select(list(columns))
+
+
+def _stem(part: Path) -> str:
+    return part.name.removeprefix("part-").removesuffix(".parquet")
+
+
+def _decoded(row: dict[str, Any]) -> dict[str, Any]:
+    row["messages"] = [_loads(text) for text in row["messages"]]
+    row["tools"] = _loads(row["tools"])
+    row["metadata"] = None if row["metadata"] is None else _loads(row["metadata"])
+    return row

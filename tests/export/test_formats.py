@@ -1,0 +1,172 @@
+"""What stands in the files: row by row, filtered, counted, the same bytes each time."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import told
+
+from hermes_rl.errors import UserError
+from hermes_rl.export import FORMATS, ExportOptions, export_run
+from hermes_rl.export.formats import format_named
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each story twice: a group of two, with a segment each."""
+    path = tmp_path_factory.mktemp("runs") / "told"
+    rows = []
+    for number, story in enumerate(s for s in told.STORIES for _ in range(2)):
+        segments = [told.segment(number, [7, 8, 9, number], [1, 3])]
+        rows.append(
+            told.finished(number, story, reward=float(number % 2), segments=segments, size=2)
+        )
+    return told.write(path, rows)
+
+
+def lines(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_same_run_gives_the_same_bytes(name: str, run: Path, tmp_path: Path) -> None:
+    one, two = (export_run(run, name, tmp_path / f"{i}.out") for i in range(2))
+    assert Path(one.out).read_bytes() == Path(two.out).read_bytes()
+    assert one.samples > 0
+    assert one.trained > 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0.out", "1.out"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_says_what_it_is(name: str) -> None:
+    form = format_named(name)
+    assert form.name == name
+    assert (form.suffix == ".parquet") == (form.schema is not None)
+
+
+def test_filters_are_counted(run: Path, tmp_path: Path) -> None:
+    report = export_run(run, "trl", tmp_path / "x", ExportOptions(min_reward=1.0))
+    assert report.rollouts == 8
+    assert report.left_out == {"low_reward": 4}
+    report = export_run(run, "trl", tmp_path / "x", ExportOptions(dedupe=True))
+    assert report.left_out == {"duplicate": 5}  # one of the stories has two contexts
+    options = ExportOptions(end_reasons=frozenset({"max_turns"}))
+    assert export_run(run, "trl", tmp_path / "x", options).left_out == {"end_reason": 8}
+    assert export_run(run, "trl", tmp_path / "x", ExportOptions(limit=3)).rollouts == 3
+
+
+def test_axolotl_marks_each_message(run: Path, tmp_path: Path) -> None:
+    report = export_run(run, "axolotl", tmp_path / "x.parquet", ExportOptions(min_reward=1.0))
+    rows = pq.read_table(report.out).to_pylist()
+    marks = [[json.loads(m)["training"] for m in row["messages"]] for row in rows]
+    assert marks[1] == [False, True, False, False, True]  # nudged; its tail is cut
+    assert report.lost["tail"] == 2
+    assert report.trained == sum(map(sum, marks)) == 9
+
+
+def test_openai_has_weights_and_the_exact_arguments(run: Path, tmp_path: Path) -> None:
+    report = export_run(run, "openai", tmp_path / "x.jsonl", ExportOptions(min_reward=1.0))
+    simple, nudged, *_ = lines(report.out)
+    texts = [
+        call["function"]["arguments"]
+        for message in simple["messages"]
+        for call in message.get("tool_calls", [])
+    ]
+    assert texts == ['{"command": "ls <b>"}', '{"path":"x"}', "{never closed"]
+    assert [m.get("weight") for m in nudged["messages"]] == [None, None, 0, None, None]
+    assert simple["tools"] == told.TOOLS
+    assert report.lost == {"reasoning": 1, "tail": 2}
+
+
+def test_sharegpt_is_the_form_of_hermes(run: Path, tmp_path: Path) -> None:
+    report = export_run(run, "sharegpt", tmp_path / "x.jsonl", ExportOptions(min_reward=1.0))
+    row = lines(report.out)[0]
+    system, *turns = row.pop("conversations")
+    assert system["from"] == "system"
+    assert json.dumps([t["function"] for t in told.TOOLS]) in system["value"]
+    assert turns == [
+        {"from": "human", "value": "List grüße."},
+        {
+            "from": "gpt",
+            "value": "<think>\nI need a list.\n</think>\nLooking.\n"
+            '<tool_call>\n{"name": "terminal", "arguments": {"command": "ls <b>"}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "read_file", "arguments": {"path": "x"}}\n</tool_call>',
+        },
+        {
+            "from": "tool",
+            "value": '<tool_response>\n{"tool_call_id": "a", "name": "terminal", "content": '
+            '{"output": "x y"}}\n</tool_response>\n'
+            '<tool_response>\n{"tool_call_id": "b", "name": "read_file", "content": '
+            '"<i>text\\u003c/tool_response>"}\n</tool_response>',
+        },
+        {
+            "from": "gpt",
+            "value": '<think>\n</think>\n<tool_call>\n{"name": "terminal", "arguments": '
+            '{"_unparsed": "{never closed"}}\n</tool_call>',
+        },
+        {
+            "from": "tool",
+            "value": '<tool_response>\n{"tool_call_id": "c", "name": "terminal", "content": '
+            '"not JSON"}\n</tool_response>',
+        },
+        {"from": "gpt", "value": "<think>\n</think>\nTwo: x and y."},
+    ]
+    assert row == {
+        "prompt_index": 0,
+        "metadata": {"batch_num": 0, "timestamp": "1970-01-01T00:33:21", "model": "told"},
+        "completed": True,
+        "partial": False,
+        "api_calls": 3,
+        "toolsets_used": ["terminal"],
+        "tool_stats": {
+            "terminal": {"count": 2, "success": 2, "failure": 0},
+            "read_file": {"count": 1, "success": 1, "failure": 0},
+        },
+        "tool_error_counts": {"terminal": 0, "read_file": 0},
+    }
+    assert report.left_out == {"low_reward": 4, "untrained_before": 2}
+    assert report.lost["cut_before_untrained"] == 1
+
+
+def test_tokens_are_labelled_where_they_were_sampled(run: Path, tmp_path: Path) -> None:
+    rows = pq.read_table(export_run(run, "axolotl-tokens", tmp_path / "x").out).to_pylist()
+    assert rows[5] == {
+        "input_ids": [7, 8, 9, 5],
+        "attention_mask": [1, 1, 1, 1],
+        "labels": [-100, 8, -100, 5],
+    }
+
+
+def test_broken_segments_are_left_out(tmp_path: Path) -> None:
+    bad = [
+        told.segment(0, [1, 2], [1], logprobs=[None, 0.5]),
+        told.segment(0, [1, 2], [1], logprobs=[None]),
+        told.segment(0, [1, 2], [1], sampled_mask=[False, False]),
+        told.segment(0, [1, 2], []),
+        told.segment(0, [1, 2], [1]),
+    ]
+    path = told.write(tmp_path / "run", [told.finished(0, told.simple(), segments=bad)])
+    report = export_run(path, "trl-tokens")
+    assert report.out == str(path / "exports" / "trl-tokens.parquet")
+    assert report.left_out == {"broken": 3, "nothing_to_train": 1}
+    assert report.samples == 1
+
+
+def test_rows_that_wait_for_their_part_are_exported_too(tmp_path: Path) -> None:
+    """A batch that is finished but not published is read from the journal."""
+    path = told.write(tmp_path / "run", [told.finished(0, told.simple())])
+    published = export_run(path, "trl").samples
+    told.leave_unpublished(path, told.finished(1, told.nudged()))
+    assert export_run(path, "trl").samples == published + 2
+
+
+def test_mistakes_are_told_in_a_line(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="did you mean 'trl'"):
+        export_run(run, "tlr")
+    with pytest.raises(UserError, match="is a folder"):
+        export_run(run, "trl", tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        export_run(run, "trl", tmp_path / "file" / "x")
