@@ -1,0 +1,224 @@
+"""The bridge: the next prompt is what was sampled, exactly, and the template's words after it.
+
+    next prompt = previous prompt + sampled ids + glue
+
+The glue is what the template writes behind an assistant's turn: its end, the new messages, and
+the opening of the next turn. It is found with a placeholder in the place of the answer, rendered
+once with what follows and once without; nothing that the model wrote is rendered or tokenised
+again. Where the template does not allow that (it rewrites earlier turns, or the seam between
+sampled text and glue would be tokenised in another way), there is no bridge and the next prompt is
+a fork, with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hermes_rl.messages import AssistantMessage, Message, ToolCall
+from hermes_rl.models.tokens.template import TemplateRefused
+from hermes_rl.models.tokens.tokenizer import Tokenizer, lookalikes
+from hermes_rl.models.tokens.typeset import Typesetter
+
+PLACEHOLDER = "placeholder0answer"
+REASONING = "placeholder0reasoning"
+_EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*")
+
+
+@dataclass(frozen=True)
+class History:
+    """One call of the model: what it was asked, and what was read from its answer."""
+
+    messages: Sequence[Message]
+    """The conversation that the prompt stands for, the answer not included."""
+    prompt_ids: Sequence[int]
+    """The prompt as it was sent; rendered, or bridged in its turn."""
+    answer: AssistantMessage
+    """The answer as it was parsed: how many calls, of what names, and whether it reasoned."""
+
+
+@dataclass(frozen=True)
+class Bridged:
+    """A next prompt that continues the last call, or why there is none."""
+
+    ids: tuple[int, ...] | None
+    """Previous prompt, sampled ids, glue; None for a fork."""
+    fork_reason: str | None = None
+    glue_start: int = 0
+    """Where the glue begins in `ids`. No token of it was sampled: none is trained."""
+    closed: bool = False
+    """The sample did not end its turn (cut by a limit, stopped by a text): the glue begins with
+    the end token."""
+
+    @property
+    def glue(self) -> tuple[int, ...]:
+        """The ids that the template added."""
+        return () if self.ids is None else self.ids[self.glue_start :]
+
+
+@dataclass(frozen=True)
+class Seam:
+    """What the template writes behind the text of an assistant's turn."""
+
+    end: str
+    """The end token; empty where the template has none."""
+    after: str
+    """What follows it, up to the opening of the next turn. With marks."""
+
+
+def bridge(
+    setter: Typesetter,
+    tokenizer: Tokenizer,
+    end_ids: frozenset[int],
+    history: History,
+    sampled_ids: Sequence[int],
+    new_messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+) -> Bridged:
+    """The next prompt after a call.
+
+    Args:
+        sampled_ids: all ids of the answer in the order sampled, the end token included if it was.
+        new_messages: what was added to the conversation behind the answer.
+
+    Raises: UserError for images.
+    """
+    mark = setter.mark_for([*history.messages, history.answer, *new_messages], tools)
+    try:
+        found = seam(setter, tokenizer, end_ids, history, new_messages, tools, mark)
+    except TemplateRefused as error:
+        return Bridged(None, str(error))
+    if isinstance(found, str):
+        return Bridged(None, found)
+    sampled = tuple(sampled_ids)
+    ended = bool(sampled) and sampled[-1] in end_ids
+    glue = _glue(tokenizer, found, mark, sampled, ended)
+    if isinstance(glue, str):
+        return Bridged(None, glue)
+    kept = (*history.prompt_ids, *sampled)
+    return Bridged(ids=(*kept, *glue), glue_start=len(kept), closed=bool(found.end) and not ended)
+
+
+def seam(
+    setter: Typesetter,
+    tokenizer: Tokenizer,
+    end_ids: frozenset[int],
+    history: History,
+    new_messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    mark: str,
+) -> Seam | str:
+    """What stands behind the answer, or why that cannot be told. Raises: TemplateRefused."""
+    turn = [*history.messages, placeholder(history.answer)]
+    alone = setter.text(turn, tools, mark, generation_prompt=False)
+    whole = setter.text([*turn, *new_messages], tools, mark, generation_prompt=True)
+    place = alone.rfind(PLACEHOLDER)
+    if place < 0:
+        return "the template does not write the assistant's turn"
+    start = place + len(PLACEHOLDER)
+    there = _nth_end(whole, alone.count(PLACEHOLDER))
+    if without_empty_reasoning(alone[:start]) != without_empty_reasoning(whole[:there]):
+        return rewritten(alone, whole)
+    behind, rest = alone[start:], whole[there:]
+    end = _end_in(behind, tokenizer, end_ids, mark)
+    shared = behind if end is None else behind[: end[1]]
+    if not rest.startswith(shared):
+        return rewritten(alone, whole)
+    if end is None:  # some templates write the end of a turn with the next one
+        end = _end_in(rest, tokenizer, end_ids, mark, only_first=True)
+        if end is None or rest[: end[0]].strip():
+            return Seam(end="", after=rest)
+    return Seam(end=rest[end[0] : end[1]], after=rest[end[1] :])
+
+
+def without_empty_reasoning(text: str) -> str:
+    """The text without reasoning blocks that hold none: Qwen 3 writes such a block into the last
+    turn and not into earlier ones, and nothing that the model said depends on it."""
+    return _EMPTY_REASONING.sub("", text)
+
+
+def _nth_end(text: str, number: int) -> int:
+    """Where the placeholder ends for the n-th time; 0 when it stands there less often."""
+    place = 0
+    for _ in range(number):
+        found = text.find(PLACEHOLDER, place)
+        if found < 0:
+            return 0
+        place = found + len(PLACEHOLDER)
+    return place
+
+
+def placeholder(answer: AssistantMessage) -> AssistantMessage:
+    """An answer of the same build, which no tokenizer has to read: as many calls of the same names,
+    reasoning where there was some, and a word of ours in the place of every text."""
+    calls = tuple(
+        ToolCall(id=call.id, name=call.name, arguments=f'{{"text": "{PLACEHOLDER}"}}')
+        for call in answer.tool_calls
+    )
+    return AssistantMessage(
+        content=PLACEHOLDER if answer.content or not calls else "",
+        reasoning_content=REASONING if answer.reasoning_content else None,
+        tool_calls=calls,
+    )
+
+
+def rewritten(before: str, after: str) -> str:
+    """Why the one is no beginning of the other, in one line."""
+    pairs = zip(before, after, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
+    was, now = before[place : place + 40], after[place : place + 40]
+    what = "rewrites what stands before the new messages"
+    if REASONING in before and REASONING not in after:
+        what = "drops the reasoning of earlier turns"
+    return f"the template {what}: {was!r} becomes {now!r} at character {place}"
+
+
+def _end_in(
+    text: str,
+    tokenizer: Tokenizer,
+    end_ids: frozenset[int],
+    mark: str,
+    *,
+    only_first: bool = False,
+) -> tuple[int, int] | None:
+    """Where the end token of a turn stands in what follows its text: the first that the model is
+    known to end with, else the last control token.
+
+    Args:
+        only_first: only a known end token counts, and only as the first control token.
+    """
+    special = {token.text: token.id for token in tokenizer.added if token.special}
+    special |= {token.text: token.id for token in tokenizer.added if token.id in end_ids}
+    found = list(lookalikes(special, after=mark).finditer(text))
+    for match in found[:1] if only_first else found:
+        if special[match.group()] in end_ids:
+            return match.span()
+    return found[-1].span() if found and not only_first else None
+
+
+def _glue(
+    tokenizer: Tokenizer, found: Seam, mark: str, sampled: tuple[int, ...], ended: bool
+) -> list[int] | str:
+    """The ids of the glue, or why its seam is not clean.
+
+    A control token separates: what stands on its two sides is tokenised apart anyway. So the glue
+    is tokenised alone behind (or from) one; without one, together with the sampled text.
+    """
+    anchor = found.end or (tokenizer.text_of(sampled[-1]) if ended else None)
+    if anchor:
+        ids = tokenizer.encode(anchor + found.after, mark)
+        if not ids or tokenizer.text_of(ids[0]) != anchor:
+            return f"the tokenizer does not read {anchor!r} as one token"
+        return ids[1:] if ended else ids
+    first = tokenizer.encode(found.after, mark)
+    if first and tokenizer.text_of(first[0]) is not None:
+        return first
+    said = tokenizer.decode(sampled)
+    alone, joint = tokenizer.encode(said), tokenizer.encode(said + found.after, mark)
+    if joint[: len(alone)] != alone:
+        return (
+            "the end of the answer and what follows it are one token: no control token parts them"
+        )
+    return joint[len(alone) :]

@@ -1,0 +1,148 @@
+"""The form in which a chat template reads messages; families differ, so each template is asked.
+
+Some read the arguments of a call as an object, some as text; some want no content beside calls to
+be None, some an empty text; some take only ids of nine letters. `form_of` renders a small
+conversation in each way and takes the first whose call comes out whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hermes_rl.errors import UserError
+from hermes_rl.messages import (
+    AssistantMessage,
+    Message,
+    SystemMessage,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+    parse_arguments,
+)
+from hermes_rl.models.tokens.shield import Shield
+from hermes_rl.models.tokens.template import Template, TemplateRefused
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks something up.",
+        "parameters": {
+            "type": "object",
+            "properties": {"subject": {"type": "string", "description": "What to look up."}},
+            "required": ["subject"],
+        },
+    },
+}
+"""A tool for conversations that only ask how a template behaves."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a template reads an assistant's turn."""
+
+    arguments: Literal["object", "text"] = "object"
+    """Of a tool call. Text that is no JSON object is given as text either way."""
+    empty_content: Literal["", "none"] = ""
+    """What stands for no content beside tool calls."""
+    short_ids: bool = False
+    """Ids of calls have nine letters and digits."""
+    writes_calls: bool = True
+    """Whether calls come out at all."""
+
+
+def message_form(message: Message, form: Form, shield: Shield, mark: str) -> dict[str, Any]:
+    """A message as the template reads it, lookalikes marked.
+
+    Raises: UserError for images, which have no ids here.
+    """
+    if isinstance(message, SystemMessage):
+        return {"role": "system", "content": shield.marked(message.content, mark, strict=False)}
+    if isinstance(message, UserMessage):
+        content = shield.marked(_said(message), mark, strict=True)
+        return {"role": "user", "content": content}
+    if isinstance(message, ToolMessage):
+        return {
+            "role": "tool",
+            "tool_call_id": shield.marked(_id(message.tool_call_id, form), mark, strict=True),
+            "name": shield.marked(message.name, mark, strict=True),
+            "content": shield.marked(message.content, mark, strict=True),
+        }
+    return _assistant_form(message, form, shield, mark)
+
+
+def _assistant_form(
+    message: AssistantMessage, form: Form, shield: Shield, mark: str
+) -> dict[str, Any]:
+    content: str | None = shield.marked(message.content, mark, strict=False)
+    if not content and message.tool_calls and form.empty_content == "none":
+        content = None
+    out: dict[str, Any] = {"role": "assistant", "content": content}
+    if message.reasoning_content:
+        out["reasoning_content"] = shield.marked(message.reasoning_content, mark, strict=False)
+    if message.tool_calls:
+        out["tool_calls"] = [_call_form(c, form, shield, mark) for c in message.tool_calls]
+    return out
+
+
+def _call_form(call: ToolCall, form: Form, shield: Shield, mark: str) -> dict[str, Any]:
+    arguments: Any = call.arguments
+    if form.arguments == "object":
+        value = parse_arguments(arguments)
+        arguments = arguments if value is None else value
+    told = {"name": call.name, "arguments": arguments}
+    return {
+        "id": shield.marked(_id(call.id, form), mark, strict=True),
+        "type": "function",
+        "function": shield.marked(told, mark, strict=True),
+    }
+
+
+def _said(message: UserMessage) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    if any(part.get("type") != "text" for part in message.content):
+        raise UserError("exact tokens are for text: a message has a part that is none (an image?)")
+    return "\n".join(str(part.get("text", "")) for part in message.content)
+
+
+def _id(call_id: str, form: Form) -> str:
+    """The id as the template takes it: nine letters by its hash, where those are asked for."""
+    if not form.short_ids or (len(call_id) == 9 and call_id.isascii() and call_id.isalnum()):
+        return call_id
+    number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "replace")).digest()[:8])
+    return "".join(_LETTERS[number // 62**place % 62] for place in range(9))
+
+
+def form_of(template: Template) -> Form:
+    """The form that this template reads: the first in which a call with an argument comes out."""
+    arguments: tuple[Literal["object", "text"], ...] = ("object", "text")
+    contents: tuple[Literal["", "none"], ...] = ("", "none")
+    for short, argument, content in itertools.product((False, True), arguments, contents):
+        form = Form(arguments=argument, empty_content=content, short_ids=short)
+        if _comes_out(template, form):
+            return form
+    return Form(writes_calls=False)
+
+
+def _comes_out(template: Template, form: Form) -> bool:
+    call = ToolCall(id="call_probe", name="look_up", arguments='{"subject": "gr\\"een"}')
+    conversation: list[Message] = [
+        UserMessage(content="Look it up."),
+        AssistantMessage(tool_calls=(call,)),
+        ToolMessage(tool_call_id="call_probe", name="look_up", content="Found."),
+    ]
+    bare = Shield((), "")
+    try:
+        text = template.render(
+            [message_form(m, form, bare, "") for m in conversation], [PROBE_TOOL]
+        )
+    except TemplateRefused:
+        return False
+    turn = text.rpartition("Look it up.")[2]  # the schema before it names the argument too
+    broken = ("{'subject'", '\\"subject\\"', '\\\\"een')
+    return "subject" in turn and "een" in turn and not any(piece in text for piece in broken)

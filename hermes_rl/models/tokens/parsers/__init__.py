@@ -1,0 +1,25 @@
+"""Parsers of tool calls, by name: `hermes` (JSON in tags) and `qwen3_coder` (parameters in tags).
+
+A model's own engine may parse as well; with exact tokens the ids come first, so the text is parsed
+here, once, in the same way for every engine.
+"""
+
+from __future__ import annotations
+
+from hermes_rl.errors import UserError
+from hermes_rl.models.tokens.parsers.base import Parsed as Parsed
+from hermes_rl.models.tokens.parsers.base import ParsedCall as ParsedCall
+from hermes_rl.models.tokens.parsers.base import ToolCallParser as ToolCallParser
+from hermes_rl.models.tokens.parsers.hermes import HermesParser as HermesParser
+from hermes_rl.models.tokens.parsers.qwen3_coder import Qwen3CoderParser as Qwen3CoderParser
+
+PARSERS: dict[str, ToolCallParser] = {
+    parser.name: parser for parser in (HermesParser(), Qwen3CoderParser())
+}
+
+
+def parser_named(name: str) -> ToolCallParser:
+    """The parser of this name. Raises: UserError with the names there are."""
+    if name not in PARSERS:
+        raise UserError(f"no tool-call parser {name!r}: use {' or '.join(sorted(PARSERS))}")
+    return PARSERS[name]

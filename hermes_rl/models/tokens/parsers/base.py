@@ -1,0 +1,134 @@
+"""What every parser of tool calls gives, and what they share.
+
+A parser reads; it never edits. Ids and raw text are recorded apart from what it makes of them, so
+the worst that a wrong reading can do is to answer the model wrongly, never to change a token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hermes_rl.messages import AssistantMessage, ToolCall
+
+Tools = Sequence[Mapping[str, Any]]
+
+_MARKUP = re.compile(
+    r"</?tool_call\b|<function=|</function>|<parameter=|\[TOOL_CALLS\]|<\|python_tag\|>"
+)
+_NAMED = re.compile(r'\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:')
+
+
+@dataclass(frozen=True)
+class ParsedCall:
+    """One tool call, well-formed or not."""
+
+    name: str
+    """Empty where none can be read."""
+    arguments_text: str
+    """A JSON object; what the model wrote, exactly, where that cannot be read."""
+    start: int
+    """First character of the call in the parsed text, its opening tag included."""
+    end: int
+    """Behind its last character, its closing tag included."""
+    id: str
+    """A hash of the call's place and text: the same text gives the same id, always."""
+    error: str | None = None
+    """What is wrong with its form, for the model; None when nothing is."""
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """An answer, taken apart."""
+
+    content: str
+    """What stands outside of reasoning and calls, before, between and behind them."""
+    reasoning: str | None = None
+    """What stands in `<think>`; None where there is no such block."""
+    calls: tuple[ParsedCall, ...] = ()
+    suspected_unparsed: bool = False
+    """Markup of a call, or a call in another form, is left in the content or in reasoning that was
+    never closed: the model may have meant a call that nobody runs."""
+
+    def message(self, text: str) -> AssistantMessage:
+        """The message of an answer.
+
+        Args:
+            text: what was parsed; kept as `raw_content` where `content` is not all of it.
+        """
+        calls = tuple(
+            ToolCall(id=c.id, name=c.name, arguments=c.arguments_text) for c in self.calls
+        )
+        return AssistantMessage(
+            content=self.content,
+            reasoning_content=self.reasoning or None,
+            tool_calls=calls,
+            raw_content=None if text == self.content else text,
+        )
+
+
+class ToolCallParser(Protocol):
+    """Reads the tool calls of one family of models."""
+
+    name: str
+
+    def parse(
+        self, text: str, tools: Tools = (), *, opened: bool = False, salt: str = ""
+    ) -> Parsed:
+        """Takes an answer apart. Never raises: what cannot be read is a call with an error, or
+        stays in the content.
+
+        Args:
+            text: the decoded answer without its end token.
+            tools: OpenAI function schemas; they tell the types of arguments.
+            opened: the prompt already opened `<think>`.
+            salt: goes into the ids of calls, so that equal calls of two turns differ.
+        """
+        ...
+
+
+def call_id(position: int, text: str, salt: str) -> str:
+    """The id of a call: a hash of its position among the calls of the answer, and its text."""
+    told = json.dumps([salt, position, text])
+    return f"call_{hashlib.sha256(told.encode()).hexdigest()[:24]}"
+
+
+def looks_like_a_call(text: str, tools: Tools) -> bool:
+    """Whether markup of a call stands in this text, or a JSON object that names an offered tool."""
+    if _MARKUP.search(text):
+        return True
+    offered = names(tools)
+    return any(found.group(1) in offered for found in _NAMED.finditer(text))
+
+
+def names(tools: Tools) -> set[str]:
+    """The names of the offered tools."""
+    functions = (tool.get("function") for tool in tools)
+    return {str(f["name"]) for f in functions if isinstance(f, Mapping) and "name" in f}
+
+
+def parameters(tools: Tools, name: str) -> Mapping[str, Any]:
+    """The JSON schema of a tool's arguments; empty for an unknown tool."""
+    for tool in tools:
+        function = tool.get("function")
+        if isinstance(function, Mapping) and function.get("name") == name:
+            schema = function.get("parameters")
+            return schema if isinstance(schema, Mapping) else {}
+    return {}
+
+
+def outside(text: str, start: int, calls: Sequence[ParsedCall]) -> str:
+    """The text from `start` on without its calls. The blank space around calls goes with them."""
+    pieces, place = [], start
+    for call in calls:
+        pieces.append(text[place : call.start])
+        place = call.end
+    pieces.append(text[place:])
+    if len(pieces) == 1:
+        return pieces[0]
+    kept = [piece.strip() for piece in pieces]
+    return "\n".join(piece for piece in kept if piece)

@@ -1,0 +1,126 @@
+"""Qwen3-Coder's form: `<function=NAME><parameter=KEY>VALUE</parameter></function>`.
+
+Values are bare text without escapes; the tool's schema tells their types. A parameter ends at the
+`</parameter>` that another parameter or the end of the function follows, so the tag may stand in
+the middle of a value.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from hermes_rl.models.tokens.parsers.base import (
+    Parsed,
+    ParsedCall,
+    Tools,
+    call_id,
+    looks_like_a_call,
+    names,
+    outside,
+    parameters,
+)
+from hermes_rl.models.tokens.parsers.reasoning import split_reasoning
+from hermes_rl.models.tokens.parsers.values import typed
+
+_BEGIN = re.compile(r"(<tool_call>\s*)?<function=([^>\n]*)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>")
+_VALUE_END = re.compile(r"</parameter>(?=\s*(?:<parameter=[^>\n]*>|</function>))")
+_LOOSE_END = re.compile(r"(?=\n<parameter=[^>\n]*>|\n?</function>)")
+_FUNCTION_END = re.compile(r"\s*</function>")
+_CALL_END = re.compile(r"\s*</tool_call>")
+_NEXT = re.compile(r"<tool_call>|\s*<function=[^>\n]*>")
+
+
+class Qwen3CoderParser:
+    """Reads calls of Qwen3-Coder, also those whose `<tool_call>` the model left out.
+
+    Without it, only a whole call of an offered tool counts; other such text stays content.
+    """
+
+    name = "qwen3_coder"
+
+    def parse(
+        self, text: str, tools: Tools = (), *, opened: bool = False, salt: str = ""
+    ) -> Parsed:
+        """See `ToolCallParser.parse`."""
+        thought = split_reasoning(text, opened=opened)
+        calls: list[ParsedCall] = []
+        offered = names(tools)
+        place = thought.start
+        while begin := _BEGIN.search(text, place):
+            call = _call(text, begin, len(calls), tools, salt)
+            bare = begin.group(1) is None
+            if bare and (call.error or call.name not in offered):
+                place = begin.end()
+                continue
+            calls.append(call)
+            place = call.end
+        content = outside(text, thought.start, calls)
+        left = content if thought.closed else content + (thought.reasoning or "")
+        return Parsed(content, thought.reasoning, tuple(calls), looks_like_a_call(left, tools))
+
+
+class _Body(NamedTuple):
+    """What stands in a function."""
+
+    values: dict[str, Any]
+    end: int
+    """Behind `</function>`, or where reading stopped."""
+    error: str | None
+
+
+def _call(text: str, begin: re.Match[str], position: int, tools: Tools, salt: str) -> ParsedCall:
+    name = begin.group(2).strip()
+    body = _body(text, begin.end(), parameters(tools, name))
+    end = body.end
+    if begin.group(1) is not None and (closed := _CALL_END.match(text, end)):
+        end = closed.end()
+    arguments = json.dumps(body.values, ensure_ascii=False)
+    if body.error:
+        arguments = text[begin.end() : body.end]
+    error = body.error or (None if name else "the tool call names no function")
+    spelled = text[begin.start() : end]
+    return ParsedCall(name, arguments, begin.start(), end, call_id(position, spelled, salt), error)
+
+
+def _body(text: str, start: int, schema: Any) -> _Body:
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, dict) else {}
+    values: dict[str, Any] = {}
+    place = start
+    while parameter := _PARAMETER.match(text, place):
+        key = parameter.group(1).strip()
+        ended = _VALUE_END.search(text, parameter.end())
+        loose = _LOOSE_END.search(text, parameter.end())
+        if ended:
+            written, place = text[parameter.end() : ended.start()], ended.end()
+        elif loose:  # the model left the closing tag out
+            written, place = text[parameter.end() : loose.start()], loose.end()
+        else:
+            return _Body(values, _stop(text, start), "the answer ends in the middle of a tool call")
+        values[key] = typed(_unwrapped(written), properties.get(key), schema)
+    if closed := _FUNCTION_END.match(text, place):
+        return _Body(values, closed.end(), None)
+    cut = not text[place:].strip()
+    why = "the answer ends in the middle of a tool call"
+    if not cut:
+        why = f"the tool call has {text[place : place + 30].strip()!r} where a parameter belongs"
+    return _Body(values, _stop(text, place), why)
+
+
+def _unwrapped(value: str) -> str:
+    """The value without the one line break that the form puts around it."""
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+def _stop(text: str, start: int) -> int:
+    """Where a broken call ends: at its closing tag, else where the next begins."""
+    for tag in ("</function>", "</tool_call>"):
+        close = text.find(tag, start)
+        following = _NEXT.search(text, start)
+        if close >= 0 and (following is None or close < following.start()):
+            return close + len(tag)
+    following = _NEXT.search(text, start)
+    return following.start() if following else len(text)

@@ -1,0 +1,198 @@
+"""One model's rendering: messages to token ids, ids to text, and the bridge between calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, UserMessage
+from hermes_rl.models.tokens import bridge as bridges
+from hermes_rl.models.tokens import probes
+from hermes_rl.models.tokens.bridge import Bridged, History
+from hermes_rl.models.tokens.files import TokenizerFiles, folder_of, read_folder
+from hermes_rl.models.tokens.forms import PROBE_TOOL, form_of
+from hermes_rl.models.tokens.shield import Shield
+from hermes_rl.models.tokens.template import Template, TemplateRefused
+from hermes_rl.models.tokens.tokenizer import Tokenizer
+from hermes_rl.models.tokens.typeset import Typesetter
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+class Renderer:
+    """A tokenizer with its chat template.
+
+    Args:
+        tokenizer: encodes and decodes.
+        template: writes a conversation as text.
+        end_ids: ids that end a turn, as the model's files say; what the template ends an
+            assistant's turn with is added.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: Template, *, end_ids: Iterable[int] = ()
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self._told_ends = frozenset(end_ids)
+        shield = Shield(tokenizer.added, "\n".join(template.sources.values()))
+        self._setter = Typesetter(template, form_of(template), shield)
+
+    @property
+    def tokenizer_hash(self) -> str:
+        """SHA-256 of tokenizer.json."""
+        return self.tokenizer.sha256
+
+    @property
+    def template_hash(self) -> str:
+        """SHA-256 of the template, its variables and its date."""
+        return self.template.sha256
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """The ids that end an assistant's turn: stop at these, never at a text."""
+        found = (self._end_of(answer, tools) for answer, tools in _PLAIN_TURNS)
+        return self._told_ends | {token_id for token_id in found if token_id is not None}
+
+    @cached_property
+    def opens_reasoning(self) -> bool:
+        """Whether the opening of the assistant's turn already holds `<think>`: what is sampled
+        then begins in the middle of reasoning."""
+        ask = [UserMessage(content="A question?")]
+        try:
+            text = self._setter.text(ask, (), "", generation_prompt=True)
+        except TemplateRefused:
+            return False
+        return text.rstrip().endswith("<think>")
+
+    @property
+    def parser_name(self) -> str:
+        """The tool-call parser that fits what the template writes."""
+        source = "\n".join(self.template.sources.values())
+        return "qwen3_coder" if "<function=" in source else "hermes"
+
+    def render(
+        self, messages: Iterable[Message], tools: Tools = (), generation_prompt: bool = True
+    ) -> list[int]:
+        """The prompt of a conversation. Nothing in its messages becomes a control token.
+
+        Args:
+            tools: OpenAI function schemas.
+            generation_prompt: end with the opening of the assistant's turn.
+
+        Raises: TemplateRefused; UserError for images.
+        """
+        told = list(messages)
+        mark = self._setter.mark_for(told, tools)
+        text = self._setter.text(told, tools, mark, generation_prompt=generation_prompt)
+        return self.tokenizer.encode(text, mark)
+
+    def text(
+        self, messages: Iterable[Message], tools: Tools = (), generation_prompt: bool = True
+    ) -> str:
+        """The rendered text, for people. Raises: as `render`."""
+        told = list(messages)
+        mark = self._setter.mark_for(told, tools)
+        text = self._setter.text(told, tools, mark, generation_prompt=generation_prompt)
+        return text.replace(mark, "")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, control tokens included."""
+        return self.tokenizer.decode(ids)
+
+    def answer_text(self, sampled_ids: Sequence[int]) -> str:
+        """The text of an answer without the end token that it may end with, for a parser."""
+        ended = bool(sampled_ids) and sampled_ids[-1] in self.end_ids
+        return self.decode(sampled_ids[:-1] if ended else sampled_ids)
+
+    def bridge(
+        self,
+        history: History,
+        sampled_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        tools: Tools = (),
+    ) -> Bridged:
+        """The next prompt: the last one, what was sampled, and the template's words behind it.
+
+        Args:
+            history: the last call: its conversation, its prompt, and its answer as parsed.
+            sampled_ids: every id of the answer in the order sampled, its end token included.
+            new_messages: what was added behind the answer.
+
+        Raises: UserError for images.
+        """
+        return bridges.bridge(
+            self._setter, self.tokenizer, self.end_ids, history, sampled_ids, new_messages, tools
+        )
+
+    def preserves_prefix(self) -> probes.Finding:
+        """Whether the template only adds at the end, and what breaks it otherwise."""
+        return self._finding
+
+    @cached_property
+    def _finding(self) -> probes.Finding:
+        return probes.find(self._setter, self.tokenizer, self.end_ids)
+
+    def _end_of(self, answer: AssistantMessage, tools: Tools) -> int | None:
+        """The id that the template ends such a turn with."""
+        ask = UserMessage(content="A question?")
+        results = [
+            ToolMessage(tool_call_id=call.id, name=call.name, content="A result.")
+            for call in answer.tool_calls
+        ]
+        history = History(messages=(ask,), prompt_ids=(), answer=answer)
+        try:
+            found = bridges.seam(
+                self._setter, self.tokenizer, self._told_ends, history, results or [ask], tools, ""
+            )
+        except TemplateRefused:
+            return None
+        if isinstance(found, str) or not found.end:
+            return None
+        return self.tokenizer.id_of(found.end)
+
+
+_CALL = ToolCall(id="probe0001", name="look_up", arguments='{"subject": "it"}')
+_PLAIN_TURNS: tuple[tuple[AssistantMessage, Tools], ...] = (
+    (AssistantMessage(content="An answer."), ()),
+    (AssistantMessage(tool_calls=(_CALL,)), (PROBE_TOOL,)),
+)
+
+
+def load_renderer(
+    path_or_name: str | Path,
+    *,
+    template: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+    revision: str | None = None,
+) -> Renderer:
+    """The renderer of a model.
+
+    Args:
+        path_or_name: a folder with tokenizer.json, or a model's name on the hub.
+        template: the source of a chat template, in the place of the model's own.
+        variables: for the template, such as `enable_thinking`.
+        revision: of the model on the hub.
+
+    Raises: UserError when files are missing or unreadable, or the model has no template.
+    """
+    files = read_folder(folder_of(path_or_name, revision))
+    return renderer_of(files, template=template, variables=variables)
+
+
+def renderer_of(
+    files: TokenizerFiles,
+    *,
+    template: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> Renderer:
+    """The renderer of files that were read. Raises: as `load_renderer`."""
+    tokenizer = Tokenizer(files.tokenizer, special=files.special, added=files.added)
+    sources: Mapping[str, str] | str = files.templates if template is None else template
+    told = Template(sources, variables={**files.named, **(variables or {})})
+    end = files.named.get("eos_token")
+    end_id = tokenizer.any_id_of(end) if isinstance(end, str) else None
+    ends = files.end_ids | ({end_id} if end_id is not None else set())
+    return Renderer(tokenizer, told, end_ids=ends)

@@ -1,0 +1,183 @@
+"""A tokenizer read from `tokenizer.json`, which also encodes text that only looks like a token.
+
+`encode` gives what the `tokenizers` library gives, and never adds a token of its own (no second
+BOS). A *mark*, one character before each character of a lookalike, says that this piece came from
+a message and is text: `<|im_end|>` in a tool's output then becomes the ids of its characters.
+
+How: a second tokenizer, built from the same file, knows its added tokens under names that no text
+holds. Those that the template wrote are written with these names, the marks are taken away, and
+everything is encoded at once, so that pieces have the neighbours that they have in the text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from hermes_rl.errors import UserError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_OPEN, _CLOSE = "\U000f0000", "\U000f0001"
+_EXTRA = "exact tokens need tokenizers and jinja2: pip install 'hermes-rl[rl]'"
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token that is matched as a whole, before the model of the tokenizer sees the text."""
+
+    id: int
+    text: str
+    special: bool
+    """A control token, such as `<|im_end|>`; others (`<think>` in some families) are markup."""
+
+
+class Tokenizer:
+    """The tokenizer of one model.
+
+    Args:
+        source: the text of `tokenizer.json`. Truncation and padding in it are left out.
+        special: texts of added tokens that other files of the model call special.
+        added: tokens that only other files of the model list, in the form of `added_tokens`.
+
+    Raises:
+        UserError: it is no such file, or its added tokens have other ids than it says.
+    """
+
+    def __init__(
+        self,
+        source: str | bytes,
+        *,
+        special: Iterable[str] = (),
+        added: Iterable[Mapping[str, Any]] = (),
+    ) -> None:
+        raw = source.encode() if isinstance(source, str) else source
+        self.sha256 = hashlib.sha256(raw).hexdigest()
+        """Of the file."""
+        self._spec = _spec(raw, frozenset(special), list(added))
+        self._plain = _built(self._spec)
+        self.added = tuple(
+            AddedToken(id=form["id"], text=form["content"], special=bool(form.get("special")))
+            for form in self._spec["added_tokens"]
+        )
+        for token in self.added:
+            if self._plain.token_to_id(token.text) != token.id:
+                raise UserError(
+                    f"tokenizer.json: the added token {token.text!r} does not get its id {token.id}"
+                    ": the file was edited, or its vocabulary is of another model"
+                )
+        self._ids = {token.text: token.id for token in self.added}
+        self._texts = {token.id: token.text for token in self.added}
+        self._renamed: dict[int, tokenizers.Tokenizer] = {}
+
+    def encode(self, text: str, mark: str = "") -> list[int]:
+        """The ids of a text; nothing is added to them.
+
+        Args:
+            text: rendered text. What can be no UTF-8 (half surrogates) becomes question marks.
+            mark: the character that stands before each character of a lookalike.
+        """
+        text = clean(text)
+        if mark and mark in text:
+            return self._encode_marked(text, mark)
+        return self._plain.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, control tokens included. Cut characters show as U+FFFD."""
+        return self._plain.decode(list(ids), skip_special_tokens=False)
+
+    def id_of(self, text: str) -> int | None:
+        """The id of an added token."""
+        return self._ids.get(text)
+
+    def text_of(self, token_id: int) -> str | None:
+        """The text of an added token."""
+        return self._texts.get(token_id)
+
+    def any_id_of(self, text: str) -> int | None:
+        """The id of any token by its name in the vocabulary."""
+        return self._plain.token_to_id(text)
+
+    @property
+    def size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self._plain.get_vocab_size(with_added_tokens=True)
+
+    def _encode_marked(self, text: str, mark: str) -> list[int]:
+        salt = 0
+        while _name(salt, "") in text:
+            salt += 1
+        pattern = lookalikes((token.text for token in self.added), after=mark)
+        named = pattern.sub(lambda m: _name(salt, str(self._ids[m.group()])) + _CLOSE, text)
+        encoding = self._with_names(salt).encode(named.replace(mark, ""), add_special_tokens=False)
+        start = _name(salt, "")
+        return [
+            int(piece[len(start) : -1]) if piece.startswith(start) else token_id
+            for token_id, piece in zip(encoding.ids, encoding.tokens, strict=True)
+        ]
+
+    def _with_names(self, salt: int) -> tokenizers.Tokenizer:
+        """The same tokenizer with its added tokens under names that no text holds."""
+        if salt not in self._renamed:
+            renamed = [
+                {**form, "content": _name(salt, str(form["id"])) + _CLOSE}
+                for form in self._spec["added_tokens"]
+            ]
+            spec = {**self._spec, "added_tokens": renamed, "post_processor": None}
+            self._renamed = {salt: _built(spec)}
+        return self._renamed[salt]
+
+
+def clean(text: str) -> str:
+    """The text with question marks for half surrogates, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
+    return text
+
+
+def lookalikes(texts: Iterable[str], *, after: str = "") -> re.Pattern[str]:
+    """Finds the leftmost, then longest of these texts; none that `after` stands before."""
+    longest_first = sorted({text for text in texts if text}, key=lambda text: (-len(text), text))
+    choices = "|".join(re.escape(text) for text in longest_first) or r"(?!)"
+    guard = f"(?<!{re.escape(after)})" if after else ""
+    return re.compile(f"{guard}(?:{choices})")
+
+
+def _name(salt: int, token: str) -> str:
+    return f"{_OPEN}{salt}.{token}"
+
+
+def _spec(raw: bytes, special: frozenset[str], added: list[Mapping[str, Any]]) -> dict[str, Any]:
+    try:
+        spec = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"tokenizer.json is no JSON: {error}") from None
+    if not isinstance(spec, dict) or not isinstance(spec.get("model"), dict):
+        raise UserError("tokenizer.json has no 'model': give the file of the tokenizers library")
+    known = list(spec.get("added_tokens") or [])
+    have = {form["content"] for form in known}
+    known += [dict(form) for form in added if form["content"] not in have]
+    tokens = [
+        {**form, "special": form.get("special") or form["content"] in special}
+        for form in sorted(known, key=lambda form: form["id"])
+    ]
+    return {**spec, "added_tokens": tokens, "truncation": None, "padding": None}
+
+
+def _built(spec: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    try:
+        from tokenizers import Tokenizer as Built
+    except ImportError:
+        raise UserError(_EXTRA) from None
+    try:
+        return Built.from_str(msgspec.json.encode(spec).decode())
+    except Exception as error:  # the library raises bare Exception for every bad file
+        raise UserError(f"tokenizer.json: {error}") from None
