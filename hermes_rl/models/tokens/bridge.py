@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from hermes_rl.messages import AssistantMessage, Message, ToolCall
+from hermes_rl.models.tokens.abridge import abridged
 from hermes_rl.models.tokens.template import TemplateRefused
 from hermes_rl.models.tokens.tokenizer import Tokenizer, lookalikes
 from hermes_rl.models.tokens.typeset import Typesetter
 
 PLACEHOLDER = "placeholder0answer"
 REASONING = "placeholder0reasoning"
+_NO_SEAM = "no control token parts the answer from what follows it, and both share a token"
 _EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*")
 
 
@@ -51,6 +53,8 @@ class Bridged:
     closed: bool = False
     """The sample did not end its turn (cut by a limit, stopped by a text): the glue begins with
     the end token."""
+    drops_reasoning: bool = False
+    """It is a fork because the template does not show the reasoning of earlier turns."""
 
     @property
     def glue(self) -> tuple[int, ...]:
@@ -65,7 +69,17 @@ class Seam:
     end: str
     """The end token; empty where the template has none."""
     after: str
-    """What follows it, up to the opening of the next turn. With marks."""
+    """What follows it, up to the opening of the next turn."""
+    mark: str
+    """What marks lookalikes in it."""
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Why there is no bridge, in one line."""
+
+    why: str
+    drops_reasoning: bool = False
 
 
 def bridge(
@@ -85,18 +99,17 @@ def bridge(
 
     Raises: UserError for images.
     """
-    mark = setter.mark_for([*history.messages, history.answer, *new_messages], tools)
     try:
-        found = seam(setter, tokenizer, end_ids, history, new_messages, tools, mark)
+        found = seam(setter, tokenizer, end_ids, history, new_messages, tools)
     except TemplateRefused as error:
         return Bridged(None, str(error))
-    if isinstance(found, str):
-        return Bridged(None, found)
+    if isinstance(found, Fork):
+        return Bridged(None, found.why, drops_reasoning=found.drops_reasoning)
     sampled = tuple(sampled_ids)
     ended = bool(sampled) and sampled[-1] in end_ids
-    glue = _glue(tokenizer, found, mark, sampled, ended)
-    if isinstance(glue, str):
-        return Bridged(None, glue)
+    glue = _glue(tokenizer, found, sampled, ended)
+    if isinstance(glue, Fork):
+        return Bridged(None, glue.why)
     kept = (*history.prompt_ids, *sampled)
     return Bridged(ids=(*kept, *glue), glue_start=len(kept), closed=bool(found.end) and not ended)
 
@@ -108,29 +121,29 @@ def seam(
     history: History,
     new_messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]],
-    mark: str,
-) -> Seam | str:
-    """What stands behind the answer, or why that cannot be told. Raises: TemplateRefused."""
-    turn = [*history.messages, placeholder(history.answer)]
-    alone = setter.text(turn, tools, mark, generation_prompt=False)
-    whole = setter.text([*turn, *new_messages], tools, mark, generation_prompt=True)
+) -> Seam | Fork:
+    """What stands behind the answer. Raises: TemplateRefused; UserError for images."""
+    turn = [*abridged(history.messages), placeholder(history.answer)]
+    sheet = setter.sheet([*turn, *new_messages], tools)
+    alone = sheet.text(len(turn), generation_prompt=False)
+    whole = sheet.text(generation_prompt=True)
     place = alone.rfind(PLACEHOLDER)
     if place < 0:
-        return "the template does not write the assistant's turn"
+        return Fork("the template does not write the assistant's turn")
     start = place + len(PLACEHOLDER)
     there = _nth_end(whole, alone.count(PLACEHOLDER))
     if without_empty_reasoning(alone[:start]) != without_empty_reasoning(whole[:there]):
         return rewritten(alone, whole)
     behind, rest = alone[start:], whole[there:]
-    end = _end_in(behind, tokenizer, end_ids, mark)
+    end = _end_in(behind, tokenizer, end_ids, sheet.mark)
     shared = behind if end is None else behind[: end[1]]
     if not rest.startswith(shared):
         return rewritten(alone, whole)
     if end is None:  # some templates write the end of a turn with the next one
-        end = _end_in(rest, tokenizer, end_ids, mark, only_first=True)
+        end = _end_in(rest, tokenizer, end_ids, sheet.mark, only_first=True)
         if end is None or rest[: end[0]].strip():
-            return Seam(end="", after=rest)
-    return Seam(end=rest[end[0] : end[1]], after=rest[end[1] :])
+            return Seam(end="", after=rest, mark=sheet.mark)
+    return Seam(end=rest[end[0] : end[1]], after=rest[end[1] :], mark=sheet.mark)
 
 
 def without_empty_reasoning(text: str) -> str:
@@ -164,15 +177,17 @@ def placeholder(answer: AssistantMessage) -> AssistantMessage:
     )
 
 
-def rewritten(before: str, after: str) -> str:
-    """Why the one is no beginning of the other, in one line."""
+def rewritten(before: str, after: str) -> Fork:
+    """Why the one is no beginning of the other."""
     pairs = zip(before, after, strict=False)
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
     was, now = before[place : place + 40], after[place : place + 40]
-    what = "rewrites what stands before the new messages"
-    if REASONING in before and REASONING not in after:
-        what = "drops the reasoning of earlier turns"
-    return f"the template {what}: {was!r} becomes {now!r} at character {place}"
+    dropped = any(before.count(sign) > after.count(sign) for sign in (REASONING, "</think>"))
+    what = "drops the reasoning of earlier turns"
+    if not dropped:
+        what = "rewrites what stands before the new messages"
+    told = f"the template {what}: {was!r} becomes {now!r} at character {place}"
+    return Fork(told, drops_reasoning=dropped)
 
 
 def _end_in(
@@ -199,8 +214,8 @@ def _end_in(
 
 
 def _glue(
-    tokenizer: Tokenizer, found: Seam, mark: str, sampled: tuple[int, ...], ended: bool
-) -> list[int] | str:
+    tokenizer: Tokenizer, found: Seam, sampled: tuple[int, ...], ended: bool
+) -> list[int] | Fork:
     """The ids of the glue, or why its seam is not clean.
 
     A control token separates: what stands on its two sides is tokenised apart anyway. So the glue
@@ -208,17 +223,15 @@ def _glue(
     """
     anchor = found.end or (tokenizer.text_of(sampled[-1]) if ended else None)
     if anchor:
-        ids = tokenizer.encode(anchor + found.after, mark)
+        ids = tokenizer.encode(anchor + found.after, found.mark)
         if not ids or tokenizer.text_of(ids[0]) != anchor:
-            return f"the tokenizer does not read {anchor!r} as one token"
+            return Fork(f"the tokenizer does not read {anchor!r} as one token")
         return ids[1:] if ended else ids
-    first = tokenizer.encode(found.after, mark)
+    first = tokenizer.encode(found.after, found.mark)
     if first and tokenizer.text_of(first[0]) is not None:
         return first
     said = tokenizer.decode(sampled)
-    alone, joint = tokenizer.encode(said), tokenizer.encode(said + found.after, mark)
+    alone, joint = tokenizer.encode(said), tokenizer.encode(said + found.after, found.mark)
     if joint[: len(alone)] != alone:
-        return (
-            "the end of the answer and what follows it are one token: no control token parts them"
-        )
+        return Fork(_NO_SEAM)
     return joint[len(alone) :]

@@ -22,7 +22,6 @@ from hermes_rl.messages import (
     UserMessage,
     parse_arguments,
 )
-from hermes_rl.models.tokens.shield import Shield
 from hermes_rl.models.tokens.template import Template, TemplateRefused
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -55,51 +54,41 @@ class Form:
     """Whether calls come out at all."""
 
 
-def message_form(message: Message, form: Form, shield: Shield, mark: str) -> dict[str, Any]:
-    """A message as the template reads it, lookalikes marked.
-
-    Raises: UserError for images, which have no ids here.
-    """
+def message_form(message: Message, form: Form) -> dict[str, Any]:
+    """A message as the template reads it. Raises: UserError for images, which have no ids here."""
     if isinstance(message, SystemMessage):
-        return {"role": "system", "content": shield.marked(message.content, mark, strict=False)}
+        return {"role": "system", "content": message.content}
     if isinstance(message, UserMessage):
-        content = shield.marked(_said(message), mark, strict=True)
-        return {"role": "user", "content": content}
+        return {"role": "user", "content": _said(message)}
     if isinstance(message, ToolMessage):
         return {
             "role": "tool",
-            "tool_call_id": shield.marked(_id(message.tool_call_id, form), mark, strict=True),
-            "name": shield.marked(message.name, mark, strict=True),
-            "content": shield.marked(message.content, mark, strict=True),
+            "tool_call_id": _id(message.tool_call_id, form),
+            "name": message.name,
+            "content": message.content,
         }
-    return _assistant_form(message, form, shield, mark)
+    return _assistant_form(message, form)
 
 
-def _assistant_form(
-    message: AssistantMessage, form: Form, shield: Shield, mark: str
-) -> dict[str, Any]:
-    content: str | None = shield.marked(message.content, mark, strict=False)
+def _assistant_form(message: AssistantMessage, form: Form) -> dict[str, Any]:
+    content: str | None = message.content
     if not content and message.tool_calls and form.empty_content == "none":
         content = None
     out: dict[str, Any] = {"role": "assistant", "content": content}
     if message.reasoning_content:
-        out["reasoning_content"] = shield.marked(message.reasoning_content, mark, strict=False)
+        out["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
-        out["tool_calls"] = [_call_form(c, form, shield, mark) for c in message.tool_calls]
+        out["tool_calls"] = [_call_form(call, form) for call in message.tool_calls]
     return out
 
 
-def _call_form(call: ToolCall, form: Form, shield: Shield, mark: str) -> dict[str, Any]:
+def _call_form(call: ToolCall, form: Form) -> dict[str, Any]:
     arguments: Any = call.arguments
     if form.arguments == "object":
         value = parse_arguments(arguments)
         arguments = arguments if value is None else value
     told = {"name": call.name, "arguments": arguments}
-    return {
-        "id": shield.marked(_id(call.id, form), mark, strict=True),
-        "type": "function",
-        "function": shield.marked(told, mark, strict=True),
-    }
+    return {"id": _id(call.id, form), "type": "function", "function": told}
 
 
 def _said(message: UserMessage) -> str:
@@ -136,11 +125,8 @@ def _comes_out(template: Template, form: Form) -> bool:
         AssistantMessage(tool_calls=(call,)),
         ToolMessage(tool_call_id="call_probe", name="look_up", content="Found."),
     ]
-    bare = Shield((), "")
     try:
-        text = template.render(
-            [message_form(m, form, bare, "") for m in conversation], [PROBE_TOOL]
-        )
+        text = template.render([message_form(m, form) for m in conversation], [PROBE_TOOL])
     except TemplateRefused:
         return False
     turn = text.rpartition("Look it up.")[2]  # the schema before it names the argument too

@@ -23,6 +23,7 @@ from hermes_rl.messages import (
 )
 from hermes_rl.models.tokens.bridge import (
     REASONING,
+    Fork,
     History,
     rewritten,
     seam,
@@ -97,20 +98,20 @@ def _case(probe: _Probe, setter: Typesetter, tokenizer: Tokenizer, end_ids: froz
     if probe.answer.tool_calls and not setter.form.writes_calls:
         return Case(probe.name, "refused", "the template writes no tool calls")
     history = History(messages=probe.base, prompt_ids=(), answer=probe.answer)
-    mark = setter.mark_for([], [])
-    whole = [*probe.base, probe.answer, *probe.new]
+    told = [*probe.base, probe.answer, *probe.new]
     try:
-        prompt = setter.text(probe.base, tools, mark, generation_prompt=True)
-        after = setter.text(whole, tools, mark, generation_prompt=True)
-        found = seam(setter, tokenizer, end_ids, history, probe.new, tools, mark)
+        sheet = setter.sheet(told, tools)
+        prompt = sheet.text(len(probe.base), generation_prompt=True)
+        after = sheet.text(generation_prompt=True)
+        found = seam(setter, tokenizer, end_ids, history, probe.new, tools)
     except TemplateRefused as error:
         return Case(probe.name, "refused", str(error))
-    if isinstance(found, str):
-        return Case(probe.name, "forks", found)
+    if isinstance(found, Fork):
+        return Case(probe.name, "forks", found.why)
     if not after.startswith(prompt):
         if without_empty_reasoning(after).startswith(without_empty_reasoning(prompt)):
             return Case(probe.name, "bridged", _EMPTY)
-        return Case(probe.name, "bridged", rewritten(prompt, after))
+        return Case(probe.name, "bridged", rewritten(prompt, after).why)
     if probe.answer.reasoning_content and REASONING not in after:
         return Case(probe.name, "bridged", _NEVER)
     return Case(probe.name, "identical")
@@ -121,7 +122,7 @@ def _notes(setter: Typesetter) -> list[str]:
     another = datetime.date(2031, 1, 2)
     moved = Typesetter(setter.template.dated(another), setter.form, setter.shield)
     try:
-        texts = [s.text(ask, [], "", generation_prompt=True) for s in (setter, moved)]
+        texts = [s.sheet(ask, []).text(generation_prompt=True) for s in (setter, moved)]
     except TemplateRefused as error:
         return [f"a single question: {error}"]
     if texts[0] == texts[1]:

@@ -62,7 +62,7 @@ class Renderer:
         then begins in the middle of reasoning."""
         ask = [UserMessage(content="A question?")]
         try:
-            text = self._setter.text(ask, (), "", generation_prompt=True)
+            text = self._setter.sheet(ask, ()).text(generation_prompt=True)
         except TemplateRefused:
             return False
         return text.rstrip().endswith("<think>")
@@ -84,19 +84,15 @@ class Renderer:
 
         Raises: TemplateRefused; UserError for images.
         """
-        told = list(messages)
-        mark = self._setter.mark_for(told, tools)
-        text = self._setter.text(told, tools, mark, generation_prompt=generation_prompt)
-        return self.tokenizer.encode(text, mark)
+        sheet = self._setter.sheet(messages, tools)
+        return self.tokenizer.encode(sheet.text(generation_prompt=generation_prompt), sheet.mark)
 
     def text(
         self, messages: Iterable[Message], tools: Tools = (), generation_prompt: bool = True
     ) -> str:
         """The rendered text, for people. Raises: as `render`."""
-        told = list(messages)
-        mark = self._setter.mark_for(told, tools)
-        text = self._setter.text(told, tools, mark, generation_prompt=generation_prompt)
-        return text.replace(mark, "")
+        sheet = self._setter.sheet(messages, tools)
+        return sheet.text(generation_prompt=generation_prompt).replace(sheet.mark, "")
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens included."""
@@ -145,11 +141,11 @@ class Renderer:
         history = History(messages=(ask,), prompt_ids=(), answer=answer)
         try:
             found = bridges.seam(
-                self._setter, self.tokenizer, self._told_ends, history, results or [ask], tools, ""
+                self._setter, self.tokenizer, self._told_ends, history, results or [ask], tools
             )
         except TemplateRefused:
             return None
-        if isinstance(found, str) or not found.end:
+        if isinstance(found, bridges.Fork) or not found.end:
             return None
         return self.tokenizer.id_of(found.end)
 

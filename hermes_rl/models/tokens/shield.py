@@ -8,7 +8,7 @@ template spells as ordinary text (`### User:`) can be told from a message's text
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hermes_rl.errors import UserError
@@ -33,6 +33,16 @@ class Shield:
         self._envelope = self._control + [text for text in markup if text in template]
         self._find_control = lookalikes(self._control)
         self._find_envelope = lookalikes(self._envelope)
+
+    def message(self, form: Mapping[str, Any], mark: str) -> dict[str, Any]:
+        """A message in its template's form, marked as its role asks for."""
+        strict = form["role"] in ("user", "tool")
+        return {
+            key: value
+            if key in ("role", "type")
+            else self.marked(value, mark, strict=strict or key == "tool_calls")
+            for key, value in form.items()
+        }
 
     def marked(self, value: Any, mark: str, *, strict: bool) -> Any:
         """A value of JSON with each lookalike in its strings and keys marked.

@@ -6,12 +6,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from hermes_rl.messages import Message
 from hermes_rl.models.tokens.forms import Form, message_form
 from hermes_rl.models.tokens.shield import Shield, mark_for
 from hermes_rl.models.tokens.template import Template
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Messages and tools as the template reads them, marked, ready to be rendered."""
+
+    template: Template
+    messages: Sequence[Mapping[str, Any]]
+    tools: Tools
+    mark: str
+    """The character before each character of a lookalike; it stands nowhere else."""
+
+    def text(self, count: int | None = None, *, generation_prompt: bool) -> str:
+        """The rendered text of the first `count` messages, or of all. Raises: TemplateRefused."""
+        told = self.messages if count is None else self.messages[:count]
+        return self.template.render(told, self.tools, generation_prompt=generation_prompt)
 
 
 @dataclass(frozen=True)
@@ -22,19 +38,10 @@ class Typesetter:
     form: Form
     shield: Shield
 
-    def mark_for(self, messages: Iterable[Message], tools: Iterable[Mapping[str, Any]]) -> str:
-        """A mark that stands in none of these messages and tools."""
-        return mark_for([msgspec.to_builtins(list(messages)), list(tools)])
-
-    def text(
-        self,
-        messages: Iterable[Message],
-        tools: Sequence[Mapping[str, Any]],
-        mark: str,
-        *,
-        generation_prompt: bool,
-    ) -> str:
-        """The rendered conversation. Raises: TemplateRefused; UserError for images."""
-        forms = [message_form(message, self.form, self.shield, mark) for message in messages]
-        told = [self.shield.marked(dict(tool), mark, strict=False) for tool in tools]
-        return self.template.render(forms, told, generation_prompt=generation_prompt)
+    def sheet(self, messages: Iterable[Message], tools: Tools) -> Sheet:
+        """The messages, ready to be rendered. Raises: UserError for images."""
+        forms = [message_form(message, self.form) for message in messages]
+        mark = mark_for([forms, list(tools)])
+        told = [self.shield.message(form, mark) for form in forms]
+        offered = [self.shield.marked(dict(tool), mark, strict=False) for tool in tools]
+        return Sheet(self.template, told, offered, mark)
