@@ -107,6 +107,7 @@ class Inner:
         """End a background process by its id in the sandbox. Blocks."""
         for proc in processes.descendants(self.init):
             if processes.inside_pid(proc.pid) == inside:
+                processes.stop_tree(proc)
                 processes.end_tree(proc)
 
 
@@ -139,7 +140,7 @@ class Outer:
             return
         root = processes.find(self.process.pid)
         if root is not None and self.process.poll() is None:
-            root.signal(signal.SIGSTOP)  # so that it starts nothing between our look and our blow
+            processes.stop_tree(root)
             processes.end_tree(root)
 
     def _end_inner(self) -> None:

@@ -21,7 +21,7 @@ from hermes_rl.sandboxes.box import Lease, Outer, abandon, confined, launch
 from hermes_rl.sandboxes.hostfolder import host_folder
 from hermes_rl.sandboxes.leased import BubblewrapSandbox
 from hermes_rl.sandboxes.privilege import has_slots
-from hermes_rl.sandboxes.processes import Jobs
+from hermes_rl.sandboxes.processes import Jobs, look
 from hermes_rl.sandboxes.reaper import Warden, reap
 from hermes_rl.sandboxes.session import environment_file, not_started
 from hermes_rl.sandboxes.shell import Shell, ShellLost, ShellPaths, supervisor_text
@@ -153,7 +153,9 @@ class Bubblewrap:
             ours.close()
             raise
         paths = ShellPaths(control, recipe.CONTROL, recipe.STATE)
-        jobs = Jobs(lambda: outer.inner().supervisor, lambda: outer.inner().children())
+        jobs = Jobs(
+            lambda: outer.inner().supervisor, lambda: look(outer.inner().children(), below=False)
+        )
         shell = Shell(ours, paths, jobs)
         try:
             await shell.ready()

@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -56,6 +57,7 @@ class PlainSandbox(ShellSandbox):
     def _end_background(self, inside: int) -> None:
         for proc in processes.descendants(self._running.tree.process.pid):
             if proc.pid == inside:
+                processes.stop_tree(proc)
                 processes.end_tree(proc)
 
     async def _classify(self, lost: ShellLost) -> SandboxError:
@@ -71,8 +73,7 @@ class PlainSandbox(ShellSandbox):
         await asyncio.to_thread(self._running.tree.end)
         await exited(self._running.tree.process)
 
-    async def grade(self, spec: GradingSpec) -> GradingResult:
-        """See `base.Sandbox.grade`; a fresh shell is all that keeps the verifier apart."""
+    async def _end_session(self) -> None:
         if self._closed:
             self._raise_if_dead()
         self._background.close()
@@ -81,6 +82,10 @@ class PlainSandbox(ShellSandbox):
         self._error = self._error or SandboxDied("the sandbox is being graded: its session is over")
         if not (self._running.box / "ws").is_dir():
             raise SandboxDied("the workspace vanished")
+
+    async def grade(self, spec: GradingSpec) -> GradingResult:
+        """See `base.Sandbox.grade`; a fresh shell is all that keeps the verifier apart."""
+        await self._end_session()
         self._boxes += 1
         return await self._backend.grade(self._running.box, spec, self._boxes)
 
@@ -99,13 +104,20 @@ class Tree:
     """A shell and all that it started.
 
     Every process inherits the writing end of a pipe, the life line: at its end nobody is left, and
-    no search through the whole machine is needed. (A daemon that closes what it inherited escapes
+    no search through the whole machine is needed. (A daemon that closed what it inherited escapes
     this look; the warden finds it by its mark when the worker ends.)
+
+    Args:
+        process: the shell.
+        mark: the variable of the environment that all of them have.
+        alive: our end of the life line; owned from here on.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], box: Path, alive: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], mark: str, alive: int) -> None:
         self.process = process
-        self.mark = f"{MARK}={box}".encode()
+        eldest = processes.find(process.pid) or processes.Proc(0, process.pid)
+        line = f"pipe:[{os.fstat(alive).st_ino}]"
+        self.kin = processes.Kin(eldest, f"{MARK}={mark}".encode(), line)
         self._alive = alive
 
     def _held(self) -> bool:
@@ -117,28 +129,39 @@ class Tree:
 
     def end(self) -> None:
         """SIGKILL all of it. Blocks: call it in a thread. Idempotent."""
-        root = processes.find(self.process.pid)
-        if root is not None and self.process.poll() is None:
-            processes.end_tree(root)
+        if self.process.poll() is None:
+            processes.end_tree(self.kin.eldest)
         if self._alive < 0:
             return
         for _ in range(processes.ROUNDS):
-            strays = processes.marked(self.mark) if self._held() else []
-            if not strays:
+            if not self._held():
                 break
-            processes.send(strays, signal.SIGKILL)
+            processes.send(self.kin.look().alive, signal.SIGKILL)
+            time.sleep(0.001)
         os.close(self._alive)
         self._alive = -1
 
 
 async def plant(spawner: Spawner, argv: list[str], box: Path, stdio: socket.socket) -> Tree:
-    """Start a shell with a life line."""
+    """Start a shell with a life line; a cancelled caller leaves none behind."""
+    with stdio:
+        started = asyncio.ensure_future(spawner.call(lambda: _grow(argv, str(box), stdio)))
+        try:
+            return await asyncio.shield(started)
+        except asyncio.CancelledError:
+            tree = await started
+            await asyncio.to_thread(tree.end)
+            await exited(tree.process)
+            raise
+
+
+def _grow(argv: list[str], mark: str, stdio: socket.socket) -> Tree:
+    """Start it. In one go: who forks while we hold both ends of the line would hold it too."""
     alive, line = os.pipe()
     os.set_blocking(alive, False)
-    launch = Launch(argv, argv[0], pass_fds=(line,), env={MARK: str(box)})
     try:
-        with stdio:
-            return Tree(await spawner.call(lambda: start(launch, stdio)), box, alive)
+        process = start(Launch(argv, argv[0], pass_fds=(line,), env={MARK: mark}), stdio)
+        return Tree(process, mark, alive)
     except BaseException:
         os.close(alive)
         raise
@@ -224,7 +247,7 @@ class Subprocess:
         shell = Shell(
             ours,
             ShellPaths(control, str(control), str(control), inputs=box),
-            processes.Jobs(lambda: process.pid, lambda: processes.marked_orphans(tree.mark)),
+            processes.Jobs(lambda: process.pid, tree.kin.orphans),
         )
         try:
             await shell.ready()

@@ -10,18 +10,18 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 GRACE_S = 0.1
 """Between SIGTERM and SIGKILL: time for a program to flush what it printed."""
 ROUNDS = 200
 """Rounds of SIGKILL, 5 ms apart, before a tree is called unkillable."""
+RESTLESS = 10
+"""Empty looks in a row that are believed even when strangers of the machine come and go."""
 
 
-Orphans = Callable[[], Iterable[int]]
-
-
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Proc:
     """One process."""
 
@@ -32,7 +32,19 @@ class Proc:
     def alive(self) -> bool:
         """Still running (a zombie is not)."""
         found = _stat(self.pid)
-        return found is not None and found[1] == self.start and found[2] not in "ZX"
+        return found is not None and found.start == self.start and not found.dead
+
+    def halted(self) -> bool:
+        """Neither runs nor will before somebody wakes it: stopped, or gone."""
+        found = _stat(self.pid)
+        return found is None or found.start != self.start or found.dead or found.stopped
+
+    def younger(self, other: Proc) -> bool:
+        """Whether it was started after the other one. Within a tick the ids tell, which begin anew
+        after the highest."""
+        if self.start != other.start:
+            return self.start > other.start
+        return 0 < (self.pid - other.pid) % _ids() < _ids() / 2
 
     def signal(self, number: int) -> None:
         """Send a signal to this very process, or to nobody."""
@@ -49,21 +61,42 @@ class Proc:
             os.close(handle)
 
 
-def _stat(pid: int) -> tuple[int, int, str] | None:
-    """Parent, start time and state of a process."""
+@dataclass(frozen=True)
+class _Stat:
+    """A line of /proc/PID/stat."""
+
+    parent: int
+    start: int
+    dead: bool
+    """A zombie, and no thread of it still runs."""
+    stopped: bool
+
+
+def _stat(pid: int) -> _Stat | None:
+    """What the kernel says of a process; None when it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
     except OSError:
         return None
     fields = text[text.rfind(b")") + 2 :].split()
-    return int(fields[1]), int(fields[19]), fields[0].decode()
+    dead = fields[0] in b"ZX" and int(fields[17]) < 2
+    return _Stat(int(fields[1]), int(fields[19]), dead, fields[0] in b"Tt")
+
+
+@lru_cache(maxsize=1)
+def _ids() -> int:
+    """How many process ids the machine has."""
+    try:
+        return int(Path("/proc/sys/kernel/pid_max").read_text())
+    except (OSError, ValueError):
+        return 32_768
 
 
 def find(pid: int) -> Proc | None:
     """The process that has this id now."""
     found = _stat(pid)
-    return Proc(found[1], pid) if found else None
+    return Proc(found.start, pid) if found else None
 
 
 def children(pid: int) -> list[int]:
@@ -82,17 +115,64 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def descendants(pid: int) -> list[Proc]:
-    """All processes below this one."""
-    found: list[Proc] = []
-    todo = children(pid)
+@dataclass(frozen=True)
+class Look:
+    """What one look at /proc found."""
+
+    alive: list[Proc]
+    dying: frozenset[Proc] = frozenset()
+    """Zombies, and who went away while we looked: what they forked just before may be missing."""
+
+    def __add__(self, other: Look) -> Look:
+        return Look(self.alive + other.alive, self.dying | other.dying)
+
+
+Orphans = Callable[[], Look]
+
+
+def look(pids: Iterable[int], *, below: bool = True) -> Look:
+    """These processes, and all below them."""
+    alive: list[Proc] = []
+    dying: set[Proc] = set()
+    todo = [*pids]
     while todo:
-        current = todo.pop()
-        proc = find(current)
-        if proc is not None:
-            found.append(proc)
-            todo += children(current)
-    return found
+        pid = todo.pop()
+        found = _stat(pid)
+        if found is None:
+            dying.add(Proc(-1, pid))
+            continue
+        if found.dead:
+            dying.add(Proc(found.start, pid))
+        else:
+            alive.append(Proc(found.start, pid))
+        if below:
+            todo += children(pid)
+    return Look(alive, frozenset(dying))
+
+
+def descendants(pid: int) -> list[Proc]:
+    """All that live below this one."""
+    return look(children(pid)).alive
+
+
+class Calm:
+    """Tells, from look to look, when all are gone.
+
+    An empty look alone proves nothing: a child that was forked when the list had been read is
+    missed, and its parent was gone when we came to it. So the look before it was empty too, and
+    nobody was dying that was not dying then.
+    """
+
+    def __init__(self) -> None:
+        self._empty = 0
+        self._dying: frozenset[Proc] = frozenset()
+
+    def gone(self, now: Look) -> bool:
+        """Take one more look into account."""
+        restless = not now.dying <= self._dying
+        self._dying = now.dying
+        self._empty = 0 if now.alive else self._empty + 1
+        return self._empty >= (RESTLESS if restless else 2)
 
 
 def inside_pid(pid: int) -> int:
@@ -106,26 +186,13 @@ def inside_pid(pid: int) -> int:
     return pid
 
 
-def job_members(orphans: Orphans, supervisor: int, job: Proc) -> list[Proc]:
-    """The job's tree, and what left it for process 1 (by setsid and double forks).
-
-    An orphan belongs to the job when it is younger; what an older background process started stays
-    below that process and lives on.
-    """
-    members = [job, *descendants(job.pid)]
-    for pid in orphans():
-        proc = find(pid)
-        if proc is not None and pid != supervisor and proc > job:
-            members += [proc, *descendants(pid)]
-    return [proc for proc in members if proc.alive()]
-
-
 class Jobs:
     """Which child of a supervisor is the running command, and how to end that with all it started.
 
     Args:
         supervisor: the id of the session's shell, which lives on; 0 when it is gone.
-        orphans: lists the session's processes whose parent is gone.
+        orphans: finds the session's processes whose parent is gone (the supervisor may be
+            among them).
     """
 
     def __init__(self, supervisor: Callable[[], int], orphans: Orphans) -> None:
@@ -154,24 +221,31 @@ class Jobs:
         job = self.running()
         if job is None:
             return True
-        send(self._members(job), signal.SIGTERM)
+        told: set[Proc] = set()
+        calm = Calm()
         deadline = time.monotonic() + GRACE_S
         pause = 0.001
-        while time.monotonic() < deadline:
+        while not calm.gone(now := self._look(job)):
+            if time.monotonic() > deadline:
+                return _kill(now, calm, lambda: self._look(job))
+            send([proc for proc in now.alive if proc not in told], signal.SIGTERM)
+            told.update(now.alive)
             time.sleep(pause)
-            if not self._members(job):
-                return True
             pause = min(2 * pause, 0.01)
-        for _ in range(ROUNDS):
-            members = self._members(job)
-            if not members:
-                return True
-            send(members, signal.SIGKILL)
-            time.sleep(0.005)
-        return False
+        return True
 
-    def _members(self, job: Proc) -> list[Proc]:
-        return job_members(self._orphans, self._supervisor(), job)
+    def _look(self, job: Proc) -> Look:
+        """The job's tree, and what left it (by setsid and double forks).
+
+        An orphan belongs to the job when it is younger; what an older background process started
+        stays below that process and lives on. The tree comes first: who leaves it meanwhile is
+        among the orphans then.
+        """
+        tree = _tree(job)
+        orphans = self._orphans()
+        supervisor = self._supervisor()
+        left = [proc.pid for proc in orphans.alive if proc.pid != supervisor and proc.younger(job)]
+        return tree + Look([], orphans.dying) + look(left)
 
 
 def _known(pid: int) -> Proc:
@@ -179,14 +253,54 @@ def _known(pid: int) -> Proc:
     return find(pid) or Proc(-1, pid)
 
 
-def end_tree(root: Proc) -> bool:
-    """SIGKILL a process and everything below it. Blocks: call it in a thread."""
+def _tree(root: Proc) -> Look:
+    """A process and all below it; not those of a stranger that has its id by now."""
+    return look([root.pid]) if find(root.pid) == root else Look([])
+
+
+def stop_tree(root: Proc) -> None:
+    """SIGSTOP a process and everything below it, so that nothing of it forks or leaves it.
+
+    For a tree whose orphans nobody would find. Who is in the middle of a fork stops after it: so
+    all have stopped before the look that must find nobody new. Blocks: call it in a thread.
+    """
+    told: set[Proc] = set()
+    halted = False
     for _ in range(ROUNDS):
-        members = [proc for proc in [*descendants(root.pid), root] if proc.alive()]
-        if not members:
-            return True
-        send(members, signal.SIGKILL)
+        fresh = [proc for proc in _tree(root).alive if proc not in told]
+        if halted and not fresh:
+            return
+        send(fresh, signal.SIGSTOP)
+        told.update(fresh)
+        time.sleep(0.001)
+        halted = all(proc.halted() for proc in told)
+
+
+def end_tree(root: Proc) -> bool:
+    """SIGKILL a process and everything below it. Blocks: call it in a thread.
+
+    Returns whether all of it is gone. What it forks in this moment may get away; where nobody would
+    find that either, `stop_tree` goes first.
+    """
+    known: set[Proc] = set()
+
+    def again() -> Look:
+        """Also those whose parent is gone by now."""
+        now = _tree(root)
+        known.update(now.alive)
+        return Look([proc for proc in known if proc.alive()], now.dying)
+
+    return _kill(again(), Calm(), again)
+
+
+def _kill(now: Look, calm: Calm, again: Callable[[], Look]) -> bool:
+    """SIGKILL what a look found, look again, until all are gone. Returns whether they are."""
+    for _ in range(ROUNDS):
+        send(now.alive, signal.SIGKILL)
         time.sleep(0.005)
+        now = again()
+        if calm.gone(now):
+            return True
     return False
 
 
@@ -196,25 +310,76 @@ def send(processes: Iterable[Proc], number: int) -> None:
         proc.signal(number)
 
 
-def marked(mark: bytes) -> list[Proc]:
-    """All processes of this machine that have `mark` as a variable of their environment."""
-    found = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
+@dataclass(frozen=True)
+class Kin:
+    """How processes that belong together are known among all of the machine.
+
+    By a variable of their environment, and by a pipe that they hold for writing. Each alone has
+    gaps: `env -i` drops the variable, and in the middle of an exec no environment can be read; a
+    daemon may close what it inherited.
+    """
+
+    eldest: Proc
+    """The first of them: older processes are not looked at."""
+    mark: bytes
+    """NAME=VALUE of the variable."""
+    line: str
+    """The pipe, as links in /proc/PID/fd name it."""
+
+    def look(self) -> Look:
+        """All of them."""
+        dying: set[Proc] = set()
+        found = self._found(dying)
+        return Look([*found], frozenset(dying))
+
+    def orphans(self) -> Look:
+        """Those whose parent is not one of them."""
+        dying: set[Proc] = set()
+        found = self._found(dying)
+        pids = {proc.pid for proc in found}
+        return Look([p for p, parent in found.items() if parent not in pids], frozenset(dying))
+
+    def _found(self, dying: set[Proc]) -> dict[Proc, int]:
+        """Who lives, with the id of its parent."""
+        found = {}
+        for name in os.listdir("/proc"):
+            if not name.isdigit():
+                continue
+            pid = int(name)
+            stat = _stat(pid)
+            if stat is None:
+                dying.add(Proc(-1, pid))
+            elif stat.start >= self.eldest.start:
+                proc = Proc(stat.start, pid)
+                if stat.dead:
+                    dying.add(proc)
+                elif self._knows(proc, stat.parent):
+                    found[proc] = stat.parent
+        return found
+
+    def _knows(self, proc: Proc, parent: int) -> bool:
         try:
-            with open(f"/proc/{name}/environ", "rb") as file:
-                variables = file.read()
+            with open(f"/proc/{proc.pid}/environ", "rb") as file:
+                if self.mark in file.read().split(b"\0"):
+                    return True
         except OSError:
+            return False
+        # A process that we forked ourselves, and that has not come to its exec, holds our pipes.
+        return (parent != os.getpid() or proc == self.eldest) and _writes(proc.pid, self.line)
+
+
+def _writes(pid: int, link: str) -> bool:
+    """Whether a process has a file open for writing."""
+    folder = f"/proc/{pid}/fd"
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return False
+    for name in names:
+        path = f"{folder}/{name}"
+        try:
+            if os.readlink(path) == link and os.lstat(path).st_mode & 0o200:
+                return True
+        except OSError:  # closed meanwhile
             continue
-        if mark in variables.split(b"\0"):
-            proc = find(int(name))
-            if proc is not None and proc.alive():
-                found.append(proc)
-    return found
-
-
-def marked_orphans(mark: bytes) -> list[int]:
-    """Those of `marked` whose parent does not have the mark."""
-    found = {proc.pid for proc in marked(mark)}
-    return [pid for pid in found if (_stat(pid) or (0, 0, ""))[0] not in found]
+    return False

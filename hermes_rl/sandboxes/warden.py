@@ -53,12 +53,19 @@ def _carries(pid: str, tag: bytes, mark: bytes) -> bool:
 
 
 def end_processes(state: str, owner: str) -> bool:
-    """SIGKILL everything that an owner started; returns whether it is gone."""
+    """SIGKILL everything that an owner started; returns whether it is gone.
+
+    Gone is what two looks in a row do not find: a process in the middle of an exec shows neither
+    its command line nor its environment, and one that forked is gone before its child is listed.
+    """
     tag = f"{owner}.".encode()
     mark = b"%s=%s." % (MARK.encode(), os.fsencode(os.path.join(state, "boxes", owner)))
     deadline = time.monotonic() + PATIENCE_S
+    empty = 0
     while time.monotonic() < deadline:
-        if not [pid for pid in tagged(tag, mark) if _kill(pid, tag, mark)]:
+        found = [pid for pid in tagged(tag, mark) if _kill(pid, tag, mark)]
+        empty = 0 if found else empty + 1
+        if empty == 2:
             return True
         time.sleep(0.02)
     return False

@@ -65,14 +65,15 @@ async def test_timeouts_at_every_moment(
     state: Path, kind: type[Bubblewrap] | type[Subprocess]
 ) -> None:
     """Before the fork, in it, while children start: the session goes on, nothing is left."""
+    sleep = f"sleep {980_000 + os.getpid()}"
+    command = f"for i in 1 2; do (setsid {sleep} &); done; {sleep}"
     backend: SandboxBackend = kind(state_dir=state)
     try:
         async with await backend.lease(SandboxSpec(lease="moments")) as box:
             for number in range(150):
-                command = "for i in 1 2; do (setsid sleep 98765 &); done; sleep 98765"
                 result = await box.run(command, timeout_s=number / 5000)
                 assert result.timed_out
-            found = await box.run("pgrep -fc '^sleep 98765' || true", timeout_s=20)
+            found = await box.run(f"pgrep -fc '^{sleep}' || true", timeout_s=20)
             assert found.output == "0\n"
     finally:
         await backend.aclose()
