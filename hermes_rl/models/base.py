@@ -40,6 +40,8 @@ class Conversation:
     def __init__(self, messages: Iterable[Message] = ()) -> None:
         self._messages: list[Message] = list(messages)
         self._views: dict[Hashable, View] = {}
+        self.attachments: dict[Hashable, Any] = {}
+        """What a client keeps of this conversation from call to call, by a key of the client's."""
 
     def append(self, message: Message) -> None:
         """Add a message at the end."""
@@ -125,6 +127,8 @@ class ModelRequest:
     exact: bool = False
     """Send the history as it is stored: no repair, the arguments of tool calls as the model's very
     text. For token-exact training."""
+    prompt_ids: tuple[int, ...] | None = None
+    """The prompt as token ids, for wires that take such; the conversation is then not sent."""
     continuable: bool = False
     """Whoever asks can go on from the beginning of an answer: a stream that breaks off behind some
     text is not asked for again, but raised with that text (`beginnings.BrokenOff`)."""

@@ -25,13 +25,16 @@ _YOUNG_S = 30.0
 """Connections are not renewed again before that: many rollouts ask for it at once."""
 
 
-def connect(endpoint: Endpoint) -> ModelClient:
+def connect(endpoint: Endpoint, dialect: Dialect | None = None) -> ModelClient:
     """A client for an endpoint. Nothing is sent yet; close it with `aclose`.
+
+    Args:
+        dialect: to speak; None is the one that `endpoint.api_mode` names.
 
     Raises: UserError for an address, key, mode or transport that can never work.
     """
     endpoint.check()
-    return WireClient(endpoint, _dialect(endpoint), _transport(endpoint))
+    return WireClient(endpoint, dialect or _dialect(endpoint), _transport(endpoint))
 
 
 @dataclass

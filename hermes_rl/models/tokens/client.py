@@ -1,0 +1,181 @@
+"""Token-in, token-out: a client that keeps the ids of each conversation.
+
+    client = token_client(Endpoint("http://127.0.0.1:8000/v1"), load_renderer(folder), "vllm")
+
+The prompt is sent as ids: the first rendered, later ones bridged from what was sampled. The answer
+is read from its ids by a parser of ours, so one text gives one message on every engine. Nothing
+that was sampled is ever rendered or tokenised again as long as its conversation goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hermes_rl.errors import ProtocolError, UserError
+from hermes_rl.messages import AssistantMessage, Message
+from hermes_rl.models.base import (
+    Completion,
+    LogprobsKind,
+    ModelClient,
+    ModelRequest,
+    TokenCapture,
+)
+from hermes_rl.models.calls.retry import Renewable
+from hermes_rl.models.client import connect
+from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.pipeline import outgoing
+from hermes_rl.models.tokens.engines.base import TokenWire
+from hermes_rl.models.tokens.engines.llamacpp import LlamacppCompletion
+from hermes_rl.models.tokens.engines.sglang import SglangGenerate
+from hermes_rl.models.tokens.engines.vllm import VllmCompletions, VllmGenerate
+from hermes_rl.models.tokens.parsers import ToolCallParser, parser_named
+from hermes_rl.models.tokens.renderer import Renderer
+from hermes_rl.models.tokens.state import Prompt, TokenState
+
+WIRES: dict[str, type[TokenWire]] = {
+    "vllm": VllmCompletions,
+    "vllm_generate": VllmGenerate,
+    "sglang": SglangGenerate,
+    "llamacpp": LlamacppCompletion,
+}
+"""`endpoint.tokens` -> the wire."""
+
+
+def token_client(
+    endpoint: Endpoint,
+    renderer: Renderer,
+    engine: str,
+    *,
+    parser: ToolCallParser | None = None,
+    kind: LogprobsKind = "unknown",
+) -> TokenClient:
+    """A token-in client for an endpoint.
+
+    Args:
+        engine: a key of `WIRES`.
+        parser: of tool calls; None takes the one that fits the template.
+        kind: what the engine's logprobs are of, as a probe found.
+
+    Raises: UserError for an unknown engine, or an address that cannot work.
+    """
+    if engine not in WIRES:
+        raise UserError(f"no token wire {engine!r}: use one of {', '.join(WIRES)}")
+    wire = WIRES[engine](renderer.end_ids, endpoint.secrets)
+    where = at_root(endpoint) if wire.at_root else endpoint
+    return TokenClient(connect(where, wire), renderer, parser, kind=kind)
+
+
+def at_root(endpoint: Endpoint) -> Endpoint:
+    """The endpoint without `/v1`, for routes that stand beside it."""
+    base = endpoint.base_url.rstrip("/")
+    return replace(endpoint, base_url=base.removesuffix("/v1"))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One request on its way."""
+
+    state: TokenState
+    messages: Sequence[Message]
+    prompt: Prompt
+
+
+class TokenClient:
+    """See `ModelClient`. One per process, endpoint and account; shared by all rollouts.
+
+    Args:
+        inner: sends `request.prompt_ids` and gives back ids; closed with this one.
+        parser: of tool calls; None takes the one that fits the template.
+        kind: what the logprobs are of.
+    """
+
+    def __init__(
+        self,
+        inner: ModelClient,
+        renderer: Renderer,
+        parser: ToolCallParser | None = None,
+        *,
+        kind: LogprobsKind = "unknown",
+    ) -> None:
+        self.api_mode, self.endpoint = inner.api_mode, inner.endpoint
+        self._inner, self._renderer, self._kind = inner, renderer, kind
+        self._parser = parser or parser_named(renderer.parser_name)
+
+    async def complete(self, request: ModelRequest) -> Completion:
+        """See `ModelClient.complete`. Raises also UserError for images."""
+        asked = self._ask(request)
+        answer = await self._inner.complete(
+            replace(
+                request,
+                prompt_ids=asked.prompt.ids,
+                logprobs=True,
+                stream=False,
+                on_delta=None,
+            )
+        )
+        sampled = answer.tokens.completion_ids if answer.tokens is not None else None
+        if answer.tokens is None or sampled is None:
+            raise ProtocolError("the engine gave no token ids", served=True)
+        message = self._message(sampled, request)
+        asked.state.answered(asked.prompt, asked.messages, request.tools, message, sampled)
+        if request.on_delta is not None and message.content:
+            request.on_delta(message.content)
+        called = bool(message.tool_calls) and answer.finish_reason == "stop"
+        return replace(
+            answer,
+            message=message,
+            finish_reason="tool_calls" if called else answer.finish_reason,
+            tokens=self._capture(answer.tokens, asked.prompt, request.extra),
+        )
+
+    def bound(self, request: ModelRequest) -> int:
+        """See `ModelClient.bound`: the very number. Raises: as `complete`, before it sends."""
+        return len(self._ask(request).prompt.ids)
+
+    async def renew(self) -> None:
+        """Use new connections from now on."""
+        if isinstance(self._inner, Renewable):
+            await self._inner.renew()
+
+    async def aclose(self) -> None:
+        """See `ModelClient.aclose`."""
+        await self._inner.aclose()
+
+    def _ask(self, request: ModelRequest) -> _Asked:
+        """The prompt of a request: of the stored messages as they are, whatever the policy."""
+        kept = request.conversation.attachments
+        state = kept.get(self._key)
+        if state is None:
+            state = kept[self._key] = TokenState()
+        messages = outgoing(replace(request, exact=True, adaptations=frozenset())).messages
+        return _Asked(state, messages, state.prompt(self._renderer, messages, request.tools))
+
+    @property
+    def _key(self) -> tuple[str, str, str]:
+        """Clients of one model share the state: several accounts, a renewed connection."""
+        return ("tokens", self._renderer.tokenizer_hash, self._renderer.template_hash)
+
+    def _message(self, sampled: tuple[int, ...], request: ModelRequest) -> AssistantMessage:
+        text = self._renderer.answer_text(sampled)
+        parsed = self._parser.parse(
+            text,
+            request.tools,
+            opened=self._renderer.opens_reasoning,
+            salt=str(len(request.conversation)),
+        )
+        return parsed.message(text)
+
+    def _capture(
+        self, told: TokenCapture, prompt: Prompt, extra: Mapping[str, Any]
+    ) -> TokenCapture:
+        return replace(
+            told,
+            prompt_ids=prompt.ids,
+            logprobs_kind=self._kind if told.logprobs is not None else "unknown",
+            source=prompt.source,
+            fork_reason=prompt.fork_reason,
+            tokenizer_hash=self._renderer.tokenizer_hash,
+            template_hash=self._renderer.template_hash,
+        )

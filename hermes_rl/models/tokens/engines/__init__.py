@@ -1,0 +1,1 @@
+"""The wires of engines that take a prompt as token ids and say which ids they sampled."""

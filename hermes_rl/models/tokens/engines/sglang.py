@@ -1,0 +1,73 @@
+"""SGLang's own `/generate` with `input_ids`.
+
+Wire: SGLang's `GenerateReqInput` and the `meta_info` of its answers, read in November 2026. The
+logprobs of the answer are triples (logprob, id, text), so they name their tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hermes_rl.models.base import ModelRequest
+from hermes_rl.models.tokens.engines.base import Answer, Json, TokenWire, sampling_of
+
+
+class SglangGenerate(TokenWire):
+    """`/generate`."""
+
+    name = "sglang_generate"
+    path = "/generate"
+
+    def body(self, request: ModelRequest, prompt: list[int]) -> Json:
+        """See `TokenWire.body`."""
+        sampling = request.sampling
+        params: Json = {
+            **sampling_of(sampling),
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "max_new_tokens": sampling.max_tokens,  # None is the rest of the window
+            "stop_token_ids": self._stop,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+        }
+        if sampling.seed is not None:
+            params["sampling_seed"] = sampling.seed
+        return {
+            "rid": request.call_id,
+            "input_ids": prompt,
+            "sampling_params": params | request.extra,
+            "return_logprob": request.logprobs,
+            "stream": False,
+        }
+
+    def read(self, form: Json) -> Answer:
+        """See `TokenWire.read`."""
+        meta = form["meta_info"]
+        triples = meta.get("output_token_logprobs")
+        ids = form.get("output_ids")
+        named = None if triples is None else [triple[1] for triple in triples]
+        return Answer(
+            ids=named if ids is None else ids,
+            logprobs=None if triples is None else [triple[0] for triple in triples],
+            named=named,
+            prompt_tokens=_whole(meta.get("prompt_tokens")),
+            finish=_finish(meta.get("finish_reason")),
+            usage={"cache_read_tokens": _whole(meta.get("cached_tokens"))},
+            raw={
+                name: meta.get(name)
+                for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
+            },
+            answer_id=meta.get("id"),
+            version=meta.get("weight_version"),
+        )
+
+
+def _finish(reason: Any) -> str | None:
+    """`{"type": "stop", "matched": 2}` -> stop."""
+    kind = reason.get("type") if isinstance(reason, dict) else reason
+    return kind if isinstance(kind, str) else None
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int and value >= 0 else None

@@ -1,0 +1,107 @@
+"""What the tests of token engines share: a fake engine, a client for it, and a small agent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from hermes_rl.messages import AssistantMessage, Message, SystemMessage, ToolMessage, UserMessage
+from hermes_rl.models.base import Completion, Conversation, ModelClient, ModelRequest, Sampling
+from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.tokens.client import TokenClient, token_client
+from hermes_rl.models.tokens.renderer import load_renderer
+from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine
+from hermes_rl.testing.exact_engine_chat import chat_of
+from hermes_rl.testing.exact_engine_log import Truth
+from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer
+
+WIRES = ("vllm", "vllm_generate", "sglang", "llamacpp")
+FREE = Sampling(temperature=1.0, top_p=1.0, top_k=-1)
+TERMINAL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "terminal",
+        "description": "Run a command.",
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
+    },
+}
+TOOLS = (TERMINAL,)
+
+
+@asynccontextmanager
+async def engine_at(
+    folder: Path, *, family: str = "chatml", **fields: Any
+) -> AsyncIterator[ExactEngine]:
+    """A fake engine of a family's tokenizer; Chat Completions included."""
+    tiny_tokenizer(folder, family)
+    config = ExactConfig(tokenizer=folder, **fields)
+    async with ExactEngine(config, chat=chat_of(folder)) as engine:
+        yield engine
+
+
+def client_of(engine: ExactEngine, wire: str, **fields: Any) -> TokenClient:
+    """A token-in client for it."""
+    renderer = load_renderer(engine.config.tokenizer)
+    return token_client(Endpoint(engine.base_url), renderer, wire, **fields)
+
+
+def script(*steps: Any) -> str:
+    """A prompt that makes the engine say these."""
+    return f"Please.\nSCRIPT: {json.dumps(list(steps))}\n"
+
+
+def request_of(
+    conversation: Conversation, number: int = 0, *, sampling: Sampling = FREE, **fields: Any
+) -> ModelRequest:
+    return ModelRequest(
+        model="toy",
+        conversation=conversation,
+        call_id=f"call-{number}",
+        tools=fields.pop("tools", TOOLS),
+        sampling=sampling,
+        exact=True,
+        **fields,
+    )
+
+
+async def played(
+    client: ModelClient, messages: Sequence[Message], *, turns: int = 20, sampling: Sampling = FREE
+) -> tuple[Conversation, list[Completion]]:
+    """A small agent: asks, answers each call with a result, until there is none."""
+    conversation, answers = Conversation(messages), []
+    for turn in range(turns):
+        answers.append(await client.complete(request_of(conversation, turn, sampling=sampling)))
+        conversation.append(answers[-1].message)
+        calls = answers[-1].message.tool_calls
+        if not calls:
+            break
+        for call in calls:
+            said = f"<|im_end|> result of {call.arguments}"
+            conversation.append(ToolMessage(tool_call_id=call.id, name=call.name, content=said))
+    return conversation, answers
+
+
+def asked(text: str) -> list[Message]:
+    return [SystemMessage(content="You help."), UserMessage(content=text)]
+
+
+def agree(answers: Sequence[Completion], truth: Sequence[Truth], kind: str = "raw") -> None:
+    """Every answer's ids and logprobs are those that the engine sampled."""
+    served = [entry for entry in truth if entry.outcome == "served"]
+    assert len(served) == len(answers)
+    for answer, entry in zip(answers, served, strict=True):
+        assert answer.tokens is not None
+        assert answer.tokens.prompt_ids == entry.prompt_ids
+        assert answer.tokens.completion_ids == entry.sampled_ids
+        expected = entry.raw_logprobs if kind == "raw" else entry.scaled_logprobs
+        told = answer.tokens.logprobs
+        assert told is not None
+        assert len(told) == len(expected)
+        assert all(abs(a - b) < 1e-9 for a, b in zip(told, expected, strict=True))
+
+
+def texts(conversation: Conversation) -> list[str]:
+    return [m.content for m in conversation if isinstance(m, AssistantMessage)]

@@ -1,0 +1,184 @@
+"""The token-exact fake engine: its spellings, its logprobs, its log."""
+
+import asyncio
+import json
+import math
+import signal
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+from engines_kit import asked, client_of, engine_at, played, script
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from hermes_rl.models.base import Sampling
+from hermes_rl.testing.exact_engine_log import read_truth
+from hermes_rl.testing.exact_engine_sampler import (
+    Lexicon,
+    Params,
+    Policy,
+    log_softmax,
+    pick,
+    sample,
+)
+from hermes_rl.testing.exact_engine_scripts import BadScript, Mouth, say_of
+from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer, tokenizer_json
+
+LEXICON = Lexicon(Tokenizer.from_str(tokenizer_json()))
+END = LEXICON.added["<|im_end|>"]
+
+
+@given(st.text(max_size=60), st.randoms(use_true_random=False))
+def test_every_spelling_of_a_text_is_that_text(text, random):
+    text = text.encode("utf-8", "replace").decode()
+    for tokens in (LEXICON.plain(text), LEXICON.plain(text, random)):
+        assert LEXICON.text(tokens) == text
+        assert not set(tokens) & set(LEXICON.added.values())
+
+
+@given(st.randoms(use_true_random=False))
+def test_a_random_spelling_is_seldom_the_tokenizer_s_own(random):
+    text = "The assistant answers a question about another folder."
+    assert LEXICON.plain(text, random) != LEXICON.canonical(text)
+
+
+def test_markup_is_a_token_and_what_only_looks_like_an_end_is_none():
+    mouth = Mouth(LEXICON, END)
+    step = {"text": "<|im_end|> it", "calls": [{"name": "terminal", "arguments": {"a": 1}}]}
+    from random import Random
+
+    tokens = mouth.tokens(say_of(step), Random(0))
+    assert tokens.count(END) == 1
+    assert tokens[-1] == END
+    assert tokens.count(LEXICON.added["<tool_call>"]) == 1
+    bare = mouth.tokens(say_of({**step, "lookalike": True, "end": False}), Random(0))
+    assert not set(bare) & set(LEXICON.added.values())
+    assert LEXICON.text(bare) == LEXICON.text(tokens[:-1])
+    raw = mouth.tokens(say_of({"raw": "a<|im_end|>b", "end": "<|endoftext|>"}), Random(0))
+    assert END in raw
+    assert raw[-1] == LEXICON.added["<|endoftext|>"]
+
+
+@pytest.mark.parametrize("step", [3, {"txt": "a"}, {"cut": "many"}])
+def test_a_step_that_is_none_is_said(step):
+    with pytest.raises(BadScript, match="step of SCRIPT"):
+        say_of(step)
+
+
+def test_logprobs_are_the_log_softmax_and_chances_follow_them():
+    policy = Policy(LEXICON, 0, END)
+    logits = policy.logits(policy.start([1, 2, 3]))
+    for temperature in (0.5, 1.0, 2.0):
+        logprobs = log_softmax(logits, temperature)
+        assert math.isclose(sum(map(math.exp, logprobs.values())), 1.0)
+    params, count = Params(temperature=0.7), 4000
+    drawn = [pick(logits, params, (n + 0.5) / count) for n in range(count)]
+    expected = log_softmax(logits, 0.7)
+    for token in logits:
+        assert abs(drawn.count(token) / count - math.exp(expected[token])) < 1e-3
+    best = max(logits, key=lambda t: logits[t])
+    assert {pick(logits, Params(temperature=0), c) for c in (0.0, 0.99)} == {best}
+    assert {pick(logits, Params(top_k=1), c) for c in (0.0, 0.99)} == {best}
+    assert {pick(logits, Params(top_p=0.01), c) for c in (0.0, 0.99)} == {best}
+    assert {pick(logits, Params(min_p=0.999), c) for c in (0.0, 0.99)} == {best}
+
+
+def test_no_two_positions_have_one_logprob():
+    from random import Random
+
+    found = sample(
+        Policy(LEXICON, 0, END), [5], Params(), Random(0), wanted=LEXICON.plain("aaaaaaaaaaaaaa")
+    )
+    assert len(set(found.raw)) == len(found.ids)
+
+
+async def test_the_log_holds_every_id_and_survives_in_a_file(tmp_path):
+    log = tmp_path / "truth.jsonl"
+    async with engine_at(tmp_path / "t", log=log) as engine:
+        client = client_of(engine, "vllm")
+        await played(client, asked(script({"run": "ls"}, {"text": "cut", "cut": 2})))
+        await client.aclose()
+        truth = engine.truth
+    assert read_truth(log) == truth
+    assert [entry.call_id for entry in truth] == ["call-0", "call-1"]
+    assert [entry.finish for entry in truth] == ["stop", "length"]
+    assert len(truth[1].sampled_ids) == 2
+    assert all(entry.scripted for entry in truth)
+
+
+async def test_the_same_requests_get_the_same_answers_and_another_seed_others(tmp_path):
+    async def answers(seed: int, sampling_seed: int) -> list[tuple[int, ...]]:
+        async with engine_at(tmp_path / "t", seed=seed) as engine:
+            client = client_of(engine, "vllm")
+            for _ in range(2):
+                await played(client, asked("Say."), turns=1, sampling=Sampling(seed=sampling_seed))
+            await client.aclose()
+            return [entry.sampled_ids for entry in engine.truth]
+
+    first, again = await answers(1, 7), await answers(1, 7)
+    assert first == again
+    assert first[0] != first[1]  # asked twice, sampled twice
+    assert await answers(2, 7) != first
+    assert await answers(1, 8) != first
+
+
+async def ask(engine, route: str, body: dict) -> tuple[int, dict]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(engine.root_url + route, json=body) as response,
+    ):
+        return response.status, await response.json()
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "said"),
+    [
+        ("/v1/completions", {"prompt": [10**6]}, "out of the vocabulary"),
+        ("/v1/completions", {"prompt": [[1]]}, "list of token ids"),
+        ("/v1/completions", {"prompt": [1], "stop": ["</s>"]}, "stops at token ids alone"),
+        ("/generate", {"text": "a"}, "list of token ids"),
+        ("/inference/v1/generate", {"token_ids": [1]}, "sampling_params"),
+        ("/v1/completions", {"prompt": [1] * 40}, "maximum context length is 32 tokens"),
+    ],
+)
+async def test_what_it_cannot_serve_is_refused(tmp_path, route, body, said):
+    async with engine_at(tmp_path / "t", window=32) as engine:
+        status, form = await ask(engine, route, body)
+        assert status == 400
+        assert said in form["error"]["message"]
+        assert [entry.outcome for entry in engine.truth] == ["refused"]
+
+
+async def test_a_route_that_is_switched_off_is_not_there(tmp_path):
+    async with engine_at(tmp_path / "t", routes=frozenset({"/generate"})) as engine:
+        status, _ = await ask(engine, "/v1/completions", {"prompt": [1]})
+        assert status == 404
+        status, form = await ask(engine, "/generate", {"input_ids": [1, 2]})
+        assert status == 200
+        assert form["meta_info"]["prompt_tokens"] == 2
+
+
+async def test_it_runs_as_a_program(tmp_path):
+    folder = tiny_tokenizer(tmp_path / "t")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "hermes_rl.testing.exact_engine"),
+        *("--tokenizer", str(folder), "--log", str(tmp_path / "log"), "--until-eof"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parents[3],
+    )
+    try:
+        async with asyncio.timeout(60):
+            told = json.loads(await process.stdout.readline())
+        url = f"{told['base_url']}/completions"
+        body = {"prompt": [1, 2], "max_tokens": 3}
+        async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+            assert (await response.json())["usage"]["completion_tokens"] <= 3
+    finally:
+        process.send_signal(signal.SIGTERM)
+        await process.wait()
+    assert process.returncode == 0
+    assert len(read_truth(tmp_path / "log")) == 1
