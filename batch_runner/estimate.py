@@ -15,6 +15,8 @@ def estimate_units(dataset: DatasetSection) -> int | None:
 
     Rows with repeats of their own are counted with the run's.
     """
+    if dataset.path.startswith("env:"):
+        return dataset.limit * dataset.repeats if dataset.limit else None
     path = Path(dataset.path).expanduser()
     if dataset.path in BUNDLED and not path.exists():
         path = bundled_path(dataset.path)

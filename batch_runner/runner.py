@@ -90,9 +90,14 @@ async def arun_batch(
 
 
 def open_reader(settings: Settings) -> UnitReader:
-    """The units of the run's dataset."""
+    """The units of the run's dataset, or of its environment's tasks."""
     dataset = settings.config.dataset
-    rows = read_rows(dataset.path, columns=dataset.map, limit=dataset.limit)
+    if settings.opened is not None:
+        from hermes_rl.rl.opening import env_rows
+
+        rows = env_rows(settings.opened, dataset.limit)
+    else:
+        rows = read_rows(dataset.path, columns=dataset.map, limit=dataset.limit)
     return UnitReader(rows, settings.config_hash, dataset.repeats, dataset.path)
 
 

@@ -8,15 +8,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hermes_rl.config import LOCAL_MODELS, RunConfig, parse_config
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
-from hermes_rl.models.providers.targets import keys_of
+from hermes_rl.models.providers.others import all_keys
 from hermes_rl.sources import dataset_name
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.wiring import identity_of
+
+if TYPE_CHECKING:
+    from hermes_rl.rl.opening import Opened
 
 CONCURRENCY = 64
 LOCAL_CONCURRENCY = 4
@@ -38,11 +41,15 @@ class Settings:
     config_hash: str
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     """API keys by the variable that holds them."""
+    opened: Opened | None = None
+    """The environment whose tasks are run, where there is one."""
 
     @property
     def resume(self) -> str:
         """The command that goes on with this run."""
-        return f"hermes-rl run --config {self.out}/run.yaml"
+        env = self.config.env
+        command = "run" if env is None else f"env {env.mode}"
+        return f"hermes-rl {command} --config {self.out}/run.yaml"
 
 
 def as_config(config: object) -> RunConfig:
@@ -63,12 +70,15 @@ def as_config(config: object) -> RunConfig:
 def settle(config: RunConfig) -> Settings:
     """Decide what the configuration leaves open, and refuse what cannot work.
 
-    Raises: UserError for an absent key, and for toolsets, distributions or images that do not
-    exist.
+    Raises: UserError for an absent key, for toolsets, distributions or images that do not exist,
+    and for an environment that cannot be opened.
     """
+    config, opened = _with_env(config)
     local = config.model.name in LOCAL_MODELS
-    keys = keys_of(config)
+    keys = all_keys(config)
     identity = identity_of(config)
+    if opened is not None:
+        identity["env"] = opened.identity
     concurrency = config.run.concurrency or (LOCAL_CONCURRENCY if local else CONCURRENCY)
     workers = config.run.workers
     if workers is None:
@@ -85,13 +95,29 @@ def settle(config: RunConfig) -> Settings:
         identity=identity,
         config_hash=digest(identity),
         keys=keys,
+        opened=opened,
     )
 
 
+def _with_env(config: RunConfig) -> tuple[RunConfig, Opened | None]:
+    """The configuration with what its environment says; its code is imported only where there is
+    one."""
+    if config.env is None:
+        return config, None
+    from hermes_rl.rl.opening import settle_env
+
+    return settle_env(config)
+
+
 def default_out(config: RunConfig) -> str:
-    """`runs/<dataset>-<model>`."""
+    """`runs/<dataset>-<model>`; for an environment `runs/<name>-<model>`, and `-eval` behind it."""
     model = re.sub(r"[^A-Za-z0-9._-]+", "-", config.model.name.rpartition("/")[2]).strip("-.")
-    return f"runs/{dataset_name(config.dataset.path)}-{model or 'model'}"
+    name, end = dataset_name(config.dataset.path), ""
+    if config.env is not None:
+        where = Path(config.env.name.partition(":")[0]).name
+        name = where.removesuffix(".py").rpartition(".")[2]
+        end = "-eval" if config.env.mode == "evaluate" else ""
+    return f"runs/{name}-{model or 'model'}{end}"
 
 
 def _cores() -> int:

@@ -12,13 +12,16 @@ import importlib
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from batch_runner.collector import rare_collections
 from batch_runner.governing import pots_of
 from batch_runner.wire import Reply, WorkerSpec, receipt_of
 from hermes_rl.config import parse_config
+from hermes_rl.config_env import EnvSection
+from hermes_rl.episode import MakeEpisode, task_episode
 from hermes_rl.errors import DiskFull, HermesError, StoreError, cause_of
 from hermes_rl.events import AttemptKey, TokensAdded
 from hermes_rl.models.limits.share import Line, Share
@@ -32,6 +35,9 @@ from hermes_rl.store.rows import Finished, Segment
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.wiring import Workshop, open_workshop
 
+if TYPE_CHECKING:
+    from hermes_rl.rl.episodes import Host
+
 ABORT_S = 10.0
 """How long cancelled rollouts may take to end their sandboxes."""
 
@@ -39,8 +45,15 @@ ABORT_S = 10.0
 class Worker:
     """Makes attempts and hands out their receipts; made by `open_worker`."""
 
-    def __init__(self, spec: WorkerSpec, workshop: Workshop, journal: JournalWriter) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        workshop: Workshop,
+        journal: JournalWriter,
+        make: MakeEpisode = task_episode,
+    ) -> None:
         self.spec = spec
+        self._make = make
         self.heard = time.monotonic()
         """When the driver was last heard."""
         self._workshop = workshop
@@ -127,7 +140,7 @@ class Worker:
 
     async def _row(self, item: WorkItem, tape: Tape) -> Trajectory:
         try:
-            return await run_attempt(self._workshop, item, tape)
+            return await run_attempt(self._workshop, item, tape, make=self._make)
         except DiskFull:
             raise
         except Exception as error:  # a bug of ours must end one attempt, not the run
@@ -173,6 +186,13 @@ def _prove_sight(run_dir: RunDir, spec: WorkerSpec) -> None:
         raise StoreError(f"no such run at {spec.run_path}: choose --out on storage that all share")
 
 
+def _environment(section: EnvSection) -> AbstractAsyncContextManager[Host]:
+    """The run's environment; its code is imported only where there is one."""
+    from hermes_rl.rl.episodes import open_host
+
+    return open_host(section)
+
+
 @asynccontextmanager
 async def open_worker(
     spec: WorkerSpec, line: Line, keys: Mapping[str, str] | None = None
@@ -201,7 +221,10 @@ async def open_worker(
                 share=share,
             )
         )
+        make = task_episode
+        if config.env is not None:
+            make = (await stack.enter_async_context(_environment(config.env))).episode
         stack.enter_context(rare_collections())
-        worker = Worker(spec, workshop, journal)
+        worker = Worker(spec, workshop, journal, make)
         stack.push_async_callback(worker.abort)
         yield worker

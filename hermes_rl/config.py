@@ -24,6 +24,7 @@ from hermes_rl.config_endpoint import (
     check_address,
     join_names,
 )
+from hermes_rl.config_env import EnvSection
 from hermes_rl.errors import UserError
 
 Dollar = Annotated[float, Field(gt=0, le=1_000_000_000, allow_inf_nan=False)]
@@ -110,6 +111,9 @@ class RunSection(Section):
     """What is asked of the endpoint before the first unit: `free` its list of models, `full` also
     what `doctor models` asks, at most seven small calls, listed in manifest.json with their usage.
     """
+    keep_workspaces: bool = False
+    """Keep the workspace that each rollout of an environment left, so that it can be graded again.
+    """
     lease_s: Seconds = 30.0
     """How long a worker lives without hearing from its driver."""
 
@@ -125,6 +129,20 @@ class RunConfig(Section):
     providers: dict[str, ProviderSection] = Field(default_factory=dict)
     """Providers of the user's own, and other facts of known ones; not identity."""
     run: RunSection = RunSection()
+    env: EnvSection | None = None
+    """An RL environment whose tasks stand in the place of a dataset; identity."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tasks_of_env(cls, given: Any) -> Any:
+        """With an environment there is no path to say."""
+        if not isinstance(given, dict) or not isinstance(given.get("env"), dict | EnvSection):
+            return given
+        env, dataset = given["env"], given.get("dataset") or {}
+        if not isinstance(dataset, dict) or dataset.get("path"):
+            return given
+        name = env.name if isinstance(env, EnvSection) else env.get("name")
+        return {**given, "dataset": {**dataset, "path": f"env:{name}"}}
 
     @model_validator(mode="after")
     def _refuse(self) -> Self:
@@ -144,6 +162,8 @@ class RunConfig(Section):
         where, models = self.endpoint, self.model.mix or (self.model.name,)
         places = {name: place.model for name, place in where.places.items()}
         asked = {places.get(name) or name for name in models} | {f.model for f in where.fallbacks}
+        if self.env is not None:
+            asked |= {place.name for place in (self.env.judge, self.env.user) if place is not None}
         for name in self.run.model_budgets:
             if name not in asked:
                 raise UserError(

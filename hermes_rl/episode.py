@@ -7,18 +7,44 @@ and for the reward. `TaskEpisode` is a plain task: no tools, nobody replies, its
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hermes_rl.agent.parts import AgentResult
-from hermes_rl.events import Graded
+from hermes_rl.events import Event, Graded
 from hermes_rl.messages import Message
+from hermes_rl.models.limits.budget import Budget
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.tasks import Task
 from hermes_rl.tools.base import Tool
 from hermes_rl.verify import verify
 from hermes_rl.wiring import Workshop
+
+
+@dataclass
+class Tape:
+    """Records events and keeps them for the fold."""
+
+    recorder: Recorder
+    events: list[Event] = field(default_factory=list)
+
+    def record(self, event: Event) -> None:
+        """Journal first, keep second: what the row says is in the journal."""
+        self.recorder.record(event)
+        self.events.append(event)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One attempt, before it begins."""
+
+    workshop: Workshop
+    item: WorkItem
+    task: Task
+    tape: Tape
+    budget: Budget | None = None
+    """What the attempt may spend, on all models together."""
 
 
 class Episode(Protocol):
@@ -55,8 +81,8 @@ class Episode(Protocol):
         ...
 
 
-MakeEpisode = Callable[[Workshop, WorkItem, Task, Recorder], Episode]
-"""Makes an attempt's episode; the recorder is the attempt's own."""
+MakeEpisode = Callable[[Stage], Episode]
+"""Makes an attempt's episode. Raises: HermesError."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +113,6 @@ class TaskEpisode:
         return await verify(sandbox, self.task.verify)
 
 
-def task_episode(workshop: Workshop, item: WorkItem, task: Task, recorder: Recorder) -> Episode:
+def task_episode(stage: Stage) -> Episode:
     """The episode of a plain task."""
-    return TaskEpisode(task)
+    return TaskEpisode(stage.task)

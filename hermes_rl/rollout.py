@@ -11,11 +11,13 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hermes_rl import events as ev
 from hermes_rl.agent.control import Control
 from hermes_rl.agent.run import AgentParts, AgentResult, run_agent
+from hermes_rl.episode import Episode, MakeEpisode, Stage, task_episode
+from hermes_rl.episode import Tape as Tape
 from hermes_rl.errors import (
     DiskFull,
     HermesError,
@@ -29,29 +31,15 @@ from hermes_rl.errors import (
 from hermes_rl.messages import with_unique_ids
 from hermes_rl.models.dialects.lenient import clean
 from hermes_rl.models.failures.classify import scrub
-from hermes_rl.ports import Recorder, WorkItem
+from hermes_rl.ports import WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
 from hermes_rl.tasks import Task
 from hermes_rl.trajectory import fold
-from hermes_rl.verify import verify
 from hermes_rl.wiring import Draw, Workshop
 
 SETUP_TIMEOUT_S = 300.0
 _ERROR_CHARS = 2_000
-
-
-@dataclass
-class Tape:
-    """Records events and keeps them for the fold."""
-
-    recorder: Recorder
-    events: list[ev.Event] = field(default_factory=list)
-
-    def record(self, event: ev.Event) -> None:
-        """Journal first, keep second: what the row says is in the journal."""
-        self.recorder.record(event)
-        self.events.append(event)
 
 
 def lost_row(tape: Tape, error: BaseException) -> Trajectory:
@@ -65,7 +53,12 @@ def lost_row(tape: Tape, error: BaseException) -> Trajectory:
 
 
 async def run_attempt(
-    workshop: Workshop, item: WorkItem, tape: Tape, control: Control | None = None
+    workshop: Workshop,
+    item: WorkItem,
+    tape: Tape,
+    control: Control | None = None,
+    *,
+    make: MakeEpisode = task_episode,
 ) -> Trajectory:
     """Make one attempt at a unit and return its row.
 
@@ -74,19 +67,23 @@ async def run_attempt(
         item: the attempt to make.
         tape: takes every event, `Begun` and `Ended` included.
         control: lets an operator interrupt or steer it.
+        make: what happens around the agent; a plain task's by default.
 
     Raises: CancelledError; DiskFull when the journal cannot be written; bugs of ours as they are.
     """
     fault: HermesError | None = None
+    around: _Around | None = None
     try:
-        draw = workshop.draw(item)
+        around = _around(workshop, item, tape, make)
+        draw = workshop.draw(item, around.episode.tools() if around else None)
     except (UserError, TaskFault) as error:
         draw, fault = workshop.no_draw(item), error
-    tape.record(_begun(workshop, item, draw))
+    name = around.episode.env_name if around else None
+    tape.record(_begun(workshop, item, draw, name))
     try:
-        if fault is not None or item.task is None:
+        if fault is not None or around is None:
             raise fault or TaskFault(item.bad_row or "bad row")
-        attempt = _Attempt(workshop, item, item.task, draw, tape, control or Control())
+        attempt = _Attempt(around.stage, draw, control or Control(), around.episode)
         result = await attempt.within_wall_limit()
         tape.record(
             ev.Ended(
@@ -103,7 +100,23 @@ async def run_attempt(
     return fold(tape.events)
 
 
-def _begun(workshop: Workshop, item: WorkItem, draw: Draw) -> ev.Begun:
+@dataclass(frozen=True)
+class _Around:
+    """What happens around the agent."""
+
+    stage: Stage
+    episode: Episode
+
+
+def _around(workshop: Workshop, item: WorkItem, tape: Tape, make: MakeEpisode) -> _Around | None:
+    """None for a bad row."""
+    if item.task is None:
+        return None
+    stage = Stage(workshop, item, item.task, tape, workshop.budget())
+    return _Around(stage, make(stage))
+
+
+def _begun(workshop: Workshop, item: WorkItem, draw: Draw, env_name: str | None) -> ev.Begun:
     now = time.time()
     return ev.Begun(
         key=ev.AttemptKey(unit_id=item.unit_id, epoch=item.epoch, attempt=item.attempt),
@@ -124,7 +137,7 @@ def _begun(workshop: Workshop, item: WorkItem, draw: Draw) -> ev.Begun:
         toolsets=draw.toolsets,
         sampling=draw.sampling.as_dict(),
         split=_text(item.task, "split"),
-        env_name=None,
+        env_name=env_name,
         metadata=item.task.metadata if item.task else {},
         queued_s=max(0.0, now - item.enqueued_at) if item.enqueued_at else 0.0,
         prompt_sha256=_sha256(workshop.config.agent.ephemeral_system_prompt),
@@ -152,12 +165,15 @@ def _failed(workshop: Workshop, error: HermesError) -> ev.Ended:
 class _Attempt:
     """The middle of one attempt, in the order in which it happens."""
 
-    workshop: Workshop
-    item: WorkItem
-    task: Task
+    stage: Stage
     draw: Draw
-    tape: Tape
     control: Control
+    episode: Episode
+
+    def __post_init__(self) -> None:
+        stage = self.stage
+        self.workshop, self.item = stage.workshop, stage.item
+        self.task, self.tape = stage.task, stage.tape
 
     async def within_wall_limit(self) -> AgentResult:
         limit = self.draw.limits.wall_seconds
@@ -175,11 +191,12 @@ class _Attempt:
         try:
             try:
                 await prepare(sandbox, self.task)
+                await self.episode.start(sandbox)
             finally:
                 seconds = time.monotonic() - start
                 self.tape.record(await self._leased(sandbox, seconds))
             result = await self._agent(sandbox, seconds)
-            self.tape.record(await verify(sandbox, self.task.verify))
+            self.tape.record(await self.episode.grade(sandbox, result))
             return result
         finally:
             # A cancelled attempt must still end its sandbox: the shield lets teardown finish.
@@ -212,7 +229,7 @@ class _Attempt:
         endpoint, agent = self.workshop.config.endpoint, self.workshop.config.agent
         given = self.task.prompt
         parts = AgentParts(
-            caller=self.workshop.caller(self.task, self.tape, draw.model),
+            caller=self.workshop.caller(self.task, self.tape, draw.model, self.stage.budget),
             model=draw.model,
             tools=draw.tools,
             sandbox=sandbox,
@@ -226,6 +243,8 @@ class _Attempt:
             stream=endpoint.stream,
             cache=None if endpoint.prompt_cache == "off" else endpoint.prompt_cache,
             active_s=active_s,
+            reply=self.episode.reply if self.episode.replies else None,
+            env=self.episode.tool_state(),
         )
         return await run_agent(parts, given, self.control)
 

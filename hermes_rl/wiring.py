@@ -28,11 +28,13 @@ from hermes_rl.definitions import (
 from hermes_rl.definitions import policy_of as policy_of
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
+from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import ModelClient, Sampling
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.limits.budget import Budget
 from hermes_rl.models.limits.spending import UnitBudget
 from hermes_rl.models.played import NoopClient, OracleClient, free
+from hermes_rl.models.providers.others import all_keys, other_targets, others_of, reach_others
 from hermes_rl.models.providers.probe import Probed
 from hermes_rl.models.providers.reach import reach_models
 from hermes_rl.models.providers.routing import (
@@ -49,7 +51,6 @@ from hermes_rl.models.providers.targets import (
     asks_endpoint,
     drawn_model,
     endpoint_base,
-    keys_of,
     targets_by_model,
 )
 from hermes_rl.ports import Recorder, WorkItem
@@ -90,24 +91,36 @@ class Workshop:
     """What the workers of a run share: limiters, and accounts that must rest."""
     free: bool = False
     """Calls cost nothing: played models."""
+    others: Mapping[str, Routes] = field(default_factory=dict)
+    """To the models that an environment asks beside the policy, by purpose."""
     _digests: dict[str, str | None] = field(default_factory=dict, repr=False)
 
     @property
     def secrets(self) -> tuple[str, ...]:
         """Texts that no record may show."""
-        return self.models.secrets if self.models else ()
+        every = [*([self.models] if self.models else []), *self.others.values()]
+        return tuple(dict.fromkeys(secret for routes in every for secret in routes.secrets))
 
-    def draw(self, item: WorkItem) -> Draw:
-        """The parts of one unit. Raises: UserError for a toolset or distribution unknown here."""
-        return self._draw(item, toolsets_of(self.config, item.task, item.seed))
+    def draw(self, item: WorkItem, own: Mapping[str, Tool] | None = None) -> Draw:
+        """The parts of one unit.
+
+        Args:
+            own: tools of the unit's environment, beside those of the toolsets.
+
+        Raises: UserError for a toolset or distribution unknown here, or a tool of both kinds.
+        """
+        return self._draw(item, toolsets_of(self.config, item.task, item.seed), own or {})
 
     def no_draw(self, item: WorkItem) -> Draw:
         """The parts recorded for a unit that cannot be run."""
-        return self._draw(item, ())
+        return self._draw(item, (), {})
 
-    def _draw(self, item: WorkItem, toolsets: tuple[str, ...]) -> Draw:
+    def _draw(self, item: WorkItem, toolsets: tuple[str, ...], more: Mapping[str, Tool]) -> Draw:
         policy = policy_of(self.config)
         tools = resolve(toolsets)
+        if twice := sorted(tools.keys() & more.keys()):
+            raise UserError(f"tool {twice[0]!r} is in a toolset and the environment's: rename it")
+        tools = {**tools, **more}
         name = drawn_model(self.config, item.seed)
         own = item.task.system if item.task else None
         seen = self.models.seen(name) if self.models else Seen("played", name)
@@ -123,23 +136,32 @@ class Workshop:
             system=own or system_text(self.config, tools),
         )
 
-    def caller(self, task: Task, recorder: Recorder, model: str) -> ModelCaller:
+    def caller(
+        self, task: Task, recorder: Recorder, model: str, budget: Budget | None
+    ) -> ModelCaller:
         """The model calls of one rollout.
 
         Args:
             model: as it was drawn for the unit.
+            budget: the attempt's.
         """
-        patience = RetryPolicy(outage_s=self.config.endpoint.outage_seconds)
         models = self.models or Sole(_played(model, task), self.common)
+        price = free if self.free else None
         return ModelCaller(
-            models.routes(model),
-            recorder,
-            patience,
-            price=free if self.free else None,
-            budget=self._budget(),
+            models.routes(model), recorder, self._patience(), price=price, budget=budget
         )
 
-    def _budget(self) -> Budget | None:
+    def other_caller(
+        self, purpose: str, recorder: Recorder, model: str, budget: Budget | None
+    ) -> ModelCaller:
+        """The calls of one rollout's environment to one of its models."""
+        routes = self.others[purpose].routes(model)
+        return ModelCaller(routes, recorder, self._patience(), budget=budget)
+
+    def _patience(self) -> RetryPolicy:
+        return RetryPolicy(outage_s=self.config.endpoint.outage_seconds)
+
+    def budget(self) -> Budget | None:
         """What one attempt may spend: its own budget and the run's."""
         usd, shared = self.config.run.unit_budget_usd, self.common.budget()
         return shared if usd is None else UnitBudget(usd, shared)
@@ -159,7 +181,10 @@ class Workshop:
 
 
 def _played(name: str, task: Task) -> ModelClient:
-    return OracleClient(task.oracle) if name == "oracle" else NoopClient()
+    if name != "oracle":
+        return NoopClient()
+    given = sum(isinstance(message, AssistantMessage) for message in task.prompt)
+    return OracleClient(task.oracle, given=given)
 
 
 @asynccontextmanager
@@ -189,7 +214,7 @@ async def open_workshop(
     async with AsyncExitStack() as stack:
         backend = make_backend(config.sandbox.backend, state_dir)
         stack.push_async_callback(backend.aclose)
-        held = keys_of(config) if keys is None else keys
+        held = all_keys(config) if keys is None else keys
         targets = targets_by_model(config)
         models = await open_models(
             config.model.name, config.endpoint, targets, stack, Keys(held), together
@@ -202,7 +227,22 @@ async def open_workshop(
             models=models,
             common=together,
             free=models is None,
+            others=_open_others(config, stack, Keys(held), together),
         )
+
+
+def _open_others(
+    config: RunConfig, stack: AsyncExitStack, keys: Keys, common: Common
+) -> dict[str, Routes]:
+    """The routes to the models that an environment asks, closed by `stack`."""
+    opened: dict[str, Routes] = {}
+    for use, targets in other_targets(config).items():
+        name = others_of(config)[use].name
+        base, strategy = endpoint_base(config.endpoint), config.endpoint.key_strategy
+        routing = Routing({name: targets}, keys, common, base=base, strategy=strategy)
+        stack.push_async_callback(routing.aclose)
+        opened[use] = routing
+    return opened
 
 
 def make_backend(name: str, state_dir: Path | None = None) -> SandboxBackend:
@@ -254,6 +294,7 @@ async def reach(config: RunConfig) -> Probed | None:
     """
     if not (config.run.workers != 0 and os.environ.get("RAY_ADDRESS")):
         await _start_a_sandbox(config.sandbox.backend)
+    await reach_others(config)
     return await reach_models(config)
 
 

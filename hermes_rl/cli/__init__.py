@@ -14,3 +14,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     from hermes_rl.cli.app import run_app
 
     return run_app(argv)
+
+
+def env_main(package: str | None) -> int:
+    """`python -m PACKAGE process ...` is `hermes-rl env process PACKAGE ...`.
+
+    Args:
+        package: of an environment: its `__main__`'s `__package__`.
+    """
+    import sys
+
+    command, *rest = sys.argv[1:] or ["--help"]
+    if command.startswith("-") or package is None:
+        return main(["env", command, *rest])
+    return main(["env", command, package, *rest])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,9 +12,10 @@ from hermes_rl.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from batch_runner.progress import Progress
+    from batch_runner.report import Report
     from hermes_rl.config import RunConfig
 
-_FLAGS = {
+FLAGS = {
     "dataset": "dataset.path",
     "limit": "dataset.limit",
     "repeats": "dataset.repeats",
@@ -56,78 +58,77 @@ _Whole = int | None
 _Number = float | None
 
 
-def _option(*names: str, text: str, value: str | None = None) -> Any:
+def option(*names: str, text: str, value: str | None = None) -> Any:
+    """An option without a default of its own."""
     return typer.Option(*names, help=text, metavar=value, show_default=False)
 
 
 Dataset = Annotated[
     _Text, typer.Argument(help="File, folder, Hugging Face name, or smoke", show_default=False)
 ]
-Model = Annotated[_Text, _option("--model", text="Model; also local, oracle or noop", value="NAME")]
+Model = Annotated[_Text, option("--model", text="Model; also local, oracle or noop", value="NAME")]
 Provider = Annotated[
-    _Text, _option("--provider", text="Known provider (see doctor models) [openai]", value="NAME")
+    _Text, option("--provider", text="Known provider (see doctor models) [openai]", value="NAME")
 ]
-BaseUrl = Annotated[_Text, _option("--base-url", text="Endpoint", value="URL")]
+BaseUrl = Annotated[_Text, option("--base-url", text="Endpoint", value="URL")]
 ApiKeyEnv = Annotated[
     _Text,
-    _option("--api-key-env", text="Variable that holds the key; A,B take turns", value="NAME"),
+    option("--api-key-env", text="Variable that holds the key; A,B take turns", value="NAME"),
 ]
-ApiMode = Annotated[_Text, _option("--api-mode", text="Dialect", value="MODE")]
-Transport = Annotated[_Text, _option("--transport", text="http or sdk", value="KIND")]
-ModelPath = Annotated[
-    _Text, _option("--model-path", text="Weights for --model local", value="FILE")
-]
-Out = Annotated[_Text, _option("--out", text="Run directory [runs/DATASET-MODEL]", value="DIR")]
-Repeats = Annotated[_Whole, _option("--repeats", text="Rollouts per row [1]")]
-Limit = Annotated[_Whole, _option("--limit", text="Only the first rows")]
-Toolsets = Annotated[_Text, _option("--toolsets", text="Toolsets [terminal,file]", value="A,B")]
+ApiMode = Annotated[_Text, option("--api-mode", text="Dialect", value="MODE")]
+Transport = Annotated[_Text, option("--transport", text="http or sdk", value="KIND")]
+ModelPath = Annotated[_Text, option("--model-path", text="Weights for --model local", value="FILE")]
+Out = Annotated[_Text, option("--out", text="Run directory [runs/DATASET-MODEL]", value="DIR")]
+Repeats = Annotated[_Whole, option("--repeats", text="Rollouts per row [1]")]
+Limit = Annotated[_Whole, option("--limit", text="Only the first rows")]
+Toolsets = Annotated[_Text, option("--toolsets", text="Toolsets [terminal,file]", value="A,B")]
 Distribution = Annotated[
-    _Text, _option("--distribution", text="Draw toolsets per unit from this", value="NAME")
+    _Text, option("--distribution", text="Draw toolsets per unit from this", value="NAME")
 ]
 SystemPrompt = Annotated[
-    _Text, _option("--system-prompt", text="In place of the preset's; @FILE reads a file")
+    _Text, option("--system-prompt", text="In place of the preset's; @FILE reads a file")
 ]
 Preset = Annotated[
-    _Text, _option("--preset", text="datagen, interactive or rl [datagen]", value="NAME")
+    _Text, option("--preset", text="datagen, interactive or rl [datagen]", value="NAME")
 ]
-MaxTurns = Annotated[_Whole, _option("--max-turns", text="Model calls per unit [30]")]
-Temperature = Annotated[_Number, _option("--temperature", text="Sampling temperature")]
-MaxTokens = Annotated[_Whole, _option("--max-tokens", text="Output tokens per call")]
-Seed = Annotated[_Whole, _option("--seed", text="All units' seeds derive from it [0]")]
-Workers = Annotated[_Whole, _option("--workers", text="Ray workers; 0 runs here, without Ray")]
+MaxTurns = Annotated[_Whole, option("--max-turns", text="Model calls per unit [30]")]
+Temperature = Annotated[_Number, option("--temperature", text="Sampling temperature")]
+MaxTokens = Annotated[_Whole, option("--max-tokens", text="Output tokens per call")]
+Seed = Annotated[_Whole, option("--seed", text="All units' seeds derive from it [0]")]
+Workers = Annotated[_Whole, option("--workers", text="Ray workers; 0 runs here, without Ray")]
 Concurrency = Annotated[
-    _Whole, _option("--concurrency", text="Rollouts in flight over all workers [64]")
+    _Whole, option("--concurrency", text="Rollouts in flight over all workers [64]")
 ]
 MaxAttempts = Annotated[
-    _Whole, _option("--max-attempts", text="Failures until a unit is given up [3]")
+    _Whole, option("--max-attempts", text="Failures until a unit is given up [3]")
 ]
-RetryFailed = Annotated[bool | None, _option("--retry-failed", text="Open again what was given up")]
+RetryFailed = Annotated[bool | None, option("--retry-failed", text="Open again what was given up")]
 Sandbox = Annotated[
-    _Text, _option("--sandbox", text="bubblewrap or none [bubblewrap]", value="KIND")
+    _Text, option("--sandbox", text="bubblewrap or none [bubblewrap]", value="KIND")
 ]
-Image = Annotated[_Text, _option("--image", text="Root of the sandbox", value="IMAGE")]
-Network = Annotated[bool | None, _option("--network", text="Give the sandbox the network")]
+Image = Annotated[_Text, option("--image", text="Root of the sandbox", value="IMAGE")]
+Network = Annotated[bool | None, option("--network", text="Give the sandbox the network")]
 AllowUnsandboxed = Annotated[
-    bool | None, _option("--allow-unsandboxed", text="Permit --sandbox none")
+    bool | None, option("--allow-unsandboxed", text="Permit --sandbox none")
 ]
 BudgetUsd = Annotated[
-    _Number, _option("--budget-usd", text="US dollars for the whole run, resumed or not")
+    _Number, option("--budget-usd", text="US dollars for the whole run, resumed or not")
 ]
 MaxSeconds = Annotated[
-    _Number, _option("--max-seconds", text="Active time per unit, in seconds [1800]")
+    _Number, option("--max-seconds", text="Active time per unit, in seconds [1800]")
 ]
-Config = Annotated[Path | None, _option("--config", text="YAML with all of this", value="FILE")]
+Config = Annotated[Path | None, option("--config", text="YAML with all of this", value="FILE")]
 Settings = Annotated[
-    list[str] | None, _option("--set", text="Any key of the configuration", value="A.B=C")
+    list[str] | None, option("--set", text="Any key of the configuration", value="A.B=C")
 ]
 Columns = Annotated[
-    list[str] | None, _option("--map", text="Rename a column", value="prompt=COLUMN")
+    list[str] | None, option("--map", text="Rename a column", value="prompt=COLUMN")
 ]
-DryRun = Annotated[bool, _option("--dry-run", text="Say what would run")]
+DryRun = Annotated[bool, option("--dry-run", text="Say what would run")]
 PilotRun = Annotated[
-    bool, _option("--pilot", text="With --dry-run: run 1 % (5 units or more), forecast the cost")
+    bool, option("--pilot", text="With --dry-run: run 1 % (5 units or more), forecast the cost")
 ]
-AsJson = Annotated[bool, _option("--json", text="One JSON event a line on stdout")]
+AsJson = Annotated[bool, option("--json", text="One JSON event a line on stdout")]
 
 
 def command(
@@ -173,8 +174,8 @@ def command(
     if pilot and not dry_run:
         raise UserError("--pilot belongs to --dry-run. Use both, or neither")
     if dry_run:
-        return _pilot(parsed, as_json) if pilot else _dry_run(parsed, as_json)
-    return _run(parsed, as_json)
+        return _pilot(parsed, as_json) if pilot else show_plan(parsed, as_json)
+    return carry_out(parsed, as_json).exit_code
 
 
 command.__doc__ = f"{command.__doc__}\n\n{_EPILOG}"
@@ -182,21 +183,36 @@ command.__doc__ = f"{command.__doc__}\n\n{_EPILOG}"
 
 def _config(given: dict[str, Any], file: Path | None, settings: Any, columns: Any) -> RunConfig:
     """Flags before --set before --config before defaults. Raises: UserError."""
-    from hermes_rl.config import load_config, parse_assignment, parse_config, set_key
+    from hermes_rl.config import parse_config, set_key
 
-    data: dict[str, Any] = load_config(file) if file is not None else {}
-    for text in settings:
-        set_key(data, *parse_assignment(text))
+    data = merged(given, FLAGS, file, settings)
     for text in columns:
         ours, sign, theirs = text.partition("=")
         if not sign or not ours or not theirs:
             raise UserError(f"--map {text}: write --map prompt=COLUMN")
         set_key(data, f"dataset.map.{ours}", theirs)
-    for flag, key in _FLAGS.items():
-        if given[flag] is not None:
-            set_key(data, key, _value(flag, given[flag]))
     _require(data)
     return parse_config(data, str(file) if file is not None else "run")
+
+
+def merged(
+    given: dict[str, Any], flags: dict[str, str], file: Path | None, settings: Sequence[str]
+) -> dict[str, Any]:
+    """Plain data of a configuration: flags before --set before --config. Raises: UserError.
+
+    Args:
+        given: option -> value; None was not given.
+        flags: option -> the key that it sets.
+    """
+    from hermes_rl.config import load_config, parse_assignment, set_key
+
+    data: dict[str, Any] = load_config(file) if file is not None else {}
+    for text in settings:
+        set_key(data, *parse_assignment(text))
+    for flag, key in flags.items():
+        if given[flag] is not None:
+            set_key(data, key, _value(flag, given[flag]))
+    return data
 
 
 def _value(flag: str, value: Any) -> Any:
@@ -214,7 +230,8 @@ def _require(data: dict[str, Any]) -> None:
         raise UserError(f"no model. Name one: {example} (local needs no endpoint)")
 
 
-def _run(config: RunConfig, as_json: bool) -> int:
+def carry_out(config: RunConfig, as_json: bool) -> Report:
+    """Run a configuration to its end, with progress and its report on the terminal."""
     from batch_runner.progress import JsonEvents, default_progress
     from batch_runner.runner import run_batch
 
@@ -222,10 +239,10 @@ def _run(config: RunConfig, as_json: bool) -> int:
     report = run_batch(config, progress=progress)
     if isinstance(progress, JsonEvents):
         progress.report(report)
-        return report.exit_code
+        return report
     for line in report.lines():
         typer.echo(line)
-    return report.exit_code
+    return report
 
 
 def _pilot(config: RunConfig, as_json: bool) -> int:
@@ -243,7 +260,8 @@ def _pilot(config: RunConfig, as_json: bool) -> int:
     return report.exit_code
 
 
-def _dry_run(config: RunConfig, as_json: bool) -> int:
+def show_plan(config: RunConfig, as_json: bool) -> int:
+    """What a configuration would run, on the terminal."""
     import json
 
     from batch_runner.dryrun import dry_run

@@ -5,6 +5,9 @@ Stateless: what they answer depends on the conversation alone, so a played rollo
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from hermes_rl.messages import AssistantMessage, Message, ToolCall
 from hermes_rl.models.base import Completion, ModelRequest
 from hermes_rl.models.dialects.lenient import encode_json
@@ -12,6 +15,7 @@ from hermes_rl.usage import Usage
 
 API_MODE = "played"
 _CALL_ID = "call_oracle"
+_DONE = "I ran the task's oracle."
 _NOTHING = Usage(
     input_tokens=0,
     cache_read_tokens=0,
@@ -42,26 +46,40 @@ class NoopClient:
 class OracleClient:
     """Plays a task's oracle as one terminal call, then says that it is done. One per rollout.
 
+    An oracle may also be a JSON list, one step for each turn: text is an answer, an object is
+    `{"text": ..., "calls": [{"name": ..., "arguments": {...}}]}`. So tasks that are solved by an
+    answer, by other tools or in a dialogue have oracles too.
+
     Args:
-        oracle: the task's solution script; None when it has none, which the answer then says.
+        oracle: the task's solution; None when it has none, which the answer then says.
         tool: name of the tool that runs commands.
+        given: assistant messages that the task's prompt holds.
     """
 
     api_mode = API_MODE
     endpoint = "oracle"
 
-    def __init__(self, oracle: str | None, tool: str = "terminal") -> None:
-        self._oracle, self._tool = oracle, tool
+    def __init__(self, oracle: str | None, tool: str = "terminal", given: int = 0) -> None:
+        self._oracle, self._tool, self._given = oracle, tool, given
+        self._steps = _steps(oracle)
 
     async def complete(self, request: ModelRequest) -> Completion:
         """See `ModelClient.complete`."""
         if not self._oracle:
             return _answer(AssistantMessage(content="This task has no oracle."), request)
+        if self._steps is not None:
+            return _answer(self._step(request), request)
         if any(_is_ours(m) for m in request.conversation):
-            return _answer(AssistantMessage(content="I ran the task's oracle."), request)
+            return _answer(AssistantMessage(content=_DONE), request)
         arguments = encode_json({"command": self._oracle}).decode()
         call = ToolCall(id=_CALL_ID, name=self._tool, arguments=arguments)
         return _answer(AssistantMessage(tool_calls=(call,)), request)
+
+    def _step(self, request: ModelRequest) -> AssistantMessage:
+        """The step of this turn; after the last one it says that it is done."""
+        assert self._steps is not None
+        turn = sum(isinstance(m, AssistantMessage) for m in request.conversation) - self._given
+        return self._steps[turn] if turn < len(self._steps) else AssistantMessage(content=_DONE)
 
     def bound(self, request: ModelRequest) -> int:
         """See `ModelClient.bound`."""
@@ -69,6 +87,31 @@ class OracleClient:
 
     async def aclose(self) -> None:
         """See `ModelClient.aclose`."""
+
+
+def _steps(oracle: str | None) -> tuple[AssistantMessage, ...] | None:
+    """The steps of an oracle that is a JSON list; None for a script."""
+    if oracle is None or not oracle.lstrip().startswith("["):
+        return None
+    try:
+        listed = json.loads(oracle)
+        return tuple(_message(form, turn) for turn, form in enumerate(listed))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None  # a script may begin with a bracket too
+
+
+def _message(form: Any, turn: int) -> AssistantMessage:
+    if isinstance(form, str):
+        return AssistantMessage(content=form)
+    calls = tuple(
+        ToolCall(
+            id=f"{_CALL_ID}_{turn}_{number}",
+            name=call["name"],
+            arguments=encode_json(dict(call.get("arguments", {}))).decode(),
+        )
+        for number, call in enumerate(form.get("calls", ()))
+    )
+    return AssistantMessage(content=form.get("text", ""), tool_calls=calls)
 
 
 def free(model: str, usage: Usage) -> float:

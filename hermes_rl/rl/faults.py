@@ -24,6 +24,20 @@ def said(name: str, method: Callable[..., Any], error: BaseException) -> str:
     return f"environment {name}: {_name(method)}() raised {text} ({_raised_at(method, error)})"
 
 
+def raised_in(error: BaseException, file: str | None = None) -> str:
+    """An exception of the user's code while it was imported, with its place.
+
+    Args:
+        file: the file that was imported; a SyntaxError names its own.
+    """
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:_CHARS]
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{text} ({_short(error.filename)}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if not f.filename.startswith((_OURS, "<"))]
+    return f"{text} ({_short(theirs[-1].filename)}:{theirs[-1].lineno})" if theirs else text
+
+
 def wrong(name: str, method: Callable[..., Any], what: str) -> str:
     """A method that returned what it must not."""
     return f"environment {name}: {_name(method)}() {what} ({_defined_at(method)})"

@@ -1,0 +1,67 @@
+"""Models that an environment asks beside the policy: where they are, and their keys."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig
+from hermes_rl.config_env import ModelPlace
+from hermes_rl.errors import AuthError, UserError
+from hermes_rl.models.providers.probe import probe
+from hermes_rl.models.providers.routing import Keys, Target, find_keys
+from hermes_rl.models.providers.targets import first_endpoint, keys_of, targets_of
+
+USES = ("judge", "user")
+
+
+def others_of(config: RunConfig) -> dict[str, ModelPlace]:
+    """Purpose -> model, for those that the run names.
+
+    Raises: UserError for a model that no endpoint serves.
+    """
+    if config.env is None:
+        return {}
+    found = {use: place for use in USES if (place := getattr(config.env, use)) is not None}
+    for use, place in found.items():
+        own = place.base_url is None and place.provider is None
+        if place.name in PLAYED_MODELS or (own and place.name in LOCAL_MODELS):
+            raise UserError(
+                f"env.{use}.name is {place.name}, which no endpoint serves. Name another model"
+            )
+    return found
+
+
+def other_targets(config: RunConfig) -> dict[str, tuple[Target, ...]]:
+    """Purpose -> where its calls go. Raises: UserError."""
+    where = config.endpoint
+    return {
+        use: targets_of(
+            where.model_copy(update={"places": {place.name: place.place}, "fallbacks": ()}),
+            config.providers,
+            place.name,
+        )
+        for use, place in others_of(config).items()
+    }
+
+
+def all_keys(config: RunConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """All keys that a run needs, also those of its environment's models, by the variable that holds
+    them. Raises: UserError when one is not set."""
+    places = [target.place for targets in other_targets(config).values() for target in targets]
+    return {**keys_of(config, environ), **find_keys(places, environ)}
+
+
+async def reach_others(config: RunConfig) -> None:
+    """Ask each of their places for its models, which costs no token.
+
+    Raises: UserError when nobody answers at an address.
+    """
+    asked = {targets[0].place for targets in other_targets(config).values()}
+    held = Keys(all_keys(config) if asked else {})
+    for place in asked:
+        (_, key), *_ = held.of(place)
+        try:
+            await probe(first_endpoint(config.endpoint, place, key))
+        except AuthError:
+            pass  # the run itself stops for it, resumable

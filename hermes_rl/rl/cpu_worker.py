@@ -1,0 +1,84 @@
+"""A process that calls functions for its parent: `python -m hermes_rl.rl.cpu_worker`.
+
+Frames on stdin and stdout: 8 bytes of length, then a pickle. It ends when stdin closes, also in the
+midst of a call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import queue
+import struct
+import sys
+import threading
+import traceback
+from typing import Any, BinaryIO
+
+HEAD = struct.Struct(">Q")
+NICENESS = 5
+"""The event loop that waits for us comes first."""
+
+
+def frame(value: Any) -> bytes:
+    """A value as it travels. Raises: what pickle raises."""
+    data = pickle.dumps(value)
+    return HEAD.pack(len(data)) + data
+
+
+def resolve(module: str, name: str) -> Any:
+    """A function by import name. Raises: ImportError, AttributeError."""
+    found: Any = importlib.import_module(module)
+    for step in name.split("."):
+        found = getattr(found, step)
+    return found
+
+
+def _read(stream: BinaryIO, jobs: queue.SimpleQueue[bytes]) -> None:
+    """Frames into the queue; the end of the stream is the end of this process."""
+    while True:
+        head = stream.read(HEAD.size)
+        data = stream.read(HEAD.unpack(head)[0]) if len(head) == HEAD.size else b""
+        if not data:
+            os._exit(0)
+        jobs.put(data)
+
+
+def _call(data: bytes) -> bytes:
+    """The answer to one job: ("ok", value), or ("error", text, exception or None)."""
+    try:
+        modules, module, name, args = pickle.loads(data)
+        _load(modules)
+        return frame(("ok", resolve(module, name)(*pickle.loads(args))))
+    except BaseException as error:  # a boundary: whatever it is, the parent hears of it
+        text = "".join(traceback.format_exception(error))[-4000:]
+        try:
+            return frame(("error", text, error))
+        except Exception:  # an exception that does not pickle
+            return frame(("error", text, None))
+
+
+def _load(modules: tuple[tuple[str, str], ...]) -> None:
+    """What the parent loaded from paths, under the same names."""
+    if any(name not in sys.modules for name, _ in modules):
+        from hermes_rl.rl.loading import load_module
+
+        for name, file in modules:
+            load_module(name, file)
+
+
+def main() -> None:
+    """Serve until stdin closes."""
+    os.nice(NICENESS)
+    # What the functions print must not stand between our frames.
+    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(sys.stdin.buffer, jobs), daemon=True).start()
+    while True:
+        out.write(_call(jobs.get()))
+
+
+if __name__ == "__main__":
+    main()

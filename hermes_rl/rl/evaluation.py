@@ -1,0 +1,131 @@
+"""The end of `evaluate`: metrics.json and samples.jsonl, in the form that Atropos gives them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from hermes_rl.config import RunConfig, parse_config
+from hermes_rl.errors import HermesError, UserError
+from hermes_rl.evals import summary
+from hermes_rl.rl import faults
+from hermes_rl.rl.environment import Environment, Metrics
+from hermes_rl.rl.opening import Opened, settle_env
+from hermes_rl.store.reader import Run, load_run
+
+_FINISH = {"answered": "stop"}
+"""Ending -> finish reason, as chat endpoints call it; every other ending is its own name."""
+
+
+async def write_evaluation(path: Path) -> Metrics:
+    """Write the two files of a finished evaluation, and `evaluate_config.yaml` beside them.
+
+    Args:
+        path: the run directory of `hermes-rl env evaluate`.
+
+    Returns: the metrics: those of `hermes_rl.evals.summary` and of the environment's `evaluate`.
+
+    Raises: UserError for a run of no environment, and for what `evaluate` raises or returns that is
+        no mapping of names to numbers.
+    """
+    text = await asyncio.to_thread((path / "run.yaml").read_text, encoding="utf-8")
+    config, opened = settle_env(parse_config(yaml.safe_load(text), str(path / "run.yaml")))
+    if opened is None:
+        raise UserError(f"{path}: a run of a dataset. Evaluate it with hermes_rl.evals")
+    run = await asyncio.to_thread(load_run, path)
+    metrics = await asyncio.to_thread(_summary, run)
+    metrics.update(await _own(opened, run))
+    await asyncio.to_thread(_write, run, config, opened.env.name, metrics, text)
+    return metrics
+
+
+def _summary(run: Run) -> Metrics:
+    found = summary(run)
+    figures = {
+        "reward": found.reward.mean,
+        "reward_low": found.reward.low,
+        "reward_high": found.reward.high,
+        "solved": found.solved.mean,
+        "solved_low": found.solved.low,
+        "solved_high": found.solved.high,
+        "tasks": float(found.tasks),
+        "units": float(found.units),
+        "never_graded": float(found.never_graded),
+        "failed_attempts": float(found.failed_attempts),
+    }
+    # Without a graded task there is no mean, and JSON has no NaN.
+    return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
+
+
+async def _own(opened: Opened, run: Run) -> Metrics:
+    """What the environment's own `evaluate` says."""
+    env = opened.env
+    if type(env).evaluate is Environment.evaluate:
+        return {}
+    try:
+        await env.setup()
+        given: Any = await env.evaluate(run)
+    except HermesError:
+        raise
+    except Exception as error:  # a boundary: code of the user's
+        raise UserError(faults.said(env.name, env.evaluate, error)) from error
+    try:
+        return {str(name): _finite(value) for name, value in dict(given).items()}
+    except (TypeError, ValueError):
+        what = "returned no mapping of names to finite numbers"
+        raise UserError(faults.wrong(env.name, env.evaluate, what)) from None
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
+
+
+def _write(run: Run, config: RunConfig, name: str, metrics: Metrics, text: str) -> None:
+    rows = run.trajectories
+    seconds = 0.0
+    if len(rows):
+        seconds = (rows["finished_at"].max() - rows["started_at"].min()).total_seconds()
+    sampling = config.model.model_dump(exclude_none=True, exclude={"name", "mix"})
+    content = {
+        "config_general": {
+            "model_name": config.model.name,
+            "total_evaluation_time_seconds": str(seconds),
+            "generation_parameters": sampling,
+        },
+        "results": {f"atropos|{name}|0": metrics, "all": metrics},
+    }
+    storage = run.run_dir.storage
+    storage.put("metrics.json", msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+    storage.put("evaluate_config.yaml", text.encode())
+    storage.put("samples.jsonl", b"".join(_samples(run)))
+
+
+def _samples(run: Run) -> Iterator[bytes]:
+    """One line per graded rollout, in the order of the tasks."""
+    rows = run.trajectories.sort_values(["row_index", "repeat"])
+    for row in rows.to_dict("records"):
+        sample = {
+            "task_id": row["task_id"],
+            "repeat": int(row["repeat"]),
+            "question": row["task_prompt"],
+            "messages": list(row["messages"]),
+            "model_response": row["final_response"],
+            "score": _or_none(row["reward"]),
+            "finish_reason": _FINISH.get(row["end_reason"], row["end_reason"]),
+            "turns": int(row["turns"]),
+            "trajectory_id": row["trajectory_id"],
+        }
+        yield msgspec.json.encode(sample) + b"\n"
+
+
+def _or_none(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else float(value)
