@@ -222,6 +222,7 @@ class AnswerDiscarded(_Event, frozen=True, kw_only=True, tag="discarded"):
     turn: int
     why: str
     """A few words: `empty answer`."""
+    agent: str = "main"
 
 
 class Waited(_Event, frozen=True, kw_only=True, tag="waited"):

@@ -274,13 +274,13 @@ def _stat(tool: str, used: list[ev.MessageAdded]) -> ToolStat:
 
 def thrown_away(stream: Iterable[ev.Event]) -> dict[str, str]:
     """call_id -> why the answer of that call was thrown away: `discarded: empty answer`."""
-    latest: dict[int, str] = {}
+    latest: dict[tuple[str, int], str] = {}
     found = {}
     for e in stream:
-        if isinstance(e, ev.CallStarted) and (e.purpose, e.agent) == ("agent", "main"):
-            latest[e.turn] = e.call_id
-        elif isinstance(e, ev.AnswerDiscarded) and e.turn in latest:
-            found[latest[e.turn]] = f"discarded: {e.why}"
+        if isinstance(e, ev.CallStarted) and e.purpose == "agent":
+            latest[e.agent, e.turn] = e.call_id
+        elif isinstance(e, ev.AnswerDiscarded) and (e.agent, e.turn) in latest:
+            found[latest[e.agent, e.turn]] = f"discarded: {e.why}"
     return found
 
 

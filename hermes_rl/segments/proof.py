@@ -45,6 +45,9 @@ def _answer_faults(
     segment: Segment, packed: bytes, run: Run, call_id: str, graph: TokenGraph
 ) -> Iterator[str]:
     number = graph.index(call_id)
+    if number is None:
+        yield f"call {call_id}: nothing was recorded of it"
+        return
     node = graph.nodes[number]
     if (run.start, run.end) != (node.prompt_end, node.end):
         yield f"call {call_id}: sampled at {node.prompt_end}, trained at {run.start}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple, get_args
 
 from hermes_rl.events import ForkReason
@@ -35,21 +34,25 @@ def runs_of(row: Row) -> list[Run]:
 
     A stretch of which only some tokens are to be trained comes in pieces.
     """
-    sampled, loss, turns = row["sampled_mask"], row["loss_mask"], row["turn_ids"]
-    marks = list(zip(sampled, loss, turns, strict=True))
-    starts = [0, *(n for n, (a, b) in enumerate(pairwise(marks), 1) if _parts(a, b))]
-    ends = [*starts[1:], len(marks)]
-    return [
-        Run(a, b, marks[a][1]) for a, b in zip(starts, ends, strict=True) if a < b and _on(marks[a])
-    ]
+    sampled, at = row["sampled_mask"], 0
+    found: list[Run] = []
+    while True in sampled[at:]:
+        start = sampled.index(True, at)
+        at = sampled.index(False, start) if False in sampled[start:] else len(sampled)
+        found += _parted(row, start, at)
+    return found
 
 
-def _on(mark: tuple[bool, bool, int]) -> bool:
-    return mark[0]
-
-
-def _parts(one: tuple[bool, bool, int], other: tuple[bool, bool, int]) -> bool:
-    return one[0] != other[0] or (one[0] and one != other)
+def _parted(row: Row, start: int, end: int) -> Iterator[Run]:
+    """One sampled stretch, parted where the turn or the loss changes."""
+    loss, turns = row["loss_mask"][start:end], row["turn_ids"][start:end]
+    while loss:
+        length = len(loss)
+        if loss.count(loss[0]) < length or turns.count(turns[0]) < length:
+            marks = list(zip(loss, turns, strict=True))
+            length = next(n for n, mark in enumerate(marks) if mark != marks[0])
+        yield Run(start, start + length, loss[0])
+        start, loss, turns = start + length, loss[length:], turns[length:]
 
 
 def row_faults(row: Row) -> Iterator[str]:

@@ -95,9 +95,9 @@ class TokenGraph:
         self._put(placed, agent)
         return placed
 
-    def index(self, call_id: str) -> int:
-        """The number of a call's node. Raises: KeyError."""
-        return self._index[call_id]
+    def index(self, call_id: str) -> int | None:
+        """The number of a call's node; None for a call without tokens."""
+        return self._index.get(call_id)
 
     def stretches(self, node: int) -> list[Stretch]:
         """A call's whole path, piece by piece, in order; no piece is empty."""

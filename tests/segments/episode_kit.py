@@ -1,0 +1,236 @@
+"""Scripted episodes that are prone to drift, over the real recording of calls."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from random import Random
+from struct import pack, unpack
+from typing import Any
+
+import msgspec
+from sampler_kit import TRAPS, WORDS, Engine, Habits
+
+from hermes_rl import events as ev
+from hermes_rl.messages import AssistantMessage, Message, SystemMessage, ToolMessage, UserMessage
+from hermes_rl.models.base import Conversation, ModelRequest, Sampling
+from hermes_rl.models.calls.attempts import Clock
+from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
+from hermes_rl.models.calls.route import Route
+from hermes_rl.record import Segment, Trajectory
+from hermes_rl.segments import with_segments
+from hermes_rl.segments.rules import book_faults, rollout_faults, row_faults, runs_of
+from hermes_rl.trajectory import fold
+
+PLAIN = Sampling(temperature=1.0, top_p=1.0, top_k=-1)
+
+
+@dataclass
+class Tape:
+    events: list[ev.Event] = field(default_factory=list)
+
+    def record(self, event: ev.Event) -> None:
+        self.events.append(event)
+
+
+@dataclass
+class _Slot:
+    waited_s: float = 0.0
+
+    def report(self, *args: Any, **more: Any) -> None:
+        pass
+
+
+class NoLimits:
+    @asynccontextmanager
+    async def slot(self, estimate: Any = None) -> AsyncIterator[_Slot]:
+        yield _Slot()
+
+
+class Hours:
+    """A clock that only sleeping moves."""
+
+    def __init__(self, random: Random) -> None:
+        self.now, self.calls, self.random = 1000.0, 0, random
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        await asyncio.sleep(0)
+
+    def new_id(self) -> str:
+        self.calls += 1
+        return f"call-{self.calls}"
+
+    def clock(self) -> Clock:
+        tell = lambda: self.now  # noqa: E731
+        return Clock(tell, tell, self.sleep, self.random.uniform, self.new_id)
+
+
+BEGUN = ev.Begun(
+    key=ev.AttemptKey(unit_id="u" * 32, epoch=1, attempt=0),
+    started_at=1000.0,
+    run_id="run",
+    group_id="g" * 32,
+    member=0,
+    repeat=0,
+    row_index=0,
+    task_id="task",
+    task_hash="t" * 64,
+    config_hash="c" * 64,
+    seed=0,
+    prompt="do it",
+    model="policy",
+    api_mode="chat_completions",
+    endpoint="exact:1",
+)
+
+
+class Episode:
+    """One episode: what an agent may do with its history, drawn by a seed."""
+
+    def __init__(
+        self, seed: int, engine: type[Engine] = Engine, edits: float = 0.04, **habits: Any
+    ) -> None:
+        self.random, self.edits = Random(seed), edits
+        drawn = Habits(
+            bridged=self.random.random() < 0.5,
+            drops_thoughts=self.random.random() < 0.3,
+            volatile=self.random.random() < 0.05,
+        )
+        for name, value in habits.items():
+            setattr(drawn, name, value)
+        self.engine = engine(Random(seed + 1), drawn)
+        self.tape = Tape()
+        self.caller = ModelCaller(
+            [Route.single("", self.engine, NoLimits())],
+            self.tape,
+            RetryPolicy(base_s=0.01, cap_s=0.01, outage_s=1e9, max_attempts=99),
+            clock=Hours(Random(seed + 2)).clock(),
+        )
+        self.agents = 0
+
+    async def run(self) -> "Episode":
+        self.tape.record(BEGUN)
+        await self.agent("main", [SystemMessage(content="be good"), UserMessage(content="do it")])
+        self.tape.record(ev.Graded(reward=1.0))
+        self.tape.record(ev.Ended(finished_at=1001.0, end_reason="answered"))
+        self.row, self.segments = with_segments(self.tape.events, fold(self.tape.events))
+        return self
+
+    async def agent(self, name: str, prompt: list[Message], deep: bool = True) -> None:
+        random, conversation, turn = self.random, Conversation(prompt), 0
+        for _ in range(random.randint(1, 7 if deep else 3)):
+            turn += 1
+            request = ModelRequest("policy", conversation, "", sampling=PLAIN)
+            fate = random.random()
+            if fate < 0.06:
+                answer, _ = await asyncio.gather(  # two answers to one prompt; one is gone on with
+                    self.caller.call(request, turn=turn, agent=name),
+                    self.caller.call(request, turn=turn, agent=name),
+                )
+            else:
+                answer = await self.caller.call(request, turn=turn, agent=name)
+            if 0.06 <= fate < 0.16:
+                self.tape.record(ev.AnswerDiscarded(turn=turn, why="empty answer", agent=name))
+                if fate < 0.13:
+                    answer = await self.caller.call(request, turn=turn, agent=name)
+                else:
+                    self.add(conversation, AssistantMessage(content="(empty)"), turn, True)
+                    self.add(conversation, UserMessage(content="well"), turn, True)
+                    continue
+            elif fate < 0.2:
+                judged = ModelRequest("judge", Conversation(prompt), "", sampling=PLAIN)
+                await self.caller.call(judged, turn=turn, purpose="judge", agent=name)
+            message = answer.message
+            if random.random() < self.edits:
+                message = msgspec.structs.replace(message, content=message.content + " edited")
+            self.add(conversation, message, turn)
+            await self.react(conversation, message, turn, deep)
+            if deep and random.random() < 0.1:
+                conversation = await self.compacted(conversation, turn)
+
+    async def react(
+        self, conversation: Conversation, message: AssistantMessage, turn: int, deep: bool
+    ) -> None:
+        for call in message.tool_calls:
+            if deep and self.random.random() < 0.15:
+                await self.delegate()
+            text = " ".join(self.random.choices([*WORDS, *TRAPS], k=4))
+            self.add(
+                conversation, ToolMessage(tool_call_id=call.id, name="terminal", content=text), turn
+            )
+        if not message.tool_calls:
+            self.add(conversation, UserMessage(content="go on"), turn, synthetic=True)
+
+    async def delegate(self) -> None:
+        """Sub-agents, side by side."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self.random.randint(1, 3)):
+                self.agents += 1
+                prompt = [SystemMessage(content="be good"), UserMessage(content="help")]
+                group.create_task(self.agent(f"helper-{self.agents}", prompt, deep=False))
+
+    async def compacted(self, conversation: Conversation, turn: int) -> Conversation:
+        request = ModelRequest("policy", conversation, "", sampling=PLAIN)
+        answer = await self.caller.call(request, turn=turn, purpose="summary")
+        self.tape.record(ev.ContextStarted(start=len(conversation), reason="full"))
+        head = list(conversation)[:2]
+        return Conversation([*head, UserMessage(content="so far: " + answer.message.content)])
+
+    def add(
+        self, conversation: Conversation, message: Message, turn: int, synthetic: bool = False
+    ) -> None:
+        conversation.append(message)
+        self.tape.record(ev.MessageAdded(message=message, turn=turn, synthetic=synthetic))
+
+    def against_the_log(self) -> list[str]:
+        return list(log_faults(self.engine, self.segments))
+
+    def by_the_rules(self) -> list[str]:
+        return list(rule_faults(self.row, self.segments))
+
+
+def log_faults(engine: Engine, segments: tuple[Segment, ...]) -> Iterator[str]:
+    """What segments have otherwise than the sampler's own log."""
+    truth = {e.call_id: e for e in engine.log if e.delivered and e.policy}
+    trained: set[str] = set()
+    for segment in segments:
+        row = msgspec.structs.asdict(segment)
+        for call_id, run in zip(segment.call_ids, runs_of(row), strict=True):
+            entry, ids = truth.get(call_id), tuple(segment.input_ids)
+            if entry is None:
+                yield f"{call_id}: was never sampled, or its answer never came"
+                continue
+            if not run.trained:
+                continue
+            if call_id in trained:
+                yield f"{call_id}: trained twice"
+            trained.add(call_id)
+            if ids[: run.start] != entry.prompt:
+                yield f"{call_id}: another prompt"
+            if ids[run.start : run.end] != entry.sampled:
+                yield f"{call_id}: other ids"
+            if tuple(segment.logprobs[run.start : run.end]) != rounded(entry.logprobs):
+                yield f"{call_id}: other logprobs"
+    yield from (f"{call_id}: nowhere trained" for call_id in truth if call_id not in trained)
+    if sum(sum(s.loss_mask) for s in segments) != sum(len(e.sampled) for e in truth.values()):
+        yield "tokens to be trained are not those that were sampled"
+
+
+def rule_faults(row: Trajectory, segments: tuple[Segment, ...]) -> Iterator[str]:
+    """What `check RUN --tokens` would say, without a tokenizer."""
+    if row.metrics.get("segments_rejected"):
+        yield "rejected"
+        return
+    rows = [msgspec.structs.asdict(s) for s in segments]
+    yield from (fault for r in rows for fault in row_faults(r))
+    yield from rollout_faults(rows)
+    yield from book_faults(rows, [msgspec.structs.asdict(c) for c in row.calls])
+
+
+def rounded(values: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(unpack(f"{len(values)}f", pack(f"{len(values)}f", *values)))
+
+
+async def play(seeds: range, engine: type[Engine] = Engine, **habits: Any) -> list[Episode]:
+    return [await Episode(seed, engine, **habits).run() for seed in seeds]
