@@ -23,7 +23,6 @@ from hermes_rl.models.tokens.template import TemplateRefused
 from hermes_rl.models.tokens.tokenizer import Tokenizer, lookalikes
 from hermes_rl.models.tokens.typeset import Typesetter
 
-PLACEHOLDER = "placeholder0answer"
 REASONING = "placeholder0reasoning"
 _NO_SEAM = "no control token parts the answer from what follows it, and both share a token"
 _EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*")
@@ -72,6 +71,8 @@ class Seam:
     """What follows it, up to the opening of the next turn."""
     mark: str
     """What marks lookalikes in it."""
+    opens: bool = False
+    """The end token is the opening of the next turn (GLM ends a turn with `<|user|>`)."""
 
 
 @dataclass(frozen=True)
@@ -123,27 +124,30 @@ def seam(
     tools: Sequence[Mapping[str, Any]],
 ) -> Seam | Fork:
     """What stands behind the answer. Raises: TemplateRefused; UserError for images."""
-    turn = [*abridged(history.messages), placeholder(history.answer)]
+    before = abridged(history.messages)
+    word = _word([before, new_messages, tools])
+    turn = [*before, placeholder(history.answer, word)]
     sheet = setter.sheet([*turn, *new_messages], tools)
     alone = sheet.text(len(turn), generation_prompt=False)
     whole = sheet.text(generation_prompt=True)
-    place = alone.rfind(PLACEHOLDER)
+    place = alone.rfind(word)
     if place < 0:
         return Fork("the template does not write the assistant's turn")
-    start = place + len(PLACEHOLDER)
-    there = _nth_end(whole, alone.count(PLACEHOLDER))
+    start = place + len(word)
+    there = _nth_end(whole, word, alone.count(word))
     if without_empty_reasoning(alone[:start]) != without_empty_reasoning(whole[:there]):
         return rewritten(alone, whole)
     behind, rest = alone[start:], whole[there:]
-    end = _end_in(behind, tokenizer, end_ids, sheet.mark)
-    shared = behind if end is None else behind[: end[1]]
-    if not rest.startswith(shared):
+    opens = False
+    end = _end_in(behind[: _parting(behind, rest)], tokenizer, end_ids, sheet.mark)
+    if end is None and not rest.startswith(behind):
         return rewritten(alone, whole)
     if end is None:  # some templates write the end of a turn with the next one
         end = _end_in(rest, tokenizer, end_ids, sheet.mark, only_first=True)
         if end is None or rest[: end[0]].strip():
             return Seam(end="", after=rest, mark=sheet.mark)
-    return Seam(end=rest[end[0] : end[1]], after=rest[end[1] :], mark=sheet.mark)
+        opens = True
+    return Seam(rest[end[0] : end[1]], rest[end[1] :], sheet.mark, opens)
 
 
 def without_empty_reasoning(text: str) -> str:
@@ -152,26 +156,34 @@ def without_empty_reasoning(text: str) -> str:
     return _EMPTY_REASONING.sub("", text)
 
 
-def _nth_end(text: str, number: int) -> int:
-    """Where the placeholder ends for the n-th time; 0 when it stands there less often."""
+def _word(values: Sequence[Any]) -> str:
+    """A word that stands nowhere in these values."""
+    told, number = repr(values), 0
+    while f"placeholder{number}answer" in told:
+        number += 1
+    return f"placeholder{number}answer"
+
+
+def _nth_end(text: str, word: str, number: int) -> int:
+    """Where the word ends for the n-th time; 0 when it stands there less often."""
     place = 0
     for _ in range(number):
-        found = text.find(PLACEHOLDER, place)
+        found = text.find(word, place)
         if found < 0:
             return 0
-        place = found + len(PLACEHOLDER)
+        place = found + len(word)
     return place
 
 
-def placeholder(answer: AssistantMessage) -> AssistantMessage:
+def placeholder(answer: AssistantMessage, word: str) -> AssistantMessage:
     """An answer of the same build, which no tokenizer has to read: as many calls of the same names,
-    reasoning where there was some, and a word of ours in the place of every text."""
+    reasoning where there was some, and the word in the place of every text."""
     calls = tuple(
-        ToolCall(id=call.id, name=call.name, arguments=f'{{"text": "{PLACEHOLDER}"}}')
+        ToolCall(id=call.id, name=call.name, arguments=f'{{"text": "{word}"}}')
         for call in answer.tool_calls
     )
     return AssistantMessage(
-        content=PLACEHOLDER if answer.content or not calls else "",
+        content=word if answer.content or not calls else "",
         reasoning_content=REASONING if answer.reasoning_content else None,
         tool_calls=calls,
     )
@@ -179,8 +191,7 @@ def placeholder(answer: AssistantMessage) -> AssistantMessage:
 
 def rewritten(before: str, after: str) -> Fork:
     """Why the one is no beginning of the other."""
-    pairs = zip(before, after, strict=False)
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
+    place = _parting(before, after)
     was, now = before[place : place + 40], after[place : place + 40]
     dropped = any(before.count(sign) > after.count(sign) for sign in (REASONING, "</think>"))
     what = "drops the reasoning of earlier turns"
@@ -188,6 +199,12 @@ def rewritten(before: str, after: str) -> Fork:
         what = "rewrites what stands before the new messages"
     told = f"the template {what}: {was!r} becomes {now!r} at character {place}"
     return Fork(told, drops_reasoning=dropped)
+
+
+def _parting(one: str, other: str) -> int:
+    """The first character at which two texts differ."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _end_in(
@@ -221,6 +238,11 @@ def _glue(
     A control token separates: what stands on its two sides is tokenised apart anyway. So the glue
     is tokenised alone behind (or from) one; without one, together with the sampled text.
     """
+    if ended and found.opens and tokenizer.text_of(sampled[-1]) != found.end:
+        said = tokenizer.text_of(sampled[-1])
+        return Fork(
+            f"the answer ended with {said!r}, and the conversation goes on with {found.end!r}"
+        )
     anchor = found.end or (tokenizer.text_of(sampled[-1]) if ended else None)
     if anchor:
         ids = tokenizer.encode(anchor + found.after, found.mark)

@@ -50,12 +50,21 @@ class Form:
     """What stands for no content beside tool calls."""
     short_ids: bool = False
     """Ids of calls have nine letters and digits."""
+    parts: bool = False
+    """Content is a list of parts, as templates of models that see want it."""
     writes_calls: bool = True
     """Whether calls come out at all."""
 
 
 def message_form(message: Message, form: Form) -> dict[str, Any]:
     """A message as the template reads it. Raises: UserError for images, which have no ids here."""
+    out = _message_form(message, form)
+    if form.parts and isinstance(out["content"], str):
+        out["content"] = [{"type": "text", "text": out["content"]}] if out["content"] else []
+    return out
+
+
+def _message_form(message: Message, form: Form) -> dict[str, Any]:
     if isinstance(message, SystemMessage):
         return {"role": "system", "content": message.content}
     if isinstance(message, UserMessage):
@@ -108,17 +117,20 @@ def _id(call_id: str, form: Form) -> str:
 
 
 def form_of(template: Template) -> Form:
-    """The form that this template reads: the first in which a call with an argument comes out."""
+    """The form that this template reads: the first in which a call with an argument comes out, else
+    the first in which words do."""
     arguments: tuple[Literal["object", "text"], ...] = ("object", "text")
     contents: tuple[Literal["", "none"], ...] = ("", "none")
-    for short, argument, content in itertools.product((False, True), arguments, contents):
-        form = Form(arguments=argument, empty_content=content, short_ids=short)
-        if _comes_out(template, form):
+    either = (False, True)
+    for parts, short, argument, content in itertools.product(either, either, arguments, contents):
+        form = Form(arguments=argument, empty_content=content, short_ids=short, parts=parts)
+        if _call_comes_out(template, form):
             return form
-    return Form(writes_calls=False)
+    plain = (Form(writes_calls=False, parts=parts) for parts in either)
+    return next((f for f in plain if _words_come_out(template, f)), Form(writes_calls=False))
 
 
-def _comes_out(template: Template, form: Form) -> bool:
+def _call_comes_out(template: Template, form: Form) -> bool:
     call = ToolCall(id="call_probe", name="look_up", arguments='{"subject": "gr\\"een"}')
     conversation: list[Message] = [
         UserMessage(content="Look it up."),
@@ -132,3 +144,15 @@ def _comes_out(template: Template, form: Form) -> bool:
     turn = text.rpartition("Look it up.")[2]  # the schema before it names the argument too
     broken = ("{'subject'", '\\"subject\\"', '\\\\"een')
     return "subject" in turn and "een" in turn and not any(piece in text for piece in broken)
+
+
+def _words_come_out(template: Template, form: Form) -> bool:
+    said: list[Message] = [
+        UserMessage(content="Good evening."),
+        AssistantMessage(content="Good night."),
+    ]
+    try:
+        text = template.render([message_form(message, form) for message in said])
+    except TemplateRefused:
+        return False
+    return "evening." in text and "night." in text and "'type'" not in text

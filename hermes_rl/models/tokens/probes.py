@@ -40,7 +40,6 @@ sampled, but the template itself would write the earlier turn in another way. fo
 begins a new branch. refused: the template does not render such a conversation."""
 
 
-_EMPTY = "the template leaves empty reasoning out of earlier turns; what was sampled stays"
 _NEVER = "the template never shows reasoning; what was sampled stays"
 
 
@@ -71,6 +70,10 @@ class Finding:
     def forks(self) -> tuple[Case, ...]:
         """The probes after which a conversation goes on as a new branch."""
         return tuple(case for case in self.cases if case.outcome == "forks")
+
+    def noting(self, note: str) -> Finding:
+        """The same with one more note."""
+        return Finding(self.cases, (*self.notes, note))
 
     def lines(self) -> list[str]:
         """For people: each case that is not identical, then the notes."""
@@ -109,12 +112,26 @@ def _case(probe: _Probe, setter: Typesetter, tokenizer: Tokenizer, end_ids: froz
     if isinstance(found, Fork):
         return Case(probe.name, "forks", found.why)
     if not after.startswith(prompt):
-        if without_empty_reasoning(after).startswith(without_empty_reasoning(prompt)):
-            return Case(probe.name, "bridged", _EMPTY)
-        return Case(probe.name, "bridged", rewritten(prompt, after).why)
+        asked = sheet.text(len(probe.base), generation_prompt=False)
+        return Case(probe.name, "bridged", _unlike(asked, prompt, after))
     if probe.answer.reasoning_content and REASONING not in after:
         return Case(probe.name, "bridged", _NEVER)
     return Case(probe.name, "identical")
+
+
+def _unlike(asked: str, prompt: str, after: str) -> str:
+    """Why a prompt does not stand at the beginning of what comes after it.
+
+    Args:
+        asked: the prompt without its opening of the assistant's turn.
+    """
+    bare = without_empty_reasoning(after)
+    if bare.startswith(without_empty_reasoning(prompt)):
+        return "the template leaves empty reasoning out of earlier turns; what was sampled stays"
+    if bare.startswith(without_empty_reasoning(asked)):
+        opening = prompt[len(asked) :] if prompt.startswith(asked) else prompt[-40:]
+        return f"the template does not open such a turn with {opening!r} later; the prompt stays"
+    return f"{rewritten(prompt, after).why}; what was sent stays"
 
 
 def _notes(setter: Typesetter) -> list[str]:

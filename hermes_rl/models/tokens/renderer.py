@@ -37,7 +37,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self.template = template
         self._told_ends = frozenset(end_ids)
-        shield = Shield(tokenizer.added, "\n".join(template.sources.values()))
+        shield = Shield(tokenizer.added, self._source)
         self._setter = Typesetter(template, form_of(template), shield)
 
     @property
@@ -69,9 +69,19 @@ class Renderer:
 
     @property
     def parser_name(self) -> str:
-        """The tool-call parser that fits what the template writes."""
-        source = "\n".join(self.template.sources.values())
-        return "qwen3_coder" if "<function=" in source else "hermes"
+        """The tool-call parser for what the template writes; `hermes` where none fits."""
+        return "qwen3_coder" if "<function=" in self._source else "hermes"
+
+    @property
+    def parser_fits(self) -> bool:
+        """Whether a parser here reads calls as this template writes them. True as well where it
+        writes none."""
+        written = "<tool_call>" in self._source or "<function=" in self._source
+        return written or not self._setter.form.writes_calls
+
+    @property
+    def _source(self) -> str:
+        return "\n".join(self.template.sources.values())
 
     def render(
         self, messages: Iterable[Message], tools: Tools = (), generation_prompt: bool = True
@@ -129,7 +139,8 @@ class Renderer:
 
     @cached_property
     def _finding(self) -> probes.Finding:
-        return probes.find(self._setter, self.tokenizer, self.end_ids)
+        found = probes.find(self._setter, self.tokenizer, self.end_ids)
+        return found if self.parser_fits else found.noting(_UNREAD)
 
     def _end_of(self, answer: AssistantMessage, tools: Tools) -> int | None:
         """The id that the template ends such a turn with."""
@@ -150,6 +161,7 @@ class Renderer:
         return self.tokenizer.id_of(found.end)
 
 
+_UNREAD = "no parser here reads tool calls as this template writes them: they would stay text"
 _CALL = ToolCall(id="probe0001", name="look_up", arguments='{"subject": "it"}')
 _PLAIN_TURNS: tuple[tuple[AssistantMessage, Tools], ...] = (
     (AssistantMessage(content="An answer."), ()),
