@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -219,8 +220,11 @@ async def open_worker(
                 config_hash=spec.config_hash,
                 keys=keys,
                 share=share,
+                tokens=spec.tokens,
             )
         )
+        if config.run.keep_workspaces:
+            workshop = replace(workshop, workspaces=run_dir.path / "workspaces")
         make = task_episode
         if config.env is not None:
             make = (await stack.enter_async_context(_environment(config.env))).episode

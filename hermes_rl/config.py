@@ -112,8 +112,8 @@ class RunSection(Section):
     what `doctor models` asks, at most seven small calls, listed in manifest.json with their usage.
     """
     keep_workspaces: bool = False
-    """Keep the workspace that each rollout of an environment left, so that it can be graded again.
-    """
+    """Keep the workspace that each rollout left in the run directory, so that it can be graded
+    again (`hermes-rl env regrade`)."""
     lease_s: Seconds = 30.0
     """How long a worker lives without hearing from its driver."""
 

@@ -28,6 +28,7 @@ from hermes_rl.errors import (
     cause_of,
     end_reason_of,
 )
+from hermes_rl.identity import trajectory_id
 from hermes_rl.messages import with_unique_ids
 from hermes_rl.models.dialects.lenient import clean
 from hermes_rl.models.failures.classify import scrub
@@ -37,6 +38,7 @@ from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
 from hermes_rl.tasks import Task
 from hermes_rl.trajectory import fold
 from hermes_rl.wiring import Draw, Workshop
+from hermes_rl.workspaces import Workspaces
 
 SETUP_TIMEOUT_S = 300.0
 _ERROR_CHARS = 2_000
@@ -196,11 +198,22 @@ class _Attempt:
                 seconds = time.monotonic() - start
                 self.tape.record(await self._leased(sandbox, seconds))
             result = await self._agent(sandbox, seconds)
-            self.tape.record(await self.episode.grade(sandbox, result))
+            graded = await self.episode.grade(sandbox, result)
+            await self._keep(sandbox)
+            self.tape.record(graded)
             return result
         finally:
             # A cancelled attempt must still end its sandbox: the shield lets teardown finish.
             await asyncio.shield(sandbox.aclose())
+
+    async def _keep(self, sandbox: Sandbox) -> None:
+        """Store the workspace, where the run keeps them, before the row that says it is there."""
+        if self.workshop.workspaces is None:
+            return
+        item = self.item
+        own_id = trajectory_id(item.unit_id, item.epoch, item.attempt)
+        kept = Workspaces(self.workshop.workspaces)
+        await kept.keep(sandbox, own_id, self.episode.tool_state())
 
     async def _leased(self, sandbox: Sandbox, seconds: float) -> ev.SandboxLeased:
         given = sandbox.info

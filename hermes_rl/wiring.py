@@ -93,6 +93,8 @@ class Workshop:
     """Calls cost nothing: played models."""
     others: Mapping[str, Routes] = field(default_factory=dict)
     """To the models that an environment asks beside the policy, by purpose."""
+    workspaces: Path | None = None
+    """Where workspaces are kept; None keeps none."""
     _digests: dict[str, str | None] = field(default_factory=dict, repr=False)
 
     @property

@@ -159,14 +159,19 @@ class EnvEpisode:
 
     async def grade(self, sandbox: Sandbox, result: AgentResult) -> Graded:
         """See `Episode`."""
-        env, began = self._env, time.monotonic()
-        self.ctx._sandbox, self.ctx._grading = None, Grading(sandbox)
         rollout = Rollout.of_events(
             self._tape.events,
             final_response=result.final_response,
             end_reason=result.end_reason,
             metrics=result.metrics,
         )
+        return await self.judge(sandbox, rollout)
+
+    async def judge(self, sandbox: Sandbox, rollout: Rollout) -> Graded:
+        """The reward of a rollout over the workspace in a sandbox. Raises: VerifierFault and other
+        HermesErrors."""
+        env, began = self._env, time.monotonic()
+        self.ctx._sandbox, self.ctx._grading = None, Grading(sandbox)
         given = await _theirs(env, env.compute_reward, VerifierFault, self._task, rollout, self.ctx)
         rewards = checked(env, env.compute_reward, given, rollout.turns)
         return Graded(

@@ -194,6 +194,18 @@ class Sandbox(Protocol):
         """
         ...
 
+    async def pack_left(self, local: Path) -> None:
+        """End the agent's processes for good, as `grade` does, and write the workspace that it left
+        to an archive on the host (`packing.FORMAT`).
+
+        Raises: SandboxDied; OSError, as of a full disk.
+        """
+        ...
+
+    async def unpack(self, local: Path) -> None:
+        """Put an archive of `pack_left` into the workspace. Raises: OSError; SandboxDied."""
+        ...
+
     async def aclose(self) -> None:
         """End all processes and remove everything. Idempotent; shielded from cancellation by the
         caller."""

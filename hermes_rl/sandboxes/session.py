@@ -20,6 +20,7 @@ from hermes_rl.sandboxes.background import Background
 from hermes_rl.sandboxes.base import MAX_OUTPUT_BYTES, CommandResult, Process, SandboxInfo
 from hermes_rl.sandboxes.files import UNSAFE, Beneath
 from hermes_rl.sandboxes.output import Everything, HeadTail, IntoFile, Sink
+from hermes_rl.sandboxes.packing import UNPACK, pack_folder
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost
 
 IN_THREAD = 1 << 18
@@ -213,6 +214,20 @@ class ShellSandbox(ABC):
             raise OSError(errno.EXDEV, "not below the workspace", path)
         fd = self._place.files.open_read(beneath)
         return await _read_all(fd)
+
+    async def pack_left(self, local: Path) -> None:
+        """See `base.Sandbox.pack_left`."""
+        await self._end_session()
+        await asyncio.to_thread(pack_folder, self._place.files.folder, local)
+
+    async def unpack(self, local: Path) -> None:
+        """See `base.Sandbox.unpack`."""
+        archive = f"{self.workspace}/.hermes-archive"
+        await self.upload(local, archive)
+        where = shlex.quote(archive)
+        result = await self.run(f"{UNPACK.format(archive=where)} && rm -f {where}", timeout_s=300.0)
+        if result.exit_code != 0:
+            raise OSError(f"{local}: cannot be unpacked: {result.output.strip()[-200:]}")
 
     @abstractmethod
     async def _end_session(self) -> None:

@@ -82,6 +82,10 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
     rewards: list[RewardPart]
     metrics: dict[str, float]
     error: str | None
+    calls: list[Call]
+    """Model calls of the grader: a judge's."""
+    usage: UsageTotal
+    cost_usd: float | None
     seconds: float
     graded_at: int
     """Microseconds since 1970, UTC."""

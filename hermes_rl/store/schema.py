@@ -245,6 +245,9 @@ _grades = [
     ("rewards", _list(pa.struct(_reward_part))),
     ("metrics", _list(pa.struct(_metric))),
     ("error", _text),
+    ("calls", _list(pa.struct(_call))),
+    ("usage", pa.struct(_usage)),
+    ("cost_usd", _real),
     ("seconds", _real),
     ("graded_at", _moment),
 ]

@@ -24,7 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("segments",),
     ("agent", "store"),
     ("wiring definitions", "testing"),
-    ("rollout verify episode", "assembly", "evals"),
+    ("rollout verify episode workspaces", "assembly", "evals"),
     ("rl",),
     ("servers", "export", "environments", "batch_runner"),
     ("cli",),

@@ -67,6 +67,9 @@ def grade(number: int) -> Grade:
         rewards=[RewardPart(name="verify", score=0.5)],
         metrics={"lines": 3.0},
         error=None,
+        calls=[],
+        usage=UsageTotal(),
+        cost_usd=None,
         seconds=0.1,
         graded_at=5,
     )

@@ -1,0 +1,58 @@
+"""Workspaces that rollouts left, kept in the run directory so that they can be graded again.
+
+`workspaces/TRAJECTORY.tar.gz` holds the files, `workspaces/TRAJECTORY.json` what an environment
+noted in `ctx.state`. Both stand before the rollout's row does. What belongs to no row (a kill in
+between) is harmless and may be deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hermes_rl.sandboxes.base import Sandbox
+from hermes_rl.sandboxes.packing import FORMAT
+from hermes_rl.store.disk import disk_errors
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one rollout left."""
+
+    archive: Path
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Workspaces:
+    """The folder of one run."""
+
+    folder: Path
+
+    async def keep(self, sandbox: Sandbox, trajectory_id: str, state: dict[str, Any]) -> None:
+        """Store what a graded sandbox holds. Raises: DiskFull, SandboxDied."""
+        with disk_errors():
+            self.folder.mkdir(exist_ok=True)
+            text = _json(state)
+            if text is not None:
+                await asyncio.to_thread((self.folder / f"{trajectory_id}.json").write_text, text)
+            await sandbox.pack_left(self.folder / f"{trajectory_id}.{FORMAT}")
+
+    def find(self, trajectory_id: str) -> Kept | None:
+        """What a rollout left; None when nothing was kept, or its state could not be. Blocking."""
+        archive = self.folder / f"{trajectory_id}.{FORMAT}"
+        state = self.folder / f"{trajectory_id}.json"
+        if not archive.exists() or not state.exists():
+            return None
+        return Kept(archive, json.loads(state.read_text()))
+
+
+def _json(state: dict[str, Any]) -> str | None:
+    """None for a state that is no plain JSON: such a rollout cannot be graded again."""
+    try:
+        return json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return None
