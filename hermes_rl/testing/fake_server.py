@@ -44,7 +44,7 @@ from hermes_rl.testing.faults import (
 from hermes_rl.testing.limits import Limits, RateLimits
 from hermes_rl.testing.picky import PICKY, picky_refusal
 from hermes_rl.testing.routes import CHAT, Wire, any_key, server_dialect, wire_of
-from hermes_rl.testing.scripts import Asked, ScriptError, Step, step_for, usage_of
+from hermes_rl.testing.scripts import Asked, Play, ScriptError, Step, step_for, usage_of
 from hermes_rl.testing.served_log import Entry, LogOutcome, ServedLog
 from hermes_rl.testing.wire import LAST_CHUNK, Connection, Incoming, chunked, head
 from hermes_rl.usage import Usage
@@ -76,6 +76,8 @@ class FakeConfig:
     """What an account may use in a minute."""
     conditions: Conditions = field(default_factory=Conditions)
     """Its clock, outages and prices."""
+    plays: Mapping[str, Play] = field(default_factory=dict)
+    """Model -> what plays it, in the place of a script."""
 
 
 class FakeServer:
@@ -239,7 +241,7 @@ class FakeServer:
             return refusal_for("auth", name)
         try:
             job.request = job.dialect.decode_request(request.body)
-            job.step = step_for(job.request, self.config.script, self._asked)
+            job.step = step_for(job.request, self.config.script, self._asked, self.config.plays)
         except (ScriptError, ValueError) as error:
             return Refusal(400, "invalid_request_error", None, str(error))
         if self.config.models and job.request.model not in self.config.models:

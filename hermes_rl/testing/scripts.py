@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -61,17 +61,29 @@ class Asked:
         return self._counts[key] - 1
 
 
+Play = Callable[[ServedRequest], Any]
+"""Plays a model: a request's step, as it stands in a script."""
+
+
 class ScriptError(ValueError):
     """The script in a prompt cannot be played; the server answers 400 with this text."""
 
 
-def step_for(request: ServedRequest, default: str = "echo", asked: Asked | None = None) -> Step:
+def step_for(
+    request: ServedRequest,
+    default: str = "echo",
+    asked: Asked | None = None,
+    plays: Mapping[str, Play] | None = None,
+) -> Step:
     """The step that answers a request. Raises: ScriptError.
 
     Args:
         asked: counts, for steps that are lists; without it these give their first.
+        plays: by model: users, judges and policies that are functions.
     """
     turn = sum(isinstance(m, AssistantMessage) for m in request.messages)
+    if plays and request.model in plays:
+        return _of_form(plays[request.model](request), turn)
     written = _written(request.messages)
     if written is not None:
         times = 0
@@ -144,6 +156,10 @@ def _step_of(written: str, turn: int, times: int) -> Step:
     step = _form(written, turn)
     if isinstance(step, list) and step:
         step = step[min(times, len(step) - 1)]
+    return _of_form(step, turn)
+
+
+def _of_form(step: Any, turn: int) -> Step:
     if isinstance(step, str):
         return _text(step)
     if not isinstance(step, dict):

@@ -1,0 +1,85 @@
+"""A bug and hidden tests: `hermes-rl env process docs/examples/fix_repository.py`."""
+
+import random
+from collections.abc import Iterator
+
+from hermes_rl.rl import (
+    CannotJudge,
+    EnvConfig,
+    Environment,
+    Rewards,
+    Rollout,
+    RolloutContext,
+    Task,
+    make_task,
+    part,
+)
+
+SOUND = '''\
+def clamp(value, low, high):
+    """value, but not below low and not above high."""
+    if value < low:
+        return low
+    if value > high:
+        return high
+    return value
+'''
+
+BUGS = (
+    ("value < low", "value <= high"),
+    ("value > high", "value < high"),
+    ("return low", "return high"),
+    ("return high", "return value - high"),
+)
+
+HIDDEN_TESTS = """\
+import os, subprocess, sys
+
+CALL = "import sys; sys.path.insert(0, sys.argv[1]); import shapes; "
+CALL += "print(shapes.clamp(*map(int, sys.argv[2:])))"
+cases = [(5, 0, 10, 5), (-1, 0, 10, 0), (11, 0, 10, 10), (0, 0, 10, 0), (10, 0, 10, 10)]
+passed = 0
+for *given, wanted in cases:  # the agent's code runs in a process that cannot report for us
+    command = [sys.executable, "-I", "-c", CALL, sys.argv[1], *map(str, given)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    passed += done.stdout.strip() == str(wanted)
+os.write(3, f"{passed}/{len(cases)}".encode())
+"""
+
+
+class FixRepository(Environment[EnvConfig]):
+    """One wrong line in a small package; the tests that judge are never in the sandbox."""
+
+    name = "fix_repository"
+
+    def tasks(self, split: str, seed: int) -> Iterator[Task]:
+        """Ends: every bug once, in an order of its own for each seed."""
+        bugs = list(enumerate(BUGS))
+        random.Random(f"{split} {seed}").shuffle(bugs)
+        for number, (right, wrong) in bugs:
+            yield make_task(
+                "clamp() in shapes.py gives wrong results. Find the bug and mend it.",
+                id=f"clamp-{number}",
+                files={"shapes.py": SOUND.replace(right, wrong, 1)},
+                setup="git init -q . && git add . && git -c user.name=a -c user.email=a@b commit "
+                "-qm start",
+                oracle=f"sed -i 's/{wrong}/{right}/' shapes.py",
+                requires=["git", "python3"],
+            )
+
+    async def compute_reward(self, task: Task, trajectory: Rollout, ctx: RolloutContext) -> Rewards:
+        """1 when all hidden tests pass; what else is known goes into the metrics."""
+        try:
+            left = await ctx.grading.read_file("shapes.py")  # bytes, as the agent left them
+        except OSError:
+            return Rewards([part("tests", 0.0)])
+        box = await ctx.grading.run(
+            'exec python3 "$VERIFY/hidden.py" "$WORKSPACE"',
+            files={"hidden.py": HIDDEN_TESTS},
+            timeout_s=60,
+        )
+        if box.exit_code == 127:
+            raise CannotJudge("no python3 in the grading box")  # our fault: no reward at all
+        passed, _, total = (box.report or "0/1").partition("/")
+        solved = box.ok and passed == total
+        return Rewards([part("tests", solved)], {"passed": float(passed), "bytes": len(left)})
