@@ -71,6 +71,7 @@ class Report:
         cache = self.stats.get("cache") or {}
         if cache.get("low"):
             lines.append(_cache_line(cache["read_share"], cache["expected_share"]))
+        lines += exact_lines(self.stats.get("exact_tokens"), self.path)
         lines += [text for lane in self.governed.get("rate_limits", ()) if (text := _limit(lane))]
         lines += [_budget(*pot) for pot in self.governed.get("budgets", {}).items()]
         if self.causes:
@@ -105,6 +106,26 @@ class Report:
             return f"interrupted. Go on with: {self.resume}"
         code = self.exit_code
         return f"stopped: {self.detail}. {self.mend}, then run the same command. (exit {code})"
+
+
+def exact_lines(exact: Mapping[str, Any] | None, path: str) -> list[str]:
+    """What a run's exact tokens come to, and what is wrong with them."""
+    if exact is None:
+        return []
+    rate = exact["fork_rate"]
+    forks = "" if rate is None else f", {rate:.1%} of histories forked"
+    lines = [
+        f"exact tokens: {exact['trained_tokens']:,} to train in {exact['trainable']:,} of "
+        f"{exact['segments']:,} segments{forks}"
+    ]
+    if exact["many_forks"]:
+        lines.append(f"warning: many histories drift. See why: hermes-rl check {path} --tokens")
+    if exact["rejected"]:
+        lines.append(
+            f"warning: {exact['rejected']:,} rollouts broke a rule of exact tokens and have no "
+            f"segments. See hermes-rl check {path} --tokens"
+        )
+    return lines
 
 
 def _limit(lane: Mapping[str, Any]) -> str | None:

@@ -193,6 +193,8 @@ class Tally:
         key, row = line["key"], line["row"]
         table = _table(row)
         self.summary.add(row, table)
+        for segment in line.get("segments", ()):
+            self.summary.add_segment(segment)
         self._table += table[0]
         for name in ("unit_id", "epoch", "attempt"):
             self._columns[name].append(key[name])

@@ -19,6 +19,10 @@ _TOKENS = (
     "reasoning_tokens",
     "total_tokens",
 )
+MANY_FORKS = 0.05
+"""A higher share of forks says that histories drift: their shared beginnings are computed and
+stored again with each."""
+
 _DIGITS = 9
 """Sums of floats are rounded to this, so that the order of the batches does not show."""
 
@@ -64,6 +68,7 @@ def compute_stats(summary: Summary, ledger: Ledger, plan: Mapping[str, Any]) -> 
         },
         "tokens": {name: counts.get(name) for name in _TOKENS},
         "cache": cache_shares(counts),
+        "exact_tokens": _exact_tokens(counts),
         "cost_usd": _cost(summary),
         "known_cost_usd": round(sums["known_cost_usd"], _DIGITS)
         if "known_cost_usd" in sums
@@ -85,6 +90,26 @@ def write_stats(run_dir: RunDir, ledger: Ledger, plan: Mapping[str, Any]) -> dic
     text = json.dumps(stats, indent=2, ensure_ascii=False) + "\n"
     run_dir.storage.put("stats.json", text.encode())
     return stats
+
+
+def _exact_tokens(counts: Mapping[str, int]) -> dict[str, Any] | None:
+    """Table segments in sum; None when no call brought ids. `fork_rate` is the share of calls that
+    an exact history would have made extensions of the one before, and that began a branch."""
+    if "captured_calls" not in counts:
+        return None
+    followed, forked = counts.get("followed_calls", 0), counts.get("forked_calls", 0)
+    rate = round(forked / followed, _DIGITS) if followed else None
+    return {
+        "calls": counts["captured_calls"],
+        "segments": counts.get("segments", 0),
+        "trainable": counts.get("trainable_segments", 0),
+        "trained_tokens": counts.get("trained_tokens", 0),
+        "followed_calls": followed,
+        "forked_calls": forked,
+        "fork_rate": rate,
+        "many_forks": rate is not None and rate > MANY_FORKS,
+        "rejected": counts.get("segments_rejected", 0),
+    }
 
 
 def _cost(summary: Summary) -> float | None:

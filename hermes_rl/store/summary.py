@@ -22,6 +22,9 @@ _TOKENS = (
     "total_tokens",
     "unknown_calls",
 )
+TOKEN_COUNTS = ("captured_calls", "followed_calls", "forked_calls", "segments_rejected")
+"""Metrics of rollouts with exact tokens (`segments.with_segments`), summed here."""
+
 _TIMES = ("queued_s", "sandbox_s", "model_s", "tool_s", "waiting_s", "verify_s", "total_s")
 
 
@@ -30,7 +33,8 @@ class Summary(msgspec.Struct, kw_only=True):
 
     counts: dict[str, int] = {}
     """`trajectories`, `failures`, `end.REASON`, `cause.CAUSE`, `owner.OWNER`, `graded`, `solved`,
-    `turns`, `tool_calls`, `calls`, token sums (those of `caching` too). A key that nothing reported
+    `turns`, `tool_calls`, `calls`, token sums (those of `caching` too), and of exact tokens
+    `TOKEN_COUNTS`, `segments`, `trainable_segments`, `trained_tokens`. A key that nothing reported
     is absent, not 0."""
     sums: dict[str, float] = {}
     """`reward`, `cost_usd` (of priced rows), `known_cost_usd` (of priced calls) and seconds by
@@ -56,10 +60,20 @@ class Summary(msgspec.Struct, kw_only=True):
             self._count(name, row["usage"][name])
         for name, tokens in cache_counts(row["calls"]).items():
             self._count(name, tokens)
+        for name in TOKEN_COUNTS:
+            if name in row["metrics"]:
+                self._count(name, int(row["metrics"][name]))
         self._sum("cost_usd", row["cost_usd"])
         self._sum("known_cost_usd", known_cost(row))
         for name in _TIMES:
             self._sum(name, row["timing"][name])
+
+    def add_segment(self, segment: Mapping[str, Any]) -> None:
+        """Count one token-exact segment; its tokens only when they may be trained."""
+        self._count("segments", 1)
+        if segment["trainable"]:
+            self._count("trainable_segments", 1)
+            self._count("trained_tokens", sum(segment["loss_mask"]))
 
     def _add_outcome(self, row: Mapping[str, Any]) -> None:
         if row["truncated"]:
