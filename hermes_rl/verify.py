@@ -18,6 +18,8 @@ BOXES = 3
 """A verifier that cannot judge, or a box that dies, gets this many boxes on the same workspace. The
 rollout is never rolled again for it."""
 
+_SIGNALLED = 128
+"""Exit codes above it tell of a signal."""
 _DETAIL_CHARS = 2_000
 _SCRIPT_CHARS = 300
 
@@ -62,7 +64,7 @@ def judge(result: GradingResult, *, score: bool) -> float:
 
     Exit 0 is 1.0; any other exit or a timeout is 0.0, since the policy can cause those. With
     `score` the
-    report on descriptor 3 decides; a box that failed without one is 0.0 as well.
+    report on descriptor 3 decides; a box that failed without one, or was killed, is 0.0 as well.
 
     Raises: VerifierFault for `cannot-judge=...`, a report that is not one such line, or success
     without one.
@@ -71,6 +73,8 @@ def judge(result: GradingResult, *, score: bool) -> float:
         return 0.0
     if not score:
         return 1.0 if result.exit_code == 0 else 0.0
+    if result.exit_code > _SIGNALLED:
+        return 0.0  # killed: what it had written may not be its last word
     if not result.report.strip():
         if result.exit_code != 0:
             return 0.0

@@ -60,8 +60,8 @@ def environment(paths: Paths, path: str) -> dict[str, str]:
 
 
 def starter(paths: Paths, variables: dict[str, str], ulimits: list[str], score: bool) -> str:
-    """The script that sets the stage, tells the channel (its output) that it stands, and becomes
-    the verifier."""
+    """The script that sets the stage, tells the channel that it stands, waits for the host's word,
+    and becomes the verifier."""
     pairs = zip(ulimits[::2], ulimits[1::2], strict=True)
     control = shlex.quote(paths.control)
     return "\n".join(
@@ -74,6 +74,8 @@ def starter(paths: Paths, variables: dict[str, str], ulimits: list[str], score: 
             "umask 022",
             *([f"exec 3>{control}/report"] if score else []),
             "echo R",
+            "IFS= read -r go || exit 125",
+            "unset go",
             f"exec </dev/null >{control}/out 2>&1 bash --norc --noprofile {control}/script",
             "",
         ]
@@ -142,6 +144,8 @@ async def _judge(
         try:
             await _started(ours)
             running.standing()
+            report.shut()
+            await asyncio.get_running_loop().sock_sendall(ours, b"G\n")
             end = asyncio.ensure_future(running.ended())
             began = time.monotonic()
             async with asyncio.timeout(spec.timeout_s):

@@ -23,6 +23,11 @@ class Pipe:
         os.chmod(self.path, 0o622)
         self.fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
+    def shut(self) -> None:
+        """Let nobody open it any more: who writes to it holds it already. So no program of the
+        agent's that a verifier runs can write a verdict by the pipe's name."""
+        os.chmod(self.path, 0)
+
     def read_into(self, sink: Sink, most: int) -> bool | None:
         """Move up to `most` bytes to the sink.
 
