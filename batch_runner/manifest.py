@@ -67,6 +67,8 @@ def capabilities(config: RunConfig, probed: Probed | None) -> dict[str, Any]:
             known["places"] = {m: [p.provider, p.api_mode, p.host] for m, p in places.items()}
     if probed is not None and probed.found:
         known["probed"] = dict(probed.found)
+    if probed is not None and probed.tokens is not None:
+        known["tokens"] = msgspec.to_builtins(probed.tokens)
     if probed is not None and probed.models is not None:
         known["models"] = list(probed.models[:_MODELS_LISTED])
         known["models_listed"] = len(probed.models)

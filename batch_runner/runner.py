@@ -39,6 +39,7 @@ from hermes_rl.config import RunConfig, to_yaml
 from hermes_rl.doors import run_sync
 from hermes_rl.errors import DiskFull
 from hermes_rl.models.limits.governor_wire import Charter
+from hermes_rl.models.tokens.plan import TokenPlan
 from hermes_rl.sources import read_rows
 from hermes_rl.store.commit import read_commit
 from hermes_rl.store.driver import Driver, OpenOptions, open_run
@@ -86,6 +87,7 @@ async def arun_batch(
     async with await open_run(settings.out, identity, meta, options) as driver:
         run = _Run(settings, driver, reader, progress or default_progress(), pilot)
         run.manifest["capabilities"] = capabilities(settings.config, probed)
+        run.knows_tokens(probed.tokens if probed else None)
         return await run.run()
 
 
@@ -118,6 +120,7 @@ class _Run:
         self.started = time.monotonic()
         self.manifest: dict[str, Any] = {}
         """What manifest.json says beside the run's origin; see `write_manifest`."""
+        self.tokens: TokenPlan | None = None
         self.governor: GovernorHost | None = None
         self.governed: dict[str, Any] = {}
         """What the governor had to say at the end: see `as_plain`."""
@@ -203,6 +206,12 @@ class _Run:
                     raise
                 self.source.halt(Stop("interrupted", "interrupted"))
 
+    def knows_tokens(self, plan: TokenPlan | None) -> None:
+        """How token ids are had, where they are wanted; it is said."""
+        self.tokens = plan
+        for line in plan.lines() if plan is not None else ():
+            self.progress.note(line)
+
     def spec(self) -> WorkerSpec:
         """What every worker is told."""
         run = self.settings.config.run
@@ -217,6 +226,7 @@ class _Run:
             config=self.settings.config.model_dump_json().encode(),
             config_hash=self.settings.config_hash,
             governor=f"governor-{self.driver.run_id}-{self.driver.epoch}",
+            tokens=self.tokens,
         )
 
     def heard(self, requests: int, throttled: int) -> None:

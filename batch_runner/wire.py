@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from hermes_rl.models.tokens.plan import TokenPlan
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Trajectory
 
@@ -33,6 +34,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """As the driver found it: an image's digest may differ on another machine."""
     governor: str = ""
     """Name of the governor's actor; empty where it is in the worker's own process."""
+    tokens: TokenPlan | None = None
+    """How token ids are had, as it was found at the start."""
 
     @property
     def writer(self) -> str:

@@ -158,6 +158,13 @@ class EndpointSection(Section):
     the head of a conversation; writing for an hour costs more. Others cache by themselves."""
     model_path: str | None = None
     """Weights file for the embedded model."""
+    tokens: Literal["off", "auto", "chat", "vllm", "sglang", "llamacpp"] = "auto"
+    """How token ids are had. `auto`: with the preset `rl`, what the endpoint turns out to give.
+    `chat`: beside the answers of a chat endpoint. The others send the prompt as ids, and need
+    `tokenizer`."""
+    tokenizer: str | None = None
+    """The model's tokenizer and chat template: a folder with tokenizer.json, or a name on the hub.
+    """
     places: dict[str, PlaceSection] = Field(default_factory=dict)
     """Models of a mix that are somewhere else."""
     fallbacks: tuple[FallbackSection, ...] = ()

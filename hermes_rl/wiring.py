@@ -34,6 +34,7 @@ from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.limits.budget import Budget
 from hermes_rl.models.limits.spending import UnitBudget
 from hermes_rl.models.played import NoopClient, OracleClient, free
+from hermes_rl.models.providers.exact import exact_clients, find_plan
 from hermes_rl.models.providers.others import all_keys, other_targets, others_of, reach_others
 from hermes_rl.models.providers.probe import Probed
 from hermes_rl.models.providers.reach import reach_models
@@ -53,6 +54,7 @@ from hermes_rl.models.providers.targets import (
     endpoint_base,
     targets_by_model,
 )
+from hermes_rl.models.tokens.plan import TokenPlan
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.sandboxes.base import SandboxBackend, SandboxSpec
 from hermes_rl.tasks import Task
@@ -199,6 +201,7 @@ async def open_workshop(
     state_dir: Path | None = None,
     keys: Mapping[str, str] | None = None,
     share: Common | None = None,
+    tokens: TokenPlan | None = None,
 ) -> AsyncIterator[Workshop]:
     """Open what this process needs, and close it all at the end.
 
@@ -209,6 +212,8 @@ async def open_workshop(
         state_dir: where sandboxes keep their folders; None is the backend's default.
         keys: API keys by variable, where they were sent here rather than set here.
         share: limiters and rests that are shared with other workers; None shares with nobody.
+        tokens: how token ids are had, as it was found at the run's start; None finds it here, where
+            they are wanted.
 
     Raises: UserError when the model or a key cannot be had.
     """
@@ -218,8 +223,9 @@ async def open_workshop(
         stack.push_async_callback(backend.aclose)
         held = all_keys(config) if keys is None else keys
         targets = targets_by_model(config)
+        plan = tokens or await find_plan(config, Keys(held))
         models = await open_models(
-            config.model.name, config.endpoint, targets, stack, Keys(held), together
+            config.model.name, config.endpoint, targets, stack, Keys(held), together, plan
         )
         yield Workshop(
             config=config,
@@ -267,11 +273,13 @@ async def open_models(
     stack: AsyncExitStack,
     keys: Keys,
     common: Common,
+    tokens: TokenPlan | None = None,
 ) -> Routes | None:
     """The routes to a model or a mix, closed by `stack`; None for played models.
 
     Args:
         targets: model -> where its calls go.
+        tokens: how token ids are had; None asks for none.
 
     Raises: UserError when the embedded model cannot be had, or an address or a key cannot work.
     """
@@ -280,13 +288,23 @@ async def open_models(
     if not asks_endpoint(name, where):
         client = await _embedded(name, where, stack)
         return Sole(client, common, targets[name][0].prices.own_alone())
-    routing = Routing(targets, keys, common, base=endpoint_base(where), strategy=where.key_strategy)
+    first = min(targets)
+    own = targets[first][0].place.base_url
+    routing = Routing(
+        targets,
+        keys,
+        common,
+        base=endpoint_base(where),
+        strategy=where.key_strategy,
+        connect=await asyncio.to_thread(exact_clients, where, tokens, own),
+    )
     stack.push_async_callback(routing.aclose)
     return routing
 
 
 async def reach(config: RunConfig) -> Probed | None:
-    """Look whether a sandbox starts and the endpoint answers; costs no token.
+    """Look whether a sandbox starts and the endpoint answers. Costs no token, but for a few where
+    token ids are wanted (see `reach_models`).
 
     A key that is refused is not said here: the run itself stops for it, resumable. Where workers
     stand on the machines of a cluster, their sandboxes are not tried here.

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.providers.capabilities import MAX_TOKENS, explore, kind_of
+from hermes_rl.models.providers.capabilities import MAX_TOKENS, explore
+from hermes_rl.models.tokens.logprobs import kind_of
 from hermes_rl.models.providers.prices import ModelPrice, PriceTable, Rates
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 

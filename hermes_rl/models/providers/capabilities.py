@@ -3,10 +3,7 @@
 Tools, streaming, usage in streams and cached tokens are looked for in every dialect; logprobs and
 token ids in Chat Completions only, the one wire that has them.
 
-The kind of logprobs is told from one token at temperature 1 and at 0.5. Logprobs of the
-distribution that was sampled from get twice as far apart at half the temperature; raw ones, taken
-before temperature, stay as they are. So the slope of the differences to the likeliest token says
-which they are: 2 is `sampling`, 1 is `raw`, anything else is `unknown`.
+What logprobs are of is told from two positions: see `models.tokens.logprobs`.
 """
 
 from __future__ import annotations
@@ -27,17 +24,14 @@ from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.providers.prices import PriceTable
 from hermes_rl.models.providers.probe import probe
 from hermes_rl.models.providers.raw import ask_raw
+from hermes_rl.models.tokens.logprobs import TOP, kind_of
 from hermes_rl.usage import Usage
 
 MAX_TOKENS = 64
 """Output of each call at most, so that a model that thinks first may still say a word."""
 
-TOP = (20, 5)
-"""Numbers of likely tokens to ask for; servers differ in what they allow."""
-
 _T = TypeVar("_T")
 _SECONDS = 60.0
-_SLOPE_ROOM = 0.15
 _ABSURD = 1e9
 """No logprob is so far from 0."""
 _WORD = "Answer with one random letter of the alphabet."
@@ -112,26 +106,6 @@ async def explore(endpoint: Endpoint, model: str, prices: PriceTable | None = No
         token_ids=await _token_ids(tries) if chat else None,
         calls=tuple(tries.calls),
     )
-
-
-def kind_of(at_one: Mapping[str, float], at_half: Mapping[str, float]) -> LogprobsKind:
-    """The kind of logprobs from those of one position at temperature 1 and at 0.5.
-
-    Args:
-        at_one: token -> logprob, of the likeliest tokens.
-    """
-    shared = [token for token in at_one if token in at_half]
-    if len(shared) < 2:
-        return "unknown"
-    top = max(shared, key=lambda token: at_one[token])
-    apart = [(at_one[t] - at_one[top], at_half[t] - at_half[top]) for t in shared]
-    square = sum(x * x for x, _ in apart)
-    if square < 0.01:
-        return "unknown"  # all equally likely: temperature would change nothing
-    slope = sum(x * y for x, y in apart) / square
-    if abs(slope - 2) <= _SLOPE_ROOM:
-        return "sampling"
-    return "raw" if abs(slope - 1) <= _SLOPE_ROOM else "unknown"
 
 
 async def _logprobs(tries: _Tries) -> LogprobsKind | None:

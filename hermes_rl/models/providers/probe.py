@@ -13,6 +13,7 @@ from hermes_rl.models.dialects.lenient import decode_json
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.failures.classify import classify, scrub
 from hermes_rl.models.providers.raw import whole
+from hermes_rl.models.tokens.plan import TokenPlan
 
 _MAX_BYTES = 4 << 20
 
@@ -25,6 +26,8 @@ class Probed:
     """Ids of the models that it lists; None when it keeps no list."""
     found: Mapping[str, Any] = field(default_factory=dict)
     """What asking a model found (`providers.capabilities`), where that was wanted."""
+    tokens: TokenPlan | None = None
+    """How the run gets token ids, where it wants them."""
 
 
 async def probe(endpoint: Endpoint, *, seconds: float = 5.0) -> Probed:

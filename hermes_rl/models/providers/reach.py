@@ -8,6 +8,7 @@ from typing import Any
 
 from hermes_rl.config import RunConfig
 from hermes_rl.errors import AuthError
+from hermes_rl.models.providers.exact import find_plan
 from hermes_rl.models.providers.probe import Probed, probe
 from hermes_rl.models.providers.routing import Keys, Target
 from hermes_rl.models.providers.table import Place
@@ -20,12 +21,14 @@ from hermes_rl.models.providers.targets import (
 
 
 async def reach_models(config: RunConfig) -> Probed | None:
-    """Ask each place of the run's models for its list, which costs no token; with `run.probe` full
-    also one model what it can do. Fallbacks are not looked at: they are for when others are down.
+    """Ask each place of the run's models for its list, which costs no token; where token ids are
+    wanted also how they are had, with a few calls of one token; with `run.probe` full also one
+    model what it can do. Fallbacks are not looked at: they are for when others are down.
 
     Returns: what the first model's place says; None when it was not asked or refused the key.
 
-    Raises: UserError when nobody answers at an address, or a key is not set.
+    Raises: UserError when nobody answers at an address, a key is not set, or token ids were asked
+    for in a way that is not there.
     """
     if not asks_endpoint(config.model.name, config.endpoint):
         return None
@@ -39,9 +42,12 @@ async def reach_models(config: RunConfig) -> Probed | None:
                 (_, key), *_ = held.of(place)
                 said[place] = await probe(first_endpoint(config.endpoint, place, key))
     first = routes[model][0]
-    if first.place not in said or config.run.probe == "free":
-        return said.get(first.place)
-    return replace(said[first.place], found=await _explored(config, model, first, held))
+    if first.place not in said:
+        return None
+    probed = replace(said[first.place], tokens=await find_plan(config, held))
+    if config.run.probe == "free":
+        return probed
+    return replace(probed, found=await _explored(config, model, first, held))
 
 
 async def _explored(config: RunConfig, model: str, target: Target, keys: Keys) -> dict[str, Any]:

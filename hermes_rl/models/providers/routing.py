@@ -6,7 +6,7 @@ A process opens its `Routing` once; every rollout takes the routes of its model 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -142,6 +142,7 @@ class Routing:
         keys: as `find_keys` returned them, maybe on another machine.
         common: limiters and rests.
         base: what all endpoints have in common; address, key, mode and quirks are filled in.
+        connect: makes the client of an endpoint; None makes an ordinary one.
     """
 
     def __init__(
@@ -152,11 +153,12 @@ class Routing:
         *,
         base: Endpoint,
         strategy: Strategy = "fill_first",
+        connect: Callable[[Endpoint], ModelClient] | None = None,
     ) -> None:
         self._targets = {model: tuple(places) for model, places in targets.items()}
         self.secrets: tuple[str, ...] = ()
         self._keys, self._common, self._strategy = keys, common, strategy
-        self._base = base
+        self._base, self._make = base, connect
         self._stack = AsyncExitStack()
         self._clients: dict[tuple[Place, str], ModelClient] = {}
         self._routes: dict[str, tuple[Route, ...]] = {}
@@ -176,7 +178,7 @@ class Routing:
                 api_mode=place.api_mode,
                 quirks=place.quirks,
             )
-            client = connect(endpoint)
+            client = (self._make or connect)(endpoint)
             self._stack.push_async_callback(client.aclose)
             self._clients[place, name] = client
             self.secrets = tuple(dict.fromkeys((*self.secrets, *endpoint.secrets)))

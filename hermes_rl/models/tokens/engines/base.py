@@ -79,6 +79,14 @@ class TokenWire(ABC):
     def read(self, form: Json) -> Answer:
         """What came back. Raises: KeyError, IndexError, TypeError for another shape."""
 
+    @abstractmethod
+    def ask_likely(self, form: Json, most: int) -> None:
+        """Change a body so that it also asks for the likeliest tokens of each position."""
+
+    @abstractmethod
+    def likely(self, form: Json) -> dict[Any, float]:
+        """Token -> logprob of the answer's first position. Raises: as `read`."""
+
     def encode(self, request: ModelRequest) -> bytes:
         """See `Dialect.encode`. Raises: ValueError without a prompt of ids."""
         if request.prompt_ids is None:

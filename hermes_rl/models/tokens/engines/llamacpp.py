@@ -71,6 +71,17 @@ class LlamacppCompletion(TokenWire):
             model=form.get("model"),
         )
 
+    def ask_likely(self, form: Json, most: int) -> None:
+        """See `TokenWire.ask_likely`."""
+        form["n_probs"] = most
+
+    def likely(self, form: Json) -> dict[Any, float]:
+        """See `TokenWire.likely`."""
+        first = form["completion_probabilities"][0]
+        listed = first.get("top_probs") or first["top_logprobs"]
+        pairs = ((one["id"], _logprob(one)) for one in listed)
+        return {token: logprob for token, logprob in pairs if logprob is not None}
+
 
 def _logprob(one: Json) -> Any:
     """Of the sampled token: as told, or of its probability."""

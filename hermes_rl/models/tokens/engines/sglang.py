@@ -62,6 +62,14 @@ class SglangGenerate(TokenWire):
             version=meta.get("weight_version"),
         )
 
+    def ask_likely(self, form: Json, most: int) -> None:
+        """See `TokenWire.ask_likely`."""
+        form["top_logprobs_num"] = most
+
+    def likely(self, form: Json) -> dict[Any, float]:
+        """See `TokenWire.likely`."""
+        return {triple[1]: triple[0] for triple in form["meta_info"]["output_top_logprobs"][0]}
+
 
 def _finish(reason: Any) -> str | None:
     """`{"type": "stop", "matched": 2}` -> stop."""

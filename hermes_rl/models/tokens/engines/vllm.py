@@ -64,6 +64,14 @@ class VllmCompletions(TokenWire):
             version=form.get("policy_version"),
         )
 
+    def ask_likely(self, form: Json, most: int) -> None:
+        """See `TokenWire.ask_likely`."""
+        form["logprobs"] = most
+
+    def likely(self, form: Json) -> dict[Any, float]:
+        """See `TokenWire.likely`."""
+        return dict(form["choices"][0]["logprobs"]["top_logprobs"][0])
+
 
 class VllmGenerate(TokenWire):
     """`/inference/v1/generate`, where it is served. Its answers tell no usage."""
@@ -102,6 +110,18 @@ class VllmGenerate(TokenWire):
             finish=choice.get("finish_reason"),
             answer_id=form.get("request_id"),
         )
+
+    def ask_likely(self, form: Json, most: int) -> None:
+        """See `TokenWire.ask_likely`."""
+        form["sampling_params"]["logprobs"] = most
+
+    def likely(self, form: Json) -> dict[Any, float]:
+        """See `TokenWire.likely`. Tokens by their bytes: several may look alike."""
+        first = form["choices"][0]["logprobs"]["content"][0]
+        return {
+            (one["token"], tuple(one.get("bytes") or ())): one["logprob"]
+            for one in first["top_logprobs"]
+        }
 
 
 def _named(tokens: Any) -> list[int] | None:

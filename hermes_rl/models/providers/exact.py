@@ -1,0 +1,93 @@
+"""Which clients a run uses so that token ids come with its answers (`models.tokens.selection`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from hermes_rl.config import RunConfig
+from hermes_rl.config_endpoint import EndpointSection
+from hermes_rl.errors import AuthError, UserError
+from hermes_rl.models.base import ModelClient
+from hermes_rl.models.client import connect
+from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.providers.routing import Keys
+from hermes_rl.models.providers.targets import asks_endpoint, first_endpoint, targets_by_model
+from hermes_rl.models.tokens.plan import NO_IDS, TokenPlan, Wanted
+
+if TYPE_CHECKING:
+    from hermes_rl.models.tokens.renderer import Renderer
+
+Connect = Callable[[Endpoint], ModelClient]
+
+CHAT_MODE = "chat_completions"
+
+
+def wanted_ids(config: RunConfig) -> Wanted:
+    """What a run asks for: `auto` means ids with the preset `rl` alone.
+
+    Raises: UserError for a mix of models with one tokenizer.
+    """
+    where = config.endpoint
+    if where.tokens == "auto" and config.agent.preset != "rl":
+        return "off"
+    by_ids = where.tokens in ("vllm", "sglang", "llamacpp") or where.tokenizer is not None
+    if config.model.mix and by_ids and where.tokens not in ("off", "chat"):
+        raise UserError(
+            "endpoint.tokenizer is of one model, and model.mix has several. Use one model, or "
+            "endpoint.tokens=chat"
+        )
+    return where.tokens
+
+
+async def find_plan(config: RunConfig, keys: Keys) -> TokenPlan | None:
+    """Ask the endpoint of the run's model how it gives ids; None where none are wanted.
+
+    A key that is refused finds nothing: the run itself stops for it.
+
+    Raises: UserError when a way that was asked for by name is not there.
+    """
+    wanted = wanted_ids(config)
+    if wanted == "off" or not asks_endpoint(config.model.name, config.endpoint):
+        return None
+    from hermes_rl.models.tokens.selection import Search
+
+    routes = targets_by_model(config)
+    model = min(routes)
+    target = routes[model][0]
+    (_, key), *_ = keys.of(target.place)
+    endpoint = first_endpoint(config.endpoint, target.place, key)
+    renderer = await asyncio.to_thread(_renderer, config.endpoint)
+    try:
+        return await Search(endpoint, target.model or model, renderer).plan(wanted)
+    except AuthError:
+        return NO_IDS
+
+
+def exact_clients(where: EndpointSection, plan: TokenPlan | None, base_url: str) -> Connect:
+    """How clients are made under a plan. Blocking: a tokenizer is read.
+
+    Args:
+        base_url: of the run's model. Prompts of ids go there alone: other places have other models.
+
+    Raises: UserError when the tokenizer cannot be had.
+    """
+    if plan is None or not plan.exact:
+        return connect
+    from hermes_rl.models.tokens.selection import client_for
+
+    renderer = _renderer(where) if plan.way != "chat" else None
+
+    def make(endpoint: Endpoint) -> ModelClient:
+        chat = plan.way == "chat" and endpoint.api_mode == CHAT_MODE
+        own = plan.way != "chat" and endpoint.base_url == base_url
+        return client_for(plan, endpoint, renderer) if chat or own else connect(endpoint)
+
+    return make
+
+
+def _renderer(where: EndpointSection) -> Renderer | None:
+    from hermes_rl.models.tokens.renderer import load_renderer
+
+    return None if where.tokenizer is None else load_renderer(where.tokenizer)

@@ -1,0 +1,213 @@
+"""How a run gets exact token ids from its endpoint: found once, at its start.
+
+`auto` tries what needs a tokenizer first (vLLM, SGLang, llama.cpp, with the prompt as ids), then a
+chat endpoint that gives ids. An endpoint that does neither gives rows without segments, and that is
+said: ids are never made up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from hermes_rl.errors import BadRequest, ModelError, UserError
+from hermes_rl.messages import UserMessage
+from hermes_rl.models.base import Conversation, LogprobsKind, ModelClient, ModelRequest, Sampling
+from hermes_rl.models.client import connect
+from hermes_rl.models.dialects.base import ReplyHead
+from hermes_rl.models.dialects.chat.dialect import NAME as CHAT_MODE
+from hermes_rl.models.dialects.lenient import decode_json
+from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.providers.raw import ask_raw
+from hermes_rl.models.tokens.client import WIRES, at_root, token_client
+from hermes_rl.models.tokens.engines.base import Json
+from hermes_rl.models.tokens.engines.chat import ChatIdsClient
+from hermes_rl.models.tokens.logprobs import TOP, kind_of
+from hermes_rl.models.tokens.plan import NO_IDS, Asked, Spelling, TokenPlan, Wanted, Way
+from hermes_rl.models.tokens.renderer import Renderer
+
+TRIED: dict[Wanted, tuple[Way, ...]] = {
+    "auto": ("vllm", "vllm_generate", "sglang", "llamacpp"),
+    "vllm": ("vllm", "vllm_generate"),
+    "sglang": ("sglang",),
+    "llamacpp": ("llamacpp",),
+}
+"""The token wires that are tried, in order."""
+
+_WORD = "Answer with one random letter of the alphabet."
+_SECONDS = 60.0
+
+
+@dataclass
+class Search:
+    """One search at one endpoint.
+
+    Args:
+        model: as the endpoint calls it.
+        renderer: of the model's tokenizer; None where none was named.
+    """
+
+    endpoint: Endpoint
+    model: str
+    renderer: Renderer | None = None
+    _calls: list[Asked] = field(default_factory=list)
+
+    async def plan(self, wanted: Wanted) -> TokenPlan:
+        """The way to ids.
+
+        Raises: UserError when a way that was asked for by name is not there, or needs a tokenizer.
+        """
+        if wanted == "off":
+            return NO_IDS
+        if wanted in TRIED:
+            found = await self._by_ids(wanted)
+            if found is not None:
+                return found
+        return await self._by_chat(needed=wanted == "chat")
+
+    async def _by_ids(self, wanted: Wanted) -> TokenPlan | None:
+        renderer = self.renderer
+        if renderer is None and wanted == "auto":
+            return None
+        if renderer is None:
+            raise UserError(
+                f"endpoint.tokens={wanted} needs endpoint.tokenizer: a folder with tokenizer.json, "
+                "or the model's name on the hub"
+            )
+        for way in TRIED[wanted]:
+            kind = await self._try_wire(way, renderer)
+            if kind is not None:
+                return TokenPlan(
+                    way=way,
+                    logprobs=kind,
+                    template=tuple(renderer.preserves_prefix().lines()),
+                    calls=tuple(self._calls),
+                )
+        if wanted == "auto":
+            return None
+        errors = "; ".join(f"{call.what}: {call.error}" for call in self._calls if call.error)
+        raise UserError(
+            f"endpoint.tokens={wanted}: {self.endpoint.host} takes no prompt of ids ({errors}). "
+            "Use another one, or auto"
+        )
+
+    async def _try_wire(self, way: Way, renderer: Renderer) -> LogprobsKind | None:
+        """The kind of its logprobs; None where the route is not there."""
+        wire = WIRES[way](renderer.end_ids, self.endpoint.secrets)
+        where = at_root(self.endpoint) if wire.at_root else self.endpoint
+        prompt = renderer.render([UserMessage(content=_WORD)])
+
+        async def ask(temperature: float, most: int) -> dict[Any, float]:
+            request = _one_token(self.model, temperature, prompt)
+            form = wire.body(request, prompt)
+            wire.ask_likely(form, most)
+            data = await ask_raw(where, wire.path, form)
+            decoder = wire.decoder(request, ReplyHead({}))
+            decoder.feed(data)
+            decoder.finish()  # raises where the answer contradicts itself
+            try:
+                return wire.likely(decode_json(data))
+            except (KeyError, IndexError, TypeError, AttributeError):
+                return {}
+
+        return await self._kind(way, ask)
+
+    async def _by_chat(self, *, needed: bool) -> TokenPlan:
+        why, spelling = "the endpoint is no chat endpoint", None
+        kind: LogprobsKind | None = None
+        if self.endpoint.api_mode == CHAT_MODE:
+            found: list[Spelling | None] = []
+            kind = await self._kind("chat", lambda t, most: self._ask_chat(t, most, found))
+            spelling = found[0] if found else None
+            why = f"{self.endpoint.host} gives none with its answers"
+        if spelling is None and needed:
+            raise UserError(
+                f"endpoint.tokens=chat: {why}. Start the engine with a route for ids, name a "
+                "tokenizer with endpoint.tokenizer, or set endpoint.tokens=off"
+            )
+        calls = tuple(self._calls)
+        if spelling is None:
+            return TokenPlan(why=why, calls=calls)
+        return TokenPlan(way="chat", logprobs=kind or "unknown", spelling=spelling, calls=calls)
+
+    async def _ask_chat(
+        self, temperature: float, most: int, found: list[Spelling | None]
+    ) -> dict[Any, float]:
+        body: Json = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": _WORD}],
+            "temperature": temperature,
+            "max_tokens": 1,
+            "logprobs": True,
+            "top_logprobs": most,
+            "return_token_ids": True,
+        }
+        form = decode_json(await ask_raw(self.endpoint, "/chat/completions", body))
+        found.append(spelling_of(form))
+        try:
+            likely = form["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+            return {one["token"]: float(one["logprob"]) for one in likely}
+        except (KeyError, IndexError, TypeError, ValueError):
+            return {}
+
+    async def _kind(self, what: str, ask: Any) -> LogprobsKind | None:
+        """Ask at two temperatures; None when the first call failed."""
+        for most in TOP:
+            at_one, error = await self._listed(what, ask(1.0, most))
+            if not isinstance(error, BadRequest):
+                break
+        if at_one is None:
+            return None
+        at_half, _ = await self._listed(f"{what}, T 0.5", ask(0.5, most))
+        return kind_of(at_one, at_half or {})
+
+    async def _listed(
+        self, what: str, asking: Any
+    ) -> tuple[dict[Any, float] | None, Exception | None]:
+        began = time.monotonic()
+        answer, error = None, None
+        try:
+            async with asyncio.timeout(_SECONDS):
+                answer = await asking
+        except (ModelError, UserError, ValueError, TimeoutError) as failed:
+            error = failed
+        told = None if error is None else f"{type(error).__name__}: {error}"[:300]
+        seconds = round(time.monotonic() - began, 3)
+        self._calls.append(Asked(what=what, seconds=seconds, error=told))
+        return answer, error
+
+
+def spelling_of(form: Any) -> Spelling | None:
+    """Whose names the ids of a chat answer have; None where there are none."""
+    try:
+        choice = form["choices"][0]
+        if choice.get("response_token_ids") and choice.get("prompt_token_ids"):
+            return "sglang"
+        return "vllm" if choice.get("token_ids") and form.get("prompt_token_ids") else None
+    except (KeyError, IndexError, TypeError, AttributeError):
+        return None
+
+
+def client_for(plan: TokenPlan, endpoint: Endpoint, renderer: Renderer | None) -> ModelClient:
+    """The client that a plan means. Raises: UserError."""
+    if plan.way == "off":
+        return connect(endpoint)
+    if plan.way == "chat":
+        whole = plan.spelling == "sglang"
+        return ChatIdsClient(connect(endpoint), kind=plan.logprobs, whole=whole)
+    if renderer is None:
+        raise UserError(f"endpoint.tokens={plan.way} needs endpoint.tokenizer")
+    return token_client(endpoint, renderer, plan.way, kind=plan.logprobs)
+
+
+def _one_token(model: str, temperature: float, prompt: list[int]) -> ModelRequest:
+    return ModelRequest(
+        model=model,
+        conversation=Conversation(),
+        call_id=f"probe-{temperature:g}",
+        sampling=Sampling(temperature=temperature, top_p=1.0, max_tokens=1),
+        logprobs=True,
+        prompt_ids=tuple(prompt),
+    )
