@@ -6,12 +6,15 @@ import asyncio
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
+from batch_runner.settings import Settings
+from hermes_rl.errors import HermesError
 from hermes_rl.rl.groups import Gathered, Scoring, due_groups, make_group
 from hermes_rl.store.driver import Driver
 from hermes_rl.store.reader import Run
-from hermes_rl.store.rows import Derived, Group
+from hermes_rl.store.rows import Derived
 
 PER_BATCH = 1_000
 """Groups that are published together, where making them costs nothing."""
@@ -22,9 +25,34 @@ SCORED_PER_BATCH = 16
 class GroupScorer(Protocol):
     """Scores whole groups, where an environment does so (`Environment.score_group`)."""
 
-    async def score(self, gathered: Gathered) -> Scoring | None:
-        """The rewards of a group's members; None keeps their own."""
+    async def score(self, batch: Sequence[Gathered]) -> list[Scoring | HermesError | None]:
+        """The rewards of each group's members; None keeps their own, an error says why there are
+        none now."""
         ...
+
+
+def scorer_of(
+    settings: Settings, driver: Driver
+) -> AbstractAsyncContextManager[GroupScorer] | None:
+    """What scores whole groups, where the run's environment does."""
+    if settings.opened is None:
+        return None
+    from hermes_rl.rl.scoring import open_scorer, scores_groups
+
+    if not scores_groups(settings.opened):
+        return None
+    return open_scorer(settings.config, driver.run_dir, driver.run_id)
+
+
+@dataclass
+class Closed:
+    """What became of the groups that were due."""
+
+    written: int = 0
+    unscored: int = 0
+    """Left for the next start."""
+    why: str = ""
+    """Of the first that could not be scored."""
 
 
 async def close_groups(
@@ -32,27 +60,44 @@ async def close_groups(
     *,
     size: int | None,
     scorer: AbstractAsyncContextManager[GroupScorer] | None = None,
-) -> int:
+) -> Closed:
     """Publish a row for every group that is final and has none of its present state.
 
     Args:
         size: members of every group, where units of the dataset are still open; None when none is.
         scorer: opened only when there is a group to score.
 
-    Returns: how many groups were written. Raises: DiskFull.
+    Raises: DiskFull; UserError of a scorer that cannot be opened.
     """
     due = await asyncio.to_thread(_due, driver, size)
-    if not due:
-        return 0
-    if scorer is None:
+    closed = Closed()
+    if scorer is None or not due:
         for batch in _batches(due, PER_BATCH):
             await driver.publish(Derived(groups=tuple(make_group(g) for g in batch)))
-        return len(due)
+            closed.written += len(batch)
+        return closed
     async with scorer as scores:
         for batch in _batches(due, SCORED_PER_BATCH):
-            groups = await asyncio.gather(*(_scored(scores, gathered) for gathered in batch))
-            await driver.publish(Derived(groups=tuple(groups)))
-    return len(due)
+            await _publish_scored(driver, closed, batch, await scores.score(batch))
+    return closed
+
+
+async def _publish_scored(
+    driver: Driver,
+    closed: Closed,
+    batch: Sequence[Gathered],
+    scorings: Sequence[Scoring | HermesError | None],
+) -> None:
+    groups = []
+    for gathered, scoring in zip(batch, scorings, strict=True):
+        if isinstance(scoring, HermesError):
+            closed.unscored += 1
+            closed.why = closed.why or f"{type(scoring).__name__}: {scoring}"
+        else:
+            groups.append(make_group(gathered, scoring))
+    if groups:
+        await driver.publish(Derived(groups=tuple(groups)))
+        closed.written += len(groups)
 
 
 def _due(driver: Driver, size: int | None) -> list[Gathered]:
@@ -65,9 +110,3 @@ def _batches(due: Sequence[Gathered], size: int) -> Iterator[list[Gathered]]:
     stream = iter(due)
     while batch := list(itertools.islice(stream, size)):
         yield batch
-
-
-async def _scored(scorer: GroupScorer, gathered: Gathered) -> Group:
-    if not any(member.why_invalid is None for member in gathered.members):
-        return make_group(gathered)
-    return make_group(gathered, await scorer.score(gathered))

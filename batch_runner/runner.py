@@ -20,7 +20,7 @@ from batch_runner.governing import (
     pots_of,
     refuse_unpriced,
 )
-from batch_runner.group_book import close_groups
+from batch_runner.group_book import close_groups, scorer_of
 from batch_runner.interrupts import Interrupts
 from batch_runner.local import LocalFactory
 from batch_runner.manifest import capabilities, start_meta, write_manifest
@@ -78,9 +78,9 @@ async def arun_batch(
     config = as_config(config)
     settings = settle(config)
     refuse_unpriced(config)
-    probed = await reach(settings.config)
     reader = open_reader(settings)
     await asyncio.to_thread(reader.prime)
+    probed = await reach(settings.config)
     section = settings.config.run
     options = OpenOptions(max_attempts=section.max_attempts, retry_failed=section.retry_failed)
     identity, meta = settings.identity, start_meta(settings)
@@ -187,9 +187,16 @@ class _Run:
             return
         ended = counts.complete and self.source.stop is None
         try:
-            await close_groups(self.driver, size=None if ended else repeats)
+            scorer = scorer_of(self.settings, self.driver)
+            closed = await close_groups(self.driver, size=None if ended else repeats, scorer=scorer)
         except DiskFull as error:
             self.fault("disk", str(error))
+            return
+        if closed.unscored:
+            self.progress.note(
+                f"{closed.unscored} groups could not be scored ({closed.why}); "
+                "the next start tries them again"
+            )
 
     async def _work(self, factory: WorkerFactory) -> None:
         settings = self.settings

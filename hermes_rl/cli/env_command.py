@@ -142,6 +142,46 @@ def new(
     return ExitCode.DONE
 
 
+@app.command("regrade")
+def regrade(
+    path: Annotated[Path, typer.Argument(help="run directory", metavar="RUN")],
+    settings: Annotated[
+        list[str] | None, run.option("--set", text="A key below env", value="env.A.B=C")
+    ] = None,
+    concurrency: Annotated[int, run.option("--concurrency", text="Grading at once [16]")] = 16,
+    as_json: run.AsJson = False,
+) -> int:
+    """Grade the stored rollouts of a run again, without a call of the policy's.
+
+    The run must have been made with --set run.keep_workspaces=true. The grades stand in the table
+    grades, and the groups get new rows; the run's own rows stay.
+
+    Example: hermes-rl env regrade runs/my_env-my-model --set env.config.strict=true
+    """
+    import dataclasses
+    import json
+
+    from hermes_rl.config import parse_assignment
+    from hermes_rl.doors import run_sync
+    from hermes_rl.rl.regrade import regrade as work
+
+    changes = [parse_assignment(text) for text in settings or ()]
+    done = run_sync(work(path, changes, concurrency=concurrency))
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(done)))
+        return ExitCode.GIVEN_UP if done.failed else ExitCode.DONE
+    typer.echo(
+        f"{done.graded} graded ({done.changed} with another reward), {done.failed} could not be "
+        f"judged, {done.known} were graded before, {done.groups} groups have new rows"
+    )
+    if done.not_kept:
+        typer.echo(
+            f"{done.not_kept} have no stored workspace. Make the run with "
+            "--set run.keep_workspaces=true"
+        )
+    return ExitCode.GIVEN_UP if done.failed else ExitCode.DONE
+
+
 def _config(mode: Mode, given: dict[str, Any], file: Path | None, settings: list[str]) -> RunConfig:
     """Flags before --set before --config before what the environment says. Raises: UserError."""
     from hermes_rl.config import parse_config

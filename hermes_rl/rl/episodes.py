@@ -143,13 +143,13 @@ class EnvEpisode:
     async def start(self, sandbox: Sandbox) -> None:
         """See `Episode`."""
         self.ctx._sandbox = sandbox
-        await _theirs(self._env, self._env.start, TaskFault, self._task, self.ctx)
+        await theirs(self._env, self._env.start, TaskFault, self._task, self.ctx)
 
     async def reply(self, messages: Sequence[Message]) -> Message | None:
         """See `Episode`."""
         env = self._env
         so_far = Rollout.of_events(self._tape.events)
-        said = await _theirs(env, env.reply, TaskFault, self._task, so_far, self.ctx)
+        said = await theirs(env, env.reply, TaskFault, self._task, so_far, self.ctx)
         if said is None or isinstance(said, UserMessage):
             return said
         if isinstance(said, str):
@@ -172,7 +172,7 @@ class EnvEpisode:
         HermesErrors."""
         env, began = self._env, time.monotonic()
         self.ctx._sandbox, self.ctx._grading = None, Grading(sandbox)
-        given = await _theirs(env, env.compute_reward, VerifierFault, self._task, rollout, self.ctx)
+        given = await theirs(env, env.compute_reward, VerifierFault, self._task, rollout, self.ctx)
         rewards = checked(env, env.compute_reward, given, rollout.turns)
         return Graded(
             reward=rewards.total,
@@ -190,7 +190,7 @@ def checked(env: AnyEnvironment, method: Callable[..., Any], given: object, turn
         raise VerifierFault(faults.wrong(env.name, method, str(fault))) from None
 
 
-async def _theirs(
+async def theirs(
     env: AnyEnvironment,
     method: Callable[..., Awaitable[T]],
     fault: type[HermesError],

@@ -60,7 +60,7 @@ class Scoring:
     by: str = "compute_reward"
     grade_id: str | None = None
     rewards: Sequence[float | None] | None = None
-    """In the order of the members, in place of their own; only those of valid members count."""
+    """In the order of the members, in place of their own; one without a trajectory has none."""
     calls: list[Call] = field(default_factory=list)
     usage: UsageTotal = _NOTHING
     cost_usd: float | None = None
@@ -72,7 +72,9 @@ def make_group(gathered: Gathered, scoring: Scoring | None = None) -> Group:
     members = gathered.members
     own = [m.reward for m in members]
     scores = own if scoring.rewards is None else list(scoring.rewards)
-    rewards = [s if m.why_invalid is None else None for m, s in zip(members, scores, strict=True)]
+    rewards = [
+        s if m.trajectory_id is not None else None for m, s in zip(members, scores, strict=True)
+    ]
     valid = [r for r in rewards if r is not None]
     return Group(
         **gathered.facts,

@@ -1,0 +1,205 @@
+"""What grades a stored rollout: an environment, or a task's own verifier."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hermes_rl import events as ev
+from hermes_rl.config import RunConfig, parse_config
+from hermes_rl.episode import Stage, Tape
+from hermes_rl.errors import CAUSES, HermesError, ModelError, TaskFault, cause_of
+from hermes_rl.identity import digest
+from hermes_rl.models.failures.classify import scrub
+from hermes_rl.ports import WorkItem
+from hermes_rl.rl.episodes import EnvEpisode, Host, open_host
+from hermes_rl.rl.opening import Opened, env_rows
+from hermes_rl.rl.view import Rollout
+from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
+from hermes_rl.sources import read_tasks
+from hermes_rl.store.rows import Grade
+from hermes_rl.tasks import Task
+from hermes_rl.trajectory import fold
+from hermes_rl.verify import verify
+from hermes_rl.wiring import Workshop, open_workshop
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One rollout that is to be graded."""
+
+    row: Mapping[str, Any]
+    task: Task
+    archive: Path
+    state: dict[str, Any]
+    grade_id: str
+
+
+@dataclass(frozen=True)
+class Grader:
+    """What judges; made by `open_grader`."""
+
+    workshop: Workshop
+    host: Host | None
+    """None for the tasks' own verifiers."""
+    identity: str
+    """Of the environment; empty without one."""
+    tasks: Callable[[], Iterator[Task | None]]
+    """In the order of the run's dataset."""
+
+    def grade_id(self, task: Task) -> str:
+        """Names what judges a task's rollouts."""
+        if self.host is not None:
+            return self.identity
+        verifier = task.verify
+        files = {n: digest(d.hex()) for n, d in verifier.files.items()} if verifier else {}
+        return digest([verifier.script, files, verifier.score, verifier.image] if verifier else [])
+
+    async def grade(self, stored: Stored) -> Grade:
+        """One grade. Raises: errors that stop everything (a refused key, an outage)."""
+        row, began = stored.row, time.monotonic()
+        tape = Tape(Nowhere())
+        tape.record(begun(row))
+        graded, error = ev.Graded(reward=None), None
+        try:
+            graded = await self._judge(stored, tape)
+        except HermesError as fault:
+            if isinstance(fault, ModelError) and CAUSES[cause_of(fault)].breaker:
+                raise
+            error = scrub(self.workshop.scrub(f"{type(fault).__name__}: {fault}"))
+        books = fold([*tape.events, ev.Ended(finished_at=time.time(), end_reason="answered")])
+        return Grade(
+            trajectory_id=row["trajectory_id"],
+            unit_id=row["unit_id"],
+            group_id=row["group_id"],
+            run_id=row["run_id"],
+            task_id=row["task_id"],
+            env_name=row["env_name"],
+            grade_id=stored.grade_id,
+            reward=graded.reward,
+            rewards=list(graded.rewards),
+            metrics=dict(graded.metrics),
+            error=error,
+            calls=books.calls,
+            usage=books.usage,
+            cost_usd=books.cost_usd,
+            seconds=time.monotonic() - began,
+            graded_at=time.time_ns() // 1000,
+        )
+
+    async def _judge(self, stored: Stored, tape: Tape) -> ev.Graded:
+        workshop, task, row = self.workshop, stored.task, stored.row
+        spec = SandboxSpec(
+            lease=f"{workshop.run_id}-regrade-{row['trajectory_id'][:16]}",
+            image=task.image or workshop.config.sandbox.image,
+        )
+        sandbox = await workshop.backend.lease(spec)
+        try:
+            try:
+                await sandbox.unpack(stored.archive)
+            except OSError as error:
+                raise TaskFault(str(error)) from error
+            return await self._verdict(sandbox, stored, tape)
+        finally:
+            await asyncio.shield(sandbox.aclose())
+
+    async def _verdict(self, sandbox: Sandbox, stored: Stored, tape: Tape) -> ev.Graded:
+        if self.host is None:
+            return await verify(sandbox, stored.task.verify)
+        item = _item(stored)
+        stage = Stage(self.workshop, item, stored.task, tape, self.workshop.budget())
+        episode = EnvEpisode(self.host, stage)
+        episode.ctx.state.update(stored.state)
+        return await episode.judge(sandbox, Rollout.of_row(stored.row))
+
+
+class Nowhere:
+    """Keeps no event: a grade is one row, written when it is whole."""
+
+    def record(self, event: ev.Event) -> None:
+        """See `Recorder`."""
+
+
+@asynccontextmanager
+async def open_grader(
+    config: RunConfig, opened: Opened | None, run_id: str, concurrency: int
+) -> AsyncIterator[Grader]:
+    """The grader of a run, with a policy that is never asked.
+
+    Args:
+        opened: the run's environment; None takes the verifiers of its dataset.
+
+    Raises: UserError.
+    """
+    async with AsyncExitStack() as stack:
+        workshop = await stack.enter_async_context(
+            open_workshop(config, run_id=run_id, concurrency=concurrency)
+        )
+        if opened is None or config.env is None:
+            dataset = config.dataset
+            yield Grader(
+                workshop,
+                None,
+                "",
+                lambda: (row.task for row in read_tasks(dataset.path, columns=dataset.map)),
+            )
+            return
+        host = await stack.enter_async_context(open_host(config.env))
+        yield Grader(
+            workshop,
+            host,
+            digest(opened.identity),
+            lambda: (row.parse().task for row in env_rows(opened)),
+        )
+
+
+def without_policy(config: RunConfig) -> RunConfig:
+    """A run's configuration with a policy that is never asked, so that it needs no endpoint."""
+    data = config.model_dump(mode="json", exclude_unset=True)
+    data["model"] = {"name": "noop"}
+    for name in ("fallbacks", "places", "tokens", "tokenizer"):
+        data.get("endpoint", {}).pop(name, None)
+    data.get("run", {}).pop("model_budgets", None)
+    return parse_config(data)
+
+
+def begun(row: Mapping[str, Any]) -> ev.Begun:
+    """The first event of a tape about a stored rollout."""
+    return ev.Begun(
+        key=ev.AttemptKey(unit_id=row["unit_id"], epoch=0, attempt=row["attempt"]),
+        started_at=time.time(),
+        run_id=row["run_id"],
+        group_id=row["group_id"],
+        member=row["member"],
+        repeat=row["repeat"],
+        row_index=row["row_index"],
+        task_id=row["task_id"],
+        task_hash=row["task_hash"],
+        config_hash=row["config_hash"],
+        seed=row["seed"],
+        prompt="",
+        model=row["model"],
+        api_mode=row["api_mode"],
+        endpoint=row["endpoint"],
+    )
+
+
+def _item(stored: Stored) -> WorkItem:
+    row = stored.row
+    return WorkItem(
+        unit_id=row["unit_id"],
+        group_id=row["group_id"],
+        epoch=0,
+        attempt=row["attempt"],
+        repeat=row["repeat"],
+        row_index=row["row_index"],
+        task_id=row["task_id"],
+        task=stored.task,
+        task_hash=row["task_hash"],
+        seed=row["seed"],
+    )

@@ -1,0 +1,174 @@
+"""Groups that are scored as a whole, and stored rollouts that are graded again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rl_kit import Written
+
+from batch_runner import run_batch
+from hermes_rl.doors import run_sync
+from hermes_rl.errors import UserError
+from hermes_rl.rl.regrade import regrade
+from hermes_rl.store.reader import load_run
+
+TASKS = """
+    def tasks(self, split, seed):
+        for n in range(3):
+            yield make_task(f"task {n}", id=f"t{n}", oracle="echo $RANDOM >out.txt; exit 0")
+"""
+RANKED = """
+    async def compute_reward(self, task, trajectory, ctx):
+        return 0.0 if ctx.member else 1.0
+
+    async def score_group(self, task, members, ctx):
+        said = [m.messages[-1]["content"] for m in members]
+        assert task.id == members[0].task_id and len(set(said)) == 1
+        return [m.member / 10 for m in members]
+"""
+
+
+def settings(env: Path, out: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "env": {"name": str(env), **more.pop("env", {})},
+        "model": {"name": "oracle"},
+        "sandbox": {"backend": "none"},
+        "run": {"out": str(out), "workers": 0, "allow_unsandboxed": True, **more},
+    }
+
+
+def test_score_group_has_the_last_word(tmp_path: Path, write_env: Callable[..., Written]) -> None:
+    env = write_env(TASKS + RANKED).path
+    run_batch(settings(env, tmp_path / "run"))
+    run = load_run(tmp_path / "run")
+    assert len(run.groups) == 3
+    for group in run.groups.to_dict("records"):
+        assert list(group["rewards"]) == [0.0, 0.1, 0.2, 0.3]
+        assert group["scored_by"] == "score_group"
+        assert list(group["dr_grpo"]) == pytest.approx([-0.15, -0.05, 0.05, 0.15])
+    assert sorted(run.trajectories["reward"]) == [0.0] * 9 + [1.0] * 3  # rows keep their own
+
+
+def test_a_group_that_cannot_be_scored_waits_for_the_next_start(
+    tmp_path: Path, write_env: Callable[..., Written]
+) -> None:
+    flag = tmp_path / "mended"
+    body = (
+        TASKS
+        + f"""
+    async def compute_reward(self, task, trajectory, ctx):
+        return 1.0
+
+    async def score_group(self, task, members, ctx):
+        if task.id == "t1" and not Path({str(flag)!r}).exists():
+            raise CannotJudge("the judge is away")
+        return None
+"""
+    )
+    env = write_env(body, head="from pathlib import Path").path
+    run_batch(settings(env, tmp_path / "run"))
+    assert sorted(load_run(tmp_path / "run").groups["task_id"]) == ["t0", "t2"]
+    flag.touch()
+    run_batch(settings(env, tmp_path / "run"))
+    assert sorted(load_run(tmp_path / "run").groups["task_id"]) == ["t0", "t1", "t2"]
+
+
+def test_wrong_scores_are_said_with_their_place(
+    tmp_path: Path, write_env: Callable[..., Written], capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = (
+        TASKS
+        + """
+    async def compute_reward(self, task, trajectory, ctx):
+        return 1.0
+
+    async def score_group(self, task, members, ctx):
+        return [1.0]
+"""
+    )
+    run_batch(settings(write_env(body).path, tmp_path / "run"))
+    said = capfd.readouterr().err
+    assert "3 groups could not be scored" in said
+    assert "returned 1 rewards for 4 members" in said
+    assert "score_group" in said
+    assert len(load_run(tmp_path / "run").groups) == 0
+
+
+REGRADED = """
+    class Config(EnvConfig):
+        strict: bool = False
+
+    async def start(self, task, ctx):
+        ctx.state["noted"] = ctx.member
+
+    async def compute_reward(self, task, trajectory, ctx):
+        drawn = int((await ctx.grading.read_file("out.txt")).decode())
+        box = await ctx.grading.run('test -s "$WORKSPACE/out.txt"')
+        assert box.ok and ctx.state["noted"] == ctx.member
+        return 1.0 if drawn % 2 == 0 and not self.config.strict else 0.0
+"""
+
+
+def test_stored_rollouts_are_graded_again_without_the_model(
+    tmp_path: Path, write_env: Callable[..., Written]
+) -> None:
+    env, out = write_env(TASKS + REGRADED).path, tmp_path / "run"
+    run_batch(settings(env, out, keep_workspaces=True))
+    before = load_run(out)
+    kept = sorted(p.name for p in (out / "workspaces").iterdir())
+    assert len(kept) == 24
+
+    same = run_sync(regrade(out))
+    assert (same.graded, same.changed, same.failed, same.not_kept) == (12, 0, 0, 0)
+    again = run_sync(regrade(out))
+    assert (again.graded, again.known, again.groups) == (0, 12, 0)
+
+    strict = run_sync(regrade(out, [("env.config.strict", True)]))
+    solved = int((before.trajectories["reward"] == 1.0).sum())
+    assert (strict.graded, strict.changed, strict.groups) == (12, solved, 3)
+    after = load_run(out)
+    assert after.trajectories["reward"].tolist() == before.trajectories["reward"].tolist()
+    assert len(after.grades) == 24
+    assert (after.groups["scored_by"] == "regrade").all()
+    assert [list(r) for r in after.groups["rewards"]] == [[0.0] * 4] * 3
+    assert len(after.calls) == len(before.calls)
+    assert run_batch(settings(env, out, keep_workspaces=True)).done == 12  # the run still opens
+
+
+def test_a_verifier_of_a_dataset_is_run_again(tmp_path: Path) -> None:
+    out, data = tmp_path / "run", tmp_path / "tasks.jsonl"
+    row = {"id": "a", "prompt": "write", "oracle": "echo 1 >out.txt", "verify": "false"}
+    data.write_text(json.dumps(row) + "\n")
+    run_batch(
+        {
+            "dataset": {"path": str(data), "repeats": 2},
+            "model": {"name": "oracle"},
+            "sandbox": {"backend": "none"},
+            "run": {
+                "out": str(out),
+                "workers": 0,
+                "allow_unsandboxed": True,
+                "keep_workspaces": True,
+            },
+        }
+    )
+    assert load_run(out).trajectories["reward"].tolist() == [0.0, 0.0]
+    mended = {**row, "verify": 'grep -q 1 "$WORKSPACE/out.txt"'}
+    data.write_text(json.dumps(mended) + "\n")
+    done = run_sync(regrade(out))
+    assert (done.graded, done.changed, done.groups) == (2, 2, 1)
+    assert load_run(out).grades["reward"].tolist() == [1.0, 1.0]
+
+
+def test_mistakes_of_a_regrade(tmp_path: Path, write_env: Callable[..., Written]) -> None:
+    with pytest.raises(UserError, match=r"no run directory \(no run.yaml\)"):
+        run_sync(regrade(tmp_path / "nothing"))
+    out = tmp_path / "run"
+    run_batch(settings(write_env(TASKS + REGRADED).path, out))
+    with pytest.raises(UserError, match="below 'env' alone"):
+        run_sync(regrade(out, [("model.name", "other")]))
+    assert run_sync(regrade(out)).not_kept == 12
