@@ -38,9 +38,16 @@ def raised_in(error: BaseException, file: str | None = None) -> str:
     return f"{text} ({_short(theirs[-1].filename)}:{theirs[-1].lineno})" if theirs else text
 
 
-def wrong(name: str, method: Callable[..., Any], what: str) -> str:
-    """A method that returned what it must not."""
-    return f"environment {name}: {_name(method)}() {what} ({_defined_at(method)})"
+def wrong(name: str, method: Callable[..., Any], what: str, line: int | None = None) -> str:
+    """A method that returned what it must not.
+
+    Args:
+        line: where in its file; None is where the method begins.
+    """
+    place = _defined_at(method)
+    if line is not None:
+        place = f"{place.rpartition(':')[0]}:{line}"
+    return f"environment {name}: {_name(method)}() {what} ({place})"
 
 
 def _name(method: Callable[..., Any]) -> str:

@@ -163,25 +163,26 @@ def env_rows(opened: Opened, limit: int | None = None) -> Iterator[LazyRow]:
 def _stream(opened: Opened, limit: int | None) -> Iterator[Task]:
     env, section = opened.env, opened.section
     try:
-        given: Iterable[Any] = env.tasks(section.split, section.seed)
-        stream = iter(given)
-    except HermesError:
-        raise
+        given: Any = env.tasks(section.split, section.seed)
     except Exception as error:  # a boundary: code of the user's
         raise UserError(faults.said(env.name, env.tasks, error)) from error
+    if not isinstance(given, Iterable):
+        what = f"returned {type(given).__name__}; yield tasks, or return a list of them"
+        raise UserError(faults.wrong(env.name, env.tasks, what))
+    stream = iter(given)
     count = 0
     while limit is None or count < limit:
         try:
             task = next(stream)
         except StopIteration:
             return
-        except HermesError as error:
-            raise UserError(faults.said(env.name, env.tasks, error)) from error
         except Exception as error:  # a boundary: code of the user's
             raise UserError(faults.said(env.name, env.tasks, error)) from error
         if not isinstance(task, Task):
             what = f"yields {type(task).__name__} instead of Task. Use make_task(...)"
-            raise UserError(faults.wrong(env.name, env.tasks, what))
+            frame = getattr(stream, "gi_frame", None)
+            line = frame.f_lineno if frame is not None else None
+            raise UserError(faults.wrong(env.name, env.tasks, what, line))
         yield task
         count += 1
 

@@ -106,9 +106,6 @@ class Rollout:
         messages = [json.loads(m) if isinstance(m, str | bytes) else m for m in row["messages"]]
         infos = row["message_info"]
         marks = [_Mark(i["turn"], i["synthetic"], i["tool_ok"]) for i in infos]
-        metrics = row["metrics"]
-        if isinstance(metrics, str | bytes):
-            metrics = json.loads(metrics)
         return cls(
             task_id=row["task_id"],
             member=row["member"],
@@ -118,7 +115,7 @@ class Rollout:
             end_reason=row["end_reason"],
             turns=row["turns"],
             tool_calls=_uses(messages, marks),
-            metrics={k: float(v) for k, v in dict(metrics or {}).items() if v is not None},
+            metrics=_metrics(row["metrics"]),
         )
 
 
@@ -127,6 +124,15 @@ class _Mark:
     turn: int
     synthetic: bool
     tool_ok: bool | None
+
+
+def _metrics(given: Any) -> dict[str, float]:
+    """Metrics as Parquet has them (a list of name and value), as JSON text, or as a mapping."""
+    if isinstance(given, str | bytes):
+        given = json.loads(given)
+    if not isinstance(given, Mapping):
+        given = {one["name"]: one["value"] for one in given or ()}
+    return {name: float(value) for name, value in given.items() if value is not None}
 
 
 def _last_text(messages: Sequence[Mapping[str, Any]], marks: Sequence[_Mark]) -> str | None:

@@ -1,0 +1,71 @@
+"""Environments on the real batch runner, with a fake server that plays policy, user and judge."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from batch_runner import arun_batch
+from batch_runner.progress import Silent
+from batch_runner.report import Report
+from hermes_rl.config import RunConfig, parse_config
+from hermes_rl.messages import AssistantMessage, UserMessage, text_of
+from hermes_rl.models.dialects.server import ServedRequest
+from hermes_rl.testing.fake_server import FakeServer
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+
+
+def configured(
+    name: str | Path, out: Path, server: FakeServer | None, /, **sections: Mapping[str, Any]
+) -> RunConfig:
+    """A run without a sandbox, in this process; sections are merged over that."""
+    data: dict[str, dict[str, Any]] = {
+        "dataset": {"limit": 4},
+        "model": {"name": "policy" if server else "oracle"},
+        "sandbox": {"backend": "none"},
+        "endpoint": {"base_url": server.base_url} if server else {},
+        "run": {"out": str(out), "workers": 0, "allow_unsandboxed": True},
+        "env": {"name": str(name)},
+    }
+    for key, section in sections.items():
+        data[key] = {**data.get(key, {}), **section}
+    return parse_config(data)
+
+
+async def ran(
+    name: str | Path, out: Path, server: FakeServer | None = None, /, **sections: Mapping[str, Any]
+) -> Report:
+    """Run it to its end."""
+    return await arun_batch(configured(name, out, server, **sections), progress=Silent())
+
+
+def table(out: Path, name: str = "trajectories") -> list[dict[str, Any]]:
+    """All published rows of a table, in the order of the stream."""
+    parts = sorted((out / name).glob("*.parquet"))
+    rows = [row for part in parts for row in pq.read_table(part).to_pylist()]
+    return sorted(rows, key=lambda r: (r.get("row_index", 0), r.get("repeat", 0)))
+
+
+def turn_of(request: ServedRequest) -> int:
+    """Answers so far."""
+    return sum(isinstance(m, AssistantMessage) for m in request.messages)
+
+
+def asked_of(request: ServedRequest) -> str:
+    """The first user text."""
+    return next(text_of(m) for m in request.messages if isinstance(m, UserMessage))
+
+
+@dataclass(frozen=True)
+class Written:
+    """An environment in a file of its own."""
+
+    path: Path
+
+    def line(self, text: str) -> int:
+        """The number of the first line that holds a text."""
+        lines = self.path.read_text().splitlines()
+        return next(n for n, line in enumerate(lines, 1) if text in line)

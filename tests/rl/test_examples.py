@@ -1,0 +1,159 @@
+"""The examples of docs/environments.md: short, on public names alone, and they run."""
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rl_kit import EXAMPLES, asked_of, ran, table, turn_of
+
+import hermes_rl.rl
+from hermes_rl.messages import UserMessage, text_of
+from hermes_rl.models.dialects.server import ServedRequest
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+
+MOST_LINES = 100
+FILES = sorted(EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_an_example_is_short_and_uses_public_names(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert sum(bool(line.strip()) for line in text.splitlines()) <= MOST_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            assert {a.name.partition(".")[0] for a in node.names} <= sys.stdlib_module_names
+        elif isinstance(node, ast.ImportFrom) and node.module not in sys.stdlib_module_names:
+            if (node.module or "").partition(".")[0] in sys.stdlib_module_names:
+                continue
+            assert node.module == "hermes_rl.rl"
+            assert {alias.name for alias in node.names} <= set(hermes_rl.rl.__all__)
+        elif isinstance(node, ast.Attribute):
+            assert not node.attr.startswith("_"), f"{file.name}:{node.lineno}"
+
+
+def test_there_are_three() -> None:
+    assert [file.stem for file in FILES] == ["fix_repository", "haggling", "math_tool"]
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"calls": [{"name": name, "arguments": arguments}]}
+
+
+def mathematician(request: ServedRequest) -> Any:
+    """Right when the number to add is even; otherwise right but without the tool's help."""
+    a, b, c = map(int, re.findall(r"\d+", asked_of(request)))
+    if c % 2:
+        return f"ANSWER {a * b}"
+    steps = [call("calculate", operation="multiply", a=a, b=b), f"ANSWER {a * b + c}"]
+    return steps[turn_of(request)]
+
+
+async def test_math_in_process_and_evaluate(tmp_path: Path) -> None:
+    async with FakeServer(FakeConfig(plays={"policy": mathematician})) as server:
+        for mode, units in (("process", 20), ("evaluate", 5)):
+            out = tmp_path / mode
+            env = {"mode": mode, "split": "train" if mode == "process" else "eval"}
+            report = await ran(
+                EXAMPLES / "math_tool.py", out, server, env=env, dataset={"limit": 5}
+            )
+            assert (report.units, report.done, report.given_up) == (units, units, 0)
+            for row in table(out):
+                even = int(re.findall(r"\d+", row["task_prompt"])[2]) % 2 == 0
+                assert row["reward"] == (1.0 if even else 0.0)
+                scores = {part["name"]: part["score"] for part in row["rewards"]}
+                assert scores == {"correct": float(even), "used_tool": float(even)}
+                assert (row["env_name"], row["split"]) == ("math_tool", env["split"])
+                offered = [tool["function"]["name"] for tool in json.loads(row["tools"])]
+                assert offered == ["calculate"]
+        train, evals = (
+            {row["task_hash"] for row in table(tmp_path / mode)} for mode in ("process", "evaluate")
+        )
+        assert len(train) == len(evals) == 5
+        assert not train & evals
+
+
+def mender(request: ServedRequest) -> Any:
+    """Knows one of the four bugs."""
+    mend = "sed -i 's/value <= high/value < low/' shapes.py"
+    return [{"run": mend}, "Mended."][turn_of(request)]
+
+
+async def test_a_repository_in_process_and_evaluate(tmp_path: Path) -> None:
+    async with FakeServer(FakeConfig(plays={"policy": mender})) as server:
+        for mode, repeats in (("process", 2), ("evaluate", 1)):
+            out = tmp_path / mode
+            report = await ran(
+                EXAMPLES / "fix_repository.py",
+                out,
+                server,
+                env={"mode": mode, "split": "eval"},
+                dataset={"limit": None, "repeats": repeats},
+            )
+            assert report.done == 4 * repeats, report.causes
+            rewards = {row["task_id"]: row["reward"] for row in table(out)}
+            assert rewards == {"clamp-0": 1.0, "clamp-1": 0.0, "clamp-2": 0.0, "clamp-3": 0.0}
+            passed = {row["task_id"]: row["metrics"][0]["value"] for row in table(out)}
+            assert passed["clamp-0"] == 5
+            assert all(0 < passed[task] < 5 for task in passed if task != "clamp-0")
+
+
+def seller(request: ServedRequest) -> Any:
+    """Asks for 30, and sells at the price that the buyer names."""
+    said = text_of([m for m in request.messages if isinstance(m, UserMessage)][-1])
+    if not (offer := re.search(r"I give you (\d+)", said)):
+        return "Good day! It costs 500 euros."
+    return call("sell", price=int(offer[1])) if request.messages[-1].content == said else "Thanks!"
+
+
+def buyer(request: ServedRequest) -> str:
+    """Offers half of what it may spend. It sees the dialogue with the roles changed."""
+    most = int(re.findall(r"at most (\d+) euros", text_of(request.messages[0]))[0])
+    assert text_of(request.messages[-1]) == "Good day! It costs 500 euros."
+    assert "calls" not in text_of(request.messages[-1])
+    return f"I give you {most // 2}."
+
+
+def judge(request: ServedRequest) -> str:
+    asked = asked_of(request)
+    assert "Was the seller polite?" in asked
+    polite = "yes" if "Thanks!" in asked else "no"
+    return json.dumps({"reason": "They said thanks.", "verdict": polite})
+
+
+async def test_a_dialogue_in_process_and_evaluate(tmp_path: Path) -> None:
+    plays = {"policy": seller, "buyer": buyer, "critic": judge}
+    async with FakeServer(FakeConfig(plays=plays)) as server:
+        for mode, units in (("process", 12), ("evaluate", 3)):
+            out = tmp_path / mode
+            report = await ran(
+                EXAMPLES / "haggling.py",
+                out,
+                server,
+                env={
+                    "mode": mode,
+                    "split": "eval",
+                    "judge": {"name": "critic", "temperature": 0},
+                    "user": {"name": "buyer"},
+                },
+                dataset={"limit": 3},
+            )
+            assert report.done == units, report.causes
+            rows = table(out)
+            for row in rows:
+                price, polite = row["rewards"]
+                assert 0.4 <= price["score"] <= 0.5
+                detail = json.loads(polite["detail"])
+                assert (polite["score"], detail["verdict"], detail["judge"]) == (1, "yes", "critic")
+                assert len(detail["prompt_sha256"]) == 64
+                assert detail["usage"]["input_tokens"] > 0
+                purposes = [c["purpose"] for c in row["calls"]]
+                assert purposes == ["agent", "user", "agent", "agent", "judge"]
+                assert row["usage"]["input_tokens"] == sum(c["input_tokens"] for c in row["calls"])
+                assert row["turns"] == 3
+            prices = [re.findall(r'"price":(\d+)', "".join(row["messages"]))[0] for row in rows]
+            assert len(set(prices[:4])) > 1 or mode == "evaluate", "each rollout has its own limit"
+        assert sum(entry.call_id is not None for entry in server.entries) == 5 * 15
