@@ -29,6 +29,16 @@ def command(
     repair: Annotated[
         bool, typer.Option("--repair", help="a run: save damaged journals, move duplicates")
     ] = False,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="a run: exact ids, row by row, and why they forked")
+    ] = False,
+    masks: Annotated[
+        bool, typer.Option("--masks", help="a run: what of the model's words would be trained")
+    ] = False,
+    tokenizer: Annotated[
+        list[str] | None,
+        typer.Option(help="folder or hub name, to decode and render again; may be repeated"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="findings as one JSON object")] = False,
 ) -> int:
     """Find what is wrong before it costs.
@@ -37,12 +47,19 @@ def command(
     hermes-rl check my.jsonl              every bad row with its line; scripts through bash -n
     hermes-rl check my.jsonl --run        oracle must give 1, doing nothing 0, cheating 0
     hermes-rl check runs/smoke-local      schema and books of a run
+    hermes-rl check runs/rl --tokens      each branch: identical, bridged, or forked here because
+    hermes-rl check runs/rl --masks --tokenizer Qwen/Qwen3-8B
     """
     path = Path(target)
     if path.is_dir() and (path / "epochs").is_dir():
+        if tokens or masks:
+            from hermes_rl.cli.check_exact import check_exact
+
+            return check_exact(path, tokenizer or [], tokens=tokens, masks=masks, as_json=as_json)
         return _check_run(path, repair, as_json)
-    if repair:
-        raise UserError(f"{target} is no run directory; --repair is for runs")
+    if repair or tokens or masks:
+        name = "--repair" if repair else "--tokens" if tokens else "--masks"
+        raise UserError(f"{target} is no run directory; {name} is for runs")
     renames = column_map(columns)
     return _check_dataset(target, renames, limit, run, as_json)
 
