@@ -49,6 +49,7 @@ _SENTENCES = (
     "You are a helpful assistant. The user asks a question and the assistant answers.",
     'The tools are functions: {"name": "terminal", "arguments": {"command": "ls -la"}}',
     "user assistant system tool function parameters type object properties string required",
+    "one\n\ntwo\n\nthree\n\n\nfour:\n\nfive.\n\nsix\n\n\nseven\n",
     "the there then them this that these those and answer another file folder line number 1234",
 )
 _PATTERN = "|".join(

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from hermes_rl.errors import UserError
 from hermes_rl.messages import (
+    UNPARSED,
     AssistantMessage,
     Message,
     SystemMessage,
@@ -23,6 +24,7 @@ from hermes_rl.messages import (
     parse_arguments,
 )
 from hermes_rl.models.tokens.template import Template, TemplateRefused
+from hermes_rl.models.tokens.tokenizer import clean
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 PROBE_TOOL: dict[str, Any] = {
@@ -45,7 +47,8 @@ class Form:
     """How a template reads an assistant's turn."""
 
     arguments: Literal["object", "text"] = "object"
-    """Of a tool call. Text that is no JSON object is given as text either way."""
+    """Of a tool call. As objects, text that is none stands under `messages.UNPARSED`: templates
+    walk over what they take for an object."""
     empty_content: Literal["", "none"] = ""
     """What stands for no content beside tool calls."""
     short_ids: bool = False
@@ -94,8 +97,8 @@ def _assistant_form(message: AssistantMessage, form: Form) -> dict[str, Any]:
 def _call_form(call: ToolCall, form: Form) -> dict[str, Any]:
     arguments: Any = call.arguments
     if form.arguments == "object":
-        value = parse_arguments(arguments)
-        arguments = arguments if value is None else value
+        value = parse_arguments(clean(arguments))
+        arguments = {UNPARSED: arguments} if value is None else value
     told = {"name": call.name, "arguments": arguments}
     return {"id": _id(call.id, form), "type": "function", "function": told}
 

@@ -1,0 +1,131 @@
+"""The bridge for whatever is sampled and said: it never changes an id, and where what was sampled
+is what the template would write, the next prompt is what the template writes."""
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from render_kit import FAMILIES, TOOLS, call, conversations, own_tokens, results, texts, words
+
+from hermes_rl.messages import AssistantMessage, Message, UserMessage
+from hermes_rl.models.tokens import History, Renderer
+from hermes_rl.testing.tiny_tokenizer import tiny_renderer
+
+FAMILY = st.sampled_from(FAMILIES)
+
+
+def new_messages(
+    draw: st.DataObject, answer: AssistantMessage, said: st.SearchStrategy[str]
+) -> list[Message]:
+    if answer.tool_calls:
+        return results(answer.tool_calls, draw.draw(said))
+    return [UserMessage(content=draw.draw(said))]
+
+
+def answers(family: str, said: st.SearchStrategy[str]) -> st.SearchStrategy[AssistantMessage]:
+    most = 1 if family == "llama3" else 3
+    calls = st.lists(said, min_size=1, max_size=most).map(
+        lambda told: tuple(call(n, text) for n, text in enumerate(told))
+    )
+    return st.builds(
+        AssistantMessage,
+        content=st.just(""),
+        reasoning_content=words() if family == "qwen3" else st.none(),
+        tool_calls=calls,
+    ) | st.builds(AssistantMessage, content=said)
+
+
+@given(FAMILY, st.data())
+@settings(max_examples=60)
+def test_a_bridge_begins_with_every_id_that_was_there(family: str, data: st.DataObject) -> None:
+    renderer = tiny_renderer(family)
+    most = 1 if family == "llama3" else 3
+    base = data.draw(conversations(texts(), most_calls=most))
+    answer = data.draw(answers(family, texts()))
+    ids = st.lists(st.integers(0, renderer.tokenizer.size - 1), max_size=12)
+    prompt, sample = data.draw(ids), data.draw(ids)
+    ended = data.draw(st.booleans())
+    if ended:
+        sample = [*sample, data.draw(st.sampled_from(sorted(renderer.end_ids)))]
+    new = new_messages(data, answer, texts())
+    history = History(messages=base, prompt_ids=prompt, answer=answer)
+    found = renderer.bridge(history, sample, new, TOOLS)
+    if found.ids is None:
+        assert found.fork_reason
+        assert "\n" not in found.fork_reason
+        return
+    kept = [*prompt, *sample]
+    assert list(found.ids[: len(kept)]) == kept
+    assert found.glue_start == len(kept)
+    assert found.closed == (not sample or sample[-1] not in renderer.end_ids)
+    assert (found.glue[0] in renderer.end_ids) == found.closed
+    quiet = (
+        [UserMessage(content="word")]
+        if not answer.tool_calls
+        else results(answer.tool_calls, "word")
+    )
+    plain = renderer.bridge(history, sample, quiet, TOOLS)
+    assert own_tokens(family, found.glue) == own_tokens(family, plain.glue)
+
+
+@given(FAMILY, st.data())
+@settings(max_examples=60)
+def test_a_canonical_sample_continues_as_a_full_render_would(
+    family: str, data: st.DataObject
+) -> None:
+    renderer = tiny_renderer(family)
+    most = 1 if family == "llama3" else 3
+    base = data.draw(conversations(words(), most_calls=most))
+    answer = data.draw(answers(family, words()))
+    new = new_messages(data, answer, texts())
+    prompt = renderer.render(base, TOOLS)
+    whole = renderer.render([*base, answer, *new], TOOLS)
+    assume(whole[: len(prompt)] == prompt)  # else no model could have sampled it
+    said = whole[len(prompt) :]
+    end = next(place for place, token in enumerate(said) if token in renderer.end_ids)
+    history = History(messages=base, prompt_ids=prompt, answer=answer)
+    cut = data.draw(st.booleans())
+    found = renderer.bridge(history, said[: end if cut else end + 1], new, TOOLS)
+    if found.ids is None:  # only where the template rewrites what stands before
+        alone = renderer.text([*base, answer], TOOLS, generation_prompt=False)
+        after = renderer.text([*base, answer, *new], TOOLS)
+        assert not after.startswith(alone)
+        return
+    assert list(found.ids) == whole
+    assert found.closed == cut
+
+
+@given(st.lists(st.sampled_from(("terminal", "look_up")), max_size=3), texts(), st.data())
+@settings(max_examples=40)
+def test_turn_after_turn_each_prompt_extends_the_last(
+    names: list[str], text: str, data: st.DataObject
+) -> None:
+    """A conversation of calls, each sampled in an odd spelling: every id stays where it was."""
+    renderer = tiny_renderer("chatml")
+    messages: list[Message] = [UserMessage(content="Go.")]
+    prompt = renderer.render(messages, TOOLS)
+    for number, name in enumerate(names):
+        sample = [*_spelled(renderer, f"{name} ", data), max(renderer.end_ids)]
+        answer = AssistantMessage(content=name, tool_calls=(call(number, name),))
+        new = results(answer.tool_calls, text)
+        history = History(messages=list(messages), prompt_ids=prompt, answer=answer)
+        found = renderer.bridge(history, sample, new, TOOLS)
+        assert found.ids is not None, found.fork_reason
+        assert list(found.ids[: len(prompt) + len(sample)]) == [*prompt, *sample]
+        messages += [answer, *new]
+        prompt = list(found.ids)
+
+
+def _spelled(renderer: Renderer, text: str, data: st.DataObject) -> list[int]:
+    """The text in ids, cut where a model may have cut it."""
+    cut = data.draw(st.integers(0, len(text)))
+    encode = renderer.tokenizer.encode
+    return [*encode(text[:cut]), *encode(text[cut:])]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_probes_agree_with_the_bridge(family: str) -> None:
+    """What a finding calls identical is identical in ids, as the canonical samples show."""
+    finding = tiny_renderer(family).preserves_prefix()
+    assert len({case.name for case in finding.cases}) == len(finding.cases)
+    assert all(case.why or case.outcome == "identical" for case in finding.cases)
+    assert finding.preserved == all(c.outcome in ("identical", "refused") for c in finding.cases)
