@@ -60,6 +60,11 @@ class Episode(Protocol):
         """Somebody may reply to an answer."""
         ...
 
+    @property
+    def sandboxed(self) -> bool:
+        """The rollout has a sandbox."""
+        ...
+
     def tools(self) -> Mapping[str, Tool]:
         """Tools beside those of the toolsets, by name. Raises: TaskFault."""
         ...
@@ -68,7 +73,7 @@ class Episode(Protocol):
         """What tools find as `ToolContext.env`."""
         ...
 
-    async def start(self, sandbox: Sandbox) -> None:
+    async def start(self, sandbox: Sandbox | None) -> None:
         """After the task's setup, before the first call. Raises: HermesError."""
         ...
 
@@ -76,7 +81,7 @@ class Episode(Protocol):
         """What the user says to an answer; None ends the rollout. Raises: HermesError."""
         ...
 
-    async def grade(self, sandbox: Sandbox, result: AgentResult) -> Graded:
+    async def grade(self, sandbox: Sandbox | None, result: AgentResult) -> Graded:
         """The reward; may end the agent's session. Raises: VerifierFault and other HermesErrors."""
         ...
 
@@ -92,6 +97,7 @@ class TaskEpisode:
     task: Task
     env_name: str | None = None
     replies: bool = False
+    sandboxed: bool = True
 
     def tools(self) -> Mapping[str, Tool]:
         """See `Episode`."""
@@ -101,15 +107,16 @@ class TaskEpisode:
         """See `Episode`."""
         return {}
 
-    async def start(self, sandbox: Sandbox) -> None:
+    async def start(self, sandbox: Sandbox | None) -> None:
         """See `Episode`."""
 
     async def reply(self, messages: Sequence[Message]) -> Message | None:
         """See `Episode`."""
         return None
 
-    async def grade(self, sandbox: Sandbox, result: AgentResult) -> Graded:
+    async def grade(self, sandbox: Sandbox | None, result: AgentResult) -> Graded:
         """See `Episode`."""
+        assert sandbox is not None
         return await verify(sandbox, self.task.verify)
 
 

@@ -189,6 +189,8 @@ class _Attempt:
 
     async def _run(self) -> AgentResult:
         start = time.monotonic()
+        if not self.episode.sandboxed:
+            return await self._run_bare(start)
         sandbox = await self.workshop.backend.lease(self._spec())
         try:
             try:
@@ -205,6 +207,23 @@ class _Attempt:
         finally:
             # A cancelled attempt must still end its sandbox: the shield lets teardown finish.
             await asyncio.shield(sandbox.aclose())
+
+    async def _run_bare(self, start: float) -> AgentResult:
+        """Without a sandbox. Raises: TaskFault for a task that needs one."""
+        own = self.episode.tools()
+        needing = [n for n, t in self.draw.tools.items() if t.needs_sandbox and n not in own]
+        task = self.task
+        parts = {"files": task.files, "setup": task.setup, "verify": task.verify, "cwd": task.cwd}
+        needing += [f"the task's '{name}'" for name, part in parts.items() if part]
+        if needing:
+            raise TaskFault(
+                f"{needing[0]} needs a sandbox, and this environment has none. "
+                "Set env.config.sandboxed to true, or take it out"
+            )
+        await self.episode.start(None)
+        result = await self._agent(None, time.monotonic() - start)
+        self.tape.record(await self.episode.grade(None, result))
+        return result
 
     async def _keep(self, sandbox: Sandbox) -> None:
         """Store the workspace, where the run keeps them, before the row that says it is there."""
@@ -237,7 +256,7 @@ class _Attempt:
             network=self.workshop.config.sandbox.network,
         )
 
-    async def _agent(self, sandbox: Sandbox, active_s: float) -> AgentResult:
+    async def _agent(self, sandbox: Sandbox | None, active_s: float) -> AgentResult:
         draw = self.draw
         endpoint, agent = self.workshop.config.endpoint, self.workshop.config.agent
         given = self.task.prompt

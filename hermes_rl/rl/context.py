@@ -58,9 +58,12 @@ class RolloutContext:
 
     @property
     def sandbox(self) -> Sandbox:
-        """The agent's own sandbox. Raises: UserError outside `start`."""
+        """The agent's own sandbox. Raises: UserError outside `start`, and without a sandbox."""
         if self._sandbox is None:
-            raise UserError("ctx.sandbox is there in start() alone; compute_reward has ctx.grading")
+            raise UserError(
+                "ctx.sandbox is there in start() alone, and with `sandboxed`; compute_reward has "
+                "ctx.grading"
+            )
         return self._sandbox
 
     @property
@@ -68,7 +71,7 @@ class RolloutContext:
         """The workspace that the agent left, in grading boxes. Raises: UserError outside
         `compute_reward`."""
         if self._grading is None:
-            raise UserError("ctx.grading is there in compute_reward() alone")
+            raise UserError("ctx.grading is there in compute_reward() alone, and with `sandboxed`")
         return self._grading
 
     @property

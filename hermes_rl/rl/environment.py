@@ -36,8 +36,12 @@ class EnvConfig(Section):
     image: str | None = None
     """Root of the sandbox; None is the default."""
     network: bool = False
+    sandboxed: bool = True
+    """False starts no sandbox: for rollouts that need neither commands nor files. There are no
+    toolsets then, and `ctx.sandbox` and `ctx.grading` are not there."""
     toolsets: tuple[str, ...] | None = None
-    """Toolsets beside the environment's own tools; None is `terminal` and `file`, () is none."""
+    """Toolsets beside the environment's own tools; () is none. None is `terminal` and `file`, and
+    none without a sandbox."""
     system_prompt: str | None = None
     """None is the preset's."""
     group_size: Positive = 4

@@ -128,6 +128,11 @@ class EnvEpisode:
         """See `Episode`."""
         return self._replies
 
+    @property
+    def sandboxed(self) -> bool:
+        """See `Episode`."""
+        return self._env.config.sandboxed
+
     def tools(self) -> Mapping[str, Tool]:
         """See `Episode`."""
         try:
@@ -140,7 +145,7 @@ class EnvEpisode:
         """See `Episode`."""
         return self.ctx.state
 
-    async def start(self, sandbox: Sandbox) -> None:
+    async def start(self, sandbox: Sandbox | None) -> None:
         """See `Episode`."""
         self.ctx._sandbox = sandbox
         await theirs(self._env, self._env.start, TaskFault, self._task, self.ctx)
@@ -157,7 +162,7 @@ class EnvEpisode:
         what = f"returned {type(said).__name__}; return a text, a UserMessage or None"
         raise TaskFault(faults.wrong(env.name, env.reply, what))
 
-    async def grade(self, sandbox: Sandbox, result: AgentResult) -> Graded:
+    async def grade(self, sandbox: Sandbox | None, result: AgentResult) -> Graded:
         """See `Episode`."""
         rollout = Rollout.of_events(
             self._tape.events,
@@ -167,11 +172,12 @@ class EnvEpisode:
         )
         return await self.judge(sandbox, rollout)
 
-    async def judge(self, sandbox: Sandbox, rollout: Rollout) -> Graded:
+    async def judge(self, sandbox: Sandbox | None, rollout: Rollout) -> Graded:
         """The reward of a rollout over the workspace in a sandbox. Raises: VerifierFault and other
         HermesErrors."""
         env, began = self._env, time.monotonic()
-        self.ctx._sandbox, self.ctx._grading = None, Grading(sandbox)
+        self.ctx._sandbox = None
+        self.ctx._grading = None if sandbox is None else Grading(sandbox)
         given = await theirs(env, env.compute_reward, VerifierFault, self._task, rollout, self.ctx)
         rewards = checked(env, env.compute_reward, given, rollout.turns)
         return Graded(

@@ -118,10 +118,11 @@ def _defaults(opened: Opened, mode: str) -> dict[str, Any]:
     """Key of the run's configuration -> the environment's word."""
     own = opened.env.config
     limits = own.limits.model_dump(exclude_unset=True) if own.limits is not None else None
+    toolsets = own.toolsets if own.sandboxed or own.toolsets is not None else ()
     return {
         "dataset.repeats": own.group_size if mode == "process" else 1,
         "agent.preset": "rl",
-        "agent.toolsets": list(own.toolsets) if own.toolsets is not None else None,
+        "agent.toolsets": list(toolsets) if toolsets is not None else None,
         "agent.system_prompt": own.system_prompt,
         "agent.limits": limits,
         "sandbox.image": own.image,
