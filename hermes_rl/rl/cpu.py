@@ -76,8 +76,9 @@ class Pool:
             self._idle.append(worker)
         if answer[0] == "ok":
             return answer[1]
-        _, text, error = answer
-        if isinstance(error, Exception):
+        _, text, pickled = answer
+        error = _exception(pickled)
+        if error is not None:
             error.add_note(text)
             raise error
         raise CannotJudge(f"{function.__name__} failed: {text.strip().splitlines()[-1]}")
@@ -152,6 +153,15 @@ async def _exchange(worker: Process, job: bytes) -> Any:
     except (asyncio.IncompleteReadError, ConnectionError):
         raise _Died from None
     return pickle.loads(data)
+
+
+def _exception(pickled: bytes) -> Exception | None:
+    """What the function raised; None for what does not come back (or was meant to end its process)."""
+    try:
+        error = pickle.loads(pickled)
+    except Exception:  # whatever an exception's own constructor raises
+        return None
+    return error if isinstance(error, Exception) else None
 
 
 def _name_of(function: Callable[..., Any]) -> tuple[str, str]:

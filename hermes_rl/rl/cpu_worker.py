@@ -46,7 +46,7 @@ def _read(stream: BinaryIO, jobs: queue.SimpleQueue[bytes]) -> None:
 
 
 def _call(data: bytes) -> bytes:
-    """The answer to one job: ("ok", value), or ("error", text, exception or None)."""
+    """The answer to one job: ("ok", value), or ("error", text, pickled exception or b"")."""
     try:
         modules, module, name, args = pickle.loads(data)
         _load(modules)
@@ -54,9 +54,9 @@ def _call(data: bytes) -> bytes:
     except BaseException as error:  # a boundary: whatever it is, the parent hears of it
         text = "".join(traceback.format_exception(error))[-4000:]
         try:
-            return frame(("error", text, error))
+            return frame(("error", text, pickle.dumps(error)))
         except Exception:  # an exception that does not pickle
-            return frame(("error", text, None))
+            return frame(("error", text, b""))
 
 
 def _load(modules: tuple[tuple[str, str], ...]) -> None:

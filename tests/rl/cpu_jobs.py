@@ -1,0 +1,63 @@
+"""Functions that tests run in other processes."""
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def shout(text: str) -> str:
+    print(text * 1000)
+    sys.stdout.flush()
+    os.write(1, b"to the descriptor itself")
+    return text.upper()
+
+
+def fail(text: str) -> None:
+    raise KeyError(text)
+
+
+class Odd(Exception):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__("odd")
+
+
+def fail_oddly() -> None:
+    raise Odd(1, 2)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave() -> None:
+    sys.exit(3)
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def spin(seconds: float) -> int:
+    """Burns a processor."""
+    end, turns = time.perf_counter() + seconds, 0
+    while time.perf_counter() < end:
+        turns += 1
+    return turns
+
+
+def unpicklable() -> Any:
+    return lambda: 1
+
+
+def held(path: str) -> int:
+    """Says that it runs, then waits to be ended."""
+    with open(path, "a") as file:
+        file.write(f"{os.getpid()}\n")
+    signal.pause()
+    return 0

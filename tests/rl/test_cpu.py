@@ -1,0 +1,139 @@
+"""Rewards that need a processor run in other processes; what dies there takes only itself."""
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import cpu_jobs
+import pytest
+
+from hermes_rl.errors import CannotJudge, UserError
+from hermes_rl.rl.cpu import Pool
+
+
+def gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+async def until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while not gone(pid):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def test_values_prints_and_exceptions() -> None:
+    async with Pool(1) as pool:
+        assert await pool.run(cpu_jobs.add, 2, 3, timeout_s=30) == 5
+        assert await pool.run(cpu_jobs.shout, "a", timeout_s=30) == "A"
+        with pytest.raises(KeyError, match="why") as raised:
+            await pool.run(cpu_jobs.fail, "why", timeout_s=30)
+        assert "cpu_jobs.py" in "".join(raised.value.__notes__)
+        with pytest.raises(CannotJudge, match="Odd: odd"):
+            await pool.run(cpu_jobs.fail_oddly, timeout_s=30)
+        with pytest.raises(CannotJudge, match="unpicklable failed"):
+            await pool.run(cpu_jobs.unpicklable, timeout_s=30)
+        with pytest.raises(CannotJudge, match="SystemExit"):
+            await pool.run(cpu_jobs.leave, timeout_s=30)
+        first = await pool.run(cpu_jobs.pid, timeout_s=30)
+        assert first == await pool.run(cpu_jobs.pid, timeout_s=30), "one process did all of it"
+    await until_gone(first)
+
+
+async def test_a_worker_that_dies_takes_only_its_own_call() -> None:
+    async with Pool(2) as pool:
+        jobs = [
+            pool.run(cpu_jobs.die if n % 3 == 0 else cpu_jobs.pid, timeout_s=30) for n in range(9)
+        ]
+        ended = await asyncio.gather(*jobs, return_exceptions=True)
+        for n, result in enumerate(ended):
+            if n % 3 == 0:
+                assert isinstance(result, CannotJudge)
+                assert "die died (signal 9)" in str(result)
+            else:
+                assert isinstance(result, int)
+        assert await pool.run(cpu_jobs.add, 1, 1, timeout_s=30) == 2
+
+
+async def test_one_that_runs_too_long_is_ended(tmp_path: Path) -> None:
+    async with Pool(1) as pool:
+        with pytest.raises(CannotJudge, match=r"held ran for more than 1 s"):
+            await pool.run(cpu_jobs.held, str(tmp_path / "pid"), timeout_s=1)
+        pid = int((tmp_path / "pid").read_text() or 0) if (tmp_path / "pid").exists() else 0
+        assert pid == 0 or gone(pid)
+        assert await pool.run(cpu_jobs.add, 1, 1, timeout_s=30) == 2
+
+
+async def test_no_more_at_once_than_it_may(tmp_path: Path) -> None:
+    async with Pool(2) as pool:
+        path = tmp_path / "pids"
+        running = [
+            asyncio.create_task(pool.run(cpu_jobs.held, str(path), timeout_s=60)) for _ in range(5)
+        ]
+        deadline = time.monotonic() + 20
+        while not path.exists() or len(path.read_text().split()) < 2:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        assert len(pool._all) == 2
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        pids = [int(p) for p in path.read_text().split()]
+        assert all(gone(pid) for pid in pids), "a cancelled call leaves nothing that computes"
+        assert await pool.run(cpu_jobs.add, 1, 1, timeout_s=30) == 2
+
+
+async def test_only_functions_that_another_process_finds() -> None:
+    def local() -> None: ...
+
+    async with Pool(1) as pool:
+        for function in (local, lambda: 1, cpu_jobs.Odd(1, 2).with_traceback, print.__call__):
+            with pytest.raises(UserError, match="at the top of an imported module"):
+                await pool.run(function, timeout_s=30)
+        with pytest.raises(UserError, match="do not pickle"):
+            await pool.run(cpu_jobs.add, local, 1, timeout_s=30)
+        assert pool._all == set(), "nothing was started for it"
+
+
+async def test_the_loop_stays_free_while_processes_compute() -> None:
+    lags = []
+
+    async def watch() -> None:
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(0.01)
+            lags.append(time.perf_counter() - began - 0.01)
+
+    async with Pool(2) as pool:
+        await pool.run(cpu_jobs.add, 1, 1, timeout_s=30)
+        watching = asyncio.create_task(watch())
+        await asyncio.gather(*(pool.run(cpu_jobs.spin, 0.2, timeout_s=60) for _ in range(6)))
+        watching.cancel()
+    assert len(lags) > 10
+    assert sorted(lags)[len(lags) // 2] < 0.2, "computed on the loop, it would stand for 0.2 s"
+
+
+CHILD = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[1])
+import cpu_jobs
+from hermes_rl.rl.cpu import Pool
+async def main():
+    async with Pool(1) as pool:
+        await pool.run(cpu_jobs.held, sys.argv[2], timeout_s=60)
+asyncio.run(main())
+"""
+
+
+async def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    here = str(Path(__file__).parent)
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", CHILD, here, str(path))
+    deadline = time.monotonic() + 30
+    while not path.exists() or not path.read_text().endswith("\n"):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    parent.kill()
+    await parent.wait()
+    await until_gone(int(path.read_text()))

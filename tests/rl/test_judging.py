@@ -1,0 +1,122 @@
+"""A judge's verdict is one of few; what it does not say is a fail, what it breaks is no reward."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rl_kit import Written, asked_of, ran, table, turn_of
+
+from hermes_rl.models.dialects.server import ServedRequest
+from hermes_rl.rl.judging import NO_COMMITMENT, _question, _read
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+
+REPLIES: dict[str, list[Any]] = {
+    "plain": ['{"reason": "It is.", "verdict": "good"}'],
+    "fenced": ['Sure!\n```json\n{"reason": "so so", "verdict": " BAD "}\n```'],
+    "uncommitted": ['{"reason": "I cannot tell.", "verdict": "no_commitment"}'],
+    "null-then-null": ['{"verdict": null}', '{"verdict": "maybe"}'],
+    "prose-then-good": ["I think that it is rather good.", '{"verdict": "good"}'],
+    "prose-then-prose": ["It is good.", "As I said: good."],
+    "cut-then-cut": ['{"reason": "It is', '{"reason": "Well'],
+    "refused": [{"fault": "bad_request"}],
+    "filtered": [{"text": "", "finish": "content_filter"}],
+}
+"""Task -> what the judge says, asked once and again."""
+
+ENV = """
+uses = ("judge",)
+
+def tasks(self, split, seed):
+    for name in NAMES:
+        yield make_task(f"Write {name}.", id=name, toolsets=["none"])
+
+async def compute_reward(self, task, trajectory, ctx):
+    verdict = await ctx.judge.verdict("Is this good?", {"text": trajectory.final_response},
+                                      choices=("good", "bad"))
+    return Rewards([verdict.part("quality", {"good": 1.0, "bad": 0.25}, turn=1)])
+"""
+
+
+def critic(request: ServedRequest) -> Any:
+    """What REPLIES says about the text between the marks."""
+    name = next(name for name in REPLIES if f"\n{name}\n" in asked_of(request))
+    return REPLIES[name][turn_of(request)]
+
+
+def policy(request: ServedRequest) -> Any:
+    return asked_of(request).removeprefix("Write ").removesuffix(".")
+
+
+async def test_verdicts(tmp_path: Path, write_env: Callable[..., Written]) -> None:
+    written = write_env(ENV, f"NAMES = {list(REPLIES)}")
+    plays = {"critic": critic, "policy": policy}
+    async with FakeServer(FakeConfig(plays=plays)) as server:
+        await ran(
+            written.path,
+            tmp_path / "run",
+            server,
+            env={"judge": {"name": "critic", "max_tokens": 200}},
+            dataset={"limit": None, "repeats": 1},
+        )
+    graded = {row["task_id"]: row for row in table(tmp_path / "run")}
+    assert {name: row["reward"] for name, row in graded.items()} == {
+        "plain": 1.0,
+        "fenced": 0.25,
+        "uncommitted": 0.25,
+        "null-then-null": 0.25,
+        "prose-then-good": 1.0,
+    }
+    for row in graded.values():
+        (part,) = row["rewards"]
+        detail = json.loads(part["detail"])
+        asked = [call for call in row["calls"] if call["purpose"] == "judge"]
+        assert (part["turn"], detail["asked"], detail["judge"]) == (1, len(asked), "critic")
+        assert detail["reply"] == REPLIES[row["task_id"]][-1]
+        assert detail["usage"]["output_tokens"] == asked[-1]["output_tokens"]
+        assert all(call["outcome"] == "ok" and call["turn"] == 1 for call in asked)
+    assert json.loads(graded["uncommitted"]["rewards"][0]["detail"])["verdict"] == NO_COMMITMENT
+    failed = {row["task_id"]: row for row in table(tmp_path / "run", "failures")}
+    assert set(failed) == {"prose-then-prose", "cut-then-cut", "refused", "filtered"}
+    for row in failed.values():
+        assert (row["cause"], row["reward"], row["owner"]) == ("verifier", None, "infrastructure")
+        assert "the judge critic" in row["error"]
+        assert [call for call in row["calls"] if call["purpose"] == "judge"], (
+            "paid and in the books"
+        )
+
+
+async def test_a_judge_that_is_down_parks_the_run(
+    tmp_path: Path, write_env: Callable[..., Written]
+) -> None:
+    written = write_env(ENV, "NAMES = ['plain']")
+    plays: Any = {"critic": lambda request: {"fault": "auth"}, "policy": policy}
+    async with FakeServer(FakeConfig(plays=plays)) as server:
+        report = await ran(
+            written.path, tmp_path / "run", server, env={"judge": {"name": "critic"}}
+        )
+        assert (report.stopped, report.given_up, report.done) == ("auth", 0, 0)
+        assert report.resume == f"hermes-rl env process --config {tmp_path}/run/run.yaml"
+    async with FakeServer(FakeConfig(plays={"critic": critic, "policy": policy})) as server:
+        report = await ran(
+            written.path, tmp_path / "run", server, env={"judge": {"name": "critic"}}
+        )
+        assert (report.stopped, report.done) == (None, 4)
+
+
+@given(st.dictionaries(st.text(max_size=10), st.text(max_size=200), max_size=3))
+def test_no_text_to_judge_can_hold_the_mark_around_it(data: dict[str, str]) -> None:
+    system, prompt = _question("Is it?", data, ("yes", "no"))
+    mark = next(word for word in system.split() if word.startswith("==")).rstrip(";")
+    assert len(mark) == 18
+    assert not any(mark in text for text in data.values())
+    assert prompt.count(mark) == 2 * len(data)
+    assert (system, prompt) == _question("Is it?", data, ("yes", "no"))
+
+
+@given(st.text(max_size=80))
+def test_whatever_a_judge_says_is_read_or_not(text: str) -> None:
+    found = _read(text, ("yes", "no"))
+    assert found is None or found[0] in ("yes", "no", NO_COMMITMENT, "")
