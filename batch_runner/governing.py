@@ -15,6 +15,7 @@ from hermes_rl.models.limits.quotas import KINDS
 from hermes_rl.models.limits.rests import Rests
 from hermes_rl.models.limits.share import DirectLine, Line
 from hermes_rl.models.limits.spending import NANO, RUN_TOKENS, RUN_USD, model_pot
+from hermes_rl.models.providers.others import other_targets
 from hermes_rl.models.providers.prices import PriceTable
 from hermes_rl.models.providers.targets import asks_endpoint, targets_by_model
 
@@ -68,7 +69,11 @@ class Prices:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._tables: list[tuple[str, PriceTable]] = []
+        self._tables: list[tuple[str, PriceTable]] = [
+            (target.model or "", target.prices)
+            for targets in other_targets(config).values()
+            for target in targets
+        ]
         if config.model.name in PLAYED_MODELS:
             return
         asked = asks_endpoint(config.model.name, config.endpoint)
@@ -132,7 +137,8 @@ def pots_of(config: RunConfig) -> dict[str, int]:
 def as_plain(summary: Summary, pots: Mapping[str, int]) -> dict[str, Any]:
     """A governor's summary for manifest.json: how each limit came about, and what is spent.
 
-    Dollars are dollars again; `limits` is a list of [seconds since the start, limit, reason].
+    Dollars are dollars again; `limits` is a list of [seconds since the start, limit, reason],
+    `paces` of [seconds since the start, requests per minute, reason].
     """
     lanes = [
         {
@@ -144,6 +150,8 @@ def as_plain(summary: Summary, pots: Mapping[str, int]) -> dict[str, Any]:
                 "server_trouble": lane.trouble,
             },
             "limits": [[c.at_s, c.limit, c.reason] for c in lane.state.history],
+            "pace": _per_minute(lane.pace.per_s),
+            "paces": [[c.at_s, _per_minute(c.per_s), c.reason] for c in lane.pace.history],
         }
         for lane in summary.lanes
     ]
@@ -152,6 +160,10 @@ def as_plain(summary: Summary, pots: Mapping[str, int]) -> dict[str, Any]:
         for pot, spent in summary.spent.items()
     }
     return {"rate_limits": lanes, "budgets": budgets}
+
+
+def _per_minute(per_s: float | None) -> float | None:
+    return None if per_s is None else round(60 * per_s, 1)
 
 
 def _amount(pot: str, amount: int) -> float | int:

@@ -135,7 +135,9 @@ def _limit(lane: Mapping[str, Any]) -> str | None:
         return None
     share = heard["throttled"] / sum(heard.values())
     where = f"{lane['model']} at {lane['endpoint']}"
-    return f"rate limit of {where}: {share:.1%} refused (429), {lane['limit']} at once at the end"
+    paced = f" and {lane['pace']:,.0f} a minute" if lane["pace"] is not None else ""
+    end = f"{lane['limit']} at once{paced} at the end"
+    return f"rate limit of {where}: {share:.1%} refused (429), {end}"
 
 
 def _budget(pot: str, amounts: Mapping[str, float]) -> str:

@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_rl.errors import RateLimited
+from hermes_rl.errors import ModelError, RateLimited
+from hermes_rl.models.calls.retry import RetryPolicy
+from hermes_rl.models.calls.route import Route
 from hermes_rl.models.limits.buckets import Bucket, Buckets, Estimate, Expectation, Rates
 from hermes_rl.models.limits.limiter import InProcessLimiter
 from hermes_rl.models.limits.quotas import Quota, read_quotas
+from hermes_rl.testing.limits import RateLimits
 from hermes_rl.usage import Usage
 
 NOW = 1_790_000_000.0  # 2026-09-21T14:13:20Z
@@ -155,7 +158,8 @@ def test_estimates_come_to_fit():
             estimate, Usage(input_tokens=1000, output_tokens=50, cache_read_tokens=900)
         )
     assert used == {
-        "requests": 1.0, "tokens": 1050.0, "input_tokens": 100.0, "output_tokens": 50.0,
+        "requests": 1.0, "pace": 1.0, "tokens": 1050.0,
+        "input_tokens": 100.0, "output_tokens": 50.0,
     }  # fmt: skip
     assert expected.charge(estimate)["tokens"] == pytest.approx(1050, rel=0.01)
 
@@ -195,3 +199,23 @@ async def test_a_clamp_ends():
         slot.report(RateLimited("busy"), None, headers)
         async with asyncio.timeout(10), limiter.slot() as second:
             assert 0.02 < second.waited_s < 5
+
+
+@pytest.mark.parametrize("transport", ["http", "sdk"])
+@pytest.mark.parametrize("mode", ["chat_completions", "anthropic_messages"])
+async def test_the_first_refusal_tells_the_limits(stage, kit, mode, transport):
+    async with stage() as s:
+        server = await s.server(rate=RateLimits(requests=60, burst_s=1.0))
+        client = s.client(server, api_mode=mode, transport=transport)
+        await client.complete(
+            kit.request()
+        )  # takes all there is, and this limiter hears nothing of it
+        limiter = InProcessLimiter(100)
+        route = Route.single("", client, limiter)
+        calling = s.caller(route, policy=RetryPolicy(base_s=0.01, outage_s=0.0))
+        with pytest.raises(ModelError):
+            await calling.call(kit.request(), turn=1)
+        told = limiter.buckets.by_kind["requests"]
+        assert told.capacity == 60
+        assert told.balance <= 1
+        assert limiter.buckets.wait_s({"requests": 1.0}, time.monotonic()) > 0

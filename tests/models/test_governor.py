@@ -99,6 +99,7 @@ class Fleet:
             demand=max(demand, self.running[worker]),
             running=self.running[worker],
             held=self.allowed(worker),
+            alone=self.grants[worker][0].alone if worker in self.grants else 0,
         )
         memory = self.memory.get(worker) if worker in self.cut_off else None
         report = Report(worker=worker, lanes=(lane,), memory=memory)
@@ -283,7 +284,36 @@ def test_headers_of_one_worker_bind_all():
     quota = Quota(kind="requests", limit=60, remaining=2, reset_s=58)
     governor.handle(Report(worker="a", lanes=(LaneReport(lane=LANE, quotas=(quota,)),)))
     want = LaneReport(lane=LANE, demand=9, want={"requests": 9}, first={"requests": 1})
+    first = governor.handle(Report(worker="b", lanes=(want,))).lanes[0]
+    assert (first.slots, first.purse) == (0, {"requests": 0})  # a has all slots still
+    governor.handle(Report(worker="a", lanes=(LaneReport(lane=LANE),)))
     assert governor.handle(Report(worker="b", lanes=(want,))).lanes[0].purse == {"requests": 2}
+
+
+def test_a_bucket_is_divided_whoever_reports_first_after_a_refill():
+    clock = Clock()
+    governor = govern(clock, rates={"requests": 60.0})
+    waits = LaneReport(lane=LANE, demand=4, held=4, want={"requests": 8}, first={"requests": 1})
+    for worker in WORKERS:
+        governor.handle(Report(worker=worker, lanes=(waits,)))
+    given = dict.fromkeys(WORKERS, 0.0)
+    for _ in range(300):  # a new request a second, and a is always the first to ask
+        clock.now += 0.25
+        for worker in WORKERS:
+            grant = governor.handle(Report(worker=worker, lanes=(waits,)))
+            given[worker] += grant.lanes[0].purse["requests"]
+    assert sum(given.values()) >= 70
+    assert max(given.values()) - min(given.values()) <= 6
+
+
+def test_two_deaths_in_a_moment_forget_nobody():
+    fleet = Fleet()
+    fleet.exchange("a", 20)
+    fleet.succeed()
+    fleet.exchange("b", 20)  # the second governor has not heard of a
+    fleet.succeed()
+    fleet.exchange("b", 20)
+    assert fleet.out() == 12
 
 
 def lane_of(governor, clock):

@@ -50,7 +50,7 @@ def setup(kit, *scripts, **policy):
     time = kit.FakeTime()
     clients = [Slow(time, *script) for script in scripts]
     accounts = [
-        Account(name, client, InProcessLimiter(4, clock=lambda: time.now))
+        Account(name, client, InProcessLimiter(4))
         for name, client in zip("AB", clients, strict=True)
     ]
     pool = KeyPool(accounts, Rests(lambda: time.now), scope="h m")

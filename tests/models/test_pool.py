@@ -22,6 +22,8 @@ from hermes_rl.models.limits.rests import Rests
 from hermes_rl.models.played import NoopClient
 from hermes_rl.models.providers.pool import KeyPool
 
+NINETY = {"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "90s"}
+
 
 class Clock:
     def __init__(self) -> None:
@@ -74,8 +76,8 @@ def test_who_rests_is_passed_over_until_his_time(clock: Clock, strategy: str) ->
         (AuthError("x", status=401), 300),
         (RateLimited("x", status=429), 3600),
         (RateLimited("x", status=429, retry_after_s=20), 20),
-        (RateLimited("x", status=429, resets_s=90), 90),
-        (RateLimited("x", status=429, retry_after_s=20, resets_s=90), 20),
+        (RateLimited("x", status=429, rate_limit=NINETY), 90),
+        (RateLimited("x", status=429, retry_after_s=20, rate_limit=NINETY), 20),
         (BillingError("x", status=402), 3600),
         (BillingError("x", status=429, retry_after_s=7200), 7200),
         (ServerError("x", status=500), 0),
@@ -150,8 +152,8 @@ def test_the_rest_is_what_the_headers_of_the_refusal_say(
     clock: Clock, headers: dict[str, str], seconds: float
 ) -> None:
     keys = pool(clock, names="AB")
-    now = 1795305600.0  # 2026-11-22T00:00:00Z
-    error = classify(429, headers, b"{}", now=now)
+    clock.now = 1795305600.0  # 2026-11-22T00:00:00Z
+    error = classify(429, headers, b"{}", now=clock.now)
     for account in keys.accounts:
         keys.rest(account, error)
     assert keys.rest_s() == pytest.approx(seconds)

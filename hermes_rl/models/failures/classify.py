@@ -18,7 +18,6 @@ from hermes_rl import errors as e
 from hermes_rl.models.failures.body import Fault, fault_in, fault_of
 from hermes_rl.models.failures.facts import facts_of, wait_of
 from hermes_rl.models.failures.rules import KINDS, NO_STATUS, reason_by_status, rule_of
-from hermes_rl.models.limits.quotas import read_quotas
 
 _MAX_TEXT = 500
 _CHAIN = 5
@@ -76,7 +75,7 @@ def classify(
         status=status,
         request_id=request_id(headers),
         retry_after_s=_wait(found.reason, fault, headers, unix),
-        resets_s=_resets(headers, unix),
+        rate_limit=rate_headers(headers),
         served=status in _MAYBE_SERVED,
         reason=found.reason,
         facts=found.facts,
@@ -100,6 +99,7 @@ def classify_in_answer(
         scrub(f"the answer holds an error: {said}", secrets),
         request_id=request_id(headers),
         retry_after_s=_wait(found.reason, fault, {}, 0.0),  # the headers spoke of a success
+        rate_limit=rate_headers(headers),
         served=True,
         reason=found.reason,
         facts=found.facts,
@@ -215,12 +215,6 @@ def retry_after(headers: Mapping[str, str], now: float) -> float | None:
         return max(0.0, parsedate_to_datetime(value).timestamp() - now)
     except (ValueError, TypeError, OverflowError):
         return None
-
-
-def _resets(headers: Mapping[str, str], now: float) -> float | None:
-    """Seconds until the limits that are used up are whole again; None where none is said to be."""
-    used_up = (q for q in read_quotas(headers, now) if q.remaining is not None and q.remaining < 1)
-    return max((q.reset_s for q in used_up if q.reset_s is not None), default=None)
 
 
 def _number(value: str | None) -> float | None:

@@ -78,6 +78,9 @@ BURST = 1 / 12
 """A bucket of a configured limit holds so much of a minute: limits are enforced over shorter
 windows than they are named for."""
 
+PACE_BURST = 1 / 20
+"""The same for a rate that refusals showed."""
+
 
 class Buckets:
     """The buckets of one account and model.
@@ -130,6 +133,14 @@ class Buckets:
             if bucket is not None and quota.remaining is not None:
                 bucket.balance = min(bucket.fill(now), quota.remaining)
 
+    def pace(self, per_s: float, now: float) -> None:
+        """Requests start at that rate from now on."""
+        bucket = self.by_kind.get("pace")
+        if bucket is None:
+            bucket = self.by_kind["pace"] = Bucket(per_s, 1.0, now, 0.0)
+        bucket.fill(now)
+        bucket.per_s, bucket.capacity = per_s, max(1.0, per_s * self._window_s * PACE_BURST)
+
     def throttled(self, now: float) -> None:
         """A request was refused: nothing is left, whatever was thought."""
         for bucket in self.by_kind.values():
@@ -180,6 +191,7 @@ class Expectation:
 def _charge(given: float, uncached: float, made: float) -> Charge:
     return {
         "requests": 1.0,
+        "pace": 1.0,
         "tokens": given + made,
         "input_tokens": uncached,
         "output_tokens": made,

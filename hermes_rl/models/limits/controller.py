@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from hermes_rl.errors import ModelError, Overloaded, RateLimited, ServerError
+from hermes_rl.models.limits.history import History
 
 Signal = Literal["clean", "throttled", "trouble", "neutral"]
 """What one request's end says about the rate: fine; ours is too high; the server's own trouble;
@@ -40,6 +41,7 @@ class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     limit: int
     slow_start: bool
     refused_at: int
+    carried: int = 0
     age_s: float = 0.0
     """Since its beginning."""
     since_cut_s: float | None = None
@@ -50,9 +52,11 @@ class Controller:
     """The limit as a function of what was heard (additive increase, multiplicative decrease).
 
     - Slow start: one more per clean request while the limit is used, until the first throttling:
-      the limit doubles with each clean round.
-    - Then 5 % more (at least one) after each clean round. A round is as many requests as the limit;
-      it is clean without throttling or trouble, and counts only when 80 % of the limit was in use.
+      the limit doubles with each clean round. The same again below a quarter of what it was before
+      cuts in a row: a server that had refused everybody for minutes is not found out step by step.
+    - Then 5 % more (at least one) after each clean round. A round is as many answers as the limit,
+      or 3 s with five of them where that is sooner; it is clean without throttling or trouble, and
+      counts only when 80 % of the limit was in use.
     - Throttling (429): four fifths, at most once per 15 s, because the refusals of one burst speak
       of one cause. Until another cut is due the limit stays below 95 % of where it was refused, so
       that the next refusals are answered at once.
@@ -71,6 +75,11 @@ class Controller:
     GROWTH = 1.05
     CUT = 0.8
     HEADROOM = 0.95
+    FAR = 4
+    ROUNDS = 5
+    """In the time between two cuts, at least, where answers are slow."""
+    ANSWERS = 5
+    """That a round has then."""
 
     def __init__(self, maximum: int, start: int = 32, *, interval_s: float = 15.0) -> None:
         self.maximum = max(1, maximum)
@@ -80,16 +89,19 @@ class Controller:
         self._ended = 0
         self._peak = 0
         self._began: float | None = None
+        self._round_began = 0.0
         self._last_cut: float | None = None
         self._refused_at = self.limit
+        self._carried, self._grew = 0, True
+        """The limit at the first refusal after growth."""
         self._ceiling: tuple[int, float] | None = None
-        self._history = _History()
+        self._history: History[Change] = History()
         self._history.add(Change(at_s=0.0, limit=self.limit, reason="start"))
 
     @property
     def history(self) -> tuple[Change, ...]:
         """How the limit came about; thinned where it is long."""
-        return tuple(self._history.changes)
+        return self._history.changes
 
     def allowed(self, now: float) -> int:
         """How many may be in flight now: the limit, or less while a clamp holds."""
@@ -113,11 +125,11 @@ class Controller:
             now: seconds of a monotonic clock.
         """
         if self._began is None:
-            self._began = now
+            self._began = self._round_began = now
         if signal == "throttled":
             self._cut(now)
         elif signal == "trouble":
-            self._new_round()
+            self._new_round(now)
         elif signal == "clean":
             self._grow(now)
 
@@ -136,6 +148,7 @@ class Controller:
             limit=self.limit,
             slow_start=self.slow_start,
             refused_at=self._refused_at,
+            carried=self._carried,
             age_s=0.0 if self._began is None else now - self._began,
             since_cut_s=None if self._last_cut is None else now - self._last_cut,
             history=self.history,
@@ -145,41 +158,49 @@ class Controller:
         """Go on where another one was."""
         self.limit = max(1, min(state.limit, self.maximum))
         self.slow_start = state.slow_start
-        self._refused_at = state.refused_at
+        self._refused_at, self._carried = state.refused_at, state.carried
+        self._grew = False
         self._began = now - state.age_s
         self._last_cut = None if state.since_cut_s is None else now - state.since_cut_s
-        self._history = _History(list(state.history))
-        self._new_round()
+        self._history = History(state.history)
+        self._new_round(now)
 
     def _grow(self, now: float) -> None:
         saturated = self._peak >= self.SATURATED * self.limit
-        if self.slow_start:
+        if self.slow_start or self.FAR * self.limit <= self._carried:
             if saturated:
+                self._grew = True
                 self._set(min(self.maximum, self.limit + 1), "slow_start", now)
             return
         self._ended += 1
-        if self._ended < self.limit:
+        # A refusal comes at once, however long an answer takes: a round need not wait for that.
+        timely = now - self._round_began >= self._interval_s / self.ROUNDS
+        if self._ended < (min(self.ANSWERS, self.limit) if timely else self.limit):
             return
         if saturated:
+            self._grew = True
             grown = max(self.limit + 1, int(self.limit * self.GROWTH))
             if not self._may_cut(now):
                 grown = min(grown, max(self.limit, int(self._refused_at * self.HEADROOM)))
             self._set(min(self.maximum, grown), "clean_round", now)
-        self._new_round()
+        self._new_round(now)
 
     def _cut(self, now: float) -> None:
         self.slow_start = False
-        self._new_round()
+        self._new_round(now)
         if self._may_cut(now):
             self._last_cut = now
             self._refused_at = self.limit
+            if self._grew:
+                self._carried, self._grew = self.limit, False
             self._set(max(1, int(self.limit * self.CUT)), "throttled", now)
 
     def _may_cut(self, now: float) -> bool:
         return self._last_cut is None or now - self._last_cut >= self._interval_s
 
-    def _new_round(self) -> None:
+    def _new_round(self, now: float) -> None:
         self._ended = self._peak = 0
+        self._round_began = now
 
     def _set(self, limit: int, reason: Reason, now: float) -> None:
         if limit != self.limit:
@@ -189,24 +210,3 @@ class Controller:
     def _note(self, limit: int, reason: Reason, now: float) -> None:
         began = now if self._began is None else self._began
         self._history.add(Change(at_s=round(now - began, 3), limit=limit, reason=reason))
-
-
-class _History:
-    """Changes in order. A run of growth is two entries, its first and its last; when there are too
-    many, every other one of the older half goes."""
-
-    BOUND = 256
-
-    def __init__(self, changes: list[Change] | None = None) -> None:
-        self.changes = changes or []
-
-    def add(self, change: Change) -> None:
-        last = self.changes[-2:]
-        growing = change.reason in ("slow_start", "clean_round")
-        if growing and len(last) == 2 and all(c.reason == change.reason for c in last):
-            self.changes[-1] = change
-            return
-        self.changes.append(change)
-        if len(self.changes) > self.BOUND:
-            half = self.BOUND // 2
-            self.changes[1:half] = self.changes[1:half:2]

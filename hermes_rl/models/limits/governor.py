@@ -76,7 +76,7 @@ class Governor:
             lanes=tuple(self._lanes(report, now, settling)),
             pots=tuple(self._pots(report, settling)),
             rests=self._rests.current(),
-            memory=self._memory_for(report.worker, now),
+            memory=None if settling else self._memory_for(report.worker, now),
             lease_s=self._charter.lease_s,
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from hermes_rl.models.limits.controller import ControllerState
+from hermes_rl.models.limits.pace import PaceState
 from hermes_rl.models.limits.quotas import Kind, Quota
 from hermes_rl.models.limits.rests import Rest
 
@@ -18,6 +19,8 @@ class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
     """One lane, since the worker's last report that was answered."""
 
     lane: str
+    started: int = 0
+    """Requests that were sent; below 0 where some were not after all."""
     clean: int = 0
     """Requests that ended well."""
     throttled: int = 0
@@ -30,6 +33,8 @@ class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
     """Requests in flight now."""
     held: int = 0
     """Slots that the worker may use now."""
+    alone: int = 0
+    """Slots that it would use while no governor answers."""
     purse: dict[Kind, float] = {}
     """What it has left of its buckets; handed in with this report."""
     want: dict[Kind, float] = {}
@@ -87,9 +92,12 @@ class LaneSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     lane: str
     state: ControllerState
+    pace: PaceState = PaceState()
     clean: int
     throttled: int
     trouble: int
+    alone: dict[str, int] = {}
+    """Worker -> slots that it would use while no governor answers."""
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hermes_rl.models.limits.allotment import alone_share, fair_shares, with_headroom
-from hermes_rl.models.limits.buckets import Buckets, Rates
-from hermes_rl.models.limits.controller import Controller
+from hermes_rl.models.limits.buckets import Rates
 from hermes_rl.models.limits.governor_wire import Charter, LaneGrant, LaneReport, LaneSummary
-from hermes_rl.models.limits.limiter import clamp_by
 from hermes_rl.models.limits.quotas import Kind, Quota
+from hermes_rl.models.limits.regulator import News, Regulator
 
 TURN_S = 1.0
 """How long the last units of a limit stay with the same workers."""
@@ -29,6 +29,15 @@ class _Part:
     demand: int = 0
     alone: int = 0
     heard: float = 0.0
+    first: dict[Kind, float] = field(default_factory=dict)
+    """What the first that waits there would use."""
+    served: dict[Kind, float] = field(default_factory=lambda: defaultdict(float))
+    """When it was last given what it waited for."""
+
+    def hungry(self, kind: Kind, now: float) -> bool:
+        """Whether it waits for its part of a bucket, and could use it."""
+        waits = self.slots > 0 and self.first.get(kind, 0.0) > 0
+        return waits and now - self.heard < TURN_S
 
     def out(self, now: float, lease_s: float) -> int:
         """Slots that the worker may be using. Where it is not heard any more it goes on with its
@@ -46,10 +55,17 @@ class Lane:
 
     def __init__(self, name: str, charter: Charter, now: float) -> None:
         self.name = name
-        self.controller = Controller(
-            charter.maximum, charter.start, interval_s=charter.cut_interval_s
+        self._regulator = Regulator(
+            charter.maximum,
+            now,
+            start=charter.start,
+            rates=Rates(**charter.rates),
+            interval_s=charter.cut_interval_s,
+            window_s=charter.window_s,
         )
-        self.buckets = Buckets(Rates(**charter.rates), now, window_s=charter.window_s)
+        self.controller = self._regulator.controller
+        self.buckets = self._regulator.buckets
+        self.pace = self._regulator.pace
         self.quotas: dict[Kind, Quota] = {}
         self._charter = charter
         self._parts: dict[str, _Part] = {}
@@ -61,24 +77,23 @@ class Lane:
         part.slots = part.held = report.held
         part.running, part.heard = report.running, now
         part.peak, part.demand = report.peak, report.demand
+        part.alone = report.alone
         self.controller.started(sum(p.peak for p in self._parts.values()))
-        for _ in range(report.clean):
-            self.controller.heard("clean", now)
-        if report.trouble:
-            self.controller.heard("trouble", now)
-        if report.throttled:
-            self.controller.heard("throttled", now)
-            self.buckets.throttled(now)
+        self.quotas.update({quota.kind: quota for quota in report.quotas})
         self._clean += report.clean
         self._throttled += report.throttled
         self._trouble += report.trouble
         for kind, bucket in self.buckets.by_kind.items():
             bucket.fill(now)
             bucket.balance = min(bucket.capacity, bucket.balance + report.purse.get(kind, 0.0))
-        if report.quotas:
-            self.quotas.update({quota.kind: quota for quota in report.quotas})
-            self.buckets.learn(report.quotas, now)
-            clamp_by(self.controller, self.buckets, report.quotas, now)
+        news = News(
+            started=report.started,
+            clean=report.clean,
+            throttled=report.throttled,
+            trouble=report.trouble,
+            quotas=report.quotas,
+        )
+        self._regulator.heard(news, now)
 
     def grant(self, worker: str, report: LaneReport, now: float, *, settling: bool) -> LaneGrant:
         """What the worker may do from now on.
@@ -89,11 +104,12 @@ class Lane:
         part = self._parts[worker]
         slots = part.slots if settling else self._slots(worker, now)
         part.slots = slots
-        limit = self.controller.limit
-        promised = sum(p.alone for name, p in self._parts.items() if name != worker)
-        equal = alone_share(limit, list(self._parts), worker)
-        part.alone = max(0, min(equal, limit - promised))
-        purse = {kind: self._scoop(kind, report, now) for kind in self.buckets.by_kind}
+        if not settling:
+            limit = self.controller.limit
+            promised = sum(p.alone for name, p in self._parts.items() if name != worker)
+            equal = alone_share(limit, list(self._parts), worker)
+            part.alone = max(0, min(equal, limit - promised))
+        purse = {kind: self._scoop(kind, part, report, now) for kind in self.buckets.by_kind}
         return LaneGrant(
             lane=self.name,
             slots=slots,
@@ -120,13 +136,17 @@ class Lane:
             live: workers that may be at work with their equal part, though they do not report.
         """
         self.controller.resume(known.state, now)
+        self.pace.resume(known.pace, now)
         for worker in live:
-            alone = alone_share(self.controller.limit, live, worker)
+            equal = alone_share(self.controller.limit, live, worker)
+            alone = known.alone.get(worker, equal)
             self._parts.setdefault(worker, _Part(alone=alone, heard=-math.inf))
         self._clean, self._throttled = known.clean, known.throttled
         self._trouble = known.trouble
         self.quotas = {quota.kind: quota for quota in quotas}
         self.buckets.learn(quotas, now)
+        if self.pace.per_s is not None:
+            self.buckets.pace(self.pace.per_s, now)
         self.buckets.throttled(now)
 
     def summary(self, now: float) -> LaneSummary:
@@ -134,9 +154,11 @@ class Lane:
         return LaneSummary(
             lane=self.name,
             state=self.controller.state(now),
+            pace=self.pace.state(now),
             clean=self._clean,
             throttled=self._throttled,
             trouble=self._trouble,
+            alone={name: part.alone for name, part in self._parts.items()},
         )
 
     def _slots(self, worker: str, now: float) -> int:
@@ -148,13 +170,22 @@ class Lane:
         others = sum(p.out(now, lease) for name, p in self._parts.items() if name != worker)
         return max(0, min(target, allowed - others))
 
-    def _scoop(self, kind: Kind, report: LaneReport, now: float) -> float:
-        """A worker's part of a bucket. Never a crumb that no request could start with."""
+    def _scoop(self, kind: Kind, part: _Part, report: LaneReport, now: float) -> float:
+        """A worker's part of a bucket. Never a crumb that no request could start with, and nothing
+        that a worker waits for who was served longer ago: reports come in a fixed order, and the
+        first after a refill would take it all, each time."""
         bucket = self.buckets.by_kind[kind]
         there = bucket.fill(now)
         first = min(report.first.get(kind, 0.0), bucket.capacity)
-        if there <= 0 or there < first:
+        part.first[kind] = first
+        others = [p for p in self._parts.values() if p is not part and p.hungry(kind, now)]
+        ahead = sum(p.first[kind] for p in others if p.served[kind] < part.served[kind])
+        left = there - ahead
+        if not part.slots or left <= 0 or left < first:
             return 0.0
-        part = min(there, max(first, report.want.get(kind, 0.0)))
-        bucket.balance -= part
-        return part
+        wanted = min(report.want.get(kind, 0.0), there / (1 + len(others)))
+        amount = min(left, max(first, wanted))
+        bucket.balance -= amount
+        if first:
+            part.served[kind] = now
+        return amount

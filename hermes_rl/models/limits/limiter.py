@@ -12,13 +12,14 @@ from types import MappingProxyType
 from typing import Protocol
 
 from hermes_rl.errors import ModelError
-from hermes_rl.models.limits.buckets import Buckets, Charge, Estimate, Expectation, Rates
-from hermes_rl.models.limits.controller import Controller, signal_of
-from hermes_rl.models.limits.quotas import Quota, read_quotas
+from hermes_rl.models.limits.buckets import Charge, Estimate, Expectation, Rates
+from hermes_rl.models.limits.controller import signal_of
+from hermes_rl.models.limits.quotas import read_quotas
+from hermes_rl.models.limits.regulator import News, Regulator
 from hermes_rl.models.limits.slots import Ended, SlotQueue
 from hermes_rl.usage import Usage
 
-__all__ = ["Estimate", "InProcessLimiter", "Limiter", "Rates", "Slot", "clamp_by"]
+__all__ = ["Estimate", "InProcessLimiter", "Limiter", "Rates", "Slot"]
 
 
 class Slot(Protocol):
@@ -72,8 +73,10 @@ class InProcessLimiter:
         clock: Callable[[], float] = time.monotonic,
         unix: Callable[[], float] = time.time,
     ) -> None:
-        self.controller = Controller(maximum, start)
-        self.buckets = Buckets(rates, clock())
+        self._regulator = Regulator(maximum, clock(), start=start, rates=rates)
+        self.controller = self._regulator.controller
+        self.buckets = self._regulator.buckets
+        self._started = 0
         self._expected = Expectation()
         self._clock, self._unix = clock, unix
         self._queue = SlotQueue(self, clock)
@@ -106,35 +109,24 @@ class InProcessLimiter:
         """See `Gate.passed`."""
         self.buckets.take(charge)
         self.controller.started(in_flight)
+        self._started += 1
 
     def turned_back(self, charge: Charge) -> None:
         """See `Gate.turned_back`."""
         self.buckets.give(charge)
+        self._started -= 1
 
     def ended(self, estimate: Estimate, charge: Charge, end: Ended) -> None:
         """See `Gate.ended`."""
-        now, signal = self._clock(), signal_of(end.error)
-        self.controller.heard(signal, now)
+        signal = signal_of(end.error)
         if end.usage is not None:
             self.buckets.settle(charge, self._expected.heard(estimate, end.usage))
-        if signal == "throttled":
-            self.buckets.throttled(now)
-        quotas = read_quotas(end.headers, self._unix()) if end.headers else ()
-        if quotas:
-            self.buckets.learn(quotas, now)
-            clamp_by(self.controller, self.buckets, quotas, now)
-
-
-_CLAMP_S = 1.0
-"""How long a `remaining` without a reset is believed."""
-
-
-def clamp_by(
-    controller: Controller, buckets: Buckets, quotas: tuple[Quota, ...], now: float
-) -> None:
-    """Requests that a server says to be left bound those in flight, where no bucket counts them."""
-    for quota in quotas:
-        if quota.kind != "requests" or quota.kind in buckets.by_kind or quota.remaining is None:
-            continue
-        hold = _CLAMP_S if quota.reset_s is None else min(quota.reset_s, 60.0)
-        controller.clamp(int(quota.remaining), now, now + hold)
+        news = News(
+            started=self._started,
+            clean=signal == "clean",
+            throttled=signal == "throttled",
+            trouble=signal == "trouble",
+            quotas=read_quotas(end.headers, self._unix()) if end.headers else (),
+        )
+        self._started = 0
+        self._regulator.heard(news, self._clock())

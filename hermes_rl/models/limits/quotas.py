@@ -15,10 +15,12 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["requests", "tokens", "input_tokens", "output_tokens"]
-"""What is counted; `tokens` is input and output together."""
+Kind = Literal["requests", "tokens", "input_tokens", "output_tokens", "pace"]
+"""What is counted: `tokens` is input and output together, `pace` are requests too, by the rate that
+refusals showed."""
 
 KINDS: tuple[Kind, ...] = ("requests", "tokens", "input_tokens", "output_tokens")
+"""What servers have limits of."""
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +64,13 @@ def read_quotas(headers: Mapping[str, str], unix_now: float) -> tuple[Quota, ...
         _anthropic(headers, kind, unix_now) or _openai(headers, kind, unix_now) for kind in KINDS
     )
     return tuple(quota for quota in found if quota is not None)
+
+
+def resets_s(headers: Mapping[str, str], unix_now: float) -> float | None:
+    """Seconds until the limits that are used up are whole again; None where none is said to be."""
+    quotas = read_quotas(headers, unix_now)
+    used_up = (q for q in quotas if q.remaining is not None and q.remaining < 1)
+    return max((q.reset_s for q in used_up if q.reset_s is not None), default=None)
 
 
 def _anthropic(headers: Mapping[str, str], kind: Kind, now: float) -> Quota | None:

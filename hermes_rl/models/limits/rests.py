@@ -35,6 +35,10 @@ class Rests:
         self._clock = clock
         self._rests: dict[str, Rest] = {}
 
+    def now(self) -> float:
+        """Unix time."""
+        return self._clock()
+
     def until(self, account: str) -> float:
         """Unix time from which an account may be used; 0 when it may now."""
         known = self._rests.get(account)

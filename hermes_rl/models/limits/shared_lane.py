@@ -37,7 +37,7 @@ class SharedLane:
         """Adapts the worker's equal part while no governor answers."""
         self._refill: dict[Kind, float] = {}
         self._heard: dict[Signal, int] = dict.fromkeys(("clean", "throttled", "trouble"), 0)
-        self._peak = self._demand = 0
+        self._peak = self._demand = self._started = 0
         self._taken: dict[Kind, float] = {}
         self._quotas: dict[Kind, Quota] = {}
 
@@ -56,6 +56,7 @@ class SharedLane:
         kinds = self._purse.by_kind
         return LaneReport(
             lane=self._name,
+            started=self._started,
             clean=self._heard["clean"],
             throttled=self._heard["throttled"],
             trouble=self._heard["trouble"],
@@ -63,6 +64,7 @@ class SharedLane:
             demand=demand,
             running=running,
             held=self._allowed(),
+            alone=self._share_alone,
             purse={kind: bucket.balance for kind, bucket in kinds.items()},
             want={kind: self._want(kind) for kind in kinds},
             first={kind: (self._queue.first() or {}).get(kind, 0.0) for kind in kinds},
@@ -72,6 +74,7 @@ class SharedLane:
     def granted(self, report: LaneReport, grant: LaneGrant, lease_s: float) -> None:
         """The answer to a report."""
         now = self._clock()
+        self._started -= report.started
         self._heard["clean"] -= report.clean
         self._heard["throttled"] -= report.throttled
         self._heard["trouble"] -= report.trouble
@@ -101,6 +104,7 @@ class SharedLane:
     def passed(self, charge: Charge, in_flight: int) -> None:
         """See `Gate.passed`."""
         self._peak = max(self._peak, in_flight)
+        self._started += 1
         self._purse.take(charge)
         for kind in self._purse.by_kind:
             self._taken[kind] = self._taken.get(kind, 0.0) + charge.get(kind, 0.0)
@@ -110,6 +114,7 @@ class SharedLane:
     def turned_back(self, charge: Charge) -> None:
         """See `Gate.turned_back`."""
         self._purse.give(charge)
+        self._started -= 1
 
     def ended(self, estimate: Estimate, charge: Charge, end: Ended) -> None:
         """See `Gate.ended`."""

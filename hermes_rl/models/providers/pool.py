@@ -22,6 +22,7 @@ from typing import Literal
 
 from hermes_rl.errors import ModelError
 from hermes_rl.models.calls.route import Account
+from hermes_rl.models.limits.quotas import resets_s
 from hermes_rl.models.limits.rests import Rests
 
 Strategy = Literal["fill_first", "round_robin", "random", "least_used"]
@@ -99,7 +100,9 @@ class KeyPool:
             return AUTH_REST_S
         of_rate = error.reason in _OF_ITS_RATE and len(self.accounts) > 1
         if of_rate or error.reason in _OF_THE_ACCOUNT:
-            told = error.resets_s if error.retry_after_s is None else error.retry_after_s
+            told = error.retry_after_s
+            if told is None:
+                told = resets_s(error.rate_limit, self._rests.now())
             return REST_S if told is None else max(told, LEAST_REST_S)
         return 0.0
 
