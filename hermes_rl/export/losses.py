@@ -34,8 +34,11 @@ LOST = {
     "raw_text": "messages whose exact text differs from the tidied one that is written",
     "unparsed_arguments": "tool calls whose arguments are no JSON object",
     "images": "images, in whose place stands a text",
-    "null_keys": "tool schemas that get null for the keys of other tools",
-    "merged_results": "runs of several tool results in a row, which some chat templates merge",
+    "tools": "samples whose tool schemas Parquet cannot hold in the form that the reader needs",
+    "null_keys": "samples whose tool schemas get null for the keys of other tools",
+    "results_in_a_row": "samples with tool results side by side: verl stops where the chat template"
+    " merges those (ignore_input_ids_mismatch)",
+    "texts": "sampled turns whose message stands in no row of trajectories (sub-agents)",
     "prompts": "system prompts, in whose place stands the fixed one of the format",
     "reward_parts": "components of rewards",
     "branches": "further branches of rollouts, each a sequence of its own in its group",

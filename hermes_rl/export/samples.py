@@ -84,6 +84,22 @@ def _own(info: Mapping[str, Any]) -> bool:
     return info["role"] == "assistant" and info["turn"] > 0 and not info["synthetic"]
 
 
+def opening(row: Mapping[str, Any]) -> list[Message]:
+    """The messages that a rollout began with: the system prompt and the task's."""
+    pairs = zip(row["messages"], row["message_info"], strict=True)
+    return [message for message, info in pairs if info["turn"] == 0]
+
+
+def said(content: str | list[dict[str, Any]]) -> str:
+    """Content as text: parts by line, in the place of what is no text its kind in brackets."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(
+        str(part.get("text", "")) if part.get("type") == "text" else f"[{part.get('type')}]"
+        for part in content
+    )
+
+
 def without_tail(sample: Sample) -> Sample:
     """A sample that ends with its last trained message: what follows teaches nothing."""
     last = max((i for i, trained in enumerate(sample.trained) if trained), default=-1)

@@ -7,6 +7,7 @@ per group) and, where there is a table `groups`, a reward and an advantage per r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,7 @@ class Source:
         self._pending = run.unpublished(tables)
         self._parts = {t: {_stem(p): p for p in run.run_dir.parts(t)} for t in tables}
         self._taken = 0
+        self._sizes: Counter[str] = Counter()
         self.scores = Scores.of(run, self._facts() if format.rl else (), options.advantage)
 
     def rollouts(self) -> Iterator[dict[str, Any]]:
@@ -99,20 +101,54 @@ class Source:
     def token_rollouts(self) -> Iterator[tuple[dict[str, Any], list[TokenItem]]]:
         """Rollouts with those of their segments that this format may take; none without any."""
         for stem in self._stems():
-            waiting = {row["trajectory_id"]: row for row in self._rollouts_of(stem)}
-            for trajectory_id, segments in self._segments_of(stem):
-                row = waiting.pop(trajectory_id, None)
-                if row is not None:
-                    items = [self._item(row, segment) for segment in segments]
-                    taken = [item for item in items if item is not None]
-                    if taken:
-                        yield row, taken
-            self.losses.leave_out("no_tokens", len(waiting))
+            yield from self._token_rollouts_of(stem)
+
+    def _token_rollouts_of(self, stem: str) -> Iterator[tuple[dict[str, Any], list[TokenItem]]]:
+        waiting = {row["trajectory_id"]: row for row in self._rollouts_of(stem)}
+        for trajectory_id, segments in self._segments_of(stem):
+            row = waiting.pop(trajectory_id, None)
+            if row is not None:
+                items = [self._item(row, segment) for segment in segments]
+                taken = [item for item in items if item is not None]
+                if taken:
+                    yield row, taken
+        self.losses.leave_out("no_tokens", len(waiting))
+
+    def _members(self) -> Iterator[tuple[str, list[TokenItem]]]:
+        """The group of every rollout with what it brings: nothing when it is left out."""
+        for stem in self._stems():
+            found = {row["trajectory_id"]: items for row, items in self._token_rollouts_of(stem)}
+            for table in self._tables("trajectories", stem, ["group_id", "trajectory_id"]):
+                for row in table.to_pylist():
+                    yield row["group_id"], found.pop(row["trajectory_id"], [])
 
     def items(self) -> Iterator[TokenItem]:
         """The segments that this format may take."""
         for _, taken in self.token_rollouts():
             yield from taken
+
+    def groups(self) -> Iterator[list[list[TokenItem]]]:
+        """The segments of whole groups, by rollout. RL formats only.
+
+        A group comes when the last of its rollouts was read; those that are not complete are held.
+        """
+        held: dict[str, list[list[TokenItem]]] = {}
+        missing = Counter(self._sizes)
+        for group_id, rollout in self._members():
+            held.setdefault(group_id, [])
+            if rollout:
+                held[group_id].append(rollout)
+            missing[group_id] -= 1
+            if not missing[group_id]:
+                yield from self._whole(held.pop(group_id))
+        for group in held.values():  # of which a filter or a limit took members
+            yield from self._whole(group)
+
+    def _whole(self, group: list[list[TokenItem]]) -> Iterator[list[list[TokenItem]]]:
+        if len(group) >= self.options.min_group:
+            yield sorted(group, key=lambda rollout: rollout[0].row["member"])
+        else:
+            self.losses.leave_out("small_group", len(group))
 
     def tools(self) -> Iterator[list[dict[str, Any]]]:
         """The tool schemas of every rollout, unfiltered."""
@@ -188,6 +224,7 @@ class Source:
         for stem in self._stems():
             for table in self._tables("trajectories", stem, ["group_id", "reward"]):
                 names = table.column("group_id").to_pylist()
+                self._sizes.update(names)
                 yield from zip(names, table.column("reward").to_pylist(), strict=True)
 
     def _stems(self) -> list[str]:

@@ -40,17 +40,20 @@ class TokenItem:
         return [token if trained else IGNORED for token, trained in pairs]
 
     @property
-    def prompt_len(self) -> int:
-        """Tokens before the first sampled one."""
-        return list(self.segment["sampled_mask"]).index(True)
+    def start(self) -> int:
+        """Tokens before the first one that is trained on: what such a branch has for a prompt."""
+        return list(self.segment["loss_mask"]).index(True)
 
     @property
-    def has_logprobs(self) -> bool:
-        """Whether each sampled token has a log-probability."""
-        return not _logprobs_missing(self.segment)
+    def mask(self) -> list[int]:
+        """1 where a token is trained on, else 0, from `start` on."""
+        return [int(trained) for trained in self.segment["loss_mask"][self.start :]]
 
-    def logprobs(self, absent: float) -> list[float]:
-        """Log-probabilities of all positions; `absent` where no token was sampled."""
+    def logprobs(self, absent: float) -> list[float] | None:
+        """Log-probabilities of all positions, `absent` where no token was sampled; None when a
+        sampled one has none."""
+        if _logprobs_missing(self.segment):
+            return None
         return [absent if p is None else p for p in self.segment["logprobs"]]
 
 

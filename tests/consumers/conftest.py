@@ -7,9 +7,12 @@ nothing of ours helps them.
 import json
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +21,39 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Told:
+    """What `told_run.py` made."""
+
+    folder: Path
+    truth: dict[str, dict[str, Any]]
+    """Trajectory -> `said` (sampled texts in order), `not_said`, `reward`, `group`."""
+
+    def export(self, name: str) -> str:
+        """The file of a format."""
+        (path,) = (self.folder / "exports").glob(f"{name}.*")
+        return str(path)
+
+    def said(self) -> Counter[str]:
+        """Every sampled text, as often as it was sampled."""
+        return Counter(text for facts in self.truth.values() for text in facts["said"])
+
+    def not_said(self) -> set[str]:
+        """Results of tools, and what others wrote in an assistant's name."""
+        return {text for facts in self.truth.values() for text in facts["not_said"]}
+
+    def check(self, trained: list[str], end: str = "<|im_end|>") -> None:
+        """Each sampled text is trained exactly once, and nothing else is.
+
+        Args:
+            trained: decoded labels, one text per training row, in which each turn ends with `end`.
+        """
+        turns = [turn + end for text in trained for turn in text.split(end)[:-1]]
+        assert Counter(turns) == self.said()
+        assert all(text.endswith(end) for text in trained)
+        assert not any(foreign in text for foreign in self.not_said() for text in trained)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -78,3 +114,16 @@ def parquet(runs: list[Path]) -> list[str]:
 def cache(tmp_path: Path) -> str:
     """A cache of its own for `datasets`, so that no earlier run answers for this one."""
     return str(tmp_path / "cache")
+
+
+@pytest.fixture(scope="session")
+def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """A told run in all formats that `hermes-rl export` offers."""
+    producer = request.config.getoption("--producer")
+    if not producer:
+        pytest.fail("say --producer=.venv/bin/python (make test-consumers does)")
+    out = tmp_path_factory.mktemp("told")
+    command = [producer, str(HERE / "told_run.py"), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Told(out, json.loads((out / "truth.json").read_text(encoding="utf-8")))

@@ -37,3 +37,14 @@ def tiny_model(vocabulary: int) -> Qwen2ForCausalLM:
             num_key_value_heads=2,
         )
     )
+
+
+def byte_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a told run, with this folder's template."""
+    words = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
+    words.chat_template = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
+    return words

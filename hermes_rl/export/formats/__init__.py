@@ -11,8 +11,13 @@ from hermes_rl.export.base import Format
 FORMATS = {
     "trl": "trl",
     "trl-tokens": "trl_tokens",
+    "trl-grpo": "trl_grpo",
     "axolotl": "axolotl",
     "axolotl-tokens": "axolotl_tokens",
+    "verl": "verl",
+    "verl-rl": "verl_rl",
+    "prime-rl": "prime_rl",
+    "atropos": "atropos",
     "openai": "openai",
     "sharegpt": "sharegpt",
     "atif": "atif",

@@ -13,7 +13,7 @@ from typing import Any
 from hermes_rl import __version__
 from hermes_rl.export.base import Format, Row
 from hermes_rl.export.losses import count_message
-from hermes_rl.export.samples import Message, Sample
+from hermes_rl.export.samples import Message, Sample, said
 from hermes_rl.export.source import Source
 
 VERSION = "ATIF-v1.7"
@@ -106,7 +106,7 @@ def _step(message: Message) -> Row:
             "observation": {"results": [{"content": message["content"]}]},
         }
     if role != "assistant":
-        return {"source": role, "message": _text(message["content"])}
+        return {"source": role, "message": said(message["content"])}
     step: Row = {"source": "agent", "message": message["content"]}
     if "reasoning_content" in message:
         step["reasoning_content"] = message["reasoning_content"]
@@ -142,12 +142,6 @@ def _metrics(call: Mapping[str, Any] | None) -> Row:
     )
     started = call["started_at"].astimezone(UTC).isoformat()
     return {"timestamp": started, "model_name": call["model"], "metrics": metrics}
-
-
-def _text(content: str | list[dict[str, Any]]) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(str(p["text"]) for p in content if p.get("type") == "text")
 
 
 def _present(**fields: Any) -> Row:

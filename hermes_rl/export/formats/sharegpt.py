@@ -16,7 +16,7 @@ from typing import Any
 
 from hermes_rl.export.base import Format, Row
 from hermes_rl.export.losses import count_message
-from hermes_rl.export.samples import Message, Sample, before_untrained
+from hermes_rl.export.samples import Message, Sample, before_untrained, said
 from hermes_rl.export.source import Source
 
 SYSTEM = """\
@@ -70,7 +70,7 @@ def conversation(messages: list[Message], tools: list[dict[str, Any]]) -> list[d
             turns.append({"from": "tool", "value": "\n".join(results)})
             results = []
         if message["role"] == "user":
-            turns.append({"from": "human", "value": _said(message["content"])})
+            turns.append({"from": "human", "value": said(message["content"])})
         elif message["role"] == "assistant":
             calls = message.get("tool_calls") or []
             names.update({call["id"]: call["function"]["name"] for call in calls})
@@ -116,13 +116,6 @@ def _result(message: Message, names: Mapping[str, str]) -> str:
     name = message["name"] or names.get(call_id, "")
     form = {"tool_call_id": call_id, "name": name, "content": content}
     return f"<tool_response>\n{_json(form)}\n</tool_response>"
-
-
-def _said(content: str | list[dict[str, Any]]) -> str:
-    if isinstance(content, str):
-        return content
-    parts = (p.get("text") if p.get("type") == "text" else f"[{p.get('type')}]" for p in content)
-    return "\n".join(str(part) for part in parts)
 
 
 def _json(value: Any) -> str:

@@ -1,0 +1,62 @@
+"""Atropos' ScoredData: one group per line, as its `process` mode writes and its server takes.
+
+Masks hold the id where a token is trained on and -100 elsewhere, log-probabilities are 1.0 where
+no token was sampled. A rollout of several branches is several sequences with one score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hermes_rl.export.base import Format, Row
+from hermes_rl.export.source import Source
+from hermes_rl.export.tokens import TokenItem
+
+
+def rows(source: Source) -> Iterator[Row]:
+    """One line per group, written when its last member was read."""
+    for group in source.groups():
+        items = [item for rollout in group for item in rollout]
+        source.losses.trained += sum(item.trained for item in items)
+        source.losses.lose("branches", len(items) - len(group))
+        yield _scored(items, source)
+
+
+def _scored(items: list[TokenItem], source: Source) -> Row:
+    logprobs = [item.logprobs(1.0) for item in items]
+    advantages = [_spread(item) for item in items]
+    source.losses.lose("no_advantage", sum(a is None for a in advantages))
+    return {
+        "tokens": [item.ids for item in items],
+        "masks": [item.labels for item in items],
+        "scores": [item.reward for item in items],
+        "advantages": None if None in advantages else advantages,
+        "ref_logprobs": None,
+        "messages": [item.row["messages"] for item in items],
+        "generation_params": _sampling(items[0]),
+        "inference_logprobs": None if None in logprobs else logprobs,
+        "overrides": None,
+        "group_overrides": {"group_size": len(items)},
+        "images": None,
+    }
+
+
+def _spread(item: TokenItem) -> list[float] | None:
+    """The advantage of a sequence on each of its tokens."""
+    return None if item.advantage is None else [item.advantage] * len(item.ids)
+
+
+def _sampling(item: TokenItem) -> dict[str, Any]:
+    names = ("temperature", "top_p", "top_k", "min_p")
+    return {name: item.segment[name] for name in names if item.segment[name] is not None}
+
+
+FORMAT = Format(
+    name="atropos",
+    about="Atropos 0.4.0 ScoredData, one group per line",
+    suffix=".jsonl",
+    unit="tokens",
+    rows=rows,
+    rl=True,
+)

@@ -1,0 +1,199 @@
+"""prime-rl: verifiers episodes (`traces.jsonl`), one rollout per line.
+
+A trace is a graph of messages; a node holds the tokens that its message adds, and the path from a
+root to a leaf is one training sequence. Each of our segments becomes one path of its own. Which of
+the tokens between two sampled runs belongs to which message is not known: they stand in the first
+node that they may belong to.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from hermes_rl.export.base import Format, Row
+from hermes_rl.export.samples import Message, said
+from hermes_rl.export.source import Source
+from hermes_rl.export.tokens import TokenItem
+
+
+def rows(source: Source) -> Iterator[Row]:
+    """One episode per rollout."""
+    for row, items in source.token_rollouts():
+        source.losses.trained += sum(item.trained for item in items)
+        yield episode(row, items, source)
+
+
+def episode(row: Mapping[str, Any], items: list[TokenItem], source: Source) -> Row:
+    """One rollout: a trace per agent."""
+    task = {
+        "type": row["env_name"] or "hermes_rl",
+        "data": {"idx": row["row_index"], "id": row["task_id"]},
+        "key": row["task_hash"],
+        "hash": row["task_hash"],
+    }
+    by_agent: dict[str, list[TokenItem]] = defaultdict(list)
+    for item in items:
+        by_agent[item.segment["agent_name"]].append(item)
+    return {
+        "id": row["trajectory_id"],
+        "env": {"id": row["env_name"] or "hermes_rl"},
+        "task": task,
+        "group": {"id": row["group_id"]},
+        "ok": True,
+        "traces": [_trace(agent, row, task, own, source) for agent, own in by_agent.items()],
+    }
+
+
+def _trace(
+    agent: str, row: Mapping[str, Any], task: Row, items: list[TokenItem], source: Source
+) -> Row:
+    told = _Told(row, agent, source)
+    nodes: list[Row] = []
+    for item in items:
+        source.losses.lose("no_advantage", item.advantage is None)
+        _add_path(nodes, item, told)
+    return {
+        "id": row["trajectory_id"] if agent == "main" else f"{row['trajectory_id']}-{agent}",
+        "task": task,
+        "agent": {"name": agent, "config": {"model": row["model"]}},
+        "nodes": nodes,
+        "rewards": {"reward": {"score": items[0].reward, "weight": 1.0}},
+        "info": {"end_reason": row["end_reason"], "metadata": row["metadata"] or {}},
+        "is_completed": True,
+        "ok": True,
+        "stop_condition": row["end_reason"],
+    }
+
+
+@dataclass
+class _Told:
+    """The messages of a rollout, to put beside its tokens."""
+
+    row: Mapping[str, Any]
+    agent: str
+    source: Source
+
+    def answer(self, turn: int) -> Row:
+        """What the policy said in a turn."""
+        if self.agent == "main":
+            for message, info in self._messages():
+                if info["turn"] == turn and info["role"] == "assistant" and not info["synthetic"]:
+                    return _said(message, info)
+        self.source.losses.lose("texts")
+        return {"role": "assistant", "content": ""}
+
+    def before(self, turn: int, since: int) -> list[Row]:
+        """What came between the answer of turn `since` and that of `turn`."""
+        heard = [
+            _said(message, info)
+            for message, info in self._messages()
+            if since <= info["turn"] <= turn and self._heard(info, turn)
+        ]
+        return heard if self.agent == "main" and heard else [{"role": "user", "content": ""}]
+
+    def _heard(self, info: Mapping[str, Any], turn: int) -> bool:
+        """Whether a message stood in the prompt of a turn's last call: results of that turn came
+        later."""
+        if info["role"] == "tool":
+            return int(info["turn"]) < turn
+        return bool(info["role"] != "assistant" or info["synthetic"] or info["turn"] == 0)
+
+    def _messages(self) -> Iterator[tuple[Message, Mapping[str, Any]]]:
+        return zip(self.row["messages"], self.row["message_info"], strict=True)
+
+
+def _add_path(nodes: list[Row], item: TokenItem, told: _Told) -> None:
+    """Append the nodes of one segment, from a root of its own."""
+    path = _Path(nodes, item)
+    since = 0
+    for sampled, start, end, turn in _runs(item.segment):
+        if sampled:
+            path.answer(told.answer(turn), start, end)
+            since = turn
+            continue
+        following = item.segment["turn_ids"][end] if end < len(item.ids) else since
+        for place, message in enumerate(told.before(following, since)):
+            path.heard(message, start if place == 0 else end, end)
+
+
+class _Path:
+    """One branch that is being written."""
+
+    def __init__(self, nodes: list[Row], item: TokenItem) -> None:
+        self._nodes = nodes
+        self._item = item
+        self._logprobs = item.logprobs(0.0)
+        self._ids = item.ids
+        self._parent: int | None = None
+
+    def heard(self, message: Row, start: int, end: int) -> None:
+        """Add a message that the policy did not write, with the tokens from `start` to `end`."""
+        self._add(message, start, end, {"mask": [False] * (end - start)})
+
+    def answer(self, message: Row, start: int, end: int) -> None:
+        """Add a sampled message."""
+        mask = self._item.segment["loss_mask"][start:end]
+        own: Row = {"mask": mask, "sampled": any(mask)}
+        if self._logprobs is not None:
+            pairs = zip(self._logprobs[start:end], mask, strict=True)
+            own["logprobs"] = [p for p, trained in pairs if trained]
+        if self._item.advantage is not None:
+            own["advantages"] = [self._item.advantage] * sum(mask)
+        self._add(message, start, end, own)
+
+    def _add(self, message: Row, start: int, end: int, own: Row) -> None:
+        node: Row = {"message": message, "token_ids": self._ids[start:end], **own}
+        node["timestamp"] = self._item.row["started_at"].timestamp()
+        if self._parent is not None:
+            node["parent"] = self._parent
+        else:
+            node["tools"] = [_tool(t["function"]) for t in self._item.row["tools"]]
+        self._parent = len(self._nodes)
+        self._nodes.append(node)
+
+
+def _runs(segment: Mapping[str, Any]) -> Iterator[tuple[bool, int, int, int]]:
+    """(sampled, start, end, turn) of each stretch of tokens of one origin."""
+    marks = zip(segment["sampled_mask"], segment["turn_ids"], strict=True)
+    start = 0
+    for (sampled, turn), run in groupby((s, t if s else 0) for s, t in marks):
+        end = start + sum(1 for _ in run)
+        yield sampled, start, end, turn
+        start = end
+
+
+def _said(message: Message, info: Mapping[str, Any]) -> Row:
+    role = message["role"]
+    content = said(message["content"])
+    if role == "tool":
+        named = {"tool_call_id": message["tool_call_id"], "name": message["name"]}
+        return {"role": role, "content": content, **named}
+    out: Row = {"role": role, "content": content}
+    if "reasoning_content" in message:
+        out["reasoning_content"] = message["reasoning_content"]
+    if message.get("tool_calls"):
+        out["tool_calls"] = [
+            {"id": call["id"], "name": call["function"]["name"], "arguments": text}
+            for call, text in zip(message["tool_calls"], info["raw_arguments"], strict=True)
+        ]
+    return out
+
+
+def _tool(function: Mapping[str, Any]) -> Row:
+    names = ("name", "description", "parameters")
+    return {name: function[name] for name in names if name in function}
+
+
+FORMAT = Format(
+    name="prime-rl",
+    about="prime-rl: verifiers episodes with tokens (traces.jsonl)",
+    suffix=".jsonl",
+    unit="tokens",
+    rows=rows,
+    rl=True,
+    columns=("task_hash", "started_at"),
+)
