@@ -6,9 +6,13 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
-from hermes_rl.errors import ModelError
-from hermes_rl.messages import UserMessage
-from hermes_rl.models.base import Conversation, ModelRequest
+import pytest
+
+from hermes_rl.errors import ModelError, Outage, ServerError
+from hermes_rl.messages import AssistantMessage, UserMessage
+from hermes_rl.models.base import Completion, Conversation, ModelRequest
+from hermes_rl.models.calls.retry import Clock, ModelCaller, RetryPolicy
+from hermes_rl.models.calls.route import Route
 from hermes_rl.models.client import Endpoint, connect
 from hermes_rl.models.limits.budget import Spend
 from hermes_rl.models.limits.governor import Governor
@@ -19,6 +23,7 @@ from hermes_rl.models.limits.spending import RUN_TOKENS
 from hermes_rl.testing.conditions import Conditions
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.limits import RateLimits
+from hermes_rl.usage import Usage
 
 SCALE = 12
 """Seconds of the server's clock in one of ours: its minute lasts five seconds."""
@@ -195,3 +200,67 @@ async def test_a_share_for_a_process_that_is_alone():
         assert share.budget() is None
         async with asyncio.timeout(20), share.limiter("h", "K", "m").slot() as slot:
             slot.report(None)
+
+
+class Always:
+    """A client that always answers, or never."""
+
+    api_mode = endpoint = "always"
+
+    def __init__(self, error=None):
+        self.error = error
+
+    async def complete(self, request):
+        await asyncio.sleep(0.002)
+        if self.error is not None:
+            raise self.error
+        return Completion(
+            message=AssistantMessage(content="yes"),
+            finish_reason="stop",
+            usage=Usage(input_tokens=3, output_tokens=1),
+        )
+
+    def bound(self, request):
+        return 11
+
+    async def aclose(self):
+        pass
+
+
+@pytest.mark.parametrize(("others", "raised"), [(True, ServerError), (False, Outage)])
+async def test_what_others_are_answered_tells_an_outage_from_a_bad_request(kit, others, raised):
+    """One unit draws 500s only. Where another worker is answered all along it is the unit that
+    fails, and the run goes on; a server that answers nobody parks it."""
+
+    def fast():
+        return 30 * time.monotonic()
+
+    async def sleep(seconds):
+        await asyncio.sleep(seconds / 30)
+
+    clock = Clock(monotonic=fast, sleep=sleep)
+    told = Governor(Charter(maximum=8, lease_s=150.0), fast, Rests())
+    async with AsyncExitStack() as stack:
+        shares = [Share(f"1-{n}", DirectLine(told), tick_s=0.02, clock=fast) for n in range(2)]
+        here, there = [
+            (await stack.enter_async_context(share)).limiter("h", "K", "m") for share in shares
+        ]
+        bad = Route.single("m", Always(ServerError("500", status=500)), here)
+        good = Route.single("m", Always(), there)
+        policy = RetryPolicy(outage_s=45.0, max_attempts=6, cap_s=4.0)
+
+        async def busy():
+            calling = ModelCaller([good], kit.Events(), policy, clock=clock)
+            while True:
+                await calling.call(kit.request(), turn=1)
+
+        beside = [asyncio.create_task(busy())] if others else []
+        async with asyncio.timeout(30):
+            with pytest.raises(ModelError) as failed:
+                await ModelCaller([bad], kit.Events(), policy, clock=clock).call(
+                    kit.request(), turn=1
+                )
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
+    assert type(failed.value) is raised

@@ -42,6 +42,8 @@ class _Slot:
 
 
 class NoLimits:
+    answered_at: float | None = None
+
     @asynccontextmanager
     async def slot(self, estimate: Any = None) -> AsyncIterator[_Slot]:
         yield _Slot()

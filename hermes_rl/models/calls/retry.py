@@ -134,7 +134,7 @@ class ModelCaller:
             account=account.name,
             rotated=rotated,
             routes_left=recovery.route + 1 < len(self._routes),
-            answered_at=account.traffic.answered_at,
+            answered_at=account.answered_at,
             max_tokens=asked.sampling.max_tokens,
             images=_has_images(asked),
             adaptations=asked.adaptations,

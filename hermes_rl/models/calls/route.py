@@ -27,6 +27,12 @@ class Account:
     traffic: Traffic = field(default_factory=Traffic, compare=False)
     """What the calls of all rollouts see there."""
 
+    @property
+    def answered_at(self) -> float | None:
+        """When it last answered anybody, here or at another worker of the run."""
+        known = (self.traffic.answered_at, self.limiter.answered_at)
+        return max((at for at in known if at is not None), default=None)
+
 
 class AccountPool(Protocol):
     """The accounts of one route; shared by all rollouts of the process."""

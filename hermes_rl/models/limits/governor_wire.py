@@ -43,6 +43,8 @@ class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
     """What the first that waits would use."""
     quotas: tuple[Quota, ...] = ()
     """What answers' headers said, latest by kind."""
+    answered_s: float | None = None
+    """Seconds since the last answer."""
 
 
 class LaneGrant(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +61,8 @@ class LaneGrant(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole buckets: at most so much is waited for."""
     per_s: dict[Kind, float] = {}
     """How fast the purse fills while no governor answers."""
+    answered_s: float | None = None
+    """Seconds since another worker was last answered."""
 
 
 class PotReport(msgspec.Struct, frozen=True, kw_only=True):

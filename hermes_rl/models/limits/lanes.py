@@ -29,6 +29,8 @@ class _Part:
     demand: int = 0
     alone: int = 0
     heard: float = 0.0
+    answered: float | None = None
+    """When it was last answered."""
     first: dict[Kind, float] = field(default_factory=dict)
     """What the first that waits there would use."""
     served: dict[Kind, float] = field(default_factory=lambda: defaultdict(float))
@@ -78,6 +80,8 @@ class Lane:
         part.running, part.heard = report.running, now
         part.peak, part.demand = report.peak, report.demand
         part.alone = report.alone
+        if report.answered_s is not None:
+            part.answered = now - report.answered_s
         self.controller.started(sum(p.peak for p in self._parts.values()))
         self.quotas.update({quota.kind: quota for quota in report.quotas})
         self._clean += report.clean
@@ -117,6 +121,7 @@ class Lane:
             purse=purse,
             capacity={kind: b.capacity for kind, b in self.buckets.by_kind.items()},
             per_s={k: b.per_s / len(self._parts) for k, b in self.buckets.by_kind.items()},
+            answered_s=self._answered_s(worker, now),
         )
 
     def out(self, now: float) -> int:
@@ -160,6 +165,12 @@ class Lane:
             trouble=self._trouble,
             alone={name: part.alone for name, part in self._parts.items()},
         )
+
+    def _answered_s(self, worker: str, now: float) -> float | None:
+        """Seconds since another worker was last answered."""
+        others = (p.answered for name, p in self._parts.items() if name != worker)
+        last = max((at for at in others if at is not None), default=None)
+        return None if last is None else now - last
 
     def _slots(self, worker: str, now: float) -> int:
         allowed = self.controller.allowed(now)

@@ -48,6 +48,12 @@ class Slot(Protocol):
 class Limiter(Protocol):
     """Hands out slots."""
 
+    @property
+    def answered_at(self) -> float | None:
+        """When another process was last answered, not later than it was; seconds of the clock. None
+        where that is not known."""
+        ...
+
     def slot(self, estimate: Estimate = Estimate()) -> AbstractAsyncContextManager[Slot]:
         """Waits for a slot and holds it."""
         ...
@@ -80,6 +86,11 @@ class InProcessLimiter:
         self._expected = Expectation()
         self._clock, self._unix = clock, unix
         self._queue = SlotQueue(self, clock)
+
+    @property
+    def answered_at(self) -> float | None:
+        """See `Limiter.answered_at`: it knows of no other process."""
+        return None
 
     @property
     def in_flight(self) -> int:

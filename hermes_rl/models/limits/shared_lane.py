@@ -18,6 +18,10 @@ STARVED_S = 60.0
 """A worker whose equal part is nothing (more workers than slots) helps itself to one slot after so
 long without a governor: something is wrong with the cluster, and units must not wait for ever."""
 
+ON_THE_WAY_S = 5.0
+"""A report and a grant take no longer together: an answer that another worker got is at most so
+much older than it seems."""
+
 
 class SharedLane:
     """See the module; made by `Share.limiter`.
@@ -40,6 +44,13 @@ class SharedLane:
         self._peak = self._demand = self._started = 0
         self._taken: dict[Kind, float] = {}
         self._quotas: dict[Kind, Quota] = {}
+        self._answered: float | None = None
+        self._others_answered: float | None = None
+
+    @property
+    def answered_at(self) -> float | None:
+        """See `Limiter.answered_at`."""
+        return self._others_answered
 
     def slot(self, estimate: Estimate = Estimate()) -> AbstractAsyncContextManager[Slot]:
         """See `Limiter.slot`."""
@@ -69,6 +80,7 @@ class SharedLane:
             want={kind: self._want(kind) for kind in kinds},
             first={kind: (self._queue.first() or {}).get(kind, 0.0) for kind in kinds},
             quotas=tuple(self._quotas.values()),
+            answered_s=None if self._answered is None else self._clock() - self._answered,
         )
 
     def granted(self, report: LaneReport, grant: LaneGrant, lease_s: float) -> None:
@@ -83,6 +95,8 @@ class SharedLane:
         self._slots, self._share_alone = grant.slots, grant.alone
         self._until, self._lease_s = now + lease_s, lease_s
         self._own = None
+        if grant.answered_s is not None:
+            self._others_answered = now - grant.answered_s - ON_THE_WAY_S
         self._fill_purse(report, grant, now)
         self._queue.wake()
 
@@ -121,6 +135,8 @@ class SharedLane:
         signal = signal_of(end.error)
         if signal != "neutral":
             self._heard[signal] += 1
+        if signal == "clean":
+            self._answered = self._clock()
         if self._own is not None:
             self._own.heard(signal, self._clock())
         if end.usage is not None:
