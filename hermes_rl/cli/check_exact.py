@@ -43,7 +43,7 @@ def check_exact(
             for one in under[1:]:
                 rendered(rollout, one)
     _require(path, look if tokens else None, under if masks else [])
-    faults = [*look.faults, *(fault for one in under for fault in one.verdict())]
+    faults = [*look.all_faults(), *(fault for one in under for fault in one.verdict())]
     if as_json:
         print(json.dumps(_json(look if tokens else None, under if masks else [], faults)))
     else:

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from hermes_rl.cli.exact_rows import Rollout, Row
 from hermes_rl.models.tokens.renderer import Renderer
 from hermes_rl.models.tokens.template import TemplateRefused
@@ -37,7 +35,8 @@ class Look:
     excluded: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     """rollouts, calls, captured (calls with ids), segments, trainable, trained (tokens), followed,
-    forked, and with a tokenizer: identical, drifting."""
+    forked, and with a tokenizer: identical, drifting (rows, rendered again), ended, unended
+    (answers that stopped, with an end token and without)."""
 
     def add(self, rollout: Rollout) -> None:
         """Look at one rollout."""
@@ -48,6 +47,8 @@ class Look:
         for name in ("captured", "followed", "forked"):
             self.counts[name] += int(metrics.get(f"{name}_calls", 0))
         self.faults += [f"{rollout.name}: {fault}" for fault in faults_of(rollout, self.renderer)]
+        if self.renderer is not None:
+            self.counts.update(ends_of(rollout, self.renderer))
         for segment in rollout.segments:
             self._count(segment)
             told = explanation(rollout, segment, self.renderer)
@@ -65,6 +66,12 @@ class Look:
         else:
             self.excluded[segment["exclude_reason"] or "no reason"] += 1
 
+    def all_faults(self) -> list[str]:
+        """The faults of rollouts, and what is wrong with all of them together."""
+        if self.counts["unended"] and not self.counts["ended"]:
+            return [*self.faults, "no answer ends with an end token of this tokenizer"]
+        return self.faults
+
     @property
     def fork_rate(self) -> float | None:
         """Of the calls that an exact history would have made extensions."""
@@ -78,7 +85,7 @@ class Look:
             "fork_rate": self.fork_rate,
             "fork_reasons": dict(self.reasons),
             "excluded": dict(self.excluded),
-            "faults": self.faults,
+            "faults": self.all_faults(),
             "rows": self.rows,
         }
 
@@ -116,7 +123,6 @@ def _owner_faults(rollout: Rollout) -> Iterator[str]:
 
 def _text_faults(rollout: Rollout, renderer: Renderer) -> Iterator[str]:
     """What only the model's tokenizer can tell."""
-    stops = bool(msgspec.json.decode(rollout.row["sampling"]).get("stop"))
     for segment in rollout.segments:
         recorded = segment["tokenizer_hash"]
         if recorded is not None and recorded != renderer.tokenizer_hash:
@@ -126,16 +132,16 @@ def _text_faults(rollout: Rollout, renderer: Renderer) -> Iterator[str]:
         doubled = len(ids) > 1 and ids[0] == ids[1] and renderer.tokenizer.text_of(ids[0])
         if doubled:
             yield f"branch {segment['branch_index']} begins twice with {doubled!r}"
-        yield from (_end_faults(segment, renderer) if not stops else ())
 
 
-def _end_faults(segment: Row, renderer: Renderer) -> Iterator[str]:
-    for reason, run in zip(segment["finish_reasons"], runs_of(segment), strict=True):
-        last = segment["input_ids"][run.end - 1]
-        if run.trained and reason in _ENDED and last not in renderer.end_ids:
-            turn = segment["turn_ids"][run.start]
-            text = renderer.decode([last])
-            yield f"turn {turn} ended ({reason}), but with {last} {text!r}: no end token"
+def ends_of(rollout: Rollout, renderer: Renderer) -> Iterator[str]:
+    """`ended` or `unended` for each answer that stopped by itself. One without an end token may
+    have met a stop string; when all are without, the end tokens were lost."""
+    for segment in rollout.segments:
+        for reason, run in zip(segment["finish_reasons"], runs_of(segment), strict=False):
+            if run.trained and reason in _ENDED:
+                last = segment["input_ids"][run.end - 1]
+                yield "ended" if last in renderer.end_ids else "unended"
 
 
 def explanation(rollout: Rollout, segment: Row, renderer: Renderer | None) -> Row:
@@ -252,4 +258,6 @@ def summary_of(look: Look) -> str:
             text += f"; {name}: {', '.join(f'{k} {v}' for k, v in found.most_common())}"
     if n["identical"] or n["drifting"]:
         text += f"; rendered again {n['identical']:,} are identical, {n['drifting']:,} are not"
-    return f"{text}; {len(look.faults) or 'no'} faults"
+    if n["unended"]:
+        text += f"; {n['unended']:,} of {n['ended'] + n['unended']:,} stopped without an end token"
+    return f"{text}; {len(look.all_faults()) or 'no'} faults"

@@ -1,0 +1,78 @@
+"""Runs against the token-exact fake engine, as the command makes them."""
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from batch_runner.report import Report
+from batch_runner.runner import arun_batch
+from hermes_rl.config import parse_config
+from hermes_rl.segments.rules import runs_of
+from hermes_rl.store.reader import load_run
+from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine
+from hermes_rl.testing.exact_engine_chat import chat_of
+from hermes_rl.testing.exact_engine_log import Truth
+from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer
+
+
+@asynccontextmanager
+async def engine_in(folder: Path, **fields: Any) -> AsyncIterator[ExactEngine]:
+    """An engine whose answers are cut into tokens as no tokenizer would."""
+    tokenizer = tiny_tokenizer(folder / "tokenizer")
+    config = ExactConfig(tokenizer=tokenizer, **{"split": "random", "version": "7", **fields})
+    async with ExactEngine(config, chat=chat_of(tokenizer)) as engine:
+        yield engine
+
+
+async def run_on(
+    engine: ExactEngine, folder: Path, scripts: Sequence[list[Any]], tokens: str
+) -> Report:
+    """A run of one task per script."""
+    tasks = folder / "tasks.jsonl"
+    rows = [
+        {"id": f"t{n}", "prompt": f"Do it.\nSCRIPT: {json.dumps(steps)}\n", "verify": "true"}
+        for n, steps in enumerate(scripts)
+    ]
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    endpoint = {"base_url": engine.base_url, "tokens": tokens, "outage_seconds": 60}
+    config = {
+        "dataset": {"path": str(tasks)},
+        "model": {"name": "toy"},
+        "agent": {"preset": "rl", "toolsets": ["terminal"]},
+        "endpoint": {**endpoint, "tokenizer": str(engine.config.tokenizer)},
+        "run": {"out": str(folder / "run"), "workers": 0, "concurrency": 8},
+    }
+    return await arun_batch(parse_config(config))
+
+
+def served(truth: Sequence[Truth], run: Path) -> dict[str, Truth]:
+    """What the engine sampled for the calls of a run's rollouts and delivered, by call."""
+    loaded = load_run(run)
+    tables = [loaded.arrow(name).to_pylist() for name in ("trajectories", "failures")]
+    calls = {call["call_id"] for rows in tables for row in rows for call in row["calls"]}
+    entries = [e for e in truth if e.outcome == "served" and e.call_id in calls]
+    return {str(e.call_id): e for e in entries if e.sampled_ids}
+
+
+def differences(run: Path, entries: dict[str, Truth]) -> list[str]:
+    """What a run's segments have otherwise than the engine's log."""
+    found, trained = [], set()
+    for row in load_run(run).arrow("segments").to_pylist():
+        for call_id, part in zip(row["call_ids"], runs_of(row), strict=True):
+            if not part.trained:
+                continue
+            entry = entries[call_id]
+            ids, logprobs = row["input_ids"], row["logprobs"]
+            if call_id in trained:
+                found.append(f"{call_id} is trained twice")
+            trained.add(call_id)
+            if tuple(ids[: part.start]) != entry.prompt_ids:
+                found.append(f"{call_id} has another prompt")
+            if tuple(ids[part.start : part.end]) != entry.sampled_ids:
+                found.append(f"{call_id} has other ids")
+            pairs = zip(logprobs[part.start : part.end], entry.raw_logprobs, strict=True)
+            if any(abs(ours - theirs) > 1e-5 for ours, theirs in pairs):
+                found.append(f"{call_id} has other logprobs")
+    return found + [f"{call_id} is nowhere" for call_id in entries if call_id not in trained]
