@@ -31,10 +31,11 @@ from hermes_rl.identity import digest
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import ModelClient, Sampling
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
+from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.limits.budget import Budget
 from hermes_rl.models.limits.spending import UnitBudget
 from hermes_rl.models.played import NoopClient, OracleClient, free
-from hermes_rl.models.providers.exact import exact_clients, find_plan
+from hermes_rl.models.providers.exact import embedded_clients, exact_clients, find_plan
 from hermes_rl.models.providers.others import all_keys, other_targets, others_of, reach_others
 from hermes_rl.models.providers.probe import Probed
 from hermes_rl.models.providers.reach import reach_models
@@ -286,7 +287,7 @@ async def open_models(
     if name in PLAYED_MODELS:
         return None
     if not asks_endpoint(name, where):
-        client = await _embedded(name, where, stack)
+        client = await _embedded(name, where, stack, tokens)
         return Sole(client, common, targets[name][0].prices.own_alone())
     first = min(targets)
     own = targets[first][0].place.base_url
@@ -329,13 +330,18 @@ async def _start_a_sandbox(backend_name: str) -> None:
         await backend.aclose()
 
 
-async def _embedded(name: str, where: EndpointSection, stack: AsyncExitStack) -> ModelClient:
+async def _embedded(
+    name: str, where: EndpointSection, stack: AsyncExitStack, tokens: TokenPlan | None
+) -> ModelClient:
     from hermes_rl.models.embedded import EmbeddedClient
     from hermes_rl.models.local import local_server
 
     path = Path(where.model_path) if where.model_path else None
     server = await stack.enter_async_context(local_server(name, model_path=path))
-    client = EmbeddedClient(name, server)
+    at = await server.endpoint()
+    endpoint = Endpoint(base_url=at.base_url, api_key=at.api_key)
+    connect = await embedded_clients(name, where, tokens, endpoint, server.weights)
+    client = EmbeddedClient(name, server, connect)
     stack.push_async_callback(client.aclose)
     await client.open()
     return client

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from hermes_rl.errors import ConnectionLost, UserError
 from hermes_rl.models.base import Completion, ModelClient, ModelRequest
@@ -10,15 +11,21 @@ from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.local import LocalServer
 
+Connect = Callable[[Endpoint], ModelClient]
+
 
 class EmbeddedClient:
-    """An ordinary chat client whose address follows the machine's one server."""
+    """A client whose address follows the machine's one server.
+
+    Args:
+        connect: makes the client of an address; an ordinary chat client by default.
+    """
 
     api_mode = "chat_completions"
 
-    def __init__(self, name: str, server: LocalServer) -> None:
+    def __init__(self, name: str, server: LocalServer, connect: Connect = connect) -> None:
         self.endpoint = f"embedded:{name}"
-        self._server = server
+        self._server, self._connect = server, connect
         self._client: ModelClient | None = None
         self._address = ""
         self._joining = asyncio.Lock()  # invariant: one client, for the current address
@@ -30,7 +37,8 @@ class EmbeddedClient:
                 if self._client is not None:
                     await self._client.aclose()
                 endpoint = Endpoint(base_url=where.base_url, api_key=where.api_key)
-                self._client, self._address = connect(endpoint), where.base_url
+                self._client, self._address = self._connect(endpoint), where.base_url
+                self.api_mode = self._client.api_mode
             return self._client
 
     async def complete(self, request: ModelRequest) -> Completion:

@@ -169,8 +169,8 @@ class ExactEngine:
 
     def handle(self, connection: Connection, request: Incoming) -> None:
         """See `Handler.handle`."""
-        if request.method == "GET":
-            self._tell(connection, request.path)
+        if request.method == "GET" or request.path == "/tokenize":
+            self._tell(connection, request)
             return
         self.requests += 1
         call_id = request.headers.get("x-hermes-call-id")
@@ -295,12 +295,17 @@ class ExactEngine:
             )
         )
 
-    def _tell(self, connection: Connection, path: str) -> None:
-        """The list of models; not counted and not logged."""
-        known = path.endswith(("/models", "/health"))
-        listed = {"object": "list", "data": [{"id": "toy", "object": "model"}]}
-        body = msgspec.json.encode(listed if known else {})
-        status = 200 if known else 404
+    def _tell(self, connection: Connection, request: Incoming) -> None:
+        """The list of models, and the ids of texts; neither counted nor logged."""
+        status, form = 200, dict[str, Any]()
+        if request.path == "/tokenize":
+            asked = msgspec.json.decode(request.body)
+            form = {"tokens": self.lexicon.canonical(asked.get("prompt") or asked["content"])}
+        elif request.path.endswith(("/models", "/health")):
+            form = {"object": "list", "data": [{"id": "toy", "object": "model"}]}
+        else:
+            status = 404
+        body = msgspec.json.encode(form)
         connection.send(head(status, {"content-type": "application/json"}, len(body)) + body)
 
 

@@ -4,9 +4,10 @@ import asyncio
 import hashlib
 import os
 import random
+import subprocess
 import sys
 import zipfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -154,3 +155,31 @@ def fetch_command() -> Callable[[Weights, Path], list[str]]:
         return [sys.executable, "-c", FETCH, pickle.dumps(weights).hex(), str(folder)]
 
     return command
+
+
+HOLD = """
+import asyncio, sys
+from hermes_rl.models.local import local_server
+
+async def main():
+    async with local_server("local-tiny"):
+        print("held", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of one server of the tiny model, which a process of its own holds."""
+    env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path_factory.mktemp("held"))}
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline()
+        yield env
+    finally:
+        holder.communicate()

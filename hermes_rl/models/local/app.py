@@ -1,4 +1,5 @@
-"""The local server's HTTP side: an ordinary Chat Completions endpoint on loopback.
+"""The local server's HTTP side: an ordinary Chat Completions endpoint on loopback, and llama.cpp's
+own route for prompts of token ids.
 
 A key is required on every route, no CORS header is ever sent.
 """
@@ -18,6 +19,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from hermes_rl.models.local.answer import Generation, Writer
 from hermes_rl.models.local.engine import EngineClient
+from hermes_rl.models.local.ids import Ids
 from hermes_rl.models.local.prompt import Step, plan_step
 from hermes_rl.models.local.wire import BadChatRequest, ChatRequest, error_body, read_request
 
@@ -39,6 +41,9 @@ def make_app(engine: EngineClient, served: Served) -> web.Application:
     chat = _Chat(engine, served)
     app = web.Application(middlewares=[_guard(served.key)], client_max_size=_BODY_BYTES)
     app.router.add_post("/v1/chat/completions", chat.complete)
+    ids = Ids(engine)
+    app.router.add_post("/completion", ids.complete)
+    app.router.add_post("/tokenize", ids.tokenize)
     app.router.add_get("/v1/models", chat.models)
     app.router.add_get("/health", chat.health)
     return app
@@ -110,7 +115,9 @@ class _Chat:
         prompt = f"{prompt}{step.prefill}"
         if asked.return_token_ids:
             prompt = generation.prompt_ids = await self._engine.tokenize(prompt)
-        async with aclosing(self._engine.generate(prompt, step.sampling)) as pieces:
+        exact = asked.return_token_ids or asked.logprobs
+        generate = self._engine.whole if exact else self._engine.generate
+        async with aclosing(generate(prompt, step.sampling)) as pieces:
             async for piece in pieces:
                 yield generation.take(piece)
         if not generation.last:

@@ -102,6 +102,11 @@ class LocalServer:
         self._held: _Held | None = None
         self._joining = asyncio.Lock()
 
+    @property
+    def weights(self) -> Path:
+        """The file that is served."""
+        return self._settings.engine.weights
+
     async def endpoint(self) -> Endpoint:
         """Where the model answers now. Cheap while the server lives: ask before each request.
 

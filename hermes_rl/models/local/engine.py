@@ -137,9 +137,13 @@ class EngineClient:
             body["tools"] = tools
         return str((await self._ask("/apply-template", body))["prompt"])
 
-    async def tokenize(self, text: str) -> list[int]:
-        """The token ids of a rendered prompt."""
-        body = {"content": text, "add_special": True, "parse_special": True}
+    async def tokenize(self, text: str, *, rendered: bool = True) -> list[int]:
+        """The token ids of a text.
+
+        Args:
+            rendered: it is a prompt: it begins as the model wants its prompts to begin.
+        """
+        body = {"content": text, "add_special": rendered, "parse_special": True}
         return [int(token) for token in (await self._ask("/tokenize", body))["tokens"]]
 
     async def generate(
@@ -159,6 +163,28 @@ class EngineClient:
                     yield json.loads(line[6:])
                 elif line.startswith(b"error: "):
                     raise _refusal(line[7:], 500)
+
+    async def whole(
+        self, prompt: str | list[int], sampling: dict[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """A completion in one piece. Its ids are complete, which those of a stream are not: the
+        engine leaves out tokens that end within a character, until it can show the character.
+
+        Raises:
+            BadChatRequest: the engine refuses the request.
+        """
+        yield await self.complete({**sampling, "prompt": prompt})
+
+    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The engine's own answer to a request of `/completion`.
+
+        Raises:
+            BadChatRequest: the engine refuses the request.
+        """
+        answer = await self._ask("/completion", {**body, "stream": False})
+        if not isinstance(answer, dict):
+            raise BadChatRequest("the engine gave no answer", status=502)
+        return answer
 
     async def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         method = "GET" if body is None else "POST"

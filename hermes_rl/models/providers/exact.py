@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hermes_rl.config import RunConfig
+from hermes_rl.config import PLAYED_MODELS, RunConfig
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.models.base import ModelClient
@@ -49,8 +50,10 @@ async def find_plan(config: RunConfig, keys: Keys) -> TokenPlan | None:
     Raises: UserError when a way that was asked for by name is not there.
     """
     wanted = wanted_ids(config)
-    if wanted == "off" or not asks_endpoint(config.model.name, config.endpoint):
+    if wanted == "off" or config.model.name in PLAYED_MODELS:
         return None
+    if not asks_endpoint(config.model.name, config.endpoint):
+        return _embedded_plan(wanted)
     from hermes_rl.models.tokens.selection import Search
 
     routes = targets_by_model(config)
@@ -63,6 +66,54 @@ async def find_plan(config: RunConfig, keys: Keys) -> TokenPlan | None:
         return await Search(endpoint, target.model or model, renderer).plan(wanted)
     except AuthError:
         return NO_IDS
+
+
+def _embedded_plan(wanted: Wanted) -> TokenPlan:
+    """Of the embedded model. What its logprobs are of its answers say, or the first look at it.
+
+    Raises: UserError for a way that it has not.
+    """
+    if wanted in ("vllm", "sglang"):
+        raise UserError(
+            f"endpoint.tokens={wanted}: the embedded model takes chat, or ids as llama.cpp does. "
+            "Use llamacpp"
+        )
+    if wanted == "llamacpp":
+        return TokenPlan(way="llamacpp")
+    return TokenPlan(way="chat", spelling="vllm")
+
+
+async def embedded_clients(
+    name: str, where: EndpointSection, plan: TokenPlan | None, endpoint: Endpoint, weights: Path
+) -> Connect:
+    """How clients of the embedded model are made under a plan.
+
+    Args:
+        endpoint: where it answers now, for a look at what its logprobs are of.
+        weights: its file, which holds its tokenizer.
+
+    Raises: UserError when the file holds none that can be read, and none is named.
+    """
+    if plan is None or not plan.exact:
+        return connect
+    from hermes_rl.models.tokens.selection import Search, client_for
+
+    renderer: Renderer | None = None
+    if plan.way != "chat":
+        renderer = await asyncio.to_thread(_own_renderer, where, weights)
+        plan = await Search(endpoint, name, renderer).plan("llamacpp")
+    found = plan
+    return lambda endpoint: client_for(found, endpoint, renderer)
+
+
+def _own_renderer(where: EndpointSection, weights: Path) -> Renderer:
+    named = _renderer(where)
+    if named is not None:
+        return named
+    from hermes_rl.models.local.gguf import read_tokenizer
+    from hermes_rl.models.tokens.renderer import renderer_of
+
+    return renderer_of(read_tokenizer(weights))
 
 
 def exact_clients(where: EndpointSection, plan: TokenPlan | None, base_url: str) -> Connect:

@@ -31,7 +31,8 @@ async def reach_models(config: RunConfig) -> Probed | None:
     for in a way that is not there.
     """
     if not asks_endpoint(config.model.name, config.endpoint):
-        return None
+        plan = await find_plan(config, Keys())
+        return None if plan is None else Probed(None, tokens=plan)
     held, routes = Keys(keys_of(config)), targets_by_model(config)
     model = min(routes)
     said: dict[Place, Probed] = {}

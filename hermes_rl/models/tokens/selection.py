@@ -22,7 +22,7 @@ from hermes_rl.models.dialects.lenient import decode_json
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.providers.raw import ask_raw
 from hermes_rl.models.tokens.client import WIRES, at_root, token_client
-from hermes_rl.models.tokens.engines.base import Json
+from hermes_rl.models.tokens.engines.base import Json, whole_ids
 from hermes_rl.models.tokens.engines.chat import ChatIdsClient
 from hermes_rl.models.tokens.logprobs import TOP, kind_of
 from hermes_rl.models.tokens.plan import NO_IDS, Asked, Spelling, TokenPlan, Wanted, Way
@@ -37,7 +37,13 @@ TRIED: dict[Wanted, tuple[Way, ...]] = {
 """The token wires that are tried, in order."""
 
 _WORD = "Answer with one random letter of the alphabet."
+_WORDS = "Naïve cafés count 12345 \t{}\n\n  日本語 🙂 isn't 'it'?"
+"""Hard for tokenizers to agree on by chance."""
 _SECONDS = 60.0
+
+
+class _OtherTokenizer(ValueError):
+    """The engine makes other ids of a text."""
 
 
 @dataclass
@@ -79,6 +85,7 @@ class Search:
         for way in TRIED[wanted]:
             kind = await self._try_wire(way, renderer)
             if kind is not None:
+                await self._compare(renderer)
                 return TokenPlan(
                     way=way,
                     logprobs=kind,
@@ -113,6 +120,35 @@ class Search:
                 return {}
 
         return await self._kind(way, ask)
+
+    async def _compare(self, renderer: Renderer) -> None:
+        """Ask the engine to tokenise a text too, where it has a route for that.
+
+        Raises: UserError when it does so in another way: the tokenizer is of another model.
+        """
+        text = renderer.text([UserMessage(content=_WORDS)])
+        body = {
+            "model": self.model,
+            "prompt": text,
+            "add_special_tokens": False,  # vLLM, SGLang
+            "content": text,
+            "add_special": False,
+            "parse_special": True,  # llama.cpp
+        }
+
+        async def ask() -> dict[Any, float]:
+            form = decode_json(await ask_raw(at_root(self.endpoint), "/tokenize", body))
+            told = whole_ids(form.get("tokens") if isinstance(form, dict) else None)
+            if told is not None and list(told) != renderer.tokenizer.encode(text):
+                raise _OtherTokenizer
+            return {}
+
+        _, error = await self._listed("tokenize", ask())
+        if isinstance(error, _OtherTokenizer):
+            raise UserError(
+                f"endpoint.tokenizer is not the tokenizer of {self.model!r} at "
+                f"{self.endpoint.host}: the same text becomes other ids there"
+            )
 
     async def _by_chat(self, *, needed: bool) -> TokenPlan:
         why, spelling = "the endpoint is no chat endpoint", None

@@ -1,0 +1,163 @@
+"""The tokenizer and chat template that stand in a GGUF file, as a model's folder would give them.
+
+Layout (GGUF version 2 and 3): magic, version, counts, then key, type and value of each entry, all
+little-endian. Only byte-level BPE is read, and only the ways to cut text that are known here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from hermes_rl.errors import UserError
+from hermes_rl.models.tokens.files import TokenizerFiles
+
+_SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+_STRING, _ARRAY = 8, 9
+_CONTROL, _MARKUP = 3, 4
+"""Types of tokens that are matched as a whole."""
+_MOST = 1 << 31
+"""No text or list of such a file is longer: it is damaged."""
+
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+_CUTS: dict[str, list[dict[str, Any]]] = {
+    "smollm": [
+        {"type": "Digits", "individual_digits": True},
+        {**_BYTES, "use_regex": True},
+    ],
+    "qwen2": [
+        {
+            "type": "Split",
+            "pattern": {"Regex": _QWEN2},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        {**_BYTES, "use_regex": False},
+    ],
+    "gpt-2": [{**_BYTES, "use_regex": True}],
+}
+"""`tokenizer.ggml.pre` -> how text is cut before merges, in the form of tokenizer.json."""
+
+
+def read_tokenizer(path: Path) -> TokenizerFiles:
+    """The tokenizer of a GGUF file.
+
+    Raises: UserError when it is no such file, or its kind of tokenizer is not known here.
+    """
+    known = read_metadata(path)
+    kind, cut = known.get("tokenizer.ggml.model"), known.get("tokenizer.ggml.pre")
+    template = known.get("tokenizer.chat_template")
+    if kind != "gpt2" or cut not in _CUTS or not isinstance(template, str):
+        raise UserError(
+            f"{path.name} holds a tokenizer of kind {kind}/{cut} that cannot be read from it: "
+            "name the model's tokenizer with endpoint.tokenizer"
+        )
+    texts: list[str] = known["tokenizer.ggml.tokens"]
+    kinds: list[int] = known["tokenizer.ggml.token_type"]
+    named = {
+        f"{name}_token": texts[known[f"tokenizer.ggml.{name}_token_id"]]
+        for name in ("bos", "eos")
+        if f"tokenizer.ggml.{name}_token_id" in known
+    }
+    ends = (known.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    return TokenizerFiles(
+        tokenizer=msgspec.json.encode(_spec(texts, kinds, known["tokenizer.ggml.merges"], cut)),
+        templates={"default": template},
+        named=named,
+        end_ids=frozenset(end for end in ends if isinstance(end, int)),
+    )
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """All entries at the head of a GGUF file. Raises: UserError."""
+    try:
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ValueError("no GGUF file")
+            version, _, entries = struct.unpack("<IQQ", _exactly(file, 20))
+            if version not in (2, 3) or entries > _MOST:
+                raise ValueError(f"version {version}")
+            return dict(_entry(file) for _ in range(entries))
+    except (ValueError, struct.error) as error:
+        raise UserError(f"{path}: its head cannot be read ({error})") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from None
+
+
+def _spec(texts: list[str], kinds: list[int], merges: list[str], cut: str) -> Mapping[str, Any]:
+    """The form of tokenizer.json."""
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": place, "content": text, "special": kind == _CONTROL, **plain}
+            for place, (text, kind) in enumerate(zip(texts, kinds, strict=True))
+            if kind in (_CONTROL, _MARKUP)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": _CUTS[cut]},
+        "post_processor": None,
+        "decoder": {**_BYTES, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "vocab": {text: place for place, text in enumerate(texts)},
+            "merges": merges,
+            "ignore_merges": False,
+        },
+    }
+
+
+def _entry(file: BinaryIO) -> tuple[str, Any]:
+    key = _text(file)
+    (kind,) = struct.unpack("<I", _exactly(file, 4))
+    return key, _value(file, kind)
+
+
+def _value(file: BinaryIO, kind: int) -> Any:
+    if kind in _SCALARS:
+        form = _SCALARS[kind]
+        return struct.unpack(form, _exactly(file, struct.calcsize(form)))[0]
+    if kind == _STRING:
+        return _text(file)
+    if kind != _ARRAY:
+        raise ValueError(f"a value of kind {kind}")
+    inner, count = struct.unpack("<IQ", _exactly(file, 12))
+    if count > _MOST:
+        raise ValueError(f"a list of {count}")
+    if inner in _SCALARS:
+        form = _SCALARS[inner]
+        data = _exactly(file, struct.calcsize(form) * count)
+        return [one for (one,) in struct.iter_unpack(form, data)]
+    return [_value(file, inner) for _ in range(count)]
+
+
+def _text(file: BinaryIO) -> str:
+    (length,) = struct.unpack("<Q", _exactly(file, 8))
+    return _exactly(file, length).decode("utf-8", "replace")
+
+
+def _exactly(file: BinaryIO, count: int) -> bytes:
+    data = file.read(count) if count <= _MOST else b""
+    if len(data) != count:
+        raise ValueError("it ends too soon")
+    return data

@@ -1,0 +1,210 @@
+"""Real ids without a GPU: the tiny model through its real engine, with prompts of token ids."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from itertools import count
+
+import aiohttp
+import pytest
+
+from hermes_rl.config import parse_config
+from hermes_rl.errors import UserError
+from hermes_rl.messages import SystemMessage, UserMessage
+from hermes_rl.models.base import Conversation, ModelRequest, Sampling
+from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.local import LocalServer, local_server
+from hermes_rl.models.local.gguf import read_metadata, read_tokenizer
+from hermes_rl.models.tokens.client import token_client
+from hermes_rl.models.tokens.renderer import renderer_of
+from hermes_rl.wiring import open_workshop
+
+pytestmark = pytest.mark.slow
+
+ROLLOUTS = 100
+FREE = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4)
+
+
+@pytest.fixture
+async def server(held: dict[str, str]) -> AsyncIterator[LocalServer]:
+    async with local_server("local-tiny", env=held) as server:
+        yield server
+
+
+async def at(server) -> Endpoint:
+    where = await server.endpoint()
+    return Endpoint(base_url=where.base_url, api_key=where.api_key)
+
+
+class Tapped:
+    """Between client and engine: keeps what passes, byte for byte, so that the test can compare."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.seen: dict[str, tuple[list[int], list[int]]] = {}
+
+    async def __aenter__(self) -> Endpoint:
+        from aiohttp import web
+
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {self.endpoint.api_key}"}
+        )
+        app = web.Application()
+        app.router.add_post("/completion", self._pass)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        port = self._runner.addresses[0][1]
+        return replace(self.endpoint, base_url=f"http://127.0.0.1:{port}/v1")
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._runner.cleanup()
+        await self._session.close()
+
+    async def _pass(self, request):
+        from aiohttp import web
+
+        asked = await request.json()
+        url = self.endpoint.base_url.removesuffix("/v1") + "/completion"
+        async with self._session.post(url, json=asked) as response:
+            told = await response.json()
+        self.seen[request.headers["x-hermes-call-id"]] = (asked["prompt"], told["tokens"])
+        return web.json_response(told, status=response.status)
+
+
+async def test_a_hundred_rollouts_of_two_turns_have_the_engine_s_ids(server):
+    renderer = renderer_of(read_tokenizer(server.weights))
+    end = renderer.tokenizer.id_of("<|im_end|>")
+    numbers = count()
+    tap = Tapped(await at(server))
+
+    async def rollout(client, n: int) -> list:
+        conversation = Conversation([SystemMessage(content="S"), UserMessage(content=f"{n} é🙂")])
+        answers = []
+        for _ in range(2):
+            request = ModelRequest(
+                model="local-tiny",
+                conversation=conversation,
+                call_id=f"call-{next(numbers)}",
+                sampling=replace(FREE, seed=n),
+            )
+            answer = await client.complete(request)
+            answers.append((request.call_id, answer))
+            conversation.append(answer.message)
+            conversation.append(UserMessage(content="Go <|im_end|>"))
+        return answers
+
+    places = asyncio.Semaphore(4)  # as many as the engine has, so that its cache serves turn two
+
+    async def in_turn(client, n: int) -> list:
+        async with places:
+            return await rollout(client, n)
+
+    async with tap as endpoint:
+        client = token_client(endpoint, renderer, "llamacpp", kind="sampling")
+        found = await asyncio.gather(*(in_turn(client, n) for n in range(ROLLOUTS)))
+        await client.aclose()
+    cut = 0
+    for answers in found:
+        for call_id, answer in answers:
+            prompt, sampled = tap.seen[call_id]
+            tokens = answer.tokens
+            assert (tokens.prompt_ids, tokens.completion_ids) == (tuple(prompt), tuple(sampled))
+            assert answer.usage.output_tokens == len(sampled)
+            if tokens.logprobs is not None:  # llama.cpp tells none within a cut character
+                assert len(tokens.logprobs) == len(sampled)
+                assert all(p <= 0 for p in tokens.logprobs)
+        (_, first), (_, second) = answers
+        path = first.tokens.prompt_ids + first.tokens.completion_ids
+        assert second.tokens.prompt_ids[: len(path)] == path
+        ended = first.tokens.completion_ids[-1] == end
+        cut += not ended
+        assert (second.tokens.prompt_ids[len(path)] == end) is not ended
+        assert second.tokens.source == "bridged"
+        glue = renderer.decode(second.tokens.prompt_ids[len(path) :])
+        assert glue.endswith("<|im_start|>user\nGo <|im_end|><|im_end|>\n<|im_start|>assistant\n")
+    assert cut > 0  # some answers met their limit: the glue closed their turns
+    assert len(tap.seen) == 2 * ROLLOUTS
+
+
+async def test_the_file_s_tokenizer_is_the_engine_s(server):
+    renderer = renderer_of(read_tokenizer(server.weights))
+    where = await at(server)
+    texts = ["", "Naïve 12345\t{}\n\n  日本語 🙂 isn't 'it'", "<|im_start|>a<|im_end|>", "x" * 99]
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {where.api_key}"}) as http:
+        for text in texts:
+            url = where.base_url.removesuffix("/v1") + "/tokenize"
+            async with http.post(url, json={"content": text}) as response:
+                told = (await response.json())["tokens"]
+            assert told == renderer.tokenizer.encode(text), text
+
+
+async def test_ids_in_chat_answers_are_whole_where_characters_are_cut(server):
+    """A stream of the engine's leaves out tokens within a character; these must not be lost."""
+    where = await at(server)
+    body = {
+        "model": "local-tiny",
+        "messages": [{"role": "user", "content": "Repeat: 🙂🙃🤖日本語🙂🙃🤖日本語"}],
+        "max_tokens": 40,
+        "temperature": 1.5,
+        "seed": 1,
+        "stream": False,
+        "return_token_ids": True,
+        "logprobs": True,
+    }
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {where.api_key}"}) as http:
+        url = f"{where.base_url}/chat/completions"
+        async with http.post(url, json=body) as response:
+            form = await response.json()
+    choice = form["choices"][0]
+    assert len(choice["token_ids"]) == form["usage"]["completion_tokens"]
+
+
+async def test_a_prompt_that_is_none_is_refused(server):
+    where = await at(server)
+    root = where.base_url.removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {where.api_key}"}
+    async with aiohttp.ClientSession() as http:
+        for body in ({"prompt": "text"}, {"prompt": []}, {"prompt": [-1]}, {}, []):
+            async with http.post(f"{root}/completion", json=body, headers=headers) as response:
+                assert response.status == 400
+                assert (await response.json())["error"]["message"]
+        async with http.post(f"{root}/completion", json={"prompt": [1]}) as response:
+            assert response.status == 401
+
+
+async def test_a_workshop_of_the_preset_rl_asks_the_embedded_model_for_ids(held, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", held["XDG_RUNTIME_DIR"])
+    for tokens, kind, mode in (
+        ("llamacpp", "sampling", "llamacpp_completion"),
+        ("auto", "raw", "chat_completions"),
+    ):
+        config = parse_config(
+            {
+                "dataset": {"path": "x"},
+                "model": {"name": "local-tiny"},
+                "agent": {"preset": "rl"},
+                "endpoint": {"tokens": tokens},
+            }
+        )
+        async with open_workshop(config, run_id="r", concurrency=1, config_hash="c") as workshop:
+            client = workshop.models.routes("local-tiny")[0].accounts.choose().client
+            request = ModelRequest(
+                model="local-tiny",
+                conversation=Conversation([UserMessage(content="Say yes.")]),
+                call_id="c",
+                sampling=FREE,
+            )
+            answer = await client.complete(request)
+            assert client.api_mode == mode
+        assert answer.tokens.prompt_ids
+        assert answer.tokens.logprobs_kind == kind
+        assert len(answer.tokens.completion_ids) == answer.usage.output_tokens
+
+
+def test_a_file_that_holds_no_tokenizer_is_said(tmp_path):
+    path = tmp_path / "a.gguf"
+    for data in (b"", b"GGUF", b"GGUF" + b"\x03\0\0\0" + b"\xff" * 16, b"PK" * 40):
+        path.write_bytes(data)
+        with pytest.raises(UserError, match="cannot be read"):
+            read_metadata(path)

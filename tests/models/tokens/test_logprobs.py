@@ -1,0 +1,168 @@
+"""What logprobs are of, and how a run gets its ids: found out at a real engine, never assumed."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from engines_kit import WIRES, asked, engine_at, request_of, script
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hermes_rl.errors import UserError
+from hermes_rl.models.base import Conversation
+from hermes_rl.models.client import connect
+from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.tokens.logprobs import kind_of
+from hermes_rl.models.tokens.plan import TokenPlan
+from hermes_rl.models.tokens.renderer import load_renderer
+from hermes_rl.models.tokens.selection import Search, client_for
+from hermes_rl.testing.exact_engine_sampler import log_softmax
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.testing.tiny_tokenizer import tiny_renderer, tiny_tokenizer
+
+ROUTES = {
+    "vllm": "/v1/completions",
+    "vllm_generate": "/inference/v1/generate",
+    "sglang": "/generate",
+    "llamacpp": "/completion",
+    "chat": "/v1/chat/completions",
+}
+logits = st.lists(st.floats(-8, 8), min_size=4, max_size=30, unique=True)
+
+
+@given(logits, st.integers(3, 20))
+def test_scaled_logprobs_are_told_from_raw_ones(values, most):
+    table = dict(enumerate(values))
+    raw, half = log_softmax(table), log_softmax(table, 0.5)
+    best = sorted(table, key=lambda t: -table[t])[:most]
+    told = {t: raw[t] for t in best}
+    if sum((raw[t] - raw[best[0]]) ** 2 for t in best) < 0.02:
+        return  # all equally likely: nothing can be told
+    assert kind_of(told, {t: half[t] for t in best}) == "sampling"
+    assert kind_of(told, {t: raw[t] for t in best}) == "raw"
+
+
+@pytest.mark.parametrize(
+    ("at_one", "at_half"),
+    [
+        ({}, {}),
+        ({1: -1.0}, {1: -1.0}),
+        ({1: -1.0, 2: -1.0}, {1: -1.0, 2: -1.0}),
+        ({1: -1.0, 2: -2.0}, {1: -1.0, 2: -2.5}),
+        ({1: -1.0, 2: -2.0, 3: -3.0}, {1: -1.0, 2: -4.5, 3: -4.5}),
+        ({1: -1.0, 2: -9999.0}, {1: -1.0, 2: -9999.0}),
+        ({1: -1.0, 2: math.nan}, {1: -1.0, 2: math.nan}),
+    ],
+)
+def test_what_cannot_be_told_is_unknown(at_one, at_half):
+    assert kind_of(at_one, at_half) == "unknown"
+
+
+def search_at(engine, *, tokenizer: bool = True) -> Search:
+    renderer = load_renderer(engine.config.tokenizer) if tokenizer else None
+    return Search(Endpoint(engine.base_url), "toy", renderer)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("kind", ["raw", "scaled"])
+async def test_auto_finds_the_route_that_is_there_and_what_its_logprobs_are_of(
+    tmp_path, wire, kind
+):
+    routes = frozenset({ROUTES[wire], ROUTES["chat"]})
+    async with engine_at(tmp_path / "t", routes=routes, logprobs=kind) as engine:
+        plan = await search_at(engine).plan("auto")
+        by_name = await search_at(engine).plan("vllm" if wire.startswith("vllm") else wire)
+    assert (plan.way, plan.logprobs) == (by_name.way, by_name.logprobs)
+    assert plan.way == wire
+    scaled = kind == "scaled" or wire == "llamacpp"  # which is asked for those after sampling
+    assert plan.logprobs == ("sampling" if scaled else "raw")
+    assert [call.what for call in plan.calls][-3:] == [wire, f"{wire}, T 0.5", "tokenize"]
+    assert plan.lines()[0] == f"token ids by {wire}; logprobs: {plan.logprobs}"
+
+
+@pytest.mark.parametrize("spelling", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["raw", "scaled"])
+async def test_without_a_tokenizer_a_chat_endpoint_gives_the_ids(tmp_path, spelling, kind):
+    async with engine_at(tmp_path / "t", chat_ids=spelling, logprobs=kind) as engine:
+        plan = await search_at(engine, tokenizer=False).plan("auto")
+        assert (plan.way, plan.spelling) == ("chat", spelling)
+        assert plan.logprobs == {"raw": "raw", "scaled": "sampling"}[kind]
+        client = client_for(plan, Endpoint(engine.base_url), None)
+        conversation = Conversation(asked(script({"text": "yes", "split": "random"})))
+        request = replace(request_of(conversation), stream=spelling == "sglang")
+        answer = await client.complete(request)
+        await client.aclose()
+        entry = engine.truth[-1]
+    assert answer.tokens.prompt_ids == entry.prompt_ids
+    assert answer.tokens.completion_ids == entry.sampled_ids
+    told = entry.raw_logprobs if kind == "raw" else entry.scaled_logprobs
+    assert answer.tokens.logprobs == pytest.approx(told)
+    assert answer.tokens.logprobs_kind == plan.logprobs
+    assert answer.tokens.source == "engine"
+
+
+async def test_an_endpoint_without_ids_gives_none_and_says_so(tmp_path):
+    async with engine_at(
+        tmp_path / "t", chat_ids="none", routes=frozenset({ROUTES["chat"]})
+    ) as engine:
+        plan = await search_at(engine).plan("auto")
+        assert not plan.exact
+        assert "gives none with its answers. Rows get no segments" in plan.lines()[0]
+        client = client_for(plan, Endpoint(engine.base_url), None)
+        answer = await client.complete(request_of(Conversation(asked("Say."))))
+        await client.aclose()
+    assert answer.tokens is None
+
+
+async def test_a_hosted_provider_that_ignores_the_question_gives_none():
+    async with FakeServer(FakeConfig(script="noop")) as server:
+        plan = await Search(Endpoint(server.base_url), "m").plan("auto")
+    assert plan.way == "off"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "tokenizer", "said"),
+    [
+        ("vllm", False, "endpoint.tokens=vllm needs endpoint.tokenizer"),
+        ("sglang", True, "takes no prompt of ids (sglang: ModelNotFound"),
+        ("llamacpp", True, "Use another one, or auto"),
+        ("chat", True, "endpoint.tokens=chat: 127.0.0.1"),
+    ],
+)
+async def test_a_way_that_was_asked_for_by_name_must_be_there(tmp_path, wanted, tokenizer, said):
+    async with engine_at(
+        tmp_path / "t", chat_ids="none", routes=frozenset({"/v1/completions", ROUTES["chat"]})
+    ) as engine:
+        with pytest.raises(UserError) as refused:
+            await search_at(engine, tokenizer=tokenizer).plan(wanted)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+async def test_the_tokenizer_of_another_model_is_found_out(tmp_path):
+    from hermes_rl.testing.tiny_tokenizer import tokenizer_json
+
+    other = tiny_tokenizer(tmp_path / "other")
+    changed = tokenizer_json().replace('"normalizer":null', '"normalizer":{"type":"NFD"}')
+    assert changed != tokenizer_json()
+    (other / "tokenizer.json").write_text(changed, encoding="utf-8")
+    async with engine_at(tmp_path / "t") as engine:
+        search = Search(Endpoint(engine.base_url), "toy", load_renderer(other))
+        with pytest.raises(UserError, match="not the tokenizer of 'toy'"):
+            await search.plan("vllm")
+
+
+async def test_off_asks_nothing():
+    assert await Search(Endpoint("http://127.0.0.1:9/v1"), "m").plan("off") == TokenPlan()
+    endpoint = Endpoint("http://127.0.0.1:9/v1")
+    clients = [client_for(TokenPlan(), endpoint, None), connect(endpoint)]
+    assert type(clients[0]) is type(clients[1])
+    for client in clients:
+        await client.aclose()
+
+
+async def test_a_template_that_forks_is_told_at_the_start(tmp_path):
+    async with engine_at(tmp_path / "t", family="qwen3") as engine:
+        plan = await search_at(engine).plan("auto")
+    assert any("reasoning" in line for line in plan.template)
+    assert tiny_renderer("qwen3").preserves_prefix().lines() == list(plan.template)
