@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sources import mapped_rows
 from hermes_rl.store.reader import load_run
 from hermes_rl.tasks import Task, TaskRow, Verify
-from hermes_rl.testing.cheats import CHEATS
+from hermes_rl.testing.cheats import BUNDLES, CHEATS, bundle
 from hermes_rl.wiring import make_backend
 
 
@@ -112,14 +112,15 @@ class Play:
     name: str
     model: str
     wanted: float
-    script: str | None = None
-    """In place of the task's oracle."""
+    scripts: Mapping[str, str] = field(default_factory=dict)
+    """Played in place of the task's oracle, each of them on every task."""
 
 
 def plays() -> list[Play]:
     """Oracle 1, no-op 0, cheats 0."""
-    cheats = [Play(f"cheat {name}", "oracle", 0.0, script) for name, script in CHEATS.items()]
-    return [Play("oracle", "oracle", 1.0), Play("no-op", "noop", 0.0), *cheats]
+    bundles = {name: bundle(name) for name in BUNDLES}
+    cheats = Play(f"{len(CHEATS)} cheats", "oracle", 0.0, bundles)
+    return [Play("oracle", "oracle", 1.0), Play("no-op", "noop", 0.0), cheats]
 
 
 @dataclass(frozen=True)
@@ -152,15 +153,36 @@ def play_all(
 def _play(rows: list[dict[str, Any]], play: Play, out: Path, progress: Progress) -> Played:
     if not rows:
         return Played(play, 0, [])
+    wrong = _wrong(_with_scripts(rows, play.scripts), play, out, progress)
+    if play.scripts and wrong:
+        # Now each cheat of its own, on the tasks that one of the bundles got the better of.
+        suspects = [r for r in rows if any(w.startswith(f"{r.get('id')} (") for w in wrong)]
+        alone = _with_scripts(suspects, CHEATS) if suspects else []
+        wrong = (_wrong(alone, play, out / "alone", Silent()) if alone else []) or wrong
+    if play.name == "oracle" and wrong:
+        wrong = _explain(rows, wrong, out)
+    return Played(play, len(rows), wrong)
+
+
+def _with_scripts(rows: list[dict[str, Any]], scripts: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Every row with every script as its oracle, which its id then names; without scripts the
+    rows."""
+    if not scripts:
+        return rows
+    return [
+        {**row, "id": f"{row.get('id', number)} ({name})", "oracle": script}
+        for number, row in enumerate(rows)
+        for name, script in scripts.items()
+    ]
+
+
+def _wrong(rows: list[dict[str, Any]], play: Play, out: Path, progress: Progress) -> list[str]:
     rewards = _run(rows, play, out, progress)
-    wrong = [
+    return [
         f"{task}: {why or f'reward {reward}, wanted {play.wanted}'}"
         for task, (reward, why) in rewards.items()
         if reward != play.wanted
     ]
-    if play.name == "oracle" and wrong:
-        wrong = _explain(rows, wrong, out)
-    return Played(play, len(rows), wrong)
 
 
 def _run(
@@ -172,8 +194,6 @@ def _run(
     with path.open("w") as file:
         for row in rows:
             own = {k: v for k, v in row.items() if k not in ("repeats", "toolsets", "distribution")}
-            if play.script is not None:
-                own["oracle"] = play.script
             file.write(json.dumps(own) + "\n")
     config = parse_config(
         {

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from doors_kit import COMMAND, PLAYED, clean_environment, hermes, scripted, write
+from doors_kit import COMMAND, PLAYED, clean_environment, hermes, process, scripted, write
 
 RUN = "runs/smoke-oracle"
 
 
 def test_the_help_names_every_command_and_each_has_an_example(tmp_path: Path) -> None:
     said = hermes("--help", cwd=tmp_path)
+    assert said == process("--help", cwd=tmp_path)
     listed = [line.split()[0] for line in said.out.splitlines() if line.startswith("  ")]
     assert {"demo", "run", "play", "show", "status", "check", "doctor"} <= set(listed)
     for name in listed:
@@ -23,7 +24,7 @@ def test_the_help_names_every_command_and_each_has_an_example(tmp_path: Path) ->
 
 
 def test_a_run_says_what_it_did_and_where_it_is(tmp_path: Path) -> None:
-    said = hermes("run", "smoke", *PLAYED, "--limit", "2", cwd=tmp_path)
+    said = process("run", "smoke", *PLAYED, "--limit", "2", cwd=tmp_path)
     assert said.code == 0
     assert f"{RUN}: 2/2 units done, 2 solved, mean reward 1" in said.out
     assert f"trajectories: {RUN}/trajectories/*.parquet" in said.out
@@ -69,6 +70,7 @@ def test_a_model_behind_an_endpoint(tmp_path: Path, base_url: str) -> None:
 
 def test_show_the_table(finished: Path) -> None:
     said = hermes("show", RUN, cwd=finished)
+    assert said == process("show", RUN, cwd=finished)
     assert said.code == 0
     assert said.out.splitlines()[0].split() == [
         "unit",
@@ -193,6 +195,7 @@ def test_check_plays_a_dataset(tmp_path: Path) -> None:
     assert "2 verifiers never name the workspace (first: mine.jsonl:2)" in said.out
     assert "  lost: reward 0.0, wanted 1.0" in said.out
     assert "  free: reward 1.0, wanted 0.0" in said.out
+    assert "  free (daemon): reward 1.0, wanted 0.0" in said.out
     assert "good" not in said.out
 
 

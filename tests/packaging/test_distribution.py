@@ -67,7 +67,7 @@ def wheel(built: Path) -> Path:
 def test_the_wheel_holds_the_packages_and_the_bundled_tasks(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     shipped = {name for name in names if ".dist-info/" not in name}
-    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
     cards = {f"hermes_rl/data/{Path(name).name}" for name in tracked("datasets")}
     assert tracked(*packages) | cards <= shipped
     assert {"hermes_rl/data/smoke.jsonl", "hermes_rl/data/terminal_tasks.jsonl"} <= shipped
@@ -80,7 +80,7 @@ def test_the_wheel_holds_the_packages_and_the_bundled_tasks(wheel: Path) -> None
 
 
 def test_every_environment_package_is_listed() -> None:
-    listed = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    listed = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
     present = {
         f"environments/{path.parent.name}" for path in ROOT.glob("environments/*/__init__.py")
     }

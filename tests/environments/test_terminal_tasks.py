@@ -1,0 +1,78 @@
+"""The bundled tasks as an environment: splits, and what earns a reward."""
+
+import pytest
+from env_kit import cheats, content, elsewhere, stream_digest, wrong
+
+from hermes_rl.errors import HermesError
+from hermes_rl.rl import Task
+from hermes_rl.rl.trial import first_tasks, rewards_of, trial
+from hermes_rl.sources import read_tasks
+
+NAME = "terminal_tasks"
+ALL = 100
+
+
+def test_splits_share_nothing_and_hold_every_task() -> None:
+    train, held = first_tasks(NAME, ALL), first_tasks(NAME, ALL, split="eval")
+    bundled = {row.raw_id for row in read_tasks("terminal_tasks")}
+    assert {t.id for t in train} | {t.id for t in held} == bundled
+    assert len({content(t) for t in train + held}) == len(bundled) == len(train) + len(held)
+    for some in (train, held):
+        assert {t.metadata["difficulty"] for t in some} == {"easy", "medium", "hard"}
+
+
+def test_the_seed_decides_the_order_alone() -> None:
+    one, two = first_tasks(NAME, ALL, seed=1), first_tasks(NAME, ALL, seed=2)
+    assert [t.id for t in one] != [t.id for t in two]
+    assert sorted(t.id for t in one) == sorted(t.id for t in two)
+    assert stream_digest(NAME, ALL, "train", 1) == elsewhere(NAME, ALL, "train", 1)
+
+
+def test_tasks_can_be_chosen() -> None:
+    some = first_tasks(NAME, ALL, categories=["json", "csv"], difficulty=["hard"])
+    assert some
+    assert {t.metadata["category"] for t in some} <= {"json", "csv"}
+    assert {t.metadata["difficulty"] for t in some} == {"hard"}
+    with pytest.raises(HermesError, match=r"no category 'jsn' \(known: archives, "):
+        first_tasks(NAME, 1, categories=["jsn"])
+
+
+@pytest.mark.parametrize(("model", "reward"), [("oracle", 1.0), ("noop", 0.0)])
+def test_the_oracle_and_doing_nothing(model: str, reward: float) -> None:
+    count = len(first_tasks(NAME, ALL, split="eval"))
+    assert rewards_of(NAME, model, tasks=count, split="eval") == [reward] * count
+
+
+def test_every_cheat_on_three_tasks_each_earns_nothing() -> None:
+    shipped = cheats()
+    count = len(first_tasks(NAME, ALL))
+    plays = [shipped[n % len(shipped)] for n in range(count)]
+    numbered = [p._replace(name=f"{p.name} on task {n}") for n, p in enumerate(plays)]
+    assert wrong(NAME, numbered) == {}
+
+
+HALF = "python3 - <<'PY'\nimport csv\nrows = list(csv.reader(open('wide.csv')))\n"
+HALF += "rows[1][1] = rows[2][2] = '999'\ncsv.writer(open('wide.csv', 'w')).writerows(rows)\nPY\n"
+
+PLACES = ["csv", "text"]
+DEEDS = {
+    "csv-pivot": lambda t: f"{t.oracle}\n{HALF}",  # two wrong cells
+    "text-unique-names": lambda t: "sort -u guests.txt > unique.txt",  # another order
+    "text-full-names": lambda t: "cat first.txt last.txt > full.txt",
+    "text-top-words": lambda t: "printf 'the 7\\nsea 4\\nand 3\\n' > top.txt",  # three of five
+}
+
+
+def test_half_of_it_earns_a_part_where_parts_are_weighed_and_nothing_elsewhere() -> None:
+    def solution(task: Task) -> str:
+        deed = DEEDS.get(task.id)
+        return deed(task) if deed else "true"
+
+    found = {}
+    for split in ("train", "eval"):
+        count = len(first_tasks(NAME, ALL, split=split, categories=PLACES))
+        chosen = {"categories": PLACES}
+        rows = trial(NAME, tasks=count, split=split, solution=solution, config=chosen)
+        found |= {row.task_id: row.reward for row in rows if row.task_id in DEEDS}
+    assert 0.5 < found.pop("csv-pivot") < 1.0
+    assert found == dict.fromkeys(DEEDS.keys() - {"csv-pivot"}, 0.0)
