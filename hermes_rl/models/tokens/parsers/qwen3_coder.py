@@ -27,10 +27,13 @@ from hermes_rl.models.tokens.parsers.values import typed
 _BEGIN = re.compile(r"(<tool_call>\s*)?<function=([^>\n]*)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>")
 _VALUE_END = re.compile(r"</parameter>(?=\s*(?:<parameter=[^>\n]*>|</function>))")
-_LOOSE_END = re.compile(r"(?=\n<parameter=[^>\n]*>|\n?</function>)")
+_LOOSE_END = re.compile(r"\n<parameter=[^>\n]*>|\n?</function>")
 _FUNCTION_END = re.compile(r"\s*</function>")
 _CALL_END = re.compile(r"\s*</tool_call>")
+_INTERRUPTION = re.compile(r"<tool_call>\s*<function=[^>\n]*>\s*(?:<parameter=|</function>)")
+"""A whole opening of another call: what stands before it belongs to no value behind it."""
 _NEXT = re.compile(r"<tool_call>|\s*<function=[^>\n]*>")
+_CUT = "the tool call breaks off in the middle"
 
 
 class Qwen3CoderParser:
@@ -89,25 +92,38 @@ def _body(text: str, start: int, schema: Any) -> _Body:
     properties = schema.get("properties")
     properties = properties if isinstance(properties, dict) else {}
     values: dict[str, Any] = {}
+    interruption = _INTERRUPTION.search(text, start)
+    limit = interruption.start() if interruption else len(text)
     place = start
-    while parameter := _PARAMETER.match(text, place):
+    while parameter := _PARAMETER.match(text, place, limit):
+        found = _value(text, parameter.end(), limit)
+        if found is None:
+            return _Body(values, _stop(text, start), _CUT)
         key = parameter.group(1).strip()
-        ended = _VALUE_END.search(text, parameter.end())
-        loose = _LOOSE_END.search(text, parameter.end())
-        if ended:
-            written, place = text[parameter.end() : ended.start()], ended.end()
-        elif loose:  # the model left the closing tag out
-            written, place = text[parameter.end() : loose.start()], loose.end()
-        else:
-            return _Body(values, _stop(text, start), "the answer ends in the middle of a tool call")
-        values[key] = typed(_unwrapped(written), properties.get(key), schema)
+        values[key] = typed(_unwrapped(found.text), properties.get(key), schema)
+        place = found.end
     if closed := _FUNCTION_END.match(text, place):
         return _Body(values, closed.end(), None)
-    cut = not text[place:].strip()
-    why = "the answer ends in the middle of a tool call"
-    if not cut:
+    why = _CUT
+    if text[place : place + 30].strip():
         why = f"the tool call has {text[place : place + 30].strip()!r} where a parameter belongs"
     return _Body(values, _stop(text, place), why)
+
+
+class _Value(NamedTuple):
+    text: str
+    end: int
+    """Behind its closing tag, where it has one."""
+
+
+def _value(text: str, start: int, limit: int) -> _Value | None:
+    """The value that begins at `start`; None when it does not end before `limit`."""
+    if text.find("</parameter>", start, limit) >= 0:
+        ended = _VALUE_END.search(text, start, limit)
+        if ended:
+            return _Value(text[start : ended.start()], ended.end())
+    loose = _LOOSE_END.search(text, start, limit)  # the model left the closing tag out
+    return _Value(text[start : loose.start()], loose.start()) if loose else None
 
 
 def _unwrapped(value: str) -> str:

@@ -18,18 +18,16 @@ class Split(NamedTuple):
 
 
 def split_reasoning(text: str, *, opened: bool = False) -> Split:
-    """Splits the reasoning off. Only a block at the beginning is one; tags later are text.
+    """Splits the reasoning off. Only a block at the beginning is one; tags later are text, since
+    they may stand in an argument.
 
     Args:
-        opened: the prompt already opened the block. Without it, text that closes a block that it
-            never opened is taken for such an answer too.
+        opened: the prompt already opened the block.
     """
     lead = len(text) - len(text.lstrip())
     begins = text.startswith(_OPEN, lead)
     close = text.find(_CLOSE)
-    first = text.find(_OPEN)
-    closes_alone = close >= 0 and (first < 0 or first > close)
-    if not begins and not opened and not closes_alone:
+    if not begins and not opened:
         return Split(None, 0, True)
     start = lead + len(_OPEN) if begins else 0
     if close < 0:
