@@ -21,6 +21,7 @@ from hermes_rl.rl.cpu_worker import HEAD, frame, resolve
 MOST = 4
 """Workers at most, where nothing is said."""
 _FRAME_BYTES = 1 << 30
+_DYING_S = 5.0
 
 
 def default_workers() -> int:
@@ -66,7 +67,7 @@ class Pool:
                     f"{function.__name__} ran for more than {timeout_s:g} s"
                 ) from None
             except _Died:
-                code = await self._end(worker)
+                code = await self._end(worker, _DYING_S)
                 raise CannotJudge(
                     f"the process that ran {function.__name__} died ({_ended_by(code)})"
                 ) from None
@@ -111,9 +112,17 @@ class Pool:
         self._all.add(worker)
         return worker
 
-    async def _end(self, worker: Process) -> int:
-        """Kill a worker and wait for its end; its return code."""
-        if worker.returncode is None:
+    async def _end(self, worker: Process, patience_s: float = 0.0) -> int:
+        """Wait for a worker's end, and kill it when that does not come; its return code.
+
+        Args:
+            patience_s: for one that seems to have died. (A signal to a dead process would take its
+                return code away from the event loop.)
+        """
+        try:
+            async with asyncio.timeout(patience_s):
+                await worker.wait()
+        except TimeoutError:
             try:
                 worker.kill()
             except ProcessLookupError:
@@ -156,7 +165,7 @@ async def _exchange(worker: Process, job: bytes) -> Any:
 
 
 def _exception(pickled: bytes) -> Exception | None:
-    """What the function raised; None for what does not come back (or was meant to end its process)."""
+    """What the function raised; None for what does not come back, or was to end its process."""
     try:
         error = pickle.loads(pickled)
     except Exception:  # whatever an exception's own constructor raises

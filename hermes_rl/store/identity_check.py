@@ -39,7 +39,10 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _short(name: str, names: list[str]) -> str:
-    """The last part of a dotted name, when no other changed name ends alike."""
+    """The last part of a dotted name, when no other changed name ends alike; the whole name within
+    an environment, whose parts are called like others of the run."""
+    if name.startswith("env."):
+        return name
     leaf = name.rpartition(".")[2]
     alike = [n for n in names if n.rpartition(".")[2] == leaf]
     return leaf if len(alike) == 1 else name

@@ -1,0 +1,82 @@
+"""`hermes-rl env new NAME` writes an environment that works at once and passes its own test."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hermes_rl.cli import main
+from hermes_rl.errors import UserError
+from hermes_rl.rl.loading import load_environment
+from hermes_rl.rl.template import write_environment
+from hermes_rl.rl.trial import first_tasks, rewards_of
+
+BARE = ("--sandbox", "none", "--allow-unsandboxed", "--workers", "0", "--limit", "2", "--json")
+
+
+def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "new", "word_hunt", "--in", str(tmp_path)]) == 0
+    assert "env process" in capsys.readouterr().out
+    package = tmp_path / "word_hunt"
+    assert sorted(path.name for path in package.iterdir()) == [
+        "README.md", "__init__.py", "__main__.py", "config.yaml", "environment.py",
+        "test_word_hunt.py",
+    ]  # fmt: skip
+    assert load_environment(str(package)).cls.name == "word_hunt"
+    assert len({task.prompt_text for task in first_tasks(package, 20)}) > 1
+    longest = max(len(line) for f in package.glob("*.py") for line in f.read_text().splitlines())
+    assert longest <= 100
+    bare = {"sandbox": {"backend": "none"}, "run": {"allow_unsandboxed": True}}
+    for model, reward in (("oracle", 1.0), ("noop", 0.0)):
+        assert rewards_of(package, model, tasks=4, sections=bare) == [reward] * 4
+    for again, says in (("word_hunt", "exists already"), ("class", "not a Python name")):
+        with pytest.raises(UserError, match=says):
+            write_environment(again, tmp_path)
+    with pytest.raises(UserError, match="a module of that name exists"):
+        write_environment("random", tmp_path)
+
+
+@pytest.mark.slow
+def test_it_passes_its_own_test_and_runs_as_a_module(tmp_path: Path) -> None:
+    package = write_environment("word_hunt", tmp_path)
+    tested = python("-m", "pytest", "-q", str(package), cwd=tmp_path)
+    assert tested.returncode == 0, tested.stdout[-2000:]
+    assert "3 passed" in tested.stdout
+    ran = python("-m", "word_hunt", "process", "--model", "noop", *BARE, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert json.loads(ran.stdout.splitlines()[-1])["mean_reward"] == 0
+    config = str(package / "config.yaml")
+    arguments = ("-m", "word_hunt", "evaluate", "--model", "oracle", "--config", config, *BARE)
+    ran = python(*arguments, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    out = tmp_path / "runs" / "word_hunt-oracle-eval"
+    metrics = json.loads((out / "metrics.json").read_bytes())
+    assert metrics["results"]["atropos|word_hunt|0"] == metrics["results"]["all"]
+    assert metrics["results"]["all"]["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["process"], "no environment. Name one: hermes-rl env process my_env --model my-model"),
+        (["process", "gone.py", "--model", "noop"], "no such file"),
+        (["evaluate", "x"], "no model. Name one"),
+        (["process", "x", "--model", "m", "--set", "env.judge.base_url=http://a"], "--judge MODEL"),
+        (["proces"], "No such command"),
+    ],
+)
+def test_wrong_command_lines(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["env", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1

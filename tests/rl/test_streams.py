@@ -1,0 +1,216 @@
+"""One stream, one set of rows: whatever is killed, and however many work on it."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rl_kit import EXAMPLES, asked_of, configured, ran, table, turn_of
+
+from batch_runner.settings import settle
+from hermes_rl.errors import StoreError, UserError
+from hermes_rl.models.dialects.server import ServedRequest
+from hermes_rl.rl.trial import first_tasks
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+
+MATH = EXAMPLES / "math_tool.py"
+MAY_DIFFER = (
+    "timing", "started_at", "finished_at", "tool_stats", "calls", "trajectory_id", "run_id",
+    "root_trajectory_id", "endpoint", "attempt", "metrics", "sandbox",
+)  # fmt: skip
+
+
+def guess(request: ServedRequest) -> Any:
+    """Right for every even number to add."""
+    a, b, c = (int(word.strip("?,")) for word in asked_of(request).split()[2::2])
+    steps: list[Any] = [
+        {"calls": [{"name": "calculate", "arguments": {"operation": "add", "a": a, "b": b}}]},
+        f"ANSWER {a * b + c - c % 2}",
+    ]
+    return steps[turn_of(request)]
+
+
+def content(out: Path) -> dict[str, dict[str, Any]]:
+    return {
+        row["unit_id"]: {k: v for k, v in row.items() if k not in MAY_DIFFER} for row in table(out)
+    }
+
+
+async def start(*arguments: str | Path) -> asyncio.subprocess.Process:
+    door = "import sys; from hermes_rl.cli import main; sys.exit(main())"
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", door, "env", *map(str, arguments), "--json",
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=2**22,
+    )  # fmt: skip
+
+
+def flags(out: Path, server: FakeServer, *more: str) -> list[str]:
+    return [
+        "--model", "policy", "--base-url", server.base_url, "--out", str(out), "--sandbox", "none",
+        "--allow-unsandboxed", "--workers", "0", *more,
+    ]  # fmt: skip
+
+
+async def events(process: asyncio.subprocess.Process, until: int = 1_000_000) -> list[Any]:
+    """Its events to its end, or until so many attempts ended."""
+    assert process.stdout
+    seen: list[Any] = []
+    while sum(e["event"] == "attempt" for e in seen) < until:
+        line = await asyncio.wait_for(process.stdout.readline(), 300)
+        if not line:
+            break
+        seen.append(json.loads(line))
+    return seen
+
+
+async def test_killed_in_the_midst_and_run_again(tmp_path: Path) -> None:
+    out, whole = tmp_path / "run", tmp_path / "whole"
+    more = ("--limit", "30", "--repeats", "3", "--concurrency", "8", "--seed", "5")
+    config = FakeConfig(plays={"policy": guess}, latency_s=0.02)
+    async with FakeServer(config) as server:
+        process = await start("process", MATH, *flags(out, server, *more))
+        seen = await events(process, until=12)
+        process.kill()
+        await process.wait()
+        told = {e["unit_id"] for e in seen if e["event"] == "attempt" and e["status"] == "ok"}
+        assert len(told) >= 12
+        again = await start("process", MATH, *flags(out, server, *more))
+        later = await events(again)
+        assert await again.wait() == 0
+        redone = {e["unit_id"] for e in later if e["event"] == "attempt"}
+        assert not told & redone, "what was reported is not rolled out again"
+        sections = {"agent": {"seed": 5}, "dataset": {"limit": 30, "repeats": 3}}
+        await ran(MATH, whole, server, **sections)
+    rows = table(out)
+    assert len(rows) == len({row["unit_id"] for row in rows}) == 90
+    assert content(out) == content(whole)
+    assert len({row["group_id"] for row in rows}) == 30
+    assert len(table(out, "groups")) == 30
+
+
+async def test_more_tasks_go_on_and_another_stream_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    async with FakeServer(FakeConfig(plays={"policy": guess})) as server:
+        first = await ran(MATH, out, server, dataset={"limit": 2})
+        second = await ran(MATH, out, server, dataset={"limit": 3})
+        assert (first.done, second.done) == (8, 12)
+        assert {(row["row_index"], row["repeat"]) for row in table(out)} == {
+            (index, repeat) for index in range(3) for repeat in range(4)
+        }
+        for changed in ({"seed": 1}, {"split": "eval"}, {"config": {"largest": 500}}):
+            with pytest.raises(StoreError, match=r"made with env\."):
+                await ran(MATH, out, server, env=changed)
+        config = out / "run.yaml"
+        again = await start("process", "--config", config)
+        assert (await events(again))[-1]["done"] == 12
+        assert await again.wait() == 0
+
+
+async def test_one_at_a_time_and_64_give_the_same_rows(tmp_path: Path) -> None:
+    async with FakeServer(FakeConfig(plays={"policy": guess})) as server:
+        for concurrency in (1, 64):
+            await ran(
+                MATH,
+                tmp_path / str(concurrency),
+                server,
+                run={"concurrency": concurrency},
+                dataset={"limit": 12},
+            )
+    rows = content(tmp_path / "1")
+    assert len(rows) == 48
+    assert rows == content(tmp_path / "64")
+    assert {row["reward"] for row in rows.values()} == {0.1, 1.0}
+
+
+@pytest.mark.slow
+async def test_two_ray_workers_give_the_same_rows(tmp_path: Path) -> None:
+    """An environment in a folder of its own, with relative imports, in other processes."""
+    package = tmp_path / "my_math"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .environment import MathTool\n")
+    (package / "environment.py").write_text(MATH.read_text())
+    async with FakeServer(FakeConfig(plays={"policy": guess})) as server:
+        for workers in (0, 2):
+            out = tmp_path / str(workers)
+            process = await start(
+                "process", package, *flags(out, server, "--limit", "6"), "--workers", str(workers)
+            )
+            seen = await events(process)
+            assert process.stderr
+            assert await process.wait() == 0, (await process.stderr.read()).decode()[-2000:]
+            assert seen[-1]["done"] == 24
+    rows = content(tmp_path / "0")
+    assert len(rows) == 24
+    assert rows == content(tmp_path / "2")
+
+
+def test_a_stream_is_what_it_is_in_every_process() -> None:
+    code = (
+        "import sys, msgspec; from hermes_rl.rl.trial import first_tasks; "
+        "sys.stdout.buffer.write(msgspec.json.encode(first_tasks(sys.argv[1], 50)))"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", code, str(MATH)],
+        capture_output=True,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "77"},
+        timeout=60,
+    ).stdout
+    assert other == msgspec.json.encode(first_tasks(MATH, 50))
+    assert len(other) > 5_000
+
+
+def test_what_is_an_environments_identity(tmp_path: Path) -> None:
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .environment import MathTool\n")
+    (package / "environment.py").write_text(MATH.read_text())
+    (package / "words.txt").write_text("one two")
+
+    def identity(**section: Any) -> str:
+        return settle(configured(package, tmp_path / "run", None, env=section)).config_hash
+
+    first = identity()
+    (package / "README.md").write_text("New words for people.")
+    (package / "test_it.py").write_text("def test(): ...")
+    (package / "__pycache__").mkdir(exist_ok=True)
+    (package / "__pycache__" / "x.pyc").write_bytes(b"1")
+    assert identity() == first
+    judge = {"name": "critic", "base_url": "http://127.0.0.1:1/v1"}
+    judged = identity(judge=judge)
+    assert judged != first
+    assert identity(judge={**judge, "base_url": "http://127.0.0.1:2/v1"}) == judged
+    assert identity(judge={**judge, "temperature": 0.5}) != judged
+    for changed in ({"seed": 1}, {"split": "eval"}, {"config": {"largest": 5}}):
+        assert identity(**changed) != first
+    (package / "words.txt").write_text("one three")
+    assert identity() != first
+
+
+def test_what_an_environment_says_for_the_run(tmp_path: Path) -> None:
+    def settled(**sections: Any) -> Any:
+        return settle(configured(MATH, tmp_path / "run", None, **sections)).config
+
+    plain = settled()
+    assert (plain.dataset.repeats, plain.agent.preset, plain.agent.toolsets) == (4, "rl", ())
+    assert plain.agent.system_prompt.startswith("Solve the task with the calculator")
+    assert settled(env={"mode": "evaluate"}).dataset.repeats == 1
+    said = settled(dataset={"repeats": 2}, agent={"preset": "datagen", "system_prompt": "Hi."})
+    assert (said.dataset.repeats, said.agent.preset, said.agent.system_prompt) == (
+        2, "datagen", "Hi.",
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"env.config: unknown key 'larges' \(known: image, .*larg"):
+        settled(env={"config": {"larges": 3}})
+    with pytest.raises(UserError, match="reward_range takes two numbers"):
+        settled(env={"config": {"reward_range": [1, 0]}})
+
+
+def test_first_tasks_are_the_same_for_the_same_seed_only() -> None:
+    assert first_tasks(MATH, 5) == first_tasks(MATH, 5)
+    assert first_tasks(MATH, 5) != first_tasks(MATH, 5, seed=1)
+    assert first_tasks(MATH, 5) != first_tasks(MATH, 5, split="eval")
