@@ -8,7 +8,7 @@ from pathlib import Path
 import kit
 import pytest
 
-from hermes_rl.testing.fake_server import FakeServer
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 
 def governors(run: kit.Process, out: Path) -> list[int]:
@@ -54,3 +54,29 @@ async def test_a_killed_governor_costs_nothing_but_seconds(tmp_path: Path) -> No
     (lane,) = manifest["rate_limits"]
     assert lane["model"] == "fake"
     assert lane["limits"][0][1:] == [8, "start"]
+
+
+@pytest.mark.slow
+async def test_a_key_that_one_worker_saw_refused_rests_at_the_other(
+    tmp_path: Path, cluster: dict[str, str]
+) -> None:
+    """Two Ray workers with a unit each; the second begins when the first was turned away with the
+    first key, and has been answered with the second one for some seconds."""
+    opened = tmp_path / "open"
+    first = kit.task(0, turns=6, latency_s=0.7)
+    second = kit.task(1) | {"setup": f"until [ -e {opened} ]; do sleep 0.1; done"}
+    dataset = kit.write(tmp_path / "tasks.jsonl", [first, second])
+    keys = {"KEY_REFUSED": "no", "KEY_GOOD": "yes"}
+    async with FakeServer(FakeConfig(key="yes")) as server:
+        arguments = kit.played(dataset, tmp_path / "run", server.base_url, "--workers", "2")
+        run = await kit.launch(
+            *arguments, "--concurrency", "2", "--api-key-env", ",".join(keys), env=cluster | keys
+        )
+        await kit.asked(server, 5, run)
+        opened.touch()
+        assert await run.wait() == 0, run.errors
+        asked = [(entry.outcome, entry.fault) for entry in server.entries]
+    writers = [event["writer"] for event in run.events if event["event"] == "attempt"]
+    assert len(set(writers)) == 2, "both units ran at one worker"
+    assert asked[0][0] == "refused"
+    assert [outcome for outcome, _ in asked].count("refused") == 1, asked
