@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 export PYTHON
+# Tests start hundreds of interpreters: without bytecode each compiles the package anew, a quarter of a second.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -15,6 +17,7 @@ given = $(if $(filter command,$(firstword $(origin $(1)))),$(2) '$($(1))')
 DEMO_ARGS = $(call given,MODEL,--model) $(call given,BASE_URL,--base-url) $(call given,API_KEY_ENV,--api-key-env)
 CHAOS_ARGS = $(call given,N,--n) $(call given,SEED,--seed)
 PYTEST_ARGS ?=
+consume = $(1)/bin/python -m pytest -c tests/consumers/pytest.ini tests/consumers/$(2) --producer=$(CURDIR)/$(RUN) $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench chaos test-consumers lock clean demo-venv dev-venv
@@ -39,15 +42,21 @@ bench: dev-venv ## the numbers of the README, measured beside bare loops
 chaos: dev-venv ## kill a run at random moments and check its books (N=200 SEED=1)
 	@$(RUN) tests/chaos/run.py $(CHAOS_ARGS)
 
-test-consumers: dev-venv ## our Parquet read by TRL, in an environment of its own
+test-consumers: dev-venv ## our files read by other people's programs, in environments of their own
 	@bash scripts/venv.sh $(CONSUMERS) locks/consumers.txt $(TORCH)
-	@$(CONSUMERS)/bin/python -m pytest -c tests/consumers/pytest.ini tests/consumers --producer=$(CURDIR)/$(RUN) $(PYTEST_ARGS)
+	@$(call consume,$(CONSUMERS),with_trl)
+	@bash scripts/venv.sh $(CONSUMERS)-verl locks/consumers-verl.txt $(TORCH)
+	@$(call consume,$(CONSUMERS)-verl,with_verl)
+	@bash scripts/venv.sh $(CONSUMERS)-axolotl locks/consumers-axolotl.txt $(TORCH)
+	@$(call consume,$(CONSUMERS)-axolotl,with_axolotl)
+	@PIP_IGNORE_REQUIRES_PYTHON=1 bash scripts/venv.sh $(CONSUMERS)-protocols locks/consumers-protocols.txt
+	@$(call consume,$(CONSUMERS)-protocols,with_protocols)
 
 lock: ## write the lock files anew from pyproject.toml (newest versions: scripts/lock.sh --upgrade)
 	@bash scripts/lock.sh
 
 clean: ## remove the virtual environments, caches and build output; runs/ is kept
-	@rm -rf .venv .venv-consumers .make .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	@rm -rf .venv .venv-consumers* .make .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 	@find hermes_rl batch_runner environments tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 demo-venv:

@@ -4,7 +4,7 @@
 #
 #   locks/dev.txt        base + dev: what `make test`, `make lint` and `make bench` install
 #   locks/demo.txt       base + local: what `make demo` installs, a subset of dev.txt at the same versions
-#   locks/consumers.txt  the readers of `make test-consumers`, torch left out: its CPU and CUDA builds share a version but
+#   locks/consumers*.txt the readers of `make test-consumers`, an environment each, torch left out: its CPU and CUDA builds share a version but
 #                        not a hash, and the plain index has only the CUDA build on x86_64. One lock that fits both
 #                        kinds of machine is not possible, so the Makefile names torch's version and pip takes the
 #                        build that the machine's own pip settings offer.
@@ -19,7 +19,7 @@ trap 'rm -rf "$tools"' EXIT
 compile() { # OUT ARGUMENT...
     local out=$1
     shift
-    "$tools/venv/bin/uv" pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+    "$tools/venv/bin/uv" pip compile --quiet --universal --python-version "${floor:-3.11}" --generate-hashes \
         --no-emit-index-url --no-header --no-annotate --output-file "$out" "$@" >/dev/null
     echo "$out: $(grep -c '==' "$out") packages"
 }
@@ -29,3 +29,13 @@ compile locks/dev.txt pyproject.toml --extra dev --group build "$@"
 compile locks/demo.txt pyproject.toml --extra local --group build --constraint locks/dev.txt "$@"
 echo "torch ; sys_platform == 'none'" >"$tools/overrides.txt"
 compile locks/consumers.txt --group consumers --override "$tools/overrides.txt" "$@"
+for name in verl axolotl protocols; do
+    compile "locks/consumers-$name.txt" "locks/consumers-$name.in" --override "$tools/overrides.txt" "$@"
+    alone=locks/consumers-$name.alone.in
+    if [ -f "$alone" ]; then
+        # Programs of which we run a small part: what that needs stands in the .in file, the rest is left out. harbor names a
+        # newer Python than that part needs (make test-consumers lets pip pass over it).
+        floor=3.12 compile "$tools/alone.txt" --no-deps "$alone" "$@"
+        cat "$tools/alone.txt" >>"locks/consumers-$name.txt"
+    fi
+done

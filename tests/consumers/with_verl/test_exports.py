@@ -1,0 +1,102 @@
+"""verl reads the exports: MultiTurnSFTDataset with its strict check, its RL data set, and the
+record that its agent loops return."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from conftest import Told
+from omegaconf import OmegaConf
+from transformers import PreTrainedTokenizerFast
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+from verl.utils.dataset.rl_dataset import RLHFDataset
+
+HERE = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def words(told: Told) -> PreTrainedTokenizerFast:
+    made = PreTrainedTokenizerFast(
+        tokenizer_file=str(told.folder / "tokenizer.json"),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
+    made.chat_template = (HERE / "chatml.jinja").read_text(encoding="utf-8")
+    return made
+
+
+def test_sft_trains_on_what_the_policy_said(told: Told, words: PreTrainedTokenizerFast) -> None:
+    config = OmegaConf.create(
+        {"pad_mode": "no_padding", "max_length": 8192, "ignore_input_ids_mismatch": False}
+    )
+    path = told.export("verl")
+    data = MultiTurnSFTDataset(path, words, config)
+    trained = []
+    for item in (data[i] for i in range(len(data))):
+        kept = item["input_ids"][item["loss_mask"].bool()]
+        trained.append(words.decode(kept))
+    turns = [turn + "<|im_end|>" for text in trained for turn in text.split("<|im_end|>\n")[:-1]]
+    wanted = Counter(
+        text
+        for name in pd.read_parquet(path)["trajectory_id"]
+        for text in told.truth[name]["said"][: whole(told, name)]
+    )
+    assert Counter(turns) == wanted
+    assert len(turns) == 12  # of 18: the others follow what verl would train on, too
+    assert not any(foreign in text for foreign in told.not_said() for text in trained)
+
+
+def whole(told: Told, name: str) -> int:
+    """How many answers of a rollout verl's form can hold: those before an assistant message of the
+    harness, and before the compaction."""
+    said = told.truth[name]["said"]
+    held = {"First own words.<|im_end|>": 1, "Done after all.<|im_end|>": 2}
+    return next((held[text] for text in said if text in held), len(said))
+
+
+def test_tools_stand_in_the_prompt(told: Told, words: PreTrainedTokenizerFast) -> None:
+    config = OmegaConf.create({"pad_mode": "no_padding", "max_length": 8192})
+    data = MultiTurnSFTDataset(told.export("verl"), words, config)
+    text = words.decode(data[0]["input_ids"])
+    assert text.startswith("<|im_start|>system\nBe brief.\n[{")
+    assert '"name": "read_file"' in text
+
+
+def test_rl_rows_are_agent_loop_outputs(told: Told, words: PreTrainedTokenizerFast) -> None:
+    rows = pd.read_parquet(told.export("verl-rl")).to_dict("records")
+    trained = []
+    for row in rows:
+        output = AgentLoopOutput(
+            prompt_ids=list(row["prompt_ids"]),
+            response_ids=list(row["response_ids"]),
+            response_mask=list(row["response_mask"]),
+            response_logprobs=list(row["response_logprobs"]),
+            reward_score=row["reward_score"],
+            num_turns=row["num_turns"],
+            metrics=AgentLoopMetrics(),
+        )
+        fields = output.as_dict()
+        assert fields["responses"].shape == fields["response_mask"].shape
+        assert fields["rollout_log_probs"].shape == fields["responses"].shape
+        own = fields["responses"][fields["response_mask"].bool()]
+        assert set(fields["rollout_log_probs"][fields["response_mask"].bool()].tolist()) == {-0.5}
+        trained.append(words.decode(own))
+        facts = told.truth[row["extra_info"]["trajectory_id"]]
+        assert (row["reward_score"], row["uid"]) == (facts["reward"], facts["group"])
+    told.check(trained)
+
+
+def test_rl_rows_are_an_rl_data_set(
+    told: Told, words: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    config = OmegaConf.create(
+        {"cache_dir": str(tmp_path), "max_prompt_length": 4096, "filter_overlong_prompts": False}
+    )
+    data = RLHFDataset(told.export("verl-rl"), words, config)
+    first: dict[str, Any] = data[0]
+    assert [m["content"] for m in first["raw_prompt"]] == ["Be brief.", "List grüße."]
+    assert first["index"] == 0
+    assert first["data_source"] == "hermes_rl"
