@@ -99,6 +99,8 @@ class ExactEngine:
     ) -> None:
         self.config = config
         self.lexicon = read_lexicon(config.tokenizer)
+        self.faults = config.faults
+        """What goes wrong from now on."""
         self.connections: set[Connection] = set()
         self.requests = 0
         self._chat = chat
@@ -195,7 +197,7 @@ class ExactEngine:
             )
             return
         assert wire is not None
-        fault = self.config.faults.draw((job.call_id or job.request_id).encode())
+        fault = self.faults.draw((job.call_id or job.request_id).encode())
         if fault is not None and (refusal := refusal_for(fault, "chat_completions")):
             self._refuse(connection, replace(job, fault=fault), refusal)
             return

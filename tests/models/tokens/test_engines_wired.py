@@ -1,0 +1,162 @@
+"""From a configuration to exact ids: what a run's workshop opens, under faults and retries."""
+
+import asyncio
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+from engines_kit import FREE, TOOLS, asked, engine_at, script
+
+from hermes_rl.config import parse_config
+from hermes_rl.errors import UserError
+from hermes_rl.events import CallEnded, Event
+from hermes_rl.messages import ToolMessage
+from hermes_rl.models.base import Completion, Conversation, ModelRequest
+from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
+from hermes_rl.models.providers.exact import wanted_ids
+from hermes_rl.testing.faults import FaultPlan
+from hermes_rl.wiring import open_workshop, reach
+
+STEPS = ({"reasoning": "so", "run": "ls"}, {"text": "on", "calls": [{}, {}]}, "end")
+MIXED = FaultPlan(
+    seed=4,
+    rates={"server_error": 0.1, "rate_limit": 0.1, "reset": 0.1, "cut": 0.1, "garbage": 0.1},
+    retry_after_s=0.01,
+)
+WAYS = {
+    "vllm": "/v1/completions",
+    "vllm_generate": "/inference/v1/generate",
+    "sglang": "/generate",
+    "llamacpp": "/completion",
+    "chat": "/v1/chat/completions",
+}
+
+
+def config_of(engine, **endpoint):
+    return parse_config(
+        {
+            "dataset": {"path": "unused"},
+            "model": {"name": "toy"},
+            "agent": {"preset": "rl"},
+            "sandbox": {"backend": "none"},
+            "endpoint": {"base_url": engine.base_url, **endpoint},
+            "run": {"allow_unsandboxed": True},
+        }
+    )
+
+
+@dataclass
+class Tape:
+    events: list[Event] = field(default_factory=list)
+
+    def record(self, event: Event) -> None:
+        self.events.append(event)
+
+
+async def episode(caller: ModelCaller, prompt: str) -> list[Completion]:
+    request = ModelRequest("toy", Conversation(asked(prompt)), "", tools=TOOLS, sampling=FREE)
+    answers = []
+    for turn in range(1, 9):
+        answers.append(await caller.call(request, turn=turn))
+        request.conversation.append(answers[-1].message)
+        for call in answers[-1].message.tool_calls:
+            request.conversation.append(
+                ToolMessage(tool_call_id=call.id, name=call.name, content="a result")
+            )
+        if not answers[-1].message.tool_calls:
+            break
+    return answers
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_every_way_keeps_its_ids_through_faults_and_retries(tmp_path, way):
+    routes = frozenset({WAYS[way]})
+    async with engine_at(tmp_path / "t", routes=routes, split="random", version="v3") as engine:
+        wanted = {"tokens": "auto", "tokenizer": str(engine.config.tokenizer)}
+        if way == "chat":
+            del wanted["tokenizer"]
+        config = config_of(engine, **wanted)
+        probed = await reach(config)
+        assert probed.tokens.way == way
+        engine.faults = MIXED
+        tapes = [Tape() for _ in range(8)]
+        async with open_workshop(
+            config, run_id="r", concurrency=8, config_hash="c", tokens=probed.tokens
+        ) as workshop:
+            patience = RetryPolicy(base_s=0.01, cap_s=0.02, max_attempts=50)
+            routes = workshop.models.routes("toy")
+            played = await asyncio.gather(
+                *(episode(ModelCaller(routes, tape, patience), script(*STEPS)) for tape in tapes)
+            )
+    truth = {entry.request_id: entry for entry in engine.truth}
+    ends = [e for tape in tapes for e in tape.events if isinstance(e, CallEnded)]
+    assert sum(e.outcome != "ok" for e in ends) > 5
+    for answers in played:
+        assert answers[-1].message.content == "end"
+        for answer in answers:
+            entry = truth[answer.request_id]
+            assert entry.outcome == "served"
+            assert answer.tokens.prompt_ids == entry.prompt_ids
+            assert answer.tokens.completion_ids == entry.sampled_ids
+            assert answer.tokens.logprobs_kind == probed.tokens.logprobs != "unknown"
+            assert answer.policy_version == "v3"
+        if way == "chat":
+            continue  # the server renders the history again: what it makes of it forks or not
+        for before, after in pairwise(answers):
+            path = before.tokens.prompt_ids + before.tokens.completion_ids
+            assert after.tokens.prompt_ids[: len(path)] == path
+            assert after.tokens.fork_reason is None
+
+
+async def test_a_workshop_that_was_told_nothing_looks_for_itself(tmp_path):
+    async with engine_at(tmp_path / "t") as engine:
+        config = config_of(engine, tokenizer=str(engine.config.tokenizer))
+        async with open_workshop(config, run_id="r", concurrency=1, config_hash="c") as workshop:
+            assert workshop.models.seen("toy").api_mode == "vllm_completions"
+
+
+async def test_with_another_preset_nobody_is_asked_unless_it_is_said(tmp_path):
+    async with engine_at(tmp_path / "t") as engine:
+        form = config_of(engine).model_dump()
+        form["agent"]["preset"] = "datagen"
+        config = parse_config(form)
+        assert (await reach(config)).tokens is None
+        assert not engine.truth
+        form["endpoint"]["tokens"] = "chat"
+        assert (await reach(parse_config(form))).tokens.way == "chat"
+
+
+def test_one_tokenizer_is_not_for_several_models():
+    form = {
+        "dataset": {"path": "x"},
+        "model": {"mix": {"a": 1, "b": 1}},
+        "agent": {"preset": "rl"},
+        "endpoint": {"base_url": "http://127.0.0.1:9/v1", "tokenizer": "t"},
+    }
+    with pytest.raises(UserError, match=r"model\.mix has several"):
+        wanted_ids(parse_config(form))
+    form["endpoint"]["tokens"] = "chat"
+    assert wanted_ids(parse_config(form)) == "chat"
+
+
+async def test_a_tokenizer_that_is_not_there_is_said(tmp_path):
+    async with engine_at(tmp_path / "t") as engine:
+        config = config_of(engine, tokens="vllm", tokenizer=str(tmp_path / "none"))
+        with pytest.raises(UserError, match="no tokenizer at"):
+            await reach(config)
+
+
+async def test_the_embedded_model_has_ways_of_its_own():
+    form = {
+        "dataset": {"path": "x"},
+        "model": {"name": "local-tiny"},
+        "agent": {"preset": "rl"},
+        "sandbox": {"backend": "none"},
+        "run": {"allow_unsandboxed": True},
+    }
+    for tokens, way in (("auto", "chat"), ("chat", "chat"), ("llamacpp", "llamacpp")):
+        form["endpoint"] = {"tokens": tokens}
+        assert (await reach(parse_config(form))).tokens.way == way
+    form["endpoint"] = {"tokens": "sglang"}
+    with pytest.raises(UserError, match="Use llamacpp"):
+        await reach(parse_config(form))
