@@ -17,7 +17,7 @@ given = $(if $(filter command,$(firstword $(origin $(1)))),$(2) '$($(1))')
 DEMO_ARGS = $(call given,MODEL,--model) $(call given,BASE_URL,--base-url) $(call given,API_KEY_ENV,--api-key-env)
 CHAOS_ARGS = $(call given,N,--n) $(call given,SEED,--seed)
 PYTEST_ARGS ?=
-consume = $(1)/bin/python -m pytest -c tests/consumers/pytest.ini tests/consumers/$(2) --producer=$(CURDIR)/$(RUN) $(PYTEST_ARGS)
+consume = $(1)/bin/python -m pytest -c tests/consumers/pytest.ini $(2) --producer=$(CURDIR)/$(RUN) $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench chaos test-consumers lock clean demo-venv dev-venv
@@ -44,13 +44,13 @@ chaos: dev-venv ## kill a run at random moments and check its books (N=200 SEED=
 
 test-consumers: dev-venv ## our files read by other people's programs, in environments of their own
 	@bash scripts/venv.sh $(CONSUMERS) locks/consumers.txt $(TORCH)
-	@$(call consume,$(CONSUMERS),with_trl)
+	@$(call consume,$(CONSUMERS),tests/consumers $(patsubst %,--ignore=tests/consumers/with_%,verl axolotl protocols))
 	@bash scripts/venv.sh $(CONSUMERS)-verl locks/consumers-verl.txt $(TORCH)
-	@$(call consume,$(CONSUMERS)-verl,with_verl)
+	@$(call consume,$(CONSUMERS)-verl,tests/consumers/with_verl)
 	@bash scripts/venv.sh $(CONSUMERS)-axolotl locks/consumers-axolotl.txt $(TORCH)
-	@$(call consume,$(CONSUMERS)-axolotl,with_axolotl)
+	@$(call consume,$(CONSUMERS)-axolotl,tests/consumers/with_axolotl)
 	@PIP_IGNORE_REQUIRES_PYTHON=1 bash scripts/venv.sh $(CONSUMERS)-protocols locks/consumers-protocols.txt
-	@$(call consume,$(CONSUMERS)-protocols,with_protocols)
+	@$(call consume,$(CONSUMERS)-protocols,tests/consumers/with_protocols)
 
 lock: ## write the lock files anew from pyproject.toml (newest versions: scripts/lock.sh --upgrade)
 	@bash scripts/lock.sh

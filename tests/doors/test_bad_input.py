@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from doors_kit import PLAYED, hermes, scripted, write
+from doors_kit import PLAYED, hermes, process, scripted, write
 
 RUN = "runs/smoke-oracle"
 OUT = ("--out", "run")
@@ -135,6 +135,12 @@ def test_refused_in_one_line(name: str, folder: Path) -> None:
     assert (folder / "other/thesis.tex").read_text() == "precious"
 
 
+@pytest.mark.parametrize("name", ["missing file", "unknown option", "unknown command"])
+def test_a_process_says_the_same(name: str, folder: Path) -> None:
+    words, _ = REFUSED[name]
+    assert process(*words, cwd=folder) == hermes(*words, cwd=folder)
+
+
 def test_every_bad_row_is_named_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text(
         '{"prompt": "good"}\n{broken\n{"prompt": 3}\n{"prompt": "x", "verify": {"scrip": "a"}}\n'
@@ -217,7 +223,7 @@ def test_a_refusing_endpoint_stops_the_run_at_once(
     write(tmp_path / "my.jsonl", *rows)
     endpoint = ("--model", "m", "--base-url", base_url, "--workers", "0", *words)
     key = {"MY_KEY": "sk-not-the-right-one"}
-    said = hermes("run", "my.jsonl", *endpoint, *OUT, cwd=tmp_path, env=key, seconds=30)
+    said = hermes("run", "my.jsonl", *endpoint, *OUT, cwd=tmp_path, env=key)
     assert said.code == 3
     last = said.out.splitlines()[-1]
     assert re.match(r"stopped: 40\d from 127\.0\.0\.1:\d+ .*, \d units tried\. ", last)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from doors_kit import PLAYED, clean_environment, hermes, write
+from doors_kit import PLAYED, clean_environment, process, write
 
 ROOT = Path(__file__).parents[2]
 NO_NAMESPACES = (sys.executable, str(Path(__file__).with_name("no_namespaces.py")))
@@ -39,7 +39,7 @@ def test_a_read_only_folder(out: str, tmp_path: Path) -> None:
     write(tmp_path / "good.jsonl", {"prompt": "x"})
     (tmp_path / "sealed").mkdir(mode=0o555)
     plain = ("--sandbox", "none", "--allow-unsandboxed")
-    said = hermes(
+    said = process(
         "run", "good.jsonl", *PLAYED, *plain, "--out", out, cwd=tmp_path, under=ordinary_user()
     )
     assert said.code == 2
@@ -60,7 +60,7 @@ def test_a_read_only_folder(out: str, tmp_path: Path) -> None:
 )
 def test_no_user_namespaces(words: list[str], tmp_path: Path) -> None:
     write(tmp_path / "good.jsonl", {"prompt": "x", "verify": "true", "oracle": "true"})
-    said = hermes(*words, cwd=tmp_path, under=NO_NAMESPACES)
+    said = process(*words, cwd=tmp_path, under=NO_NAMESPACES)
     assert said.code == 2
     assert said.error.startswith(f"error: {FORBIDDEN}")
     assert said.error.endswith(MEND)
@@ -68,7 +68,7 @@ def test_no_user_namespaces(words: list[str], tmp_path: Path) -> None:
 
 
 def test_doctor_without_user_namespaces(tmp_path: Path) -> None:
-    said = hermes("doctor", "sandboxes", cwd=tmp_path, under=NO_NAMESPACES)
+    said = process("doctor", "sandboxes", cwd=tmp_path, under=NO_NAMESPACES)
     assert said.code == 1
     assert "NO  bubblewrap" in said.out
     assert FORBIDDEN in said.out
@@ -79,7 +79,7 @@ def test_not_enough_disk_for_the_weights(tmp_path: Path) -> None:
     write(tmp_path / "good.jsonl", {"prompt": "x"})
     cache = tmp_path / "cache"
     cache.mkdir()
-    said = hermes(
+    said = process(
         "run", "good.jsonl", "--model", "local", "--workers", "0",
         "--sandbox", "none", "--allow-unsandboxed",
         cwd=tmp_path, env={"XDG_CACHE_HOME": str(cache)}, under=small_disk(cache),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,8 @@ ORDINARY = 54321
 """A user id that nobody has."""
 CANARY = "canary-7f3a"
 """Stands for an API key in the launcher's environment."""
+CHECK_S = 300.0
+"""How long one check may take."""
 
 
 @pytest.fixture
@@ -81,40 +85,92 @@ def code() -> Iterator[Path]:
     shutil.rmtree(shared)
 
 
-@pytest.fixture
+class Launcher:
+    """A process that runs checks as some user; begun anew when a check took it along.
+
+    Args:
+        python: the command that starts an interpreter as that user.
+        code: the folder with the package and launcher.py.
+    """
+
+    def __init__(self, python: list[str], code: Path) -> None:
+        self._python = python
+        self._code = code
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said = -1
+
+    def _begin(self) -> subprocess.Popen[bytes]:
+        self._said, tell = os.pipe()
+        process = subprocess.Popen(
+            [*self._python, str(self._code / "launcher.py"), str(tell)],
+            env={"PYTHONPATH": str(self._code), "PATH": os.environ["PATH"], "CANARY_KEY": CANARY},
+            cwd="/",
+            stdin=subprocess.PIPE,
+            pass_fds=(tell,),
+        )
+        os.close(tell)
+        return process
+
+    def run(self, file: Path, name: str, state: Path) -> None:
+        """Run one check of a file's CHECKS. Raises: AssertionError with its traceback."""
+        checks = self._code / file.name
+        if not checks.exists():
+            shutil.copyfile(file, checks)
+            checks.chmod(0o755)
+        if self._process is None:
+            self._process = self._begin()
+        binary = reachable(find_binary(), self._code)
+        order = {"file": str(checks), "check": name, "state": str(state), "binary": binary}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._process.stdin.flush()
+        said = b""
+        while not said.endswith(b"\n"):
+            ready, _, _ = select.select([self._said], [], [], CHECK_S)
+            more = os.read(self._said, 1 << 16) if ready else b""
+            if not more:
+                self.close()
+                raise AssertionError(f"{name}: no word within {CHECK_S} s, or the process died")
+            said += more
+        assert json.loads(said) == "", json.loads(said)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            try:
+                self._process.wait(5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            os.close(self._said)
+            self._process = None
+
+
+@pytest.fixture(scope="session")
 def as_ordinary_user(code: Path) -> Iterator[Callable[[Path, str], None]]:
-    """Run one check of a file's CHECKS as an ordinary user, in a process of its own."""
-    if os.geteuid() != 0:
-        yield lambda file, name: _launch([sys.executable], code, file, name, Path("/tmp"))
-        return
+    """Run one check of a file's CHECKS as an ordinary user, in a process of his."""
     folder = Path("/tmp") / f"hermes-user-{os.getpid()}-{os.urandom(4).hex()}"
     folder.mkdir(mode=0o700)
-    os.chown(folder, ORDINARY, ORDINARY)
-    user = ["setpriv", f"--reuid={ORDINARY}", f"--regid={ORDINARY}", "--clear-groups", "--"]
-    python = ordinary_python()
-    yield lambda file, name: _launch([*user, python], code, file, name, folder)
+    python = [sys.executable]
+    if os.geteuid() == 0:
+        os.chown(folder, ORDINARY, ORDINARY)
+        become = ["setpriv", f"--reuid={ORDINARY}", f"--regid={ORDINARY}", "--clear-groups", "--"]
+        python = [*become, ordinary_python()]
+    launcher = Launcher(python, code)
+    yield lambda file, name: launcher.run(file, name, folder / "state")
+    launcher.close()
     shutil.rmtree(folder)
 
 
+@pytest.fixture(scope="session")
+def ourselves(code: Path) -> Iterator[Launcher]:
+    launcher = Launcher([sys.executable], code)
+    yield launcher
+    launcher.close()
+
+
 @pytest.fixture
-def as_we_are(code: Path, state: Path) -> Callable[[Path, str], None]:
-    """Run one check in a process of its own, as the user of the tests (root, in a container)."""
-    return lambda file, name: _launch([sys.executable], code, file, name, state)
-
-
-def _launch(python: list[str], code: Path, file: Path, name: str, folder: Path) -> None:
-    checks = code / file.name
-    if not checks.exists():
-        shutil.copyfile(file, checks)
-        checks.chmod(0o755)
-    binary = reachable(find_binary(), code)
-    done = subprocess.run(
-        [*python, str(code / "launcher.py"), str(checks), name, str(folder / "state"), binary],
-        env={"PYTHONPATH": str(code), "PATH": os.environ["PATH"], "CANARY_KEY": CANARY},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def as_we_are(ourselves: Launcher, state: Path) -> Callable[[Path, str], None]:
+    """Run one check in another process, as the user of the tests (root, in a container)."""
+    return lambda file, name: ourselves.run(file, name, state)
