@@ -12,6 +12,8 @@ from hermes_rl.errors import HermesError, UserError
 
 if TYPE_CHECKING:
     from hermes_rl.config import RunConfig
+    from hermes_rl.config_endpoint import EndpointSection
+    from hermes_rl.models.endpoint import Endpoint
     from hermes_rl.models.providers.capabilities import Capabilities, ProbeCall
 
 
@@ -124,11 +126,28 @@ def _explored(asked: Asked) -> list[Finding]:
     endpoint = first_endpoint(where, target.place, key)
     try:
         found = run_sync(explore(endpoint, asked.model, target.prices))
+        exact = _exact(where, endpoint, asked.model)
     except HermesError as error:
         return [Finding("endpoint", endpoint.host, False, str(error))]
     provider = target.place.provider or "no known provider"
     head = Finding("endpoint", endpoint.host, None, f"{provider}, {endpoint.api_mode}")
-    return [head, *_findings(found), *_calls(found.calls)]
+    return [head, *_findings(found), *exact, *_calls(found.calls)]
+
+
+def _exact(where: EndpointSection, endpoint: Endpoint, model: str) -> list[Finding]:
+    """How a run would get its ids from prompts of ids, where a tokenizer is named.
+
+    Raises: UserError for a tokenizer that cannot be had, or a way that is not there.
+    """
+    if where.tokenizer is None or where.tokens in ("off", "chat"):
+        return []
+    from hermes_rl.doors import run_sync
+    from hermes_rl.models.tokens.renderer import load_renderer
+    from hermes_rl.models.tokens.selection import Search
+
+    search = Search(endpoint, model, load_renderer(where.tokenizer))
+    plan = run_sync(search.plan(where.tokens))
+    return [Finding("endpoint", "exact tokens", plan.exact or None, t) for t in plan.lines()]
 
 
 def _findings(found: Capabilities) -> list[Finding]:

@@ -12,11 +12,11 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_rl.errors import AuthError, UserError
+from hermes_rl.errors import AuthError, Outage
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.providers.capabilities import MAX_TOKENS, explore
-from hermes_rl.models.tokens.logprobs import kind_of
 from hermes_rl.models.providers.prices import ModelPrice, PriceTable, Rates
+from hermes_rl.models.tokens.logprobs import kind_of
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 LOGITS = {"A": 1.0, "B": 0.4, "C": -0.3, "D": -2.0, "E": -2.5}
@@ -153,7 +153,7 @@ async def test_odd_logprobs_are_none(logprobs: Any) -> None:
 
 
 async def test_nobody_there_is_said() -> None:
-    with pytest.raises(UserError, match="Start the server"):
+    with pytest.raises(Outage, match="Start the server"):
         await explore(Endpoint(base_url="http://127.0.0.1:9/v1"), "m")
 
 

@@ -1,5 +1,6 @@
 """What logprobs are of, and how a run gets its ids: found out at a real engine, never assumed."""
 
+import asyncio
 import math
 from dataclasses import replace
 
@@ -166,3 +167,18 @@ async def test_a_template_that_forks_is_told_at_the_start(tmp_path):
         plan = await search_at(engine).plan("auto")
     assert any("reasoning" in line for line in plan.template)
     assert tiny_renderer("qwen3").preserves_prefix().lines() == list(plan.template)
+
+
+async def test_the_doctor_tells_how_a_run_would_get_its_ids(tmp_path):
+    from hermes_rl.cli.doctor_models import Asked, models
+
+    async with engine_at(tmp_path / "t", logprobs="scaled") as engine:
+        config = tmp_path / "run.yaml"
+        config.write_text(
+            f"endpoint:\n  base_url: {engine.base_url}\n"
+            f"  tokenizer: {engine.config.tokenizer}\n  tokens: sglang\n"
+        )
+        found = await asyncio.to_thread(models, Asked(model="toy", config=config))
+    told = [f for f in found if f.name == "exact tokens"]
+    assert told[0].good
+    assert told[0].text == "token ids by sglang; logprobs: sampling"
