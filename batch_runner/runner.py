@@ -60,8 +60,8 @@ def run_batch(
         progress: where progress goes; None is a line on stderr.
         pilot: only these units; the others stay open.
 
-    Raises: UserError for bad input; StoreError for a run directory that is in use, damaged or of
-    another configuration.
+    Raises: UserError for bad input; Outage when nobody answers at an endpoint at its start;
+    StoreError for a run directory that is in use, damaged or of another configuration.
     """
     config = as_config(config)
     with _ray_on_this_thread(config):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import typer
 
-from hermes_rl.errors import ExitCode, HermesError
+from hermes_rl.errors import ExitCode, HermesError, Outage
 
 _CommandLineError: type[BaseException] = typer.BadParameter.__mro__[2]
 """Root of what typer raises for a wrong command line; typer has no public name for it."""
@@ -22,6 +22,9 @@ def guarded(command: Callable[[], int], program: str) -> int:
     """
     try:
         return command()
+    except Outage as error:
+        fail(f"{error}, then run the same command. (exit {ExitCode.STOPPED})", "stopped")
+        return ExitCode.STOPPED
     except HermesError as error:
         fail(str(error))
         return ExitCode.BAD_INPUT
@@ -36,11 +39,11 @@ def guarded(command: Callable[[], int], program: str) -> int:
         return ExitCode.DONE
 
 
-def fail(message: str) -> None:
+def fail(message: str, what: str = "error") -> None:
     """Say an error on stderr. A message of several lines (a diff) keeps them."""
     from hermes_rl.cli.render import visible
 
-    print(f"error: {visible(message)}", file=sys.stderr)
+    print(f"{what}: {visible(message)}", file=sys.stderr)
 
 
 def _usage_line(error: BaseException, program: str) -> str:

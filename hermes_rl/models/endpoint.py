@@ -93,16 +93,7 @@ class Endpoint:
 
     def check(self) -> None:
         """Raises: UserError when the address or a header can never work."""
-        try:
-            parts = urlsplit(self.base_url)
-            known = parts.scheme in ("http", "https") and bool(parts.hostname)
-            _ = parts.port
-        except ValueError:
-            known = False
-        if not known:
-            raise UserError(
-                f"base_url {self.base_url!r} is no address. Use for example http://127.0.0.1:8000/v1"
-            )
+        check_address(self.base_url)
         if self.api_key is not None and not _printable(self.api_key):
             raise UserError(
                 "the API key holds characters that no header can carry (a line break, a space?)."
@@ -111,6 +102,20 @@ class Endpoint:
         for name, value in self.headers.items():
             if not _printable(name) or any(c in value for c in "\r\n\0"):
                 raise UserError(f"header {name!r} holds characters that no header can carry")
+
+
+def check_address(base_url: str) -> None:
+    """Raises: UserError for what is no address of a server."""
+    try:
+        parts = urlsplit(base_url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname)
+        _ = parts.port
+    except ValueError:
+        known = False
+    if not known:
+        raise UserError(
+            f"base_url {base_url!r} is no address. Use for example http://127.0.0.1:8000/v1"
+        )
 
 
 def _printable(text: str) -> bool:

@@ -162,7 +162,7 @@ async def test_a_probe_costs_nothing():
 async def test_a_probe_of_nobody():
     async with FakeServer() as server:
         url = server.base_url
-    with pytest.raises(e.UserError, match=r"^127\.0\.0\.1:\d+: .*Start the server"):
+    with pytest.raises(e.Outage, match=r"^127\.0\.0\.1:\d+: .*Start the server"):
         await probe(Endpoint(url))
     with pytest.raises(e.UserError, match=r"Use for example http"):
         await probe(Endpoint("nowhere"))
@@ -198,7 +198,7 @@ async def test_a_probe_where_no_list_is_kept(reply, models):
 
 async def test_a_probe_is_short():
     async with serving(b"", pause=60) as url:
-        with pytest.raises(e.UserError, match=r"no answer within 0\.2 s"):
+        with pytest.raises(e.Outage, match=r"no answer within 0\.2 s"):
             await probe(Endpoint(url), seconds=0.2)
 
 

@@ -55,7 +55,7 @@ def all_keys(config: RunConfig, environ: Mapping[str, str] = os.environ) -> dict
 async def reach_others(config: RunConfig) -> None:
     """Ask each of their places for its models, which costs no token.
 
-    Raises: UserError when nobody answers at an address.
+    Raises: Outage when nobody answers at an address.
     """
     asked = {targets[0].place for targets in other_targets(config).values()}
     held = Keys(all_keys(config) if asked else {})

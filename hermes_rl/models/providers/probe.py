@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hermes_rl.errors import AuthError, UserError
+from hermes_rl.errors import AuthError, Outage
 from hermes_rl.models.dialects.lenient import decode_json
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.failures.classify import classify, scrub
@@ -36,7 +36,8 @@ async def probe(endpoint: Endpoint, *, seconds: float = 5.0) -> Probed:
     An endpoint that answers anything but a refused key is taken to be there: not all keep a list.
 
     Raises:
-        UserError: the address cannot work, or nobody answers there within `seconds`.
+        UserError: the address cannot work.
+        Outage: nobody answers there within `seconds`.
         AuthError: the key is refused, or the certificate cannot be trusted.
     """
     import aiohttp
@@ -90,9 +91,9 @@ def _key_headers(endpoint: Endpoint) -> dict[str, str]:
     return own if endpoint.host == "api.anthropic.com" else {**own, **bearer}
 
 
-def _nobody(endpoint: Endpoint, reason: str) -> UserError:
+def _nobody(endpoint: Endpoint, reason: str) -> Outage:
     said = scrub(reason, endpoint.secrets)
-    return UserError(f"{endpoint.host}: {said}. Start the server, or set another base_url")
+    return Outage(f"{endpoint.host}: {said}. Start the server, or set another base_url")
 
 
 def _listed(body: bytes) -> tuple[str, ...] | None:

@@ -27,8 +27,8 @@ async def reach_models(config: RunConfig) -> Probed | None:
 
     Returns: what the first model's place says; None when it was not asked or refused the key.
 
-    Raises: UserError when nobody answers at an address, a key is not set, or token ids were asked
-    for in a way that is not there.
+    Raises: Outage when nobody answers at an address; UserError when a key is not set, or token ids
+    were asked for in a way that is not there.
     """
     if not asks_endpoint(config.model.name, config.endpoint):
         plan = await find_plan(config, Keys())

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from hermes_rl.errors import UserError
+from hermes_rl.models.endpoint import check_address
 from hermes_rl.models.providers.quirks import Quirks
 
 DEFAULT_PROVIDER = "openai"
@@ -104,9 +105,12 @@ class Place:
 def resolve(asked: Asked, providers: Mapping[str, Provider] | None = None) -> Place:
     """Where an endpoint is and how it is spoken to. Nothing is sent.
 
-    Raises: UserError for an unknown provider, or one whose address the user has to give.
+    Raises: UserError for an unknown provider, one whose address the user has to give, or what is no
+    address.
     """
     known = shipped() if providers is None else providers
+    if asked.base_url is not None:
+        check_address(asked.base_url)
     provider = _provider(asked, known)
     address = asked.base_url or _address(provider)
     place = Place(
