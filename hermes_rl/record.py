@@ -107,7 +107,8 @@ class SandboxRecord(_Part, frozen=True, kw_only=True):
 
 class Segment(_Part, frozen=True, kw_only=True):
     """One branch of a rollout's tokens, as the model saw and said them: the columns of DESIGN 5.5,
-    in order. All lists but `finish_reasons` and `call_ids` have one entry per token."""
+    in order. Lists have one entry per token, but for `finish_reasons`, `call_ids` and
+    `call_starts`: one per call with sampled tokens here."""
 
     trajectory_id: str
     unit_id: str
@@ -151,7 +152,7 @@ class Segment(_Part, frozen=True, kw_only=True):
     top_k: int | None
     min_p: float | None
     finish_reasons: list[str]
-    """One per call with tokens in this row; empty text when the server gave none."""
+    """Empty text where the server gave none."""
     truncated: bool
     """Its last answer was cut, or the rollout was, here."""
     reward: float | None
@@ -168,6 +169,9 @@ class Segment(_Part, frozen=True, kw_only=True):
     """Why it is not trainable: an `Exclusion`."""
     call_ids: list[str]
     """The calls whose answers stand in this row, in order: `calls.call_id` of the trajectory."""
+    call_starts: list[int]
+    """Where each of these answers begins. It ends at the next one, or at the next token that was
+    not sampled."""
 
 
 class Trajectory(_Part, frozen=True, kw_only=True):

@@ -83,6 +83,9 @@ class Masks:
 
 def recorded(rollout: Rollout, masks: Masks) -> None:
     """Add the masks of a rollout's recorded ids; what is not trainable is left out."""
+    if rollout.unsound:
+        masks.faults += [f"{rollout.name}: {fault}" for fault in rollout.unsound]
+        return
     for segment in rollout.segments:
         if segment["trainable"]:
             for run in runs_of(segment):

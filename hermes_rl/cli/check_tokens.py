@@ -16,7 +16,7 @@ from hermes_rl.cli.exact_rows import Rollout, Row
 from hermes_rl.models.tokens.renderer import Renderer
 from hermes_rl.models.tokens.template import TemplateRefused
 from hermes_rl.segments.branches import DRIFT
-from hermes_rl.segments.rules import Run, book_faults, rollout_faults, row_faults, runs_of
+from hermes_rl.segments.rules import Run, book_faults, rollout_faults, runs_of
 
 SHOWN_IDS = 3
 """Ids that are shown on each side of a fork."""
@@ -47,10 +47,15 @@ class Look:
         for name in ("captured", "followed", "forked"):
             self.counts[name] += int(metrics.get(f"{name}_calls", 0))
         self.faults += [f"{rollout.name}: {fault}" for fault in faults_of(rollout, self.renderer)]
+        for segment in rollout.segments:
+            self._count(segment)
+        if not rollout.unsound:
+            self._explain(rollout)
+
+    def _explain(self, rollout: Rollout) -> None:
         if self.renderer is not None:
             self.counts.update(ends_of(rollout, self.renderer))
         for segment in rollout.segments:
-            self._count(segment)
             told = explanation(rollout, segment, self.renderer)
             self.counts["identical"] += told.get("renders") == "identical"
             self.counts["drifting"] += told.get("renders", "identical") != "identical"
@@ -99,9 +104,8 @@ def faults_of(rollout: Rollout, renderer: Renderer | None) -> Iterator[str]:
     if rollout.row["status"] == "absent":
         yield "its segments have no rollout"
         return
-    unsound = [f"branch {s['branch_index']}: {f}" for s in segments for f in row_faults(s)]
-    if unsound:
-        yield from unsound  # the other rules presume sound rows
+    if rollout.unsound:
+        yield from rollout.unsound  # the other rules presume sound rows
         return
     yield from rollout_faults(segments)
     yield from book_faults(segments, rollout.row["calls"])
@@ -138,7 +142,7 @@ def ends_of(rollout: Rollout, renderer: Renderer) -> Iterator[str]:
     """`ended` or `unended` for each answer that stopped by itself. One without an end token may
     have met a stop string; when all are without, the end tokens were lost."""
     for segment in rollout.segments:
-        for reason, run in zip(segment["finish_reasons"], runs_of(segment), strict=False):
+        for reason, run in zip(segment["finish_reasons"], runs_of(segment), strict=True):
             if run.trained and reason in _ENDED:
                 last = segment["input_ids"][run.end - 1]
                 yield "ended" if last in renderer.end_ids else "unended"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
 import pyarrow.parquet as pq
 
 from hermes_rl.messages import AssistantMessage, Message, conversation_from_openai
+from hermes_rl.segments.rules import row_faults
 from hermes_rl.store.rundir import RunDir
 
 Row = dict[str, Any]
@@ -42,6 +44,11 @@ class Rollout:
     def name(self) -> str:
         """For people: task and repeat."""
         return f"{self.row['task_id']} #{self.row['repeat']}"
+
+    @cached_property
+    def unsound(self) -> list[str]:
+        """What is wrong with single segments; others may then not be looked at further."""
+        return [f"branch {s['branch_index']}: {f}" for s in self.segments for f in row_faults(s)]
 
     @property
     def metrics(self) -> dict[str, float]:

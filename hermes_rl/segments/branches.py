@@ -133,12 +133,9 @@ class _Sorter:
     def _extends(self, number: int, anchor: int, kept: int) -> bool:
         if anchor < 0 or kept != self.graph.nodes[anchor].end:
             return False
-        branch = self.branches[self.owner[anchor]]
-        return (
-            self.facts[anchor].aside is None
-            and self.facts[anchor].agent == self.facts[number].agent
-            and branch.nodes[-1] == anchor
-        )
+        before, this = self.facts[anchor], self.facts[number]
+        last = self.branches[self.owner[anchor]].nodes[-1]
+        return before.aside is None and before.agent == this.agent and last == anchor
 
     def _new_context(self, previous: int, facts: CallFacts) -> bool:
         ended = self.facts[previous].ended

@@ -37,6 +37,8 @@ class _Columns:
     versions: list[int] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
     """Nodes with sampled tokens here."""
+    starts: list[int] = field(default_factory=list)
+    """Where these begin."""
     unsound: bool = False
     """A logprob is none."""
 
@@ -74,6 +76,7 @@ class _Maker:
             trainable=excluded is None,
             exclude_reason=excluded,
             call_ids=[call.call_id for call, _ in path],
+            call_starts=columns.starts,
         )
 
     def _call(self, node: int) -> tuple[CallFacts, TokensAdded]:
@@ -110,6 +113,7 @@ class _Maker:
             turn = call.turn
             version = _version(call.policy_version)
             columns.calls.append(stretch.node)
+            columns.starts.append(len(columns.ids))
             columns.extend(ids, turn, version, sampled=True, loss=stretch.node in own)
             _add_logprobs(columns, stretch, added)
         return columns
@@ -126,7 +130,7 @@ def _add_logprobs(columns: _Columns, stretch: Stretch, added: TokensAdded) -> No
     if added.logprobs is None:
         columns.logprobs += [None] * number
         return
-    values = [sound(value) for value in unpack_logprobs(added.logprobs[: 4 * number])]
+    values = sound(unpack_logprobs(added.logprobs[: 4 * number]))
     columns.unsound = columns.unsound or None in values
     columns.logprobs += values
 

@@ -60,4 +60,4 @@ def _answer_faults(
 def _logprobs(added: TokensAdded) -> list[float | None]:
     if added.logprobs is None:
         return [None] * (len(added.sampled) // 4)
-    return [sound(value) for value in unpack_logprobs(added.logprobs)]
+    return sound(unpack_logprobs(added.logprobs))

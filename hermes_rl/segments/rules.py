@@ -7,8 +7,10 @@ beside the calls of their trajectory. All yield one line per fault, and nothing 
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple, get_args
 
 from hermes_rl.events import ForkReason
@@ -30,29 +32,13 @@ class Run(NamedTuple):
 
 
 def runs_of(row: Row) -> list[Run]:
-    """The sampled stretches of a row, one per call: glue lies between two, or the turn changes.
-
-    A stretch of which only some tokens are to be trained comes in pieces.
-    """
-    sampled, at = row["sampled_mask"], 0
+    """The answers in a sound row, one per call, in the order of `call_ids`."""
+    marks, loss, starts = bytes(row["sampled_mask"]), row["loss_mask"], row["call_starts"]
     found: list[Run] = []
-    while True in sampled[at:]:
-        start = sampled.index(True, at)
-        at = sampled.index(False, start) if False in sampled[start:] else len(sampled)
-        found += _parted(row, start, at)
+    for start, after in zip(starts, [*starts[1:], len(marks)], strict=True):
+        end = marks.find(0, start, after)
+        found.append(Run(start, after if end < 0 else end, loss[start]))
     return found
-
-
-def _parted(row: Row, start: int, end: int) -> Iterator[Run]:
-    """One sampled stretch, parted where the turn or the loss changes."""
-    loss, turns = row["loss_mask"][start:end], row["turn_ids"][start:end]
-    while loss:
-        length = len(loss)
-        if loss.count(loss[0]) < length or turns.count(turns[0]) < length:
-            marks = list(zip(loss, turns, strict=True))
-            length = next(n for n, mark in enumerate(marks) if mark != marks[0])
-        yield Run(start, start + length, loss[0])
-        start, loss, turns = start + length, loss[length:], turns[length:]
 
 
 def row_faults(row: Row) -> Iterator[str]:
@@ -62,7 +48,7 @@ def row_faults(row: Row) -> Iterator[str]:
     if wrong or not number:
         yield f"{', '.join(wrong) or 'input_ids'}: not as long as the {number} ids"
         return
-    if not all(0 <= i < _MAX_ID for i in row["input_ids"]):
+    if min(row["input_ids"]) < 0 or max(row["input_ids"]) >= _MAX_ID:
         yield "an id is no id"
     yield from _mask_faults(row)
     yield from _logprob_faults(row)
@@ -74,33 +60,46 @@ def row_faults(row: Row) -> Iterator[str]:
 
 def _mask_faults(row: Row) -> Iterator[str]:
     sampled, loss = row["sampled_mask"], row["loss_mask"]
-    if any(trained and not own for trained, own in zip(loss, sampled, strict=True)):
+    if any(map(operator.gt, loss, sampled)):
         yield "a token that was not sampled is to be trained"
     if row["n_sampled"] != sum(sampled):
         yield f"n_sampled is {row['n_sampled']}, sampled_mask has {sum(sampled)}"
     first = sampled.index(True) if True in sampled else len(sampled)
     if row["prompt_len"] != first:
         yield f"prompt_len is {row['prompt_len']}, the first sampled token stands at {first}"
-    if any(v != -1 and not own for v, own in zip(row["version_ids"], sampled, strict=True)):
+    if set(_others(row["version_ids"], sampled)) - {-1}:
         yield "a token that was not sampled has a policy version"
 
 
 def _logprob_faults(row: Row) -> Iterator[str]:
-    pairs = list(zip(row["logprobs"], row["sampled_mask"], strict=True))
-    if any(p is not None and not own for p, own in pairs):
+    values, sampled = row["logprobs"], row["sampled_mask"]
+    if set(_others(values, sampled)) - {None}:
         yield "a token that was not sampled has a logprob"
-    if any(p is not None and not (math.isfinite(p) and p <= 0.0) for p, _ in pairs):
+    known = [value for value in values if value is not None]
+    if known and not (all(map(math.isfinite, known)) and max(known) <= 0.0):
         yield "a logprob is above 0 or not finite"
-    if row["trainable"] and any(p is None and own for p, own in pairs):
+    if row["trainable"] and None in compress(values, sampled):
         yield "a sampled token of a trainable row has no logprob"
 
 
+def _others(values: Sequence[Any], sampled: Sequence[bool]) -> Iterator[Any]:
+    """The values of tokens that were not sampled."""
+    return compress(values, map(operator.not_, sampled))
+
+
 def _call_faults(row: Row) -> Iterator[str]:
-    calls, runs = row["call_ids"], runs_of(row)
-    if len(calls) != len(row["finish_reasons"]) or len(set(calls)) != len(calls):
-        yield "call_ids and finish_reasons do not fit each other"
-    if len(calls) != len(runs):
-        yield f"{len(runs)} sampled stretches, but {len(calls)} calls"
+    calls, starts, number = row["call_ids"], row["call_starts"], len(row["input_ids"])
+    if not len(calls) == len(starts) == len(row["finish_reasons"]) == len(set(calls)):
+        yield "call_ids, call_starts and finish_reasons do not fit each other"
+        return
+    if starts != sorted(set(starts)) or not all(0 <= start < number for start in starts):
+        yield f"call_starts {starts}: no places in order"
+        return
+    runs = runs_of(row)
+    if sum(run.end - run.start for run in runs) != sum(row["sampled_mask"]):
+        yield "sampled tokens belong to no call"
+    if any(len(set(row["loss_mask"][run.start : run.end])) != 1 for run in runs):
+        yield "an answer is trained in part"
 
 
 def _label_faults(row: Row) -> Iterator[str]:

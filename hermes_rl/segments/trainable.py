@@ -33,9 +33,11 @@ NOISE = 1e-4
 """A logprob may be above 0 by this much: float32 sums over a large vocabulary are no more exact."""
 
 
-def sound(value: float) -> float | None:
-    """A logprob as it is stored; None for what is none."""
-    return min(value, 0.0) if math.isfinite(value) and value <= NOISE else None
+def sound(values: Sequence[float]) -> list[float | None]:
+    """Logprobs as they are stored; None for what is none."""
+    if all(map(math.isfinite, values)) and max(values, default=0.0) <= 0.0:
+        return list(values)
+    return [min(v, 0.0) if math.isfinite(v) and v <= NOISE else None for v in values]
 
 
 def exclusion(

@@ -201,6 +201,7 @@ _segments = [
     ("trainable", _flag),
     ("exclude_reason", _text),
     ("call_ids", _list(_text)),
+    ("call_starts", _list(_short)),
 ]
 
 _groups = [

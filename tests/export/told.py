@@ -215,6 +215,7 @@ def segment(number: int, ids: Sequence[int], trained: Sequence[int], **more: Any
         "truncated": False,
         "reward": 1.0,
         "call_ids": ["c1"],
+        "call_starts": [trained[0] if trained else 0],
         "policy_version_min": None,
         "policy_version_max": None,
         "token_source": "engine",

@@ -135,6 +135,7 @@ def double_the_beginning(row):
     for name in ("input_ids", "loss_mask", "sampled_mask", "logprobs", "turn_ids", "version_ids"):
         row[name].insert(0, row[name][0])
     row["prompt_len"] += 1
+    row["call_starts"] = [start + 1 for start in row["call_starts"]]
 
 
 def other_ends(row):
@@ -144,6 +145,10 @@ def other_ends(row):
 
 def train_a_prompt(row):
     row["loss_mask"][0] = True
+
+
+def lose_a_place(row):
+    row["call_starts"][0] += 1
 
 
 def lose_a_logprob(row):
@@ -159,6 +164,7 @@ CHANGES = [
     (double_the_beginning, "begins twice with"),
     (other_ends, "no answer ends with an end token"),
     (train_a_prompt, "not sampled is to be trained"),
+    (lose_a_place, "belong to no call"),
     (lose_a_logprob, "has no logprob"),
     (another_reward, "has reward 0.25"),
 ]

@@ -99,6 +99,7 @@ def test_the_golden_case_an_end_token_off_by_one_after_tool_calls():
     assert second.fork_reason == "retokenized_history"
     assert (second.policy_version_min, second.policy_version_max) == ("5", "5")
     assert second.call_ids == ["one", "two"]
+    assert second.call_starts == [4, 11]
     assert second.trainable
 
 
@@ -245,7 +246,11 @@ BROKEN = [
     ({"logprobs": [None, None, -0.5, -0.25, None, -0.5]}, "logprobs are not the row's"),
     ({"input_ids": [1, 2, 3, 3, 5, 6]}, "path is not the row's"),
     ({"input_ids": [1, 2, 3, 4, 5, -6]}, "no id"),
-    ({"turn_ids": [0, 0, 1, 2, 1, 2]}, "3 sampled stretches"),
+    ({"call_starts": [2]}, "do not fit"),
+    ({"call_starts": [5, 2]}, "no places in order"),
+    ({"call_starts": [3, 5]}, "belong to no call"),
+    ({"call_starts": [2, 9]}, "no places in order"),
+    ({"loss_mask": [False, False, True, False, False, True]}, "trained in part"),
     ({"version_ids": [0] * 6}, "has a policy version"),
     ({"prompt_len": 3}, "prompt_len"),
     ({"call_ids": ["one", "one"]}, "do not fit"),

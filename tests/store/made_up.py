@@ -173,6 +173,7 @@ def segment(number: int) -> Segment:
         trainable=True,
         exclude_reason=None,
         call_ids=[f"call-{number}"],
+        call_starts=[1],
     )
 
 

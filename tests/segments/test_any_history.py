@@ -1,0 +1,74 @@
+"""Whatever order and history calls have: every answer is trained once, as it was sampled, and no
+rollout is refused for it."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_segments import Story
+
+from hermes_rl import events as ev
+from hermes_rl.segments import with_segments
+from hermes_rl.segments.rules import book_faults, rollout_faults, row_faults
+from hermes_rl.trajectory import fold
+
+ids = st.lists(st.integers(0, 2), max_size=4)
+step = st.fixed_dictionaries(
+    {
+        "from": st.integers(0, 20),
+        "kept": st.integers(0, 40),
+        "whole": st.booleans(),
+        "glue": ids,
+        "said": ids.filter(bool),
+        "agent": st.sampled_from(["main", "main", "main", "helper"]),
+        "purpose": st.sampled_from(["agent", "agent", "agent", "agent", "summary"]),
+        "fate": st.sampled_from(["kept", "kept", "kept", "discarded", "context", "at once"]),
+        "again": st.booleans(),
+    }
+)
+
+
+def told(steps) -> tuple[Story, dict[str, list[int]]]:
+    """Calls whose prompts begin as earlier paths do, up to some place."""
+    story, paths, answers = Story(), [[]], {}
+    turn = 0
+    for number, one in enumerate(steps):
+        turn += not one["again"]
+        path = paths[one["from"] % len(paths)]
+        prompt = [*(path if one["whole"] else path[: one["kept"]]), *one["glue"]]
+        name = f"call-{number}"
+        label = {"agent": one["agent"], "purpose": one["purpose"]}
+        if one["fate"] == "at once":
+            story.start(f"{name}-b", max(turn, 1), **label)
+        story.call(name, max(turn, 1), prompt, one["said"], **label)
+        answers[name] = [*prompt, *one["said"]]
+        if one["fate"] == "at once":
+            other = [*one["said"], 1]
+            story.end(f"{name}-b", prompt, other, agent=one["agent"])
+            answers[f"{name}-b"] = [*prompt, *other]
+        elif one["fate"] == "discarded":
+            story.events.append(
+                ev.AnswerDiscarded(turn=max(turn, 1), why="empty", agent=one["agent"])
+            )
+        elif one["fate"] == "context":
+            story.events.append(ev.ContextStarted(start=0, reason="full"))
+        paths.append(answers[name])
+    return story, answers
+
+
+@settings(max_examples=300)
+@given(st.lists(step, min_size=1, max_size=10))
+def test_every_answer_is_trained_once(steps):
+    story, answers = told(steps)
+    story.events.append(ev.Ended(finished_at=2.0, end_reason="answered"))
+    row, segments = with_segments(story.events, fold(story.events))
+    assert "segments_rejected" not in row.metrics
+    rows = [{name: getattr(s, name) for name in s.__struct_fields__} for s in segments]
+    calls = [{name: getattr(c, name) for name in c.__struct_fields__} for c in row.calls]
+    assert [f for r in rows for f in row_faults(r)] == []
+    assert list(rollout_faults(rows)) == list(book_faults(rows, calls)) == []
+    trained = {s.call_ids[-1]: s.input_ids for s in segments}
+    assert all(answers[name] == path for name, path in trained.items())
+    assert sum(sum(s.loss_mask) for s in segments) == row.usage.output_tokens
+    assert row.metrics["followed_calls"] >= row.metrics["forked_calls"]
+    firsts = [s for s in segments if s.branch_kind == "main"]
+    assert len(firsts) <= 1
+    assert all(s.branch_index == 0 for s in firsts)
