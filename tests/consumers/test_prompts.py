@@ -1,4 +1,4 @@
-"""Our prompts are the ids that transformers makes of the same files: 70 templates, token by token."""
+"""Our prompts are the ids that transformers makes of the same files, over seventy templates."""
 
 import json
 import subprocess
@@ -9,6 +9,9 @@ import trl
 from transformers import PreTrainedTokenizerFast
 
 HERE = Path(__file__).parent
+NO_NULL = "deepseek_r1_distill"
+"""Reads a null content beside tool calls, which transformers takes out of messages and engines do
+not."""
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 
 
@@ -27,6 +30,8 @@ def test_prompts_are_those_of_transformers(request: pytest.FixtureRequest, tmp_p
     for prompt in prompts:
         if prompt["date"]:  # theirs is today's
             continue
+        if NO_NULL in prompt["title"] and prompt["tools"]:
+            continue
         folder = prompt["folder"]
         if folder not in readers:
             readers[folder] = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -43,4 +48,4 @@ def test_prompts_are_those_of_transformers(request: pytest.FixtureRequest, tmp_p
         if theirs != prompt["ids"]:
             unlike.append(prompt["title"])
     assert unlike == []
-    assert compared > 250
+    assert compared > 400

@@ -87,8 +87,8 @@ def _assistant_form(message: AssistantMessage, form: Form) -> dict[str, Any]:
     if not content and message.tool_calls and form.empty_content == "none":
         content = None
     out: dict[str, Any] = {"role": "assistant", "content": content}
-    if message.reasoning_content:
-        out["reasoning_content"] = message.reasoning_content
+    if message.reasoning_content:  # under both names that templates read, as transformers does
+        out["reasoning_content"] = out["thinking"] = message.reasoning_content
     if message.tool_calls:
         out["tool_calls"] = [_call_form(call, form) for call in message.tool_calls]
     return out

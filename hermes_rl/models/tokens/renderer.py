@@ -12,7 +12,7 @@ from hermes_rl.models.tokens import bridge as bridges
 from hermes_rl.models.tokens import probes
 from hermes_rl.models.tokens.bridge import Bridged, History
 from hermes_rl.models.tokens.files import TokenizerFiles, folder_of, read_folder
-from hermes_rl.models.tokens.forms import PROBE_TOOL, form_of
+from hermes_rl.models.tokens.forms import PROBE_TOOL, Form, form_of
 from hermes_rl.models.tokens.shield import Shield
 from hermes_rl.models.tokens.template import Template, TemplateRefused
 from hermes_rl.models.tokens.tokenizer import Tokenizer
@@ -39,6 +39,11 @@ class Renderer:
         self._told_ends = frozenset(end_ids)
         shield = Shield(tokenizer.added, self._source)
         self._setter = Typesetter(template, form_of(template), shield)
+
+    @property
+    def form(self) -> Form:
+        """How the template reads messages."""
+        return self._setter.form
 
     @property
     def tokenizer_hash(self) -> str:
