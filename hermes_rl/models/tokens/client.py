@@ -101,6 +101,7 @@ class TokenClient:
     ) -> None:
         self.api_mode, self.endpoint = inner.api_mode, inner.endpoint
         self._inner, self._renderer, self._kind = inner, renderer, kind
+        self._control = frozenset(t.id for t in renderer.tokenizer.added if t.special)
         self._parser = parser or parser_named(renderer.parser_name)
 
     async def complete(self, request: ModelRequest) -> Completion:
@@ -118,11 +119,12 @@ class TokenClient:
         sampled = answer.tokens.completion_ids if answer.tokens is not None else None
         if answer.tokens is None or sampled is None:
             raise ProtocolError("the engine gave no token ids", served=True)
-        message = self._message(sampled, request)
+        ended = answer.finish_reason == "stop"
+        message = self._message(self._said(sampled) if ended else sampled, request)
         asked.state.answered(asked.prompt, asked.messages, request.tools, message, sampled)
         if request.on_delta is not None and message.content:
             request.on_delta(message.content)
-        called = bool(message.tool_calls) and answer.finish_reason == "stop"
+        called = bool(message.tool_calls) and ended
         return replace(
             answer,
             message=message,
@@ -156,6 +158,11 @@ class TokenClient:
     def _key(self) -> tuple[str, str, str]:
         """Clients of one model share the state: several accounts, a renewed connection."""
         return ("tokens", self._renderer.tokenizer_hash, self._renderer.template_hash)
+
+    def _said(self, sampled: tuple[int, ...]) -> tuple[int, ...]:
+        """The ids of an answer's text: without the control token that the engine stopped at, be it
+        one that this template knows as an end or not."""
+        return sampled[:-1] if sampled and sampled[-1] in self._control else sampled
 
     def _message(self, sampled: tuple[int, ...], request: ModelRequest) -> AssistantMessage:
         text = self._renderer.answer_text(sampled)

@@ -19,8 +19,11 @@ from hermes_rl.models.tokens.bridge import Bridged, History
 Tools = Sequence[Mapping[str, Any]]
 
 KEPT = 4
-"""Calls whose tokens are kept. A conversation goes on from its last one; the others are for answers
-that were thrown away, and asked for again."""
+"""Earlier calls whose tokens are kept. A conversation goes on from its last one; the others are for
+answers that were thrown away, and turns that were taken back."""
+SIDE_BY_SIDE = 256
+"""Answers to one prompt that are kept: any of them may be the one that is gone on with. They share
+their prompt's ids."""
 
 _REASONING = "reasoning"
 """Stands in the reason of a bridge that cannot be because earlier reasoning is not shown."""
@@ -104,8 +107,12 @@ class TokenState:
         """
         history = History(messages=tuple(messages), prompt_ids=prompt.ids, answer=answer)
         self._calls.append(_Call(history, sampled, tools, prompt))
-        del self._calls[:-KEPT]
         self._answered += 1
+        length = len(history.messages)
+        beside = [call for call in self._calls if len(call.history.messages) == length]
+        if len(self._calls) > KEPT:
+            others = [call for call in self._calls if len(call.history.messages) != length]
+            self._calls = [*others[-KEPT:], *beside[-SIDE_BY_SIDE:]]
 
     def _find(self, renderer: Renders, messages: Sequence[Message], tools: Tools) -> Prompt:
         for call in reversed(self._calls):

@@ -112,6 +112,20 @@ async def test_an_end_token_that_the_engine_leaves_out_is_glue_and_one_that_it_g
         await client.aclose()
 
 
+async def test_another_end_token_is_no_text_and_the_turn_is_closed_behind_it(tmp_path):
+    async with engine_at(tmp_path / "t") as engine:
+        client = client_of(engine, "vllm")
+        step = {"text": "Over.", "run": "ls", "end": "<|endoftext|>"}
+        conversation, answers = await played(client, asked(script(step, "done")))
+        await client.aclose()
+    agree(answers, engine.truth)
+    first, second = answers
+    assert "endoftext" not in (first.message.raw_content or "") + first.message.content
+    other, end = (engine.lexicon.added[t] for t in ("<|endoftext|>", "<|im_end|>"))
+    place = len(first.tokens.prompt_ids) + len(first.tokens.completion_ids)
+    assert second.tokens.prompt_ids[place - 1 : place + 1] == (other, end)
+
+
 async def test_an_answer_that_was_thrown_away_is_asked_for_again_from_the_same_prompt(tmp_path):
     async with engine_at(tmp_path / "t", split="random") as engine:
         client = client_of(engine, "sglang")
@@ -240,7 +254,7 @@ FAULTS = {
     "rate_limit": RateLimited,
     "reset": ConnectionLost,
     "cut": ProtocolError,
-    "garbage": ProtocolError,
+    "garbage": ServerError,  # no answer at all, but a page
     "not_found": ModelNotFound,
 }
 
@@ -294,6 +308,9 @@ async def test_calls_side_by_side_keep_their_own_ids(tmp_path):
         same = [client.complete(request_of(parallel, n)) for n in range(8)]
         runs = [played(client, asked(script(*STEPS[:1], f"end {n}"))) for n in range(12)]
         together = await asyncio.gather(asyncio.gather(*same), asyncio.gather(*runs))
+        parallel.append(together[0][0].message)
+        parallel.append(UserMessage(content="Go on."))
+        gone_on = await client.complete(request_of(parallel, 99))
         await client.aclose()
     answers, played_runs = together
     truth = {entry.request_id: entry for entry in engine.truth}
@@ -302,6 +319,9 @@ async def test_calls_side_by_side_keep_their_own_ids(tmp_path):
         assert answer.tokens.prompt_ids == entry.prompt_ids
         assert answer.tokens.completion_ids == entry.sampled_ids
     assert len({a.tokens.prompt_ids for a in answers}) == 1
+    first = answers[0]  # seven calls later it is still known
+    path = first.tokens.prompt_ids + first.tokens.completion_ids
+    assert gone_on.tokens.prompt_ids[: len(path)] == path
     for n, (_, run) in enumerate(played_runs):
         assert run[-1].message.content == f"end {n}"
 

@@ -45,10 +45,9 @@ class SglangGenerate(TokenWire):
         """See `TokenWire.read`."""
         meta = form["meta_info"]
         triples = meta.get("output_token_logprobs")
-        ids = form.get("output_ids")
         named = None if triples is None else [triple[1] for triple in triples]
         return Answer(
-            ids=named if ids is None else ids,
+            ids=_sampled(form.get("output_ids"), named, meta.get("finish_reason")),
             logprobs=None if triples is None else [triple[0] for triple in triples],
             named=named,
             prompt_tokens=_whole(meta.get("prompt_tokens")),
@@ -69,6 +68,17 @@ class SglangGenerate(TokenWire):
     def likely(self, form: Json) -> dict[Any, float]:
         """See `TokenWire.likely`."""
         return {triple[1]: triple[0] for triple in form["meta_info"]["output_top_logprobs"][0]}
+
+
+def _sampled(ids: Any, named: list[Any] | None, reason: Any) -> Any:
+    """The sampled ids. Some versions leave the stop token that was matched out of `output_ids`, and
+    give its logprob all the same: it was sampled."""
+    if named is None:
+        return ids
+    matched = reason.get("matched") if isinstance(reason, dict) else None
+    if ids is None or (named[:-1] == ids and named[-1:] == [matched]):
+        return named
+    return ids
 
 
 def _finish(reason: Any) -> str | None:

@@ -1,0 +1,126 @@
+"""Answers that contradict themselves are failed calls; none is mended into a row."""
+
+import json
+
+import pytest
+
+from hermes_rl.errors import ModelAborted, ModelError, ProtocolError
+from hermes_rl.models.base import Completion, Conversation, ModelRequest
+from hermes_rl.models.dialects.base import ReplyHead
+from hermes_rl.models.tokens.client import WIRES
+
+PROMPT = (1, 2, 3)
+REQUEST = ModelRequest("m", Conversation(), "c", logprobs=True, prompt_ids=PROMPT)
+
+
+def vllm(**choice) -> dict:
+    logprobs = {"token_logprobs": [-1.0, -0.5], "tokens": ["token_id:7", "token_id:8"]}
+    fields = {"token_ids": [7, 8], "prompt_token_ids": [1, 2, 3], "logprobs": logprobs}
+    return {"id": "i", "choices": [{"index": 0, "finish_reason": "stop", **fields, **choice}]}
+
+
+def generate(**choice) -> dict:
+    content = [{"token": "a", "logprob": -1.0}, {"token": "b", "logprob": -0.5}]
+    fields = {"token_ids": [7, 8], "logprobs": {"content": content}, "finish_reason": "stop"}
+    return {"request_id": "i", "choices": [{**fields, **choice}]}
+
+
+def sglang(ids=(7, 8), **meta) -> dict:
+    triples = [[-1.0, 7, None], [-0.5, 8, None]]
+    ended = {"type": "stop", "matched": 8}
+    fields = {"output_token_logprobs": triples, "finish_reason": ended, "prompt_tokens": 3}
+    form = {"text": "", "meta_info": {**fields, **meta}}
+    return form if ids is None else {**form, "output_ids": list(ids)}
+
+
+def llamacpp(**more) -> dict:
+    told = [{"id": 7, "logprob": -1.0}, {"id": 8, "logprob": -0.5}]
+    fields = {"tokens": [7, 8], "completion_probabilities": told, "tokens_evaluated": 3}
+    return {**fields, "stop_type": "eos", "truncated": False, **more}
+
+
+def read(wire: str, form: object) -> Completion:
+    decoder = WIRES[wire]().decoder(REQUEST, ReplyHead({}))
+    decoder.feed(form if isinstance(form, bytes) else json.dumps(form).encode())
+    return decoder.finish()
+
+
+WHOLE = {"vllm": vllm(), "vllm_generate": generate(), "sglang": sglang(), "llamacpp": llamacpp()}
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_whole_answer_is_read(wire):
+    answer = read(wire, WHOLE[wire])
+    assert answer.tokens.prompt_ids == PROMPT
+    assert answer.tokens.completion_ids == (7, 8)
+    assert answer.tokens.logprobs == (-1.0, -0.5)
+    assert answer.finish_reason == "stop"
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("wire", "form", "said"),
+    [
+        ("vllm", vllm(prompt_token_ids=[1, 1, 2, 3]), "another prompt than it was sent"),
+        ("vllm", vllm(token_ids=None), "no token ids"),
+        ("vllm", vllm(token_ids=[7, "8"]), "no token ids"),
+        ("vllm", vllm(token_ids=[7, 1 << 31]), "no token ids"),
+        ("vllm", vllm(token_ids=[7]), "of different tokens"),
+        ("vllm", vllm(token_ids=[7, 9]), "of different tokens"),
+        ("vllm", vllm(logprobs={"token_logprobs": [-1.0]}), "1 logprobs for 2 tokens"),
+        ("vllm_generate", generate(token_ids=[7]), "2 logprobs for 1 tokens"),
+        ("sglang", sglang(prompt_tokens=4), "read 4 prompt tokens and was sent 3"),
+        ("sglang", sglang(ids=(7, 9)), "of different tokens"),
+        ("sglang", sglang(ids=(7,), finish_reason={"type": "stop"}), "of different tokens"),
+        ("sglang", sglang(ids=(7,), finish_reason={"type": "length"}), "of different tokens"),
+        ("llamacpp", llamacpp(tokens_evaluated=4), "read 4 prompt tokens and was sent 3"),
+        ("llamacpp", llamacpp(truncated=True), "cut the prompt"),
+        *((wire, form, None) for wire in WIRES for form in ([], {}, 3, b"<html>", b"{")),
+        *((wire, {"choices": [], "meta_info": None}, None) for wire in WIRES),
+    ],
+)
+def test_what_contradicts_itself_is_refused(wire, form, said):
+    with pytest.raises(ProtocolError, match=said) as refused:
+        read(wire, form)
+    assert refused.value.served
+
+
+def test_a_stop_token_that_only_its_logprob_tells_was_sampled():
+    """The golden case of an end token off by one."""
+    assert read("sglang", sglang(ids=(7,))).tokens.completion_ids == (7, 8)
+    assert read("sglang", sglang(ids=None)).tokens.completion_ids == (7, 8)
+    assert read("sglang", sglang(output_token_logprobs=None)).tokens.completion_ids == (7, 8)
+
+
+@pytest.mark.parametrize(
+    ("wire", "form"),
+    [
+        ("vllm", vllm(logprobs=None)),
+        ("vllm", vllm(logprobs={"token_logprobs": [-1.0, None]})),
+        ("vllm", vllm(logprobs={"token_logprobs": [-1.0, -9999.0]})),
+        ("vllm", vllm(logprobs={"token_logprobs": [-1.0, 0.7]})),
+        ("sglang", sglang(output_token_logprobs=[[None, 7, None], [-0.5, 8, None]])),
+        ("llamacpp", llamacpp(completion_probabilities=[{"id": 8, "logprob": -0.5}])),
+        ("llamacpp", llamacpp(completion_probabilities=[])),
+    ],
+)
+def test_logprobs_that_are_not_all_there_are_none_at_all(wire, form):
+    answer = read(wire, form)
+    assert answer.tokens.completion_ids == (7, 8)
+    assert answer.tokens.logprobs is None
+
+
+def test_an_error_within_an_answer_is_that_error():
+    with pytest.raises(ModelError, match="the engine is dead"):
+        read("vllm", {"error": {"message": "the engine is dead", "code": 500}})
+
+
+@pytest.mark.parametrize("wire", ["vllm", "sglang"])
+def test_an_abort_is_told_as_the_engine_does(wire):
+    form = (
+        vllm(finish_reason="abort")
+        if wire == "vllm"
+        else sglang(finish_reason={"type": "abort", "message": "no"})
+    )
+    assert read(wire, form).finish_reason == "abort"
+    assert ModelAborted.transient  # what a caller makes of it is tried again
