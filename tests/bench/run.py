@@ -23,6 +23,7 @@ from pathlib import Path
 import meter
 import rows_calls
 import rows_memory
+import rows_rl
 import rows_start
 import rows_store
 import rows_turns
@@ -41,6 +42,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "driver": rows_store.per_trajectory,
     "resume": rows_store.resume,
     "driver-memory": rows_store.driver_memory,
+    "reward-lag": rows_rl.reward_lag,
     "commands": rows_start.commands,
 }
 

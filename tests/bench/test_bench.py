@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 RUN = Path(__file__).with_name("run.py")
-ROWS = ("turn-none", "turn-bubblewrap", "sandbox", "resume", "driver-memory", "commands")
+ROWS = (
+    "turn-none",
+    "turn-bubblewrap",
+    "sandbox",
+    "resume",
+    "driver-memory",
+    "reward-lag",
+    "commands",
+)
 
 
 @pytest.mark.slow
