@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,9 @@ __all__ = ["Endpoint", "Timeouts", "WireClient", "connect"]
 CALL_ID_HEADER = "x-hermes-call-id"
 _ERROR_BYTES = 65_536
 """As much of an error's body is read."""
+_START_BYTES = 64
+_FORM = re.compile(rb"(\xef\xbb\xbf)?\s*([{\[]|data:|event:|id:|retry:|:)")
+"""How JSON and streams of events begin."""
 _YOUNG_S = 30.0
 """Connections are not renewed again before that: many rollouts ask for it at once."""
 
@@ -35,6 +39,10 @@ def connect(endpoint: Endpoint, dialect: Dialect | None = None) -> ModelClient:
     """
     endpoint.check()
     return WireClient(endpoint, dialect or _dialect(endpoint), _transport(endpoint))
+
+
+class _TooLong(ProtocolError):
+    """An answer that does not end."""
 
 
 @dataclass
@@ -70,7 +78,7 @@ class WireClient:
         headers = {**self._headers, CALL_ID_HEADER: request.call_id}
         body = self._dialect.encode(request)
         beginning = Beginning(request)
-        line = self._line
+        line, start = self._line, bytearray()
         line.requests += 1
         try:
             async with line.transport.post(self._url, body, headers) as reply:
@@ -78,11 +86,11 @@ class WireClient:
                     raise await self._refusal(reply)
                 head = ReplyHead(reply.headers, reply.first_byte_s)
                 decoder = self._dialect.decoder(beginning.request, head)
-                with beginning.kept(decoder), _no_page(head):
-                    await self._read(reply, decoder)
+                with beginning.kept(decoder), _no_answer(head, start):
+                    await self._read(reply, decoder, start)
         finally:
             await line.left()
-        with beginning.kept(decoder), _no_page(head):
+        with beginning.kept(decoder), _no_answer(head, start):
             return decoder.finish()
 
     async def _refusal(self, reply: Reply) -> ModelError:
@@ -94,13 +102,18 @@ class WireClient:
                     break
         return classify(reply.status, reply.headers, bytes(text), secrets=self._secrets)
 
-    async def _read(self, reply: Reply, decoder: Decoder) -> None:
-        """Feed the answer to its decoder. Raises: ModelError."""
+    async def _read(self, reply: Reply, decoder: Decoder, start: bytearray) -> None:
+        """Feed the answer to its decoder, and keep its first bytes in `start`.
+
+        Raises: ModelError.
+        """
         received = 0
         async for piece in reply.chunks():
             received += len(piece)
+            if len(start) < _START_BYTES:
+                start += piece[:_START_BYTES] if start else piece.lstrip()[:_START_BYTES]
             if received > self._answer_bytes:
-                raise ProtocolError(f"an answer of over {self._answer_bytes} bytes", served=True)
+                raise _TooLong(f"an answer of over {self._answer_bytes} bytes", served=True)
             decoder.feed(piece)
             if decoder.done:
                 break
@@ -129,18 +142,24 @@ class WireClient:
 
 
 @contextmanager
-def _no_page(head: ReplyHead) -> Iterator[None]:
-    """A web page with status 200 is a proxy's or a login's, and says nothing of the request: it is
-    an outage, not a bad answer. Raises: ServerError in place of ProtocolError."""
+def _no_answer(head: ReplyHead, start: bytearray) -> Iterator[None]:
+    """A web page with status 200 is a proxy's or a login's, and a text that is neither JSON nor
+    events is a gateway's: they say nothing of the request. It is an outage, not a bad answer; the
+    model may have been at work behind a gateway. Raises: ServerError in place of ProtocolError."""
     try:
         yield
+    except _TooLong:
+        raise
     except ProtocolError as error:
-        if not head.headers.get("content-type", "").startswith("text/html"):
+        page = head.headers.get("content-type", "").startswith("text/html")
+        if not page and _FORM.match(start):
             raise
+        what = "a web page" if page else "something else" if start.strip() else "nothing"
         raise ServerError(
-            f"a web page came in the place of an answer: {error}",
+            f"{what} came in the place of an answer: {error}",
             status=200,
             request_id=error.request_id,
+            served=not page,
         ) from error
 
 

@@ -167,7 +167,7 @@ async def test_a_hint_to_wait_in_seconds_and_as_date(kit, wire):
     assert none.value.retry_after_s is None
 
 
-BROKEN = {"reset": e.ConnectionLost, "cut": e.ProtocolError, "garbage": e.ProtocolError}
+BROKEN = {"reset": e.ConnectionLost, "cut": e.ProtocolError, "garbage": e.ServerError}
 
 
 @pytest.mark.parametrize("fault", BROKEN)

@@ -194,7 +194,7 @@ async def test_a_hint_to_wait(kit, wire):
     assert caught.value.retry_after_s == 7.5
 
 
-BROKEN = {"reset": e.ConnectionLost, "cut": e.ProtocolError, "garbage": e.ProtocolError}
+BROKEN = {"reset": e.ConnectionLost, "cut": e.ProtocolError, "garbage": e.ServerError}
 
 
 async def test_lost_answers_may_be_served(kit, wire):

@@ -42,10 +42,10 @@ async def serving(*pieces, pause=0.0, tls=None):
         yield f"{'https' if tls else 'http'}://127.0.0.1:{port}/v1"
 
 
-async def ask(kit, url, transport, **options):
+async def ask(kit, url, transport, *, stream=False, **options):
     client = connect(Endpoint(url, transport=transport, **options))
     try:
-        return await client.complete(kit.request())
+        return await client.complete(kit.request(stream=stream))
     finally:
         await client.aclose()
 
@@ -92,6 +92,30 @@ async def test_a_web_page_in_the_place_of_an_answer_is_no_fault_of_the_request(k
         with pytest.raises(e.ServerError, match="a web page") as caught:
             await ask(kit, url, transport)
     assert caught.value.served is False
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "text", [b"upstream connect error", b"\n ok", b"\x1f\x8b\x08\x00", b"", b"7"]
+)
+async def test_text_in_the_place_of_an_answer_is_no_fault_of_the_request(
+    kit, transport, stream, text
+):
+    """A gateway's: tried again for as long as an outage may last, and maybe billed."""
+    async with serving(head(f"content-length: {len(text)}"), text) as url:
+        with pytest.raises(e.ServerError, match="in the place of an answer") as caught:
+            await ask(kit, url, transport, stream=stream)
+    assert caught.value.served is True
+    assert caught.value.status == 200
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("text", [b'{"choices": [', b"[]", b'  {"choices": 3}', b"\xef\xbb\xbf{}"])
+async def test_an_answer_that_is_bad_is_the_requests(kit, transport, text):
+    async with serving(head(f"content-length: {len(text)}"), text) as url:
+        with pytest.raises(e.ProtocolError):
+            await ask(kit, url, transport)
 
 
 @TRANSPORTS
