@@ -116,20 +116,27 @@ class Tokenizer:
         pattern = lookalikes((token.text for token in self.added), after=mark)
         named = pattern.sub(lambda m: _name(salt, str(self._ids[m.group()])) + _CLOSE, text)
         encoding = self._with_names(salt).encode(named.replace(mark, ""), add_special_tokens=False)
-        start = _name(salt, "")
+        name = re.compile(re.escape(_name(salt, "")) + rf"(\d+){_CLOSE}")
+        # A token that swallows the blanks beside it shows them in its piece.
+        found = [name.search(piece) for piece in encoding.tokens]
         return [
-            int(piece[len(start) : -1]) if piece.startswith(start) else token_id
-            for token_id, piece in zip(encoding.ids, encoding.tokens, strict=True)
+            int(match.group(1)) if match else token_id
+            for match, token_id in zip(found, encoding.ids, strict=True)
         ]
 
     def _with_names(self, salt: int) -> tokenizers.Tokenizer:
         """The same tokenizer with its added tokens under names that no text holds."""
         if salt not in self._renamed:
-            renamed = [
-                {**form, "content": _name(salt, str(form["id"])) + _CLOSE}
-                for form in self._spec["added_tokens"]
-            ]
-            spec = {**self._spec, "added_tokens": renamed, "post_processor": None}
+            names = {t.text: _name(salt, str(t.id)) + _CLOSE for t in self.added}
+            spec = {
+                **self._spec,
+                "added_tokens": [
+                    {**form, "content": names[form["content"]]}
+                    for form in self._spec["added_tokens"]
+                ],
+                "model": _renamed_model(self._spec["model"], names),
+                "post_processor": None,
+            }
             self._renamed = {salt: _built(spec)}
         return self._renamed[salt]
 
@@ -170,6 +177,31 @@ def _spec(raw: bytes, special: frozenset[str], added: list[Mapping[str, Any]]) -
         for form in sorted(known, key=lambda form: form["id"])
     ]
     return {**spec, "added_tokens": tokens, "truncation": None, "padding": None}
+
+
+def _renamed_model(model: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The model of a tokenizer that cannot make an added token out of text.
+
+    Some models have them in their own vocabulary, where a Unigram model finds them in text, and
+    a BPE model where merges lead to them.
+    """
+    out = dict(model)
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        out["vocab"] = {names.get(text, text): number for text, number in vocabulary.items()}
+    elif isinstance(vocabulary, list):
+        out["vocab"] = [[names.get(text, text), score] for text, score in vocabulary]
+    if isinstance(model.get("merges"), list):
+        out["merges"] = [merge for merge in model["merges"] if not _makes(merge, names)]
+    if model.get("unk_token") in names:
+        out["unk_token"] = names[model["unk_token"]]
+    return out
+
+
+def _makes(merge: Any, names: Mapping[str, str]) -> bool:
+    """Whether a merge makes one of these texts, or goes on from it."""
+    first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return first + second in names or first in names or second in names
 
 
 def _built(spec: Mapping[str, Any]) -> tokenizers.Tokenizer:
