@@ -28,8 +28,8 @@ help: ## list these targets
 demo: demo-venv ## the whole product on ten small tasks (MODEL=... BASE_URL=... [API_KEY_ENV=...] for your own model)
 	@$(VENV)/bin/hermes-rl demo $(DEMO_ARGS)
 
-test: dev-venv ## all tests (PYTEST_ARGS='-k journal' for some)
-	@$(RUN) -m pytest $(PYTEST_ARGS)
+test: dev-venv ## all tests, in two processes (PYTEST_ARGS='-k journal' for some, -n 0 for one process)
+	@$(RUN) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: dev-venv ## ruff, formatting and strict types
 	@$(RUN) -m ruff check .

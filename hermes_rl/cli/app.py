@@ -26,6 +26,7 @@ COMMANDS = {
     "status": "what is going on, from any other terminal",
     "check": "find bad rows before a token is spent; check a run's books",
     "export": "a run in another format, with a loss report",
+    "import": "another program's trajectories as a run",
     "compress": "fit long trajectories into a token budget",
     "env": "RL environments: serve, process, evaluate",
     "eval": "evaluate and compare runs",

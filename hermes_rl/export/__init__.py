@@ -10,6 +10,16 @@ from __future__ import annotations
 from hermes_rl.export.base import ExportOptions
 from hermes_rl.export.exporter import export_run
 from hermes_rl.export.formats import FORMATS
+from hermes_rl.export.imports.importer import ImportReport, import_file
 from hermes_rl.export.losses import LEFT_OUT, LOST, Report
 
-__all__ = ["FORMATS", "LEFT_OUT", "LOST", "ExportOptions", "Report", "export_run"]
+__all__ = [
+    "FORMATS",
+    "LEFT_OUT",
+    "LOST",
+    "ExportOptions",
+    "ImportReport",
+    "Report",
+    "export_run",
+    "import_file",
+]

@@ -184,6 +184,7 @@ def finished(
 def segment(number: int, ids: Sequence[int], trained: Sequence[int], **more: Any) -> Segment:
     """A segment of unit `number`; `trained` are the positions that were sampled."""
     mask = [place in set(trained) for place in range(len(ids))]
+    starts = [i for i, own in enumerate(mask) if own and not (i and mask[i - 1])]
     columns: dict[str, Any] = {
         "trajectory_id": trajectory_id(unit(number), 1, 0),
         "unit_id": unit(number),
@@ -211,11 +212,11 @@ def segment(number: int, ids: Sequence[int], trained: Sequence[int], **more: Any
         "top_p": 1.0,
         "top_k": None,
         "min_p": None,
-        "finish_reasons": ["stop"],
+        "finish_reasons": ["stop"] * len(starts),
         "truncated": False,
         "reward": 1.0,
-        "call_ids": ["c1"],
-        "call_starts": [trained[0] if trained else 0],
+        "call_ids": [f"c{i + 1}" for i in range(len(starts))],
+        "call_starts": starts,
         "policy_version_min": None,
         "policy_version_max": None,
         "token_source": "engine",

@@ -1,0 +1,252 @@
+"""Other programs' files come back as runs that can be shown, evaluated and exported."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import told
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hermes_rl.errors import UserError
+from hermes_rl.export import ExportOptions, export_run, import_file
+from hermes_rl.export.formats.sharegpt import conversation
+from hermes_rl.export.imports.hermes import messages_of, tools_of
+from hermes_rl.messages import to_openai
+from hermes_rl.store.reader import load_run
+
+ROW = {
+    "prompt_index": 3,
+    "conversations": [
+        {"from": "system", "value": 'Call functions.\n<tools>\n[{"name": "terminal"}]\n</tools>'},
+        {"from": "human", "value": "List the files."},
+        {
+            "from": "gpt",
+            "value": "<think>\nNeed the listing.\n</think>\nOne moment.\n<tool_call>\n"
+            '{"name": "terminal", "arguments": {"command": "echo \'</tool_call>\'"}}\n</tool_call>',
+        },
+        {
+            "from": "tool",
+            "value": '<tool_response>\n{"tool_call_id": "call_1", "name": "terminal", "content": '
+            '{"output": "a </tool_response> b", "exit_code": 0}}\n</tool_response>',
+        },
+        {"from": "gpt", "value": "<think>\n</think>\nThere is one."},
+    ],
+    "metadata": {"batch_num": 1, "timestamp": "2026-01-02T03:04:05", "model": "some-model"},
+    "completed": True,
+    "partial": False,
+    "api_calls": 2,
+    "toolsets_used": ["terminal"],
+    "tool_stats": {"terminal": {"count": 1, "success": 1, "failure": 0}},
+    "tool_error_counts": {"terminal": 0},
+}
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_a_hermes_row_becomes_a_trajectory(tmp_path: Path) -> None:
+    twice = {**ROW, "completed": False, "partial": True}
+    file = write(tmp_path / "trajectories.jsonl", ROW, twice)
+    report = import_file(file, "hermes", tmp_path / "run")
+    assert report.rollouts == 2
+    run = load_run(tmp_path / "run")
+    one, two = run.trajectories.to_dict("records")
+    assert one["messages"] == [
+        {"role": "user", "content": "List the files."},
+        {
+            "role": "assistant",
+            "content": "One moment.",
+            "reasoning_content": "Need the listing.",
+            "tool_calls": [
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {
+                        "name": "terminal",
+                        "arguments": {"command": "echo '</tool_call>'"},
+                    },
+                }
+            ],
+        },
+        {
+            "role": "tool",
+            "tool_call_id": "call_1",
+            "name": "terminal",
+            "content": '{"output": "a </tool_response> b", "exit_code": 0}',
+        },
+        {"role": "assistant", "content": "There is one."},
+    ]
+    assert (one["model"], one["end_reason"], one["turns"]) == ("some-model", "answered", 2)
+    assert (two["end_reason"], two["truncated"]) == ("output_truncated", True)
+    assert (one["group_id"], one["member"]) == (two["group_id"], 0)
+    assert one["metadata"]["tool_stats"] == ROW["tool_stats"]
+    assert str(one["started_at"]) == "2026-01-02 03:04:05+00:00"
+    assert one["tools"] == [{"type": "function", "function": {"name": "terminal"}}]
+    assert run.stats["units"]["done"] == 2
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    """Exported as hermes' rows, imported and exported again: the same conversations."""
+    rows = [told.finished(n, story) for n, story in enumerate(told.STORIES)]
+    first = export_run(told.write(tmp_path / "run", rows), "sharegpt", tmp_path / "one.jsonl")
+    import_file(first.out, "hermes", tmp_path / "back")
+    second = export_run(tmp_path / "back", "sharegpt", tmp_path / "two.jsonl")
+    one, two = (
+        [json.loads(line)["conversations"] for line in Path(r.out).read_bytes().splitlines()]
+        for r in (first, second)
+    )
+    assert one == two
+
+
+texts = st.text(st.characters(codec="utf-8"), max_size=30)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+plain = texts.map(str.strip).filter(lambda t: "<" not in t)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """A conversation in the form of rows: calls with any arguments, results with any content."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": draw(texts)}]
+    for turn in range(draw(st.integers(0, 3))):
+        answer: dict[str, Any] = {"role": "assistant", "content": draw(plain)}
+        if thought := draw(plain):
+            answer["reasoning_content"] = thought
+        calls = [
+            {
+                "id": f"c{turn}{number}",
+                "type": "function",
+                "function": {"name": "terminal", "arguments": draw(st.dictionaries(texts, values))},
+            }
+            for number in range(draw(st.integers(1, 2)))
+        ]
+        messages.append({**answer, "tool_calls": calls})
+        content = draw(st.one_of(texts, values.map(json.dumps)))
+        messages += [
+            {"role": "tool", "tool_call_id": c["id"], "name": "terminal", "content": content}
+            for c in calls
+        ]
+    return [*messages, {"role": "assistant", "content": draw(plain.filter(bool))}]
+
+
+@settings(deadline=None)
+@given(conversations())
+def test_any_conversation_survives_the_form(messages: list[dict[str, Any]]) -> None:
+    """What calls and results hold comes back, tags of the form included."""
+    turns = conversation(messages, told.TOOLS)
+    back = [to_openai(m, parsed_arguments=True) for m in messages_of(turns)]
+    assert [said(m) for m in back] == [said(m) for m in messages]
+    assert tools_of(turns) == told.TOOLS
+
+
+def said(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as far as the form tells it: JSON results by their value."""
+    if message["role"] != "tool":
+        return message
+    content = message["content"]
+    if content.lstrip().startswith(("{", "[")):
+        try:
+            content = json.loads(content)
+        except ValueError:
+            pass
+    return {**message, "content": content}
+
+
+GROUP = {
+    "tokens": [[1, 2, 3, 4], [1, 2, 9]],
+    "masks": [[-100, 2, -100, 4], [-100, -100, 9]],
+    "scores": [1, 0.25],
+    "advantages": None,
+    "inference_logprobs": [[1.0, -0.5, 1.0, -0.25], [1.0, 1.0, -2.0]],
+    "messages": [
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}],
+    ],
+    "generation_params": {"temperature": 1.0},
+}
+
+
+def test_an_atropos_group_becomes_a_group(tmp_path: Path) -> None:
+    file = write(tmp_path / "groups.jsonl", GROUP, {**GROUP, "messages": None})
+    import_file(file, "atropos", tmp_path / "run", exact=True)
+    run = load_run(tmp_path / "run")
+    assert list(run.trajectories["reward"]) == [1.0, 0.25, 1.0, 0.25]
+    assert run.trajectories["group_id"].nunique() == 2
+    assert list(run.trajectories["member"]) == [0, 1, 0, 1]
+    assert list(run.trajectories["turns"]) == [2, 1, 2, 1]
+    report = export_run(tmp_path / "run", "atropos")
+    one, two = map(json.loads, Path(report.out).read_text(encoding="utf-8").splitlines())
+    for name in ("tokens", "masks", "scores", "inference_logprobs", "generation_params"):
+        assert one[name] == two[name] == GROUP[name]
+    assert [[m["content"] for m in s] for s in one["messages"]] == [["q", "a"], ["q", "b"]]
+
+
+def test_tokens_of_unknown_origin_go_to_no_rl_trainer_unasked(tmp_path: Path) -> None:
+    import_file(write(tmp_path / "g.jsonl", GROUP), "atropos", tmp_path / "run")
+    report = export_run(tmp_path / "run", "verl-rl")
+    assert (report.samples, report.left_out) == (0, {"retokenized": 2})
+    asked = ExportOptions(allow_retokenized=True)
+    assert export_run(tmp_path / "run", "verl-rl", options=asked).samples == 2
+    assert export_run(tmp_path / "run", "trl-tokens").samples == 2
+
+
+@pytest.mark.parametrize(
+    ("origin", "line", "message"),
+    [
+        ("hermes", "{", "x.jsonl:2: no JSON"),
+        ("hermes", "[]", "x.jsonl:2: a line must be a JSON object"),
+        ("hermes", '{"messages": []}', "x.jsonl:2: no 'conversations'"),
+        ("hermes", '{"conversations": [{"from": "eve", "value": ""}]}', "is from 'eve'"),
+        ("atropos", "{}", "x.jsonl:1: no group"),
+        ("atropos", '{"tokens": [[1]], "masks": [[]], "scores": [1]}', "1 tokens and a mask of 0"),
+        ("atropos", '{"tokens": [[1]], "masks": [[1]], "scores": ["x"]}', "finite"),
+    ],
+)
+def test_a_bad_line_is_named_and_leaves_nothing(
+    tmp_path: Path, origin: Any, line: str, message: str
+) -> None:
+    good = json.dumps(ROW) + "\n" if origin == "hermes" else ""
+    (tmp_path / "x.jsonl").write_text(good + line, encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        import_file(tmp_path / "x.jsonl", origin, tmp_path / "out" / "run")
+    assert not list((tmp_path / "out").glob("*")) if (tmp_path / "out").exists() else True
+
+
+def test_the_command_line_goes_both_ways(tmp_path: Path) -> None:
+    def hermes_rl(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [str(Path(sys.executable).parent / "hermes-rl"), *words]
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    write(tmp_path / "old.jsonl", ROW)
+    done = hermes_rl("import", "old.jsonl", "--from", "hermes")
+    assert done.stdout == "runs/old: 1 rollouts. Look: hermes-rl show runs/old\n", done.stderr
+    again = hermes_rl("import", "old.jsonl", "--from", "hermes")
+    assert again.returncode == 2
+    assert "exists already" in again.stderr
+    out = hermes_rl("export", "runs/old", "--to", "openai", "--json")
+    report = json.loads(out.stdout)
+    assert report["lost"] == {"reasoning": 1}
+    assert report["out"] == "runs/old/exports/openai.jsonl"
+    said = hermes_rl("export", "runs/old", "--to", "openai", "--end-reason", "answered")
+    assert "1 samples of 1 rollouts, 2 messages to train on" in said.stdout
+    assert "1  messages with reasoning text" in said.stdout
+    assert "prime-rl" in hermes_rl("export", "runs/old", "--to", "list").stdout
+    bad = hermes_rl("export", "runs/old", "--to", "trl", "--end-reason", "bored")
+    assert bad.stderr.startswith("error: --end-reason: no ending 'bored'")
+    bad = hermes_rl("export", "runs/old", "--to", "trl", "--advantage", "x")
+    assert bad.stderr.startswith("error: no advantage 'x'")
+    bad = hermes_rl("import", "old.jsonl", "--from", "x")
+    assert bad.stderr.startswith("error: --from 'x'")
+    assert hermes_rl("show", "runs/old").returncode == 0
+    assert hermes_rl("check", "runs/old").returncode == 0
