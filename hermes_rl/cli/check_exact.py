@@ -33,7 +33,7 @@ def check_exact(
     """
     run_dir = RunDir(path)
     renderers = {name: load_renderer(name) for name in tokenizers}
-    look = Look(next(iter(renderers.values()), None))
+    look = Look(next(iter(renderers.values()), None), keep=None if as_json else SHOWN)
     under = _masks(renderers)
     for rollout in rollouts(run_dir, texts=bool(renderers)):
         if tokens:
@@ -63,7 +63,7 @@ def _masks(renderers: dict[str, Renderer]) -> list[Masks]:
 
 def _require(path: Path, look: Look | None, masks: list[Masks]) -> None:
     """Raises: UserError when there is nothing to look at."""
-    if look is not None and not look.counts["captured"] and not look.rows:
+    if look is not None and not look.counts["captured"] + look.counts["segments"]:
         raise UserError(
             f"{path}: no token ids were recorded. Ask for them: --set endpoint.tokens=auto"
         )
@@ -84,11 +84,11 @@ def _json(look: Look | None, masks: list[Masks], faults: list[str]) -> dict[str,
 
 def _say(path: Path, look: Look | None, masks: list[Masks], faults: list[str]) -> None:
     if look is not None:
-        told = sorted(look.rows, key=lambda row: row["verdict"] != "forked")
-        for row in told[:SHOWN]:
+        told = [*look.forks, *look.others][:SHOWN]
+        for row in told:
             print(line_of(row))
-        if len(told) > SHOWN:
-            print(f"... and {len(told) - SHOWN} more (--json has them all)")
+        if look.counts["segments"] > len(told):
+            print(f"... and {look.counts['segments'] - len(told):,} more (--json has them all)")
     for fault in faults[:SHOWN]:
         print(f"error: {fault}", file=sys.stderr)
     if len(faults) > SHOWN:

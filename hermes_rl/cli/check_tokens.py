@@ -29,8 +29,11 @@ class Look:
 
     renderer: Renderer | None = None
     faults: list[str] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    """One explanation per segment."""
+    keep: int | None = None
+    """So many explanations of forks are kept, and so many others; None keeps all."""
+    forks: list[Row] = field(default_factory=list)
+    """Explanations of segments that forked."""
+    others: list[Row] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
     excluded: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
@@ -59,7 +62,9 @@ class Look:
             told = explanation(rollout, segment, self.renderer)
             self.counts["identical"] += told.get("renders") == "identical"
             self.counts["drifting"] += told.get("renders", "identical") != "identical"
-            self.rows.append(told)
+            rows = self.forks if told["verdict"] == "forked" else self.others
+            if self.keep is None or len(rows) < self.keep:
+                rows.append(told)
 
     def _count(self, segment: Row) -> None:
         self.counts["segments"] += 1
@@ -91,7 +96,7 @@ class Look:
             "fork_reasons": dict(self.reasons),
             "excluded": dict(self.excluded),
             "faults": self.all_faults(),
-            "rows": self.rows,
+            "rows": [*self.forks, *self.others],
         }
 
 

@@ -69,10 +69,10 @@ class Hours:
 
 
 BEGUN = ev.Begun(
-    key=ev.AttemptKey(unit_id="u" * 32, epoch=1, attempt=0),
+    key=ev.AttemptKey(unit_id="a" * 32, epoch=1, attempt=0),
     started_at=1000.0,
     run_id="run",
-    group_id="g" * 32,
+    group_id="b" * 32,
     member=0,
     repeat=0,
     row_index=0,
