@@ -124,9 +124,9 @@ def seam(
     tools: Sequence[Mapping[str, Any]],
 ) -> Seam | Fork:
     """What stands behind the answer. Raises: TemplateRefused; UserError for images."""
-    before = abridged(history.messages)
+    before = setter.fitted(abridged(history.messages))
     word = _word([before, new_messages, tools])
-    turn = [*before, placeholder(history.answer, word)]
+    turn = [*before, placeholder(history.answer, word, 1 if setter.form.one_call else None)]
     sheet = setter.sheet([*turn, *new_messages], tools)
     alone = sheet.text(len(turn), generation_prompt=False)
     whole = sheet.text(generation_prompt=True)
@@ -175,12 +175,18 @@ def _nth_end(text: str, word: str, number: int) -> int:
     return place
 
 
-def placeholder(answer: AssistantMessage, word: str) -> AssistantMessage:
+def placeholder(
+    answer: AssistantMessage, word: str, most_calls: int | None = None
+) -> AssistantMessage:
     """An answer of the same build, which no tokenizer has to read: as many calls of the same names,
-    reasoning where there was some, and the word in the place of every text."""
+    reasoning where there was some, and the word in the place of every text.
+
+    Args:
+        most_calls: as many as the template can write in a turn.
+    """
     calls = tuple(
         ToolCall(id=call.id, name=call.name, arguments=f'{{"text": "{word}"}}')
-        for call in answer.tool_calls
+        for call in answer.tool_calls[:most_calls]
     )
     return AssistantMessage(
         content=word if answer.content or not calls else "",

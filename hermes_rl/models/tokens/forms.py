@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hermes_rl.errors import UserError
@@ -55,6 +55,8 @@ class Form:
     """Ids of calls have nine letters and digits."""
     parts: bool = False
     """Content is a list of parts, as templates of models that see want it."""
+    one_call: bool = False
+    """A turn has one call at most (`turns`)."""
     writes_calls: bool = True
     """Whether calls come out at all."""
 
@@ -127,18 +129,21 @@ def form_of(template: Template) -> Form:
     either = (False, True)
     for parts, short, argument, content in itertools.product(either, either, arguments, contents):
         form = Form(arguments=argument, empty_content=content, short_ids=short, parts=parts)
-        if _call_comes_out(template, form):
-            return form
+        if _calls_come_out(template, form, 1):
+            return replace(form, one_call=not _calls_come_out(template, form, 2))
     plain = (Form(writes_calls=False, parts=parts) for parts in either)
     return next((f for f in plain if _words_come_out(template, f)), Form(writes_calls=False))
 
 
-def _call_comes_out(template: Template, form: Form) -> bool:
-    call = ToolCall(id="call_probe", name="look_up", arguments='{"subject": "gr\\"een"}')
+def _calls_come_out(template: Template, form: Form, number: int) -> bool:
+    arguments = '{"subject": "gr\\"een"}'
+    calls = tuple(
+        ToolCall(id=f"call_probe_{n}", name="look_up", arguments=arguments) for n in range(number)
+    )
     conversation: list[Message] = [
         UserMessage(content="Look it up."),
-        AssistantMessage(tool_calls=(call,)),
-        ToolMessage(tool_call_id="call_probe", name="look_up", content="Found."),
+        AssistantMessage(tool_calls=calls),
+        *(ToolMessage(tool_call_id=c.id, name=c.name, content="Found.") for c in calls),
     ]
     try:
         text = template.render([message_form(m, form) for m in conversation], [PROBE_TOOL])
@@ -146,7 +151,8 @@ def _call_comes_out(template: Template, form: Form) -> bool:
         return False
     turn = text.rpartition("Look it up.")[2]  # the schema before it names the argument too
     broken = ("{'subject'", '\\"subject\\"', '\\\\"een')
-    return "subject" in turn and "een" in turn and not any(piece in text for piece in broken)
+    whole = turn.count("subject") >= number and turn.count("een") >= number
+    return whole and not any(piece in text for piece in broken)
 
 
 def _words_come_out(template: Template, form: Form) -> bool:

@@ -40,6 +40,7 @@ sampled, but the template itself would write the earlier turn in another way. fo
 begins a new branch. refused: the template does not render such a conversation."""
 
 
+_ONE = "the template writes one call a turn; what was sampled stays, and renders as several turns"
 _NEVER = "the template never shows reasoning; what was sampled stays"
 
 
@@ -101,10 +102,10 @@ def _case(probe: _Probe, setter: Typesetter, tokenizer: Tokenizer, end_ids: froz
     if probe.answer.tool_calls and not setter.form.writes_calls:
         return Case(probe.name, "refused", "the template writes no tool calls")
     history = History(messages=probe.base, prompt_ids=(), answer=probe.answer)
-    told = [*probe.base, probe.answer, *probe.new]
+    base = setter.fitted(probe.base)
     try:
-        sheet = setter.sheet(told, tools)
-        prompt = sheet.text(len(probe.base), generation_prompt=True)
+        sheet = setter.sheet(setter.fitted([*base, probe.answer, *probe.new]), tools)
+        prompt = sheet.text(len(base), generation_prompt=True)
         after = sheet.text(generation_prompt=True)
         found = seam(setter, tokenizer, end_ids, history, probe.new, tools)
     except TemplateRefused as error:
@@ -112,8 +113,10 @@ def _case(probe: _Probe, setter: Typesetter, tokenizer: Tokenizer, end_ids: froz
     if isinstance(found, Fork):
         return Case(probe.name, "forks", found.why)
     if not after.startswith(prompt):
-        asked = sheet.text(len(probe.base), generation_prompt=False)
+        asked = sheet.text(len(base), generation_prompt=False)
         return Case(probe.name, "bridged", _unlike(asked, prompt, after))
+    if setter.form.one_call and len(probe.answer.tool_calls) > 1:
+        return Case(probe.name, "bridged", _ONE)
     if probe.answer.reasoning_content and REASONING not in after:
         return Case(probe.name, "bridged", _NEVER)
     return Case(probe.name, "identical")

@@ -99,14 +99,14 @@ class Renderer:
 
         Raises: TemplateRefused; UserError for images.
         """
-        sheet = self._setter.sheet(messages, tools)
+        sheet = self._setter.sheet(self._setter.fitted(messages), tools)
         return self.tokenizer.encode(sheet.text(generation_prompt=generation_prompt), sheet.mark)
 
     def text(
         self, messages: Iterable[Message], tools: Tools = (), generation_prompt: bool = True
     ) -> str:
         """The rendered text, for people. Raises: as `render`."""
-        sheet = self._setter.sheet(messages, tools)
+        sheet = self._setter.sheet(self._setter.fitted(messages), tools)
         return sheet.text(generation_prompt=generation_prompt).replace(sheet.mark, "")
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from hermes_rl.messages import Message
 from hermes_rl.models.tokens.forms import Form, message_form
 from hermes_rl.models.tokens.shield import Shield, mark_for
 from hermes_rl.models.tokens.template import Template
+from hermes_rl.models.tokens.turns import one_call_each
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -38,8 +39,13 @@ class Typesetter:
     form: Form
     shield: Shield
 
+    def fitted(self, messages: Iterable[Message]) -> list[Message]:
+        """The messages in turns that the template can write."""
+        told = list(messages)
+        return one_call_each(told) if self.form.one_call else told
+
     def sheet(self, messages: Iterable[Message], tools: Tools) -> Sheet:
-        """The messages, ready to be rendered. Raises: UserError for images."""
+        """The (fitted) messages, ready to be rendered. Raises: UserError for images."""
         forms = [message_form(message, self.form) for message in messages]
         mark = mark_for([forms, list(tools)])
         told = [self.shield.message(form, mark) for form in forms]

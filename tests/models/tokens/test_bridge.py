@@ -166,12 +166,30 @@ def test_tools_that_move_behind_the_last_question_are_a_fork() -> None:
     assert renderer.bridge(history, ids, [GO_ON]).ids is not None
 
 
-def test_a_refusal_of_the_template_is_a_fork() -> None:
+def test_two_calls_where_the_template_allows_one_are_bridged() -> None:
     renderer = tiny_renderer("llama3")
     two = (ONE, call(2, "that"))
-    found = bridged(renderer, ASK, AssistantMessage(tool_calls=two), [1], results(two, "Found."))
+    end = renderer.tokenizer.id_of("<|eom_id|>")
+    assert end is not None
+    answer = AssistantMessage(tool_calls=two)
+    found = bridged(renderer, ASK, answer, [1, 2, end], results(two, "Found."))
+    assert not found.closed
+    text = text_of(renderer, found)
+    assert text.count("Found.") == text.count("ipython") == 2
+    base = [*ASK, answer, *results(two, "Found.")]
+    again = bridged(renderer, base, AssistantMessage(content="so"), [1], [GO_ON])
+    assert again.ids is not None
+
+
+def test_a_refusal_of_the_template_is_a_fork() -> None:
+    renderer = plain_renderer(
+        "{% for m in messages %}{{ m.content or raise_exception('no') }}{% endfor %}"
+    )
+    new = [UserMessage(content="")]
+    history = History(messages=ASK, prompt_ids=(), answer=AssistantMessage(content="a"))
+    found = renderer.bridge(history, [1], new)
     assert found.ids is None
-    assert "one tool at a time" in (found.fork_reason or "")
+    assert "TemplateError: no" in (found.fork_reason or "")
 
 
 def test_images_are_refused() -> None:

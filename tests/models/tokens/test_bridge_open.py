@@ -38,8 +38,7 @@ def answers(family: str, said: st.SearchStrategy[str]) -> st.SearchStrategy[Assi
 @settings(max_examples=60)
 def test_a_bridge_begins_with_every_id_that_was_there(family: str, data: st.DataObject) -> None:
     renderer = tiny_renderer(family)
-    most = 1 if family == "llama3" else 3
-    base = data.draw(conversations(texts(), most_calls=most))
+    base = data.draw(conversations(texts()))
     answer = data.draw(answers(family, texts()))
     ids = st.lists(st.integers(0, renderer.tokenizer.size - 1), max_size=12)
     prompt, sample = data.draw(ids), data.draw(ids)

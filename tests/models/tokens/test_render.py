@@ -130,10 +130,25 @@ def test_ids_of_calls_are_nine_letters_where_the_template_wants_that() -> None:
     assert text.count(short) == 2
 
 
-def test_two_calls_where_the_template_allows_one_are_refused() -> None:
-    calls = tuple(ToolCall(id=f"c{n}", name="look_up", arguments="{}") for n in range(2))
-    with pytest.raises(TemplateRefused, match="one tool at a time"):
-        tiny_renderer("llama3").render([*ASK, AssistantMessage(tool_calls=calls)], TOOLS)
+def test_two_calls_where_the_template_allows_one_become_two_turns() -> None:
+    """The model's own deed ends no rollout."""
+    renderer = tiny_renderer("llama3")
+    calls = tuple(ToolCall(id=f"c{n}", name=f"tool_{n}", arguments="{}") for n in range(2))
+    found = [ToolMessage(tool_call_id=f"c{n}", name="", content=f"found {n}") for n in (1, 0)]
+    both = [*ASK, AssistantMessage(content="x", tool_calls=calls), *found, ASK[1]]
+    text = renderer.text(both, TOOLS).partition("What is it?")[2]
+    places = [text.index(word) for word in ("tool_0", "found 0", "tool_1", "found 1", "What is")]
+    assert places == sorted(places)
+    open_end = [*ASK, AssistantMessage(tool_calls=calls)]
+    assert "tool_1" in renderer.text(open_end, TOOLS)
+
+
+def test_a_refusal_of_the_template_says_its_words() -> None:
+    said = AssistantMessage(content="no question before")
+    with pytest.raises(TemplateRefused, match="UndefinedError"):
+        Renderer(Tokenizer(tokenizer_json()), Template("{{ messages[5].content.x }}")).render(
+            [said]
+        )
 
 
 def test_images_are_refused_in_one_line() -> None:

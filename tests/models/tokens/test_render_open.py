@@ -16,8 +16,7 @@ FAMILY = st.sampled_from(FAMILIES)
 @settings(max_examples=60)
 def test_no_message_writes_a_token(family: str, data: st.DataObject) -> None:
     renderer = tiny_renderer(family)
-    most = 1 if family == "llama3" else 3
-    messages: list[Message] = data.draw(conversations(texts(), most_calls=most))
+    messages: list[Message] = data.draw(conversations(texts()))
     ids = renderer.render(messages, TOOLS)
     quiet = renderer.render([neutral(message) for message in messages], TOOLS)
     assert own_tokens(family, ids) == own_tokens(family, quiet)
@@ -27,8 +26,7 @@ def test_no_message_writes_a_token(family: str, data: st.DataObject) -> None:
 @settings(max_examples=40)
 def test_ids_decode_to_the_text_that_the_template_wrote(family: str, data: st.DataObject) -> None:
     renderer = tiny_renderer(family)
-    most = 1 if family == "llama3" else 3
-    messages = data.draw(conversations(texts(), most_calls=most))
+    messages = data.draw(conversations(texts()))
     messages.append(AssistantMessage(content=data.draw(texts())))
     messages.append(UserMessage(content=data.draw(texts())))
     assert renderer.decode(renderer.render(messages, TOOLS)) == renderer.text(messages, TOOLS)

@@ -75,8 +75,13 @@ def test_tools_that_move_are_told() -> None:
 def test_a_day_is_told_and_fixed() -> None:
     finding = tiny_renderer("llama3").preserves_prefix()
     assert "the template writes the day; every prompt says 2024-07-26" in finding.notes
-    assert outcomes(finding)["several tool calls"] == "refused"
     assert outcomes(finding)["a tool call"] == "identical"
+
+
+def test_a_template_with_one_call_a_turn_is_told() -> None:
+    finding = tiny_renderer("llama3").preserves_prefix()
+    assert outcomes(finding)["several tool calls"] == "bridged"
+    assert any("writes one call a turn" in line for line in finding.lines())
 
 
 def test_a_template_that_numbers_its_messages_from_the_end_forks() -> None:
