@@ -82,6 +82,11 @@ class Prices:
                 table = target.prices if asked else target.prices.own_alone()
                 self._tables.append((target.model or model, table))
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names that the run asks for."""
+        return tuple(model for model, _ in self._tables)
+
     def unpriced(self) -> list[str]:
         """Models of the run without a price."""
         return [model for model, table in self._tables if table.find(model) is None]

@@ -168,7 +168,9 @@ class _Run:
         """What the governor is told: blocking, because what was spent before is read."""
         config = self.settings.config
         pots = pots_of(config)
-        spent = spent_before(self.driver.run_dir, pots, Prices(config).worst) if pots else {}
+        prices = Prices(config)
+        known = (pots, prices.worst, prices.models)
+        spent = spent_before(self.driver.run_dir, *known) if pots else {}
         return charter_of(config, self.settings.concurrency, spent)
 
     async def _governed(self, factory: WorkerFactory) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from decimal import Decimal
 from typing import Any
 
-from hermes_rl.models.limits.spending import NANO, RUN_TOKENS, RUN_USD, model_pot
+from hermes_rl.models.limits.spending import NANO, RUN_TOKENS, RUN_USD, model_of, model_pot
 from hermes_rl.store.rundir import RunDir
 
 Worst = Callable[[str, int, int], Decimal | None]
@@ -22,9 +22,18 @@ _UNKNOWN = ("unknown_input_tokens_max", "unknown_output_tokens_max")
 """Metrics of rows with calls whose usage nobody knows: upper bounds."""
 
 
-def spent_before(run_dir: RunDir, pots: Collection[str], worst: Worst) -> dict[str, int]:
-    """Pot -> what is gone from it. Calls of unknown usage count with their worst case. Blocking."""
+def spent_before(
+    run_dir: RunDir, pots: Collection[str], worst: Worst, models: Collection[str] = ()
+) -> dict[str, int]:
+    """Pot -> what is gone from it. Calls of unknown usage count with their worst case. Blocking.
+
+    Args:
+        models: names that the run asks for, beside those that have pots: what a call's model is
+            taken for.
+    """
     found: Counter[str] = Counter()
+    with_pots = (name for pot in pots if (name := model_of(pot)) is not None)
+    asks = frozenset((*models, *with_pots))
     if not pots:
         return {}
     import pyarrow.parquet as pq
@@ -32,12 +41,31 @@ def spent_before(run_dir: RunDir, pots: Collection[str], worst: Worst) -> dict[s
     for table in _TABLES:
         for part in run_dir.parts(table):
             rows = pq.read_table(part, columns=["model", "calls", "metrics"])
-            _add_known(found, rows, pots)
-            _add_unknown(found, rows, pots, worst)
+            _add_known(found, rows, asks)
+            _add_unknown(found, rows, asks, worst)
     return {pot: found[pot] for pot in pots}
 
 
-def _add_known(found: Counter[str], rows: Any, pots: Collection[str]) -> None:
+def asked_name(served: str, row_model: str, models: Collection[str]) -> str:
+    """The name under which a model was asked for, from the name in a call: a server may call it by
+    a longer one (`gpt-5-2025-08-07`, `openai/gpt-5`). The row's own model where none fits.
+
+    Args:
+        row_model: what the unit was to ask.
+        models: all that the run asks for.
+    """
+    if served in models or served == row_model:
+        return served
+    bare = served.rpartition("/")[2]
+    fitting = [name for name in {*models, row_model} if _is_longer(bare, name.rpartition("/")[2])]
+    return max(fitting, key=lambda name: (len(name.rpartition("/")[2]), name), default=row_model)
+
+
+def _is_longer(served: str, asked: str) -> bool:
+    return served == asked or (served.startswith(asked) and served[len(asked)] in "-@:._")
+
+
+def _add_known(found: Counter[str], rows: Any, models: Collection[str]) -> None:
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -50,15 +78,13 @@ def _add_known(found: Counter[str], rows: Any, pots: Collection[str]) -> None:
         usd = round((row["cost_usd_sum"] or 0.0) * NANO)
         found[RUN_TOKENS] += sum(row[f"{name}_sum"] or 0 for name in _COUNTS)
         found[RUN_USD] += usd
-        # A server may call the model by a longer name than the one that was asked for.
-        named = model_pot(row["model"])
-        found[named if named in pots else model_pot(row["asked"])] += usd
+        found[model_pot(asked_name(row["model"], row["asked"], models))] += usd
 
 
 _COUNTS = ("input_tokens", "output_tokens")
 
 
-def _add_unknown(found: Counter[str], rows: Any, pots: Collection[str], worst: Worst) -> None:
+def _add_unknown(found: Counter[str], rows: Any, models: Collection[str], worst: Worst) -> None:
     for at, (model, metrics) in enumerate(
         zip(rows["model"].to_pylist(), rows["metrics"].to_pylist(), strict=True)
     ):
@@ -68,9 +94,10 @@ def _add_unknown(found: Counter[str], rows: Any, pots: Collection[str], worst: W
         given, made = (bounds.get(name, 0) for name in _UNKNOWN)
         found[RUN_TOKENS] += given + made
         # The bounds are of all unknown calls together; a fallback may be dearer than the model.
+        unknown = _unknown_models(rows["calls"][at].as_py()) or {model}
         costs = {
             asked: math.ceil((worst(asked, given, made) or 0) * NANO)
-            for asked in _unknown_models(rows["calls"][at].as_py()) or {model}
+            for asked in {asked_name(name, model, models) for name in unknown}
         }
         found[RUN_USD] += max(costs.values())
         for asked, nano in costs.items():

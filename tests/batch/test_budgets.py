@@ -3,12 +3,17 @@
 import asyncio
 import io
 import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import kit
 import pytest
+from aiohttp import web
 
 from batch_runner.dryrun import pilot_run
 from batch_runner.governing import Prices, pots_of
@@ -16,7 +21,7 @@ from batch_runner.pilot import Pilot, predict, student_t
 from batch_runner.progress import JsonEvents
 from batch_runner.report import Report
 from batch_runner.runner import arun_batch
-from batch_runner.spent import spent_before
+from batch_runner.spent import asked_name, spent_before
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.errors import UserError
 from hermes_rl.models.limits.spending import NANO
@@ -190,3 +195,72 @@ async def test_the_books_say_what_the_budget_said(bench: Bench) -> None:
     assert before["run:usd"] == before["model:fake:usd"]
     assert before["run:usd"] / NANO == pytest.approx(said["run:usd"]["spent"], abs=1e-8)
     assert said["run:usd"]["spent"] > bench.billed + 8 * 50 * PRICE["output"] / 1e6
+
+
+@asynccontextmanager
+async def dated(server: FakeServer) -> AsyncIterator[str]:
+    """The address of a server that calls its models by longer names than they are asked for."""
+
+    async def handle(request: web.Request) -> web.Response:
+        body = await request.read()
+        async with session.request(
+            request.method, f"http://127.0.0.1:{server.port}{request.path}", data=body
+        ) as reply:
+            said = re.sub(rb'"model":"([a-z]+)"', rb'"model":"\1-2025-08-07"', await reply.read())
+            return web.Response(status=reply.status, body=said, content_type=reply.content_type)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    async with aiohttp.ClientSession() as session:
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        await runner.cleanup()
+
+
+async def test_a_fallbacks_longer_name_counts_for_its_own_budget_when_resumed(bench: Bench) -> None:
+    refused = {"text": "", "fault": "content_filter"}
+    config = bench.config(1).model_dump()
+    config["run"]["model_budgets"] = {"fake": 5.0, "spare": 5.0}
+    kit.write(
+        Path(config["dataset"]["path"]),
+        [{"id": "u", "prompt": f"Say.\nSCRIPT: {json.dumps([[refused, 'done']])}"}],
+    )
+    async with dated(bench.server) as url:
+        config["endpoint"] |= {
+            "base_url": url,
+            "prices": {"fake": PRICE, "spare": PRICE},
+            "fallbacks": [{"model": "spare"}],
+        }
+        parsed = parse_config(config)
+        report = await arun_batch(parsed, progress=quiet())
+    assert report.exit_code == 0
+    (row,) = kit.final_rows(bench.out).values()
+    assert row["served_models"] == ["spare-2025-08-07"]
+    prices = Prices(parsed)
+    before = spent_before(RunDir(bench.out), pots_of(parsed), prices.worst, prices.models)
+    said = json.loads((bench.out / "manifest.json").read_bytes())["budgets"]
+    assert before["model:spare:usd"] > 0
+    for pot in ("model:spare:usd", "model:fake:usd"):
+        assert before[pot] / NANO == pytest.approx(said[pot]["spent"], abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("served", "asked"),
+    [
+        ("gpt-5", "gpt-5"),
+        ("gpt-5-2025-08-07", "gpt-5"),
+        ("gpt-5-mini-2025-08-07", "gpt-5-mini"),
+        ("gpt-5-nano", "gpt-5"),
+        ("openai/gpt-5-2025-08-07", "gpt-5"),
+        ("claude-haiku-4-5@20251001", "anthropic/claude-haiku-4-5"),
+        ("something else", "gpt-5-mini"),
+        ("gpt-51", "gpt-5-mini"),
+        ("", "gpt-5-mini"),
+    ],
+)
+def test_the_name_that_was_asked_for(served: str, asked: str) -> None:
+    models = ("gpt-5", "gpt-5-mini", "anthropic/claude-haiku-4-5")
+    assert asked_name(served, "gpt-5-mini", models) == asked

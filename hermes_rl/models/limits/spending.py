@@ -28,6 +28,11 @@ def model_pot(model: str) -> str:
     return f"model:{model}:usd"
 
 
+def model_of(pot: str) -> str | None:
+    """The model whose dollars a pot holds; None for other pots."""
+    return pot[len("model:") : -len(":usd")] if pot.startswith("model:") else None
+
+
 @dataclass(frozen=True)
 class _Waiter:
     ready: asyncio.Future[None]
