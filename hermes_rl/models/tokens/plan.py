@@ -20,6 +20,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     what: str
     seconds: float
+    input_tokens: int | None = None
+    output_tokens: int | None = None
     error: str | None = None
 
 

@@ -9,15 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from hermes_rl.errors import BadRequest, ModelError, UserError
+from hermes_rl.errors import (
+    AuthError,
+    BadRequest,
+    BillingError,
+    ConnectionLost,
+    ModelError,
+    ModelTimeout,
+    Overloaded,
+    RateLimited,
+    ServerError,
+    UserError,
+)
 from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Conversation, LogprobsKind, ModelClient, ModelRequest, Sampling
 from hermes_rl.models.client import connect
 from hermes_rl.models.dialects.base import ReplyHead
 from hermes_rl.models.dialects.chat.dialect import NAME as CHAT_MODE
+from hermes_rl.models.dialects.chat.usage import read_usage
 from hermes_rl.models.dialects.lenient import decode_json
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.providers.raw import ask_raw
@@ -27,6 +41,7 @@ from hermes_rl.models.tokens.engines.chat import ChatIdsClient
 from hermes_rl.models.tokens.logprobs import TOP, kind_of
 from hermes_rl.models.tokens.plan import NO_IDS, Asked, Spelling, TokenPlan, Wanted, Way
 from hermes_rl.models.tokens.renderer import Renderer
+from hermes_rl.usage import Usage
 
 TRIED: dict[Wanted, tuple[Way, ...]] = {
     "auto": ("vllm", "vllm_generate", "sglang", "llamacpp"),
@@ -40,6 +55,23 @@ _WORD = "Answer with one random letter of the alphabet."
 _WORDS = "Naïve cafés count 12345 \t{}\n\n  日本語 🙂 isn't 'it'?"
 """Hard for tokenizers to agree on by chance."""
 _SECONDS = 60.0
+
+
+_WAITS = (0.2, 1.0)
+"""Seconds before another try."""
+_LONGEST = 5.0
+_PASSING = (RateLimited, Overloaded, ServerError, ModelTimeout, ConnectionLost)
+"""Faults that another try may not meet. A route that answers 500 every time is not there."""
+
+Kind = LogprobsKind | None
+
+
+class Look(NamedTuple):
+    """What one call showed."""
+
+    likely: Mapping[Any, float] = {}
+    """Token -> logprob of the first position."""
+    usage: Usage | None = None
 
 
 class _OtherTokenizer(ValueError):
@@ -106,18 +138,18 @@ class Search:
         where = at_root(self.endpoint) if wire.at_root else self.endpoint
         prompt = renderer.render([UserMessage(content=_WORD)])
 
-        async def ask(temperature: float, most: int) -> dict[Any, float]:
+        async def ask(temperature: float, most: int) -> Look:
             request = _one_token(self.model, temperature, prompt)
             form = wire.body(request, prompt)
             wire.ask_likely(form, most)
             data = await ask_raw(where, wire.path, form)
             decoder = wire.decoder(request, ReplyHead({}))
             decoder.feed(data)
-            decoder.finish()  # raises where the answer contradicts itself
+            usage = decoder.finish().usage  # raises where the answer contradicts itself
             try:
-                return wire.likely(decode_json(data))
+                return Look(wire.likely(decode_json(data)), usage)
             except (KeyError, IndexError, TypeError, AttributeError):
-                return {}
+                return Look({}, usage)
 
         return await self._kind(way, ask)
 
@@ -136,14 +168,14 @@ class Search:
             "parse_special": True,  # llama.cpp
         }
 
-        async def ask() -> dict[Any, float]:
+        async def ask() -> Look:
             form = decode_json(await ask_raw(at_root(self.endpoint), "/tokenize", body))
             told = whole_ids(form.get("tokens") if isinstance(form, dict) else None)
             if told is not None and list(told) != renderer.tokenizer.encode(text):
                 raise _OtherTokenizer
-            return {}
+            return Look()
 
-        _, error = await self._listed("tokenize", ask())
+        _, error = await self._listed("tokenize", ask)
         if isinstance(error, _OtherTokenizer):
             raise UserError(
                 f"endpoint.tokenizer is not the tokenizer of {self.model!r} at "
@@ -168,9 +200,7 @@ class Search:
             return TokenPlan(why=why, calls=calls)
         return TokenPlan(way="chat", logprobs=kind or "unknown", spelling=spelling, calls=calls)
 
-    async def _ask_chat(
-        self, temperature: float, most: int, found: list[Spelling | None]
-    ) -> dict[Any, float]:
+    async def _ask_chat(self, temperature: float, most: int, found: list[Spelling | None]) -> Look:
         body: Json = {
             "model": self.model,
             "messages": [{"role": "user", "content": _WORD}],
@@ -182,37 +212,67 @@ class Search:
         }
         form = decode_json(await ask_raw(self.endpoint, "/chat/completions", body))
         found.append(spelling_of(form))
+        usage = read_usage(form.get("usage")) if isinstance(form, dict) else None
         try:
             likely = form["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-            return {one["token"]: float(one["logprob"]) for one in likely}
+            return Look({one["token"]: float(one["logprob"]) for one in likely}, usage)
         except (KeyError, IndexError, TypeError, ValueError):
-            return {}
+            return Look({}, usage)
 
-    async def _kind(self, what: str, ask: Any) -> LogprobsKind | None:
-        """Ask at two temperatures; None when the first call failed."""
+    async def _kind(self, what: str, ask: Callable[[float, int], Awaitable[Look]]) -> Kind:
+        """Ask at two temperatures; None when the first call was refused."""
         for most in TOP:
-            at_one, error = await self._listed(what, ask(1.0, most))
+            at_one, error = await self._listed(what, partial(ask, 1.0, most))
             if not isinstance(error, BadRequest):
                 break
         if at_one is None:
             return None
-        at_half, _ = await self._listed(f"{what}, T 0.5", ask(0.5, most))
-        return kind_of(at_one, at_half or {})
+        at_half, _ = await self._listed(f"{what}, T 0.5", partial(ask, 0.5, most))
+        return kind_of(at_one.likely, at_half.likely if at_half is not None else {})
 
     async def _listed(
-        self, what: str, asking: Any
-    ) -> tuple[dict[Any, float] | None, Exception | None]:
+        self, what: str, ask: Callable[[], Awaitable[Look]]
+    ) -> tuple[Look | None, Exception | None]:
+        """Make a call, and again where it met a fault that passes.
+
+        Raises: AuthError, BillingError: the run itself stops for them, resumable. UserError for a
+        fault that does not pass: a run would have no ids for want of one answer.
+        """
+        for wait in (*_WAITS, None):
+            look, error = await self._once(what, ask)
+            if isinstance(error, AuthError | BillingError):
+                raise error
+            if not isinstance(error, _PASSING) or (wait is None and isinstance(error, ServerError)):
+                return look, error
+            if wait is None:
+                raise UserError(
+                    f"{self.endpoint.host} does not say how it gives token ids: {error}. Try again "
+                    "later, or set endpoint.tokens=off"
+                )
+            await asyncio.sleep(min(_LONGEST, error.retry_after_s or wait))
+        raise AssertionError("the last wait is None")
+
+    async def _once(
+        self, what: str, ask: Callable[[], Awaitable[Look]]
+    ) -> tuple[Look | None, Exception | None]:
         began = time.monotonic()
-        answer, error = None, None
+        look, error = None, None
         try:
             async with asyncio.timeout(_SECONDS):
-                answer = await asking
+                look = await ask()
         except (ModelError, UserError, ValueError, TimeoutError) as failed:
             error = failed
-        told = None if error is None else f"{type(error).__name__}: {error}"[:300]
-        seconds = round(time.monotonic() - began, 3)
-        self._calls.append(Asked(what=what, seconds=seconds, error=told))
-        return answer, error
+        usage = look.usage if look is not None else None
+        self._calls.append(
+            Asked(
+                what=what,
+                seconds=round(time.monotonic() - began, 3),
+                input_tokens=usage.input_tokens if usage else None,
+                output_tokens=usage.output_tokens if usage else None,
+                error=None if error is None else f"{type(error).__name__}: {error}"[:300],
+            )
+        )
+        return look, error
 
 
 def spelling_of(form: Any) -> Spelling | None:

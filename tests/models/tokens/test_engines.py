@@ -116,7 +116,7 @@ async def test_another_end_token_is_no_text_and_the_turn_is_closed_behind_it(tmp
     async with engine_at(tmp_path / "t") as engine:
         client = client_of(engine, "vllm")
         step = {"text": "Over.", "run": "ls", "end": "<|endoftext|>"}
-        conversation, answers = await played(client, asked(script(step, "done")))
+        _, answers = await played(client, asked(script(step, "done")))
         await client.aclose()
     agree(answers, engine.truth)
     first, second = answers

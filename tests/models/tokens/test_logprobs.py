@@ -9,7 +9,7 @@ from engines_kit import WIRES, asked, engine_at, request_of, script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_rl.errors import UserError
+from hermes_rl.errors import AuthError, UserError
 from hermes_rl.models.base import Conversation
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
@@ -19,6 +19,7 @@ from hermes_rl.models.tokens.renderer import load_renderer
 from hermes_rl.models.tokens.selection import Search, client_for
 from hermes_rl.testing.exact_engine_sampler import log_softmax
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.testing.faults import FaultPlan
 from hermes_rl.testing.tiny_tokenizer import tiny_renderer, tiny_tokenizer
 
 ROUTES = {
@@ -151,6 +152,23 @@ async def test_the_tokenizer_of_another_model_is_found_out(tmp_path):
         search = Search(Endpoint(engine.base_url), "toy", load_renderer(other))
         with pytest.raises(UserError, match="not the tokenizer of 'toy'"):
             await search.plan("vllm")
+
+
+async def test_a_fault_that_passes_costs_a_run_nothing_and_one_that_stays_is_said(tmp_path):
+    passing = FaultPlan(seed=2, rates={"rate_limit": 0.4, "reset": 0.2}, retry_after_s=0.01)
+    async with engine_at(tmp_path / "t", faults=passing) as engine:
+        plan = await search_at(engine).plan("auto")
+        assert (plan.way, plan.logprobs) == ("vllm", "raw")
+        assert any(call.error for call in plan.calls)
+        answered = [call for call in plan.calls if call.error is None and call.what != "tokenize"]
+        assert all(call.input_tokens and call.output_tokens == 1 for call in answered)
+        for fault in ("rate_limit", "reset"):
+            engine.faults = FaultPlan(rates={fault: 1.0}, retry_after_s=0.01)
+            with pytest.raises(UserError, match="does not say how it gives token ids"):
+                await search_at(engine).plan("auto")
+        engine.faults = FaultPlan(rates={"auth": 1.0})
+        with pytest.raises(AuthError):
+            await search_at(engine).plan("vllm")
 
 
 async def test_off_asks_nothing():
