@@ -83,7 +83,10 @@ def step_for(
     """
     turn = sum(isinstance(m, AssistantMessage) for m in request.messages)
     if plays and request.model in plays:
-        return _of_form(plays[request.model](request), turn)
+        try:
+            return _of_form(plays[request.model](request), turn)
+        except Exception as error:  # a boundary: a test's function
+            raise ScriptError(f"what plays {request.model} failed: {error!r}") from error
     written = _written(request.messages)
     if written is not None:
         times = 0

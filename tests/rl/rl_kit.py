@@ -26,7 +26,7 @@ def configured(
         "dataset": {"limit": 4},
         "model": {"name": "policy" if server else "oracle"},
         "sandbox": {"backend": "none"},
-        "endpoint": {"base_url": server.base_url} if server else {},
+        "endpoint": {"base_url": server.base_url, "tokens": "off"} if server else {},
         "run": {"out": str(out), "workers": 0, "allow_unsandboxed": True},
         "env": {"name": str(name)},
     }

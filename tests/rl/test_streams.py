@@ -52,7 +52,7 @@ async def start(*arguments: str | Path) -> asyncio.subprocess.Process:
 def flags(out: Path, server: FakeServer, *more: str) -> list[str]:
     return [
         "--model", "policy", "--base-url", server.base_url, "--out", str(out), "--sandbox", "none",
-        "--allow-unsandboxed", "--workers", "0", *more,
+        "--allow-unsandboxed", "--workers", "0", "--set", "endpoint.tokens=off", *more,
     ]  # fmt: skip
 
 

@@ -1,0 +1,187 @@
+"""What an environment sees of a rollout: its own state, its own random numbers, the whole story."""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rl_kit import EXAMPLES, Written, asked_of, ran, table, turn_of
+
+from hermes_rl.errors import VerifierFault
+from hermes_rl.models.dialects.server import ServedRequest
+from hermes_rl.rl import Rewards, Rollout, part
+from hermes_rl.rl.loading import known_environments, load_environment
+from hermes_rl.rl.rewards import settled
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.testing.faults import FaultPlan
+
+Write = Callable[..., Written]
+
+STORY = """
+def tasks(self, split, seed):
+    for number in range(6):
+        yield make_task(f"Number {number}.", id=str(number), toolsets=["terminal"])
+
+async def reply(self, task, trajectory, ctx):
+    assert trajectory.end_reason is None
+    return "Go on." if len(trajectory.answers) < 4 else None
+
+async def compute_reward(self, task, trajectory, ctx):
+    return Rewards([part("seen", 0.5, detail=repr(trajectory))])
+"""
+
+
+def talker(request: ServedRequest) -> Any:
+    """Calls with and without sense, cut answers, two answers, a text beside a call."""
+    number, turn = int(re.findall(r"\d+", asked_of(request))[0]), turn_of(request)
+    bad = {"name": "terminal", "arguments": "{no json"}
+    steps: list[Any] = [
+        {"text": "So.", "run": f"echo {number}"},
+        {"calls": [bad, {"name": "nothing", "arguments": {"a": [1.5]}}]} if number % 2 else "One.",
+        "Two.",
+        {"text": "Three, and", "finish": "length"} if number == 4 else "Three.",
+    ]
+    return steps[turn] if turn < len(steps) else "Enough."
+
+
+async def test_a_stored_row_tells_the_same_story(tmp_path: Path, write_env: Write) -> None:
+    written = write_env(STORY)
+    async with FakeServer(FakeConfig(plays={"policy": talker})) as server:
+        await ran(written.path, tmp_path / "run", server, dataset={"limit": None, "repeats": 1})
+    rows = table(tmp_path / "run")
+    assert [row["task_id"] for row in rows] == list("012345")
+    for row in rows:
+        seen = row["rewards"][0]["detail"]
+        assert seen == repr(Rollout.of_row(row)), row["task_id"]
+        rollout = Rollout.of_row(row)
+        assert rollout.answers[-1] == rollout.final_response
+        assert rollout.tool_calls[0].ok
+        if int(row["task_id"]) % 2:
+            assert [(use.name, use.parsed, use.ok) for use in rollout.tool_calls[1:]] == [
+                ("terminal", False, False), ("nothing", True, False),
+            ]  # fmt: skip
+    ends = {row["task_id"]: (row["end_reason"], row["truncated"]) for row in rows}
+    assert ends["4"] == ("output_truncated", True)
+    assert ends["0"] == ("answered", False)
+
+
+STATE = """
+def tasks(self, split, seed):
+    for number in range(8):
+        yield make_task(f"Number {number}.", id=str(number), toolsets=["none"])
+
+def tools(self, task):
+    return [add]
+
+async def start(self, task, ctx):
+    ctx.state.update(total=0, drawn=ctx.rng.random(), seed=ctx.seed)
+
+async def compute_reward(self, task, trajectory, ctx):
+    assert ctx.state["total"] == 3 * int(task.id), "no other rollout adds to it"
+    assert (ctx.split, ctx.position) == ("train", int(task.id))
+    return Rewards([part("drawn", ctx.state["drawn"])], {"then": ctx.rng.random()})
+"""
+
+ADD = """
+@tool(name="add", description="d", toolset="t", parallel=True,
+      parameters={"type": "object", "properties": {"n": {"type": "integer"}}})
+async def add(ctx, args):
+    ctx.env["total"] += args["n"]
+    return ToolResult(text=str(ctx.env["total"]))
+"""
+
+
+def adder(request: ServedRequest) -> Any:
+    number = int(re.findall(r"\d+", asked_of(request))[0])
+    call = {"name": "add", "arguments": {"n": number}}
+    return [{"calls": [call, call]}, {"calls": [call]}, "Done."][turn_of(request)]
+
+
+async def test_state_and_random_numbers_are_the_rollouts_own(
+    tmp_path: Path, write_env: Write
+) -> None:
+    written = write_env(STATE, ADD)
+    drawn = []
+    for place, faults in (("a", FaultPlan()), ("b", FaultPlan(rates={"unavailable": 0.3}))):
+        config = FakeConfig(plays={"policy": adder}, faults=faults)
+        async with FakeServer(config) as server:
+            report = await ran(written.path, tmp_path / place, server, dataset={"limit": None})
+        assert report.done == 32, report.causes
+        drawn.append(
+            {
+                row["unit_id"]: (row["reward"], row["metrics"][0]["value"], row["seed"])
+                for row in table(tmp_path / place)
+            }
+        )
+    assert drawn[0] == drawn[1], "the same whatever had to be tried again"
+    assert len(set(drawn[0].values())) == 32, "members of a group differ"
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(allow_nan=True, allow_infinity=True),
+            st.floats(allow_nan=True, allow_infinity=True),
+            st.none() | st.integers(-2, 9),
+        ),
+        max_size=4,
+    ),
+    st.integers(0, 5),
+)
+def test_what_counts_as_a_reward(parts: list[tuple[float, float, int | None]], turns: int) -> None:
+    made = Rewards(part(f"p{n}", s, weight=w, turn=t) for n, (s, w, t) in enumerate(parts))
+    try:
+        total = settled(made, (0.0, 1.0), turns).total
+    except VerifierFault:
+        return
+    assert parts
+    assert 0.0 <= total <= 1.0
+    assert all(turn is None or 1 <= turn <= turns for _, _, turn in parts)
+
+
+@pytest.mark.parametrize("value", [1, 0.5, True, "numpy"])
+def test_plain_numbers_are_one_part(value: Any) -> None:
+    import numpy as np
+
+    value = np.float32(0.25) if value == "numpy" else value
+    rewards = settled(value, (0.0, 1.0), 0)
+    assert [p.name for p in rewards.parts] == ["reward"]
+    assert rewards.total == float(value)
+    assert type(rewards.parts[0].score) is float
+
+
+def test_an_entry_point_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "shop-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shop\nVersion: 1.0\n")
+    entry = "[hermes_rl.environments]\ncorner_shop = corner_shop_env:Haggling\n"
+    (info / "entry_points.txt").write_text(entry)
+    (tmp_path / "corner_shop_env.py").write_text((EXAMPLES / "haggling.py").read_text())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "corner_shop" in known_environments()
+    loaded = load_environment("corner_shop")
+    assert (loaded.cls.name, loaded.name) == ("haggling", "corner_shop_env:Haggling")
+    assert load_environment(loaded.name).cls is loaded.cls
+    sys.modules.pop("corner_shop_env")
+
+
+async def test_the_class_in_the_docs_works(tmp_path: Path) -> None:
+    text = (EXAMPLES.parent / "environments.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    (tmp_path / "adding.py").write_text(code)
+    report = await ran(tmp_path / "adding.py", tmp_path / "run", env={"seed": 3})
+    assert (report.solved, report.done) == (16, 16)
+    await ran(
+        tmp_path / "adding.py",
+        tmp_path / "noop",
+        model={"name": "noop"},
+        env={"seed": 3, "mode": "evaluate"},
+    )
+    assert [row["reward"] for row in table(tmp_path / "noop")] == [0.0] * 4
+    offered = [json.loads(row["tools"]) for row in table(tmp_path / "run")]
+    assert offered == [[]] * 16
