@@ -1,0 +1,169 @@
+"""Rewards, advantages and groups on their way to RL trainers."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import told
+
+from hermes_rl.export import FORMATS, ExportOptions, export_run
+from hermes_rl.export.formats import format_named
+from hermes_rl.identity import trajectory_id
+from hermes_rl.rl.advantages import grpo
+from hermes_rl.store.driver import open_run
+from hermes_rl.store.rows import Derived, Group
+from hermes_rl.usage import UsageTotal
+
+REWARDS = (1.0, 0.0, None, 0.5, None, None, 1.0, None)
+"""Of two groups of four: valid are three, and one."""
+
+RL = [name for name in FORMATS if format_named(name).rl]
+
+
+def name_of(number: int) -> str:
+    return trajectory_id(told.unit(number), 1, 0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Members without a reward failed: their rows and tokens are no row of trajectories."""
+    rows = []
+    for number, reward in enumerate(REWARDS):
+        segments = [told.segment(number, [5, 6, 7, number], [2, 3], reward=reward)]
+        cause = "sandbox_died" if reward is None else None
+        rows.append(
+            told.finished(
+                number, told.quoted(), reward=reward, cause=cause, segments=segments, size=4
+            )
+        )
+    return told.write(tmp_path / "run", rows)
+
+
+def group(number: int, rewards: tuple[float | None, ...], at: int = 1) -> Group:
+    """The group's row as the batch runner writes it, with scores of its own."""
+    members = range(4 * number, 4 * number + 4)
+    valid = [r is not None for r in rewards]
+    known = iter(grpo([r for r in rewards if r is not None]))
+    return Group(
+        group_id=told.unit(10**6 + number),
+        run_id="told",
+        task_id=f"task-{number}",
+        task_hash="h" * 64,
+        env_name="made_up",
+        split=None,
+        size=4,
+        n_valid=sum(valid),
+        members=list(range(4)),
+        unit_ids=[told.unit(m) for m in members],
+        trajectory_ids=[name_of(m) if REWARDS[m] is not None else None for m in members],
+        rewards=list(rewards),
+        valid=valid,
+        why_invalid=[None if ok else "sandbox_died" for ok in valid],
+        mean=None,
+        std=None,
+        equal_scores=False,
+        sendable=sum(valid) > 1,
+        grpo=[next(known) if ok else None for ok in valid],
+        rloo=[9.0 if ok else None for ok in valid],
+        dr_grpo=[None] * 4,
+        scored_by="score_group",
+        grade_id=None,
+        calls=[],
+        usage=UsageTotal(),
+        cost_usd=None,
+        created_at=at,
+    )
+
+
+def publish(run: Path, *groups: Group) -> None:
+    async def add() -> None:
+        async with await open_run(run, told.IDENTITY) as driver:
+            await driver.publish(Derived(groups=groups))
+
+    asyncio.run(add())
+
+
+def rows(path: str) -> list[dict[str, Any]]:
+    if path.endswith(".jsonl"):
+        return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    return pq.read_table(path).to_pylist()
+
+
+@pytest.mark.parametrize("name", RL)
+def test_groups_with_one_valid_member_are_not_sent(name: str, run: Path) -> None:
+    report = export_run(run, name)
+    assert report.left_out == {"small_group": 1}
+    assert report.trained == 2 * 3
+    assert report.lost == {"no_advantage": 3}
+    alone = export_run(run, name, options=ExportOptions(min_group=1))
+    assert alone.trained == 2 * 4
+
+
+def test_the_groups_table_gives_rewards_and_advantages(run: Path) -> None:
+    publish(run, group(0, (1.0, 0.0, None, 0.5)))
+    publish(run, group(0, (0.75, 0.25, None, 0.5), at=2))  # graded again: the newest counts
+    report = export_run(run, "trl-grpo")
+    made = rows(report.out)
+    assert [r["reward"] for r in made] == [0.75, 0.25, 0.5]
+    assert [r["advantage"] for r in made] == pytest.approx(grpo([0.75, 0.25, 0.5]))
+    assert report.lost == {}
+    other = export_run(run, "verl-rl", options=ExportOptions(advantage="rloo"))
+    assert [r["advantage"] for r in rows(other.out)] == [9.0, 9.0, 9.0]
+    assert [r["reward_score"] for r in rows(other.out)] == [0.75, 0.25, 0.5]
+    assert [r["response_ids"] for r in rows(other.out)] == [[7, 0], [7, 1], [7, 3]]
+
+
+def test_an_atropos_group_is_whole(run: Path) -> None:
+    publish(run, group(0, (1.0, 0.0, None, 0.5)), group(1, (None, None, 1.0, None)))
+    report = export_run(run, "atropos")
+    (line,) = rows(report.out)
+    assert line["scores"] == [1.0, 0.0, 0.5]
+    assert line["tokens"] == [[5, 6, 7, n] for n in (0, 1, 3)]
+    assert line["masks"] == [[-100, -100, 7, n] for n in (0, 1, 3)]
+    assert line["inference_logprobs"] == [[1.0, 1.0, -0.5, -0.5]] * 3
+    wanted = [[a] * 4 for a in grpo([1.0, 0.0, 0.5])]
+    assert line["advantages"] == [pytest.approx(a) for a in wanted]
+    assert line["group_overrides"] == {"group_size": 3}
+
+
+def test_members_that_a_filter_takes_leave_a_smaller_group(run: Path) -> None:
+    report = export_run(run, "atropos", options=ExportOptions(min_reward=0.5))
+    (line,) = rows(report.out)
+    assert line["scores"] == [1.0, 0.5]
+    report = export_run(run, "atropos", options=ExportOptions(min_reward=0.75))
+    assert report.samples == 0
+    assert report.left_out == {"low_reward": 2, "small_group": 2}
+
+
+@pytest.mark.parametrize("name", RL)
+def test_only_exact_tokens_with_logprobs_go_to_rl_trainers(name: str, tmp_path: Path) -> None:
+    kinds: list[dict[str, Any]] = [
+        {"token_source": "retokenized", "trainable": False, "logprobs": [None, None]},
+        {"trainable": False, "exclude_reason": "raw logprobs"},
+        {"logprobs": [None, None]},
+        {},
+    ]
+    made = [
+        told.finished(
+            n, told.quoted(), segments=[told.segment(n, [1, 2], [1], **more)], size=len(kinds)
+        )
+        for n, more in enumerate(kinds)
+    ]
+    run = told.write(tmp_path / "run", made)
+    report = export_run(run, name, options=ExportOptions(min_group=1))
+    assert report.trained == 1
+    assert report.left_out == {"retokenized": 1, "not_trainable": 1, "no_logprobs": 1}
+    asked = ExportOptions(min_group=1, allow_retokenized=True)
+    report = export_run(run, name, options=asked)
+    assert report.trained == 2
+    text = json.dumps(rows(report.out))
+    assert "-0.5" not in text or name != "atropos"  # one without: its whole group has none
+
+
+def test_each_listed_format_has_a_reader_that_a_test_runs() -> None:
+    tests = Path(__file__).parents[1] / "consumers"
+    texts = "".join(path.read_text(encoding="utf-8") for path in tests.glob("with_*/*.py"))
+    assert [name for name in FORMATS if f'"{name}"' not in texts] == []
