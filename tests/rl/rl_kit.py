@@ -1,5 +1,6 @@
 """Environments on the real batch runner, with a fake server that plays policy, user and judge."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from batch_runner.report import Report
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.messages import AssistantMessage, UserMessage, text_of
 from hermes_rl.models.dialects.server import ServedRequest
+from hermes_rl.rl.evaluation import write_evaluation
 from hermes_rl.testing.fake_server import FakeServer
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -47,6 +49,17 @@ def table(out: Path, name: str = "trajectories") -> list[dict[str, Any]]:
     parts = sorted((out / name).glob("*.parquet"))
     rows = [row for part in parts for row in pq.read_table(part).to_pylist()]
     return sorted(rows, key=lambda r: (r.get("row_index", 0), r.get("repeat", 0)))
+
+
+async def evaluated(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What `evaluate` writes at the end of a run: metrics.json and the lines of samples.jsonl."""
+    metrics = await write_evaluation(out)
+    content = json.loads((out / "metrics.json").read_bytes())
+    assert content["results"]["all"] == metrics
+    assert content["config_general"]["model_name"] == "policy"
+    assert float(content["config_general"]["total_evaluation_time_seconds"]) > 0
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    return content["results"], samples
 
 
 def turn_of(request: ServedRequest) -> int:

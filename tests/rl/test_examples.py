@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_kit import EXAMPLES, asked_of, ran, table, turn_of
+from rl_kit import EXAMPLES, asked_of, evaluated, ran, table, turn_of
 
 import hermes_rl.rl
 from hermes_rl.messages import UserMessage, text_of
@@ -74,6 +74,11 @@ async def test_math_in_process_and_evaluate(tmp_path: Path) -> None:
         )
         assert len(train) == len(evals) == 5
         assert not train & evals
+    results, samples = await evaluated(tmp_path / "evaluate")
+    scores = [row["reward"] for row in table(tmp_path / "evaluate")]
+    assert results["atropos|math_tool|0"]["reward"] == pytest.approx(sum(scores) / 5)
+    assert [sample["score"] for sample in samples] == scores
+    assert all(s["finish_reason"] == "stop" and s["messages"][-1]["content"] for s in samples)
 
 
 def mender(request: ServedRequest) -> Any:
@@ -96,6 +101,8 @@ async def test_a_repository_in_process_and_evaluate(tmp_path: Path) -> None:
             assert report.done == 4 * repeats, report.causes
             rewards = {row["task_id"]: row["reward"] for row in table(out)}
             assert rewards == {"clamp-0": 1.0, "clamp-1": 0.0, "clamp-2": 0.0, "clamp-3": 0.0}
+            results, _ = await evaluated(out)
+            assert results["all"]["solved"] == 0.25
             passed = {row["task_id"]: row["metrics"][0]["value"] for row in table(out)}
             assert passed["clamp-0"] == 5
             assert all(0 < passed[task] < 5 for task in passed if task != "clamp-0")
@@ -156,4 +163,6 @@ async def test_a_dialogue_in_process_and_evaluate(tmp_path: Path) -> None:
                 assert row["turns"] == 3
             prices = [re.findall(r'"price":(\d+)', "".join(row["messages"]))[0] for row in rows]
             assert len(set(prices[:4])) > 1 or mode == "evaluate", "each rollout has its own limit"
+        results, samples = await evaluated(tmp_path / "evaluate")
+        assert results["all"]["tasks"] == len(samples) == 3
         assert sum(entry.call_id is not None for entry in server.entries) == 5 * 15

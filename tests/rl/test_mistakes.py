@@ -8,6 +8,7 @@ import pytest
 from rl_kit import Written, ran, table
 
 from hermes_rl.errors import UserError
+from hermes_rl.rl.evaluation import write_evaluation
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 GOOD_TASKS = """
@@ -165,6 +166,33 @@ async def test_a_bug_in_a_tool_is_no_mark_for_the_model(tmp_path: Path, write_en
     assert report.causes == {"task": 1}
     (row,) = table(tmp_path / "run", "failures")
     one_line(ValueError(row["error"]), "dice() raised KeyError", "made_up.py")
+
+
+@pytest.mark.parametrize(
+    ("returns", "says"),
+    [
+        ("{'words': 3, 'found': float((run.trajectories['reward'] == 1).sum())}", None),
+        ("{'words': float('nan')}", "evaluate() returned no mapping of names to finite numbers"),
+        ("5", "evaluate() returned no mapping"),
+        ("run.nothing", "evaluate() raised AttributeError"),
+    ],
+)
+async def test_an_environments_own_metrics(
+    tmp_path: Path, write_env: Write, returns: str, says: str | None
+) -> None:
+    body = f"{GOOD_TASKS}{GOOD_REWARD}\nasync def evaluate(self, run):\n    return {returns}\n"
+    out = tmp_path / "run"
+    sections: Any = {"env": {"mode": "evaluate", "split": "eval"}, "model": {"name": "noop"}}
+    report = await ran(write_env(body).path, out, **sections)
+    assert report.done == 1
+    if says is not None:
+        with pytest.raises(UserError) as raised:
+            await write_evaluation(out)
+        one_line(raised.value, "environment made_up", says, "made_up.py:")
+        assert not (out / "metrics.json").exists()
+        return
+    metrics = await write_evaluation(out)
+    assert (metrics["words"], metrics["found"], metrics["reward"]) == (3, 1, 1)
 
 
 def test_a_name_that_is_wanted(tmp_path: Path) -> None:
