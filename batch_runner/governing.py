@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 from hermes_rl.config import PLAYED_MODELS, RunConfig
 from hermes_rl.errors import UserError
+from hermes_rl.models.limits.budget import OUTPUT_MAX
 from hermes_rl.models.limits.governor import Governor
 from hermes_rl.models.limits.governor_wire import Charter, Summary
 from hermes_rl.models.limits.quotas import KINDS
@@ -90,6 +91,11 @@ class Prices:
     def unpriced(self) -> list[str]:
         """Models of the run without a price."""
         return [model for model, table in self._tables if table.find(model) is None]
+
+    def output_max(self, model: str) -> int:
+        """The most output tokens of a call to a model that names no bound."""
+        known = [table.output_max(model) for _, table in self._tables]
+        return max(known, default=OUTPUT_MAX)
 
     def worst(self, model: str, max_input: int, max_output: int) -> Decimal | None:
         """See `batch_runner.spent.Worst`: the dearest place that serves the model."""

@@ -169,7 +169,7 @@ class _Run:
         config = self.settings.config
         pots = pots_of(config)
         prices = Prices(config)
-        known = (pots, prices.worst, prices.models)
+        known = (pots, prices.worst, prices.models, prices.output_max)
         spent = spent_before(self.driver.run_dir, *known) if pots else {}
         return charter_of(config, self.settings.concurrency, spent)
 

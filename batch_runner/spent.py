@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from decimal import Decimal
 from typing import Any
 
+from hermes_rl.models.limits.budget import OUTPUT_MAX
 from hermes_rl.models.limits.spending import NANO, RUN_TOKENS, RUN_USD, model_of, model_pot
 from hermes_rl.store.rundir import RunDir
 
@@ -23,13 +24,18 @@ _UNKNOWN = ("unknown_input_tokens_max", "unknown_output_tokens_max")
 
 
 def spent_before(
-    run_dir: RunDir, pots: Collection[str], worst: Worst, models: Collection[str] = ()
+    run_dir: RunDir,
+    pots: Collection[str],
+    worst: Worst,
+    models: Collection[str] = (),
+    output_max: Callable[[str], int] = lambda model: OUTPUT_MAX,
 ) -> dict[str, int]:
     """Pot -> what is gone from it. Calls of unknown usage count with their worst case. Blocking.
 
     Args:
         models: names that the run asks for, beside those that have pots: what a call's model is
             taken for.
+        output_max: the most output tokens of a model's call that named no bound.
     """
     found: Counter[str] = Counter()
     with_pots = (name for pot in pots if (name := model_of(pot)) is not None)
@@ -42,7 +48,7 @@ def spent_before(
         for part in run_dir.parts(table):
             rows = pq.read_table(part, columns=["model", "calls", "metrics"])
             _add_known(found, rows, asks)
-            _add_unknown(found, rows, asks, worst)
+            _add_unknown(found, rows, asks, worst, output_max)
     return {pot: found[pot] for pot in pots}
 
 
@@ -84,25 +90,33 @@ def _add_known(found: Counter[str], rows: Any, models: Collection[str]) -> None:
 _COUNTS = ("input_tokens", "output_tokens")
 
 
-def _add_unknown(found: Counter[str], rows: Any, models: Collection[str], worst: Worst) -> None:
+def _add_unknown(
+    found: Counter[str],
+    rows: Any,
+    models: Collection[str],
+    worst: Worst,
+    output_max: Callable[[str], int],
+) -> None:
     for at, (model, metrics) in enumerate(
         zip(rows["model"].to_pylist(), rows["metrics"].to_pylist(), strict=True)
     ):
         bounds = {m["name"]: int(m["value"]) for m in metrics or () if m["name"] in _UNKNOWN}
         if not bounds:
             continue
-        given, made = (bounds.get(name, 0) for name in _UNKNOWN)
-        found[RUN_TOKENS] += given + made
+        unknown = _unknown_models(rows["calls"][at].as_py()) or [model]
+        asked_for = {asked_name(name, model, models) for name in unknown}
+        given, made = (bounds.get(name) for name in _UNKNOWN)
+        if made is None:  # a call named no bound
+            made = len(unknown) * max(map(output_max, asked_for))
+        found[RUN_TOKENS] += (given or 0) + made
         # The bounds are of all unknown calls together; a fallback may be dearer than the model.
-        unknown = _unknown_models(rows["calls"][at].as_py()) or {model}
         costs = {
-            asked: math.ceil((worst(asked, given, made) or 0) * NANO)
-            for asked in {asked_name(name, model, models) for name in unknown}
+            asked: math.ceil((worst(asked, given or 0, made) or 0) * NANO) for asked in asked_for
         }
         found[RUN_USD] += max(costs.values())
         for asked, nano in costs.items():
             found[model_pot(asked)] += nano
 
 
-def _unknown_models(calls: list[dict[str, Any]]) -> set[str]:
-    return {c["model"] for c in calls if c["outcome"] != "refused" and c["input_tokens"] is None}
+def _unknown_models(calls: list[dict[str, Any]]) -> list[str]:
+    return [c["model"] for c in calls if c["outcome"] != "refused" and c["input_tokens"] is None]

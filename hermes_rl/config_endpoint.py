@@ -65,6 +65,8 @@ class PriceSection(Section):
     """All writes, where there is one price for them."""
     cache_write_1h: Dollars | None = None
     long: LongPrice | None = None
+    output_max: Annotated[int, Field(ge=1)] | None = None
+    """The most output tokens of a call: what a budget sets aside where no `max_tokens` is set."""
 
 
 class ProviderSection(Section):

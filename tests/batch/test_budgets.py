@@ -197,6 +197,28 @@ async def test_the_books_say_what_the_budget_said(bench: Bench) -> None:
     assert said["run:usd"]["spent"] > bench.billed + 8 * 50 * PRICE["output"] / 1e6
 
 
+@pytest.mark.parametrize("output_max", [None, 1000])
+async def test_calls_without_a_bound_count_with_what_their_model_can_make(
+    bench: Bench, output_max: int | None
+) -> None:
+    """Set aside when they are made, and known again after a resumption."""
+    config = bench.config(1, budget_usd=50.0, budget_tokens=10**6).model_dump()
+    config["model"]["max_tokens"] = None
+    config["endpoint"]["prices"]["fake"]["output_max"] = output_max
+    steps = json.dumps([[{"text": "", "fault": "reset"}, "done"]])
+    kit.write(Path(config["dataset"]["path"]), [{"id": "u", "prompt": f"Say.\nSCRIPT: {steps}"}])
+    parsed = parse_config(config)
+    assert (await arun_batch(parsed, progress=quiet())).unknown_calls == 1
+    prices = Prices(parsed)
+    known = (prices.worst, prices.models, prices.output_max)
+    before = spent_before(RunDir(bench.out), pots_of(parsed), *known)
+    said = json.loads((bench.out / "manifest.json").read_bytes())["budgets"]
+    assert before["run:tokens"] == said["run:tokens"]["spent"]
+    assert before["run:usd"] / NANO == pytest.approx(said["run:usd"]["spent"], abs=1e-8)
+    most = output_max or 32_768
+    assert most < before["run:tokens"] < most + 10_000
+
+
 @asynccontextmanager
 async def dated(server: FakeServer) -> AsyncIterator[str]:
     """The address of a server that calls its models by longer names than they are asked for."""

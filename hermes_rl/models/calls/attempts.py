@@ -148,7 +148,10 @@ class Attempts:
                 left.release()
 
     def _worst(self, request: ModelRequest, bound: int, route: Route) -> Spend:
-        most = request.sampling.max_tokens or OUTPUT_MAX
+        most = request.sampling.max_tokens
+        if most is None:
+            prices = route.prices
+            most = OUTPUT_MAX if prices is None else prices.output_max(request.model)
         if self._price is None and route.prices is not None:
             cost = route.prices.worst(request.model, bound, most, request.cache)
             usd = None if cost is None else float(cost)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 OUTPUT_MAX = 32_768
-"""Output tokens that a call may make where it names no bound: what is reserved for it."""
+"""Output tokens that a call may make where it names no bound and none is known of its model: what
+is reserved for it."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from importlib.resources import files
 from typing import Any
 
 from hermes_rl.models.base import CacheTime
+from hermes_rl.models.limits.budget import OUTPUT_MAX
 from hermes_rl.usage import Usage
 
 _MILLION = Decimal(1_000_000)
@@ -101,6 +102,8 @@ class ModelPrice:
     """Prompts of more tokens than this are billed by `long`, all their tokens."""
     long: Rates | None = None
     """None: long prompts cost something else, and it is not known."""
+    output_max: int | None = None
+    """The most output tokens that the model makes in a call."""
     source: str = ""
     read: str = ""
     """The day on which the price was read from its source."""
@@ -161,6 +164,11 @@ class PriceTable:
         cost = self.cost(model, usage)
         return None if cost is None else float(cost)
 
+    def output_max(self, model: str) -> int:
+        """The most output tokens of a call that names no bound, as far as it is known."""
+        price = self.find(model)
+        return (price.output_max if price else None) or OUTPUT_MAX
+
     def worst(
         self, model: str, max_input: int, max_output: int | None, cache: CacheTime | None = None
     ) -> Decimal | None:
@@ -218,6 +226,7 @@ def read_price(form: Mapping[str, Any]) -> ModelPrice:
         base=_rates(form),
         above=int(long["above"]) if long else None,
         long=_rates(priced) if priced else None,
+        output_max=int(form["output_max"]) if form.get("output_max") is not None else None,
         source=str(form.get("source", "")),
         read=str(form.get("read", "")),
     )
