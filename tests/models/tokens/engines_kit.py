@@ -16,6 +16,7 @@ from hermes_rl.models.tokens.renderer import load_renderer
 from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine
 from hermes_rl.testing.exact_engine_chat import chat_of
 from hermes_rl.testing.exact_engine_log import Truth
+from hermes_rl.testing.exact_engine_scripts import Speaker, scripted
 from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer
 
 WIRES = ("vllm", "vllm_generate", "sglang", "llamacpp")
@@ -33,12 +34,12 @@ TOOLS = (TERMINAL,)
 
 @asynccontextmanager
 async def engine_at(
-    folder: Path, *, family: str = "chatml", **fields: Any
+    folder: Path, *, family: str = "chatml", speaker: Speaker = scripted, **fields: Any
 ) -> AsyncIterator[ExactEngine]:
     """A fake engine of a family's tokenizer; Chat Completions included."""
     tiny_tokenizer(folder, family)
     config = ExactConfig(tokenizer=folder, **fields)
-    async with ExactEngine(config, chat=chat_of(folder)) as engine:
+    async with ExactEngine(config, speaker, chat_of(folder)) as engine:
         yield engine
 
 
