@@ -27,7 +27,11 @@ async def engine_in(folder: Path, **fields: Any) -> AsyncIterator[ExactEngine]:
 
 
 async def run_on(
-    engine: ExactEngine, folder: Path, scripts: Sequence[list[Any]], tokens: str
+    engine: ExactEngine,
+    folder: Path,
+    scripts: Sequence[list[Any]],
+    tokens: str,
+    preset: str = "rl",
 ) -> Report:
     """A run of one task per script."""
     tasks = folder / "tasks.jsonl"
@@ -40,7 +44,7 @@ async def run_on(
     config = {
         "dataset": {"path": str(tasks)},
         "model": {"name": "toy"},
-        "agent": {"preset": "rl", "toolsets": ["terminal"]},
+        "agent": {"preset": preset, "toolsets": ["terminal"]},
         "endpoint": {**endpoint, "tokenizer": str(engine.config.tokenizer)},
         "run": {"out": str(folder / "run"), "workers": 0, "concurrency": 8},
     }

@@ -54,7 +54,7 @@ def told(steps) -> tuple[Story, dict[str, list[int]]]:
     return story, answers
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.lists(step, min_size=1, max_size=10))
 def test_every_answer_is_trained_once(steps):
     story, answers = told(steps)

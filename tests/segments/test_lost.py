@@ -10,11 +10,13 @@ from hermes_rl.store.reader import load_run
 async def test_the_next_start_keeps_the_tokens_of_a_lost_attempt(tmp_path):
     story = Story().call("one", 1, [1, 2], [3, 4], version="6").start("two", 2)
     key = story.events[0].key
-    async with await open_run(tmp_path / "run", {}) as driver:
-        async with JournalWriter(driver.run_dir, driver.epoch, "w0") as journal:
-            recorder = journal.recorder(key)
-            for event in story.events:
-                recorder.record(event)
+    async with (
+        await open_run(tmp_path / "run", {}) as driver,
+        JournalWriter(driver.run_dir, driver.epoch, "w0") as journal,
+    ):
+        recorder = journal.recorder(key)
+        for event in story.events:
+            recorder.record(event)
     async with await open_run(tmp_path / "run", {}) as driver:
         assert driver.report.lost == [key]
     run = load_run(tmp_path / "run")

@@ -104,6 +104,28 @@ async def test_a_server_that_renders_histories_again_forks(folder, capsys):
     assert "warning: more than 5% of histories forked" in err
 
 
+async def test_what_a_helping_harness_throws_away_stands_aside(tmp_path, capsys):
+    """Empty answers that are asked for again or nudged, calls in pieces, an answer in parts."""
+    scripts = [
+        [[{"text": ""}, {"text": "now I speak"}]],
+        [{"run": "echo one"}, {"text": ""}, "and so on"],
+        [[{"calls": [{"arguments": "{bad"}]}, {"run": "echo good"}], "fine"],
+        [{"text": "the first part", "cut": 3}, " and the rest"],
+    ]
+    async with engine_in(tmp_path) as engine:
+        await run_on(engine, tmp_path, scripts, "vllm", preset="datagen")
+        entries = served(engine.truth, tmp_path / "run")
+    assert differences(tmp_path / "run", entries) == []
+    rows = load_run(tmp_path / "run").segments
+    aside = rows[rows.exclude_reason == "discarded"]
+    assert len(aside) >= 3
+    assert set(aside.branch_kind) == {"retry"}
+    kept = rows[rows.exclude_reason != "discarded"]
+    assert set(kept.exclude_reason) == {"raw_logprobs"}  # this preset leaves sampling to the server
+    code, _, err = check(str(tmp_path / "run"), "--tokens", capsys=capsys)
+    assert code == 0, err
+
+
 def rewritten(run: Path, into: Path, change) -> Path:
     """A copy of a run whose stored segments are changed."""
     for path in run.rglob("*"):
