@@ -13,7 +13,7 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
-from hermes_rl.errors import SandboxError
+from hermes_rl.errors import SandboxError, SandboxStartError
 from hermes_rl.sandboxes import grading, hostfolder, limits, probe, recipe, warden
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxSpec
 from hermes_rl.sandboxes.binary import find_binary, reachable
@@ -236,7 +236,10 @@ class Bubblewrap:
             mounts += [*below, *layer.arguments(), recipe.WORKSPACE]
         else:
             workspace = lease.box / name / "ws"
-            copy_tree(lease.workspace, workspace, lease.uid)
+            try:
+                copy_tree(lease.workspace, workspace, lease.uid)
+            except OSError as error:
+                raise SandboxStartError(f"the workspace cannot be copied: {error}") from error
         return recipe.Box(
             layers=self._grading_layers(lease, spec, name),
             control=control,
@@ -263,7 +266,7 @@ class Bubblewrap:
             await asyncio.sleep(WATCH_S)
             for sandbox in [*self._live]:
                 if sandbox.due():
-                    with contextlib.suppress(SandboxError):
+                    with contextlib.suppress(SandboxError, OSError, ValueError):
                         await sandbox.check()
 
     async def give_back(self, lease: Lease, sandbox: BubblewrapSandbox | None = None) -> None:

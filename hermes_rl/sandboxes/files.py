@@ -19,6 +19,10 @@ from pathlib import Path
 _OPENAT2 = 437
 _RESOLVE = 0x08 | 0x04 | 0x02  # beneath, no symlinks, no magic links
 _SAFE = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+LOCKED_MAX = 256
+"""Folders that their owner locked and one look opens, at most: each costs us a descriptor."""
+READ_MAX = 256 << 20
+"""Bytes of a file that is read into memory, at most: a sparse one costs its maker nothing."""
 UNSAFE = (errno.ELOOP, errno.EXDEV, errno.ENXIO, errno.ENOSYS, errno.EAGAIN)
 """Errors that mean: not a plain path. Such a file is read inside the sandbox instead."""
 
@@ -44,6 +48,12 @@ def _openat2(folder: int, path: str, flags: int, mode: int = 0) -> int:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), path)
     return int(fd)
+
+
+class Look(contextlib.ExitStack):
+    """One look through folders; on leaving it, what was opened for it is locked again."""
+
+    locked: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,18 +86,22 @@ class Beneath:
             os.fchown(fd, self.uid, self.uid)
         return fd
 
-    def listing(self, path: str, after: contextlib.ExitStack) -> list[tuple[str, bool, int]]:
+    def listing(self, path: str, after: Look) -> list[tuple[str, bool, int]]:
         """What is in a folder: paths from here, whether they are folders, bytes on the disk.
 
         A folder that its owner locked is opened for the look, and locked again by `after`. One that
-        vanished is empty; one that cannot be looked into counts as full.
+        vanished is empty; one that its owner made so that it cannot be looked into counts as full.
+
+        Raises: OSError when this process, or the machine, has no descriptor left.
         """
         try:
             fd = self._open_folder(path, after)
         except FileNotFoundError:
             return []
         except OSError as error:
-            full = error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.EMFILE)
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            full = error.errno in (errno.ENAMETOOLONG, errno.EACCES)
             return [(path, False, 1 << 62)] if full else []
         found = []
         try:
@@ -101,11 +115,14 @@ class Beneath:
             os.close(fd)
         return found
 
-    def _open_folder(self, path: str, after: contextlib.ExitStack) -> int:
+    def _open_folder(self, path: str, after: Look) -> int:
         flags = os.O_RDONLY | os.O_DIRECTORY
         try:
             return self._open(path or ".", flags)
         except PermissionError:
+            after.locked += 1
+            if after.locked > LOCKED_MAX:
+                raise
             if path:
                 handle = self._open(path, os.O_PATH | os.O_DIRECTORY)
             else:

@@ -91,8 +91,12 @@ def write_stage(control: Path, verify: Path, spec: GradingSpec, start: str) -> N
         if clean.startswith(("/", "..")) or "\0" in clean or clean == ".":
             raise TaskFault(f"verifier file {name!r} is not a relative path below /verify")
         target = verify / clean
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+        except (FileExistsError, NotADirectoryError, IsADirectoryError):
+            why = "is both a file and a folder, with another of the verifier's files"
+            raise TaskFault(f"verifier file {name!r} {why}") from None
     for folder, _, names in os.walk(verify):
         os.chmod(folder, 0o755)
         for name in names:

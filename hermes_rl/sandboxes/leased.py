@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Protocol
 
 from hermes_rl.errors import SandboxDied, SandboxError, SandboxKilled
-from hermes_rl.sandboxes import limits, recipe
+from hermes_rl.sandboxes import limits, processes, recipe
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo
 from hermes_rl.sandboxes.box import Lease, Outer
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.session import Place, ShellSandbox
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost
 from hermes_rl.sandboxes.workspace import Usage, measure
+
+_log = logging.getLogger(__name__)
 
 IDLE_S = 30.0
 """Between two looks at a sandbox in which no command runs."""
@@ -49,6 +52,7 @@ class BubblewrapSandbox(ShellSandbox):
         self._boxes = 0
         self._closing: asyncio.Future[None] | None = None
         self._ending = asyncio.Lock()
+        self._machine_kills = limits.machine_kills()
         self._looked = asyncio.get_running_loop().time()
         self._slack = Usage(0, 0).slack_s(lease.spec.limits)
 
@@ -85,9 +89,12 @@ class BubblewrapSandbox(ShellSandbox):
         asked = self._lease.spec.limits
         root = f"/proc/{self._outer.inner().init}/root"
         try:
-            usage = await asyncio.to_thread(measure, self._place.files, asked, root)
+            usage = await asyncio.to_thread(measure, self._written(), asked, root)
         except FileNotFoundError:
             await self._end(SandboxDied("the workspace vanished"))
+        except OSError as error:
+            # Out of descriptors: no word about the sandbox. The next look comes soon.
+            _log.warning("cannot look at a sandbox: %s", error)
         else:
             self._looked = asyncio.get_running_loop().time()
             self._slack = usage.slack_s(asked)
@@ -95,6 +102,12 @@ class BubblewrapSandbox(ShellSandbox):
             if excess is not None:
                 await self._end(SandboxKilled(f"the sandbox exceeded its limits: {excess}"))
         self._raise_if_dead()
+
+    def _written(self) -> list[Beneath]:
+        """The folders of the disk that its commands write."""
+        upper = self._lease.layers.upper
+        layer = [] if upper is None else [Beneath(upper.up, self._lease.uid)]
+        return [self._place.files, *layer]
 
     async def _end(self, error: SandboxError) -> None:
         """End all processes for this reason, unless there is an earlier one."""
@@ -105,8 +118,11 @@ class BubblewrapSandbox(ShellSandbox):
         """Whose deed? The outer bubblewrap is out of the agent's reach: a signal to it is the
         host's doing, its ordinary exit the sandbox's own."""
         if not self._shell.lost.is_set():
+            stopped = processes.is_stopped(self._outer.inner().supervisor)
             await self._end_processes()
-            return SandboxKilled(f"the sandbox was ended: {lost}")
+            if stopped:  # by the agent: the host has no reason to
+                return SandboxKilled(f"the sandbox was ended: {lost}")
+            return SandboxDied(f"the sandbox did not react: {lost}")
         try:
             async with asyncio.timeout(5):
                 code = await self._outer.ended()
@@ -119,6 +135,8 @@ class BubblewrapSandbox(ShellSandbox):
             return SandboxDied("the folders of the sandbox vanished")
         if any(limits.out_of_memory(path) for path in self._lease.cgroup):
             return SandboxKilled("the sandbox ran out of memory")
+        if not self._lease.cgroup and limits.machine_kills() > self._machine_kills:
+            return SandboxDied("the machine ran out of memory and ended the sandbox, or another")
         return SandboxKilled(f"the shell of the sandbox was killed (exit {code})")
 
     async def _end_processes(self) -> None:

@@ -56,6 +56,17 @@ def out_of_memory(path: str) -> bool:
     return False
 
 
+def machine_kills() -> int:
+    """How often the kernel of this machine has killed for want of memory since it started; 0 where
+    it does not say."""
+    try:
+        with open("/proc/vmstat", "rb") as file:
+            lines = file.read().split(b"\n")
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(b"oom_kill ")), 0)
+
+
 def detect(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Cgroups:
     """Find out, by making one, whether control groups can be made below our own."""
     for base, unified in _candidates(own, root):

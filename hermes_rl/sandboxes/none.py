@@ -63,6 +63,10 @@ class PlainSandbox(ShellSandbox):
     async def _classify(self, lost: ShellLost) -> SandboxError:
         if not (self._running.box / "ws").is_dir():
             return SandboxDied("the workspace vanished")
+        if not self._shell.lost.is_set():
+            if processes.is_stopped(self._running.tree.process.pid):
+                return SandboxKilled(f"the shell was stopped: {lost}")
+            return SandboxDied(f"the shell did not react: {lost}")
         return SandboxKilled(f"the shell ended: {lost}")
 
     async def _after(self, ended: Ended) -> None:
@@ -266,7 +270,10 @@ class Subprocess:
         for path in (stage, control, verify, home):
             path.mkdir(mode=0o755)
         workspace = stage / "ws"
-        await asyncio.to_thread(copy_tree, box / "ws", workspace)
+        try:
+            await asyncio.to_thread(copy_tree, box / "ws", workspace)
+        except OSError as error:
+            raise SandboxStartError(f"the workspace cannot be copied: {error}") from error
         paths = grading.Paths(str(control), str(home), str(verify), str(workspace))
         variables = {**grading.environment(paths, recipe.PATH), MARK: str(box)}
         script = spec.script.replace("/workspace", paths.workspace).replace("/verify", paths.verify)

@@ -5,6 +5,7 @@ An owner is gone when its lock can be taken (see `slots`): a live one of another
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -59,7 +60,8 @@ class Warden:
     def close(self) -> None:
         """All is cleaned up: let it go. Blocks a moment."""
         if self._pipe >= 0:
-            os.write(self._pipe, b"closed")
+            with contextlib.suppress(BrokenPipeError):  # it was killed
+                os.write(self._pipe, b"closed")
             os.close(self._pipe)
             self._pipe = -1
             self._process.wait()

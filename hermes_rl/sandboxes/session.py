@@ -18,7 +18,7 @@ from typing import Self
 from hermes_rl.errors import SandboxError, SandboxStartError, TaskFault
 from hermes_rl.sandboxes.background import Background
 from hermes_rl.sandboxes.base import MAX_OUTPUT_BYTES, CommandResult, Process, SandboxInfo
-from hermes_rl.sandboxes.files import UNSAFE, Beneath
+from hermes_rl.sandboxes.files import READ_MAX, UNSAFE, Beneath
 from hermes_rl.sandboxes.output import Everything, HeadTail, IntoFile, Sink
 from hermes_rl.sandboxes.packing import UNPACK, pack_folder
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost
@@ -37,7 +37,8 @@ _READ = (
     'elif [[ ! -f $p ]]; then exit 64; elif [[ ! -r $p ]]; then exit 63; fi; exec cat -- "$p"'
 )
 _WRITE = (
-    'p={path}; if [[ -d $p ]]; then exit 62; fi; mkdir -p -- "${{p%/*}}" || exit 63; '
+    "p={path}; if [[ -d $p ]]; then exit 62; elif [[ -e $p && ! -f $p ]]; then exit 64; fi; "
+    'mkdir -p -- "${{p%/*}}" || exit 63; '
     'cat >|"$p" || exit 63'
 )
 
@@ -318,6 +319,9 @@ def _reason(kind: type[OSError]) -> str:
 
 
 async def _read_all(fd: int) -> bytes:
+    if os.fstat(fd).st_size > READ_MAX:
+        os.close(fd)
+        raise OSError(errno.EFBIG, f"more than {READ_MAX} bytes: download it instead")
     if os.fstat(fd).st_size <= IN_THREAD:
         return _read_fd(fd)
     return await asyncio.to_thread(_read_fd, fd)

@@ -35,13 +35,22 @@ def default_state_dir() -> Path:
 
 def own_folder(path: Path, mode: int) -> Path:
     """Make a folder of ours. Raises: SandboxStartError when somebody else's stands there."""
-    path.mkdir(parents=True, exist_ok=True, mode=mode)
+    try:
+        path.mkdir(parents=True, mode=mode)
+        path.chmod(mode)  # whatever the umask took
+    except FileExistsError:
+        _adopt(path, mode)
+    return path
+
+
+def _adopt(path: Path, mode: int) -> None:
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise SandboxStartError(f"{path} is not a folder of ours: remove it, or choose a state_dir")
-    if stat.S_IMODE(found.st_mode) != mode:
-        path.chmod(mode)
-    return path
+    if found.st_mode & 0o022:
+        raise SandboxStartError(f"{path} can be written by others: choose a state_dir of your own")
+    if found.st_mode & mode != mode:
+        path.chmod(stat.S_IMODE(found.st_mode) | mode)
 
 
 def lock(path: Path) -> int | None:
@@ -66,7 +75,8 @@ class Home:
     """The state folder as one owner (a backend in a process) uses it."""
 
     def __init__(self, root: Path | None = None) -> None:
-        self.root = own_folder(root or default_state_dir(), 0o711)
+        # Absolute: the warden and bubblewrap work elsewhere.
+        self.root = own_folder((root or default_state_dir()).absolute(), 0o711)
         self.boxes = own_folder(self.root / "boxes", 0o711)
         self.owners = own_folder(self.root / "owners", 0o700)
         self._made = 0

@@ -1,0 +1,125 @@
+"""What is no deed of the agent's is not laid at its door, and what it does cannot hold us up."""
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from hermes_rl.errors import SandboxStartError, TaskFault
+from hermes_rl.sandboxes.base import GradingSpec, SandboxBackend, SandboxSpec
+from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+from hermes_rl.sandboxes.files import Beneath, Look
+from hermes_rl.sandboxes.none import Subprocess
+from hermes_rl.sandboxes.workspace import copy_tree, measure
+
+KINDS = [Bubblewrap, Subprocess]
+Kind = type[Bubblewrap] | type[Subprocess]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_pipes_and_sparse_files_do_not_hold_us_up(state: Path, kind: Kind) -> None:
+    backend: SandboxBackend = kind(state_dir=state)
+    try:
+        async with await backend.lease(SandboxSpec(lease="odd")) as box:
+            await box.run("mkfifo notes.txt; truncate -s 900M big", timeout_s=20)
+            async with asyncio.timeout(20):
+                with pytest.raises(OSError, match="regular file"):
+                    await box.write_file("notes.txt", b"x")
+                with pytest.raises(OSError, match="download it"):
+                    await box.read_file("big")
+            assert (await box.run("echo still", timeout_s=20)).output == "still\n"
+    finally:
+        await backend.aclose()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_killed_warden_is_no_error_of_the_end(state: Path, kind: Kind) -> None:
+    backend = kind(state_dir=state)
+    async with await backend.lease(SandboxSpec(lease="w")) as box:
+        assert backend._warden is not None
+        os.kill(backend._warden._process.pid, signal.SIGKILL)
+        assert (await box.run("echo hi", timeout_s=20)).output == "hi\n"
+    await backend.aclose()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_relative_state_folder(
+    state: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(state.parent)
+    backend: SandboxBackend = kind(state_dir=Path(state.name))
+    try:
+        async with await backend.lease(SandboxSpec(lease="r")) as box:
+            assert (await box.run("echo here", timeout_s=20)).output == "here\n"
+    finally:
+        await backend.aclose()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_folder_that_all_may_write_is_refused_and_left_as_it_is(
+    state: Path, kind: Kind
+) -> None:
+    shared = state / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    with pytest.raises(SandboxStartError, match="can be written by others"):
+        await kind(state_dir=shared).lease(SandboxSpec(lease="s"))
+    assert shared.stat().st_mode & 0o7777 == 0o1777
+    shared.rmdir()
+
+
+async def test_two_files_of_a_verifier_in_one_place(bubblewrap: Bubblewrap) -> None:
+    async with await bubblewrap.lease(SandboxSpec(lease="v")) as box:
+        spec = GradingSpec(script="true", files={"a": b"1", "a/b": b"2"})
+        with pytest.raises(TaskFault, match="both a file and a folder"):
+            await box.grade(spec)
+
+
+def test_no_descriptor_is_no_word_about_a_workspace(tmp_path: Path) -> None:
+    """Ours are used up: the look says so, and not that the workspace is full."""
+    (tmp_path / "file").write_text("x")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while len(held) < 256:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        with pytest.raises(OSError, match="Too many open files"):
+            Beneath(tmp_path).listing("", Look())
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_locked_folder_is_copied(tmp_path: Path) -> None:
+    """An ordinary user's agent that locks a folder does not escape its verifier."""
+    source = tmp_path / "ws"
+    (source / "d").mkdir(parents=True)
+    (source / "d" / "f").write_text("x")
+    (source / "d" / "f").chmod(0)
+    (source / "d").chmod(0)
+    try:
+        copy_tree(source, tmp_path / "copy")
+        assert (tmp_path / "copy" / "d").stat().st_mode & 0o777 == 0
+        (tmp_path / "copy" / "d").chmod(0o700)
+        assert (tmp_path / "copy" / "d" / "f").stat().st_mode & 0o777 == 0
+    finally:
+        for folder in (source / "d", tmp_path / "copy" / "d"):
+            if folder.exists():
+                folder.chmod(0o700)
+
+
+def test_all_folders_of_a_sandbox_are_measured(tmp_path: Path) -> None:
+    workspace, layer = tmp_path / "ws", tmp_path / "layer"
+    workspace.mkdir()
+    layer.mkdir()
+    (layer / "big").write_bytes(b"x" * 100_000)
+    spec = SandboxSpec(lease="m")
+    usage = measure([Beneath(workspace), Beneath(layer)], spec.limits, "/nonexistent")
+    assert usage.bytes >= 100_000
