@@ -190,6 +190,11 @@ class EndpointSection(Section):
     def _join(cls, given: Any) -> Any:
         return join_names(given)
 
+    @field_validator("tokens", "prompt_cache", mode="before")
+    @classmethod
+    def _off(cls, given: Any) -> Any:
+        return "off" if given is False else given  # YAML takes a bare `off` for false
+
     @field_validator("fallbacks", mode="before")
     @classmethod
     def _name(cls, given: Any) -> Any:

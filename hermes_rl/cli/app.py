@@ -28,7 +28,7 @@ COMMANDS = {
     "export": "a run in another format, with a loss report",
     "import": "another program's trajectories as a run",
     "compress": "fit long trajectories into a token budget",
-    "env": "RL environments: serve, process, evaluate",
+    "env": "RL environments: process, evaluate, regrade, new",
     "eval": "evaluate and compare runs",
     "api": "the trajectory API server",
     "doctor": "what is there, what works on this machine, what to install",

@@ -211,3 +211,13 @@ def test_errors_of_a_model_made_in_python_show_no_key() -> None:
         with pytest.raises(ValueError, match="base_url") as bad:
             ModelConfig(name="m", base_url=address)
         assert "secret" not in str(bad.value)
+
+
+@pytest.mark.parametrize("key", ["tokens", "prompt_cache"])
+def test_off_as_yaml_understands_it(key: str) -> None:
+    dotted, value = parse_assignment(f"endpoint.{key}=off")
+    data: dict[str, Any] = {**GOOD}
+    set_key(data, dotted, value)
+    config = parse_config(data)
+    assert getattr(config.endpoint, key) == "off"
+    assert parse_config(yaml.safe_load(to_yaml(config))) == config

@@ -78,7 +78,8 @@ async def test_killed_in_the_midst_and_run_again(tmp_path: Path) -> None:
         process.kill()
         await process.wait()
         told = {e["unit_id"] for e in seen if e["event"] == "attempt" and e["status"] == "ok"}
-        assert len(told) >= 12
+        assert process.stderr
+        assert len(told) >= 12, (await process.stderr.read()).decode()[-3000:]
         again = await start("process", MATH, *flags(out, server, *more))
         later = await events(again)
         assert await again.wait() == 0
