@@ -48,7 +48,8 @@ class TokenPlan(msgspec.Struct, frozen=True, kw_only=True):
         """For people, at the start of a run."""
         if not self.exact:
             return [f"no token ids: {self.why}. Rows get no segments"] if self.why else []
-        told = [f"token ids by {self.way}; logprobs: {self.logprobs}"]
+        kind = self.logprobs if self.calls else "shown by its answers"
+        told = [f"token ids by {self.way}; logprobs: {kind}"]
         return told + [f"template: {line}" for line in self.template]
 
 

@@ -156,7 +156,9 @@ async def test_the_embedded_model_has_ways_of_its_own():
     }
     for tokens, way in (("auto", "chat"), ("chat", "chat"), ("llamacpp", "llamacpp")):
         form["endpoint"] = {"tokens": tokens}
-        assert (await reach(parse_config(form))).tokens.way == way
+        plan = (await reach(parse_config(form))).tokens
+        assert plan.way == way
+        assert plan.lines() == [f"token ids by {way}; logprobs: shown by its answers"]
     form["endpoint"] = {"tokens": "sglang"}
     with pytest.raises(UserError, match="Use llamacpp"):
         await reach(parse_config(form))
