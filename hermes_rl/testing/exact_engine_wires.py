@@ -200,6 +200,7 @@ def _read_generate(form: Json) -> Ask:
         prompt=_ids(form.get("token_ids"), "token_ids"),
         model=form.get("model"),
         top=sampling.get("logprobs"),
+        ids_as_text=True,
     )
 
 
@@ -211,7 +212,14 @@ def _write_generate(told: Told) -> Json:
         "finish_reason": told.sampled.finish,
         "token_ids": list(told.sampled.ids),
     }
-    return {"request_id": told.request_id, "choices": [choice], "prompt_logprobs": None}
+    return {
+        "request_id": told.request_id,
+        "id": f"generate-tokens-{told.request_id}",
+        "model": told.model,
+        "choices": [choice],
+        "usage": told.usage,
+        "prompt_logprobs": None,
+    }
 
 
 def _content(told: Told) -> list[Json]:

@@ -20,7 +20,7 @@ def vllm(**choice) -> dict:
 
 
 def generate(**choice) -> dict:
-    content = [{"token": "a", "logprob": -1.0}, {"token": "b", "logprob": -0.5}]
+    content = [{"token": "token_id:7", "logprob": -1.0}, {"token": "token_id:8", "logprob": -0.5}]
     fields = {"token_ids": [7, 8], "logprobs": {"content": content}, "finish_reason": "stop"}
     return {"request_id": "i", "choices": [{**fields, **choice}]}
 
@@ -68,7 +68,9 @@ def test_a_whole_answer_is_read(wire):
         ("vllm", vllm(token_ids=[7]), "of different tokens"),
         ("vllm", vllm(token_ids=[7, 9]), "of different tokens"),
         ("vllm", vllm(logprobs={"token_logprobs": [-1.0]}), "1 logprobs for 2 tokens"),
-        ("vllm_generate", generate(token_ids=[7]), "2 logprobs for 1 tokens"),
+        ("vllm_generate", generate(token_ids=[7]), "of different tokens"),
+        ("vllm_generate", generate(token_ids=[8, 7]), "of different tokens"),
+        ("vllm_generate", {**generate(), "usage": {"prompt_tokens": 4}}, "read 4 prompt tokens"),
         ("sglang", sglang(prompt_tokens=4), "read 4 prompt tokens and was sent 3"),
         ("sglang", sglang(ids=(7, 9)), "of different tokens"),
         ("sglang", sglang(ids=(7,), finish_reason={"type": "stop"}), "of different tokens"),
@@ -99,6 +101,8 @@ def test_a_stop_token_that_only_its_logprob_tells_was_sampled():
         ("vllm", vllm(logprobs={"token_logprobs": [-1.0, None]})),
         ("vllm", vllm(logprobs={"token_logprobs": [-1.0, -9999.0]})),
         ("vllm", vllm(logprobs={"token_logprobs": [-1.0, 0.7]})),
+        ("vllm_generate", generate(logprobs=None)),
+        ("vllm_generate", generate(logprobs={"content": [{"logprob": -1.0}, {}]})),
         ("sglang", sglang(output_token_logprobs=[[None, 7, None], [-0.5, 8, None]])),
         ("llamacpp", llamacpp(completion_probabilities=[{"id": 8, "logprob": -0.5}])),
         ("llamacpp", llamacpp(completion_probabilities=[])),

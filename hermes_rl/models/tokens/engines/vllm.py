@@ -74,7 +74,7 @@ class VllmCompletions(TokenWire):
 
 
 class VllmGenerate(TokenWire):
-    """`/inference/v1/generate`, where it is served. Its answers tell no usage."""
+    """`/inference/v1/generate`, where it is served. Older versions tell no usage."""
 
     name = "vllm_generate"
     path = "/inference/v1/generate"
@@ -103,12 +103,17 @@ class VllmGenerate(TokenWire):
     def read(self, form: Json) -> Answer:
         """See `TokenWire.read`."""
         choice = form["choices"][0]
-        content = (choice.get("logprobs") or {}).get("content")
+        content = (choice.get("logprobs") or {}).get("content") or []
         return Answer(
             ids=choice.get("token_ids"),
-            logprobs=[one.get("logprob") for one in content] if content else None,
+            logprobs=[one.get("logprob") for one in content] or None,
+            named=_named([one.get("token") for one in content] or None),
+            prompt_tokens=(form.get("usage") or {}).get("prompt_tokens"),
             finish=choice.get("finish_reason"),
-            answer_id=form.get("request_id"),
+            usage=_counts(form.get("usage")),
+            raw=form.get("usage"),
+            answer_id=form.get("id") or form.get("request_id"),
+            model=form.get("model"),
         )
 
     def ask_likely(self, form: Json, most: int) -> None:
