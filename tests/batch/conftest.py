@@ -13,18 +13,25 @@ HERE = str(Path(__file__).parent)
 if HERE not in sys.path:
     sys.path.insert(0, HERE)
 
+import kit  # noqa: E402
+
 CLUSTER = """
-import logging, sys, ray
-from batch_runner.warden import Warden
-warden = Warden()
-ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20,
-         logging_level=logging.ERROR)
-warden.watch_children()
-print(ray.get_runtime_context().gcs_address, flush=True)
-sys.stdin.read()
-ray.shutdown()
-warden.close()
+import sys, ray
+from batch_runner.pool import connected
+with connected(2):
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    sys.stdin.read()
 """
+
+
+@pytest.fixture(autouse=True)
+def no_run_outlives_its_test() -> Iterator[None]:
+    """A test that failed would leave a driver that asks on, and slow all after it down."""
+    yield
+    while kit.STARTED:
+        run = kit.STARTED.pop()
+        if run.process.returncode is None:
+            kit.kill(run.pid)
 
 
 @pytest.fixture

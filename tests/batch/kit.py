@@ -117,6 +117,10 @@ class Process:
             await asyncio.sleep(0.02)
 
 
+STARTED: list[Process] = []
+"""Runs of the present test; what still runs at its end is killed (see conftest)."""
+
+
 async def launch(*arguments: str | Path, env: dict[str, str] | None = None) -> Process:
     """Start `hermes-rl run ARGUMENTS --json`, in a process group of its own."""
     mark = uuid.uuid4().hex
@@ -130,6 +134,7 @@ async def launch(*arguments: str | Path, env: dict[str, str] | None = None) -> P
         limit=2**22,
     )  # fmt: skip
     made = Process(process, mark)
+    STARTED.append(made)
     made._readers = [asyncio.create_task(made.read()), asyncio.create_task(made.read_errors())]
     return made
 

@@ -77,6 +77,7 @@ async def test_twice(tmp_path: Path, server: FakeServer) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 async def test_once_with_ray_on_a_terminal(tmp_path: Path, server: FakeServer) -> None:
     """A terminal sends Ctrl-C to Ray's processes, the workers and the sandboxes as well."""
     dataset, out = kit.write(tmp_path / "tasks.jsonl", ROWS), tmp_path / "run"
