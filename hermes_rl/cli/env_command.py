@@ -213,6 +213,8 @@ def _config(mode: Mode, given: dict[str, Any], file: Path | None, settings: list
 
 def _carry_out(mode: Mode, config: RunConfig, as_json: bool) -> int:
     report = run.carry_out(config, as_json)
+    if mode == "process":
+        _tell_groups(Path(report.path), as_json)
     if mode == "process" or report.stopped is not None:
         return report.exit_code
     from hermes_rl.doors import run_sync
@@ -223,3 +225,20 @@ def _carry_out(mode: Mode, config: RunConfig, as_json: bool) -> int:
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         typer.echo(f"{report.path}/metrics.json: {shown}")
     return report.exit_code
+
+
+def _tell_groups(path: Path, as_json: bool) -> None:
+    """What a trainer gets of the groups, and what not."""
+    import dataclasses
+    import json
+
+    from hermes_rl.rl.group_report import group_report
+    from hermes_rl.store.reader import load_run
+
+    found = group_report(load_run(path))
+    if not found.groups:
+        return
+    if as_json:
+        typer.echo(json.dumps({"event": "groups", **dataclasses.asdict(found)}))
+    else:
+        typer.echo("\n".join(found.lines()))
