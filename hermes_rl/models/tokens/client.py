@@ -73,6 +73,10 @@ def at_root(endpoint: Endpoint) -> Endpoint:
     return replace(endpoint, base_url=base.removesuffix("/v1"))
 
 
+_OWN = ("stop", "n", "stream", "echo", "prompt", "input_ids", "token_ids", "return_token_ids")
+"""Fields of a body that are this client's own."""
+
+
 @dataclass(frozen=True)
 class _Asked:
     """One request on its way."""
@@ -147,6 +151,7 @@ class TokenClient:
 
     def _ask(self, request: ModelRequest) -> _Asked:
         """The prompt of a request: of the stored messages as they are, whatever the policy."""
+        _refuse(request)
         kept = request.conversation.attachments
         state = kept.get(self._key)
         if state is None:
@@ -186,3 +191,13 @@ class TokenClient:
             tokenizer_hash=self._renderer.tokenizer_hash,
             template_hash=self._renderer.template_hash,
         )
+
+
+def _refuse(request: ModelRequest) -> None:
+    """Raises: UserError for what cannot be asked for with prompts of ids."""
+    if request.sampling.stop or request.extra.get("stop"):
+        raise UserError(
+            "exact tokens stop at token ids: a stop text would cut within a token. Leave stop out"
+        )
+    if own := [name for name in _OWN if name in request.extra]:
+        raise UserError(f"exact tokens: {own[0]!r} cannot be a field of your own. Leave it out")

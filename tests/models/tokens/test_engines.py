@@ -235,6 +235,30 @@ async def test_layers_that_are_sent_and_not_stored_are_rendered_and_bridge_as_we
     assert second.tokens.source == "bridged"
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"sampling": Sampling(stop=("</s>",))}, {"extra": {"stop": ["x"]}}, {"extra": {"n": 2}}],
+)
+async def test_what_would_break_the_ids_is_refused(tmp_path, fields):
+    async with engine_at(tmp_path / "t") as engine:
+        client = client_of(engine, "vllm")
+        request = request_of(Conversation(asked("a")), **fields)
+        with pytest.raises(UserError, match="exact tokens"):
+            await client.complete(request)
+        await client.aclose()
+    assert not engine.truth
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_the_sdk_s_transport_carries_ids_as_well(tmp_path, wire):
+    async with engine_at(tmp_path / "t", split="random") as engine:
+        endpoint = Endpoint(engine.base_url, transport="sdk", api_key="k")
+        client = token_client(endpoint, tiny_renderer(), wire)
+        _, answers = await played(client, asked(script({"run": "ls"}, "done")))
+        await client.aclose()
+    agree(answers, engine.truth, kind(wire))
+
+
 async def test_images_are_refused_before_anything_is_sent(tmp_path):
     async with engine_at(tmp_path / "t") as engine:
         client = client_of(engine, "vllm")
