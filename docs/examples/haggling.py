@@ -25,7 +25,7 @@ THINGS = ("bicycle", "desk lamp", "kettle", "raincoat", "chess set")
 class Config(EnvConfig):
     """What `--set env.config.KEY=VALUE` may say."""
 
-    toolsets: tuple[str, ...] | None = ()
+    sandboxed: bool = False  # a conversation: no commands, no files
     rounds: int = 4  # answers of the buyer at most
     system_prompt: str | None = (
         "You sell one thing. Agree on a price with the buyer, the higher the better, and stay "

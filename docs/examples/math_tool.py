@@ -28,7 +28,7 @@ OPERATIONS = {"add": operator.add, "subtract": operator.sub, "multiply": operato
 class Config(EnvConfig):
     """What `--set env.config.KEY=VALUE` may say."""
 
-    toolsets: tuple[str, ...] | None = ()  # no terminal: only the calculator
+    sandboxed: bool = False  # no terminal and no files: only the calculator
     largest: int = 999
     system_prompt: str | None = "Solve the task with the calculator. End with: ANSWER <number>"
 

@@ -139,7 +139,13 @@ class EnvEpisode:
             own = tools_of(self._env, self._task)
         except UserError as error:
             raise TaskFault(str(error)) from error
-        return {name: replace(t, handler=_guarded(self._env, t)) for name, t in own.items()}
+        # Where there are no sandboxes, its own tools do not need one, whatever their default says.
+        return {
+            name: replace(
+                t, handler=_guarded(self._env, t), needs_sandbox=t.needs_sandbox and self.sandboxed
+            )
+            for name, t in own.items()
+        }
 
     def tool_state(self) -> dict[str, Any]:
         """See `Episode`."""

@@ -52,7 +52,8 @@ def test_it_passes_its_own_test_and_runs_as_a_module(tmp_path: Path) -> None:
     assert "3 passed" in tested.stdout
     ran = python("-m", "word_hunt", "process", "--model", "noop", *BARE, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert json.loads(ran.stdout.splitlines()[-1])["mean_reward"] == 0
+    told = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [event["mean_reward"] for event in told if event["event"] == "report"] == [0]
     config = str(package / "config.yaml")
     arguments = ("-m", "word_hunt", "evaluate", "--model", "oracle", "--config", config, *BARE)
     ran = python(*arguments, cwd=tmp_path)
