@@ -20,7 +20,7 @@ PYTEST_ARGS ?=
 consume = $(1)/bin/python -m pytest -c tests/consumers/pytest.ini $(2) --producer=$(CURDIR)/$(RUN) $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench chaos test-consumers lock clean demo-venv dev-venv
+.PHONY: help demo test lint bench bench-atropos chaos test-consumers lock clean demo-venv dev-venv
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,10 @@ lint: dev-venv ## ruff, formatting and strict types
 bench: dev-venv ## the numbers of the README, measured beside bare loops
 	@$(RUN) tests/bench/run.py
 
+bench-atropos: dev-venv ## env process beside atroposlib's, on the same work (1 GB of packages)
+	@bash scripts/venv.sh .venv-atropos locks/atropos.txt
+	@$(RUN) tests/bench/atropos.py --atropos .venv-atropos/bin/python
+
 chaos: dev-venv ## kill a run at random moments and check its books (N=200 SEED=1)
 	@$(RUN) tests/chaos/run.py $(CHAOS_ARGS)
 
@@ -56,7 +60,7 @@ lock: ## write the lock files anew from pyproject.toml (newest versions: scripts
 	@bash scripts/lock.sh
 
 clean: ## remove the virtual environments, caches and build output; runs/ is kept
-	@rm -rf .venv .venv-consumers* .make .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	@rm -rf .venv .venv-consumers* .venv-atropos .make .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 	@find hermes_rl batch_runner environments tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 demo-venv:

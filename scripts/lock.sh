@@ -4,6 +4,7 @@
 #
 #   locks/dev.txt        base + dev: what `make test`, `make lint` and `make bench` install
 #   locks/demo.txt       base + local: what `make demo` installs, a subset of dev.txt at the same versions
+#   locks/atropos.txt    what `make bench-atropos` measures us beside
 #   locks/consumers*.txt the readers of `make test-consumers`, an environment each, torch left out: its CPU and CUDA builds share a version but
 #                        not a hash, and the plain index has only the CUDA build on x86_64. One lock that fits both
 #                        kinds of machine is not possible, so the Makefile names torch's version and pip takes the
@@ -27,6 +28,7 @@ compile() { # OUT ARGUMENT...
 mkdir -p locks
 compile locks/dev.txt pyproject.toml --extra dev --group build "$@"
 compile locks/demo.txt pyproject.toml --extra local --group build --constraint locks/dev.txt "$@"
+compile locks/atropos.txt locks/atropos.in "$@"
 echo "torch ; sys_platform == 'none'" >"$tools/overrides.txt"
 compile locks/consumers.txt --group consumers --override "$tools/overrides.txt" "$@"
 for name in verl axolotl protocols; do
