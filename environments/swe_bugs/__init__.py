@@ -1,0 +1,5 @@
+"""Small git repositories with bugs."""
+
+from environments.swe_bugs.environment import SweBugs
+
+__all__ = ["SweBugs"]

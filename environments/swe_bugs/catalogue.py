@@ -1,0 +1,131 @@
+"""Which changes of which module are bugs that its calls show. Proved once and kept in
+catalogue.json; `write()` makes it anew after a change of modules, calls or kinds of changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from environments.swe_bugs.answers import answer, digest
+from environments.swe_bugs.calls import CALLS, Call
+from environments.swe_bugs.mutate import Mutant, mutants
+
+HERE = Path(__file__).parent
+FILE = HERE / "catalogue.json"
+MODULES = tuple(CALLS)
+ENOUGH = 3
+"""A bug counts when so many calls show it: one is told in the task, others stay hidden."""
+UNSEEN = 2
+"""Of those, so many stand in no visible test."""
+_CALL_S = 0.1
+"""Seconds of computing after which a call counts as endless."""
+
+
+class Hangs(BaseException):
+    """A call took too long. No Exception: the code under test may catch those."""
+
+
+@cache
+def source(module: str) -> str:
+    """A module's text, without a bug."""
+    return (HERE / "toolbox" / f"{module}.py").read_text(encoding="utf-8")
+
+
+@cache
+def loaded(module: str, text: str) -> ModuleType:
+    """A module from its text, in no table of modules; it must keep no state."""
+    made = ModuleType(module)
+    exec(compile(text, f"{module}.py", "exec"), made.__dict__)
+    return made
+
+
+@cache
+def right(module: str) -> tuple[str, ...]:
+    """What the module without a bug answers to each of its calls."""
+    made = loaded(module, source(module))
+    return tuple(answer(made, call.function, call.arguments) for call in CALLS[module])
+
+
+@cache
+def right_digests(module: str) -> tuple[str, ...]:
+    """The digests of `right`."""
+    return tuple(digest(text) for text in right(module))
+
+
+@cache
+def bugs(module: str) -> tuple[tuple[Mutant, tuple[int, ...]], ...]:
+    """The module's bugs, each with the places of the calls that show it, by the text's order."""
+    kept = _stored()[module]
+    return tuple((m, tuple(kept[m.key])) for m in mutants(source(module)) if m.key in kept)
+
+
+@cache
+def _stored() -> dict[str, dict[str, list[int]]]:
+    read: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return {module: entry["bugs"] for module, entry in read.items()}
+
+
+def made() -> dict[str, dict[str, Any]]:
+    """The catalogue, by trying every change against every call. Needs the main thread.
+
+    A change that never ends, or that too few calls show, is left out.
+    """
+    before = signal.signal(signal.SIGVTALRM, _hang)
+    try:
+        return {module: _tried(module) for module in MODULES}
+    finally:
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _tried(module: str) -> dict[str, Any]:
+    text = source(module)
+    kept = {}
+    for mutant in mutants(text):
+        shown = _shown(module, mutant.applied(text))
+        unseen = [n for n in shown if not CALLS[module][n].visible]
+        if len(shown) >= ENOUGH and len(unseen) >= UNSEEN:
+            kept[mutant.key] = shown
+    return {"sha256": hashlib.sha256(text.encode()).hexdigest(), "bugs": kept}
+
+
+def _shown(module: str, text: str) -> list[int]:
+    """Places of the calls that a changed module answers in another way; none when one hangs."""
+    try:
+        return list(_differing(module, text))
+    except Hangs:
+        return []
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def _differing(module: str, text: str) -> Iterator[int]:
+    signal.setitimer(signal.ITIMER_VIRTUAL, _CALL_S)
+    changed = loaded.__wrapped__(module, text)
+    for number, (call, wanted) in enumerate(zip(CALLS[module], right(module), strict=True)):
+        signal.setitimer(signal.ITIMER_VIRTUAL, _CALL_S)
+        if answer(changed, call.function, call.arguments) != wanted:
+            yield number
+
+
+def _hang(number: int, frame: FrameType | None) -> None:
+    raise Hangs
+
+
+def written(call: Call, module: str) -> str:
+    """A call as a person writes it."""
+    positional, named = call.arguments
+    given = [repr(a) for a in positional] + [f"{k}={v!r}" for k, v in named.items()]
+    return f"{module}.{call.function}({', '.join(given)})"
+
+
+def write() -> None:
+    """Write the catalogue anew."""
+    lines = json.dumps(made(), separators=(",", ":")).replace("},", "},\n")
+    FILE.write_text(lines + "\n", encoding="utf-8")

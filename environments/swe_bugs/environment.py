@@ -1,0 +1,88 @@
+"""The environment: repositories with bugs, judged by what their modules answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib import resources
+from typing import ClassVar
+
+from environments.swe_bugs.calls import CALLS
+from environments.swe_bugs.catalogue import right_digests
+from environments.swe_bugs.repository import Repository, repositories
+from hermes_rl.rl import (
+    EnvConfig,
+    Environment,
+    Rewards,
+    Rollout,
+    RolloutContext,
+    Task,
+    make_task,
+    part,
+)
+
+PROMPT = """\
+This repository holds a small Python library, toolbox. Users report:
+
+{reports}
+
+The docstrings say what the functions are meant to do. Find the cause of each report in toolbox/ and
+mend it there; a report is one example, other calls are wrong too. All else must go on working.
+The visible tests run with
+
+    python3 -m unittest discover -s tests -t .
+
+and others that you do not see will be run as well."""
+
+MODULE_S = 20.0
+"""For the calls of one module, in the grading box."""
+
+
+class SweBugs(Environment[EnvConfig]):
+    """The share of the bugs that are mended, if nothing else is broken."""
+
+    name: ClassVar[str] = "swe_bugs"
+    endless: ClassVar[bool] = True
+
+    def tasks(self, split: str, seed: int) -> Iterator[Task]:
+        """See `Environment.tasks`."""
+        return (as_task(repository) for repository in repositories(split, seed))
+
+    async def compute_reward(self, task: Task, trajectory: Rollout, ctx: RolloutContext) -> Rewards:
+        """See `Environment.compute_reward`. The box is given calls and reports answers; what is
+        right never enters it."""
+        modules, mended = task.metadata["modules"], [b["module"] for b in task.metadata["bugs"]]
+        calls = {m: [[c.function, c.arguments] for c in CALLS[m]] for m in modules}
+        program = resources.files(__package__).joinpath("answers.py").read_bytes()
+        runs = [f'timeout {MODULE_S:g} python3 -I "$VERIFY/answers.py" {m}' for m in modules]
+        result = await ctx.grading.run(
+            "\n".join([*runs, "true"]),
+            files={"answers.py": program, "calls.json": json.dumps(calls)},
+            timeout_s=MODULE_S * (len(modules) + 1),
+        )
+        told = result.report.splitlines()
+        right = {m: " ".join([m, *right_digests(m)]) in told for m in modules}
+        broken = [m for m in modules if m not in mended and not right[m]]
+        parts = [
+            part(f"mended {m}", float(right[m] and not broken), weight=1 / len(mended))
+            for m in mended
+        ]
+        return Rewards(parts, metrics={"bugs": len(mended), "broken": len(broken)})
+
+
+def as_task(repository: Repository) -> Task:
+    """A repository as a task; its oracle writes the modules as they were."""
+    reports = "\n".join(f"{n}. {line}" for n, line in enumerate(repository.reports, 1))
+    return make_task(
+        PROMPT.format(reports=reports),
+        id=repository.name,
+        files=repository.files,
+        setup=repository.setup,
+        oracle=repository.patched([b.module for b in repository.bugs]),
+        requires=["git", "python3"],
+        modules=list(repository.modules),
+        bugs=[
+            {"module": b.module, "kind": b.mutant.kind, "line": b.mutant.line, "bug": b.name}
+            for b in repository.bugs
+        ],
+    )

@@ -1,0 +1,1 @@
+"""Small tools without dependencies; every module stands alone."""
