@@ -4,6 +4,7 @@ import json
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -120,3 +121,25 @@ def _plain(value: Any, family: str) -> Any:
         return value
     text = value.encode("utf-8", "replace").decode()
     return text.replace("<", "(") if family == "coder" else text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r'<tool_call>{"name": "a\qb", "arguments": {}}</tool_call>',
+        r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>',
+        r'<tool_call>{"name": "f", "arguments": "\ud800"}</tool_call>',
+        '<tool_call><function=f><parameter=a>["\\ud800"]</parameter></function></tool_call>',
+        "<tool_call><function=f><parameter=a>[1e999]</parameter></function></tool_call>",
+    ],
+)
+@pytest.mark.parametrize("name", sorted(PARSERS))
+def test_escapes_that_stand_for_nothing_give_a_message_that_can_be_stored(text, name):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": _LISTED}}]
+    message = parser_named(name).parse(text, tools).message(text)
+    assert msgspec.json.encode(message)
+    for call in message.tool_calls:
+        assert "Infinity" not in call.arguments
+
+
+_LISTED = {"type": "object", "properties": {"a": {"type": "array"}}}

@@ -61,7 +61,8 @@ class Parsed:
             text: what was parsed; kept as `raw_content` where `content` is not all of it.
         """
         calls = tuple(
-            ToolCall(id=c.id, name=c.name, arguments=c.arguments_text) for c in self.calls
+            ToolCall(id=c.id, name=_sendable(c.name), arguments=_sendable(c.arguments_text))
+            for c in self.calls
         )
         return AssistantMessage(
             content=self.content,
@@ -69,6 +70,12 @@ class Parsed:
             tool_calls=calls,
             raw_content=None if text == self.content else text,
         )
+
+
+def _sendable(text: str) -> str:
+    """The text without lone surrogates, which a JSON escape can make and nothing can store. The
+    raw text and the ids keep what was sampled."""
+    return text.encode("utf-8", "replace").decode()
 
 
 class ToolCallParser(Protocol):

@@ -145,13 +145,21 @@ def _broken(
     what = failure.msg if isinstance(failure, json.JSONDecodeError) else "nested too deeply"
     why = "the answer ends in the middle of it" if cut else what
     return ParsedCall(
-        name=_JSON.decode(found.group(1)) if found else "",
+        name=_name(found.group(1)) if found else "",
         arguments_text=inner[arguments.end() :] if arguments else inner,
         start=begin.start(),
         end=end,
         id=call_id(position, text[begin.start() : end], salt),
         error=f"the JSON of the tool call cannot be read: {why}",
     )
+
+
+def _name(spelled: str) -> str:
+    """The name in a JSON string; empty where that string is what cannot be read."""
+    try:
+        return str(_JSON.decode(spelled))
+    except ValueError:
+        return ""
 
 
 def _stop(text: str, start: int) -> int:

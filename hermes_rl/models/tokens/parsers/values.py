@@ -8,8 +8,9 @@ model so.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
@@ -36,7 +37,8 @@ def typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
         return None if bare == "null" and "null" in kinds else text
     spelled = bare.lower() if bare.lower() in ("true", "false", "null", "none") else bare
     try:
-        value = json.loads("null" if spelled == "none" else spelled, parse_constant=_refuse)
+        told = "null" if spelled == "none" else spelled
+        value = json.loads(told, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return text
     if isinstance(value, float) and value.is_integer() and "integer" in kinds:
@@ -44,8 +46,14 @@ def typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     return value if _fits(value, kinds) else text
 
 
-def _refuse(word: str) -> Any:
+def _refuse(word: str) -> NoReturn:
     raise ValueError(f"{word} is no JSON")
+
+
+def _finite(digits: str) -> float:
+    """Of 1e999 a reader makes infinity, which no JSON can say again."""
+    value = float(digits)
+    return value if math.isfinite(value) else _refuse(digits)
 
 
 def _fits(value: Any, kinds: set[str]) -> bool:
