@@ -64,6 +64,10 @@ def open_environment(section: EnvSection) -> Opened:
         config = cls.Config.model_validate(section.config)
     except ValidationError as error:
         raise UserError(f"environment {name}: env.config: {_first(error, cls.Config)}") from None
+    except HermesError:
+        raise
+    except Exception as error:  # a boundary: a validator of the user's
+        raise UserError(faults.said(name, cls.Config, error)) from error
     try:
         env = cls(config)
     except HermesError:

@@ -1,5 +1,6 @@
 """Mistakes in somebody's environment: said in one line with their place, and never a reward."""
 
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,54 @@ async def test_a_bug_in_a_tool_is_no_mark_for_the_model(tmp_path: Path, write_en
     assert report.causes == {"task": 1}
     (row,) = table(tmp_path / "run", "failures")
     one_line(ValueError(row["error"]), "dice() raised KeyError", "made_up.py")
+
+
+async def test_a_bug_in_a_validator_of_its_config(tmp_path: Path, write_env: Write) -> None:
+    head = """
+    from pydantic import field_validator
+
+    class Picky(EnvConfig):
+        words: int = 3
+
+        @field_validator("words")
+        @classmethod
+        def look(cls, given):
+            return {}[given]  # HERE
+    """
+    written = write_env(f"Config = Picky\n{GOOD_TASKS}{GOOD_REWARD}", head)
+    sections: Any = {"model": {"name": "noop"}, "env": {"config": {"words": 5}}}
+    with pytest.raises(UserError) as raised:
+        await ran(written.path, tmp_path / "run", **sections)
+    one_line(raised.value, "environment made_up: Picky() raised KeyError", "made_up.py:")
+    assert f"made_up.py:{written.line('HERE')}" in str(raised.value)
+
+
+async def test_a_stream_that_breaks_off_keeps_what_was_done(
+    tmp_path: Path, write_env: Write
+) -> None:
+    head = """
+    class Config(EnvConfig):
+        sandboxed: bool = False
+        group_size: int = 1
+    """
+    tasks = """
+    Config = Config
+
+    def tasks(self, split, seed):
+        for number in range(600):
+            yield make_task("Go on.", id=str(number))
+        raise KeyError("no more")  # HERE
+    """
+    written = write_env(textwrap.dedent(tasks) + GOOD_REWARD, head)
+    noop: Any = {"model": {"name": "noop"}, "dataset": {"limit": None}}
+    with pytest.raises(UserError) as raised:
+        await ran(written.path, tmp_path / "run", **noop)
+    one_line(raised.value, "tasks() raised KeyError", f"made_up.py:{written.line('HERE')}")
+    done = len(table(tmp_path / "run"))
+    assert done > 0
+    whole: Any = {**noop, "dataset": {"limit": 600}}
+    report = await ran(written.path, tmp_path / "run", **whole)
+    assert (report.done, report.failed_attempts) == (600, 0)
 
 
 @pytest.mark.parametrize(
