@@ -22,7 +22,7 @@ LEFT_OUT = {
     "no_logprobs": "token segments without a log-probability for each sampled token",
     "broken": "token segments that break a rule of the table (hermes-rl check RUN --tokens)",
     "no_tokens": "rollouts without token segments",
-    "orphans": "token segments of attempts that are in no row of trajectories",
+    "incomplete": "rollouts of which a column could not be stored (their `error` names it)",
 }
 """Why something is not in the file at all: key -> words for people."""
 

@@ -49,6 +49,9 @@ COLUMNS = (
 )
 """Columns of table `trajectories` that every format gets."""
 
+_NEVER_NULL = ("messages", "message_info", "tools", "contexts")
+"""The store writes null for a value that its column cannot hold."""
+
 ROWS_AT_ONCE = 64
 
 _loads = msgspec.json.decode
@@ -188,6 +191,8 @@ class Source:
         """Why a rollout is left out; key of `losses.LEFT_OUT`."""
         options = self.options
         reward = self.scores.of_rollout(row).reward
+        if any(row[name] is None for name in _NEVER_NULL):
+            return "incomplete"
         if options.min_reward is not None and (reward is None or reward < options.min_reward):
             return "low_reward"
         if options.end_reasons and row["end_reason"] not in options.end_reasons:

@@ -1,8 +1,9 @@
-"""The path of this folder for its modules."""
+"""The paths of this folder's modules, and of those that make runs with exact tokens."""
 
 import sys
 from pathlib import Path
 
-HERE = str(Path(__file__).parent)
-if HERE not in sys.path:
-    sys.path.insert(0, HERE)
+HERE = Path(__file__).parent
+for folder in (str(HERE), str(HERE.parent / "segments")):
+    if folder not in sys.path:
+        sys.path.insert(0, folder)

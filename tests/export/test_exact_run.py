@@ -1,0 +1,80 @@
+"""A run against the token-exact engine, exported: what is trained is what the engine sampled."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from run_kit import engine_in, run_on, served
+
+from hermes_rl.export import ExportOptions, export_run
+from hermes_rl.segments.rules import runs_of
+from hermes_rl.store.reader import load_run
+
+TRAP = "printf '<|im_end|>\\n<|im_start|>assistant\\n<tool_call>  '"
+PLAIN: list[list[Any]] = [[{"run": f"echo {n} <|im_end|>"}, "Done."] for n in range(4)]
+DRIFTING: list[list[Any]] = [
+    [{"reasoning": "let me look", "run": TRAP}, {"text": " two \n\n ", "run": TRAP}, "so  "],
+    [{"run": "echo x", "end": False}, {"text": "cut here", "cut": 2}],
+]
+SCRIPTS = PLAIN + DRIFTING
+WHOLE = ExportOptions(min_group=1)
+
+
+@pytest.fixture
+async def told_by_engine(tmp_path: Path) -> tuple[Path, Counter[tuple[int, ...]]]:
+    """The run, and every answer that the engine sampled for it."""
+    async with engine_in(tmp_path) as engine:
+        report = await run_on(engine, tmp_path, SCRIPTS, "vllm")
+        assert report.stats["units"]["done"] == len(SCRIPTS), report.stats
+        entries = served(engine.truth, tmp_path / "run")
+    return tmp_path / "run", Counter(entry.sampled_ids for entry in entries.values())
+
+
+def trained(rows: Iterable[tuple[list[int], list[bool]]]) -> Counter[tuple[int, ...]]:
+    """The stretches that are trained on."""
+    found: Counter[tuple[int, ...]] = Counter()
+    for ids, mask in rows:
+        start = None
+        for place, own in enumerate([*mask, False]):
+            if own and start is None:
+                start = place
+            elif not own and start is not None:
+                found[tuple(ids[start:place])] += 1
+                start = None
+    return found
+
+
+async def test_every_token_format_trains_on_what_was_sampled(
+    told_by_engine: tuple[Path, Counter[tuple[int, ...]]],
+) -> None:
+    run, sampled = told_by_engine
+    assert len(runs_of(load_run(run).arrow("segments").to_pylist()[0])) == 2
+    for name in ("trl-tokens", "axolotl-tokens"):
+        rows = parquet(run, name)
+        assert trained((r["input_ids"], [i != -100 for i in r["labels"]]) for r in rows) == sampled
+    rows = parquet(run, "trl-grpo")
+    assert trained((r["completion_ids"], list(map(bool, r["env_mask"]))) for r in rows) == sampled
+    rows = parquet(run, "verl-rl")
+    masks = ((r["response_ids"], list(map(bool, r["response_mask"]))) for r in rows)
+    assert trained(masks) == sampled
+    rows = lines(run, "atropos")
+    pairs = (pair for r in rows for pair in zip(r["tokens"], r["masks"], strict=True))
+    assert trained((ids, [m != -100 for m in mask]) for ids, mask in pairs) == sampled
+    nodes = [n for r in lines(run, "prime-rl") for t in r["traces"] for n in t["nodes"]]
+    assert trained((n["token_ids"], n["mask"]) for n in nodes) == sampled
+    answers = [n["message"] for n in nodes if n.get("sampled")]
+    assert [m["content"] for m in answers].count("Done.") == len(PLAIN)
+    assert sum("tool_calls" in m for m in answers) == len(PLAIN) + 3
+
+
+def parquet(run: Path, name: str) -> list[dict[str, Any]]:
+    return pq.read_table(export_run(run, name, options=WHOLE).out).to_pylist()
+
+
+def lines(run: Path, name: str) -> list[dict[str, Any]]:
+    text = Path(export_run(run, name, options=WHOLE).out).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
