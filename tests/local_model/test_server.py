@@ -274,7 +274,7 @@ async def test_a_wedged_server_is_replaced(env, tmp_path):
         before = await first.endpoint()
         (wedged,) = servers_in(tmp_path)
         os.kill(wedged, signal.SIGSTOP)
-        async with local_server("local-tiny", env=env) as second:
+        async with local_server("local-tiny", env=env, answer_s=4) as second:
             assert await second.endpoint() != before
             assert servers_in(tmp_path) != [wedged]
             assert len(servers_in(tmp_path)) == 1

@@ -56,6 +56,7 @@ async def local_server(
     env: Mapping[str, str] | None = None,
     slots: int = 4,
     context: int = 4096,
+    answer_s: float = _ANSWER_S,
 ) -> AsyncIterator[LocalServer]:
     """Holds the machine's server of the embedded model `name`; the first holder starts it.
 
@@ -68,6 +69,7 @@ async def local_server(
         env: the environment; the process's own, read now, if not given.
         slots: requests decoded side by side; more of them wait.
         context: tokens of prompt and answer together, per request.
+        answer_s: a running server that does not greet within so many seconds is replaced.
 
     Raises:
         UserError: no such model, no engine, or it cannot be started.
@@ -85,7 +87,7 @@ async def local_server(
     settings = ServerSettings(
         socket=_socket_for(name, engine, given), model=name, description=description, engine=engine
     )
-    server = LocalServer(settings, given)
+    server = LocalServer(settings, given, answer_s)
     try:
         await server.endpoint()
         yield server
@@ -96,9 +98,12 @@ async def local_server(
 class LocalServer:
     """A share in the machine's one server of a model, which is joined anew if it has died."""
 
-    def __init__(self, settings: ServerSettings, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, settings: ServerSettings, env: Mapping[str, str], answer_s: float = _ANSWER_S
+    ) -> None:
         self._settings = settings
         self._env = env
+        self._answer_s = answer_s
         self._held: _Held | None = None
         self._joining = asyncio.Lock()
 
@@ -116,7 +121,7 @@ class LocalServer:
         async with self._joining:
             if self._held is None or self._held.reader.at_eof():
                 await self.aclose()
-                self._held = await _obtain(self._settings, self._env)
+                self._held = await _obtain(self._settings, self._env, self._answer_s)
             hello = self._held.hello
         return Endpoint(
             base_url=hello.base_url,
@@ -191,16 +196,16 @@ class _Held:
     writer: asyncio.StreamWriter
 
 
-async def _obtain(settings: ServerSettings, env: Mapping[str, str]) -> _Held:
+async def _obtain(settings: ServerSettings, env: Mapping[str, str], answer_s: float) -> _Held:
     """Joins the server of these settings, or starts it."""
     lock = settings.socket.with_suffix(".starting")
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _START_S
     while loop.time() < deadline:
-        if held := await _join(settings.socket):
+        if held := await _join(settings.socket, answer_s):
             return held
         with try_lock(lock) as ours:
-            if ours and (held := await _join(settings.socket)):
+            if ours and (held := await _join(settings.socket, answer_s)):
                 return held
             if ours:
                 await _start(settings, env, deadline - loop.time())
@@ -211,7 +216,7 @@ async def _obtain(settings: ServerSettings, env: Mapping[str, str]) -> _Held:
     )
 
 
-async def _join(socket: Path) -> _Held | None:
+async def _join(socket: Path, answer_s: float) -> _Held | None:
     """A pipe to the running server; None if there is none, or none any more.
 
     A server that takes the connection but does not greet, or is not healthy, is ended.
@@ -223,7 +228,7 @@ async def _join(socket: Path) -> _Held | None:
         return None
     pid, _ = peer_of(writer.get_extra_info("socket"))
     try:
-        async with asyncio.timeout(_ANSWER_S):
+        async with asyncio.timeout(answer_s):
             if line := await reader.readline():
                 hello = msgspec.json.decode(line, type=Hello)
                 if await _is_healthy(hello):
