@@ -120,10 +120,14 @@ class Source:
     def _members(self) -> Iterator[tuple[str, list[TokenItem]]]:
         """The group of every rollout with what it brings: nothing when it is left out."""
         for stem in self._stems():
-            found = {row["trajectory_id"]: items for row, items in self._token_rollouts_of(stem)}
+            came = set()
+            for row, items in self._token_rollouts_of(stem):
+                came.add(row["trajectory_id"])
+                yield row["group_id"], items
             for table in self._tables("trajectories", stem, ["group_id", "trajectory_id"]):
                 for row in table.to_pylist():
-                    yield row["group_id"], found.pop(row["trajectory_id"], [])
+                    if row["trajectory_id"] not in came:
+                        yield row["group_id"], []
 
     def items(self) -> Iterator[TokenItem]:
         """The segments that this format may take."""
