@@ -179,6 +179,11 @@ def regrade(
             f"{done.not_kept} have no stored workspace. Make the run with "
             "--set run.keep_workspaces=true"
         )
+    if done.other_task:
+        typer.echo(
+            f"{done.other_task} are of a task that is another one now. Regrade with the "
+            "configuration and data that made the tasks"
+        )
     return ExitCode.GIVEN_UP if done.failed else ExitCode.DONE
 
 

@@ -2,14 +2,16 @@
 
 The run must have kept its workspaces (`run.keep_workspaces`). What is graded by one grader (the
 environment's code and configuration, or a task's verifier) is graded once: the same command goes on
-where it stopped. The grades stand in a table of their own; the rows of the run never change.
+where it stopped, and tries again what could not be judged. The grades stand in a table of their
+own; the rows of the run never change.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,9 @@ class Regraded:
     known: int = 0
     """Graded by the same grader before."""
     not_kept: int = 0
-    """Without a stored workspace, or of another task now."""
+    """Without a stored workspace, or with a state that is no JSON."""
+    other_task: int = 0
+    """Whose task is another one now, or gone: other seed, configuration or dataset."""
     changed: int = 0
     """Rewards that differ from those of the rollouts."""
     groups: int = 0
@@ -75,7 +79,7 @@ async def regrade(
                 done.failed += sum(g.reward is None for g in grades)
                 pairs = zip(batch, grades, strict=True)
                 done.changed += sum(g.reward not in (None, r.row["reward"]) for r, g in pairs)
-        done.groups = await _regroup(driver)
+        done.groups = await _regroup(driver, rows.judged_by)
         return done
 
 
@@ -111,6 +115,8 @@ class _Rows:
         self._stream = grader.tasks()
         self._known = _known(driver)
         self._rows = _trajectories(driver.run_dir)
+        self.judged_by: dict[str, str] = {}
+        """Trajectory -> the grader of its task as it is now."""
 
     def take(self, most: int) -> list[Stored]:
         """The next ones; empty at the end."""
@@ -120,10 +126,14 @@ class _Rows:
         for row in self._rows:
             kept = self._kept.find(row["trajectory_id"])
             task = self._task(row["row_index"])
-            if kept is None or task is None or task.id != row["task_id"]:
+            if kept is None:
                 self._done.not_kept += 1
                 continue
+            if task is None or task.id != row["task_id"]:
+                self._done.other_task += 1
+                continue
             grade_id = self._grader.grade_id(task)
+            self.judged_by[row["trajectory_id"]] = grade_id
             if (row["trajectory_id"], grade_id) in self._known:
                 self._done.known += 1
                 continue
@@ -139,9 +149,15 @@ class _Rows:
 
 
 def _known(driver: Driver) -> set[tuple[str, str]]:
-    grades = Run(driver.run_dir).arrow("grades", ["trajectory_id", "grade_id"])
-    pairs = grades.to_pydict()
-    return set(zip(pairs["trajectory_id"], pairs["grade_id"], strict=True))
+    """(trajectory, grader) with a reward: what could not be judged is tried again."""
+    return {pair for pair, reward in _rewards(Run(driver.run_dir)).items() if reward is not None}
+
+
+def _rewards(run: Run) -> dict[tuple[str, str], float | None]:
+    """(trajectory, grader) -> the reward of the newest grade."""
+    grades = run.arrow("grades", ["trajectory_id", "grade_id", "reward", "graded_at"]).to_pylist()
+    grades.sort(key=lambda grade: grade["graded_at"])
+    return {(g["trajectory_id"], g["grade_id"]): g["reward"] for g in grades}
 
 
 def _trajectories(run_dir: RunDir) -> Iterator[dict[str, Any]]:
@@ -154,33 +170,40 @@ def _trajectories(run_dir: RunDir) -> Iterator[dict[str, Any]]:
                     yield {**row, "metrics": {m["name"]: m["value"] for m in row["metrics"]}}
 
 
-async def _regroup(driver: Driver) -> int:
-    """New rows for the groups whose members have grades of this grader."""
-    groups = await asyncio.to_thread(_regrouped, driver)
+async def _regroup(driver: Driver, judged_by: Mapping[str, str]) -> int:
+    """New rows for the groups whose members have grades of the grader as it is now."""
+    groups = await asyncio.to_thread(_regrouped, driver, judged_by)
     for batch in (groups[i : i + 1000] for i in range(0, len(groups), 1000)):
         made = tuple(make_group(gathered, scoring) for gathered, scoring in batch)
         await driver.publish(Derived(groups=made))
     return len(groups)
 
 
-def _regrouped(driver: Driver) -> list[tuple[Gathered, Scoring]]:
-    """Groups whose newest grades are of one grader, and which have no row of these yet."""
+def _regrouped(driver: Driver, judged_by: Mapping[str, str]) -> list[tuple[Gathered, Scoring]]:
+    """Groups with grades of their present grader, whose newest row does not show these.
+
+    Args:
+        judged_by: trajectory -> its present grader; absent for one that cannot be graded again.
+    """
     run = Run(driver.run_dir)
-    grades = run.arrow("grades", ["trajectory_id", "grade_id", "reward", "graded_at"]).to_pylist()
-    newest: dict[str, dict[str, Any]] = {}
-    for grade in sorted(grades, key=lambda g: g["graded_at"]):
-        newest[grade["trajectory_id"]] = grade
-    groups = run.groups
-    known = dict(zip(groups["group_id"], groups["grade_id"], strict=True))
+    rewards = _rewards(run)
+    shown = {
+        row["group_id"]: (row["grade_id"], list(row["trajectory_ids"]), _listed(row["rewards"]))
+        for row in run.groups.to_dict("records")
+    }
     found = []
     for gathered in gather(run):
-        own = [newest.get(m.trajectory_id or "") for m in gathered.members]
-        ids = {g["grade_id"] for g in own if g is not None}
-        if len(gathered.members) < 2 or len(ids) != 1:
+        ids = [m.trajectory_id for m in gathered.members]
+        graders = {judged_by[one] for one in ids if one is not None and one in judged_by}
+        if len(ids) < 2 or len(graders) != 1:
             continue
-        (grade_id,) = ids
-        if known.get(gathered.facts["group_id"]) == grade_id:
-            continue
-        rewards = [None if g is None else g["reward"] for g in own]
-        found.append((gathered, Scoring(by="regrade", grade_id=grade_id, rewards=rewards)))
+        (grade_id,) = graders
+        own = [rewards.get((one or "", grade_id)) for one in ids]
+        if shown.get(gathered.facts["group_id"]) != (grade_id, ids, own):
+            found.append((gathered, Scoring(by="regrade", grade_id=grade_id, rewards=own)))
     return found
+
+
+def _listed(rewards: Iterable[float | None]) -> list[float | None]:
+    """A column's rewards, in which pandas shows None as NaN."""
+    return [None if r is None or math.isnan(r) else float(r) for r in rewards]

@@ -139,6 +139,46 @@ def test_stored_rollouts_are_graded_again_without_the_model(
     assert run_batch(settings(env, out, keep_workspaces=True)).done == 12  # the run still opens
 
 
+def test_groups_show_the_grader_of_the_last_regrade_also_when_it_graded_before(
+    tmp_path: Path, write_env: Callable[..., Written]
+) -> None:
+    env, out = write_env(TASKS + REGRADED).path, tmp_path / "run"
+    run_batch(settings(env, out, keep_workspaces=True))
+    own = [list(r) for r in load_run(out).groups["rewards"]]
+    run_sync(regrade(out))
+    run_sync(regrade(out, [("env.config.strict", True)]))
+    back = run_sync(regrade(out))
+    assert (back.graded, back.known, back.groups) == (0, 12, 3)
+    assert [list(r) for r in load_run(out).groups["rewards"]] == own
+
+
+def test_what_could_not_be_judged_is_tried_again_and_its_group_follows(
+    tmp_path: Path, write_env: Callable[..., Written]
+) -> None:
+    away = tmp_path / "away"
+    body = (
+        TASKS
+        + f"""
+    async def compute_reward(self, task, trajectory, ctx):
+        if Path({str(away)!r}).exists() and task.id == "t1" and ctx.member == 2:
+            raise CannotJudge("the judge is away")
+        return 1.0
+"""
+    )
+    env, out = write_env(body, head="from pathlib import Path").path, tmp_path / "run"
+    run_batch(settings(env, out, keep_workspaces=True))
+    away.touch()
+    first = run_sync(regrade(out))
+    assert (first.graded, first.failed, first.groups) == (11, 1, 3)
+    assert sorted(load_run(out).groups["n_valid"]) == [3, 4, 4]
+    away.unlink()
+    second = run_sync(regrade(out))
+    assert (second.graded, second.failed, second.known, second.groups) == (1, 0, 11, 1)
+    run = load_run(out)
+    assert list(run.groups["n_valid"]) == [4, 4, 4]
+    assert len(run.grades) == 12
+
+
 def test_a_verifier_of_a_dataset_is_run_again(tmp_path: Path) -> None:
     out, data = tmp_path / "run", tmp_path / "tasks.jsonl"
     row = {"id": "a", "prompt": "write", "oracle": "echo 1 >out.txt", "verify": "false"}
