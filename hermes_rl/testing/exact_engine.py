@@ -197,7 +197,7 @@ class ExactEngine:
             )
             return
         assert wire is not None
-        fault = self.faults.draw((job.call_id or job.request_id).encode())
+        fault = self.faults.draw((job.call_id or str(job.n)).encode())
         if fault is not None and (refusal := refusal_for(fault, "chat_completions")):
             self._refuse(connection, replace(job, fault=fault), refusal)
             return

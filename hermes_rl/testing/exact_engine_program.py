@@ -24,7 +24,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
     parser.add_argument("--log", type=Path, help="appended to, one JSON line per request")
     parser.add_argument("--seed", type=int, default=0, help="another one is another model")
-    parser.add_argument("--logprobs", choices=("raw", "scaled"), default="raw")
+    parser.add_argument("--logprobs", choices=("raw", "scaled", "processed"), default="raw")
     parser.add_argument("--split", choices=("canonical", "random"), default="canonical")
     parser.add_argument("--calls", choices=("hermes", "qwen3_coder"), default="hermes")
     parser.add_argument("--chat-ids", choices=("vllm", "sglang", "none"), default="vllm")

@@ -21,12 +21,15 @@ import msgspec
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-LogprobsOf = Literal["raw", "scaled"]
-"""What an engine reports: the model's own, before temperature (vLLM's default), or those of the
-scaled distribution (SGLang)."""
+LogprobsOf = Literal["raw", "scaled", "processed"]
+"""What an engine reports: the model's own, before temperature (vLLM's default), those of the
+scaled distribution (SGLang), or of what filters leave of it (llama.cpp; vLLM where set so)."""
 
 CANDIDATES = 16
 """Tokens that have weight at each position, besides one that is asked for."""
+
+CUT_OFF = -9999.0
+"""vLLM's word for minus infinity."""
 
 _END_LOGIT = 0.5
 _SPREAD = 5.0
@@ -124,6 +127,8 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     scaled: tuple[float, ...]
     """Logprobs at the request's temperature: of the policy that sampled, as long as nothing was
     cut off by top-p, top-k or min-p."""
+    processed: tuple[float, ...] = ()
+    """Logprobs of what the filters left; `CUT_OFF` for a token of a script that they had not."""
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
     """The likeliest tokens of each position with their raw logits, best first."""
     finish: str = "stop"
@@ -186,9 +191,21 @@ def pick(logits: Mapping[int, float], params: Params, chance: float) -> int:
     Args:
         chance: uniform in [0, 1).
     """
+    kept = left_over(logits, params)
+    left = chance
+    for token, logprob in kept.items():
+        left -= math.exp(logprob)
+        if left < 0:
+            return token
+    return list(kept)[-1]
+
+
+def left_over(logits: Mapping[int, float], params: Params) -> dict[int, float]:
+    """What is sampled from: the tokens that temperature and filters leave, the likeliest first,
+    with their logprobs there."""
     ranked = sorted(logits, key=lambda t: (-logits[t], t))
     if params.temperature <= 0:
-        return ranked[0]
+        return {ranked[0]: 0.0}
     logprobs = log_softmax(logits, params.temperature)
     weights = [math.exp(logprobs[token]) for token in ranked]
     most = params.top_k if params.top_k > 0 else len(ranked)
@@ -198,12 +215,7 @@ def pick(logits: Mapping[int, float], params: Params, chance: float) -> int:
             break
         mass += weights[kept]
         kept += 1
-    left = chance * mass
-    for token, weight in zip(ranked[:kept], weights, strict=False):
-        left -= weight
-        if left < 0:
-            return token
-    return ranked[kept - 1]
+    return {token: min(0.0, logprobs[token] - math.log(mass)) for token in ranked[:kept]}
 
 
 def sample(
@@ -260,6 +272,7 @@ class _Answer:
         self._params, self._most = params, top
         self._raw: list[float] = []
         self._scaled: list[float] = []
+        self._processed: list[float] = []
         self._top: list[tuple[tuple[int, float], ...]] = []
 
     def add(self, token: int, logits: Mapping[int, float]) -> None:
@@ -269,6 +282,7 @@ class _Answer:
         warm = self._params.temperature > 0
         own = log_softmax(logits, self._params.temperature)[token] if warm else 0.0
         self._scaled.append(own)
+        self._processed.append(left_over(logits, self._params).get(token, CUT_OFF))
         if self._most:
             ranked = sorted(logits.items(), key=lambda pair: (-pair[1], pair[0]))
             self._top.append(tuple(ranked))
@@ -285,6 +299,7 @@ class _Answer:
             ids=tuple(self.ids),
             raw=tuple(self._raw),
             scaled=tuple(self._scaled),
+            processed=tuple(self._processed),
             top=tuple(self._top),
             finish="stop" if stopped or complete else "length",
             stop_id=last if stopped else None,
@@ -292,9 +307,11 @@ class _Answer:
 
 
 def reported(
-    logits: Sequence[tuple[int, float]], kind: LogprobsOf, temperature: float, most: int
+    logits: Sequence[tuple[int, float]], kind: LogprobsOf, params: Params, most: int
 ) -> list[tuple[int, float]]:
     """The likeliest tokens of a position with their logprobs, as an engine tells them."""
-    scale = temperature if kind == "scaled" and temperature > 0 else 1.0
+    if kind == "processed":
+        return list(left_over(dict(logits), params).items())[:most]
+    scale = params.temperature if kind == "scaled" and params.temperature > 0 else 1.0
     logprobs = log_softmax(dict(logits), scale)
     return [(token, logprobs[token]) for token, _ in logits[:most]]

@@ -82,7 +82,8 @@ class Told:
     @property
     def logprobs(self) -> tuple[float, ...]:
         """One per sampled token, of the kind that this engine reports."""
-        return self.sampled.scaled if self._scaled else self.sampled.raw
+        kinds = {"raw": self.sampled.raw, "scaled": self.sampled.scaled}
+        return kinds.get(self._told, self.sampled.processed)
 
     @property
     def usage(self) -> Json:
@@ -97,15 +98,14 @@ class Told:
 
     def likely(self, place: int) -> list[tuple[int, float]]:
         """The likeliest tokens of a position."""
-        kind: LogprobsOf = "scaled" if self._scaled else "raw"
-        temperature, most = self.ask.params.temperature, self.ask.top or 0
+        most = self.ask.top or 0
         if not most:
             return []
-        return reported(self.sampled.top[place], kind, temperature, most)
+        return reported(self.sampled.top[place], self._told, self.ask.params, most)
 
     @property
-    def _scaled(self) -> bool:
-        return self.kind == "scaled" or self.ask.after_sampling
+    def _told(self) -> LogprobsOf:
+        return "processed" if self.ask.after_sampling else self.kind
 
     def shown(self, token: int) -> str:
         """A token beside its logprob."""

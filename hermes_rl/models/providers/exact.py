@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from hermes_rl.config import PLAYED_MODELS, RunConfig
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.errors import AuthError, UserError
@@ -133,7 +135,11 @@ def exact_clients(where: EndpointSection, plan: TokenPlan | None, base_url: str)
     def make(endpoint: Endpoint) -> ModelClient:
         chat = plan.way == "chat" and endpoint.api_mode == CHAT_MODE
         own = plan.way != "chat" and endpoint.base_url == base_url
-        return client_for(plan, endpoint, renderer) if chat or own else connect(endpoint)
+        if not (chat or own):
+            return connect(endpoint)
+        known = endpoint.base_url == base_url  # elsewhere nobody looked what logprobs are of
+        told = plan if known else msgspec.structs.replace(plan, logprobs="unknown")
+        return client_for(told, endpoint, renderer)
 
     return make
 

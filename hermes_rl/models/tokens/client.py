@@ -9,9 +9,8 @@ that was sampled is ever rendered or tokenised again as long as its conversation
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hermes_rl.errors import ProtocolError, UserError
 from hermes_rl.messages import AssistantMessage, Message
@@ -26,10 +25,11 @@ from hermes_rl.models.calls.retry import Renewable
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.pipeline import outgoing
-from hermes_rl.models.tokens.engines.base import TokenWire
+from hermes_rl.models.tokens.engines.base import TokenWire, sampling_of
 from hermes_rl.models.tokens.engines.llamacpp import LlamacppCompletion
 from hermes_rl.models.tokens.engines.sglang import SglangGenerate
 from hermes_rl.models.tokens.engines.vllm import VllmCompletions, VllmGenerate
+from hermes_rl.models.tokens.logprobs import kind_in
 from hermes_rl.models.tokens.parsers import ToolCallParser, parser_named
 from hermes_rl.models.tokens.renderer import Renderer
 from hermes_rl.models.tokens.state import Prompt, TokenState
@@ -50,6 +50,7 @@ def token_client(
     *,
     parser: ToolCallParser | None = None,
     kind: LogprobsKind = "unknown",
+    filtered: bool = False,
 ) -> TokenClient:
     """A token-in client for an endpoint.
 
@@ -57,6 +58,7 @@ def token_client(
         engine: a key of `WIRES`.
         parser: of tool calls; None takes the one that fits the template.
         kind: what the engine's logprobs are of, as a probe found.
+        filtered: they are taken behind top-p, top-k and min-p, as a probe found.
 
     Raises: UserError for an unknown engine, or an address that cannot work.
     """
@@ -64,7 +66,7 @@ def token_client(
         raise UserError(f"no token wire {engine!r}: use one of {', '.join(WIRES)}")
     wire = WIRES[engine](renderer.end_ids, endpoint.secrets)
     where = at_root(endpoint) if wire.at_root else endpoint
-    return TokenClient(connect(where, wire), renderer, parser, kind=kind)
+    return TokenClient(connect(where, wire), renderer, parser, kind=kind, filtered=filtered)
 
 
 def at_root(endpoint: Endpoint) -> Endpoint:
@@ -93,6 +95,7 @@ class TokenClient:
         inner: sends `request.prompt_ids` and gives back ids; closed with this one.
         parser: of tool calls; None takes the one that fits the template.
         kind: what the logprobs are of.
+        filtered: they are taken behind top-p, top-k and min-p.
     """
 
     def __init__(
@@ -102,9 +105,11 @@ class TokenClient:
         parser: ToolCallParser | None = None,
         *,
         kind: LogprobsKind = "unknown",
+        filtered: bool = False,
     ) -> None:
         self.api_mode, self.endpoint = inner.api_mode, inner.endpoint
-        self._inner, self._renderer, self._kind = inner, renderer, kind
+        self._inner, self._renderer = inner, renderer
+        self._kind, self._filtered = kind, filtered
         self._control = frozenset(t.id for t in renderer.tokenizer.added if t.special)
         self._parser = parser or parser_named(renderer.parser_name)
 
@@ -133,7 +138,7 @@ class TokenClient:
             answer,
             message=message,
             finish_reason="tool_calls" if called else answer.finish_reason,
-            tokens=self._capture(answer.tokens, asked.prompt, request.extra),
+            tokens=self._capture(answer.tokens, asked.prompt, request),
         )
 
     def bound(self, request: ModelRequest) -> int:
@@ -179,13 +184,14 @@ class TokenClient:
         )
         return parsed.message(text)
 
-    def _capture(
-        self, told: TokenCapture, prompt: Prompt, extra: Mapping[str, Any]
-    ) -> TokenCapture:
+    def _capture(self, told: TokenCapture, prompt: Prompt, request: ModelRequest) -> TokenCapture:
+        kind = kind_in(
+            self._kind, self._filtered, {**sampling_of(request.sampling), **request.extra}
+        )
         return replace(
             told,
             prompt_ids=prompt.ids,
-            logprobs_kind=self._kind if told.logprobs is not None else "unknown",
+            logprobs_kind=kind if told.logprobs is not None else "unknown",
             source=prompt.source,
             fork_reason=prompt.fork_reason,
             tokenizer_hash=self._renderer.tokenizer_hash,

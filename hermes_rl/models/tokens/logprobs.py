@@ -5,12 +5,17 @@ are the log-softmax of logits / T: at T = 0.5 their differences are twice those 
 taken before temperature, stay as they are. So the slope of the differences to the likeliest token,
 by least squares, says which they are: 2 is `sampling`, 1 is `raw`. Any other slope, a bad fit, or
 tokens that are all equally likely (temperature would change nothing) is `unknown`.
+
+Temperature is not all: SGLang's logprobs are taken behind it and before top-p, top-k and min-p,
+llama.cpp's and vLLM's `processed_logprobs` behind all. A third look, with top-k 2, tells the two
+apart: behind that filter two tokens hold all the probability.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hermes_rl.models.base import LogprobsKind
 
@@ -25,6 +30,45 @@ _ABSURD = 1e3
 """No logprob of a likely token is so far from 0."""
 
 Token = TypeVar("Token", bound=Hashable)
+
+CUT = 2
+"""The top-k of the third look."""
+_ALL = 0.999
+_CLEARLY_LESS = 0.98
+
+
+def filters_shown(at_one: Mapping[Token, float], cut: Mapping[Token, float]) -> bool:
+    """Whether logprobs are of what top-k leaves over; False also where that cannot be told.
+
+    Args:
+        at_one: token -> logprob, of the likeliest tokens at temperature 1.
+        cut: the same with top-k `CUT`.
+    """
+    return _held(at_one) < _CLEARLY_LESS and _ALL < _held(cut) < 1 / _ALL
+
+
+def _held(told: Mapping[Token, float]) -> float:
+    """The probability of the `CUT` likeliest tokens."""
+    likely = sorted((p for p in told.values() if -_ABSURD < p <= _FIT_ROOM), reverse=True)
+    return math.fsum(map(math.exp, likely[:CUT]))
+
+
+def kind_in(kind: LogprobsKind, filtered: bool, sent: Mapping[str, Any]) -> LogprobsKind:
+    """What the logprobs of one call are of.
+
+    Args:
+        kind: as `kind_of` told it.
+        filtered: as `filters_shown` told it.
+        sent: what was sent of temperature, top_p, top_k and min_p.
+
+    Returns: `unknown` where logprobs are those of the sampling policy in other calls and not in
+        this one: it took the likeliest token each time (temperature 0), or filters may have cut
+        (what is not sent a server takes from the model's files), and the logprobs do not show it.
+    """
+    if kind != "sampling":
+        return kind
+    free = sent.get("top_p") == 1 and sent.get("top_k") in (-1, 0) and not sent.get("min_p")
+    return kind if sent.get("temperature") != 0 and (filtered or free) else "unknown"
 
 
 def kind_of(at_one: Mapping[Token, float], at_half: Mapping[Token, float]) -> LogprobsKind:

@@ -31,6 +31,8 @@ class TokenPlan(msgspec.Struct, frozen=True, kw_only=True):
     way: Way = "off"
     logprobs: LogprobsKind = "unknown"
     """What the engine's logprobs are of."""
+    filtered: bool = False
+    """Logprobs of kind `sampling` are taken behind top-p, top-k and min-p too."""
     spelling: Spelling | None = None
     """Of a chat endpoint."""
     why: str = ""
@@ -50,6 +52,8 @@ class TokenPlan(msgspec.Struct, frozen=True, kw_only=True):
             return [f"no token ids: {self.why}. Rows get no segments"] if self.why else []
         kind = self.logprobs if self.calls else "shown by its answers"
         told = [f"token ids by {self.way}; logprobs: {kind}"]
+        if kind == "sampling" and not self.filtered:
+            told.append("logprobs do not show top_p, top_k, min_p: nothing trains where these cut")
         return told + [f"template: {line}" for line in self.template]
 
 

@@ -38,7 +38,7 @@ from hermes_rl.models.providers.raw import ask_raw
 from hermes_rl.models.tokens.client import WIRES, at_root, token_client
 from hermes_rl.models.tokens.engines.base import Json, whole_ids
 from hermes_rl.models.tokens.engines.chat import ChatIdsClient
-from hermes_rl.models.tokens.logprobs import TOP, kind_of
+from hermes_rl.models.tokens.logprobs import CUT, TOP, filters_shown, kind_of
 from hermes_rl.models.tokens.plan import NO_IDS, Asked, Spelling, TokenPlan, Wanted, Way
 from hermes_rl.models.tokens.renderer import Renderer
 from hermes_rl.usage import Usage
@@ -63,7 +63,13 @@ _LONGEST = 5.0
 _PASSING = (RateLimited, Overloaded, ServerError, ModelTimeout, ConnectionLost)
 """Faults that another try may not meet. A route that answers 500 every time is not there."""
 
-Kind = LogprobsKind | None
+
+class Meaning(NamedTuple):
+    """What logprobs are of."""
+
+    kind: LogprobsKind
+    filtered: bool = False
+    """They are taken behind top-p, top-k and min-p."""
 
 
 class Look(NamedTuple):
@@ -115,12 +121,13 @@ class Search:
                 "or the model's name on the hub"
             )
         for way in TRIED[wanted]:
-            kind = await self._try_wire(way, renderer)
-            if kind is not None:
+            found = await self._try_wire(way, renderer)
+            if found is not None:
                 await self._compare(renderer)
                 return TokenPlan(
                     way=way,
-                    logprobs=kind,
+                    logprobs=found.kind,
+                    filtered=found.filtered,
                     template=tuple(renderer.preserves_prefix().lines()),
                     calls=tuple(self._calls),
                 )
@@ -132,14 +139,14 @@ class Search:
             "Use another one, or auto"
         )
 
-    async def _try_wire(self, way: Way, renderer: Renderer) -> LogprobsKind | None:
+    async def _try_wire(self, way: Way, renderer: Renderer) -> Meaning | None:
         """The kind of its logprobs; None where the route is not there."""
         wire = WIRES[way](renderer.end_ids, self.endpoint.secrets)
         where = at_root(self.endpoint) if wire.at_root else self.endpoint
         prompt = renderer.render([UserMessage(content=_WORD)])
 
-        async def ask(temperature: float, most: int) -> Look:
-            request = _one_token(self.model, temperature, prompt)
+        async def ask(temperature: float, most: int, top_k: int | None = None) -> Look:
+            request = _one_token(self.model, temperature, prompt, top_k)
             form = wire.body(request, prompt)
             wire.ask_likely(form, most)
             data = await ask_raw(where, wire.path, form)
@@ -184,10 +191,10 @@ class Search:
 
     async def _by_chat(self, *, needed: bool) -> TokenPlan:
         why, spelling = "the endpoint is no chat endpoint", None
-        kind: LogprobsKind | None = None
+        meaning: Meaning | None = None
         if self.endpoint.api_mode == CHAT_MODE:
             found: list[Spelling | None] = []
-            kind = await self._kind("chat", lambda t, most: self._ask_chat(t, most, found))
+            meaning = await self._kind("chat", partial(self._ask_chat, found))
             spelling = found[0] if found else None
             why = f"{self.endpoint.host} gives none with its answers"
         if spelling is None and needed:
@@ -196,11 +203,19 @@ class Search:
                 "tokenizer with endpoint.tokenizer, or set endpoint.tokens=off"
             )
         calls = tuple(self._calls)
-        if spelling is None:
+        if spelling is None or meaning is None:
             return TokenPlan(why=why, calls=calls)
-        return TokenPlan(way="chat", logprobs=kind or "unknown", spelling=spelling, calls=calls)
+        return TokenPlan(
+            way="chat",
+            logprobs=meaning.kind,
+            filtered=meaning.filtered,
+            spelling=spelling,
+            calls=calls,
+        )
 
-    async def _ask_chat(self, temperature: float, most: int, found: list[Spelling | None]) -> Look:
+    async def _ask_chat(
+        self, found: list[Spelling | None], temperature: float, most: int, top_k: int | None = None
+    ) -> Look:
         body: Json = {
             "model": self.model,
             "messages": [{"role": "user", "content": _WORD}],
@@ -209,7 +224,7 @@ class Search:
             "logprobs": True,
             "top_logprobs": most,
             "return_token_ids": True,
-        }
+        } | ({} if top_k is None else {"top_k": top_k})
         form = decode_json(await ask_raw(self.endpoint, "/chat/completions", body))
         found.append(spelling_of(form))
         usage = read_usage(form.get("usage")) if isinstance(form, dict) else None
@@ -219,8 +234,12 @@ class Search:
         except (KeyError, IndexError, TypeError, ValueError):
             return Look({}, usage)
 
-    async def _kind(self, what: str, ask: Callable[[float, int], Awaitable[Look]]) -> Kind:
-        """Ask at two temperatures; None when the first call was refused."""
+    async def _kind(self, what: str, ask: Callable[..., Awaitable[Look]]) -> Meaning | None:
+        """Ask at two temperatures, and with a filter; None when the first call was refused.
+
+        Args:
+            ask: takes the temperature, the number of likely tokens, and maybe top-k.
+        """
         for most in TOP:
             at_one, error = await self._listed(what, partial(ask, 1.0, most))
             if not isinstance(error, BadRequest):
@@ -228,7 +247,11 @@ class Search:
         if at_one is None:
             return None
         at_half, _ = await self._listed(f"{what}, T 0.5", partial(ask, 0.5, most))
-        return kind_of(at_one.likely, at_half.likely if at_half is not None else {})
+        kind = kind_of(at_one.likely, at_half.likely if at_half is not None else {})
+        if kind != "sampling":
+            return Meaning(kind)
+        cut, _ = await self._listed(f"{what}, top_k {CUT}", partial(ask, 1.0, most, CUT))
+        return Meaning(kind, cut is not None and filters_shown(at_one.likely, cut.likely))
 
     async def _listed(
         self, what: str, ask: Callable[[], Awaitable[Look]]
@@ -292,18 +315,22 @@ def client_for(plan: TokenPlan, endpoint: Endpoint, renderer: Renderer | None) -
         return connect(endpoint)
     if plan.way == "chat":
         whole = plan.spelling == "sglang"
-        return ChatIdsClient(connect(endpoint), kind=plan.logprobs, whole=whole)
+        return ChatIdsClient(
+            connect(endpoint), kind=plan.logprobs, filtered=plan.filtered, whole=whole
+        )
     if renderer is None:
         raise UserError(f"endpoint.tokens={plan.way} needs endpoint.tokenizer")
-    return token_client(endpoint, renderer, plan.way, kind=plan.logprobs)
+    return token_client(endpoint, renderer, plan.way, kind=plan.logprobs, filtered=plan.filtered)
 
 
-def _one_token(model: str, temperature: float, prompt: list[int]) -> ModelRequest:
+def _one_token(
+    model: str, temperature: float, prompt: list[int], top_k: int | None
+) -> ModelRequest:
     return ModelRequest(
         model=model,
         conversation=Conversation(),
         call_id=f"probe-{temperature:g}",
-        sampling=Sampling(temperature=temperature, top_p=1.0, max_tokens=1),
+        sampling=Sampling(temperature=temperature, top_p=1.0, top_k=top_k, max_tokens=1),
         logprobs=True,
         prompt_ids=tuple(prompt),
     )

@@ -9,11 +9,13 @@ from engines_kit import WIRES, asked, engine_at, request_of, script
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.errors import AuthError, UserError
-from hermes_rl.models.base import Conversation
+from hermes_rl.models.base import Conversation, Sampling
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.tokens.logprobs import kind_of
+from hermes_rl.models.providers.exact import exact_clients
+from hermes_rl.models.tokens.logprobs import filters_shown, kind_of
 from hermes_rl.models.tokens.plan import TokenPlan
 from hermes_rl.models.tokens.renderer import load_renderer
 from hermes_rl.models.tokens.selection import Search, client_for
@@ -44,6 +46,63 @@ def test_scaled_logprobs_are_told_from_raw_ones(values, most):
     assert kind_of(told, {t: raw[t] for t in best}) == "raw"
 
 
+SAMPLINGS = {
+    "free": Sampling(temperature=0.7, top_p=1.0, top_k=-1),
+    "top_p": Sampling(temperature=1.0, top_p=0.5, top_k=-1),
+    "top_k": Sampling(temperature=1.0, top_p=1.0, top_k=2),
+    "min_p": Sampling(temperature=1.0, top_p=1.0, top_k=-1, min_p=0.3),
+    "greedy": Sampling(temperature=0.0, top_p=1.0, top_k=-1),
+}
+
+
+@pytest.mark.parametrize("way", ["sglang", "vllm", "chat"])
+@pytest.mark.parametrize("kind", ["scaled", "processed"])
+async def test_logprobs_before_filters_are_not_those_of_a_policy_that_filters(tmp_path, way, kind):
+    said = {}
+    async with engine_at(tmp_path / "t", logprobs=kind) as engine:
+        plan = await search_at(engine).plan(way)
+        client = client_for(plan, Endpoint(engine.base_url), load_renderer(tmp_path / "t"))
+        for name, sampling in SAMPLINGS.items():
+            request = request_of(Conversation(asked("Say.")), sampling=sampling)
+            answer = await client.complete(replace(request, call_id=name))
+            told, entry = answer.tokens, engine.truth[-1]
+            said[name] = told.logprobs_kind
+            if said[name] == "sampling" and name == "free":
+                assert told.logprobs == pytest.approx(entry.scaled_logprobs)
+        await client.aclose()
+    filters = "sampling" if kind == "processed" else "unknown"
+    cut = dict.fromkeys(("top_p", "top_k", "min_p"), filters)
+    assert said == {"free": "sampling", **cut, "greedy": "unknown"}
+    assert any("do not show top_p" in line for line in plan.lines()) == (kind == "scaled")
+
+
+@given(logits, st.integers(3, 20))
+def test_what_a_filter_left_is_told_from_what_it_did_not_touch(values, most):
+    table = dict(enumerate(values))
+    likely = sorted(table, key=lambda t: -table[t])[:most]
+    open_, best = log_softmax(table), log_softmax({t: table[t] for t in likely[:2]})
+    told = {t: open_[t] for t in likely}
+    assert not filters_shown(told, told)
+    assert filters_shown(told, best) == (sum(math.exp(open_[t]) for t in likely[:2]) < 0.98)
+    assert not filters_shown(told, {})
+
+
+async def test_other_places_of_a_mix_are_not_credited_with_the_logprobs_of_the_first(tmp_path):
+    async with (
+        engine_at(tmp_path / "a", logprobs="processed") as first,
+        engine_at(tmp_path / "b", logprobs="raw") as other,
+    ):
+        plan = await search_at(first, tokenizer=False).plan("chat")
+        make = exact_clients(EndpointSection(tokens="chat"), plan, first.base_url)
+        kinds = []
+        for engine in (first, other):
+            client = make(Endpoint(engine.base_url))
+            answer = await client.complete(request_of(Conversation(asked("Say."))))
+            kinds.append(answer.tokens.logprobs_kind)
+            await client.aclose()
+    assert kinds == ["sampling", "unknown"]
+
+
 @pytest.mark.parametrize(
     ("at_one", "at_half"),
     [
@@ -66,7 +125,7 @@ def search_at(engine, *, tokenizer: bool = True) -> Search:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("kind", ["raw", "scaled"])
+@pytest.mark.parametrize("kind", ["raw", "scaled", "processed"])
 async def test_auto_finds_the_route_that_is_there_and_what_its_logprobs_are_of(
     tmp_path, wire, kind
 ):
@@ -76,9 +135,11 @@ async def test_auto_finds_the_route_that_is_there_and_what_its_logprobs_are_of(
         by_name = await search_at(engine).plan("vllm" if wire.startswith("vllm") else wire)
     assert (plan.way, plan.logprobs) == (by_name.way, by_name.logprobs)
     assert plan.way == wire
-    scaled = kind == "scaled" or wire == "llamacpp"  # which is asked for those after sampling
-    assert plan.logprobs == ("sampling" if scaled else "raw")
-    assert [call.what for call in plan.calls][-3:] == [wire, f"{wire}, T 0.5", "tokenize"]
+    kind = "processed" if wire == "llamacpp" else kind  # which is asked for those after sampling
+    assert plan.logprobs == ("raw" if kind == "raw" else "sampling")
+    assert plan.filtered == (kind == "processed")
+    looks = [wire, f"{wire}, T 0.5", *([] if kind == "raw" else [f"{wire}, top_k 2"])]
+    assert [call.what for call in plan.calls][-len(looks) - 1 :] == [*looks, "tokenize"]
     assert plan.lines()[0] == f"token ids by {wire}; logprobs: {plan.logprobs}"
 
 
@@ -155,7 +216,7 @@ async def test_the_tokenizer_of_another_model_is_found_out(tmp_path):
 
 
 async def test_a_fault_that_passes_costs_a_run_nothing_and_one_that_stays_is_said(tmp_path):
-    passing = FaultPlan(seed=2, rates={"rate_limit": 0.4, "reset": 0.2}, retry_after_s=0.01)
+    passing = FaultPlan(seed=13, rates={"rate_limit": 0.4, "reset": 0.2}, retry_after_s=0.01)
     async with engine_at(tmp_path / "t", faults=passing) as engine:
         plan = await search_at(engine).plan("auto")
         assert (plan.way, plan.logprobs) == ("vllm", "raw")

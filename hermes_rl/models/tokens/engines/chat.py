@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from hermes_rl.models.base import Completion, LogprobsKind, ModelClient, ModelRequest
 from hermes_rl.models.calls.retry import Renewable
+from hermes_rl.models.tokens.logprobs import kind_in
 
 
 class ChatIdsClient:
@@ -18,14 +19,21 @@ class ChatIdsClient:
     Args:
         inner: closed with this one.
         kind: what the logprobs are of, as a probe found; an answer that says so itself is believed.
+        filtered: they are taken behind top-p, top-k and min-p.
         whole: never stream: SGLang gives no ids in streams.
     """
 
     def __init__(
-        self, inner: ModelClient, *, kind: LogprobsKind = "unknown", whole: bool = False
+        self,
+        inner: ModelClient,
+        *,
+        kind: LogprobsKind = "unknown",
+        filtered: bool = False,
+        whole: bool = False,
     ) -> None:
         self.api_mode, self.endpoint = inner.api_mode, inner.endpoint
-        self._inner, self._kind, self._whole = inner, kind, whole
+        self._inner, self._whole = inner, whole
+        self._kind, self._filtered = kind, filtered
 
     async def complete(self, request: ModelRequest) -> Completion:
         """See `ModelClient.complete`."""
@@ -36,7 +44,9 @@ class ChatIdsClient:
         tokens = answer.tokens
         if tokens is None or tokens.logprobs is None or tokens.logprobs_kind != "unknown":
             return answer
-        return replace(answer, tokens=replace(tokens, logprobs_kind=self._kind))
+        sent = {**request.sampling.as_dict(), **request.extra}
+        kind = kind_in(self._kind, self._filtered, sent)
+        return replace(answer, tokens=replace(tokens, logprobs_kind=kind))
 
     def bound(self, request: ModelRequest) -> int:
         """See `ModelClient.bound`."""
