@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from batch_runner.governing import LocalGovernor, Prices, charter_of, pots_of
 from batch_runner.settings import Settings
+from batch_runner.spent import spent_before
+from hermes_rl.config import RunConfig
 from hermes_rl.errors import HermesError
+from hermes_rl.models.limits.share import Share
 from hermes_rl.rl.groups import Gathered, Scoring, due_groups, make_group
 from hermes_rl.store.driver import Driver
 from hermes_rl.store.reader import Run
@@ -37,11 +41,25 @@ def scorer_of(
     """What scores whole groups, where the run's environment does."""
     if settings.opened is None:
         return None
-    from hermes_rl.rl.scoring import open_scorer, scores_groups
+    from hermes_rl.rl.scoring import scores_groups
 
-    if not scores_groups(settings.opened):
-        return None
-    return open_scorer(settings.config, driver.run_dir, driver.run_id)
+    return _scoring(settings.config, driver) if scores_groups(settings.opened) else None
+
+
+@asynccontextmanager
+async def _scoring(config: RunConfig, driver: Driver) -> AsyncIterator[GroupScorer]:
+    """The scorer within what is left of the run's budgets: its workers have ended."""
+    from hermes_rl.rl.scoring import CONCURRENCY, open_scorer
+
+    pots, prices = pots_of(config), Prices(config)
+    known = (pots, prices.worst, prices.models, prices.output_max)
+    spent = await asyncio.to_thread(spent_before, driver.run_dir, *known)
+    governor = LocalGovernor(charter_of(config, CONCURRENCY, spent))
+    async with (
+        Share("groups", governor.line(), tuple(pots)) as share,
+        open_scorer(config, driver.run_dir, driver.run_id, share) as scorer,
+    ):
+        yield scorer
 
 
 @dataclass

@@ -190,6 +190,8 @@ class _Run:
         ended = counts.complete and self.source.stop is None
         try:
             scorer = scorer_of(self.settings, self.driver)
+            if scorer is not None and self.source.stop is not None:
+                return  # calls that are paid, in a run that was told to stop: the next start's
             closed = await close_groups(self.driver, size=None if ended else repeats, scorer=scorer)
         except DiskFull as error:
             self.fault("disk", str(error))

@@ -42,6 +42,7 @@ def spent_before(
     asks = frozenset((*models, *with_pots))
     if not pots:
         return {}
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     for table in _TABLES:
@@ -49,6 +50,10 @@ def spent_before(
             rows = pq.read_table(part, columns=["model", "calls", "metrics"])
             _add_known(found, rows, asks)
             _add_unknown(found, rows, asks, worst, output_max)
+    for part in run_dir.parts("groups"):  # calls of `score_group`
+        rows = pq.read_table(part, columns=["calls"])
+        nobody = pa.array([""] * len(rows), pa.string())
+        _add_known(found, rows.append_column("model", nobody), asks)
     return {pot: found[pot] for pot in pots}
 
 

@@ -15,6 +15,7 @@ from hermes_rl.config import RunConfig
 from hermes_rl.episode import Stage, Tape
 from hermes_rl.errors import HermesError, UserError, VerifierFault
 from hermes_rl.identity import unit_seed
+from hermes_rl.models.providers.routing import Common
 from hermes_rl.ports import WorkItem
 from hermes_rl.rl import faults
 from hermes_rl.rl.environment import Environment
@@ -134,13 +135,21 @@ def _rows(run_dir: RunDir, wanted: set[str | None]) -> dict[str, dict[str, Any]]
 
 
 @asynccontextmanager
-async def open_scorer(config: RunConfig, run_dir: RunDir, run_id: str) -> AsyncIterator[EnvScorer]:
-    """The scorer of a run's environment; the policy itself is never asked. Raises: UserError."""
+async def open_scorer(
+    config: RunConfig, run_dir: RunDir, run_id: str, share: Common
+) -> AsyncIterator[EnvScorer]:
+    """The scorer of a run's environment; the policy itself is never asked.
+
+    Args:
+        share: limiters, and what is left of the run's budgets.
+
+    Raises: UserError.
+    """
     plain = without_policy(config)
     if plain.env is None:
         raise UserError("a run without an environment has no score_group")
     async with (
-        open_workshop(plain, run_id=run_id, concurrency=CONCURRENCY) as workshop,
+        open_workshop(plain, run_id=run_id, concurrency=CONCURRENCY, share=share) as workshop,
         open_host(plain.env) as host,
     ):
         yield EnvScorer(host, workshop, run_dir)
