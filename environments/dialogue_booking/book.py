@@ -1,0 +1,77 @@
+"""The restaurant's book: plain data, changed by the agent's tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+DAYS = ("Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+"""Open on these."""
+TIMES = tuple(f"{hour}:{minute}" for hour in range(17, 22) for minute in ("00", "30"))
+SEATS = 24
+"""At each time."""
+LARGEST = 8
+"""People in a booking that is made here."""
+REASONS = ("large party", "same day")
+"""Why a guest is handed over to a colleague."""
+
+Booking = dict[str, Any]
+"""code, name, day, time, people."""
+
+
+class Refused(Exception):
+    """The book does not take it; its text is for the agent."""
+
+
+def free(bookings: Sequence[Booking], day: str, time: str) -> int:
+    """Seats that are left."""
+    taken = [int(b["people"]) for b in bookings if (b["day"], b["time"]) == (day, time)]
+    return SEATS - sum(taken)
+
+
+def find(bookings: Sequence[Booking], code: str) -> Booking:
+    """A booking by its code. Raises: Refused."""
+    for booking in bookings:
+        if booking["code"] == code.strip().upper():
+            return booking
+    raise Refused(f"There is no booking {code}.")
+
+
+def book(state: dict[str, Any], name: str, day: str, time: str, people: int) -> Booking:
+    """A new booking, with the next of the rollout's codes. Raises: Refused."""
+    if not name.strip():
+        raise Refused("A booking needs a name.")
+    _check(state["bookings"], day, time, people)
+    code = state["codes"].pop(0)
+    made = {"code": code, "name": name.strip(), "day": day, "time": time, "people": people}
+    state["bookings"].append(made)
+    return made
+
+
+def change(state: dict[str, Any], code: str, new: Mapping[str, Any]) -> Booking:
+    """A booking with another day, time or number of people. Raises: Refused."""
+    old = find(state["bookings"], code)
+    if not new:
+        raise Refused("Say what to change: day, time or people.")
+    wanted = {**old, **new}
+    others = [b for b in state["bookings"] if b is not old]
+    _check(others, wanted["day"], wanted["time"], wanted["people"])
+    old.update(wanted)
+    return old
+
+
+def cancel(state: dict[str, Any], code: str) -> Booking:
+    """A booking out of the book. Raises: Refused."""
+    old = find(state["bookings"], code)
+    state["bookings"].remove(old)
+    return old
+
+
+def _check(bookings: Sequence[Booking], day: str, time: str, people: int) -> None:
+    if day not in DAYS:
+        raise Refused(f"The restaurant is closed on {day}.")
+    if time not in TIMES:
+        raise Refused(f"Tables begin at {', '.join(TIMES)}.")
+    left = free(bookings, day, time)
+    if not 1 <= people <= left:
+        raise Refused(f"On {day} at {time} there are {left} seats left, not {people}.")

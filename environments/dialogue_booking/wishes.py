@@ -1,0 +1,204 @@
+"""Guests and what they want, by seed: a book with bookings, one or two wishes, and a solution."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from environments.dialogue_booking.book import DAYS, LARGEST, SEATS, TIMES, Booking, free
+
+NAMES = (
+    *("Abara", "Berg", "Cohen", "Diallo", "Eriksen", "Fontana", "Gupta", "Hansen", "Ivanova"),
+    *("Jansen", "Kimura", "Lopez", "Moreau", "Novak", "Okafor", "Park", "Quist", "Rossi", "Silva"),
+    *("Tanaka", "Usman", "Vogel", "Weber", "Yilmaz", "Zhang"),
+)
+_LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
+EVAL_OF = 8
+"""One guest of so many belongs to the split `eval`, by the hash of the whole scene."""
+
+Step = str | dict[str, Any]
+Drawn = tuple[dict[str, Any], list[Step]]
+"""A wish (`kind`, `says`, `facts`, `wanted`, maybe `full` and `code`), and the oracle's steps."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A task before it is one."""
+
+    name: str
+    today: str
+    bookings: list[Booking]
+    wishes: list[dict[str, Any]]
+    steps: list[Step]
+
+    @property
+    def digest(self) -> str:
+        """sha256 of all but the solution."""
+        seen = [self.name, self.today, self.bookings, self.wishes]
+        return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def split(self) -> str:
+        """`train` or `eval`."""
+        return "eval" if int(self.digest[:8], 16) % EVAL_OF == 0 else "train"
+
+
+class _Stage:
+    """The book while a scene is drawn."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.name = random.choice(NAMES)
+        self.today = random.choice(DAYS)
+        self.bookings: list[Booking] = []
+        self.codes: set[str] = set()
+        self.slots: set[tuple[str, str]] = set()
+        """Taken by a wish: no two wishes meet."""
+        for _ in range(random.randint(5, 9)):
+            self.add(random.choice([n for n in NAMES if n != self.name]))
+
+    def code(self) -> str:
+        """A new one."""
+        while (made := "".join(self.random.choices(_LETTERS, k=3))) in self.codes:
+            pass
+        self.codes.add(made)
+        return made
+
+    def slot(self, *, day: str | None = None) -> tuple[str, str]:
+        """A day that is not today, and a time, which no wish has yet."""
+        later = [d for d in DAYS if d != self.today]
+        while True:
+            found = (day or self.random.choice(later), self.random.choice(TIMES))
+            if found not in self.slots:
+                self.slots.add(found)
+                return found
+
+    def add(self, name: str, *, day: str | None = None, people: int | None = None) -> Booking:
+        """A booking in the book."""
+        found, time = self.slot(day=day)
+        made: Booking = {"code": self.code(), "name": name, "day": found, "time": time}
+        made["people"] = people or self.random.randint(1, LARGEST - 2)
+        self.bookings.append(made)
+        return made
+
+    def fill(self, day: str, time: str) -> None:
+        """No seat is left."""
+        while left := free(self.bookings, day, time):
+            people = min(left, LARGEST)
+            made = {"code": self.code(), "name": self.random.choice(NAMES[:-1])}
+            self.bookings.append({**made, "day": day, "time": time, "people": people})
+        assert left <= SEATS
+
+
+def _book(stage: _Stage) -> Drawn:
+    day, time = stage.slot()
+    people = stage.random.randint(1, LARGEST)
+    wanted = {"name": stage.name, "day": day, "time": time, "people": people}
+    says = stage.random.choice(("I would like to book a table.", "Do you have a table for us?"))
+    wish = {"kind": "book", "says": f"{says} It is for {day}.", "facts": wanted, "wanted": wanted}
+    return wish, [_ASK, _proposal(wanted), _call("book", wanted), "It is booked."]
+
+
+def _book_full(stage: _Stage) -> Drawn:
+    day, first = stage.slot()
+    _, time = stage.slot(day=day)
+    stage.fill(day, first)
+    people = stage.random.randint(1, LARGEST)
+    wanted = {"name": stage.name, "day": day, "time": time, "people": people}
+    wish = {
+        "kind": "book",
+        "says": f"We would like to come on {day} at {first}.",
+        "facts": {**wanted, "time": first},
+        "full": time,
+        "wanted": wanted,
+    }
+    steps: list[Step] = [_ASK, _call("search", {"day": day})]
+    steps.append(f"{first} is fully booked on {day}. Is there another time that would do?")
+    return wish, [*steps, _proposal(wanted), _call("book", wanted), "It is booked."]
+
+
+def _change(stage: _Stage) -> Drawn:
+    old = stage.add(stage.name, people=stage.random.randint(2, LARGEST - 2))
+    new: dict[str, Any] = {}
+    if stage.random.random() < 0.5:
+        new["people"] = old["people"] + stage.random.choice((-1, 1, 2))
+    else:
+        new["day"], new["time"] = stage.slot()
+    says = "I have to change my booking."
+    facts = {"code": old["code"], "name": stage.name, **new}
+    wish = {"kind": "change", "says": says, "facts": facts, "code": old["code"], "wanted": new}
+    told = ", ".join(f"{key} {value}" for key, value in new.items())
+    ask = "What is the code of the booking, the name, and what shall it be: day, time, people?"
+    steps: list[Step] = [ask, f"Booking {old['code']} becomes: {told}. Shall I change it so?"]
+    return wish, [*steps, _call("change", {"code": old["code"], **new}), "It is changed."]
+
+
+def _cancel(stage: _Stage) -> Drawn:
+    old = stage.add(stage.name)
+    facts = {"code": old["code"], "name": stage.name}
+    says = stage.random.choice(("We cannot come after all.", "I have to cancel our table."))
+    wish = {"kind": "cancel", "says": says, "facts": facts, "code": old["code"], "wanted": {}}
+    steps: list[Step] = ["What is the code of your booking?"]
+    steps.append(f"Shall I cancel the booking {old['code']}?")
+    return wish, [*steps, _call("cancel", {"code": old["code"]}), "It is cancelled."]
+
+
+def _large(stage: _Stage) -> Drawn:
+    day, time = stage.slot()
+    people = stage.random.randint(LARGEST + 1, SEATS - 4)
+    facts = {"name": stage.name, "day": day, "time": time, "people": people}
+    says = f"I need a table for a party on {day}."
+    wanted = {"reason": "large party"}
+    wish = {"kind": "hand_over", "says": says, "facts": facts, "wanted": wanted}
+    return wish, [_ASK, _call("hand_over", wanted), "A colleague will call you."]
+
+
+def _same_day(stage: _Stage) -> Drawn:
+    old = stage.add(stage.name, day=stage.today)
+    facts = {"code": old["code"], "name": stage.name}
+    says = stage.random.choice(("We cannot come, please cancel.", "Please cancel our table."))
+    wanted = {"reason": "same day"}
+    wish = {"kind": "hand_over", "says": says, "facts": facts, "wanted": wanted}
+    steps: list[Step] = ["What is the code of your booking?"]
+    steps.append(_call("look_up", {"code": old["code"]}))
+    return wish, [*steps, _call("hand_over", wanted), "A colleague will call you."]
+
+
+_ASK = "What name is it for, on which day, at what time, and for how many people?"
+_KINDS: tuple[Callable[[_Stage], Drawn], ...] = (
+    _book,
+    _book_full,
+    _change,
+    _cancel,
+    _large,
+    _same_day,
+)
+
+
+def scenes(split: str, seed: int) -> Iterator[Scene]:
+    """The scenes of a split, without end and without a repeat."""
+    random = Random(f"dialogue_booking/{seed}")
+    seen: set[str] = set()
+    while True:
+        stage = _Stage(random)
+        kinds = random.sample(_KINDS, random.choice((1, 1, 2)))
+        drawn = [kind(stage) for kind in kinds]
+        bookings = sorted(stage.bookings, key=lambda b: str(b["code"]))
+        steps = [step for _, steps in drawn for step in steps]
+        scene = Scene(stage.name, stage.today, bookings, [wish for wish, _ in drawn], steps)
+        if scene.split == split and scene.digest not in seen:
+            seen.add(scene.digest)
+            yield scene
+
+
+def _proposal(wanted: dict[str, Any]) -> str:
+    day, time, people = wanted["day"], wanted["time"], wanted["people"]
+    return f"A table on {day} at {time} for {people}, name {wanted['name']}. Shall I book it?"
+
+
+def _call(name: str, arguments: Mapping[str, Any]) -> Step:
+    return {"calls": [{"name": name, "arguments": dict(arguments)}]}

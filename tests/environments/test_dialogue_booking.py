@@ -1,0 +1,208 @@
+"""Guests by seed, a guest without a model, and what earns a reward."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from env_kit import cheats, check_stream, wrong
+from hypothesis import given
+from hypothesis import strategies as st
+
+from environments.dialogue_booking import guest
+from environments.dialogue_booking.book import DAYS, TIMES
+from hermes_rl.messages import AssistantMessage, UserMessage, text_of
+from hermes_rl.models.dialects.server import ServedRequest
+from hermes_rl.rl import Task
+from hermes_rl.rl.trial import atrial, first_tasks, rewards_of, trial
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+
+NAME = "dialogue_booking"
+ALL = 48
+Steps = list[Any]
+TASKS = first_tasks(NAME, ALL)
+
+
+def test_a_thousand_scenes_per_seed() -> None:
+    check_stream(NAME)
+
+
+def kinds(task: Task) -> list[str]:
+    return [wish["kind"] for wish in task.metadata["wishes"]]
+
+
+def test_every_kind_of_wish_is_drawn() -> None:
+    assert {kind for t in TASKS for kind in kinds(t)} == {"book", "change", "cancel", "hand_over"}
+    assert {len(kinds(t)) for t in TASKS} == {1, 2}
+    assert any("full" in wish for t in TASKS for wish in t.metadata["wishes"])
+
+
+def test_the_oracle_is_right_on_every_kind() -> None:
+    assert rewards_of(NAME, "oracle", tasks=ALL) == [1.0] * ALL
+
+
+def altered(change: Callable[[Steps], Steps]) -> Callable[[Task], str]:
+    return lambda task: json.dumps(change(json.loads(str(task.oracle))))
+
+
+def does(step: Any) -> bool:
+    """It writes into the book, or hands over."""
+    writing = {"book", "change", "cancel", "hand_over"}
+    return isinstance(step, dict) and step["calls"][0]["name"] in writing
+
+
+def says_that_it_is_done(steps: Steps) -> Steps:
+    return [s for s in steps if not does(s)]
+
+
+def acts_at_once(steps: Steps) -> Steps:
+    """Knows all without having heard it."""
+    return [s for s in steps if does(s)]
+
+
+def twice(steps: Steps) -> Steps:
+    return [one for s in steps for one in ([s, s] if does(s) else [s])]
+
+
+def other_time(steps: Steps) -> Steps:
+    text = json.dumps(steps)
+    return json.loads(text.replace('"time": "', '"time": "20:30" , "was": "'))
+
+
+def never_hands_over(steps: Steps) -> Steps:
+    return [s for s in steps if "hand_over" not in json.dumps(s)]
+
+
+def also_cancels_another(task: Task) -> str:
+    mine = {w.get("code") for w in task.metadata["wishes"]}
+    other = next(b["code"] for b in task.metadata["bookings"] if b["code"] not in mine)
+    deed = {"calls": [{"name": "cancel", "arguments": {"code": other}}]}
+    return json.dumps([deed, *json.loads(str(task.oracle))])
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        altered(says_that_it_is_done),
+        altered(acts_at_once),
+        also_cancels_another,
+        altered(lambda steps: [*steps, "Anything else?", "Goodbye."][:1]),
+    ],
+    ids=["only says so", "asks nobody", "spoils another booking", "asks and leaves"],
+)
+def test_what_looks_like_help_and_is_none(solution: Callable[[Task], str]) -> None:
+    rows = trial(NAME, tasks=12, solution=solution)
+    assert [row.reward for row in rows] == [0.0] * 12
+
+
+def test_cheats_earn_nothing() -> None:
+    """Cheats get a shell here, which the environment has not of itself."""
+    assert wrong(NAME, cheats(), config={"sandboxed": True, "toolsets": ["terminal"]}) == {}
+
+
+def test_a_wish_left_out_or_done_wrong_is_not_counted() -> None:
+    """Doing it twice spoils the book; a half earns a half only where nothing was spoilt."""
+    for change, least in ((twice, 0.0), (other_time, 0.0), (never_hands_over, 0.5)):
+        rows = trial(NAME, tasks=ALL, solution=altered(change))
+        rewards = dict(zip([t.id for t in TASKS], (r.reward for r in rows), strict=True))
+        for task in TASKS:
+            asked = kinds(task)
+            if change is twice and {"book", "hand_over"} & set(asked):
+                assert rewards[task.id] == 0.0
+            if change is never_hands_over and set(asked) == {"hand_over"}:
+                assert rewards[task.id] == 0.0
+            if change is never_hands_over and len(set(asked)) == 2 and "hand_over" in asked:
+                assert rewards[task.id] == least
+    assert 0.5 in rewards.values()
+
+
+def test_doing_nothing_earns_nothing() -> None:
+    assert rewards_of(NAME, "noop", tasks=20, split="eval") == [0.0] * 20
+
+
+def test_a_rollout_is_the_same_again() -> None:
+    def said(**how: Any) -> list[str]:
+        return [str(row.messages) for row in trial(NAME, tasks=8, **how)]
+
+    assert said() == said()
+
+
+EVERYTHING = "he name is Berg, Friday please, at 19:30, we will be 4."
+WISH = {
+    "kind": "book",
+    "says": "A table please.",
+    "facts": {"name": "Berg", "day": "Friday", "time": "19:30", "people": 4},
+    "wanted": {"name": "Berg", "day": "Friday", "time": "19:30", "people": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ("What is your name?", "The name is Berg."),
+        ("For how many people?", "We will be 4."),
+        ("Friday at 19:30 for four, shall I?", "Yes, please."),
+        (
+            "Friday at 20:30 for 4 people?",
+            f"No: t{EVERYTHING}",
+        ),
+        ("Hello?", f"T{EVERYTHING}"),
+        ("It is booked.", None),
+    ],
+)
+def test_a_guest_answers_what_it_is_asked(said: str, answer: str | None) -> None:
+    assert guest.reply({"wish": 0, "answers": 0, "tone": 0}, [WISH], said) == answer
+
+
+@given(st.lists(st.text(), max_size=20))
+def test_a_guest_leaves_in_the_end_whatever_is_said(texts: list[str]) -> None:
+    state = {"wish": 0, "answers": 0, "tone": 1}
+    answers = [guest.reply(state, [WISH, WISH], text + "?") for text in texts]
+    assert all(a is None for a in answers[guest.PATIENCE :])
+    assert all(answers[: guest.PATIENCE])
+
+
+def policy(request: ServedRequest) -> Any:
+    """Plays the oracle of the task whose guest it hears."""
+    asked = next(text_of(m) for m in request.messages if isinstance(m, UserMessage))
+    task = next(t for t in TASKS[:4] if t.prompt_text == asked)
+    turn = sum(isinstance(m, AssistantMessage) for m in request.messages)
+    steps = json.loads(str(task.oracle))
+    return steps[turn] if turn < len(steps) else "Goodbye."
+
+
+def played_guest(request: ServedRequest) -> str:
+    """Tells all that it knows, and leaves when every wish is settled."""
+    persona = text_of(request.messages[0])
+    facts = " ".join(re.findall(r"^\d\. (.*)$", persona, re.MULTILINE))
+    settled = [m for m in request.messages if re.match("It is |A coll", text_of(m))]
+    count = len(re.findall(r"^\d\. ", persona, re.MULTILINE))
+    return guest.END if len(settled) >= count else f"Yes. {facts}"
+
+
+async def test_a_model_can_play_the_guest_and_another_judge_the_manners() -> None:
+    def critic(request: ServedRequest) -> str:
+        return json.dumps({"reason": "Short and clear.", "verdict": "no"})
+
+    plays = {"policy": policy, "guest": played_guest, "critic": critic}
+    async with FakeServer(FakeConfig(plays=plays)) as server:
+        rows = await atrial(
+            NAME,
+            "policy",
+            tasks=4,
+            config={"manners": 0.25},
+            sections={
+                "endpoint": {"base_url": server.base_url, "tokens": "off"},
+                "env": {"user": {"name": "guest"}, "judge": {"name": "critic"}},
+            },
+        )
+    assert [(row.reward, row.error) for row in rows] == [(0.75, None)] * 4
+    for row in rows:
+        assert {c.purpose for c in row.calls} == {"agent", "user", "judge"}
+        assert [p.name for p in row.rewards] == ["wishes", "manners"]
+
+
+def test_days_and_times_are_those_of_the_rules() -> None:
+    assert "Monday" not in DAYS
+    assert (TIMES[0], TIMES[-1]) == ("17:00", "21:30")
