@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from hermes_rl.events import TokensAdded
 from hermes_rl.models.base import LogprobsKind
+from hermes_rl.models.tokens.engines.base import LOWEST
 from hermes_rl.segments.calls import CallFacts
 
 Exclusion = Literal[
@@ -34,10 +34,11 @@ NOISE = 1e-4
 
 
 def sound(values: Sequence[float]) -> list[float | None]:
-    """Logprobs as they are stored; None for what is none."""
-    if all(map(math.isfinite, values)) and max(values, default=0.0) <= 0.0:
+    """Logprobs as they are stored; None for what is none. vLLM writes `LOWEST`, and SGLang the
+    lowest float, in the place of minus infinity."""
+    if all(LOWEST < v <= 0.0 for v in values):
         return list(values)
-    return [min(v, 0.0) if math.isfinite(v) and v <= NOISE else None for v in values]
+    return [min(v, 0.0) if LOWEST < v <= NOISE else None for v in values]
 
 
 def exclusion(

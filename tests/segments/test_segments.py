@@ -174,6 +174,8 @@ EXCLUDED = [
     ({"logprobs": None}, {}, PLAIN, "no_logprobs"),
     ({"logprobs": (float("nan"), -1.0)}, {}, PLAIN, "bad_logprobs"),
     ({"logprobs": (0.5, -1.0)}, {}, PLAIN, "bad_logprobs"),
+    ({"logprobs": (-1.0, -9999.0)}, {}, PLAIN, "bad_logprobs"),
+    ({"logprobs": (-3.4e38, -1.0)}, {}, PLAIN, "bad_logprobs"),
     ({"logprobs": (1e-6, -1.0)}, {}, PLAIN, None),
     ({"logprobs_kind": "unknown"}, {}, PLAIN, "unknown_logprobs"),
     ({"logprobs_kind": "constrained"}, {}, PLAIN, "constrained_logprobs"),
