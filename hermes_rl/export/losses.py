@@ -18,6 +18,7 @@ LEFT_OUT = {
     "untrained_before": "samples that begin with assistant messages which must not be trained on:"
     " the format trains all of them",
     "retokenized": "token segments that were tokenized again (--allow-retokenized takes them)",
+    "thrown_away": "token segments of answers that were thrown away, or given up by the engine",
     "not_trainable": "token segments that are marked as not trainable",
     "no_logprobs": "token segments without a log-probability for each sampled token",
     "broken": "token segments that break a rule of the table (hermes-rl check RUN --tokens)",

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_THROWN_AWAY = ("discarded", "aborted")
+"""Why a segment's own answer is no part of any conversation."""
+
 IGNORED = -100
 """Label of a token that is not trained on."""
 
@@ -70,7 +73,7 @@ def refusal(item: TokenItem, *, rl: bool, retokenized: bool) -> str | None:
     if not any(segment["loss_mask"]):
         return "nothing_to_train"
     if not rl:
-        return None
+        return "thrown_away" if segment["exclude_reason"] in _THROWN_AWAY else None
     if segment["token_source"] == "retokenized":
         return None if retokenized else "retokenized"
     if not segment["trainable"]:

@@ -154,6 +154,20 @@ def test_broken_segments_are_left_out(tmp_path: Path) -> None:
     assert report.samples == 1
 
 
+@pytest.mark.parametrize("name", ["trl-tokens", "axolotl-tokens"])
+def test_answers_that_were_thrown_away_are_not_taught(tmp_path: Path, name: str) -> None:
+    segments = [
+        told.segment(0, [1, 2], [1]),
+        told.segment(0, [1, 3], [1], trainable=False, exclude_reason="discarded"),
+        told.segment(0, [1, 4], [1], trainable=False, exclude_reason="aborted"),
+        told.segment(0, [1, 5], [1], trainable=False, exclude_reason="unknown_logprobs"),
+    ]
+    path = told.write(tmp_path / "run", [told.finished(0, told.simple(), segments=segments)])
+    report = export_run(path, name, tmp_path / "out")
+    assert [row["input_ids"] for row in pq.read_table(report.out).to_pylist()] == [[1, 2], [1, 5]]
+    assert report.left_out == {"thrown_away": 2}
+
+
 def test_rows_that_wait_for_their_part_are_exported_too(tmp_path: Path) -> None:
     """A batch that is finished but not published is read from the journal."""
     path = told.write(tmp_path / "run", [told.finished(0, told.simple())])
