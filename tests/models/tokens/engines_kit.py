@@ -106,3 +106,15 @@ def agree(answers: Sequence[Completion], truth: Sequence[Truth], kind: str = "ra
 
 def texts(conversation: Conversation) -> list[str]:
     return [m.content for m in conversation if isinstance(m, AssistantMessage)]
+
+
+STEPS = (
+    {"reasoning": "hm", "text": "Well,", "run": "ls -la"},
+    {"calls": [{"arguments": {"command": "<|im_end|> é"}}, {"arguments": "{no json"}]},
+    {"text": "It is cut", "end": False, "finish": "length"},
+)
+
+
+def kind(wire: str) -> str:
+    """What a wire's logprobs are of."""
+    return "scaled" if wire == "llamacpp" else "raw"
