@@ -222,10 +222,12 @@ class _Attempt:
             )
         await self.episode.start(None)
         result = await self._agent(None, time.monotonic() - start)
-        self.tape.record(await self.episode.grade(None, result))
+        graded = await self.episode.grade(None, result)
+        await self._keep(None)
+        self.tape.record(graded)
         return result
 
-    async def _keep(self, sandbox: Sandbox) -> None:
+    async def _keep(self, sandbox: Sandbox | None) -> None:
         """Store the workspace, where the run keeps them, before the row that says it is there."""
         if self.workshop.workspaces is None:
             return

@@ -22,7 +22,8 @@ from hermes_rl.store.disk import disk_errors
 class Kept:
     """What one rollout left."""
 
-    archive: Path
+    archive: Path | None
+    """None where there was no sandbox."""
     state: dict[str, Any]
 
 
@@ -32,22 +33,32 @@ class Workspaces:
 
     folder: Path
 
-    async def keep(self, sandbox: Sandbox, trajectory_id: str, state: dict[str, Any]) -> None:
-        """Store what a graded sandbox holds. Raises: DiskFull, SandboxDied."""
+    async def keep(
+        self, sandbox: Sandbox | None, trajectory_id: str, state: dict[str, Any]
+    ) -> None:
+        """Store what a graded sandbox holds, and the state; without a sandbox the state alone.
+
+        Raises: DiskFull, SandboxDied.
+        """
         with disk_errors():
             self.folder.mkdir(exist_ok=True)
             text = _json(state)
             if text is not None:
                 await asyncio.to_thread((self.folder / f"{trajectory_id}.json").write_text, text)
-            await sandbox.pack_left(self.folder / f"{trajectory_id}.{FORMAT}")
+            if sandbox is not None:
+                await sandbox.pack_left(self.folder / f"{trajectory_id}.{FORMAT}")
 
-    def find(self, trajectory_id: str) -> Kept | None:
-        """What a rollout left; None when nothing was kept, or its state could not be. Blocking."""
+    def find(self, trajectory_id: str, *, sandboxed: bool) -> Kept | None:
+        """What a rollout left; None when nothing was kept, or its state could not be. Blocking.
+
+        Args:
+            sandboxed: it had a sandbox, whose archive must be there.
+        """
         archive = self.folder / f"{trajectory_id}.{FORMAT}"
         state = self.folder / f"{trajectory_id}.json"
-        if not archive.exists() or not state.exists():
+        if not state.exists() or (sandboxed and not archive.exists()):
             return None
-        return Kept(archive, json.loads(state.read_text()))
+        return Kept(archive if sandboxed else None, json.loads(state.read_text()))
 
 
 def _json(state: dict[str, Any]) -> str | None:

@@ -35,7 +35,8 @@ class Stored:
 
     row: Mapping[str, Any]
     task: Task
-    archive: Path
+    archive: Path | None
+    """None for an environment without sandboxes."""
     state: dict[str, Any]
     grade_id: str
 
@@ -51,6 +52,11 @@ class Grader:
     """Of the environment; empty without one."""
     tasks: Callable[[], Iterator[Task | None]]
     """In the order of the run's dataset."""
+
+    @property
+    def sandboxed(self) -> bool:
+        """Whether it judges over a workspace."""
+        return self.host is None or self.host.env.config.sandboxed
 
     def grade_id(self, task: Task) -> str:
         """Names what judges a task's rollouts."""
@@ -94,6 +100,8 @@ class Grader:
 
     async def _judge(self, stored: Stored, tape: Tape) -> ev.Graded:
         workshop, task, row = self.workshop, stored.task, stored.row
+        if stored.archive is None:
+            return await self._verdict(None, stored, tape)
         spec = SandboxSpec(
             lease=f"{workshop.run_id}-regrade-{row['trajectory_id'][:16]}",
             image=task.image or workshop.config.sandbox.image,
@@ -108,8 +116,9 @@ class Grader:
         finally:
             await asyncio.shield(sandbox.aclose())
 
-    async def _verdict(self, sandbox: Sandbox, stored: Stored, tape: Tape) -> ev.Graded:
+    async def _verdict(self, sandbox: Sandbox | None, stored: Stored, tape: Tape) -> ev.Graded:
         if self.host is None:
+            assert sandbox is not None
             return await verify(sandbox, stored.task.verify)
         item = _item(stored)
         stage = Stage(self.workshop, item, stored.task, tape, self.workshop.budget())

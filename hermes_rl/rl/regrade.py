@@ -124,7 +124,7 @@ class _Rows:
 
     def _wanted(self) -> Iterator[Stored]:
         for row in self._rows:
-            kept = self._kept.find(row["trajectory_id"])
+            kept = self._kept.find(row["trajectory_id"], sandboxed=self._grader.sandboxed)
             task = self._task(row["row_index"])
             if kept is None:
                 self._done.not_kept += 1

@@ -179,6 +179,31 @@ def test_what_could_not_be_judged_is_tried_again_and_its_group_follows(
     assert len(run.grades) == 12
 
 
+def test_rollouts_of_an_environment_without_sandboxes_are_graded_again(
+    tmp_path: Path, write_env: Callable[..., Written]
+) -> None:
+    body = """
+    class Config(EnvConfig):
+        sandboxed: bool = False
+        wanted: str = "yes"
+
+    def tasks(self, split, seed):
+        yield make_task("say it", toolsets=["none"], oracle='["yes"]')
+
+    async def start(self, task, ctx):
+        ctx.state["noted"] = ctx.member
+
+    async def compute_reward(self, task, trajectory, ctx):
+        assert ctx.state["noted"] == ctx.member
+        return float(trajectory.final_response == self.config.wanted)
+"""
+    env, out = write_env(body).path, tmp_path / "run"
+    run_batch(settings(env, out, keep_workspaces=True))
+    assert load_run(out).trajectories["reward"].tolist() == [1.0] * 4
+    done = run_sync(regrade(out, [("env.config.wanted", "no")]))
+    assert (done.graded, done.changed, done.failed, done.not_kept) == (4, 4, 0, 0)
+
+
 def test_a_verifier_of_a_dataset_is_run_again(tmp_path: Path) -> None:
     out, data = tmp_path / "run", tmp_path / "tasks.jsonl"
     row = {"id": "a", "prompt": "write", "oracle": "echo 1 >out.txt", "verify": "false"}
