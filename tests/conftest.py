@@ -1,12 +1,15 @@
 """What all tests share: Hypothesis's settings, and which tests run in one process.
 
-`make test` spreads the tests over two processes (pytest-xdist, --dist loadgroup). What stands in
-one group runs in one of them, in order: a file, since its tests share fixtures, or the tests that
-use something of which the machine has one, whose group is named.
+`make test` spreads the tests over two processes (pytest-xdist). A file's tests run in one of them,
+in order, since they share fixtures; so do the files of a group, since they use something of which
+the machine has one.
 """
+
+from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -16,34 +19,48 @@ settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
-HERE = Path(__file__).parent
-RAY = "ray"
-"""One Ray at a time: two that start at once are too slow for Ray's own limits. Begun first, since
-it takes longest."""
-BY_FIXTURE = {"cluster": RAY, "as_ordinary_user": "ordinary user"}
-"""Fixture -> group of all tests with it. Sandboxes of one user share the limits of that user."""
-BY_FILE = {"bench/test_bench.py": RAY}
+TESTS = Path(__file__).parent.name
+GROUPS = {
+    # Two Rays that start at once are too slow for Ray's own limits, and one serves many tests.
+    "ray": (
+        "batch/test_bill.py",
+        "batch/test_governor.py",
+        "batch/test_interrupt.py",
+        "batch/test_kills.py",
+        "batch/test_workers.py",
+        "bench/test_bench.py",
+        "doors/test_kernel.py",
+    ),
+    # Sandboxes of one ordinary user share the limits of that user.
+    "ordinary user": (
+        "sandboxes/test_conformance.py",
+        "sandboxes/test_escapes.py",
+        "sandboxes/test_privilege.py",
+    ),
+}
+"""Group -> its files. The longest group first: it is begun first."""
+GROUP_OF = {f"{TESTS}/{file}": group for group, files in GROUPS.items() for file in files}
 
 
-@pytest.hookimpl(tryfirst=True)
+def group_of(nodeid: str) -> str:
+    """What a test runs together with: the group of its file, or the file."""
+    file = nodeid.partition("::")[0]
+    return GROUP_OF.get(file, file)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test its group; an explicit `xdist_group` stands."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            named = [BY_FIXTURE[name] for name in fixtures_of(item) if name in BY_FIXTURE]
-            file = file_of(item)
-            item.add_marker(pytest.mark.xdist_group((named or [BY_FILE.get(file, file)])[0]))
-    items.sort(key=lambda item: group_of(item) != RAY)
+    places = {group: place for place, group in enumerate(GROUPS)}
+    items.sort(key=lambda item: places.get(group_of(item.nodeid), len(places)))
 
 
-def fixtures_of(item: pytest.Item) -> list[str]:
-    return list(getattr(item, "fixturenames", ()))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whole groups, in the order of the collection."""
+    from xdist.scheduler import LoadScopeScheduling
 
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
 
-def file_of(item: pytest.Item) -> str:
-    return str(item.path.relative_to(HERE)) if item.path.is_relative_to(HERE) else str(item.path)
-
-
-def group_of(item: pytest.Item) -> str:
-    marker = item.get_closest_marker("xdist_group")
-    return str(marker.args[0]) if marker is not None else ""
+    config.option.loadscopereorder = False
+    return Groups(config, log)

@@ -28,7 +28,6 @@ async def governor_of(run: kit.Process, out: Path, other_than: int = 0) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ray")
 async def test_a_killed_governor_costs_nothing_but_seconds(tmp_path: Path) -> None:
     rows = [kit.task(n, turns=3, latency_s=0.7) for n in range(24)]
     dataset, out = kit.write(tmp_path / "tasks.jsonl", rows), tmp_path / "run"
@@ -58,7 +57,6 @@ async def test_a_killed_governor_costs_nothing_but_seconds(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ray")
 async def test_a_key_that_one_worker_saw_refused_rests_at_the_other(
     tmp_path: Path, cluster: dict[str, str]
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from hermes_rl.testing.fake_server import FakeServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.slow
 
 DISTINCT = 12
 ROWS = kit.rows(DISTINCT, latency_s=0.03)

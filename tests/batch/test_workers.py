@@ -10,7 +10,7 @@ import pytest
 
 from hermes_rl.testing.fake_server import FakeServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.slow
 
 ROWS = kit.rows(20)
 

@@ -99,7 +99,7 @@ def batch(base_url: str, workers: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.xdist_group("ray"))])
+@pytest.mark.parametrize("workers", [0, 1])
 async def test_run_batch_in_a_kernel(
     workers: int, kernel: Kernel, base_url: str, tmp_path: Path
 ) -> None:

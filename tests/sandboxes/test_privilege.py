@@ -48,7 +48,6 @@ def test_root_of_a_namespace_of_ours() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebody else")
-@pytest.mark.xdist_group("ordinary user")
 def test_root_of_an_ordinary_users_namespace_starts_sandboxes() -> None:
     become = ["setpriv", "--reuid", "54321", "--regid", "54321", "--clear-groups"]
     assert shutil.which("setpriv")
