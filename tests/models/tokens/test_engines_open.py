@@ -1,0 +1,51 @@
+"""Whatever an engine says, in whatever tokens: the ids are its own."""
+
+import asyncio
+from itertools import pairwise
+
+from engines_kit import agree, asked, client_of, engine_at, request_of, script
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hermes_rl.messages import SystemMessage, UserMessage
+from hermes_rl.models.base import Conversation
+
+said = st.text(st.characters(codec="utf-8"), max_size=30)
+steps = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "text": said,
+            "reasoning": said,
+            "plain": st.sampled_from(["<|im_end|>", "<tool_call>", "</think>", "é\u200d🙂"]),
+            "run": said,
+            "lookalike": st.booleans(),
+            "end": st.sampled_from([True, True, False, "<|endoftext|>"]),
+            "cut": st.integers(1, 40),
+            "split": st.sampled_from(["canonical", "random"]),
+        },
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=steps, family=st.sampled_from(["chatml", "coder", "text_arguments"]))
+def test_whatever_is_said_the_ids_are_the_engine_s(tmp_path, steps, family):
+    async def episode() -> None:
+        async with engine_at(tmp_path / family, family=family) as engine:
+            client = client_of(engine, "vllm")
+            conversation = Conversation([SystemMessage(content="S"), *asked(script(*steps))[1:]])
+            answers = []
+            for number in range(len(steps)):
+                answers.append(await client.complete(request_of(conversation, number)))
+                conversation.append(answers[-1].message)
+                conversation.append(UserMessage(content="Go on. <|im_start|>"))
+            await client.aclose()
+        agree(answers, engine.truth)
+        for before, after in pairwise(answers):
+            path = before.tokens.prompt_ids + before.tokens.completion_ids
+            assert after.tokens.prompt_ids[: len(path)] == path
+
+    asyncio.run(episode())
