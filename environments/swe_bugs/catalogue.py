@@ -106,12 +106,17 @@ def _shown(module: str, text: str) -> list[int]:
 
 
 def _differing(module: str, text: str) -> Iterator[int]:
-    signal.setitimer(signal.ITIMER_VIRTUAL, _CALL_S)
+    _give_time()
     changed = loaded.__wrapped__(module, text)
     for number, (call, wanted) in enumerate(zip(CALLS[module], right(module), strict=True)):
-        signal.setitimer(signal.ITIMER_VIRTUAL, _CALL_S)
+        _give_time()
         if answer(changed, call.function, call.arguments) != wanted:
             yield number
+
+
+def _give_time() -> None:
+    # Again and again: raised in a callback of the garbage collector, an exception is lost.
+    signal.setitimer(signal.ITIMER_VIRTUAL, _CALL_S, _CALL_S)
 
 
 def _hang(number: int, frame: FrameType | None) -> None:
