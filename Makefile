@@ -29,7 +29,7 @@ demo: demo-venv ## the whole product on ten small tasks (MODEL=... BASE_URL=... 
 	@$(VENV)/bin/hermes-rl demo $(DEMO_ARGS)
 
 test: dev-venv ## all tests, in two processes (PYTEST_ARGS='-k journal' for some, -n 0 for one process)
-	@$(RUN) -m pytest -n 2 $(PYTEST_ARGS)
+	@$(RUN) -m pytest -n 2 --max-worker-restart 0 $(PYTEST_ARGS)
 
 lint: dev-venv ## ruff, formatting and strict types
 	@$(RUN) -m ruff check .

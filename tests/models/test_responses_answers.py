@@ -340,7 +340,7 @@ async def test_a_rollout_with_encrypted_reasoning(kit, wire):
 
 @pytest.mark.parametrize(
     ("fault", "kind"),
-    [("rate_limit", e.RateLimited), ("cut", e.ProtocolError), ("garbage", e.ProtocolError),
+    [("rate_limit", e.RateLimited), ("cut", e.ProtocolError), ("garbage", e.ServerError),
      ("context_overflow", e.ContextOverflow), ("auth", e.AuthError)],
 )  # fmt: skip
 async def test_faults(kit, wire, fault, kind):
