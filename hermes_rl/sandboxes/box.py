@@ -205,25 +205,36 @@ async def abandon(outer: Outer) -> None:
     outer.close()
 
 
-def confine(lease: Lease, groups: limits.Cgroups, inner: Inner) -> None:
-    """Put a sandbox, in which nothing of the agent's runs yet, into a control group."""
+def confine(
+    held: list[str], name: str, memory_bytes: int, groups: limits.Cgroups, inner: Inner
+) -> None:
+    """Put a sandbox, in which nothing of the agent's runs yet, into a control group.
+
+    Args:
+        held: takes the path of the group, to be removed with the sandbox.
+        name: OWNER.N, or what begins so.
+        memory_bytes: of the whole sandbox.
+    """
     if not groups.works:
         return
     try:
-        path = groups.make(lease.box.name, lease.spec.limits.memory_bytes)
+        path = groups.make(name, memory_bytes)
     except OSError:
         return  # then the limit is not in force, and `info.limits` does not list it
-    lease.cgroup.append(path)
+    held.append(path)
     for pid in (inner.init, inner.supervisor):
         limits.add(path, pid)
 
 
-async def confined(lease: Lease, groups: limits.Cgroups, inner: Inner) -> None:
+async def confined(
+    held: list[str], name: str, memory_bytes: int, groups: limits.Cgroups, inner: Inner
+) -> None:
     """`confine` beside the loop: the kernel takes milliseconds to move a process. A cancelled
-    caller waits for its end, so that the group is known to whoever gives the lease back."""
+    caller waits for its end, so that the group is known to whoever removes it."""
     if not groups.works:
         return
-    moved = asyncio.ensure_future(asyncio.to_thread(confine, lease, groups, inner))
+    work = asyncio.to_thread(confine, held, name, memory_bytes, groups, inner)
+    moved = asyncio.ensure_future(work)
     try:
         await asyncio.shield(moved)
     except asyncio.CancelledError:

@@ -18,6 +18,7 @@ from hermes_rl.sandboxes import grading, hostfolder, limits, probe, recipe, ward
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxSpec
 from hermes_rl.sandboxes.binary import find_binary, reachable
 from hermes_rl.sandboxes.box import Lease, Outer, abandon, confined, launch
+from hermes_rl.sandboxes.gradingbox import GradingBox
 from hermes_rl.sandboxes.hostfolder import host_folder
 from hermes_rl.sandboxes.leased import BubblewrapSandbox
 from hermes_rl.sandboxes.privilege import has_slots
@@ -159,7 +160,8 @@ class Bubblewrap:
         shell = Shell(ours, paths, jobs)
         try:
             await shell.ready()
-            await confined(lease, self._cgroups, outer.inner())
+            name, memory = lease.box.name, spec.limits.memory_bytes
+            await confined(lease.cgroup, name, memory, self._cgroups, outer.inner())
         except (ShellLost, TimeoutError, OSError, ValueError) as error:
             shell.release()
             await abandon(outer)
@@ -203,19 +205,24 @@ class Bubblewrap:
     async def grade(self, lease: Lease, spec: GradingSpec, number: int) -> GradingResult:
         """Run a verifier over what a lease left. Raises: SandboxStartError, SandboxDied, TaskFault
         when its image is missing."""
-        name = f"grade{number}"
-        box = lease.box / name
-        box.mkdir(mode=0o711)
+        box = GradingBox(lease, f"grade{number}", self._cgroups)
+        box.folder.mkdir(mode=0o711)
         try:
-            stage = await asyncio.to_thread(self._stage, lease, spec, name)
+            stage = await asyncio.to_thread(self._stage, lease, spec, box.name)
 
             async def begin(stdio: socket.socket) -> grading.Running:
                 outer = await self._launch(stage, lease.uid, stdio)
-                return grading.Running(outer.ended, outer.kill, outer.inner, outer.close)
+                return grading.Running(
+                    ended=outer.ended,
+                    kill=outer.kill,
+                    standing=lambda: box.stand(outer),
+                    excess=lambda: box.excess(outer),
+                    close=outer.close,
+                )
 
             return await grading.judge(spec, stage.control, begin)
         finally:
-            await asyncio.shield(asyncio.to_thread(remove_tree, box))
+            await asyncio.shield(asyncio.to_thread(box.remove))
 
     def _stage(self, lease: Lease, spec: GradingSpec, name: str) -> recipe.Box:
         """Everything that a grading box needs. Blocks: it may have to copy the workspace."""

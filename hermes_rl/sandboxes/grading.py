@@ -27,6 +27,11 @@ HOME = "/grading"
 VERIFY = "/verify"
 REPORT_BYTES = 4096
 START_S = 30.0
+LOOK_S = 2.0
+"""Between two looks at what a verifier, and the programs that it runs, have written."""
+
+KILLED = 137
+"""Exit code of a verifier that was ended because its box exceeded a limit."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +118,10 @@ class Running:
     """Waits for its end and for the end of all that it started; its code, negative after a signal
     from outside."""
     kill: Callable[[], object]
-    standing: Callable[[], object]
+    standing: Callable[[], Awaitable[object]]
     """Called once when the verifier is about to start."""
+    excess: Callable[[], Awaitable[str | None]]
+    """Which limit its box exceeds, in words; asked every few seconds."""
     close: Callable[[], object]
 
 
@@ -141,24 +148,19 @@ async def _judge(
     ours.setblocking(False)
     kept, told = HeadTail(MAX_OUTPUT_BYTES), HeadTail(REPORT_BYTES * 5 // 2)
     began = time.monotonic()
-    timed_out = False
+    timed_out, excess = False, None
     with ours:
         running = await start(theirs)
         end: asyncio.Future[int] | None = None
         try:
             await _started(ours)
-            running.standing()
+            await running.standing()
             report.shut()
             await asyncio.get_running_loop().sock_sendall(ours, b"G\n")
             end = asyncio.ensure_future(running.ended())
             began = time.monotonic()
             async with asyncio.timeout(spec.timeout_s):
-                while not end.done():
-                    before = kept.total
-                    out.read_into(kept, 1 << 20)
-                    report.read_into(told, 1 << 16)
-                    pause = DRAIN_PAUSE_S if kept.total == before else 0.001
-                    await asyncio.wait([end], timeout=pause)
+                excess = await _until(end, running, (out, kept), (report, told))
         except TimeoutError:
             timed_out = True
         finally:
@@ -168,15 +170,37 @@ async def _judge(
             running.close()
     out.read_into(kept, 4 << 20)
     report.read_into(told, 1 << 16)
-    if code < 0 and not timed_out:
+    if code < 0 and not timed_out and excess is None:
         raise SandboxDied(f"the grading box was ended by signal {-code} from outside")
     return GradingResult(
-        exit_code=124 if timed_out else code,
+        exit_code=124 if timed_out else code if excess is None else KILLED,
         timed_out=timed_out,
-        output=kept.text(),
+        output=kept.text() + (f"\n[ended: {excess}]" if excess else ""),
         report=told.parts()[0][:REPORT_BYTES] if spec.score else b"",
         seconds=time.monotonic() - began,
     )
+
+
+async def _until(
+    end: asyncio.Future[int],
+    running: Running,
+    output: tuple[Pipe, HeadTail],
+    report: tuple[Pipe, HeadTail],
+) -> str | None:
+    """Read what comes until a verifier's end. Returns which limit its box exceeded, if it did."""
+    loop = asyncio.get_running_loop()
+    look = loop.time() + LOOK_S
+    while not end.done():
+        before = output[1].total
+        output[0].read_into(output[1], 1 << 20)
+        report[0].read_into(report[1], 1 << 16)
+        if loop.time() >= look:
+            if (excess := await running.excess()) is not None:
+                return excess
+            look = loop.time() + LOOK_S
+        pause = DRAIN_PAUSE_S if output[1].total == before else 0.001
+        await asyncio.wait([end], timeout=pause)
+    return None
 
 
 async def _started(ours: socket.socket) -> None:

@@ -294,7 +294,13 @@ class Subprocess:
                 await asyncio.to_thread(tree.end)
                 return 128 - code if code < 0 else code
 
-            return grading.Running(ended, tree.process.kill, lambda: None, lambda: None)
+            return grading.Running(
+                ended=ended,
+                kill=tree.process.kill,
+                standing=_nothing,
+                excess=_nothing,
+                close=lambda: None,
+            )
 
         try:
             return await grading.judge(spec, control, begin)
@@ -310,6 +316,10 @@ class Subprocess:
         if self._warden is not None:
             await asyncio.to_thread(self._warden.close)
         self._spawner.close()
+
+
+async def _nothing() -> None:
+    """Here no limit is in force."""
 
 
 def _clear(running: Running) -> None:

@@ -18,6 +18,7 @@ FILES_PER_S = 500_000.0
 """Faster than any sandbox can write: what may have come since the last look."""
 LONGEST_S = 10.0
 TEMPORARY = ("tmp", "dev/shm", "run")
+"""Where the temporary file systems of a sandbox are."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,18 @@ class Usage:
         return min(room, (limits.workspace_files - self.files) / FILES_PER_S, LONGEST_S)
 
 
-def measure(folders: Sequence[Beneath], limits: SandboxLimits, root: str) -> Usage:
+def measure(
+    folders: Sequence[Beneath],
+    limits: SandboxLimits,
+    root: str,
+    temporary: Sequence[str] = TEMPORARY,
+) -> Usage:
     """Look through what a sandbox writes on the disk, no further than its limits, and at the
     temporary file systems of the sandbox whose process 1 sees `root`. Blocks.
 
     Args:
         folders: the workspace, and the layer over an image.
+        temporary: where those are, below `root`.
 
     Raises: FileNotFoundError when one vanished; OSError without a descriptor to look with.
     """
@@ -64,7 +71,7 @@ def measure(folders: Sequence[Beneath], limits: SandboxLimits, root: str) -> Usa
                 files += 1
                 if is_folder:
                     todo.append((beneath, name))
-    for name in TEMPORARY:
+    for name in temporary:
         try:
             found = os.statvfs(f"{root}/{name}")
         except OSError:

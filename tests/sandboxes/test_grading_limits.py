@@ -1,0 +1,44 @@
+"""A grading box is bounded as the agent's sandbox was: a verifier may run what the agent left."""
+
+import asyncio
+
+from hermes_rl.sandboxes import probe
+from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxLimits, SandboxSpec
+from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+from hermes_rl.verify import judge
+
+FILLS = {
+    "its files hold more than 20971520 bytes": "while :; do head -c 1M /dev/zero >>f; done",
+    "more than 5000 files": "cd; for i in $(seq 20000); do : >f$i; done; sleep 50",
+}
+"""What a program of the agent's does, the second in the verifier's own HOME -> what is said."""
+
+
+async def test_a_program_that_fills_its_disk_or_memory_is_ended(bubblewrap: Bubblewrap) -> None:
+    limits = SandboxLimits(workspace_bytes=20 << 20, workspace_files=5_000)
+
+    async def graded(program: str) -> GradingResult:
+        spec = SandboxSpec(lease="fills", limits=limits)
+        async with await bubblewrap.lease(spec) as box:
+            await box.write_file("fill.sh", program.encode())
+            script = "echo begin; cd $WORKSPACE; bash fill.sh; exit 0"
+            result = await box.grade(GradingSpec(script, timeout_s=60))
+            again = await box.grade(GradingSpec("ls $WORKSPACE ~"))
+            assert again.output == "/grading:\n\n/workspace:\nfill.sh\n", again
+        return result
+
+    for said, result in zip(FILLS, await asyncio.gather(*map(graded, FILLS.values())), strict=True):
+        assert (result.exit_code, result.timed_out) == (137, False), result
+        assert result.output == f"begin\n\n[ended: {said}]"
+        assert judge(result, score=False) == 0.0
+
+
+async def test_its_memory_is_bounded_as_a_whole(bubblewrap: Bubblewrap) -> None:
+    """Several processes, none of them too large alone."""
+    if not (await asyncio.to_thread(probe.probe)).cgroups:
+        return  # then `info.limits` of the sandbox does not claim it
+    limits = SandboxLimits(memory_bytes=150 << 20)
+    hog = "python3 -c 'import time; a = b\"x\" * (100 << 20); time.sleep(20)'"
+    async with await bubblewrap.lease(SandboxSpec(lease="memory", limits=limits)) as box:
+        result = await box.grade(GradingSpec(f"{hog} & {hog} & wait -n; echo $?", timeout_s=60))
+        assert result.output.splitlines()[-1] == "137", result
