@@ -238,9 +238,8 @@ def with_unique_ids(messages: Iterable[Message]) -> list[Message]:
     call with an id keeps it; the same messages always get the same ids.
     """
     given = list(messages)
-    calls = [c for m in given if isinstance(m, AssistantMessage) for c in m.tool_calls]
-    known = {_plain_id(call.id) for call in calls}
-    if len(known) == len(calls) and "" not in known:
+    known, calls = call_ids(given), sum(len(_calls_of(m)) for m in given)
+    if len(known) == calls and "" not in known:
         return given
     out: list[Message] = []
     seen: set[str] = set()
@@ -260,6 +259,28 @@ def with_unique_ids(messages: Iterable[Message]) -> list[Message]:
         else:
             out.append(message)
     return out
+
+
+def with_new_ids(message: AssistantMessage, known: set[str]) -> AssistantMessage:
+    """An answer, each of its calls with an id that is not in `known`, where all of them are then
+    added; see `with_unique_ids`.
+
+    Args:
+        known: `call_ids` of the messages before it.
+    """
+    calls = tuple(_with_own_id(call, known, known) for call in message.tool_calls)
+    if all(a is b for a, b in zip(calls, message.tool_calls, strict=True)):
+        return message
+    return msgspec.structs.replace(message, tool_calls=calls)
+
+
+def call_ids(messages: Iterable[Message]) -> set[str]:
+    """The ids of all tool calls, as the strictest provider spells them."""
+    return {_plain_id(call.id) for message in messages for call in _calls_of(message)}
+
+
+def _calls_of(message: Message) -> tuple[ToolCall, ...]:
+    return message.tool_calls if isinstance(message, AssistantMessage) else ()
 
 
 def _with_own_id(call: ToolCall, seen: set[str], known: set[str]) -> ToolCall:

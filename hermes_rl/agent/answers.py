@@ -34,8 +34,9 @@ async def answer(run: RunState) -> Completion:
         verdict = _judge(run, completion)
         match verdict:
             case Take(message):
-                _take(run, message)
-                return replace(completion, message=message)
+                own = run.own_ids(message)
+                _take(run, own)
+                return replace(completion, message=own)
             case AskAgain(why):
                 run.discard(why)
                 run.tries.again += 1
@@ -43,7 +44,7 @@ async def answer(run: RunState) -> Completion:
             case GoOn():
                 _go_on(run, verdict)
             case End():
-                run.add(verdict.message)
+                run.add(run.own_ids(verdict.message))
                 run.final_response = verdict.final_response
                 raise Finish(verdict.end_reason)
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from hermes_rl.agent.policy import Limits, Policy
 from hermes_rl.agent.verdicts import Tries
 from hermes_rl.events import AnswerDiscarded, MessageAdded, Purpose
-from hermes_rl.messages import AssistantMessage, Message
+from hermes_rl.messages import AssistantMessage, Message, call_ids, with_new_ids
 from hermes_rl.models.base import CacheTime, Completion, Conversation, ModelRequest, Sampling
 from hermes_rl.ports import Recorder, SpawnAgent
 from hermes_rl.sandboxes.base import Sandbox
@@ -137,6 +137,8 @@ class RunState:
     """The run's answer, where it is neither that nor the joined parts of a cut one."""
     counts: Counter[str] = field(default_factory=Counter)
     tool_state: dict[str, Any] = field(default_factory=dict)
+    known_ids: set[str] = field(default_factory=set)
+    """Of all calls so far; see `own_ids`."""
     started: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -155,7 +157,8 @@ class RunState:
             ephemeral=parts.ephemeral,
             prefill=parts.prefill,
         )
-        return cls(parts=parts, request=request, active_s=parts.active_s)
+        known = call_ids(parts.prefill)
+        return cls(parts=parts, request=request, active_s=parts.active_s, known_ids=known)
 
     @property
     def conversation(self) -> Conversation:
@@ -174,6 +177,7 @@ class RunState:
         self.conversation.append(message)
         if self.turn and not synthetic and isinstance(message, AssistantMessage):
             self.said = message.content
+        self.known_ids |= call_ids((message,))
         self.parts.recorder.record(
             MessageAdded(
                 message=message,
@@ -186,6 +190,14 @@ class RunState:
 
     def discard(self, why: str) -> None:
         """Record that the answer of this turn's last call is thrown away."""
+    def own_ids(self, message: AssistantMessage) -> AssistantMessage:
+        """An answer that is to join the conversation, its calls with ids that no earlier one has.
+
+        Some servers count from 0 in each answer, and another provider that is fallen back to
+        refuses such a history. As it is where the history is sent as it is.
+        """
+        return message if self.request.exact else with_new_ids(message, self.known_ids)
+
         self.parts.recorder.record(AnswerDiscarded(turn=self.turn, why=why))
         self.note("discarded_answers")
 

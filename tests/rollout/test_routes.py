@@ -1,7 +1,9 @@
 """Where the calls of a unit go: mixes, prices, keys."""
 
+import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -209,3 +211,40 @@ def test_the_keys_and_prices_of_a_mix_are_those_of_its_places() -> None:
     claude, fallback = targets_by_model(mixed)["claude"]
     assert (claude.model, claude.place.api_mode) == ("claude-haiku-5-5", "anthropic_messages")
     assert fallback.place.provider == "openai"
+
+
+@pytest.mark.parametrize("prefilled", [False, True])
+async def test_ids_that_a_server_repeats_do_not_stop_a_strict_fallback(
+    stage: Open, prefilled: bool
+) -> None:
+    """All of its calls are `call_0`, then a filter makes way for Anthropic's wire, which refuses a
+    conversation that has an id twice."""
+    again = {"calls": [{"id": "call_0", "arguments": {"command": "echo $((6 * 7))"}}]}
+    two = {"calls": [*again["calls"], {"id": "call_1", "arguments": {"command": "echo 2"}}]}
+    steps = ({**again, "text": "I look."}, two, [{"text": "", "fault": "content_filter"}, again])
+    function = {"name": "terminal", "arguments": "{}"}
+    example: list[dict[str, Any]] = [
+        {"role": "user", "content": ""},
+        {"role": "assistant", "tool_calls": [{"id": "call_0", "function": function}]},
+        {"role": "tool", "tool_call_id": "call_0", "content": "out"},
+        {"role": "assistant", "content": "So."},
+    ]
+    asked = script(*["never"] * 2 * prefilled, *steps)
+    example[0]["content"] = asked
+    s = await stage(
+        backend="none",
+        model={"name": "main"},
+        agent={"prefill": example if prefilled else [], "toolsets": ["terminal"]},
+        endpoint={"fallbacks": [{"model": "spare", "api_mode": "anthropic_messages"}]},
+    )
+    row = await s.attempt({"prompt": "Go." if prefilled else asked})
+    assert (row.end_reason, row.error) == ("answered", None)
+    assert [call.model for call in row.calls] == ["main"] * 3 + ["spare"] * 2
+    messages = [json.loads(message) for message in row.messages]
+    made = [call["id"] for m in messages for call in m.get("tool_calls", ())]
+    assert len(set(made)) == len(made) == 4
+    assert (made[0] == "call_0") is not prefilled
+    assert "call_1" in made
+    answers = [m for m in messages if m["role"] == "tool"]
+    assert [m["tool_call_id"] for m in answers] == made
+    assert [json.loads(m["content"])["output"].strip() for m in answers] == ["42", "42", "2", "42"]
