@@ -138,6 +138,7 @@ def pots_of(config: RunConfig) -> dict[str, int]:
     """The run's budgets, by pot."""
     run = config.run
     pots = {model_pot(name): round(usd * NANO) for name, usd in run.model_budgets.items()}
+    pots |= {model_pot(name, "tokens"): n for name, n in run.model_token_budgets.items()}
     if run.budget_usd is not None:
         pots[RUN_USD] = round(run.budget_usd * NANO)
     if run.budget_tokens is not None:

@@ -87,9 +87,12 @@ def _add_known(found: Counter[str], rows: Any, models: Collection[str]) -> None:
     sums = pa.table({**columns, "asked": asked}).group_by(["model", "asked"])
     for row in sums.aggregate([(name, "sum") for name in ("cost_usd", *_COUNTS)]).to_pylist():
         usd = round((row["cost_usd_sum"] or 0.0) * NANO)
-        found[RUN_TOKENS] += sum(row[f"{name}_sum"] or 0 for name in _COUNTS)
+        tokens = sum(row[f"{name}_sum"] or 0 for name in _COUNTS)
+        model = asked_name(row["model"], row["asked"], models)
+        found[RUN_TOKENS] += tokens
+        found[model_pot(model, "tokens")] += tokens
         found[RUN_USD] += usd
-        found[model_pot(asked_name(row["model"], row["asked"], models))] += usd
+        found[model_pot(model)] += usd
 
 
 _COUNTS = ("input_tokens", "output_tokens")
@@ -125,3 +128,4 @@ def _add_unknown(
 
 def _unknown_models(calls: list[dict[str, Any]]) -> list[str]:
     return [c["model"] for c in calls if c["outcome"] != "refused" and c["input_tokens"] is None]
+            found[model_pot(asked, "tokens")] += (given or 0) + made

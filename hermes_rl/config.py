@@ -101,8 +101,12 @@ class RunSection(Section):
     """Input and output tokens that all starts of the run may use together."""
     model_budgets: dict[str, Dollar] = Field(default_factory=dict)
     """Model -> US dollars, beside `budget_usd`."""
+    model_token_budgets: dict[str, Positive] = Field(default_factory=dict)
+    """Model -> input and output tokens, beside `budget_tokens`."""
     unit_budget_usd: Dollar | None = None
     """US dollars that one attempt at a unit may spend; beyond them the unit is given up."""
+    unit_budget_tokens: Positive | None = None
+    """Input and output tokens that one attempt may use, like `unit_budget_usd`."""
     allow_unpriced: bool = False
     """Start a run with a budget in dollars though a model has no price: its calls are not bounded.
     """
@@ -164,10 +168,13 @@ class RunConfig(Section):
         asked = {places.get(name) or name for name in models} | {f.model for f in where.fallbacks}
         if self.env is not None:
             asked |= {place.name for place in (self.env.judge, self.env.user) if place is not None}
-        for name in self.run.model_budgets:
+        run = self.run
+        given = [("model_budgets", n) for n in run.model_budgets]
+        given += [("model_token_budgets", n) for n in run.model_token_budgets]
+        for key, name in given:
             if name not in asked:
                 raise UserError(
-                    f"'run.model_budgets' holds {name}, but the run asks {', '.join(sorted(asked))}"
+                    f"'run.{key}' holds {name}, but the run asks {', '.join(sorted(asked))}"
                     ". Use the name at its endpoint"
                 )
 

@@ -33,7 +33,7 @@ from hermes_rl.models.base import ModelClient, Sampling
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.limits.budget import Budget
-from hermes_rl.models.limits.spending import UnitBudget
+from hermes_rl.models.limits.spending import NANO, UNIT_TOKENS, UNIT_USD, UnitBudget
 from hermes_rl.models.played import NoopClient, OracleClient, free
 from hermes_rl.models.providers.exact import embedded_clients, exact_clients, find_plan
 from hermes_rl.models.providers.others import all_keys, other_targets, others_of, reach_others
@@ -168,8 +168,13 @@ class Workshop:
 
     def budget(self) -> Budget | None:
         """What one attempt may spend: its own budget and the run's."""
-        usd, shared = self.config.run.unit_budget_usd, self.common.budget()
-        return shared if usd is None else UnitBudget(usd, shared)
+        run, shared = self.config.run, self.common.budget()
+        limits: dict[str, int] = {}
+        if run.unit_budget_tokens is not None:
+            limits[UNIT_TOKENS] = run.unit_budget_tokens
+        if run.unit_budget_usd is not None:
+            limits[UNIT_USD] = round(run.unit_budget_usd * NANO)
+        return UnitBudget(limits, shared) if limits else shared
 
     async def digest_of(self, image: str | None) -> str | None:
         """See `image_digest`; each image is looked at once, off the loop."""

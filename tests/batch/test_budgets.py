@@ -116,13 +116,20 @@ async def test_a_budget_of_one_model(bench: Bench) -> None:
     report = await bench.run(10, model_budgets={"fake": 1e-6})
     assert report.exit_code == 3
     assert "the budget of fake is used up" in str(report.detail)
+    report = await bench.run(10, model_token_budgets={"fake": 1}, priced=False)
+    assert report.exit_code == 3
+    assert "the budget of fake is used up: 1 tokens left" in str(report.detail)
+    assert bench.server.requests == 0
 
 
-async def test_a_unit_that_would_cost_too_much_is_given_up(bench: Bench) -> None:
-    report = await bench.run(4, unit_budget_usd=1e-6)
+@pytest.mark.parametrize("name", ["unit_budget_usd", "unit_budget_tokens"])
+async def test_a_unit_that_would_cost_too_much_is_given_up(bench: Bench, name: str) -> None:
+    low, high = (1, 100_000) if name == "unit_budget_tokens" else (1e-6, 1.0)
+    report = await bench.run(4, **{name: low})
     assert report.exit_code == 1
     assert report.causes == {"unit_budget": 4}
-    again = await bench.run(4, unit_budget_usd=1.0, retry_failed=True)
+    assert bench.server.requests == 0
+    again = await bench.run(4, retry_failed=True, **{name: high})
     assert again.exit_code == 0
 
 
@@ -183,7 +190,11 @@ async def test_the_books_say_what_the_budget_said(bench: Bench) -> None:
     scripts = [
         json.dumps([[{"text": "", "fault": "reset"}, {"text": f"ok {n}"}]]) for n in range(8)
     ]
-    config = bench.config(8, budget_usd=5.0, budget_tokens=10**6, model_budgets={"fake": 5.0})
+    of_model: dict[str, Any] = {
+        "model_budgets": {"fake": 5.0},
+        "model_token_budgets": {"fake": 10**6},
+    }
+    config = bench.config(8, budget_usd=5.0, budget_tokens=10**6, **of_model)
     rows = [{"id": f"u{n}", "prompt": f"Try {n}.\nSCRIPT: {s}"} for n, s in enumerate(scripts)]
     kit.write(Path(config.dataset.path), rows)
     report = await arun_batch(config, progress=quiet())
@@ -191,7 +202,10 @@ async def test_the_books_say_what_the_budget_said(bench: Bench) -> None:
     pots = pots_of(config)
     before = spent_before(RunDir(bench.out), pots, Prices(config).worst)
     said = json.loads((bench.out / "manifest.json").read_bytes())["budgets"]
-    assert before["run:tokens"] == said["run:tokens"]["spent"]
+    tokens = said["run:tokens"]["spent"]
+    assert before["run:tokens"] == before["model:fake:tokens"] == tokens
+    assert said["model:fake:tokens"] == {"budget": 10**6, "spent": tokens}
+    assert f"budget of fake: {tokens:,} of 1,000,000 tokens spent" in report.lines()
     assert before["run:usd"] == before["model:fake:usd"]
     assert before["run:usd"] / NANO == pytest.approx(said["run:usd"]["spent"], abs=1e-8)
     assert said["run:usd"]["spent"] > bench.billed + 8 * 50 * PRICE["output"] / 1e6
@@ -246,6 +260,7 @@ async def test_a_fallbacks_longer_name_counts_for_its_own_budget_when_resumed(be
     refused = {"text": "", "fault": "content_filter"}
     config = bench.config(1).model_dump()
     config["run"]["model_budgets"] = {"fake": 5.0, "spare": 5.0}
+    config["run"]["model_token_budgets"] = {"spare": 100_000}
     kit.write(
         Path(config["dataset"]["path"]),
         [{"id": "u", "prompt": f"Say.\nSCRIPT: {json.dumps([[refused, 'done']])}"}],
@@ -267,6 +282,7 @@ async def test_a_fallbacks_longer_name_counts_for_its_own_budget_when_resumed(be
     assert before["model:spare:usd"] > 0
     for pot in ("model:spare:usd", "model:fake:usd"):
         assert before[pot] / NANO == pytest.approx(said[pot]["spent"], abs=1e-8)
+    assert before["model:spare:tokens"] == said["model:spare:tokens"]["spent"] > 0
 
 
 @pytest.mark.parametrize(

@@ -181,11 +181,12 @@ def test_a_budget_of_a_model_that_no_call_asks_is_refused() -> None:
         "places": {"claude": {"provider": "anthropic", "model": "claude-opus-5-5"}},
         "fallbacks": ["b"],
     }
-    for name in ("a", "b", "claude-opus-5-5"):
-        parse_config({**mix, "endpoint": where, "run": {"model_budgets": {name: 1}}})
-    for name in ("claude", "c"):
-        with pytest.raises(UserError, match="asks a, b, claude-opus-5-5"):
-            parse_config({**mix, "endpoint": where, "run": {"model_budgets": {name: 1}}})
+    for key in ("model_budgets", "model_token_budgets"):
+        for name in ("a", "b", "claude-opus-5-5"):
+            parse_config({**mix, "endpoint": where, "run": {key: {name: 1}}})
+        for name in ("claude", "c"):
+            with pytest.raises(UserError, match=f"{key}' holds {name}, but the run asks a, b, cl"):
+                parse_config({**mix, "endpoint": where, "run": {key: {name: 1}}})
 
 
 @pytest.mark.parametrize(

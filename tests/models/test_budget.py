@@ -11,7 +11,7 @@ from hermes_rl.models.limits.budget import Spend
 from hermes_rl.models.limits.governor import Governor
 from hermes_rl.models.limits.governor_wire import Charter, PotGrant, Report
 from hermes_rl.models.limits.rests import Rests
-from hermes_rl.models.limits.spending import Lease, SharedBudget, UnitBudget
+from hermes_rl.models.limits.spending import NANO, Lease, SharedBudget, UnitBudget
 
 WORKERS = ("a", "b", "c")
 
@@ -147,7 +147,7 @@ async def test_a_dead_workers_lease_counts_as_spent_until_it_reports_again():
 async def test_a_units_budget_stands_beside_the_runs():
     governor = govern(pots={"run:tokens": 1000})
     lease, exchange = pot_of(governor, "a")
-    unit = UnitBudget(1.0, SharedBudget({"run:tokens": lease}))
+    unit = UnitBudget({"unit:usd": NANO}, SharedBudget({"run:tokens": lease}))
     asking = asyncio.create_task(unit.reserve("m", Spend(tokens=100, usd=0.6)))
     await asyncio.sleep(0)
     exchange()
@@ -162,6 +162,23 @@ async def test_a_units_budget_stands_beside_the_runs():
         await unit.reserve("m", Spend(tokens=1, usd=0.2))
     exchange()
     assert governor.summary().spent == {"run:tokens": 60}
+
+
+async def test_a_unit_has_tokens_too():
+    unit = UnitBudget({"unit:tokens": 100, "unit:usd": NANO}, None)
+    held = await unit.reserve("m", Spend(tokens=60, usd=0.1))
+    waiting = asyncio.create_task(unit.reserve("m", Spend(tokens=60, usd=0.1)))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    held.settle(Spend(tokens=30, usd=None))  # the tokens are known, the dollars stay the worst
+    (await waiting).release()
+    with pytest.raises(UnitCostLimit, match="70 tokens left, a call may cost 71 tokens"):
+        await unit.reserve("m", Spend(tokens=71, usd=0.1))
+    with pytest.raises(UnitCostLimit, match=r"\$0.9000 left"):
+        await unit.reserve("m", Spend(tokens=70, usd=0.91))
+    (await unit.reserve("m", Spend(tokens=70, usd=0.9))).settle(None)
+    with pytest.raises(UnitCostLimit):
+        await unit.reserve("m", Spend(tokens=1, usd=0.0))
 
 
 async def test_a_call_that_gives_up_gives_back():

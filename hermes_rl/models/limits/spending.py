@@ -17,20 +17,21 @@ RUN_USD = "run:usd"
 NANO = 1_000_000_000
 """Pots of dollars are counted in billionths."""
 
+UNIT_TOKENS = "unit:tokens"
 UNIT_USD = "unit:usd"
 
 _ASKED_FOR = 64
 """So many of the calls that wait are counted into what is asked for."""
 
 
-def model_pot(model: str) -> str:
-    """The pot of one model's dollars."""
-    return f"model:{model}:usd"
+def model_pot(model: str, unit: str = "usd") -> str:
+    """The pot of one model's dollars (`usd`) or `tokens`."""
+    return f"model:{model}:{unit}"
 
 
 def model_of(pot: str) -> str | None:
-    """The model whose dollars a pot holds; None for other pots."""
-    return pot[len("model:") : -len(":usd")] if pot.startswith("model:") else None
+    """The model that a pot is for; None for other pots."""
+    return pot.removeprefix("model:").rpartition(":")[0] if pot.startswith("model:") else None
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,9 @@ class _Held:
         wait for ever otherwise."""
         usd = (spend.usd or 0.0) * NANO
         nano = math.ceil(usd) if up else round(usd)
-        amounts = {RUN_TOKENS: spend.tokens, RUN_USD: nano, model_pot(self._model): nano}
+        tokens = (UNIT_TOKENS, RUN_TOKENS, model_pot(self._model, "tokens"))
+        dollars = (UNIT_USD, RUN_USD, model_pot(self._model))
+        amounts = {**dict.fromkeys(tokens, spend.tokens), **dict.fromkeys(dollars, nano)}
         return {pot: amount for pot, amount in amounts.items() if pot in self._leases}
 
     def settle(self, spent: Spend | None) -> None:
@@ -179,7 +182,7 @@ class _Held:
         if spent is None:
             self._end(self.needs)
         elif spent.usd is None:
-            tokens = {RUN_TOKENS: spent.tokens} if RUN_TOKENS in self.needs else {}
+            tokens = {pot: spent.tokens for pot in self.needs if pot.endswith(":tokens")}
             self._end({**self.needs, **tokens})
         else:
             self._end(self.parts(spent))
@@ -198,52 +201,51 @@ class UnitBudget:
     """What one attempt may spend, beside the run's budgets.
 
     Args:
-        usd: dollars.
+        limits: of `UNIT_TOKENS` and `UNIT_USD`, in the pot's unit.
         shared: the run's budgets, where there are some.
     """
 
-    def __init__(self, usd: float, shared: Budget | None) -> None:
-        self._limit = round(usd * NANO)
-        self._lease = Lease(UNIT_USD)
+    def __init__(self, limits: Mapping[str, int], shared: Budget | None) -> None:
+        self._limits = dict(limits)
+        self._leases = {pot: Lease(pot) for pot in limits}
+        self._own = SharedBudget(self._leases)
         self._shared = shared
-        self._tell(self._limit)
+        for pot, limit in limits.items():
+            self._leases[pot].granted(PotGrant(pot=pot, add=limit, most=limit))
 
     async def reserve(self, model: str, worst: Spend) -> Reservation:
         """See `Budget.reserve`. Raises: UnitCostLimit too."""
-        need = math.ceil((worst.usd or 0.0) * NANO)
-        await self._lease.reserve(need)
+        own = await self._own.reserve(model, worst)
         try:
             shared = await self._shared.reserve(model, worst) if self._shared else None
         except BaseException:  # also when cancelled
-            self.end(need, 0)
+            own.release()
+            self.tell()
             raise
-        return _UnitHeld(self, shared, need)
+        return _UnitHeld(self, own, shared)
 
-    def end(self, need: int, spent: int) -> None:
-        """A call that had reserved `need` ended."""
-        self._lease.settle(need, spent)
-        self._tell(0)
-
-    def _tell(self, add: int) -> None:
-        most = self._limit - self._lease.spent
-        self._lease.granted(PotGrant(pot=UNIT_USD, add=add, most=most))
+    def tell(self) -> None:
+        """A call ended: those that wait may be refused now."""
+        for pot, lease in self._leases.items():
+            lease.granted(PotGrant(pot=pot, add=0, most=self._limits[pot] - lease.spent))
 
 
 @dataclass(frozen=True)
 class _UnitHeld:
     unit: UnitBudget
+    own: Reservation
     shared: Reservation | None
-    need: int
 
     def settle(self, spent: Spend | None) -> None:
         """See `Reservation.settle`."""
-        usd = spent.usd if spent is not None else None
-        self.unit.end(self.need, self.need if usd is None else round(usd * NANO))
+        self.own.settle(spent)
+        self.unit.tell()
         if self.shared is not None:
             self.shared.settle(spent)
 
     def release(self) -> None:
         """See `Reservation.release`."""
-        self.unit.end(self.need, 0)
+        self.own.release()
+        self.unit.tell()
         if self.shared is not None:
             self.shared.release()
