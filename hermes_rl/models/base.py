@@ -19,11 +19,16 @@ from hermes_rl.models.view import AsTheyAre, Preparation, View
 from hermes_rl.usage import Usage
 
 Adaptation = Literal[
-    "no_images", "text_only", "no_signatures", "no_encrypted_reasoning", "no_grammar"
+    "small_images",
+    "no_images",
+    "text_only",
+    "no_signatures",
+    "no_encrypted_reasoning",
+    "no_grammar",
 ]
-"""What a request is sent without, after a server refused it: image parts; content in parts (text
-instead); signed thinking blocks; encrypted reasoning items; `pattern` and `format` in tool schemas.
-"""
+"""What a request is sent without, after a server refused it: large images (they are made smaller);
+images; content in parts (text instead); signed thinking blocks; encrypted reasoning items;
+`pattern` and `format` in tool schemas."""
 
 CacheTime = Literal["5m", "1h"]
 """How long a provider keeps a prefix that a request marks for its cache."""
@@ -152,6 +157,8 @@ class TokenCapture:
     shaped_by: tuple[str, ...] = ()
     """What changed the distribution beside temperature, top_p, top_k and min_p, where the client
     added it: a grammar for tool calls, penalties."""
+    sampling: Sampling | None = None
+    """What was sent, where the client said more than the request; None is the request's own."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ without the thing gets the step's answer, so recovery is tried over a real socke
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,6 +21,10 @@ PROMPT = 6192
 """The window of the fault `over_window`, and what it takes every prompt to be."""
 MESSAGES = 3
 """As many messages does the fault `too_many` take."""
+IMAGE_CHARS = 300_000
+"""Characters of the longest image that the fault `heavy_images` takes, in base64."""
+
+_BASE64 = re.compile(rb"[A-Za-z0-9+/]+")
 
 
 class Picky(NamedTuple):
@@ -35,6 +40,10 @@ def _refuse(message: str, *, code: str | None = None, status: int = 400) -> Refu
 
 def _images(request: ServedRequest, body: bytes) -> bool:
     return any(kind in body for kind in (b'"image_url"', b'"input_image"', b'"image"'))
+
+
+def _heavy(request: ServedRequest, body: bytes) -> bool:
+    return any(len(found[0]) > IMAGE_CHARS for found in _BASE64.finditer(body))
 
 
 def _parts(request: ServedRequest, body: bytes) -> bool:
@@ -54,6 +63,9 @@ PICKY: dict[str, Picky] = {
     "images": Picky(_refuse("This model does not support image input."), _images),
     "large_images": Picky(
         _refuse("messages.0.content.1.image: image exceeds 5 MB maximum: 7340032 bytes"), _images
+    ),
+    "heavy_images": Picky(
+        _refuse("messages.0.content.1.image: image exceeds 5 MB maximum: 7340032 bytes"), _heavy
     ),
     "parts": Picky(_refuse("Invalid 'content': tool content must be a string"), _parts),
     "signatures": Picky(

@@ -1,9 +1,13 @@
 """Each step of recovery against the fake server, over a real socket."""
 
 import asyncio
+import base64
+import io
+import random
 from dataclasses import replace
 
 import pytest
+from PIL import Image
 
 from hermes_rl import errors as e
 from hermes_rl.messages import AssistantMessage, ToolCall, ToolMessage, UserMessage
@@ -82,6 +86,49 @@ async def test_what_a_server_will_not_take_is_left_out(kit, stage, fault, mode, 
         other = s.caller(s.route(server, api_mode=mode))  # another rollout learns for itself
         await other.call(kit.request(said, f"fault-{fault}", **fields), turn=1)
         assert s.outcomes[3:] == ["refused", "ok"]
+
+
+def noise(width, height):
+    """A picture that no format makes much smaller."""
+    pixels = random.Random(1).randbytes(3 * width * height)
+    out = io.BytesIO()
+    Image.frombytes("RGB", (width, height), pixels).save(out, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
+
+
+def seen_in(request):
+    """Width and height of each image of a request, as a server reads it."""
+    parts = [p for m in request.messages if isinstance(m.content, list) for p in m.content]
+    urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+    files = [base64.b64decode(url.partition(",")[2]) for url in urls]
+    return [Image.open(io.BytesIO(file)).size for file in files]
+
+
+@pytest.mark.parametrize("mode", ["chat_completions", "anthropic_messages", "codex_responses"])
+@pytest.mark.parametrize("fault", ["heavy_images", "large_images"])
+async def test_large_images_are_made_smaller_before_they_are_left_out(kit, stage, fault, mode):
+    """`heavy_images` takes them then; `large_images` takes none."""
+    seen = []
+
+    def play(request):
+        seen.append(seen_in(request))
+        return {"text": "done", "fault": fault}
+
+    async with stage() as s:
+        calling = s.caller(s.route(await s.server(plays={"eyes": play}), api_mode=mode))
+        picture = {"type": "image_url", "image_url": {"url": noise(4000, 40)}}
+        said = UserMessage(content=[{"type": "text", "text": "What is this?"}, picture])
+        asked = kit.request([said], "eyes")
+        for turn in (1, 2):
+            answer = await calling.call(asked, turn=turn)
+            asked.conversation.append(answer.message)
+            asked.conversation.append(UserMessage(content="and now?"))
+    if fault == "heavy_images":
+        assert s.outcomes == ["refused", "ok", "ok"]
+        assert seen == [[(4000, 40)], [(2000, 20)], [(2000, 20)]]
+    else:
+        assert s.outcomes == ["refused", "refused", "ok", "ok"]
+        assert seen == [[(4000, 40)], [(2000, 20)], [], []]
 
 
 async def test_nothing_is_left_out_without_the_switch(kit, stage):

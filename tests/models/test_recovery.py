@@ -95,6 +95,20 @@ def test_nothing_is_left_out_where_the_policy_forbids_it(reason):
     assert recovery().decide(error, at(images=True, exact=True)) == GiveUp(error)
 
 
+def test_large_images_are_made_smaller_first():
+    plan, error = recovery(), refused("image_too_large")
+    assert plan.decide(error, at(images=True, shrinkable=True)) == Again()
+    assert plan.fit(request()).adaptations == {"small_images"}
+    assert plan.decide(error, at(images=True)) == Again()
+    assert plan.fit(request()).adaptations == {"small_images", "no_images"}
+    assert plan.decide(error, at(images=True)) == GiveUp(error)
+    heavy, none = refused("payload_too_large"), refused("format_error", no_images=True)
+    for asked, first in ((heavy, "small_images"), (none, "no_images")):
+        plan = recovery()
+        assert plan.decide(asked, at(images=True, shrinkable=True)) == Again()
+        assert plan.fit(request()).adaptations == {first}
+
+
 def test_images_are_only_taken_out_where_there_are_some():
     for error in (refused("image_too_large"), refused("format_error", no_images=True)):
         assert recovery().decide(error, at()) == GiveUp(error)
@@ -286,6 +300,7 @@ situations = st.builds(
     lambda **fields: fields,
     rotated=st.just(False),
     images=st.booleans(),
+    shrinkable=st.booleans(),
     compressor=st.booleans(),
     max_tokens=st.none() | st.integers(1, 10**6),
 )

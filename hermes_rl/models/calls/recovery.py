@@ -4,8 +4,8 @@
 one call, is told of each of its failures and says what comes next. They neither wait nor send. The
 order of the steps is the order of the cascade:
 
-1. send it without what was refused (images, content in parts, signatures, encrypted reasoning,
-   grammar patterns), once each, and never again with it in this conversation;
+1. send it without what was refused (large images, all images, content in parts, signatures,
+   encrypted reasoning, grammar patterns), once each, and never again with it in this conversation;
 2. another account;
 3. fewer output tokens, where the error says how many there may be;
 4. a shorter history, when the window is full (a hook; at most three times a call);
@@ -80,6 +80,8 @@ class Situation:
     """The output tokens that the failed request asked for."""
     images: bool = False
     """The failed request had images."""
+    shrinkable: bool = False
+    """Some of them are large, and can be made smaller."""
     adaptations: frozenset[Adaptation] = frozenset()
     """What the failed request was sent without."""
     exact: bool = False
@@ -129,7 +131,6 @@ class GiveUp:
 Action = Again | Rotate | Compress | FallBack | Wait | GiveUp
 
 _ADAPTATIONS: dict[Reason, Adaptation] = {
-    "image_too_large": "no_images",
     "multimodal_tool_content_unsupported": "text_only",
     "thinking_signature": "no_signatures",
     "invalid_encrypted_content": "no_encrypted_reasoning",
@@ -233,13 +234,8 @@ class CallRecovery:
         """One-shot guards: what the failed request was without did not help."""
         if not self._policy.adapt or at.exact:
             return None
-        wanted = _ADAPTATIONS.get(error.reason)
-        heavy = error.reason == "payload_too_large" and not at.compressor
-        if error.facts.no_images or heavy:
-            wanted = "no_images"
-        if wanted is None or (wanted == "no_images" and not at.images):
-            return None
-        if wanted in at.adaptations:
+        wanted = _unwanted(error, at)
+        if wanted is None or wanted in at.adaptations:
             return None
         self._rollout.of_route(self.route).adaptations.add(wanted)
         return Again()
@@ -334,6 +330,16 @@ class CallRecovery:
         if at.answered_at is not None and at.answered_at > since:
             return GiveUp(error)  # the endpoint works: it is this call that fails
         return GiveUp(outage(error, spent))
+
+
+def _unwanted(error: ModelError, at: Situation) -> Adaptation | None:
+    """What the request may be refused for: large images first, then images at all."""
+    heavy = error.reason == "payload_too_large" and not at.compressor
+    if error.facts.no_images or error.reason == "image_too_large" or heavy:
+        if not at.images:
+            return None
+        return "small_images" if at.shrinkable and not error.facts.no_images else "no_images"
+    return _ADAPTATIONS.get(error.reason)
 
 
 def outage(error: ModelError, spent_s: float) -> Outage:

@@ -27,6 +27,7 @@ from hermes_rl.models.calls.recovery import (
 )
 from hermes_rl.models.calls.route import Account, Route
 from hermes_rl.models.limits.budget import Budget
+from hermes_rl.models.pipeline.images import can_shrink
 from hermes_rl.ports import Recorder
 
 __all__ = ["Clock", "ModelCaller", "OnOverflow", "Price", "RetryPolicy"]
@@ -112,9 +113,8 @@ class ModelCaller:
                 return await self._attempts.send(asked, route, account, label)
             except ModelError as error:
                 rotated = route.accounts.rest(account, error)
-                at = self._situation(account, asked, recovery, rotated=rotated)
-                action = recovery.decide(error, at)
                 failed = _Failed(error, account, asked, recovery)
+                action = recovery.decide(error, self._situation(failed, rotated=rotated))
                 request = await self._carry_out(action, failed, request)
             retries += 1
 
@@ -126,17 +126,17 @@ class ModelCaller:
             self._recovery.route += 1
         return left
 
-    def _situation(
-        self, account: Account, asked: ModelRequest, recovery: CallRecovery, *, rotated: bool
-    ) -> Situation:
+    def _situation(self, failed: _Failed, *, rotated: bool) -> Situation:
+        account, asked = failed.account, failed.asked
         return Situation(
             now=self._clock.monotonic(),
             account=account.name,
             rotated=rotated,
-            routes_left=recovery.route + 1 < len(self._routes),
+            routes_left=failed.recovery.route + 1 < len(self._routes),
             answered_at=account.answered_at,
             max_tokens=asked.sampling.max_tokens,
             images=_has_images(asked),
+            shrinkable=_shrinkable(failed),
             adaptations=asked.adaptations,
             exact=asked.exact,
             compressor=self._on_overflow is not None,
@@ -169,7 +169,7 @@ class ModelCaller:
     async def _share(self, failed: _Failed) -> None:
         """Wait until a retry that may be paid twice has its share of the traffic."""
         while not failed.account.traffic.take(self._clock.monotonic()):
-            at = self._situation(failed.account, failed.asked, failed.recovery, rotated=False)
+            at = self._situation(failed, rotated=False)
             held = failed.recovery.hold(failed.error, at)
             if isinstance(held, GiveUp):
                 raise held.error from failed.error
@@ -181,6 +181,13 @@ class ModelCaller:
             await self._clock.sleep(seconds)
         finally:
             self._attempts.waited(self._clock.monotonic() - began)
+
+
+def _shrinkable(failed: _Failed) -> bool:
+    """Whether it may have failed for images that can be made smaller. Looks at no image else."""
+    large = failed.error.reason in ("image_too_large", "payload_too_large")
+    kept = "small_images" not in failed.asked.adaptations
+    return large and kept and can_shrink(failed.asked.conversation)
 
 
 def _has_images(request: ModelRequest) -> bool:

@@ -40,6 +40,7 @@ from hermes_rl.models.pipeline.content import (
     without_images,
     without_signatures,
 )
+from hermes_rl.models.pipeline.images import small_images
 from hermes_rl.models.pipeline.structure import (
     alternate,
     cut,
@@ -72,6 +73,7 @@ REPAIRS: tuple[Step, ...] = (
 """What every history goes through unless the request is exact."""
 
 ADAPTATIONS: dict[Adaptation, Step] = {
+    "small_images": small_images,
     "no_images": without_images,
     "text_only": text_only,
     "no_signatures": without_signatures,

@@ -36,8 +36,8 @@ def clean_surrogates(messages: list[Message]) -> list[Message]:
 
 
 def without_images(messages: list[Message]) -> list[Message]:
-    """Adaptation `no_images`: a text stands for each image."""
-    return [_parts_of(m, _no_image) for m in messages]
+    """Adaptation `no_images`: a text stands for each image. (`images` makes them smaller.)"""
+    return [parts_of(m, _no_image) for m in messages]
 
 
 def text_only(messages: list[Message]) -> list[Message]:
@@ -95,7 +95,8 @@ def _without_blocks(message: Message, drop: Callable[[Any], bool]) -> Message:
     return msgspec.structs.replace(message, reasoning_details=kept or None)
 
 
-def _parts_of(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
+def parts_of(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
+    """The message, `change` applied to each part of its content; itself where nothing changes."""
     if not isinstance(message, UserMessage) or isinstance(message.content, str):
         return message
     parts = [change(part) for part in message.content]
@@ -121,14 +122,14 @@ def _without_own_keys(message: Message) -> Message:
             return part
         return {k: v for k, v in part.items() if not k.startswith("_")}
 
-    return _parts_of(message, without)
+    return parts_of(message, without)
 
 
 def _cleaned(message: Message) -> Message:
     if isinstance(message, AssistantMessage):
         return _cleaned_assistant(message)
     if isinstance(message, UserMessage) and not isinstance(message.content, str):
-        return _parts_of(message, _clean_part)
+        return parts_of(message, _clean_part)
     assert isinstance(message.content, str)
     text = _clean(message.content)
     if text is message.content:
