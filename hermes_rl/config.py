@@ -303,16 +303,21 @@ def load_config(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}{line}: not valid YAML. Mend that line") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: must hold sections such as 'dataset:' and 'model:'")
-    return data
+    for name, value in data.items():
+        if name in RunConfig.model_fields and not isinstance(value, dict | None):
+            raise UserError(f"{path}: '{name}' is no section. Put its keys below it")
+    return {name: value for name, value in data.items() if value is not None}
 
 
 def set_key(data: dict[str, Any], dotted: str, value: Any) -> None:
-    """Set `a.b.c` in nested plain data, making sections on the way."""
+    """Set `a.b.c` in nested plain data, making sections on the way. Raises: UserError."""
     *sections, last = dotted.split(".")
     for section in sections:
-        inner = data.setdefault(section, {})
+        inner = data.get(section)
+        if inner is None:
+            inner = data[section] = {}
         if not isinstance(inner, dict):
-            raise UserError(f"--set {dotted}: '{section}' is not a section")
+            raise UserError(f"'{dotted}' cannot be set: '{section}' holds no keys")
         data = inner
     data[last] = value
 

@@ -38,7 +38,7 @@ from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
 from hermes_rl.tasks import Task
 from hermes_rl.trajectory import fold
 from hermes_rl.wiring import Draw, Workshop
-from hermes_rl.workspaces import Workspaces
+from hermes_rl.workspaces import Workspaces, state_text
 
 SETUP_TIMEOUT_S = 300.0
 _ERROR_CHARS = 2_000
@@ -201,10 +201,11 @@ class _Attempt:
                 self.tape.record(await self._leased(sandbox, seconds))
             result = await self._agent(sandbox, seconds)
             graded = await self.episode.grade(sandbox, result)
-            await self._keep(sandbox)
+            await self._keep(sandbox, state)
             self.tape.record(graded)
             return result
         finally:
+            state = self._state_left()
             # A cancelled attempt must still end its sandbox: the shield lets teardown finish.
             await asyncio.shield(sandbox.aclose())
 
@@ -223,18 +224,24 @@ class _Attempt:
         await self.episode.start(None)
         result = await self._agent(None, time.monotonic() - start)
         graded = await self.episode.grade(None, result)
-        await self._keep(None)
+        await self._keep(None, state)
         self.tape.record(graded)
         return result
 
-    async def _keep(self, sandbox: Sandbox | None) -> None:
+        state = self._state_left()
+    def _state_left(self) -> str | None:
+        """What the rollout noted, before a grader may change it; None where nothing is kept, or it
+        is no plain JSON."""
+        kept = self.workshop.workspaces is not None
+        return state_text(self.episode.tool_state()) if kept else None
+
+    async def _keep(self, sandbox: Sandbox | None, state: str | None) -> None:
         """Store the workspace, where the run keeps them, before the row that says it is there."""
-        if self.workshop.workspaces is None:
+        if self.workshop.workspaces is None or state is None:
             return
         item = self.item
         own_id = trajectory_id(item.unit_id, item.epoch, item.attempt)
-        kept = Workspaces(self.workshop.workspaces)
-        await kept.keep(sandbox, own_id, self.episode.tool_state())
+        await Workspaces(self.workshop.workspaces).keep(sandbox, own_id, state)
 
     async def _leased(self, sandbox: Sandbox, seconds: float) -> ev.SandboxLeased:
         given = sandbox.info

@@ -33,18 +33,17 @@ class Workspaces:
 
     folder: Path
 
-    async def keep(
-        self, sandbox: Sandbox | None, trajectory_id: str, state: dict[str, Any]
-    ) -> None:
+    async def keep(self, sandbox: Sandbox | None, trajectory_id: str, state: str) -> None:
         """Store what a graded sandbox holds, and the state; without a sandbox the state alone.
+
+        Args:
+            state: as `state_text` wrote it before it was graded.
 
         Raises: DiskFull, SandboxDied.
         """
         with disk_errors():
             self.folder.mkdir(exist_ok=True)
-            text = _json(state)
-            if text is not None:
-                await asyncio.to_thread((self.folder / f"{trajectory_id}.json").write_text, text)
+            await asyncio.to_thread((self.folder / f"{trajectory_id}.json").write_text, state)
             if sandbox is not None:
                 await sandbox.pack_left(self.folder / f"{trajectory_id}.{FORMAT}")
 
@@ -61,8 +60,9 @@ class Workspaces:
         return Kept(archive if sandboxed else None, json.loads(state.read_text()))
 
 
-def _json(state: dict[str, Any]) -> str | None:
-    """None for a state that is no plain JSON: such a rollout cannot be graded again."""
+def state_text(state: dict[str, Any]) -> str | None:
+    """A state as it is kept; None for one that is no plain JSON: nothing is kept of such a rollout,
+    for it cannot be graded again."""
     try:
         return json.dumps(state, allow_nan=False)
     except (TypeError, ValueError, RecursionError):

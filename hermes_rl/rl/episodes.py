@@ -154,7 +154,10 @@ class EnvEpisode:
     async def start(self, sandbox: Sandbox | None) -> None:
         """See `Episode`."""
         self.ctx._sandbox = sandbox
-        await theirs(self._env, self._env.start, TaskFault, self._task, self.ctx)
+        try:
+            await theirs(self._env, self._env.start, TaskFault, self._task, self.ctx)
+        finally:
+            self.ctx._sandbox = None
 
     async def reply(self, messages: Sequence[Message]) -> Message | None:
         """See `Episode`."""
@@ -182,7 +185,6 @@ class EnvEpisode:
         """The reward of a rollout over the workspace in a sandbox. Raises: VerifierFault and other
         HermesErrors."""
         env, began = self._env, time.monotonic()
-        self.ctx._sandbox = None
         self.ctx._grading = None if sandbox is None else Grading(sandbox)
         given = await theirs(env, env.compute_reward, VerifierFault, self._task, rollout, self.ctx)
         rewards = checked(env, env.compute_reward, given, rollout.turns)

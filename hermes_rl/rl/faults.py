@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _CHARS = 300
-_OURS = str(Path(__file__).parents[1])
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def said(name: str, method: Callable[..., Any], error: BaseException) -> str:

@@ -15,7 +15,7 @@ from hermes_rl.errors import HermesError, UserError
 from hermes_rl.identity import digest
 from hermes_rl.messages import to_openai
 from hermes_rl.rl import faults
-from hermes_rl.rl.environment import EnvConfig
+from hermes_rl.rl.environment import EnvConfig, Environment
 from hermes_rl.rl.loading import AnyEnvironment, Loaded, load_environment
 from hermes_rl.rows import LazyRow
 from hermes_rl.tasks import Task, TaskRow
@@ -107,9 +107,12 @@ def settle_env(config: RunConfig) -> tuple[RunConfig, Opened | None]:
     opened = open_environment(config.env)
     data = config.model_dump(mode="json", exclude_unset=True)
     for dotted, value in _defaults(opened, config.env.mode).items():
-        section, _, key = dotted.partition(".")
         if value is not None:
-            data.setdefault(section, {}).setdefault(key, value)
+            *sections, key = dotted.split(".")
+            place = data
+            for section in sections:
+                place = place.setdefault(section, {})
+            place.setdefault(key, value)
     data["env"]["name"] = opened.loaded.name
     if opened.env.endless and data["dataset"].get("limit") is None:
         raise UserError(
@@ -121,14 +124,14 @@ def settle_env(config: RunConfig) -> tuple[RunConfig, Opened | None]:
 def _defaults(opened: Opened, mode: str) -> dict[str, Any]:
     """Key of the run's configuration -> the environment's word."""
     own = opened.env.config
-    limits = own.limits.model_dump(exclude_unset=True) if own.limits is not None else None
+    limits = own.limits.model_dump(exclude_unset=True) if own.limits is not None else {}
     toolsets = own.toolsets if own.sandboxed or own.toolsets is not None else ()
     return {
         "dataset.repeats": own.group_size if mode == "process" else 1,
         "agent.preset": "rl",
         "agent.toolsets": list(toolsets) if toolsets is not None else None,
         "agent.system_prompt": own.system_prompt,
-        "agent.limits": limits,
+        **{f"agent.limits.{name}": value for name, value in limits.items()},
         "sandbox.image": own.image,
         "sandbox.network": own.network or None,
     }
@@ -157,10 +160,12 @@ def env_rows(opened: Opened, limit: int | None = None) -> Iterator[LazyRow]:
     """The task stream of an environment as rows, lazily.
 
     Raises: UserError for what `tasks` raises or yields beside tasks, and for tools of the first
-        task that are none: environment, method, file and line.
+        task that are none (where nothing has to be set up before): environment, method, file and
+        line.
     """
+    bare = type(opened.env).setup is Environment.setup
     for index, task in enumerate(_stream(opened, limit)):
-        if index == 0:
+        if index == 0 and bare:
             tools_of(opened.env, task)
         yield _row(opened, task, index)
 
@@ -183,13 +188,24 @@ def _stream(opened: Opened, limit: int | None) -> Iterator[Task]:
             return
         except Exception as error:  # a boundary: code of the user's
             raise UserError(faults.said(env.name, env.tasks, error)) from error
-        if not isinstance(task, Task):
-            what = f"yields {type(task).__name__} instead of Task. Use make_task(...)"
+        if why := _unfit(task, {"split": section.split, "position": count}):
             frame = getattr(stream, "gi_frame", None)
             line = frame.f_lineno if frame is not None else None
-            raise UserError(faults.wrong(env.name, env.tasks, what, line))
+            raise UserError(faults.wrong(env.name, env.tasks, why, line))
         yield task
         count += 1
+
+
+def _unfit(task: object, placed: Mapping[str, Any]) -> str | None:
+    """Why something that a stream yields is no task of it; None when it is.
+
+    Args:
+        placed: columns that the run sets.
+    """
+    if not isinstance(task, Task):
+        return f"yields {type(task).__name__} instead of Task. Use make_task(...)"
+    own = [name for name, value in placed.items() if task.metadata.get(name, value) != value]
+    return f"yields a task with its own {own[0]!r}, which the run sets. Rename it" if own else None
 
 
 def _row(opened: Opened, task: Task, index: int) -> LazyRow:
