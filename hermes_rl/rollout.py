@@ -200,12 +200,12 @@ class _Attempt:
                 seconds = time.monotonic() - start
                 self.tape.record(await self._leased(sandbox, seconds))
             result = await self._agent(sandbox, seconds)
+            state = self._state_left()
             graded = await self.episode.grade(sandbox, result)
             await self._keep(sandbox, state)
             self.tape.record(graded)
             return result
         finally:
-            state = self._state_left()
             # A cancelled attempt must still end its sandbox: the shield lets teardown finish.
             await asyncio.shield(sandbox.aclose())
 
@@ -223,12 +223,12 @@ class _Attempt:
             )
         await self.episode.start(None)
         result = await self._agent(None, time.monotonic() - start)
+        state = self._state_left()
         graded = await self.episode.grade(None, result)
         await self._keep(None, state)
         self.tape.record(graded)
         return result
 
-        state = self._state_left()
     def _state_left(self) -> str | None:
         """What the rollout noted, before a grader may change it; None where nothing is kept, or it
         is no plain JSON."""
