@@ -65,7 +65,8 @@ async def find_plan(config: RunConfig, keys: Keys) -> TokenPlan | None:
     endpoint = first_endpoint(config.endpoint, target.place, key)
     renderer = await asyncio.to_thread(_renderer, config.endpoint)
     try:
-        return await Search(endpoint, target.model or model, renderer).plan(wanted)
+        tools = config.agent.toolsets != () or config.agent.distribution is not None
+        return await Search(endpoint, target.model or model, renderer, tools).plan(wanted)
     except AuthError:
         return NO_IDS
 
@@ -103,7 +104,8 @@ async def embedded_clients(
     renderer: Renderer | None = None
     if plan.way != "chat":
         renderer = await asyncio.to_thread(_own_renderer, where, weights)
-        plan = await Search(endpoint, name, renderer).plan("llamacpp")
+        # Which tools are offered is not known here: the client refuses them at the first call.
+        plan = await Search(endpoint, name, renderer, tools=False).plan("llamacpp")
     found = plan
     return lambda endpoint: client_for(found, endpoint, renderer)
 

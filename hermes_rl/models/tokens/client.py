@@ -112,9 +112,11 @@ class TokenClient:
         self._kind, self._filtered = kind, filtered
         self._control = frozenset(t.id for t in renderer.tokenizer.added if t.special)
         self._parser = parser or parser_named(renderer.parser_name)
+        self._unread = None if parser or renderer.parser_fits else renderer.unread_calls
 
     async def complete(self, request: ModelRequest) -> Completion:
-        """See `ModelClient.complete`. Raises also UserError for images."""
+        """See `ModelClient.complete`. Raises also UserError for images, and where tools are offered
+        whose calls no parser here would read."""
         asked = self._ask(request)
         answer = await self._inner.complete(
             replace(
@@ -157,6 +159,8 @@ class TokenClient:
     def _ask(self, request: ModelRequest) -> _Asked:
         """The prompt of a request: of the stored messages as they are, whatever the policy."""
         _refuse(request)
+        if request.tools and self._unread is not None:
+            raise UserError(self._unread)
         kept = request.conversation.attachments
         state = kept.get(self._key)
         if state is None:

@@ -9,10 +9,11 @@ from typing import Any
 
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models.tokens import bridge as bridges
-from hermes_rl.models.tokens import probes
+from hermes_rl.models.tokens import probes, written
 from hermes_rl.models.tokens.bridge import Bridged, History
 from hermes_rl.models.tokens.files import TokenizerFiles, folder_of, read_folder
 from hermes_rl.models.tokens.forms import PROBE_TOOL, Form, form_of
+from hermes_rl.models.tokens.parsers import PARSERS
 from hermes_rl.models.tokens.shield import Shield
 from hermes_rl.models.tokens.template import Template, TemplateRefused
 from hermes_rl.models.tokens.tokenizer import Tokenizer
@@ -75,14 +76,26 @@ class Renderer:
     @property
     def parser_name(self) -> str:
         """The tool-call parser for what the template writes; `hermes` where none fits."""
-        return "qwen3_coder" if "<function=" in self._source else "hermes"
+        return self._written.parser or "hermes"
 
     @property
     def parser_fits(self) -> bool:
         """Whether a parser here reads calls as this template writes them. True as well where it
         writes none."""
-        written = "<tool_call>" in self._source or "<function=" in self._source
-        return written or not self._setter.form.writes_calls
+        return self._written.parser is not None or not self._setter.form.writes_calls
+
+    @property
+    def unread_calls(self) -> str:
+        """For people, where no parser fits: how the template writes a call, and what to do."""
+        return (
+            f"no parser here reads tool calls as this model's template writes them: "
+            f"{self._written.text!r} (the parsers are {', '.join(PARSERS)}). Use "
+            "endpoint.tokens=chat, where the engine reads them, or a template in one of these forms"
+        )
+
+    @cached_property
+    def _written(self) -> written.Written:
+        return written.written_call(self._setter, self.tokenizer)
 
     @property
     def _source(self) -> str:
@@ -145,7 +158,7 @@ class Renderer:
     @cached_property
     def _finding(self) -> probes.Finding:
         found = probes.find(self._setter, self.tokenizer, self.end_ids)
-        return found if self.parser_fits else found.noting(_UNREAD)
+        return found if self.parser_fits else found.noting(self.unread_calls)
 
     def _end_of(self, answer: AssistantMessage, tools: Tools) -> int | None:
         """The id that the template ends such a turn with."""
@@ -166,7 +179,6 @@ class Renderer:
         return self.tokenizer.id_of(found.end)
 
 
-_UNREAD = "no parser here reads tool calls as this template writes them: they would stay text"
 _CALL = ToolCall(id="probe0001", name="look_up", arguments='{"subject": "it"}')
 _PLAIN_TURNS: tuple[tuple[AssistantMessage, Tools], ...] = (
     (AssistantMessage(content="An answer."), ()),

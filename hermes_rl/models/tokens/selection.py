@@ -91,17 +91,20 @@ class Search:
     Args:
         model: as the endpoint calls it.
         renderer: of the model's tokenizer; None where none was named.
+        tools: whether tools are offered, whose calls a parser here must then read.
     """
 
     endpoint: Endpoint
     model: str
     renderer: Renderer | None = None
+    tools: bool = True
     _calls: list[Asked] = field(default_factory=list)
 
     async def plan(self, wanted: Wanted) -> TokenPlan:
         """The way to ids.
 
-        Raises: UserError when a way that was asked for by name is not there, or needs a tokenizer.
+        Raises: UserError when a way that was asked for by name is not there, or needs a tokenizer,
+            or where tools are offered whose calls nobody would read.
         """
         if wanted == "off":
             return NO_IDS
@@ -120,6 +123,10 @@ class Search:
                 f"endpoint.tokens={wanted} needs endpoint.tokenizer: a folder with tokenizer.json, "
                 "or the model's name on the hub"
             )
+        if self._unread is not None:
+            if wanted == "auto":
+                return None
+            raise UserError(f"endpoint.tokens={wanted}: {self._unread}")
         for way in TRIED[wanted]:
             found = await self._try_wire(way, renderer)
             if found is not None:
@@ -138,6 +145,13 @@ class Search:
             f"endpoint.tokens={wanted}: {self.endpoint.host} takes no prompt of ids ({errors}). "
             "Use another one, or auto"
         )
+
+    @property
+    def _unread(self) -> str | None:
+        """Why answers to prompts of ids would lose their tool calls; None where they do not."""
+        if self.renderer is None or not self.tools or self.renderer.parser_fits:
+            return None
+        return self.renderer.unread_calls
 
     async def _try_wire(self, way: Way, renderer: Renderer) -> Meaning | None:
         """The kind of its logprobs; None where the route is not there."""
@@ -204,6 +218,8 @@ class Search:
             )
         calls = tuple(self._calls)
         if spelling is None or meaning is None:
+            if self._unread is not None:
+                why = f"{why}; as to prompts of ids, {self._unread}"
             return TokenPlan(why=why, calls=calls)
         return TokenPlan(
             way="chat",

@@ -22,6 +22,16 @@ TOOLS = [PROBE_TOOL]
 CHATML_LIKE = ("chatml", "text_arguments", "coder", "qwen3")
 FAMILIES = (*CHATML_LIKE, "llama3", "mistral")
 
+GLM_LIKE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %}\n<arg_key>{{ k }}</arg_key>"
+    "\n<arg_value>{{ v if v is string else v | tojson }}</arg_value>{% endfor %}\n</tool_call>"
+    "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% endif %}"
+)
+"""Has the tags of hermes' form, and something else between them."""
+
 _PIECES = (
     *CONTROL,
     *MARKUP,

@@ -1,6 +1,7 @@
 """What is found out about a template at the start, and how it is told."""
 
 import pytest
+from render_kit import GLM_LIKE
 
 from hermes_rl.models.tokens import Finding, Renderer
 from hermes_rl.models.tokens.forms import form_of
@@ -103,14 +104,34 @@ def test_a_template_that_writes_no_answers_forks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "fits"), [("chatml", True), ("coder", True), ("mistral", False)]
+    ("family", "parser"),
+    [
+        ("chatml", "hermes"),
+        ("text_arguments", "hermes"),
+        ("qwen3", "hermes"),
+        ("coder", "qwen3_coder"),
+        ("llama3", "llama3_json"),
+        ("mistral", "mistral"),
+    ],
 )
-def test_calls_that_no_parser_reads_are_told(family: str, fits: bool) -> None:
+def test_the_parser_is_the_one_that_reads_what_the_template_writes(
+    family: str, parser: str
+) -> None:
     renderer = tiny_renderer(family)
-    assert renderer.parser_fits == fits
-    told = any("no parser" in note for note in renderer.preserves_prefix().notes)
-    assert told != fits
-    assert renderer.parser_name == ("qwen3_coder" if family == "coder" else "hermes")
+    assert renderer.parser_name == parser
+    assert renderer.parser_fits
+    assert not any("no parser" in note for note in renderer.preserves_prefix().notes)
+
+
+def test_calls_that_no_parser_reads_are_told() -> None:
+    renderer = Renderer(tiny_renderer().tokenizer, Template(GLM_LIKE))
+    assert not renderer.parser_fits
+    (note,) = (n for n in renderer.preserves_prefix().notes if "no parser" in n)
+    assert note == renderer.unread_calls
+    assert "<tool_call>look_up<arg_key>subject" in note
+    assert "hermes, qwen3_coder, llama3_json, mistral" in note
+    silent = Renderer(tiny_renderer().tokenizer, Template("{{ messages[-1].content }}"))
+    assert silent.parser_fits
 
 
 def test_the_form_that_a_template_reads_is_found() -> None:

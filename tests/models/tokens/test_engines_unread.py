@@ -1,0 +1,98 @@
+"""A model whose tool calls no parser here reads: said at the start, not found out later."""
+
+import pytest
+from engines_kit import asked, client_of, engine_at, request_of, script
+from render_kit import GLM_LIKE
+
+from hermes_rl.config import parse_config
+from hermes_rl.errors import UserError
+from hermes_rl.messages import UserMessage
+from hermes_rl.models.base import Conversation
+from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.tokens.client import token_client
+from hermes_rl.models.tokens.parsers import parser_named
+from hermes_rl.models.tokens.renderer import Renderer, load_renderer
+from hermes_rl.models.tokens.selection import Search
+from hermes_rl.wiring import reach
+
+UNREAD = "no parser here reads tool calls as this model's template writes them: '<tool_call>look_up"
+
+
+def renderer_at(engine) -> Renderer:
+    return load_renderer(engine.config.tokenizer, template=GLM_LIKE)
+
+
+async def test_a_client_refuses_tools_whose_calls_it_cannot_read(tmp_path):
+    async with engine_at(tmp_path / "t") as engine:
+        client = token_client(Endpoint(engine.base_url), renderer_at(engine), "vllm")
+        with pytest.raises(UserError, match=UNREAD):
+            await client.complete(request_of(Conversation(asked("Say."))))
+        assert not engine.truth
+        answer = await client.complete(request_of(Conversation(asked("Say.")), tools=()))
+        assert answer.tokens.completion_ids == engine.truth[-1].sampled_ids
+        await client.aclose()
+        own = token_client(
+            Endpoint(engine.base_url), renderer_at(engine), "vllm", parser=parser_named("hermes")
+        )
+        assert await own.complete(request_of(Conversation(asked("Say."))))
+        await own.aclose()
+
+
+async def test_a_way_that_was_named_is_refused_at_the_start_where_there_are_tools(tmp_path):
+    async with engine_at(tmp_path / "t") as engine:
+        at, renderer = Endpoint(engine.base_url), renderer_at(engine)
+        with pytest.raises(UserError, match=f"endpoint.tokens=vllm: {UNREAD}") as raised:
+            await Search(at, "toy", renderer).plan("vllm")
+        assert "endpoint.tokens=chat" in str(raised.value)
+        assert not engine.truth
+        plan = await Search(at, "toy", renderer, tools=False).plan("vllm")
+        assert plan.way == "vllm"
+        assert any(UNREAD in line for line in plan.lines())
+
+
+async def test_auto_lets_the_engine_read_the_calls_or_says_why_there_are_no_ids(tmp_path):
+    async with engine_at(tmp_path / "t") as engine:
+        plan = await Search(Endpoint(engine.base_url), "toy", renderer_at(engine)).plan("auto")
+        assert plan.way == "chat"
+    async with engine_at(tmp_path / "u", chat_ids="none") as engine:
+        plan = await Search(Endpoint(engine.base_url), "toy", renderer_at(engine)).plan("auto")
+        assert not plan.exact
+        assert UNREAD in plan.why
+
+
+async def test_a_run_asks_by_its_toolsets(tmp_path):
+    async with engine_at(tmp_path / "t") as engine:
+        (tmp_path / "t" / "chat_template.jinja").write_text(GLM_LIKE, encoding="utf-8")
+        form = {
+            "dataset": {"path": "unused"},
+            "model": {"name": "toy"},
+            "agent": {"preset": "rl"},
+            "sandbox": {"backend": "none"},
+            "endpoint": {
+                "base_url": engine.base_url,
+                "tokens": "vllm",
+                "tokenizer": str(engine.config.tokenizer),
+            },
+            "run": {"allow_unsandboxed": True},
+        }
+        with pytest.raises(UserError, match=UNREAD):
+            await reach(parse_config(form))
+        form["agent"]["toolsets"] = []
+        assert (await reach(parse_config(form))).tokens.way == "vllm"
+
+
+async def test_forms_without_tags_are_read(tmp_path):
+    """What a model of the Llama 3 family says is a call, with the ids that it sampled."""
+    said = '{"name": "terminal", "parameters": {"command": "ls"}}'
+    header = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    async with engine_at(
+        tmp_path / "t", family="llama3", header=header, end="<|eot_id|>"
+    ) as engine:
+        client = client_of(engine, "vllm")
+        prompt = [UserMessage(content=script({"raw": said}) + "Now.")]
+        answer = await client.complete(request_of(Conversation(prompt)))
+        await client.aclose()
+    (call,) = answer.message.tool_calls
+    assert (call.name, call.arguments) == ("terminal", '{"command": "ls"}')
+    assert answer.finish_reason == "tool_calls"
+    assert answer.tokens.completion_ids == engine.truth[-1].sampled_ids
