@@ -16,6 +16,7 @@ import msgspec
 from hermes_rl import events as ev
 from hermes_rl.errors import CAUSES, ENDINGS, end_reason_of
 from hermes_rl.identity import trajectory_id
+from hermes_rl.images import without_images
 from hermes_rl.messages import (
     UNPARSED,
     AssistantMessage,
@@ -27,6 +28,7 @@ from hermes_rl.messages import (
 from hermes_rl.record import (
     Call,
     Context,
+    Image,
     MessageInfo,
     SandboxRecord,
     Timing,
@@ -111,7 +113,6 @@ class _Fold:
             timing=self._timing(),
             error=ended.error,
             cause=cause,
-            image_data=[],
             model=begun.model,
             api_mode=begun.api_mode,
             endpoint=begun.endpoint,
@@ -164,11 +165,17 @@ class _Fold:
             for e in self.stream
             if isinstance(e, ev.ContextStarted)
         ]
+        images: list[Image] = []
+        given = (to_openai(e.message, parsed_arguments=True) for e in self.added)
+        forms = [without_images(form, images) for form in given]
         return {
             "turns": len({e.turn for e in self.starts if e.purpose == "agent"}),
             "final_response": self._final_response(final),
-            "messages": [_json(to_openai(e.message, parsed_arguments=True)) for e in self.added],
-            "message_info": [_info(e) for e in self.added],
+            "messages": [_json(form) for form in forms],
+            "message_info": [
+                _info(e, f["content"]) for e, f in zip(self.added, forms, strict=True)
+            ],
+            "image_data": images,
             "contexts": contexts or [Context(start=0, kept=[], summary_index=None, reason="")],
         }
 
@@ -242,7 +249,7 @@ def _tool_name(message: Message) -> str | None:
     return message.name if isinstance(message, ToolMessage) else None
 
 
-def _info(e: ev.MessageAdded) -> MessageInfo:
+def _info(e: ev.MessageAdded, content: Any) -> MessageInfo:
     message = e.message
     raw_content, raw_arguments, details = None, None, None
     if isinstance(message, AssistantMessage):
@@ -251,7 +258,6 @@ def _info(e: ev.MessageAdded) -> MessageInfo:
             raw_arguments = [c.arguments for c in message.tool_calls]
         if message.reasoning_details is not None:
             details = _json(message.reasoning_details)
-    content = message.content
     return MessageInfo(
         role=message.__struct_config__.tag,  # type: ignore[arg-type]
         turn=e.turn,

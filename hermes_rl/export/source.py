@@ -19,6 +19,7 @@ from hermes_rl.export.losses import Losses
 from hermes_rl.export.samples import Sample, fingerprint, samples_of
 from hermes_rl.export.scores import Scores
 from hermes_rl.export.tokens import TokenItem, digest_of, refusal
+from hermes_rl.images import with_images
 from hermes_rl.store.reader import Run
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ COLUMNS = (
     "tools",
     "rewards",
     "contexts",
+    "image_data",
     "model",
     "env_name",
     "split",
@@ -259,7 +261,8 @@ def _stem(part: Path) -> str:
 
 
 def _decoded(row: dict[str, Any]) -> dict[str, Any]:
-    row["messages"] = [_loads(text) for text in row["messages"]]
+    decoded = [_loads(text) for text in row["messages"]]
+    row["messages"] = with_images(decoded, row.pop("image_data") or ())
     row["tools"] = _loads(row["tools"])
     row["metadata"] = None if row["metadata"] is None else _loads(row["metadata"])
     return row

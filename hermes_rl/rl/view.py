@@ -9,6 +9,7 @@ from typing import Any
 
 from hermes_rl import events as ev
 from hermes_rl.errors import ENDINGS
+from hermes_rl.images import with_images
 from hermes_rl.messages import UNPARSED, to_openai
 
 
@@ -39,7 +40,7 @@ class Rollout:
     member: int
     """0-based place within the group."""
     messages: tuple[dict[str, Any], ...]
-    """OpenAI messages as rows hold them: the system message first, arguments as objects."""
+    """OpenAI messages: the system message first, arguments as objects."""
     turn_of: tuple[int, ...]
     """The turn of each message: 0 for the prompt."""
     final_response: str | None
@@ -103,7 +104,8 @@ class Rollout:
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Rollout:
         """From a row of `trajectories`, as plain data (JSON columns as text or decoded)."""
-        messages = [json.loads(m) if isinstance(m, str | bytes) else m for m in row["messages"]]
+        decoded = [json.loads(m) if isinstance(m, str | bytes) else m for m in row["messages"]]
+        messages = with_images(decoded, row.get("image_data") or ())
         infos = row["message_info"]
         marks = [_Mark(i["turn"], i["synthetic"], i["tool_ok"]) for i in infos]
         return cls(

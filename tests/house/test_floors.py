@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "errors reasons messages usage identity config config_agent config_endpoint config_env"
-        " tasks trajectory ports events record rows sources doors",
+        " tasks trajectory ports events record images rows sources doors",
     ),
     ("sandboxes",),
     ("models", "tools", "sessions"),
