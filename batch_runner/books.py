@@ -51,4 +51,5 @@ def _receipt(outcome: Outcome, writer: str) -> Receipt:
         unpriced_calls=known.unpriced_calls if known else 0,
         seconds=known.timing.total_s if known else 0.0,
         error=known.error[:TEXT_CHARS] if known and known.error else None,
+        fatal_command=outcome.fatal_command,
     )

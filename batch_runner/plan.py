@@ -108,6 +108,7 @@ class Plan:
             enqueued_at=time.time(),
             bad_row=f"{row.place}: {row.error}" if row.task is None else None,
             alone=self._ledger.lost_workers(unit.unit_id) >= ALONE_AFTER,
+            fatal_commands=self._ledger.fatal_commands(unit.unit_id),
         )
 
 

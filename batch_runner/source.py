@@ -110,6 +110,7 @@ class RunSource:
             item,
             attempt=self._ledger.next_attempt(unit),
             alone=lost >= ALONE_AFTER,
+            fatal_commands=self._ledger.fatal_commands(unit),
             enqueued_at=time.time() + wait,
         )
         due = time.monotonic() + wait

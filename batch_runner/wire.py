@@ -7,6 +7,7 @@ import msgspec
 from hermes_rl.models.tokens.plan import TokenPlan
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Trajectory
+from hermes_rl.store.rows import Finished
 
 NAMESPACE = "hermes_rl"
 """Of our actors in a Ray cluster."""
@@ -57,11 +58,12 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """The fault's cause, a key of `errors.CAUSES`."""
 
 
-def receipt_of(row: Trajectory, epoch: int, writer: str) -> Receipt:
+def receipt_of(made: Finished, writer: str) -> Receipt:
     """The receipt of a finished attempt, under 4 KB whatever the row holds."""
+    row = made.row
     return Receipt(
         unit_id=row.unit_id,
-        epoch=epoch,
+        epoch=made.key.epoch,
         attempt=row.attempt,
         writer=writer,
         task_id=row.task_id[:TEXT_CHARS],
@@ -76,6 +78,7 @@ def receipt_of(row: Trajectory, epoch: int, writer: str) -> Receipt:
         unpriced_calls=row.unpriced_calls,
         seconds=row.timing.total_s,
         error=row.error[:TEXT_CHARS] if row.error else None,
+        fatal_command=made.fatal_command,
     )
 
 

@@ -24,7 +24,7 @@ from hermes_rl.config import parse_config
 from hermes_rl.config_env import EnvSection
 from hermes_rl.episode import MakeEpisode, task_episode
 from hermes_rl.errors import DiskFull, HermesError, StoreError, cause_of
-from hermes_rl.events import AttemptKey, TokensAdded
+from hermes_rl.events import AttemptKey, Ended, TokensAdded
 from hermes_rl.models.limits.share import Line, Share
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Trajectory
@@ -133,8 +133,10 @@ class Worker:
         row = await self._row(item, tape)
         if any(isinstance(e, TokensAdded) for e in tape.events):
             row, segments = await asyncio.to_thread(with_segments, tape.events, row)
-        await self._journal.finish(Finished(key=key, row=row, segments=segments))
-        self._outbox.append(receipt_of(row, item.epoch, self.spec.writer))
+        fatal = _fatal_command(tape)
+        made = Finished(key=key, row=row, segments=segments, fatal_command=fatal)
+        await self._journal.finish(made)
+        self._outbox.append(receipt_of(made, self.spec.writer))
         self._requests += len(row.calls)
         self._throttled += sum(_was_throttled(call.error) for call in row.calls)
         self._news.set()
@@ -174,6 +176,12 @@ class Worker:
         for task in self._running:
             task.cancel()
         self._news.set()
+
+
+def _fatal_command(tape: Tape) -> str | None:
+    """The tool call under which an attempt's sandbox died: its last event is its end."""
+    end = tape.events[-1]
+    return end.fatal_command if isinstance(end, Ended) else None
 
 
 def _was_throttled(error: str | None) -> bool:

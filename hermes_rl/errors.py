@@ -310,6 +310,8 @@ class SandboxError(HermesError):
     """Something about a sandbox failed."""
 
     cause = "sandbox_died"
+    in_command = False
+    """A command was running in it at that moment."""
 
 
 class SandboxStartError(SandboxError):
@@ -319,15 +321,15 @@ class SandboxStartError(SandboxError):
 
 
 class SandboxDied(SandboxError):
-    """The sandbox was lost by a fault of its backend or host."""
+    """The sandbox was lost by a fault of its backend or host; when that happens to a unit under one
+    command twice, the second time ends as `sandbox_killed`, graded."""
 
-    cause = "sandbox_died"
+    command: str | None = None
+    """Names the tool call that was running (`agent.tool_calls`)."""
 
 
 class SandboxKilled(SandboxError):
     """The agent's own deed ended it on a healthy host: ends as `sandbox_killed`, graded."""
-
-    cause = "sandbox_died"
 
 
 class ToolError(HermesError):

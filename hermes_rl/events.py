@@ -274,6 +274,8 @@ class Ended(_Event, frozen=True, kw_only=True, tag="ended"):
     metrics: dict[str, float] = {}
     final_response: str | None = None
     """The answer, where it is more than the last assistant text: parts of a cut one, joined."""
+    fatal_command: str | None = None
+    """Names the tool call under which the sandbox died (`SandboxDied.command`)."""
 
 
 Event = (

@@ -39,6 +39,8 @@ class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
     """Place and fault: `my.jsonl:17: 'prompt' is empty`."""
     alone: bool = False
     """Runs in a worker of its own: earlier workers died under this unit."""
+    fatal_commands: tuple[str, ...] = ()
+    """Names of the tool calls under which sandboxes of earlier attempts died."""
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +64,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     error: str | None = None
     """At most 500 characters."""
+    fatal_command: str | None = None
+    """Names the tool call under which its sandbox died."""
 
 
 class WorkSource(Protocol):

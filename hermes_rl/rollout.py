@@ -21,6 +21,7 @@ from hermes_rl.episode import Tape as Tape
 from hermes_rl.errors import (
     DiskFull,
     HermesError,
+    SandboxDied,
     SandboxKilled,
     Stalled,
     TaskFault,
@@ -159,7 +160,11 @@ def _failed(workshop: Workshop, error: HermesError) -> ev.Ended:
     cause = "task" if isinstance(error, UserError) else cause_of(error)
     text = workshop.scrub(clean(f"{type(error).__name__}: {error}"))[:_ERROR_CHARS]
     return ev.Ended(
-        finished_at=time.time(), end_reason=end_reason_of(cause), cause=cause, error=text
+        finished_at=time.time(),
+        end_reason=end_reason_of(cause),
+        cause=cause,
+        error=text,
+        fatal_command=error.command if isinstance(error, SandboxDied) else None,
     )
 
 
@@ -286,6 +291,7 @@ class _Attempt:
             active_s=active_s,
             reply=self.episode.reply if self.episode.replies else None,
             env=self.episode.tool_state(),
+            fatal_commands=self.item.fatal_commands,
         )
         return await run_agent(parts, given, self.control)
 

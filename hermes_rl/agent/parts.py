@@ -78,6 +78,8 @@ class AgentParts:
     """What tools find as `ToolContext.env`."""
     active_s: float = 0.0
     """Active seconds that are spent already, by the sandbox's start and the task's setup."""
+    fatal_commands: tuple[str, ...] = ()
+    """Names of the calls under which sandboxes of the unit's earlier attempts died."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +137,10 @@ class RunState:
     """The model's last text."""
     final_response: str | None = None
     """The run's answer, where it is neither that nor the joined parts of a cut one."""
-    counts: Counter[str] = field(default_factory=Counter)
-    tool_state: dict[str, Any] = field(default_factory=dict)
     known_ids: set[str] = field(default_factory=set)
     """Of all calls so far; see `own_ids`."""
+    counts: Counter[str] = field(default_factory=Counter)
+    tool_state: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -175,9 +177,9 @@ class RunState:
     ) -> None:
         """Append a message and record it."""
         self.conversation.append(message)
+        self.known_ids |= call_ids((message,))
         if self.turn and not synthetic and isinstance(message, AssistantMessage):
             self.said = message.content
-        self.known_ids |= call_ids((message,))
         self.parts.recorder.record(
             MessageAdded(
                 message=message,
@@ -188,8 +190,6 @@ class RunState:
             )
         )
 
-    def discard(self, why: str) -> None:
-        """Record that the answer of this turn's last call is thrown away."""
     def own_ids(self, message: AssistantMessage) -> AssistantMessage:
         """An answer that is to join the conversation, its calls with ids that no earlier one has.
 
@@ -198,6 +198,8 @@ class RunState:
         """
         return message if self.request.exact else with_new_ids(message, self.known_ids)
 
+    def discard(self, why: str) -> None:
+        """Record that the answer of this turn's last call is thrown away."""
         self.parts.recorder.record(AnswerDiscarded(turn=self.turn, why=why))
         self.note("discarded_answers")
 

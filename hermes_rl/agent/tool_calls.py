@@ -11,7 +11,8 @@ from hermes_rl.agent.control import Control
 from hermes_rl.agent.parts import Finish, RunState
 from hermes_rl.agent.prompt import steer_note
 from hermes_rl.agent.repair import tool_meant
-from hermes_rl.errors import SandboxKilled, ToolError
+from hermes_rl.errors import SandboxDied, SandboxKilled, ToolError
+from hermes_rl.identity import ID_LENGTH, digest
 from hermes_rl.messages import ToolCall, ToolMessage
 from hermes_rl.tools.arguments import read_arguments
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
@@ -50,7 +51,9 @@ async def run_calls(run: RunState, calls: Sequence[ToolCall], control: Control) 
         if control.interrupted:
             turn.fill("interrupted by the user")
         raise
-    except SandboxKilled as error:
+    except (SandboxDied, SandboxKilled) as error:
+        if isinstance(error, SandboxDied) and not turn.died_again(error):
+            raise
         turn.fill(f"the sandbox is gone: {error}")
         raise Finish("sandbox_killed") from error
     except Finish:
@@ -154,6 +157,14 @@ class _Turn:
             self.run.add(message, synthetic=True, tool_ok=False, seconds=0.0)
         self.done = len(self.calls)
 
+    def died_again(self, error: SandboxDied) -> bool:
+        """Note which call was running when the sandbox died, if any was. True when it was running
+        already when an earlier attempt's sandbox died: then that is its deed, not the host's."""
+        tool = self.tools[self.done]
+        if error.in_command and tool is not None:
+            error.command = _name_of(tool, self.calls[self.done])
+        return error.command in self.run.parts.fatal_commands
+
     def judge(self) -> None:
         """Raises: Finish when the model is stuck."""
         run, policy = self.run, self.run.parts.policy
@@ -170,6 +181,11 @@ def _tool(run: RunState, call: ToolCall) -> Tool | None:
     if tool is None and run.parts.policy.repair_tool_names:
         return tool_meant(call.name, tools)
     return tool
+
+
+def _name_of(tool: Tool, call: ToolCall) -> str:
+    """Names a call that ran by what it does: the tool and its arguments, however written."""
+    return digest([tool.name, read_arguments(call.arguments, tool.parameters)])[:ID_LENGTH]
 
 
 async def _run_one(

@@ -265,12 +265,15 @@ class ShellSandbox(ABC):
         stdin: bytes | Path | None = None,
     ) -> Ended:
         self._raise_if_dead()
+        stood = not self._shell.lost.is_set()
         try:
             return await self._shell.execute(
                 "r" if kind == "r" else "i", text, sink, timeout_s=timeout_s, stdin=stdin
             )
         except ShellLost as lost:
-            raise await self._dead(lost) from None
+            error = await self._dead(lost)
+            error.in_command |= stood
+            raise error from None
 
     def _raise_if_dead(self) -> None:
         if self._error is not None:

@@ -36,6 +36,8 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
     cause: list[int]
     """-1 for none."""
     names: list[str]
+    fatal_commands: dict[int, str] = {}
+    """Place of an attempt in these columns -> the tool call under which its sandbox died."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +189,7 @@ class Tally:
         }
         self._table = ""
         self._names: dict[str, int] = {}
+        self._fatal_commands: dict[int, str] = {}
 
     def add(self, line: dict[str, Any]) -> None:
         """Count one finished attempt."""
@@ -195,6 +198,8 @@ class Tally:
         self.summary.add(row, table)
         for segment in line.get("segments", ()):
             self.summary.add_segment(segment)
+        if line.get("fatal_command"):
+            self._fatal_commands[len(self._table)] = line["fatal_command"]
         self._table += table[0]
         for name in ("unit_id", "epoch", "attempt"):
             self._columns[name].append(key[name])
@@ -207,4 +212,9 @@ class Tally:
 
     def keys(self) -> Keys:
         """The keys of all attempts, in order."""
-        return Keys(**self._columns, table=self._table, names=list(self._names))
+        return Keys(
+            **self._columns,
+            table=self._table,
+            names=list(self._names),
+            fatal_commands=self._fatal_commands,
+        )

@@ -98,7 +98,7 @@ class Driver:
         key = AttemptKey(unit_id=receipt.unit_id, epoch=receipt.epoch, attempt=receipt.attempt)
         if self._in_flight.pop(key, None) is not None:
             done = receipt.status == "ok"
-            self.ledger.apply(key.unit_id, key.attempt, done=done, cause=receipt.cause)
+            self._apply(key, done, receipt.cause, receipt.fatal_command)
             self.run_dir.crash("attempt-5-receipt")
         return self.ledger.disposition(receipt.unit_id)
 
@@ -128,9 +128,11 @@ class Driver:
             ended = await in_thread(self._recover_worker, writer, cause, sent)
         news = [o for o in ended if self._in_flight.pop(o.key, None) is not None]
         for outcome in news:
-            key = outcome.key
-            self.ledger.apply(key.unit_id, key.attempt, done=outcome.done, cause=outcome.cause)
+            self._apply(outcome.key, outcome.done, outcome.cause, outcome.fatal_command)
         return news
+
+    def _apply(self, key: AttemptKey, done: bool, cause: str | None, fatal: str | None) -> None:
+        self.ledger.apply(key.unit_id, key.attempt, done=done, cause=cause, fatal_command=fatal)
 
     def _recover_worker(
         self, writer: str, cause: str, sent: dict[AttemptKey, Dispatched]

@@ -61,6 +61,8 @@ class Ledger:
         self.done = 0
         self.given_up = 0
         self._units: dict[bytes, Unit] = {}
+        self._fatal_commands: dict[bytes, tuple[str, ...]] = {}
+        """Of the few units of which a sandbox died under a tool call."""
 
     def disposition(self, unit_id: str) -> Disposition:
         """done, given_up or open; a unit never heard of is open."""
@@ -83,11 +85,26 @@ class Ledger:
         """How many workers died under the unit; from 2 on it runs alone."""
         return self._get(unit_id).lost
 
-    def apply(self, unit_id: str, attempt: int, *, done: bool, cause: str | None) -> Disposition:
+    def fatal_commands(self, unit_id: str) -> tuple[str, ...]:
+        """Names of the tool calls under which the unit's sandboxes died."""
+        return self._fatal_commands.get(bytes.fromhex(unit_id), ())
+
+    def apply(
+        self,
+        unit_id: str,
+        attempt: int,
+        *,
+        done: bool,
+        cause: str | None,
+        fatal_command: str | None = None,
+    ) -> Disposition:
         """Record one attempt's end, from a receipt or from recovery."""
         before = self._get(unit_id)
         after = _step(before, attempt, _DONE if done else _CODES[cause or "harness"])
-        self._units[bytes.fromhex(unit_id)] = after
+        key = bytes.fromhex(unit_id)
+        self._units[key] = after
+        if fatal_command is not None:
+            self._add_fatal(key, fatal_command)
         judged = self._judge(after)
         self._recount(self._judge(before), -1)
         self._recount(judged, 1)
@@ -109,6 +126,7 @@ class Ledger:
         for key, unit in self._units.items():
             if self._judge(unit) == "given_up":
                 self._units[key] = _NEW._replace(attempts=unit.attempts)
+                self._fatal_commands.pop(key, None)
                 reopened += 1
         self.given_up -= reopened
         return reopened
@@ -133,6 +151,13 @@ class Ledger:
             units[key] = unit
             if unit.done > 1:
                 twice.add(key)
+        for place, command in keys.fatal_commands.items():
+            self._add_fatal(ids[16 * place : 16 * (place + 1)], command)
+
+    def _add_fatal(self, key: bytes, command: str) -> None:
+        known = self._fatal_commands.get(key, ())
+        if command not in known:
+            self._fatal_commands[key] = (*known, command)
 
     def _judge(self, unit: Unit) -> Disposition:
         if unit.done:

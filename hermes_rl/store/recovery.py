@@ -275,6 +275,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     done: bool
     end_reason: str
     cause: str | None
+    fatal_command: str | None = None
     figures: Figures | None = None
     """None where only the commit was at hand."""
 
@@ -285,12 +286,13 @@ def outcomes(commit: Commit) -> Iterator[Outcome]:
     columns = zip(
         keys.unit_id, keys.epoch, keys.attempt, keys.table, keys.end, keys.cause, strict=True
     )
-    for unit_id, epoch, attempt, table, end, cause in columns:
+    for place, (unit_id, epoch, attempt, table, end, cause) in enumerate(columns):
         yield Outcome(
             key=AttemptKey(unit_id=unit_id, epoch=epoch, attempt=attempt),
             done=table == "t",
             end_reason=keys.names[end],
             cause=None if cause < 0 else keys.names[cause],
+            fatal_command=keys.fatal_commands.get(place),
         )
 
 

@@ -18,6 +18,9 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     row: Trajectory
     subagents: tuple[Trajectory, ...] = ()
     segments: tuple[Segment, ...] = ()
+    fatal_command: str | None = None
+    """Names the tool call under which the attempt's sandbox died. No column of the row: the commit
+    keeps it, so that the next attempt is told, also after a restart."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):

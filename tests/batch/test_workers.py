@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import hosts
 import kit
 import pytest
 
@@ -57,6 +58,24 @@ async def test_a_unit_that_kills_its_worker_is_given_up_alone(
     others = [r for r in lost if r["task_id"] != "deadly"]
     assert all(r["finished_at"] <= third["started_at"] for r in others), "it did not run alone"
     kit.check_books(out, server.entries)
+
+
+async def test_the_same_command_twice_is_the_policys(
+    tmp_path: Path, server: FakeServer, cluster: dict[str, str]
+) -> None:
+    """Two workers, of which each may have either attempt."""
+    command = hosts.sleeper(3)
+    dataset = kit.write(tmp_path / "tasks.jsonl", [hosts.task({"run": command})])
+    out = tmp_path / "run"
+    more = ("--workers", "2", "--sandbox", "bubblewrap")
+    run = await kit.launch(*kit.played(dataset, out, server.base_url, *more), env=cluster)
+    for _ in range(2):
+        await hosts.dies_under(command, run, out)
+    assert await run.wait() == 0, run.errors
+    assert [row["cause"] for row in kit.table(out, "failures")] == ["sandbox_died"]
+    (final,) = kit.final_rows(out).values()
+    assert (final["end_reason"], final["owner"]) == ("sandbox_killed", "policy")
+    assert (final["attempt"], final["reward"]) == (1, 1.0)
 
 
 _NOTEBOOK = """

@@ -28,6 +28,11 @@ def expected(history: list[str | None], max_attempts: int) -> str:
     return "given_up" if refused or counted >= max_attempts or lost >= 3 else "open"
 
 
+def fatal(attempt: int, cause: str | None) -> str | None:
+    """The tool call under which a sandbox died."""
+    return f"call-{attempt % 2}" if cause == "sandbox_died" else None
+
+
 def commit_of(attempts: list[tuple[int, int, str | None]]) -> Commit:
     tally = Tally()
     rows: dict[str | None, Any] = {}
@@ -35,7 +40,8 @@ def commit_of(attempts: list[tuple[int, int, str | None]]) -> Commit:
         if cause not in rows:
             rows[cause] = msgspec.to_builtins(made_up.row(number, cause=cause))
         key = {"unit_id": made_up.unit(number), "epoch": 1, "attempt": attempt}
-        tally.add({"key": key, "row": rows[cause]})
+        fatal_command = fatal(attempt, cause)
+        tally.add({"key": key, "row": rows[cause], "fatal_command": fatal_command})
     return Commit(
         stem="1-0-0",
         schema_version=1,
@@ -55,7 +61,13 @@ def test_dispositions(history: dict[int, list[str | None]], max_attempts: int, o
     loaded = Ledger(max_attempts)
     twice = loaded.load([commit_of(attempts[:half])])
     for number, attempt, cause in attempts[half:]:
-        loaded.apply(made_up.unit(number), attempt, done=cause is None, cause=cause)
+        loaded.apply(
+            made_up.unit(number),
+            attempt,
+            done=cause is None,
+            cause=cause,
+            fatal_command=fatal(attempt, cause),
+        )
     whole = Ledger(max_attempts)
     more = whole.load([commit_of(attempts[:half]), commit_of(attempts[half:])])
 
@@ -67,6 +79,9 @@ def test_dispositions(history: dict[int, list[str | None]], max_attempts: int, o
             assert ledger.disposition(unit) == judged
             assert ledger.next_attempt(unit) == len(tries)
             assert ledger.lost_workers(unit) == tries.count("worker_lost")
+            known = ledger.fatal_commands(unit)
+            assert set(known) == {f for i, cause in enumerate(tries) if (f := fatal(i, cause))}
+            assert len(known) == len(set(known))
     for ledger in (loaded, whole):
         assert (ledger.done, ledger.given_up) == (counts["done"], counts["given_up"])
         assert len(ledger) == len(history)
@@ -80,9 +95,12 @@ def test_dispositions(history: dict[int, list[str | None]], max_attempts: int, o
     )
     assert whole.reopen_given_up() == counts["given_up"]
     assert whole.given_up == 0
+    opened = [n for n, tries in history.items() if expected(tries, max_attempts) == "given_up"]
+    assert all(whole.fatal_commands(made_up.unit(n)) == () for n in opened)
 
 
 def test_what_was_never_heard_of_is_open() -> None:
     ledger = Ledger()
     assert ledger.disposition(made_up.unit(1)) == "open"
     assert ledger.next_attempt(made_up.unit(1)) == 0
+    assert ledger.fatal_commands(made_up.unit(1)) == ()

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import made_up
+import msgspec
 import pytest
 import run_checks as checks
 
@@ -158,3 +159,18 @@ async def test_several_hanging_workers_share_one_grace(run_path: Path) -> None:
         took = time.monotonic() - began
     assert [worker.wait(10) for worker in workers] == [-signal.SIGKILL] * 3
     assert 1.0 <= took < 3.0
+
+
+async def test_a_lost_receipt_loses_no_fatal_command(run_path: Path) -> None:
+    """What was running when a sandbox died is told to the next attempt, of any start."""
+    unit = made_up.unit(0)
+    died = made_up.finished(0, cause="sandbox_died")
+    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+        driver.dispatch(made_up.item(0), "1-1")
+        async with JournalWriter(driver.run_dir, driver.epoch, 1) as journal:
+            await journal.finish(msgspec.structs.replace(died, fatal_command="call"))
+        (news,) = await driver.recover_worker("1-1")
+        assert (news.cause, news.fatal_command) == ("sandbox_died", "call")
+        assert driver.ledger.fatal_commands(unit) == ("call",)
+    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+        assert driver.ledger.fatal_commands(unit) == ("call",)
