@@ -124,8 +124,8 @@ def _add_unknown(
         found[RUN_USD] += max(costs.values())
         for asked, nano in costs.items():
             found[model_pot(asked)] += nano
+            found[model_pot(asked, "tokens")] += (given or 0) + made
 
 
 def _unknown_models(calls: list[dict[str, Any]]) -> list[str]:
     return [c["model"] for c in calls if c["outcome"] != "refused" and c["input_tokens"] is None]
-            found[model_pot(asked, "tokens")] += (given or 0) + made
