@@ -54,6 +54,7 @@ async def test_two_different_commands_are_the_machines(tmp_path: Path, server: F
     assert (row["end_reason"], row["attempt"], row["reward"]) == ("answered", 2, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("published", [False, True])
 async def test_a_killed_driver_forgets_no_command(
     published: bool, tmp_path: Path, server: FakeServer
