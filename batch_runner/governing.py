@@ -174,6 +174,18 @@ def as_plain(summary: Summary, pots: Mapping[str, int]) -> dict[str, Any]:
     return {"rate_limits": lanes, "budgets": budgets}
 
 
+def joined(first: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """What two governors of one start said, of which the later began with what the first had spent.
+
+    Args:
+        later: empty when there was none.
+    """
+    if not later:
+        return first
+    lanes = [*first.get("rate_limits", ()), *later["rate_limits"]]
+    return {"rate_limits": lanes, "budgets": later["budgets"]}
+
+
 def _per_minute(per_s: float | None) -> float | None:
     return None if per_s is None else round(60 * per_s, 1)
 

@@ -1,63 +1,50 @@
-"""Writes the groups of a run whose members are all final: the driver's last work of a start."""
+"""Writes the groups of a run whose members are all final: the driver's last work of a start.
+
+What costs nothing is made again after a kill. What `score_group` is paid for is not: each group
+that it scored is durable before the next one is begun.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from batch_runner.governing import LocalGovernor, Prices, charter_of, pots_of
+from batch_runner.at_once import at_once
 from batch_runner.settings import Settings
-from batch_runner.spent import spent_before
-from hermes_rl.config import RunConfig
+from batch_runner.within import within_budgets
 from hermes_rl.errors import HermesError
-from hermes_rl.models.limits.share import Share
-from hermes_rl.rl.groups import Gathered, Scoring, due_groups, make_group
+from hermes_rl.rl.groups import SCORED_AT_ONCE, Gathered, due_groups, make_group
+from hermes_rl.store.derived import Add, derived_book
 from hermes_rl.store.driver import Driver
 from hermes_rl.store.reader import Run
 from hermes_rl.store.rows import Derived
+from hermes_rl.store.threads import in_thread
+
+if TYPE_CHECKING:
+    from hermes_rl.rl.scoring import EnvScorer, Ready
 
 PER_BATCH = 1_000
 """Groups that are published together, where making them costs nothing."""
-SCORED_PER_BATCH = 16
-"""Where they are scored by calls that are paid: a kill loses no more than these."""
-
-
-class GroupScorer(Protocol):
-    """Scores whole groups, where an environment does so (`Environment.score_group`)."""
-
-    async def score(self, batch: Sequence[Gathered]) -> list[Scoring | HermesError | None]:
-        """The rewards of each group's members; None keeps their own, an error says why there are
-        none now."""
-        ...
-
-
-def scorer_of(
-    settings: Settings, driver: Driver
-) -> AbstractAsyncContextManager[GroupScorer] | None:
-    """What scores whole groups, where the run's environment does."""
-    if settings.opened is None:
-        return None
-    from hermes_rl.rl.scoring import scores_groups
-
-    return _scoring(settings.config, driver) if scores_groups(settings.opened) else None
 
 
 @asynccontextmanager
-async def _scoring(config: RunConfig, driver: Driver) -> AsyncIterator[GroupScorer]:
-    """The scorer within what is left of the run's budgets: its workers have ended."""
-    from hermes_rl.rl.scoring import CONCURRENCY, open_scorer
+async def _scoring(
+    settings: Settings, driver: Driver, governed: dict[str, Any]
+) -> AsyncIterator[EnvScorer]:
+    """The scorer within what is left of the run's budgets: its workers have ended.
 
-    pots, prices = pots_of(config), Prices(config)
-    known = (pots, prices.worst, prices.models, prices.output_max)
-    spent = await asyncio.to_thread(spent_before, driver.run_dir, *known)
-    governor = LocalGovernor(charter_of(config, CONCURRENCY, spent))
+    Args:
+        governed: see `within_budgets`.
+    """
+    from hermes_rl.rl.scoring import open_scorer
+
+    config, run_dir = settings.config, driver.run_dir
     async with (
-        Share("groups", governor.line(), tuple(pots)) as share,
-        open_scorer(config, driver.run_dir, driver.run_id, share) as scorer,
+        within_budgets(config, run_dir, SCORED_AT_ONCE, governed) as share,
+        open_scorer(config, run_dir, driver.run_id, share) as scorer,
     ):
         yield scorer
 
@@ -66,56 +53,78 @@ async def _scoring(config: RunConfig, driver: Driver) -> AsyncIterator[GroupScor
 class Closed:
     """What became of the groups that were due."""
 
+    due: int = 0
     written: int = 0
-    unscored: int = 0
-    """Left for the next start."""
     why: str = ""
-    """Of the first that could not be scored."""
+    """Of the first that could not be scored; or of `stop`."""
+    stop: HermesError | None = None
+    """What kept the others from being scored too."""
+    governed: dict[str, Any] = field(default_factory=dict)
+    """See `within_budgets`; empty when nothing was scored."""
+
+    @property
+    def unscored(self) -> int:
+        """Left for the next start."""
+        return self.due - self.written
 
 
-async def close_groups(
-    driver: Driver,
-    *,
-    size: int | None,
-    scorer: AbstractAsyncContextManager[GroupScorer] | None = None,
-) -> Closed:
-    """Publish a row for every group that is final and has none of its present state.
+async def close_groups(settings: Settings, driver: Driver, *, ended: bool, paid: bool) -> Closed:
+    """Write a row for every group that is final and has none of its present state.
 
     Args:
-        size: members of every group, where units of the dataset are still open; None when none is.
-        scorer: opened only when there is a group to score.
+        ended: no unit of the dataset is open; else groups with fewer members than all are not due.
+        paid: calls may be made; else groups that its environment scores wait for the next start.
 
-    Raises: DiskFull; UserError of a scorer that cannot be opened.
+    Raises: DiskFull; UserError of an environment that cannot be opened.
     """
-    due = await asyncio.to_thread(_due, driver, size)
-    closed = Closed()
-    if scorer is None or not due:
+    scored = scored_by_env(settings)
+    if scored and not paid:
+        return Closed()
+    size = None if ended else settings.config.dataset.repeats
+    due = await in_thread(_due, driver, size)
+    closed = Closed(due=len(due))
+    if not scored or not due:
         for batch in _batches(due, PER_BATCH):
             await driver.publish(Derived(groups=tuple(make_group(g) for g in batch)))
             closed.written += len(batch)
         return closed
-    async with scorer as scores:
-        for batch in _batches(due, SCORED_PER_BATCH):
-            await _publish_scored(driver, closed, batch, await scores.score(batch))
+    async with (
+        _scoring(settings, driver, closed.governed) as scores,
+        derived_book(driver, every_s=settings.config.run.publish_every_s) as add,
+    ):
+        work = _Scored(scores, add, closed)
+        await at_once(scores.stream(due), work.score, SCORED_AT_ONCE)
     return closed
 
 
-async def _publish_scored(
-    driver: Driver,
-    closed: Closed,
-    batch: Sequence[Gathered],
-    scorings: Sequence[Scoring | HermesError | None],
-) -> None:
-    groups = []
-    for gathered, scoring in zip(batch, scorings, strict=True):
-        if isinstance(scoring, HermesError):
-            closed.unscored += 1
-            closed.why = closed.why or f"{type(scoring).__name__}: {scoring}"
-        else:
-            groups.append(make_group(gathered, scoring))
-    if groups:
-        await driver.publish(Derived(groups=tuple(groups)))
-        closed.written += len(groups)
+def scored_by_env(settings: Settings) -> bool:
+    """Whether the run's environment scores whole groups."""
+    if settings.opened is None:
+        return False
+    from hermes_rl.rl.scoring import scores_groups
+
+    return scores_groups(settings.opened)
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """Groups on their way to their rows."""
+
+    scores: EnvScorer
+    add: Add
+    closed: Closed
+
+    async def score(self, ready: Ready) -> bool:
+        """Score one and write its row. One that could not be scored has a row for what was paid:
+        it stays due. False when no other could be scored either."""
+        scoring = await self.scores.score(ready)
+        if scoring.error is None or scoring.calls:
+            await self.add(Derived(groups=(make_group(ready.gathered, scoring),)))
+        if scoring.error is None:
+            self.closed.written += 1
+        elif self.closed.stop is None and (scoring.stop is not None or not self.closed.why):
+            self.closed.why, self.closed.stop = scoring.error, scoring.stop
+        return scoring.stop is None
 
 
 def _due(driver: Driver, size: int | None) -> list[Gathered]:

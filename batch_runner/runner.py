@@ -17,10 +17,11 @@ from batch_runner.governing import (
     Prices,
     as_plain,
     charter_of,
+    joined,
     pots_of,
     refuse_unpriced,
 )
-from batch_runner.group_book import close_groups, scorer_of
+from batch_runner.group_book import close_groups
 from batch_runner.interrupts import Interrupts
 from batch_runner.local import LocalFactory
 from batch_runner.manifest import capabilities, start_meta, write_manifest
@@ -36,8 +37,9 @@ from batch_runner.stops import Stop
 from batch_runner.units import UnitReader
 from batch_runner.wire import WorkerSpec
 from hermes_rl.config import RunConfig, to_yaml
+from hermes_rl.definitions import policy_of, sampling_of
 from hermes_rl.doors import run_sync
-from hermes_rl.errors import DiskFull
+from hermes_rl.errors import DiskFull, cause_of
 from hermes_rl.models.limits.governor_wire import Charter
 from hermes_rl.models.tokens.plan import TokenPlan
 from hermes_rl.sources import read_rows
@@ -187,16 +189,19 @@ class _Run:
         counts, repeats = self.plan.counts, self.settings.config.dataset.repeats
         if repeats == 1 and counts.units <= counts.rows:
             return
-        ended = counts.complete and self.source.stop is None
+        # A pilot leaves units open that it never names.
+        ended = counts.complete and self.source.stop is None and type(self.plan) is Plan
         try:
-            scorer = scorer_of(self.settings, self.driver)
-            if scorer is not None and self.source.stop is not None:
-                return  # calls that are paid, in a run that was told to stop: the next start's
-            closed = await close_groups(self.driver, size=None if ended else repeats, scorer=scorer)
+            closed = await close_groups(
+                self.settings, self.driver, ended=ended, paid=self.source.stop is None
+            )
         except DiskFull as error:
             self.fault("disk", str(error))
             return
-        if closed.unscored:
+        self.governed = joined(self.governed, closed.governed)
+        if closed.stop is not None:
+            self.source.halt(Stop(cause_of(closed.stop), closed.why))
+        elif closed.unscored:
             self.progress.note(
                 f"{closed.unscored} groups could not be scored ({closed.why}); "
                 "the next start tries them again"
@@ -220,7 +225,9 @@ class _Run:
     def knows_tokens(self, plan: TokenPlan | None) -> None:
         """How token ids are had, where they are wanted; it is said."""
         self.tokens = plan
-        for line in plan.lines() if plan is not None else ():
+        config = self.settings.config
+        sampling = policy_of(config).complete(sampling_of(config, 0))
+        for line in plan.lines(sampling) if plan is not None else ():
             self.progress.note(line)
 
     def spec(self) -> WorkerSpec:

@@ -19,6 +19,9 @@ None where there is no price."""
 _TABLES = ("trajectories", "failures")
 """Calls of sub-agents stand in their root's row too."""
 
+_DERIVED = ("groups", "grades")
+"""Calls of `score_group` and of regrades: no row of a unit has them."""
+
 _UNKNOWN = ("unknown_input_tokens_max", "unknown_output_tokens_max")
 """Metrics of rows with calls whose usage nobody knows: upper bounds."""
 
@@ -45,15 +48,20 @@ def spent_before(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from hermes_rl.store.schema import schema_of
+
     for table in _TABLES:
         for part in run_dir.parts(table):
             rows = pq.read_table(part, columns=["model", "calls", "metrics"])
             _add_known(found, rows, asks)
             _add_unknown(found, rows, asks, worst, output_max)
-    for part in run_dir.parts("groups"):  # calls of `score_group`
-        rows = pq.read_table(part, columns=["calls"])
-        nobody = pa.array([""] * len(rows), pa.string())
-        _add_known(found, rows.append_column("model", nobody), asks)
+    for table in _DERIVED:
+        for part in run_dir.parts(table):
+            schema = schema_of(table)
+            rows = pq.read_table(part, schema=schema, columns=["calls", "metrics"])
+            rows = rows.append_column("model", pa.array([""] * len(rows), pa.string()))
+            _add_known(found, rows, asks)
+            _add_unknown(found, rows, asks, worst, output_max)
     return {pot: found[pot] for pot in pots}
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from hermes_rl.cli import run_command as run
+from hermes_rl.cli.errors import fail
 from hermes_rl.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -146,7 +147,8 @@ def new(
 def regrade(
     path: Annotated[Path, typer.Argument(help="run directory", metavar="RUN")],
     settings: Annotated[
-        list[str] | None, run.option("--set", text="A key below env", value="env.A.B=C")
+        list[str] | None,
+        run.option("--set", text="A key of env, endpoint or a budget", value="A.B=C"),
     ] = None,
     concurrency: Annotated[int, run.option("--concurrency", text="Grading at once [16]")] = 16,
     as_json: run.AsJson = False,
@@ -154,37 +156,28 @@ def regrade(
     """Grade the stored rollouts of a run again, without a call of the policy's.
 
     The run must have been made with --set run.keep_workspaces=true. The grades stand in the table
-    grades, and the groups get new rows; the run's own rows stay.
+    grades, and the groups get new rows; the run's own rows stay. Calls of a judge are bound by the
+    run's budgets (or --set run.budget_usd=2); the same command goes on where it stopped.
 
     Example: hermes-rl env regrade runs/my_env-my-model --set env.config.strict=true
     """
     import dataclasses
     import json
 
+    from batch_runner.regrade import regrade as work
     from hermes_rl.config import parse_assignment
     from hermes_rl.doors import run_sync
-    from hermes_rl.rl.regrade import regrade as work
 
     changes = [parse_assignment(text) for text in settings or ()]
     done = run_sync(work(path, changes, concurrency=concurrency))
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(done)))
-        return ExitCode.GIVEN_UP if done.failed else ExitCode.DONE
-    typer.echo(
-        f"{done.graded} graded ({done.changed} with another reward), {done.failed} could not be "
-        f"judged, {done.known} were graded before, {done.groups} groups have new rows"
-    )
-    if done.not_kept:
-        typer.echo(
-            f"{done.not_kept} have no stored workspace. Make the run with "
-            "--set run.keep_workspaces=true"
-        )
-    if done.other_task:
-        typer.echo(
-            f"{done.other_task} are of a task that is another one now. Regrade with the "
-            "configuration and data that made the tasks"
-        )
-    return ExitCode.GIVEN_UP if done.failed else ExitCode.DONE
+    else:
+        typer.echo("\n".join(done.lines()))
+    if done.stopped is not None:
+        fail(f"{done.why}. The same command goes on. (exit {ExitCode.STOPPED})", "stopped")
+        return ExitCode.STOPPED
+    return ExitCode.GIVEN_UP if done.failed or done.unscored else ExitCode.DONE
 
 
 def _config(mode: Mode, given: dict[str, Any], file: Path | None, settings: list[str]) -> RunConfig:

@@ -22,7 +22,7 @@ EPSILON = 1e-6
 def mean(rewards: Rewards) -> float | None:
     """The mean over valid members; None without any."""
     valid = _valid(rewards)
-    return math.fsum(valid) / len(valid) if valid else None
+    return _mean(valid) if valid else None
 
 
 def std(rewards: Rewards) -> float | None:
@@ -34,12 +34,12 @@ def std(rewards: Rewards) -> float | None:
     valid = _valid(rewards)
     if len(valid) < 2:
         return None
-    centre = math.fsum(valid) / len(valid)
-    return math.sqrt(math.fsum((r - centre) ** 2 for r in valid) / (len(valid) - 1))
+    centre = _mean(valid)
+    return math.hypot(*(r - centre for r in valid)) / math.sqrt(len(valid) - 1)
 
 
 def grpo(rewards: Rewards) -> Advantages:
-    """(r - mean) / (std + epsilon): Shao et al. 2024, DeepSeekMath (arXiv 2402.03300), eq. 4.
+    """(r - mean) / (std + epsilon): Shao et al. 2024, DeepSeekMath (arXiv 2402.03300), 4.1.2.
 
     Zero for every member where all rewards are equal.
     """
@@ -57,6 +57,14 @@ def dr_grpo(rewards: Rewards) -> Advantages:
     return _each(rewards, lambda r, centre, _: r - centre)
 
 
+def _mean(valid: Sequence[float]) -> float:
+    """Also of numbers whose sum is beyond floats: an environment may leave rewards unbounded."""
+    try:
+        return math.fsum(valid) / len(valid)
+    except OverflowError:
+        return math.fsum(r / len(valid) for r in valid)
+
+
 def _valid(rewards: Rewards) -> list[float]:
     return [r for r in rewards if r is not None]
 
@@ -67,5 +75,5 @@ def _each(rewards: Rewards, advantage: Callable[[float, float, int], float]) -> 
         return [None] * len(rewards)
     if min(valid) == max(valid):  # exactly: the mean of equal numbers need not equal them
         return [None if r is None else 0.0 for r in rewards]
-    centre = math.fsum(valid) / len(valid)
+    centre = _mean(valid)
     return [None if r is None else advantage(r, centre, len(valid)) for r in rewards]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,18 +14,19 @@ from typing import Any
 from hermes_rl import events as ev
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.episode import Stage, Tape
-from hermes_rl.errors import CAUSES, HermesError, ModelError, TaskFault, cause_of
+from hermes_rl.errors import CAUSES, HermesError, TaskFault, cause_of
 from hermes_rl.identity import digest
 from hermes_rl.models.failures.classify import scrub
-from hermes_rl.ports import WorkItem
+from hermes_rl.models.providers.routing import Common
+from hermes_rl.rl.aside import books_of, item_of, tape_of
 from hermes_rl.rl.episodes import EnvEpisode, Host, open_host
 from hermes_rl.rl.opening import Opened, env_rows
 from hermes_rl.rl.view import Rollout
+from hermes_rl.rows import LazyRow
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
-from hermes_rl.sources import read_tasks
+from hermes_rl.sources import read_rows
 from hermes_rl.store.rows import Grade
 from hermes_rl.tasks import Task
-from hermes_rl.trajectory import fold
 from hermes_rl.verify import verify
 from hermes_rl.wiring import Workshop, open_workshop
 
@@ -42,6 +44,16 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Judged:
+    """What came of grading one rollout."""
+
+    grade: Grade
+    stop: HermesError | None = None
+    """What keeps every other rollout from being graded too: a refused key, an outage, a budget that
+    is used up. The grade then has no reward, and what was paid for it."""
+
+
+@dataclass(frozen=True)
 class Grader:
     """What judges; made by `open_grader`."""
 
@@ -50,8 +62,8 @@ class Grader:
     """None for the tasks' own verifiers."""
     identity: str
     """Of the environment; empty without one."""
-    tasks: Callable[[], Iterator[Task | None]]
-    """In the order of the run's dataset."""
+    rows: Callable[[], Iterator[LazyRow]]
+    """Begins the run's dataset, or its environment's stream."""
 
     @property
     def sandboxed(self) -> bool:
@@ -66,20 +78,18 @@ class Grader:
         files = {n: digest(d.hex()) for n, d in verifier.files.items()} if verifier else {}
         return digest([verifier.script, files, verifier.score, verifier.image] if verifier else [])
 
-    async def grade(self, stored: Stored) -> Grade:
-        """One grade. Raises: errors that stop everything (a refused key, an outage)."""
+    async def grade(self, stored: Stored) -> Judged:
+        """One grade; a fault of the grader's makes one without a reward."""
         row, began = stored.row, time.monotonic()
-        tape = Tape(Nowhere())
-        tape.record(begun(row))
-        graded, error = ev.Graded(reward=None), None
+        tape = tape_of(row)
+        graded, error, stop = ev.Graded(reward=None), None, None
         try:
             graded = await self._judge(stored, tape)
         except HermesError as fault:
-            if isinstance(fault, ModelError) and CAUSES[cause_of(fault)].breaker:
-                raise
             error = scrub(self.workshop.scrub(f"{type(fault).__name__}: {fault}"))
-        books = fold([*tape.events, ev.Ended(finished_at=time.time(), end_reason="answered")])
-        return Grade(
+            stop = fault if CAUSES[cause_of(fault)].breaker else None
+        books = books_of(tape)
+        grade = Grade(
             trajectory_id=row["trajectory_id"],
             unit_id=row["unit_id"],
             group_id=row["group_id"],
@@ -89,7 +99,7 @@ class Grader:
             grade_id=stored.grade_id,
             reward=graded.reward,
             rewards=list(graded.rewards),
-            metrics=dict(graded.metrics),
+            metrics={**books.metrics, **graded.metrics},
             error=error,
             calls=books.calls,
             usage=books.usage,
@@ -97,6 +107,7 @@ class Grader:
             seconds=time.monotonic() - began,
             graded_at=time.time_ns() // 1000,
         )
+        return Judged(grade, stop)
 
     async def _judge(self, stored: Stored, tape: Tape) -> ev.Graded:
         workshop, task, row = self.workshop, stored.task, stored.row
@@ -120,51 +131,37 @@ class Grader:
         if self.host is None:
             assert sandbox is not None
             return await verify(sandbox, stored.task.verify)
-        item = _item(stored)
+        item = item_of(stored.row, stored.task)
         stage = Stage(self.workshop, item, stored.task, tape, self.workshop.budget())
         episode = EnvEpisode(self.host, stage)
         episode.ctx.state.update(stored.state)
         return await episode.judge(sandbox, Rollout.of_row(stored.row))
 
 
-class Nowhere:
-    """Keeps no event: a grade is one row, written when it is whole."""
-
-    def record(self, event: ev.Event) -> None:
-        """See `Recorder`."""
-
-
 @asynccontextmanager
 async def open_grader(
-    config: RunConfig, opened: Opened | None, run_id: str, concurrency: int
+    config: RunConfig, opened: Opened | None, run_id: str, concurrency: int, share: Common
 ) -> AsyncIterator[Grader]:
-    """The grader of a run, with a policy that is never asked.
+    """The grader of a run.
 
     Args:
+        config: with a policy that is never asked (`without_policy`).
         opened: the run's environment; None takes the verifiers of its dataset.
+        share: limiters, and what is left of the run's budgets.
 
     Raises: UserError.
     """
     async with AsyncExitStack() as stack:
         workshop = await stack.enter_async_context(
-            open_workshop(config, run_id=run_id, concurrency=concurrency)
+            open_workshop(config, run_id=run_id, concurrency=concurrency, share=share)
         )
         if opened is None or config.env is None:
             dataset = config.dataset
-            yield Grader(
-                workshop,
-                None,
-                "",
-                lambda: (row.task for row in read_tasks(dataset.path, columns=dataset.map)),
-            )
+            plain = functools.partial(read_rows, dataset.path, columns=dataset.map)
+            yield Grader(workshop, None, "", plain)
             return
         host = await stack.enter_async_context(open_host(config.env))
-        yield Grader(
-            workshop,
-            host,
-            digest(opened.identity),
-            lambda: (row.parse().task for row in env_rows(opened)),
-        )
+        yield Grader(workshop, host, digest(opened.identity), functools.partial(env_rows, opened))
 
 
 def without_policy(config: RunConfig) -> RunConfig:
@@ -173,42 +170,9 @@ def without_policy(config: RunConfig) -> RunConfig:
     data["model"] = {"name": "noop"}
     for name in ("fallbacks", "places", "tokens", "tokenizer"):
         data.get("endpoint", {}).pop(name, None)
-    data.get("run", {}).pop("model_budgets", None)
+    env, run = config.env, data.get("run", {})
+    asked = {place.name for place in (env.judge, env.user) if place} if env else set()
+    for name in ("model_budgets", "model_token_budgets"):
+        if name in run:
+            run[name] = {model: most for model, most in run[name].items() if model in asked}
     return parse_config(data)
-
-
-def begun(row: Mapping[str, Any]) -> ev.Begun:
-    """The first event of a tape about a stored rollout."""
-    return ev.Begun(
-        key=ev.AttemptKey(unit_id=row["unit_id"], epoch=0, attempt=row["attempt"]),
-        started_at=time.time(),
-        run_id=row["run_id"],
-        group_id=row["group_id"],
-        member=row["member"],
-        repeat=row["repeat"],
-        row_index=row["row_index"],
-        task_id=row["task_id"],
-        task_hash=row["task_hash"],
-        config_hash=row["config_hash"],
-        seed=row["seed"],
-        prompt="",
-        model=row["model"],
-        api_mode=row["api_mode"],
-        endpoint=row["endpoint"],
-    )
-
-
-def _item(stored: Stored) -> WorkItem:
-    row = stored.row
-    return WorkItem(
-        unit_id=row["unit_id"],
-        group_id=row["group_id"],
-        epoch=0,
-        attempt=row["attempt"],
-        repeat=row["repeat"],
-        row_index=row["row_index"],
-        task_id=row["task_id"],
-        task=stored.task,
-        task_hash=row["task_hash"],
-        seed=row["seed"],
-    )

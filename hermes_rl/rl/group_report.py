@@ -40,21 +40,35 @@ class GroupReport:
     """Valid members of sendable groups."""
     dropped: Rollouts
     """All other attempts: failures, and members of groups that cannot be sent."""
+    unjudged: int = 0
+    """Of these so many whose verifier, judge or grading box could not judge. Infrastructure's by
+    rule, but what is judged may have had a hand in it."""
+    unscored: int = 0
+    """Groups that `score_group` could not score; the next start tries them again."""
 
     def lines(self) -> list[str]:
         """For people."""
         sizes = ", ".join(f"{n} valid: {count}" for n, count in sorted(self.n_valid.items()))
-        return [
+        lines = [
             f"groups: {self.groups} ({self.sendable} sendable, {self.equal_scores} with equal "
             f"scores; {sizes})",
             f"kept:    {_said(self.kept)}",
             f"dropped: {_said(self.dropped)}",
         ]
+        if self.unjudged:
+            share = self.unjudged / (self.kept.count + self.dropped.count)
+            lines.append(
+                f"unjudged: {self.unjudged:,} of the dropped ({share:.1%} of all) could not be "
+                "judged. A policy may learn to cause that: look at them with show RUN --failed"
+            )
+        if self.unscored:
+            lines.append(f"unscored: {self.unscored:,} groups; the next start tries them again")
+        return lines
 
 
 def group_report(run: Run) -> GroupReport:
     """Describe the groups of a run that are written."""
-    names = ["group_id", "trajectory_ids", "valid", "sendable", "equal_scores", "n_valid"]
+    names = ["group_id", "trajectory_ids", "valid", "sendable", "equal_scores", "n_valid", "error"]
     groups = run.groups[names].to_dict("records")
     sendable = [group for group in groups if group["sendable"]]
     kept_ids = {
@@ -77,6 +91,8 @@ def group_report(run: Run) -> GroupReport:
         n_valid=dict(Counter(int(group["n_valid"]) for group in groups)),
         kept=_rollouts(kept),
         dropped=_rollouts(dropped),
+        unjudged=sum(row["cause"] == "verifier" for row in dropped),
+        unscored=sum(isinstance(group["error"], str) for group in groups),
     )
 
 

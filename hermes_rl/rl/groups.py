@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hermes_rl.errors import HermesError
 from hermes_rl.record import Call
 from hermes_rl.rl import advantages
 from hermes_rl.store.ledger import Ledger
@@ -21,6 +22,8 @@ from hermes_rl.usage import UsageTotal
 
 SENDABLE = 2
 """So many valid members make a group that a trainer can compare."""
+SCORED_AT_ONCE = 16
+"""Groups that an environment scores at once: a kill loses no more than these."""
 
 _SHARED = ("group_id", "run_id", "task_id", "task_hash", "env_name", "split")
 _OWN = ("member", "unit_id", "trajectory_id", "attempt", "reward", "cause")
@@ -64,18 +67,26 @@ class Scoring:
     calls: list[Call] = field(default_factory=list)
     usage: UsageTotal = _NOTHING
     cost_usd: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Bounds on calls of unknown usage."""
+    error: str | None = None
+    """Why there are no rewards now: no member is valid, and the group is due again."""
+    stop: HermesError | None = None
+    """What keeps every other group from being scored too."""
 
 
 def make_group(gathered: Gathered, scoring: Scoring | None = None) -> Group:
     """The row of a group; statistics and advantages are over valid members only."""
     scoring = scoring or Scoring()
     members = gathered.members
-    own = [m.reward for m in members]
-    scores = own if scoring.rewards is None else list(scoring.rewards)
+    scores = [m.reward for m in members] if scoring.rewards is None else list(scoring.rewards)
+    if scoring.error is not None:
+        scores = [None] * len(members)
     rewards = [
         s if m.trajectory_id is not None else None for m, s in zip(members, scores, strict=True)
     ]
     valid = [r for r in rewards if r is not None]
+    without = "not graded" if scoring.error is None else "not scored"
     return Group(
         **gathered.facts,
         size=len(members),
@@ -86,7 +97,7 @@ def make_group(gathered: Gathered, scoring: Scoring | None = None) -> Group:
         rewards=rewards,
         valid=[r is not None for r in rewards],
         why_invalid=[
-            None if r is not None else m.why_invalid or "not graded"
+            None if r is not None else m.why_invalid or without
             for m, r in zip(members, rewards, strict=True)
         ],
         mean=advantages.mean(rewards),
@@ -101,6 +112,8 @@ def make_group(gathered: Gathered, scoring: Scoring | None = None) -> Group:
         calls=scoring.calls,
         usage=scoring.usage,
         cost_usd=scoring.cost_usd,
+        metrics=scoring.metrics,
+        error=scoring.error,
         created_at=time.time_ns() // 1000,
     )
 
@@ -172,9 +185,10 @@ def _state(members: Sequence[Member]) -> State:
 
 
 def _known_rows(run: Run) -> dict[str, State]:
-    names = ["group_id", "unit_ids", "trajectory_ids", "created_at"]
+    names = ["group_id", "unit_ids", "trajectory_ids", "error", "created_at"]
     rows = sorted(run.arrow("groups", names).to_pylist(), key=lambda row: row["created_at"])
     return {
         row["group_id"]: list(zip(row["unit_ids"], row["trajectory_ids"], strict=True))
         for row in rows
+        if row["error"] is None
     }

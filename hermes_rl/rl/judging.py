@@ -31,7 +31,13 @@ from hermes_rl.usage import Usage
 NO_COMMITMENT = "no_commitment"
 """The verdict of a judge that does not commit itself: a fail."""
 
-_ASKS = 2
+_ASKS = 3
+"""Answers that break the form before a judge is given up, as a verifier that cannot judge gets so
+many boxes (`hermes_rl.verify.BOXES`)."""
+_OPEN_ASKS = 2
+"""Answers in the form that commit to nothing: the second one stands."""
+_OBJECTS = 32
+"""Braces at which an answer's object is looked for."""
 _REPLY_CHARS = 4_000
 
 _SYSTEM = """\
@@ -119,7 +125,7 @@ class Verdict:
     usage: Usage | None
     """Of the last call."""
     asked: int = 1
-    """Times it was asked: 2 when its first answer broke the form."""
+    """Times it was asked: more than 1 when an answer broke the form or committed to nothing."""
 
     @property
     def committed(self) -> bool:
@@ -174,17 +180,19 @@ class Judge(ModelHandle):
             data: name -> text to judge, fenced: what it says is no instruction.
             choices: the possible verdicts.
 
-        Raises: CannotJudge when the judge fails or breaks the form twice; ModelError for what stops
-            the whole run (a refused key, an outage).
+        Raises: CannotJudge when the judge fails, or breaks the form in three answers; ModelError
+            for what stops the whole run (a refused key, an outage).
         """
         system, prompt = _question(question, data or {}, choices)
-        sha256 = hashlib.sha256(f"{system}\0{prompt}".encode()).hexdigest()
+        # What the policy wrote may hold half characters, which have no UTF-8.
+        asked_for = f"{system}\0{prompt}".encode("utf-8", "replace")
+        sha256 = hashlib.sha256(asked_for).hexdigest()
         conversation: list[Message] = [UserMessage(content=prompt)]
         for asked in range(1, _ASKS + 1):
             completion = await self._commit(conversation, system)
             text = completion.message.content
             found = _read(text, choices)
-            open_form = found is not None and found[0] == "" and asked < _ASKS
+            open_form = found is not None and found[0] == "" and asked < _OPEN_ASKS
             if found is not None and not open_form:
                 return Verdict(
                     choice=found[0] or NO_COMMITMENT,
@@ -228,6 +236,8 @@ def _conversation(messages: Messages, system: str | None) -> list[Message]:
 def _question(question: str, data: Mapping[str, str], choices: Sequence[str]) -> tuple[str, str]:
     if not choices or NO_COMMITMENT in choices:
         raise UserError(f"a verdict needs choices, and {NO_COMMITMENT!r} is not one of them")
+    if len({choice.casefold() for choice in choices}) < len(choices):
+        raise UserError(f"choices must differ by more than case: {_listed(choices)}")
     # A mark that no text to judge can hold, and the same whenever the same is asked.
     whole = json.dumps([question, dict(data)], ensure_ascii=False)
     fence = "==" + hashlib.sha256(whole.encode("utf-8", "replace")).hexdigest()[:16]
@@ -243,14 +253,35 @@ def _listed(choices: Sequence[str]) -> str:
 def _read(text: str, choices: Sequence[str]) -> tuple[str, str] | None:
     """(verdict, reason) of a reply; an empty verdict for an object without a commitment that was
     asked for; None for what is no such object."""
-    start, end = text.find("{"), text.rfind("}")
-    try:
-        value = json.loads(text[start : end + 1])
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(value, dict) or "verdict" not in value:
+    value = _last_object(text)
+    if value is None or "verdict" not in value:
         return None
     reason = value.get("reason")
     said = str(value["verdict"]).strip().casefold()
     known = {choice.casefold(): choice for choice in (*choices, NO_COMMITMENT)}
     return known.get(said, ""), reason if isinstance(reason, str) else ""
+
+
+def _last_object(text: str) -> dict[str, Any] | None:
+    """The JSON object with which a reply ends or begins, but for a fence around it. One amid words
+    may be a quotation of what is judged, and is no verdict."""
+    bare = text.strip().removesuffix("```").rstrip()
+    if bare.endswith("}"):
+        start = -1
+        for _ in range(_OBJECTS):
+            start = bare.find("{", start + 1)
+            if start < 0:
+                break
+            value = _object(bare[start:])
+            if value is not None:
+                return value
+    begin = bare.removeprefix("```").removeprefix("json").lstrip()
+    return _object(begin, whole=False) if begin.startswith("{") else None
+
+
+def _object(text: str, *, whole: bool = True) -> dict[str, Any] | None:
+    try:
+        value, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and (end == len(text) or not whole) else None

@@ -70,8 +70,11 @@ def settled(given: object, bounds: tuple[float, float] | None, turns: int) -> Re
     for one in rewards.parts:
         _check_part(one, turns)
     for name, value in rewards.metrics.items():
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise VerifierFault(f"the metric {name!r} is {value!r}; it takes a finite number")
+        if not isinstance(name, str) or not _finite(value):
+            shown = _shown(value)
+            raise VerifierFault(
+                f"the metric {name!r} is {shown}; metrics are finite numbers by name"
+            )
     _check_total(rewards, bounds)
     return rewards
 
@@ -80,15 +83,20 @@ def _as_rewards(given: object) -> Rewards:
     if isinstance(given, Rewards):
         return given
     if isinstance(given, SupportsFloat) and not isinstance(given, str):  # numpy's numbers too
-        return Rewards([part(WHOLE, float(given))])
+        try:
+            return Rewards([part(WHOLE, float(given))])
+        except Exception as error:  # a boundary: an array of several numbers, or a class of theirs
+            raise VerifierFault(f"returned {_shown(given)}, which is no number: {error}") from error
     raise VerifierFault(f"returned {_shown(given)}; return a number or Rewards([part(...), ...])")
 
 
 def _check_part(one: object, turns: int) -> None:
     if not isinstance(one, RewardPart):
         raise VerifierFault(f"Rewards holds {_shown(one)}; make its parts with part(name, score)")
+    if not isinstance(one.name, str) or not isinstance(one.detail, str | None):
+        raise VerifierFault(f"the part {_shown(one.name)}: its name and its detail are texts")
     for what, number in (("score", one.score), ("weight", one.weight)):
-        if not isinstance(number, int | float) or not math.isfinite(number):
+        if not _finite(number):
             raise VerifierFault(f"the part {one.name!r} has the {what} {number!r}: not finite")
     if one.turn is not None and (not isinstance(one.turn, int) or not 1 <= one.turn <= turns):
         raise VerifierFault(
@@ -99,10 +107,22 @@ def _check_part(one: object, turns: int) -> None:
 def _check_total(rewards: Rewards, bounds: tuple[float, float] | None) -> None:
     if not rewards.parts:
         raise VerifierFault("returned Rewards without parts; raise CannotJudge when there is none")
-    total = canonical(rewards.total) if math.isfinite(rewards.total) else rewards.total
+    try:
+        total = rewards.total
+    except (OverflowError, ValueError):  # of finite parts: their products, or their sum
+        total = math.inf
+    total = canonical(total) if math.isfinite(total) else total
     if not math.isfinite(total) or (bounds is not None and not bounds[0] <= total <= bounds[1]):
         where = f"reward_range {list(bounds)}" if bounds else "the finite numbers"
         raise VerifierFault(f"returned the reward {total!r}, outside {where}")
+
+
+def _finite(value: object) -> bool:
+    """A number that a column can hold. Integers beyond floats are none."""
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _shown(value: object) -> str:

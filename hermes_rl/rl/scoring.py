@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+import functools
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from hermes_rl import events as ev
+import msgspec
+
 from hermes_rl.config import RunConfig
 from hermes_rl.episode import Stage, Tape
-from hermes_rl.errors import HermesError, UserError, VerifierFault
+from hermes_rl.errors import CAUSES, HermesError, UserError, VerifierFault, cause_of
 from hermes_rl.identity import unit_seed
+from hermes_rl.models.failures.classify import scrub
 from hermes_rl.models.providers.routing import Common
-from hermes_rl.ports import WorkItem
 from hermes_rl.rl import faults
+from hermes_rl.rl.aside import books_of, item_of, tape_of
 from hermes_rl.rl.environment import Environment
 from hermes_rl.rl.episodes import Host, checked, open_host, theirs
-from hermes_rl.rl.grader import Nowhere, begun, without_policy
-from hermes_rl.rl.groups import Gathered, Scoring
+from hermes_rl.rl.grader import without_policy
+from hermes_rl.rl.groups import SCORED_AT_ONCE, Gathered, Scoring
 from hermes_rl.rl.opening import Opened, env_rows
+from hermes_rl.rl.tasks_at import TasksAt
 from hermes_rl.rl.view import Rollout
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.tasks import Task
-from hermes_rl.trajectory import fold
 from hermes_rl.wiring import Workshop, open_workshop
 
-CONCURRENCY = 16
-"""Groups that are scored at once."""
+READY = 64
+"""Groups whose rollouts are in memory together."""
 
 
 def scores_groups(opened: Opened) -> bool:
@@ -39,59 +41,114 @@ def scores_groups(opened: Opened) -> bool:
 
 
 @dataclass(frozen=True)
+class Ready:
+    """A group with what its environment is shown of it."""
+
+    gathered: Gathered
+    task: Task | None
+    rows: tuple[dict[str, Any], ...]
+    """Of its members with a reward, in their order."""
+
+
+@dataclass
+class Rows:
+    """Finds rows of `trajectories` by their ids, one part in memory at a time. Blocking.
+
+    Memory: an entry for each row of the run.
+    """
+
+    run_dir: RunDir
+    _part_of: dict[str, Path] = field(default_factory=dict)
+
+    def of(self, wanted: Collection[str]) -> dict[str, dict[str, Any]]:
+        """The rows that are published."""
+        import pyarrow.parquet as pq
+
+        if not self._part_of:
+            for part in self.run_dir.parts("trajectories"):
+                ids = pq.read_table(part, columns=["trajectory_id"])["trajectory_id"].to_pylist()
+                self._part_of |= dict.fromkeys(ids, part)
+        found = {}
+        parts = {self._part_of[one] for one in wanted if one in self._part_of}
+        for part in sorted(parts):
+            table = pq.read_table(part, filters=[("trajectory_id", "in", list(wanted))])
+            for row in table.to_pylist():
+                metrics = {m["name"]: m["value"] for m in row["metrics"]}
+                found[row["trajectory_id"]] = {**row, "metrics": metrics}
+        return found
+
+
+@dataclass(frozen=True)
 class EnvScorer:
     """Asks an environment for the rewards of groups."""
 
     host: Host
     workshop: Workshop
-    run_dir: RunDir
+    rows: Rows
+    tasks: TasksAt
 
-    async def score(self, batch: Sequence[Gathered]) -> list[Scoring | HermesError | None]:
-        """The rewards of each group's members; None keeps their own, an error says why there are
-        none now."""
-        wanted = {m.trajectory_id for gathered in batch for m in gathered.members}
-        rows = await asyncio.to_thread(_rows, self.run_dir, wanted)
-        tasks = await asyncio.to_thread(self._tasks, {g.row_index for g in batch})
-        return list(
-            await asyncio.gather(*(self._score(g, tasks.get(g.row_index), rows) for g in batch))
-        )
+    @classmethod
+    def over(cls, host: Host, workshop: Workshop, run_dir: RunDir) -> EnvScorer:
+        """A scorer of the groups of a run."""
+        tasks = TasksAt(functools.partial(env_rows, host.opened))
+        return cls(host, workshop, Rows(run_dir), tasks)
 
-    def _tasks(self, wanted: set[int]) -> dict[int, Task]:
-        stream = itertools.islice(env_rows(self.host.opened), max(wanted) + 1)
-        parsed = ((row.index, row.parse().task) for row in stream if row.index in wanted)
-        return {index: task for index, task in parsed if task is not None}
+    async def stream(self, groups: Sequence[Gathered]) -> AsyncGenerator[Ready, None]:
+        """What is needed to score these groups, some of them in memory at a time.
 
-    async def _score(
-        self, gathered: Gathered, task: Task | None, rows: Mapping[str, dict[str, Any]]
-    ) -> Scoring | HermesError | None:
-        valid = [m for m in gathered.members if m.why_invalid is None]
-        if task is None or not valid:
-            return None
-        found = [rows[m.trajectory_id or ""] for m in valid]
-        tape = Tape(Nowhere())
-        tape.record(begun(found[0]))
+        Args:
+            groups: in the order of the dataset.
+        """
+        for at in range(0, len(groups), READY):
+            for ready in await asyncio.to_thread(self._ready, groups[at : at + READY]):
+                yield ready
+
+    def _ready(self, batch: Sequence[Gathered]) -> list[Ready]:
+        valid = {
+            g.facts["group_id"]: [m for m in g.members if m.why_invalid is None] for g in batch
+        }
+        rows = self.rows.of({m.trajectory_id or "" for found in valid.values() for m in found})
+        tasks = self.tasks.of({gathered.row_index for gathered in batch})
+        ready = []
+        for gathered in batch:
+            lazy = tasks.get(gathered.row_index)
+            own = [rows[m.trajectory_id or ""] for m in valid[gathered.facts["group_id"]]]
+            ready.append(Ready(gathered, lazy.parse().task if lazy else None, tuple(own)))
+        return ready
+
+    async def score(self, ready: Ready) -> Scoring:
+        """The rewards of a group's members; `error` says why there are none now."""
+        if ready.task is None or not ready.rows:
+            return Scoring()
+        tape = tape_of(ready.rows[0])
+        scores, error, stop = None, None, None
         try:
-            scores = await self._ask(gathered, task, [Rollout.of_row(r) for r in found], tape)
-        except HermesError as error:
-            return error
-        if scores is None:
-            return None
-        books = fold([*tape.events, ev.Ended(finished_at=time.time(), end_reason="answered")])
-        by_unit = dict(zip((m.unit_id for m in valid), scores, strict=True))
+            scores = await self._ask(ready, ready.task, tape)
+        except HermesError as fault:
+            error = scrub(self.workshop.scrub(f"{type(fault).__name__}: {fault}"))
+            stop = fault if CAUSES[cause_of(fault)].breaker else None
+        books = books_of(tape)
         return Scoring(
-            by="score_group",
-            rewards=[by_unit.get(m.unit_id) for m in gathered.members],
+            by="compute_reward" if scores is None and error is None else "score_group",
+            rewards=None if scores is None else _in_order(ready, scores),
             calls=books.calls,
             usage=books.usage,
             cost_usd=books.cost_usd,
+            metrics=books.metrics,
+            error=error,
+            stop=stop,
         )
 
-    async def _ask(
-        self, gathered: Gathered, task: Task, members: list[Rollout], tape: Tape
-    ) -> list[float] | None:
-        """Raises: VerifierFault, ModelError."""
+    async def _ask(self, ready: Ready, task: Task, tape: Tape) -> list[float] | None:
+        """Raises: VerifierFault, ModelError, CostLimit."""
         env = self.host.env
-        item = _item(gathered, task, self.workshop.config.agent.seed)
+        members = [Rollout.of_row(row) for row in ready.rows]
+        # The group stands in the place of a unit: it has a seed of its own.
+        group_id = ready.gathered.facts["group_id"]
+        seed = unit_seed(self.workshop.config.agent.seed, group_id)
+        item = msgspec.structs.replace(
+            item_of(ready.rows[0], task), unit_id=group_id, attempt=0, repeat=0, seed=seed
+        )
         ctx = self.host.context(Stage(self.workshop, item, task, tape, self.workshop.budget()))
         given = await theirs(env, env.score_group, VerifierFault, task, members, ctx)
         if given is None:
@@ -104,34 +161,10 @@ class EnvScorer:
         return [checked(env, env.score_group, one, member.turns).total for one, member in pairs]
 
 
-def _item(gathered: Gathered, task: Task, seed: int) -> WorkItem:
-    facts = gathered.facts
-    return WorkItem(
-        unit_id=facts["group_id"],
-        group_id=facts["group_id"],
-        epoch=0,
-        attempt=0,
-        repeat=0,
-        row_index=gathered.row_index,
-        task_id=facts["task_id"],
-        task=task,
-        task_hash=facts["task_hash"],
-        seed=unit_seed(seed, facts["group_id"]),
-    )
-
-
-def _rows(run_dir: RunDir, wanted: set[str | None]) -> dict[str, dict[str, Any]]:
-    """Rows of trajectories by their ids. Blocking."""
-    import pyarrow.parquet as pq
-
-    ids = [one for one in wanted if one is not None]
-    found = {}
-    for part in run_dir.parts("trajectories"):
-        table = pq.read_table(part, filters=[("trajectory_id", "in", ids)])
-        for row in table.to_pylist():
-            metrics = {m["name"]: m["value"] for m in row["metrics"]}
-            found[row["trajectory_id"]] = {**row, "metrics": metrics}
-    return found
+def _in_order(ready: Ready, scores: Sequence[float]) -> list[float | None]:
+    """The scores in the order of all members, None for those that were not scored."""
+    by_unit = dict(zip((row["unit_id"] for row in ready.rows), scores, strict=True))
+    return [by_unit.get(member.unit_id) for member in ready.gathered.members]
 
 
 @asynccontextmanager
@@ -149,7 +182,7 @@ async def open_scorer(
     if plain.env is None:
         raise UserError("a run without an environment has no score_group")
     async with (
-        open_workshop(plain, run_id=run_id, concurrency=CONCURRENCY, share=share) as workshop,
+        open_workshop(plain, run_id=run_id, concurrency=SCORED_AT_ONCE, share=share) as workshop,
         open_host(plain.env) as host,
     ):
-        yield EnvScorer(host, workshop, run_dir)
+        yield EnvScorer.over(host, workshop, run_dir)

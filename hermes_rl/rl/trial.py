@@ -19,10 +19,10 @@ from hermes_rl.config import parse_config
 from hermes_rl.doors import run_sync
 from hermes_rl.episode import Tape
 from hermes_rl.errors import HermesError, UserError
-from hermes_rl.events import Event
 from hermes_rl.identity import group_id, unit_id, unit_seed
 from hermes_rl.ports import WorkItem
 from hermes_rl.record import Trajectory
+from hermes_rl.rl.aside import Nowhere, item_of
 from hermes_rl.rl.episodes import open_host
 from hermes_rl.rl.opening import env_rows, open_environment, settle_env
 from hermes_rl.rollout import run_attempt
@@ -110,15 +110,8 @@ async def atrial(
         host = await stack.enter_async_context(open_host(opened.section))
         rows = await asyncio.to_thread(list, env_rows(opened, tasks))
         items = [_item(workshop, row, solution) for row in rows]
-        runs = (run_attempt(workshop, i, Tape(_Nowhere()), make=host.episode) for i in items)
+        runs = (run_attempt(workshop, i, Tape(Nowhere()), make=host.episode) for i in items)
         return list(await asyncio.gather(*runs))
-
-
-class _Nowhere:
-    """A recorder for those who keep nothing."""
-
-    def record(self, event: Event) -> None:
-        """See `ports.Recorder`."""
 
 
 def _item(workshop: Workshop, row: LazyRow, solution: Changed | None) -> WorkItem:
@@ -127,16 +120,15 @@ def _item(workshop: Workshop, row: LazyRow, solution: Changed | None) -> WorkIte
     if task is not None and solution is not None:
         task = msgspec.structs.replace(task, oracle=solution(task))
     unit = unit_id(workshop.config_hash, row.task_hash, 0, 0)
-    return WorkItem(
-        unit_id=unit,
-        group_id=group_id(workshop.config_hash, row.task_hash, 0),
-        epoch=1,
-        attempt=0,
-        repeat=0,
-        row_index=row.index,
-        task_id=parsed.raw_id,
-        task=task,
-        task_hash=row.task_hash,
-        seed=unit_seed(0, unit),
-        bad_row=f"{row.place}: {parsed.error}" if parsed.error else None,
-    )
+    columns = {
+        "unit_id": unit,
+        "group_id": group_id(workshop.config_hash, row.task_hash, 0),
+        "attempt": 0,
+        "repeat": 0,
+        "row_index": row.index,
+        "task_id": parsed.raw_id,
+        "task_hash": row.task_hash,
+        "seed": unit_seed(0, unit),
+    }
+    why = f"{row.place}: {parsed.error}" if parsed.error else None
+    return item_of(columns, task, bad_row=why)

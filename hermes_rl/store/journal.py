@@ -22,7 +22,7 @@ from hermes_rl.events import AttemptKey, Event
 from hermes_rl.ports import Recorder
 from hermes_rl.store.disk import AppendFile
 from hermes_rl.store.processes import try_lock, write_holder
-from hermes_rl.store.rows import Finished
+from hermes_rl.store.rows import Derived, Finished
 from hermes_rl.store.rundir import RunDir, epoch_of
 from hermes_rl.store.threads import in_thread, to_end
 
@@ -55,6 +55,8 @@ class Batch:
     stem: str
     file: AppendFile
     attempts: list[AttemptKey] = field(default_factory=list)
+    rows: int = 0
+    """Lines: finished attempts, and what was made from other rows."""
     since: float | None = None
     """time.monotonic() of the first row."""
 
@@ -196,7 +198,7 @@ class JournalWriter:
     @property
     def waiting(self) -> int:
         """Finished attempts in the open batch."""
-        return len(self._batch.attempts) if self._batch else 0
+        return self._batch.rows if self._batch else 0
 
     @property
     def age_s(self) -> float:
@@ -215,8 +217,8 @@ class JournalWriter:
         self._where[key] = self._live
         return _LiveRecorder(self._live, self._ordinal)
 
-    async def finish(self, rows: Finished) -> None:
-        """Write the rows of a finished attempt; on return they are durable.
+    async def finish(self, rows: Finished | Derived) -> None:
+        """Write the rows of a finished attempt, or derived ones; on return they are durable.
 
         When this is cancelled the rows may be durable all the same: then recovery finds them.
         Raises: DiskFull (nothing was written, the attempt is not finished).
@@ -225,16 +227,18 @@ class JournalWriter:
         if batch is None:
             raise StoreError(f"writer {self.writer} is closed")
         batch.file.append(_encode(rows))
-        batch.attempts.append(rows.key)
+        batch.rows += 1
+        if isinstance(rows, Finished):
+            batch.attempts.append(rows.key)
         batch.since = batch.since or time.monotonic()
-        if len(batch.attempts) >= self.policy.rows or batch.file.size >= self.policy.size:
+        if batch.rows >= self.policy.rows or batch.file.size >= self.policy.size:
             self.full.set()
         await self._sync.durable(batch.file)
 
     async def seal(self) -> Batch | None:
         """Close the open batch for appends and open the next; None when it is empty."""
         async with self._sealing:
-            if self._batch is None or not self._batch.attempts:
+            if self._batch is None or not self._batch.rows:
                 return None
             fresh = await in_thread(self._new_batch)
             self.run_dir.crash("publish-6-opened")
@@ -288,7 +292,7 @@ class JournalWriter:
 
     def _close(self, batch: Batch) -> None:
         batch.file.close()
-        if not batch.attempts:
+        if not batch.rows:
             batch.file.path.unlink()
         lives = {id(live): live for live in self._where.values()}
         if self._live is not None:

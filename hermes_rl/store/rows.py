@@ -58,13 +58,17 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     rloo: list[float | None]
     dr_grpo: list[float | None]
     scored_by: str
-    """compute_reward, score_group or regrade."""
+    """compute_reward, score_group or regrade: where the rewards come from."""
     grade_id: str | None
     """Of the grades that the rewards come from."""
     calls: list[Call]
     """Model calls of `score_group` itself."""
     usage: UsageTotal
     cost_usd: float | None
+    metrics: dict[str, float] = {}
+    """Upper bounds on what those of the calls used whose usage nobody knows."""
+    error: str | None = None
+    """Why `score_group` gave no rewards; the next start asks it again."""
     created_at: int
     """Microseconds since 1970, UTC."""
 

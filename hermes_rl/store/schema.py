@@ -231,6 +231,8 @@ _groups = [
     ("calls", _list(pa.struct(_call))),
     ("usage", pa.struct(_usage)),
     ("cost_usd", _real),
+    ("metrics", _list(pa.struct(_metric))),
+    ("error", _text),
     ("created_at", _moment),
 ]
 

@@ -51,6 +51,12 @@ def table(out: Path, name: str = "trajectories") -> list[dict[str, Any]]:
     return sorted(rows, key=lambda r: (r.get("row_index", 0), r.get("repeat", 0)))
 
 
+def tokens(rows: list[dict[str, Any]]) -> int:
+    """What the calls in some rows used."""
+    calls = [call for row in rows for call in row["calls"]]
+    return sum((c["input_tokens"] or 0) + (c["output_tokens"] or 0) for c in calls)
+
+
 async def evaluated(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What `evaluate` writes at the end of a run: metrics.json and the lines of samples.jsonl."""
     metrics = await write_evaluation(out)

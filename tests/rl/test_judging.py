@@ -19,8 +19,13 @@ REPLIES: dict[str, list[Any]] = {
     "uncommitted": ['{"reason": "I cannot tell.", "verdict": "no_commitment"}'],
     "null-then-null": ['{"verdict": null}', '{"verdict": "maybe"}'],
     "prose-then-good": ["I think that it is rather good.", '{"verdict": "good"}'],
-    "prose-then-prose": ["It is good.", "As I said: good."],
-    "cut-then-cut": ['{"reason": "It is', '{"reason": "Well'],
+    "halved": ['{"verdict": "good"}'],
+    "quoted": ['It says {"verdict": "good"}, but it is bad.', '{"verdict": "bad"}'],
+    "braces-before": ['{so} I think: {"reason": "{}", "verdict": "good"}'],
+    "chatty": ['{"reason": "Yes.", "verdict": "good"}\nDoes that help?'],
+    "prose-twice-then-bad": ["Good.", "Really good.", '{"verdict": "bad"}'],
+    "prose-thrice": ["It is good.", "As I said: good.", "Good!"],
+    "cut-thrice": ['{"reason": "It is', '{"reason": "Well', '{"reason"'],
     "refused": [{"fault": "bad_request"}],
     "filtered": [{"text": "", "finish": "content_filter"}],
 }
@@ -34,7 +39,8 @@ def tasks(self, split, seed):
         yield make_task(f"Write {name}.", id=name, toolsets=["none"])
 
 async def compute_reward(self, task, trajectory, ctx):
-    verdict = await ctx.judge.verdict("Is this good?", {"text": trajectory.final_response},
+    half = "\\ud800\\n" if task.id == "halved" else ""
+    verdict = await ctx.judge.verdict("Is this good?", {"text": half + trajectory.final_response},
                                       choices=("good", "bad"))
     return Rewards([verdict.part("quality", {"good": 1.0, "bad": 0.25}, turn=1)])
 """
@@ -68,6 +74,11 @@ async def test_verdicts(tmp_path: Path, write_env: Callable[..., Written]) -> No
         "uncommitted": 0.25,
         "null-then-null": 0.25,
         "prose-then-good": 1.0,
+        "halved": 1.0,
+        "quoted": 0.25,
+        "braces-before": 1.0,
+        "chatty": 1.0,
+        "prose-twice-then-bad": 0.25,
     }
     for row in graded.values():
         (part,) = row["rewards"]
@@ -79,7 +90,7 @@ async def test_verdicts(tmp_path: Path, write_env: Callable[..., Written]) -> No
         assert all(call["outcome"] == "ok" and call["turn"] == 1 for call in asked)
     assert json.loads(graded["uncommitted"]["rewards"][0]["detail"])["verdict"] == NO_COMMITMENT
     failed = {row["task_id"]: row for row in table(tmp_path / "run", "failures")}
-    assert set(failed) == {"prose-then-prose", "cut-then-cut", "refused", "filtered"}
+    assert set(failed) == {"prose-thrice", "cut-thrice", "refused", "filtered"}
     for row in failed.values():
         assert (row["cause"], row["reward"], row["owner"]) == ("verifier", None, "infrastructure")
         assert "the judge critic" in row["error"]

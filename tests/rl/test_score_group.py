@@ -11,9 +11,9 @@ import pytest
 from rl_kit import Written
 
 from batch_runner import run_batch
+from batch_runner.regrade import regrade
 from hermes_rl.doors import run_sync
 from hermes_rl.errors import UserError
-from hermes_rl.rl.regrade import regrade
 from hermes_rl.store.reader import load_run
 
 TASKS = """
@@ -234,6 +234,6 @@ def test_mistakes_of_a_regrade(tmp_path: Path, write_env: Callable[..., Written]
         run_sync(regrade(tmp_path / "nothing"))
     out = tmp_path / "run"
     run_batch(settings(write_env(TASKS + REGRADED).path, out))
-    with pytest.raises(UserError, match="below 'env' alone"):
+    with pytest.raises(UserError, match="below 'env' and 'endpoint', and budgets"):
         run_sync(regrade(out, [("model.name", "other")]))
     assert run_sync(regrade(out)).not_kept == 12

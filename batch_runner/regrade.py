@@ -1,0 +1,168 @@
+"""Grades stored rollouts again, without a new call of the policy's.
+
+The run must have kept its workspaces (`run.keep_workspaces`). What is graded by one grader (the
+environment's code and configuration, or a task's verifier) is graded once: each grade is durable
+before the next one is begun, and the same command goes on where it stopped and tries again what
+could not be judged. The grades stand in a table of their own; the rows of the run never change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from batch_runner.at_once import at_once
+from batch_runner.governing import refuse_unpriced
+from batch_runner.manifest import read_manifest
+from batch_runner.regraded import Regraded, Regrouped, StoredRows, due_again
+from batch_runner.within import within_budgets
+from hermes_rl.config import RunConfig, load_config, parse_config, set_key
+from hermes_rl.errors import UserError, cause_of
+from hermes_rl.rl.grader import Grader, Stored, open_grader, without_policy
+from hermes_rl.rl.groups import SCORED_AT_ONCE, Gathered, Scoring, make_group
+from hermes_rl.rl.opening import Opened, settle_env
+from hermes_rl.rl.scoring import EnvScorer, Ready, scores_groups
+from hermes_rl.store.derived import Add, derived_book
+from hermes_rl.store.driver import Driver, OpenOptions, open_run
+from hermes_rl.store.rows import Derived
+from hermes_rl.store.rundir import RunDir
+
+CONCURRENCY = 16
+
+_SETTABLE = ("env", "endpoint", "run.budget", "run.model_", "run.unit_budget", "run.allow_unpriced")
+"""Beginnings of the keys that a regrade takes: what judges, where that is, what it may spend."""
+
+
+async def regrade(
+    path: Path, changes: Sequence[tuple[str, Any]] = (), *, concurrency: int = CONCURRENCY
+) -> Regraded:
+    """Grade all stored rollouts of a run with the grader as it is now, within its budgets.
+
+    Args:
+        path: the run directory; nobody else may drive it.
+        changes: dotted keys with new values: `("env.config.strict", True)`, and those of budgets
+            and endpoints.
+        concurrency: grading at once.
+
+    Raises: UserError; StoreError when the run is in use; DiskFull.
+    """
+    config, opened = await asyncio.to_thread(_settled, path, changes)
+    plain = without_policy(config)
+    refuse_unpriced(plain)
+    done = Regraded()
+    governed: dict[str, Any] = {}
+    async with await _open(RunDir(path)) as driver:
+        async with (
+            within_budgets(config, driver.run_dir, concurrency, governed) as share,
+            open_grader(plain, opened, driver.run_id, concurrency, share) as grader,
+            derived_book(driver) as add,
+        ):
+            rows = await asyncio.to_thread(StoredRows, driver.run_dir, grader, done)
+            work = _Work(grader, add, done)
+            await at_once(rows.stream(), work.grade, concurrency)
+            if done.stopped is None:
+                groups = await asyncio.to_thread(due_again, driver.run_dir, rows.judged_by)
+                await work.regroup(groups, _scorer(grader, driver.run_dir))
+        await asyncio.to_thread(_note_budgets, driver.run_dir, governed)
+    return done
+
+
+async def _open(run_dir: RunDir) -> Driver:
+    """A start of the run that changes nothing of what it says of itself."""
+    epochs = run_dir.epochs()
+    if not epochs:
+        raise UserError(f"{run_dir.path} is no run directory (no epochs/). Give the path of a run")
+    first, last = run_dir.epoch(epochs[0]), run_dir.epoch(epochs[-1])
+    meta = {"regrade": True, "config_hash": last.meta.get("config_hash", "")}
+    options = OpenOptions(max_attempts=last.max_attempts)
+    return await open_run(run_dir.path, first.identity, meta, options)
+
+
+def _scorer(grader: Grader, run_dir: RunDir) -> EnvScorer | None:
+    host = grader.host
+    if host is None or not scores_groups(host.opened):
+        return None
+    return EnvScorer.over(host, grader.workshop, run_dir)
+
+
+def _settled(path: Path, changes: Sequence[tuple[str, Any]]) -> tuple[RunConfig, Opened | None]:
+    """The run's configuration with the changes."""
+    if not (path / "run.yaml").exists():
+        raise UserError(f"{path} is no run directory (no run.yaml). Give the path of a run")
+    data = load_config(path / "run.yaml")
+    for dotted, value in changes:
+        if not dotted.startswith(_SETTABLE):
+            raise UserError(
+                f"--set {dotted}: a regrade changes keys below 'env' and 'endpoint', and budgets"
+            )
+        set_key(data, dotted, value)
+    return settle_env(parse_config(data, str(path / "run.yaml")))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is done to one rollout or group after the other."""
+
+    grader: Grader
+    add: Add
+    done: Regraded
+
+    async def grade(self, stored: Stored) -> bool:
+        """Grade one; its row is durable on return. False when no other could be graded either."""
+        judged = await self.grader.grade(stored)
+        grade, done = judged.grade, self.done
+        if judged.stop is None or grade.calls:
+            await self.add(Derived(grades=(grade,)))
+        if judged.stop is not None:
+            done.stop(cause_of(judged.stop), grade.error or "")
+            return False
+        done.graded += grade.reward is not None
+        done.failed += grade.reward is None
+        done.changed += grade.reward not in (None, stored.row["reward"])
+        return True
+
+    async def regroup(self, groups: Sequence[Regrouped], scorer: EnvScorer | None) -> None:
+        """New rows for groups.
+
+        Args:
+            scorer: of an environment that compares members: it is asked to do so again.
+        """
+        if scorer is None:
+            for one in groups:
+                await self.add(Derived(groups=(make_group(one.gathered, one.scoring),)))
+            self.done.groups += len(groups)
+            return
+        graded = {one.gathered.facts["group_id"]: one.scoring for one in groups}
+
+        async def score(ready: Ready) -> bool:
+            scored = await scorer.score(ready)
+            by_members = graded[ready.gathered.facts["group_id"]]
+            return await self._take(ready.gathered, by_members, scored)
+
+        await at_once(scorer.stream([one.gathered for one in groups]), score, SCORED_AT_ONCE)
+
+    async def _take(self, gathered: Gathered, graded: Scoring, scored: Scoring) -> bool:
+        """The row of a group that was scored again. False when no other could be."""
+        if scored.error is None and scored.rewards is None:
+            scored = replace(scored, by=graded.by, rewards=graded.rewards)
+        if scored.error is None or scored.calls:
+            row = make_group(gathered, replace(scored, grade_id=graded.grade_id))
+            await self.add(Derived(groups=(row,)))
+        if scored.stop is not None:
+            self.done.stop(cause_of(scored.stop), scored.error or "")
+        self.done.groups += scored.error is None
+        self.done.unscored += scored.error is not None
+        return scored.stop is None
+
+
+def _note_budgets(run_dir: RunDir, governed: dict[str, Any]) -> None:
+    """What all starts have spent, in manifest.json."""
+    content = read_manifest(run_dir)
+    if content and governed["budgets"]:
+        data = msgspec.json.encode({**content, "budgets": governed["budgets"]})
+        run_dir.storage.put("manifest.json", msgspec.json.format(data, indent=2) + b"\n")

@@ -1,0 +1,250 @@
+"""What a regrade has to do: stored rollouts with their tasks, and the groups that follow."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import re
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hermes_rl.messages import UNPARSED
+from hermes_rl.rl.grader import Grader, Stored
+from hermes_rl.rl.groups import Gathered, Scoring, gather
+from hermes_rl.rl.tasks_at import TasksAt
+from hermes_rl.rows import LazyRow
+from hermes_rl.store.reader import Run
+from hermes_rl.store.rundir import RunDir
+from hermes_rl.tasks import Task
+from hermes_rl.workspaces import Workspaces
+
+_TAKEN = 64
+"""Rollouts that are read together."""
+
+_LIGHT = ("trajectory_id", "row_index", "task_id", "task_hash", "task_prompt", "metadata")
+"""Columns that say whether a rollout is graded at all."""
+
+
+@dataclass
+class Regraded:
+    """What a regrade did."""
+
+    graded: int = 0
+    failed: int = 0
+    """Could not be judged: their grades say why."""
+    known: int = 0
+    """Graded by the same grader before."""
+    not_kept: int = 0
+    """Without a stored workspace, or with a state that is no JSON."""
+    other_task: int = 0
+    """Whose task is another one now, or gone: other seed, configuration or dataset."""
+    edited_task: int = 0
+    """Graded though something of their task changed that the model was not told: the verifier,
+    files or setup."""
+    changed: int = 0
+    """Rewards that differ from those of the rollouts."""
+    groups: int = 0
+    """Groups that have new rows."""
+    unscored: int = 0
+    """Groups that `score_group` could not score."""
+    stopped: str | None = None
+    """What kept the rest from being graded: a cause that opens the breaker (`errors.CAUSES`)."""
+    why: str = ""
+
+    def stop(self, cause: str, why: str) -> None:
+        """Note why nothing more is begun; the first reason stands."""
+        if self.stopped is None:
+            self.stopped, self.why = cause, why.rstrip(".")
+
+    def lines(self) -> list[str]:
+        """For people."""
+        lines = [
+            f"{self.graded} graded ({self.changed} with another reward), {self.failed} could not "
+            f"be judged, {self.known} were graded before, {self.groups} groups have new rows"
+        ]
+        if self.unscored:
+            lines.append(
+                f"{self.unscored} groups could not be scored; the same command tries again"
+            )
+        if self.not_kept:
+            lines.append(
+                f"{self.not_kept} have no stored workspace. Make the run with "
+                "--set run.keep_workspaces=true"
+            )
+        if self.other_task:
+            lines.append(
+                f"{self.other_task} are of a task that is another one now. Regrade with the "
+                "configuration and data that made the tasks"
+            )
+        if self.edited_task:
+            lines.append(
+                f"{self.edited_task} are of a task whose verifier, files or setup are others now; "
+                "its prompt is the same"
+            )
+        return lines
+
+
+class StoredRows:
+    """The stored rollouts that a grader has not graded, in the order of the run's parts. Blocking.
+
+    Memory: the tasks of one part and what is taken; an entry for each rollout of the run.
+    """
+
+    def __init__(self, run_dir: RunDir, grader: Grader, done: Regraded) -> None:
+        self._run_dir, self._grader, self._done = run_dir, grader, done
+        self._kept = Workspaces(run_dir.path / "workspaces")
+        self._tasks = TasksAt(grader.rows)
+        self._known = {pair for pair, r in _rewards(Run(run_dir)).items() if r is not None}
+        self.judged_by: dict[str, str] = {}
+        """Trajectory -> the grader of its task as it is now."""
+
+    async def stream(self) -> AsyncGenerator[Stored, None]:
+        """Each of them once."""
+        rows = self._all()
+        while taken := await asyncio.to_thread(lambda: list(itertools.islice(rows, _TAKEN))):
+            for stored in taken:
+                yield stored
+
+    def _all(self) -> Iterator[Stored]:
+        for part in sorted(self._run_dir.parts("trajectories"), key=_place):
+            yield from self._of_part(part)
+
+    def _of_part(self, part: Path) -> Iterator[Stored]:
+        import pyarrow as pa
+        import pyarrow.compute as pc
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(part) as file:
+            light = file.read(columns=list(_LIGHT)).to_pylist()
+            tasks = self._tasks.of({row["row_index"] for row in light})
+            wanted = {row["trajectory_id"]: t for row in light if (t := self._wanted(row, tasks))}
+            ids = pa.array(wanted, pa.string())
+            for batch in file.iter_batches(batch_size=_TAKEN) if wanted else ():
+                for row in batch.filter(pc.is_in(batch["trajectory_id"], ids)).to_pylist():
+                    yield self._stored(row, wanted[row["trajectory_id"]])
+
+    def _wanted(self, row: Mapping[str, Any], tasks: Mapping[int, LazyRow]) -> Task | None:
+        """The task of a rollout that is to be graded; the others are counted."""
+        done, own = self._done, row["trajectory_id"]
+        if self._kept.find(own, sandboxed=self._grader.sandboxed) is None:
+            done.not_kept += 1
+            return None
+        task, edited = _task_of(row, tasks.get(row["row_index"]))
+        if task is None:
+            done.other_task += 1
+            return None
+        done.edited_task += edited
+        grade_id = self.judged_by[own] = self._grader.grade_id(task)
+        if (own, grade_id) in self._known:
+            done.known += 1
+            return None
+        return task
+
+    def _stored(self, row: dict[str, Any], task: Task) -> Stored:
+        own = row["trajectory_id"]
+        kept = self._kept.find(own, sandboxed=self._grader.sandboxed)
+        assert kept is not None
+        metrics = {m["name"]: m["value"] for m in row["metrics"]}
+        return Stored(
+            {**row, "metrics": metrics}, task, kept.archive, kept.state, self.judged_by[own]
+        )
+
+
+def _place(part: Path) -> tuple[int, str, int]:
+    """Parts of one writer in their order, in which the dataset's order is roughly kept."""
+    found = re.fullmatch(r"part-(\d+)-(.+)-(\d+)", part.stem)
+    return (int(found[1]), found[2], int(found[3])) if found else (0, part.stem, 0)
+
+
+def _task_of(row: Mapping[str, Any], lazy: LazyRow | None) -> tuple[Task | None, bool]:
+    """The task that stands in a rollout's place of the dataset now, and whether it was edited; None
+    when it is another one.
+
+    The content's hash decides. A verifier may be mended, though: where the hash differs, it is the
+    same task if all that the rollout's row shows of it is the same.
+    """
+    task = lazy.parse().task if lazy is not None else None
+    if lazy is None or task is None:
+        return None, False
+    if lazy.task_hash == row["task_hash"]:
+        return task, False
+    shown = (task.id, task.prompt_text) == (row["task_id"], row["task_prompt"])
+    return (task, True) if shown and _same_metadata(row, task) else (None, False)
+
+
+def _same_metadata(row: Mapping[str, Any], task: Task) -> bool:
+    text = msgspec.json.encode(task.metadata).decode()
+    stored = msgspec.json.decode(row["metadata"])
+    return bool(stored == msgspec.json.decode(text) or stored == {UNPARSED: text})
+
+
+def _rewards(run: Run) -> dict[tuple[str, str], float | None]:
+    """(trajectory, grader) -> the reward of the newest grade."""
+    grades = run.arrow("grades", ["trajectory_id", "grade_id", "reward", "graded_at"]).to_pylist()
+    grades.sort(key=lambda grade: grade["graded_at"])
+    return {(g["trajectory_id"], g["grade_id"]): g["reward"] for g in grades}
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """A group whose members have grades."""
+
+    gathered: Gathered
+    scoring: Scoring
+
+
+def due_again(run_dir: RunDir, judged_by: Mapping[str, str]) -> list[Regrouped]:
+    """Groups with grades of their present grader, whose newest row does not show these. Blocking.
+
+    Args:
+        judged_by: trajectory -> its present grader; absent for one that cannot be graded again.
+    """
+    run = Run(run_dir)
+    rewards = _rewards(run)
+    shown = {row["group_id"]: _Shown.of(row) for row in run.groups.to_dict("records")}
+    found = []
+    for gathered in gather(run):
+        ids = [m.trajectory_id for m in gathered.members]
+        graders = {judged_by[one] for one in ids if one is not None and one in judged_by}
+        if len(ids) < 2 or len(graders) != 1:
+            continue
+        (grade_id,) = graders
+        own = [rewards.get((one or "", grade_id)) for one in ids]
+        before = shown.get(gathered.facts["group_id"])
+        if before is None or not before.shows(grade_id, ids, own):
+            scoring = Scoring(by="regrade", grade_id=grade_id, rewards=own)
+            found.append(Regrouped(gathered, scoring))
+    return found
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What the newest row of a group shows."""
+
+    grade_id: str | None
+    ids: list[str | None]
+    rewards: list[float | None]
+    scored: bool
+    """By `score_group`: the rewards are not those of the grades."""
+
+    @classmethod
+    def of(cls, row: Mapping[Any, Any]) -> _Shown:
+        ids, rewards = list(row["trajectory_ids"]), _listed(row["rewards"])
+        # One that could not be scored shows nothing yet.
+        grade_id = None if isinstance(row["error"], str) else row["grade_id"]
+        return cls(grade_id, ids, rewards, row["scored_by"] == "score_group")
+
+    def shows(self, grade_id: str, ids: list[str | None], rewards: list[float | None]) -> bool:
+        if (self.grade_id, self.ids) != (grade_id, ids):
+            return False
+        return self.scored or self.rewards == rewards
+
+
+def _listed(rewards: Iterable[float | None]) -> list[float | None]:
+    """A column's rewards, in which pandas shows None as NaN."""
+    return [None if r is None or math.isnan(r) else float(r) for r in rewards]
