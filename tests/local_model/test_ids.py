@@ -193,7 +193,7 @@ async def test_a_workshop_of_the_preset_rl_asks_the_embedded_model_for_ids(held,
                 model="local-tiny",
                 conversation=Conversation([UserMessage(content="Say yes.")]),
                 call_id="c",
-                # near its likeliest answer: llama.cpp tells no logprobs of a split character's parts
+                # near its likeliest: llama.cpp tells no logprobs of a split character's parts
                 sampling=replace(FREE, temperature=0.1, seed=1),
             )
             answer = await client.complete(request)
