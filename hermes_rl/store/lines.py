@@ -64,7 +64,9 @@ def scan(path: Path) -> Iterator[Line]:
         number, offset = 0, 0
         line = file.readline()
         while line:
-            after = file.readline()
+            # Only the end of a file has no newline: what a writer adds in this moment is not looked
+            # at, or the line that it is about to complete would pass for a damaged one.
+            after = file.readline() if line.endswith(b"\n") else b""
             number += 1
             yield Line(number, offset, decode_line(line), not after)
             offset += len(line)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -52,16 +54,21 @@ def in_flight(run_dir: RunDir) -> set[AttemptKey]:
     now = epochs[-1]
     sent: set[AttemptKey] = set()
     for path in journal_files(run_dir.writer_path(f"{now}-driver"), "dispatch"):
-        sent |= {_decode_dispatch(line).key for line in payloads(path)}
+        sent |= _keys(path, _decode_dispatch)
     # Journals before commits: an attempt that is published in between stands in one of the two.
     for writer in run_dir.writers():
         for done in journal_files(run_dir.writer_path(writer), "done"):
-            try:
-                keys = (_decode_done(line).key for line in payloads(done))
-                sent -= {key for key in keys if key is not None}
-            except FileNotFoundError:
-                continue
+            sent -= _keys(done, _decode_done)
     for commit in read_commits(run_dir):
         columns = zip(commit.keys.unit_id, commit.keys.epoch, commit.keys.attempt, strict=True)
         sent -= {AttemptKey(unit_id=u, epoch=e, attempt=a) for u, e, a in columns if e == now}
     return sent
+
+
+def _keys(path: Path, decode: Callable[[bytes], _Keyed | Dispatched]) -> set[AttemptKey]:
+    """The attempts that a file names; none when its owner has just removed it."""
+    try:
+        found = [decode(line).key for line in payloads(path)]
+    except FileNotFoundError:
+        return set()
+    return {key for key in found if key is not None}
