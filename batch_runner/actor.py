@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 import msgspec
 
 from batch_runner.governor_ray import RayLine
+from batch_runner.open_files import make_room
 from batch_runner.wire import Reply, decode_item, decode_spec, encode_reply
 from batch_runner.worker import Worker, open_worker
 from hermes_rl.errors import HermesError, cause_of
@@ -42,6 +43,7 @@ class WorkerActor:
         fault = None
         try:
             told = decode_spec(spec)
+            make_room(told.capacity)
             opened = open_worker(told, RayLine(told.governor), keys)
             self._worker = await self._stack.enter_async_context(opened)
             self._watch = asyncio.create_task(self._outlive_driver())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from batch_runner.open_files import make_room
 from batch_runner.wire import Reply, WorkerSpec
 from batch_runner.worker import Worker, open_worker
 from hermes_rl.errors import HermesError, cause_of
@@ -60,7 +61,8 @@ class LocalFactory:
     """To the governor."""
 
     async def start(self, worker: int, capacity: int) -> LocalWorker:
-        """Raises: HermesError when the model, the key or the sandbox cannot be had."""
+        """Raises: HermesError when the model, the key, the sandbox or room cannot be had."""
+        make_room(capacity)
         spec = msgspec.structs.replace(self.spec, worker=worker, capacity=capacity)
         async with AsyncExitStack() as stack:
             opened = await stack.enter_async_context(open_worker(spec, self.line))
