@@ -22,6 +22,13 @@ def place(own: dict[str, Any] | None = None, **given: Any) -> Place:
     return resolve(EndpointSection(**given), known_providers(sections))
 
 
+def test_the_providers_that_are_known() -> None:
+    ours = "openai anthropic openrouter nous vllm sglang llama.cpp ollama lmstudio together groq"
+    assert set(shipped()) >= {*ours.split(), "deepseek", "azure", "bedrock", "vertex"}
+    for name in ("vllm", "sglang", "llama.cpp", "ollama", "lmstudio"):
+        assert place(provider=name).loopback, "no key leaves this machine"
+
+
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_every_known_provider_can_be_named(name: str) -> None:
     entry = shipped()[name]

@@ -1,0 +1,61 @@
+"""Ten minutes without a model, the server's clock and ours scaled together."""
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hermes_rl.agent.policy import PRESETS, Limits
+from hermes_rl.agent.run import run_agent
+from hermes_rl.messages import UserMessage
+from hermes_rl.models.calls.attempts import Clock
+from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
+from hermes_rl.models.calls.route import Route
+from hermes_rl.models.client import connect
+from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.limits.limiter import InProcessLimiter
+from hermes_rl.testing.conditions import Conditions
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+
+from .conftest import row_of
+
+SCALE = 300.0
+"""Ten minutes are two seconds."""
+OUTAGE_S = 600.0
+LIMIT_S = 60.0
+
+
+@pytest.mark.parametrize("preset", ["datagen", "rl"])
+async def test_ten_minutes_cost_an_agent_nothing(rig: Any, preset: str) -> None:
+    """It may be active for a minute, and is answered in the end; its row says how long it took."""
+    calm = Conditions(clock_scale=SCALE)
+
+    def ring(request: int) -> None:
+        if request == 3:
+            gone = ((server.now, server.now + OUTAGE_S),)
+            out = replace(calm, outages=gone, outage="server_error")
+            server.config = replace(server.config, conditions=out)
+
+    async with FakeServer(FakeConfig(conditions=calm), ring) as server:
+        client = connect(Endpoint(server.base_url))
+        parts = rig.parts(
+            policy=PRESETS[preset], limits=Limits(max_turns=10, max_seconds=LIMIT_S), model="echo-4"
+        )
+        clock = Clock(
+            monotonic=lambda: time.monotonic() * SCALE,
+            sleep=lambda seconds: asyncio.sleep(seconds / SCALE),
+        )
+        route = Route.single("", client, InProcessLimiter(8))
+        caller = ModelCaller([route], rig.tape, RetryPolicy(), clock=clock)
+        given = [UserMessage(content="Go.")]
+        ran = await run_agent(replace(parts, caller=caller), given)
+        await client.aclose()
+    row = row_of(rig.tape, ran)
+    assert (row.end_reason, row.turns, row.truncated) == ("answered", 5, False)
+    outcomes = Counter(call.outcome for call in row.calls)
+    assert outcomes["ok"] == 5
+    assert outcomes["refused"] == len(row.calls) - 5 > 3
+    assert ran.active_seconds < LIMIT_S < row.timing.waiting_s
