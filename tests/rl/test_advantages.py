@@ -42,6 +42,17 @@ def test_three_advantages(rewards: list[float | None]) -> None:
             assert ours[0] == pytest.approx(theirs[0], rel=1e-6, abs=1e-6)
 
 
+@given(st.lists(st.none() | st.floats(-1e307, 1e307), min_size=1, max_size=9))
+def test_rewards_without_bounds_have_finite_advantages(rewards: list[float | None]) -> None:
+    """An environment may leave its rewards unbounded; one huge one must not end the run."""
+    valid = [r for r in rewards if r is not None]
+    for advantage in (grpo, rloo, dr_grpo):
+        found = advantage(rewards)
+        assert [a is None for a in found] == [r is None or len(valid) < 2 for r in rewards]
+        assert all(math.isfinite(a) for a in found if a is not None)
+    assert all(math.isfinite(f) for f in (std(rewards), mean(rewards)) if f is not None)
+
+
 GOLDEN = {
     4: ([1.0, 0.0, 0.0, 1.0], 0.5, math.sqrt(1 / 3), [0.5, -0.5, -0.5, 0.5]),
     2: ([1.0, None, 0.0, None], 0.5, math.sqrt(0.5), [0.5, None, -0.5, None]),

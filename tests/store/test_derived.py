@@ -13,6 +13,7 @@ import pytest
 from hermes_rl.events import RewardPart
 from hermes_rl.store.commit import read_commits
 from hermes_rl.store.crash import CRASH_VARIABLE
+from hermes_rl.store.derived import derived_book
 from hermes_rl.store.driver import open_run
 from hermes_rl.store.reader import load_run
 from hermes_rl.store.rows import Derived, Grade, Group
@@ -112,6 +113,46 @@ def test_killed_while_they_are_published(run_path: Path, point: str) -> None:
     assert load_run(run_path).arrow("groups", ["task_id"]).to_pydict() == {"task_id": ["task-1"]}
 
 
+def grades_of(run_path: Path) -> list[str]:
+    return sorted(load_run(run_path).arrow("grades", ["trajectory_id"]).column(0).to_pylist())
+
+
+async def test_a_book_takes_rows_one_by_one_and_publishes_them_together(run_path: Path) -> None:
+    async with await open_run(run_path, made_up.CONFIG) as driver:
+        async with derived_book(driver) as add:
+            for number in range(3):
+                await add(Derived(grades=(grade(number),)))
+                assert len(grades_of(run_path)) == number + 1, "durable, and shown at once"
+            assert driver.run_dir.parts("grades") == []
+        assert len(driver.run_dir.parts("grades")) == 1
+        async with derived_book(driver) as add:  # of a name of its own
+            await add(Derived(grades=(grade(3),)))
+        async with derived_book(driver):
+            pass
+    assert grades_of(run_path) == ["t0", "t1", "t2", "t3"]
+    assert RunDir(run_path).writers() == []
+    assert len(list(read_commits(RunDir(run_path)))) == 2
+
+
+@pytest.mark.parametrize("point", ["attempt-3-done", "attempt-4-synced", "publish-7-renamed"])
+def test_a_book_that_is_killed_has_lost_nothing_that_it_took(run_path: Path, point: str) -> None:
+    killed = subprocess.run(
+        [sys.executable, __file__, str(run_path), "book"],
+        env={**os.environ, CRASH_VARIABLE: point, "PYTHONPATH": str(Path(__file__).parent)},
+        check=False,
+        timeout=60,
+    )
+    assert killed.returncode == -9
+    asyncio.run(open_and_leave(run_path))
+    assert grades_of(run_path) == ["t1"]
+    assert RunDir(run_path).writers() == []
+
+
+async def fill_book(run_path: Path) -> None:
+    async with await open_run(run_path, made_up.CONFIG) as driver, derived_book(driver) as add:
+        await add(Derived(grades=(grade(1),)))
+
+
 async def open_and_leave(run_path: Path) -> None:
     async with await open_run(run_path, made_up.CONFIG):
         pass
@@ -123,4 +164,4 @@ async def publish_one(run_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(publish_one(Path(sys.argv[1])))
+    asyncio.run((fill_book if "book" in sys.argv else publish_one)(Path(sys.argv[1])))

@@ -1,0 +1,79 @@
+"""Whatever an environment returns is a reward that columns can hold, or a fault of its own."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hermes_rl.errors import VerifierFault
+from hermes_rl.events import RewardPart
+from hermes_rl.rl.rewards import Rewards, part, settled
+
+anything: st.SearchStrategy[Any] = st.one_of(
+    st.none(),
+    st.floats(),
+    st.integers(),
+    st.just(10**400),
+    st.text(max_size=5),
+    st.booleans(),
+    st.lists(st.floats(), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.floats(), max_size=2),
+    st.just(np.float32(0.5)),
+    st.just(np.array([1.0, 2.0])),
+    st.just(np.array([0.5])),
+)
+parts = st.builds(
+    RewardPart,
+    name=anything,
+    score=anything,
+    weight=anything,
+    turn=anything,
+    detail=anything,
+)
+metrics = st.dictionaries(st.one_of(st.text(max_size=3), st.integers()), anything, max_size=2)
+given_back = st.one_of(
+    anything, st.builds(Rewards, st.lists(st.one_of(parts, anything), max_size=3), metrics)
+)
+
+
+@given(given_back, st.sampled_from([None, (0.0, 1.0), (-5.0, 5.0)]))
+def test_what_is_returned_is_a_finite_reward_or_a_fault(
+    returned: Any, bounds: tuple[float, float] | None
+) -> None:
+    try:
+        rewards = settled(returned, bounds, turns=2)
+    except VerifierFault:
+        return
+    assert math.isfinite(rewards.total)
+    assert bounds is None or bounds[0] <= rewards.total <= bounds[1]
+    assert all(isinstance(p.name, str) and isinstance(p.detail, str | None) for p in rewards.parts)
+    assert all(math.isfinite(p.score) and math.isfinite(p.weight) for p in rewards.parts)
+    assert all(isinstance(k, str) and math.isfinite(v) for k, v in rewards.metrics.items())
+
+
+HUGE: Any = 10**400
+OBJECT: Any = {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (np.array([1.0, 2.0]), "is no number"),
+        (HUGE, "is no number"),
+        (Rewards([part("a", 1e308), part("b", 1e308)]), "outside"),
+        (Rewards([RewardPart(name="a", score=HUGE)]), "not finite"),
+        (Rewards([part("a", 1.0, detail=OBJECT)]), "are texts"),
+        (Rewards([part("a", 1.0)], {"long": HUGE}), "finite numbers"),
+    ],
+)
+def test_what_no_column_can_hold_is_said(returned: Any, said: str) -> None:
+    with pytest.raises(VerifierFault, match=said):
+        settled(returned, None, turns=1)
+
+
+def test_numbers_of_numpy_are_rewards() -> None:
+    assert settled(np.float32(0.5), (0.0, 1.0), turns=0).total == 0.5
+    assert settled(np.int64(1), (0.0, 1.0), turns=0).total == 1.0
