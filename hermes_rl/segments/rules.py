@@ -126,7 +126,7 @@ def _trainable_faults(row: Row) -> Iterator[str]:
 
 def _plain(row: Row) -> bool:
     plain = row["temperature"] == 1.0 and row["top_p"] == 1.0 and row["top_k"] in (-1, 0)
-    return plain and not row["min_p"]
+    return plain and row["min_p"] == 0
 
 
 def rollout_faults(rows: Sequence[Row]) -> Iterator[str]:

@@ -87,13 +87,13 @@ def _logprobs(added: TokensAdded) -> Exclusion | None:
 
 
 def plainly_sampled(added: TokensAdded) -> bool:
-    """Whether the model's own distribution was sampled from. Temperature, top-p and top-k must have
-    been sent: servers fill in what a model's files recommend."""
+    """Whether the model's own distribution was sampled from. All of it must have been sent: servers
+    fill in what a model's files recommend, or what they are used to (llama.cpp: min-p 0.05)."""
     return (
         added.temperature == 1.0
         and added.top_p == 1.0
         and added.top_k in (-1, 0)
-        and not added.min_p
+        and added.min_p == 0
         and not added.shaped_by
     )
 

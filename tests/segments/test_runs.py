@@ -121,7 +121,9 @@ async def test_what_a_helping_harness_throws_away_stands_aside(tmp_path, capsys)
     assert len(aside) >= 3
     assert set(aside.branch_kind) == {"retry"}
     kept = rows[rows.exclude_reason != "discarded"]
-    assert set(kept.exclude_reason) == {"raw_logprobs"}  # this preset leaves sampling to the server
+    assert kept.trainable.all()  # a prompt of ids says how it samples, always
+    said = kept[["temperature", "top_p", "top_k", "min_p"]].drop_duplicates()
+    assert said.values.tolist() == [[1.0, 1.0, -1.0, 0.0]]
     code, _, err = check(str(tmp_path / "run"), "--tokens", capsys=capsys)
     assert code == 0, err
 

@@ -16,7 +16,7 @@ from hermes_rl.segments import check_segments, segments_of, with_segments
 from hermes_rl.trajectory import fold
 from hermes_rl.usage import Usage
 
-PLAIN = Sampling(temperature=1.0, top_p=1.0, top_k=-1)
+PLAIN = Sampling(temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0)
 EOM, EOT = 128008, 128009
 
 
@@ -112,7 +112,7 @@ def test_a_call_extends_only_by_an_id_prefix():
     assert only.finish_reasons == ["stop", "length"]
     assert (only.policy_version_min, only.policy_version_max) == ("9", "10")
     assert only.truncated
-    assert (only.temperature, only.top_p, only.top_k, only.min_p) == (1.0, 1.0, -1, None)
+    assert (only.temperature, only.top_p, only.top_k, only.min_p) == (1.0, 1.0, -1, 0.0)
     assert only.reward == 0.5
 
 
@@ -181,7 +181,10 @@ EXCLUDED = [
     ({"logprobs_kind": "constrained"}, {}, PLAIN, "constrained_logprobs"),
     ({"logprobs_kind": "raw"}, {}, PLAIN, None),
     ({"logprobs_kind": "raw"}, {}, Sampling(temperature=1.0), "raw_logprobs"),
-    ({"logprobs_kind": "raw"}, {}, Sampling(0.7, 1.0, -1), "raw_logprobs"),
+    ({"logprobs_kind": "raw"}, {}, Sampling(0.7, 1.0, -1, 0.0), "raw_logprobs"),
+    ({"logprobs_kind": "raw"}, {}, Sampling(1.0, 1.0, -1), "raw_logprobs"),
+    ({"logprobs_kind": "raw", "sampling": PLAIN}, {}, Sampling(), None),
+    ({"logprobs_kind": "raw", "sampling": PLAIN}, {"min_p": 0.2}, Sampling(), "raw_logprobs"),
     ({"logprobs_kind": "sampling"}, {}, Sampling(0.7, 0.9, 5), None),
     ({"logprobs_kind": "raw"}, {"min_p": 0.1}, PLAIN, "raw_logprobs"),
     ({"logprobs_kind": "raw"}, {"temperature": 0.7}, PLAIN, "raw_logprobs"),
@@ -265,6 +268,7 @@ BROKEN = [
     ({"token_source": "retokenized"}, "its ids are"),
     ({"logprobs_kind": "unknown"}, "its logprobs are"),
     ({"logprobs_kind": "raw", "top_p": None}, "not plain"),
+    ({"logprobs_kind": "raw", "min_p": None}, "not plain"),
     ({"branch_index": 1}, "branches [1]"),
     ({"n_branches": 2}, "n_branches"),
     ({"parent_branch": 0}, "no other branch"),

@@ -55,7 +55,7 @@ async def find_plan(config: RunConfig, keys: Keys) -> TokenPlan | None:
     if wanted == "off" or config.model.name in PLAYED_MODELS:
         return None
     if not asks_endpoint(config.model.name, config.endpoint):
-        return _embedded_plan(wanted)
+        return _heard(_embedded_plan(wanted), config)
     from hermes_rl.models.tokens.selection import Search
 
     routes = targets_by_model(config)
@@ -66,9 +66,20 @@ async def find_plan(config: RunConfig, keys: Keys) -> TokenPlan | None:
     renderer = await asyncio.to_thread(_renderer, config.endpoint)
     try:
         tools = config.agent.toolsets != () or config.agent.distribution is not None
-        return await Search(endpoint, target.model or model, renderer, tools).plan(wanted)
+        found = await Search(endpoint, target.model or model, renderer, tools).plan(wanted)
     except AuthError:
         return NO_IDS
+    return _heard(found, config)
+
+
+def _heard(plan: TokenPlan, config: RunConfig) -> TokenPlan:
+    """The plan. Raises: UserError for what the configuration says and nobody would hear."""
+    if plan.way not in ("off", "chat") and config.model.reasoning is not None:
+        raise UserError(
+            "model.reasoning is not told with prompts of ids: there the chat template decides. "
+            "Leave it out, or use endpoint.tokens=chat"
+        )
+    return plan
 
 
 def _embedded_plan(wanted: Wanted) -> TokenPlan:

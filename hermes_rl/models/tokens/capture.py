@@ -72,7 +72,7 @@ def record_of(
         packed, whole = pack_ids(sampled), pack_ids(prompt)
     except struct.error:
         return None
-    sent = {**request.sampling.as_dict(), **request.extra}
+    sent = {**(tokens.sampling or request.sampling).as_dict(), **request.extra}
     event = TokensAdded(
         call_id=call_id,
         sampled=packed,

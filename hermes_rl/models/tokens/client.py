@@ -9,8 +9,9 @@ that was sampled is ever rendered or tokenised again as long as its conversation
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hermes_rl.errors import ProtocolError, UserError
 from hermes_rl.messages import AssistantMessage, Message
@@ -19,13 +20,14 @@ from hermes_rl.models.base import (
     LogprobsKind,
     ModelClient,
     ModelRequest,
+    Sampling,
     TokenCapture,
 )
 from hermes_rl.models.calls.retry import Renewable
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.pipeline import outgoing
-from hermes_rl.models.tokens.engines.base import TokenWire, sampling_of
+from hermes_rl.models.tokens.engines.base import TokenWire, spelled_out
 from hermes_rl.models.tokens.engines.llamacpp import LlamacppCompletion
 from hermes_rl.models.tokens.engines.sglang import SglangGenerate
 from hermes_rl.models.tokens.engines.vllm import VllmCompletions, VllmGenerate
@@ -118,10 +120,12 @@ class TokenClient:
         """See `ModelClient.complete`. Raises also UserError for images, and where tools are offered
         whose calls no parser here would read."""
         asked = self._ask(request)
+        sampling = spelled_out(request.sampling)
         answer = await self._inner.complete(
             replace(
                 request,
                 prompt_ids=asked.prompt.ids,
+                sampling=sampling,
                 logprobs=True,
                 stream=False,
                 on_delta=None,
@@ -140,7 +144,7 @@ class TokenClient:
             answer,
             message=message,
             finish_reason="tool_calls" if called else answer.finish_reason,
-            tokens=self._capture(answer.tokens, asked.prompt, request),
+            tokens=self._capture(answer.tokens, asked.prompt, sampling, request.extra),
         )
 
     def bound(self, request: ModelRequest) -> int:
@@ -188,10 +192,10 @@ class TokenClient:
         )
         return parsed.message(text)
 
-    def _capture(self, told: TokenCapture, prompt: Prompt, request: ModelRequest) -> TokenCapture:
-        kind = kind_in(
-            self._kind, self._filtered, {**sampling_of(request.sampling), **request.extra}
-        )
+    def _capture(
+        self, told: TokenCapture, prompt: Prompt, sampling: Sampling, extra: Mapping[str, Any]
+    ) -> TokenCapture:
+        kind = kind_in(self._kind, self._filtered, {**sampling.as_dict(), **extra})
         return replace(
             told,
             prompt_ids=prompt.ids,
@@ -200,6 +204,7 @@ class TokenClient:
             fork_reason=prompt.fork_reason,
             tokenizer_hash=self._renderer.tokenizer_hash,
             template_hash=self._renderer.template_hash,
+            sampling=sampling,
         )
 
 

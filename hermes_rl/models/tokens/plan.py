@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 
 from hermes_rl.events import LogprobsKind
+from hermes_rl.models.base import Sampling
+from hermes_rl.models.tokens.engines.base import spelled_out
 
 Wanted = Literal["off", "auto", "chat", "vllm", "sglang", "llamacpp"]
 """What a configuration asks for."""
@@ -46,15 +48,33 @@ class TokenPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Whether rows get segments."""
         return self.way != "off"
 
-    def lines(self) -> list[str]:
-        """For people, at the start of a run."""
+    def lines(self, sampling: Sampling | None = None) -> list[str]:
+        """For people, at the start of a run.
+
+        Args:
+            sampling: how the run samples; None says nothing of what that means.
+        """
         if not self.exact:
             return [f"no token ids: {self.why}. Rows get no segments"] if self.why else []
         kind = self.logprobs if self.calls else "shown by its answers"
         told = [f"token ids by {self.way}; logprobs: {kind}"]
-        if kind == "sampling" and not self.filtered:
-            told.append("logprobs do not show top_p, top_k, min_p: nothing trains where these cut")
+        if sampling is not None and (why := self._in_vain(spelled_out(sampling))):
+            told.append(f"nothing will be trainable: {why}")
         return told + [f"template: {line}" for line in self.template]
+
+    def _in_vain(self, sent: Sampling) -> str | None:
+        """Why this sampling makes logprobs that nobody can train on; None when it does not."""
+        cut = sent.top_p != 1 or sent.top_k != -1 or sent.min_p != 0
+        if self.logprobs == "raw" and (cut or sent.temperature != 1):
+            return (
+                "logprobs are of the model before temperature and filters. Use temperature 1 and "
+                "top_p 1, or an engine that tells those it sampled from"
+            )
+        if self.logprobs == "sampling" and sent.temperature == 0:
+            return "at temperature 0 the likeliest token is taken, whatever its logprob"
+        if self.logprobs == "sampling" and cut and not self.filtered:
+            return "logprobs do not show top_p, top_k, min_p. Leave these out"
+        return None
 
 
 NO_IDS = TokenPlan()

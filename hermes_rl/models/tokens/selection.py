@@ -36,7 +36,7 @@ from hermes_rl.models.dialects.lenient import decode_json
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.providers.raw import ask_raw
 from hermes_rl.models.tokens.client import WIRES, at_root, token_client
-from hermes_rl.models.tokens.engines.base import Json, whole_ids
+from hermes_rl.models.tokens.engines.base import PENALTIES, Json, sampling_of, whole_ids
 from hermes_rl.models.tokens.engines.chat import ChatIdsClient
 from hermes_rl.models.tokens.logprobs import CUT, TOP, filters_shown, kind_of
 from hermes_rl.models.tokens.plan import NO_IDS, Asked, Spelling, TokenPlan, Wanted, Way
@@ -235,12 +235,13 @@ class Search:
         body: Json = {
             "model": self.model,
             "messages": [{"role": "user", "content": _WORD}],
-            "temperature": temperature,
+            **sampling_of(Sampling(temperature=temperature, top_k=top_k)),
+            **PENALTIES,
             "max_tokens": 1,
             "logprobs": True,
             "top_logprobs": most,
             "return_token_ids": True,
-        } | ({} if top_k is None else {"top_k": top_k})
+        }
         form = decode_json(await ask_raw(self.endpoint, "/chat/completions", body))
         found.append(spelling_of(form))
         usage = read_usage(form.get("usage")) if isinstance(form, dict) else None
@@ -346,7 +347,7 @@ def _one_token(
         model=model,
         conversation=Conversation(),
         call_id=f"probe-{temperature:g}",
-        sampling=Sampling(temperature=temperature, top_p=1.0, top_k=top_k, max_tokens=1),
+        sampling=Sampling(temperature=temperature, top_k=top_k, max_tokens=1),
         logprobs=True,
         prompt_ids=tuple(prompt),
     )

@@ -8,6 +8,7 @@ from hermes_rl.errors import ModelAborted, ModelError, ProtocolError
 from hermes_rl.models.base import Completion, Conversation, ModelRequest
 from hermes_rl.models.dialects.base import ReplyHead
 from hermes_rl.models.tokens.client import WIRES
+from hermes_rl.usage import Usage
 
 PROMPT = (1, 2, 3)
 REQUEST = ModelRequest("m", Conversation(), "c", logprobs=True, prompt_ids=PROMPT)
@@ -68,14 +69,18 @@ def test_a_whole_answer_is_read(wire):
         ("vllm", vllm(token_ids=[7]), "of different tokens"),
         ("vllm", vllm(token_ids=[7, 9]), "of different tokens"),
         ("vllm", vllm(logprobs={"token_logprobs": [-1.0]}), "1 logprobs for 2 tokens"),
+        ("vllm", {**vllm(), "usage": {"prompt_tokens": 4}}, "read 4 prompt tokens"),
+        ("vllm", {**vllm(), "usage": {"completion_tokens": 3}}, "counted 3 sampled tokens, gave 2"),
         ("vllm_generate", generate(token_ids=[7]), "of different tokens"),
         ("vllm_generate", generate(token_ids=[8, 7]), "of different tokens"),
         ("vllm_generate", {**generate(), "usage": {"prompt_tokens": 4}}, "read 4 prompt tokens"),
         ("sglang", sglang(prompt_tokens=4), "read 4 prompt tokens and was sent 3"),
+        ("sglang", sglang(completion_tokens=1), "counted 1 sampled tokens, gave 2"),
         ("sglang", sglang(ids=(7, 9)), "of different tokens"),
         ("sglang", sglang(ids=(7,), finish_reason={"type": "stop"}), "of different tokens"),
         ("sglang", sglang(ids=(7,), finish_reason={"type": "length"}), "of different tokens"),
         ("llamacpp", llamacpp(tokens_evaluated=4), "read 4 prompt tokens and was sent 3"),
+        ("llamacpp", llamacpp(tokens_predicted=3), "counted 3 sampled tokens, gave 2"),
         ("llamacpp", llamacpp(truncated=True), "cut the prompt"),
         *((wire, form, None) for wire in WIRES for form in ([], {}, 3, b"<html>", b"{")),
         *((wire, {"choices": [], "meta_info": None}, None) for wire in WIRES),
@@ -85,6 +90,31 @@ def test_what_contradicts_itself_is_refused(wire, form, said):
     with pytest.raises(ProtocolError, match=said) as refused:
         read(wire, form)
     assert refused.value.served
+
+
+TOLD = {
+    "prompt_tokens": 3,
+    "completion_tokens": 2,
+    "total_tokens": 5,
+    "prompt_tokens_details": {"cached_tokens": 1},
+    "completion_tokens_details": {"reasoning_tokens": 1},
+    "cost": 0.25,
+}
+
+
+@pytest.mark.parametrize("form", [vllm(), generate()])
+def test_the_usage_is_the_servers_own_where_it_tells_it(form):
+    wire = "vllm_generate" if "request_id" in form else "vllm"
+    answer = read(wire, {**form, "usage": TOLD})
+    assert json.loads(answer.usage_raw) == TOLD
+    assert answer.usage == Usage(
+        input_tokens=3,
+        cache_read_tokens=1,
+        output_tokens=2,
+        reasoning_tokens=1,
+        reported_cost=0.25,
+    )
+    assert read(wire, form).usage == Usage(input_tokens=3, output_tokens=2)
 
 
 def test_a_stop_token_that_only_its_logprob_tells_was_sampled():

@@ -126,6 +126,16 @@ async def test_with_another_preset_nobody_is_asked_unless_it_is_said(tmp_path):
         assert (await reach(parse_config(form))).tokens.way == "chat"
 
 
+async def test_an_effort_of_reasoning_that_nobody_would_hear_is_refused(tmp_path):
+    async with engine_at(tmp_path / "t") as engine:
+        form = config_of(engine, tokenizer=str(engine.config.tokenizer)).model_dump()
+        form["model"]["reasoning"] = "high"
+        with pytest.raises(UserError, match=r"model\.reasoning is not told with prompts of ids"):
+            await reach(parse_config(form))
+        form["endpoint"]["tokens"] = "chat"
+        assert (await reach(parse_config(form))).tokens.way == "chat"
+
+
 def test_one_tokenizer_is_not_for_several_models():
     form = {
         "dataset": {"path": "x"},

@@ -5,16 +5,18 @@ import math
 from dataclasses import replace
 
 import pytest
-from engines_kit import WIRES, asked, engine_at, request_of, script
+from engines_kit import FREE, WIRES, asked, engine_at, request_of, script
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.errors import AuthError, UserError
-from hermes_rl.models.base import Conversation, Sampling
+from hermes_rl.messages import AssistantMessage
+from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampling, TokenCapture
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.providers.exact import exact_clients
+from hermes_rl.models.tokens.engines.chat import ChatIdsClient
 from hermes_rl.models.tokens.logprobs import filters_shown, kind_of
 from hermes_rl.models.tokens.plan import TokenPlan
 from hermes_rl.models.tokens.renderer import load_renderer
@@ -23,6 +25,7 @@ from hermes_rl.testing.exact_engine_sampler import log_softmax
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan
 from hermes_rl.testing.tiny_tokenizer import tiny_renderer, tiny_tokenizer
+from hermes_rl.usage import Usage
 
 ROUTES = {
     "vllm": "/v1/completions",
@@ -73,7 +76,88 @@ async def test_logprobs_before_filters_are_not_those_of_a_policy_that_filters(tm
     filters = "sampling" if kind == "processed" else "unknown"
     cut = dict.fromkeys(("top_p", "top_k", "min_p"), filters)
     assert said == {"free": "sampling", **cut, "greedy": "unknown"}
-    assert any("do not show top_p" in line for line in plan.lines()) == (kind == "scaled")
+    told = {name: "\n".join(plan.lines(sampling)) for name, sampling in SAMPLINGS.items()}
+    in_vain = {name for name, lines in told.items() if "nothing will be trainable" in lines}
+    assert in_vain == {name for name, found in said.items() if found == "unknown"}
+
+
+IN_VAIN = [
+    ("raw", False, Sampling(), None),
+    ("raw", False, SAMPLINGS["free"], "before temperature and filters. Use temperature 1"),
+    ("raw", False, SAMPLINGS["top_p"], "before temperature and filters"),
+    ("sampling", False, Sampling(), None),
+    ("sampling", False, SAMPLINGS["free"], None),
+    ("sampling", False, SAMPLINGS["top_p"], "do not show top_p, top_k, min_p. Leave these out"),
+    ("sampling", True, SAMPLINGS["top_p"], None),
+    ("sampling", True, SAMPLINGS["greedy"], "at temperature 0 the likeliest token is taken"),
+    ("unknown", False, SAMPLINGS["top_p"], None),
+]
+
+
+@pytest.mark.parametrize(("kind", "filtered", "sampling", "said"), IN_VAIN)
+def test_a_run_whose_logprobs_nobody_can_train_on_is_told_at_its_start(
+    kind, filtered, sampling, said
+):
+    plan = TokenPlan(way="sglang", logprobs=kind, filtered=filtered)
+    assert len(plan.lines()) == 1
+    _, *more = plan.lines(sampling)
+    assert [line for line in more if line.startswith("nothing will be trainable: ")] == more
+    assert (said in more[0]) if said else not more
+
+
+class Answering:
+    """A chat client that keeps what it was asked and gives one answer."""
+
+    api_mode, endpoint = "chat_completions", "here"
+
+    def __init__(self, **usage: int) -> None:
+        self.asked: list[ModelRequest] = []
+        self._usage = Usage(**usage) if usage else None
+
+    def bound(self, request: ModelRequest) -> int:
+        return 1
+
+    async def complete(self, request: ModelRequest) -> Completion:
+        self.asked.append(request)
+        tokens = TokenCapture((1, 2, 3), (4, 5), (-0.5, -0.25))
+        return Completion(AssistantMessage(content="a"), "stop", self._usage, tokens=tokens)
+
+    async def aclose(self) -> None:
+        pass
+
+
+async def test_a_chat_endpoint_is_told_all_of_the_sampling_too():
+    """vLLM takes a repetition penalty from a model's files (Qwen 2.5: 1.05), and llama.cpp min-p
+    0.05 from itself: neither would show in the logprobs."""
+    inner = Answering()
+    client = ChatIdsClient(inner, kind="raw")
+    answer = await client.complete(request_of(Conversation(asked("a")), sampling=Sampling(seed=3)))
+    body = {**inner.asked[0].sampling.as_dict(), **inner.asked[0].extra}
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "seed": 3}
+    off = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert body == plain | off
+    assert answer.tokens.sampling == inner.asked[0].sampling
+    own = {"repetition_penalty": 1.2}
+    await client.complete(request_of(Conversation(asked("a")), sampling=FREE, extra=own))
+    assert inner.asked[1].extra == off | own
+
+
+@pytest.mark.parametrize(
+    ("usage", "kept"),
+    [
+        ({}, True),
+        ({"input_tokens": 3, "output_tokens": 2}, True),
+        ({"input_tokens": 3, "output_tokens": 3}, False),
+        ({"input_tokens": 4, "output_tokens": 2}, False),
+    ],
+)
+async def test_ids_that_are_not_all_there_are_not_trained_on(usage, kept):
+    """An answer's end token that a server counts and does not give: what is left was not sampled
+    as it stands."""
+    client = ChatIdsClient(Answering(**usage), kind="sampling", filtered=True)
+    answer = await client.complete(request_of(Conversation(asked("a"))))
+    assert answer.tokens.completion_ids == (4, 5)
+    assert (answer.tokens.logprobs is not None) == kept
 
 
 @given(logits, st.integers(3, 20))

@@ -7,8 +7,7 @@ was sent (a second BOS, a cut head), ids and logprobs of different lengths or to
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -41,11 +40,9 @@ class Answer:
     """The ids that the logprobs are of, where the engine names them."""
     prompt_ids: Any = None
     """The prompt as the engine read it, where it says so."""
-    prompt_tokens: int | None = None
-    """How many tokens it read, where it says so."""
     finish: str | None = None
-    usage: Mapping[str, int | None] = field(default_factory=dict)
-    """Fields of `Usage`."""
+    usage: Usage = field(default_factory=Usage)
+    """As far as the engine tells it."""
     raw: Any = None
     """The engine's own words on usage."""
     answer_id: Any = None
@@ -119,8 +116,10 @@ class TokenWire(ABC):
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise reading.unreadable(f"not {self.name}: {type(error).__name__} {error}") from None
         ids = _checked(answer, prompt, reading)
-        counts = {"input_tokens": len(prompt), "output_tokens": len(ids)}
-        usage = msgspec.convert({**counts, **answer.usage}, Usage)
+        # What the engine told of these two is the same: else it were refused.
+        usage = msgspec.structs.replace(
+            answer.usage, input_tokens=len(prompt), output_tokens=len(ids)
+        )
         return reading.completion(
             AssistantMessage(),
             finish_reason=answer.finish,
@@ -140,9 +139,11 @@ def _checked(answer: Answer, prompt: tuple[int, ...], reading: Reading) -> tuple
         raise reading.unreadable("it holds no token ids of the answer")
     if answer.prompt_ids is not None and whole_ids(answer.prompt_ids) != prompt:
         raise reading.unreadable("the engine read another prompt than it was sent")
-    told = answer.prompt_tokens
-    if told is not None and told != len(prompt):
-        raise reading.unreadable(f"the engine read {told} prompt tokens and was sent {len(prompt)}")
+    read, said = answer.usage.input_tokens, answer.usage.output_tokens
+    if read not in (None, len(prompt)):
+        raise reading.unreadable(f"the engine read {read} prompt tokens and was sent {len(prompt)}")
+    if said not in (None, len(ids)):
+        raise reading.unreadable(f"the engine counted {said} sampled tokens, gave {len(ids)}")
     return ids
 
 
@@ -167,13 +168,25 @@ def whole_ids(values: Any) -> tuple[int, ...] | None:
     return tuple(values) if all(type(v) is int and 0 <= v < NO_TOKEN for v in values) else None
 
 
-def sampling_of(sampling: Sampling) -> Json:
-    """Temperature and filters, each said: what is left out a server takes from the model's files
-    (`generation_config.json`) or its own defaults, and the logprobs would be of something else."""
+PENALTIES: Json = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""None, said."""
+
+
+def spelled_out(sampling: Sampling) -> Sampling:
+    """Temperature and filters each said, neutral where nothing is: what is left out a server takes
+    from the model's files (`generation_config.json`) or its own defaults, and the logprobs would be
+    of something else."""
     none = sampling.top_k is None or sampling.top_k <= 0
-    return {
-        "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
-        "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
-        "top_k": -1 if none else sampling.top_k,
-        "min_p": 0.0 if sampling.min_p is None else sampling.min_p,
-    }
+    return replace(
+        sampling,
+        temperature=1.0 if sampling.temperature is None else sampling.temperature,
+        top_p=1.0 if sampling.top_p is None else sampling.top_p,
+        top_k=-1 if none else sampling.top_k,
+        min_p=0.0 if sampling.min_p is None else sampling.min_p,
+    )
+
+
+def sampling_of(sampling: Sampling) -> Json:
+    """Temperature and filters as they are sent."""
+    said = spelled_out(sampling)
+    return {name: getattr(said, name) for name in ("temperature", "top_p", "top_k", "min_p")}

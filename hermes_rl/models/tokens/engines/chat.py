@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hermes_rl.models.base import Completion, LogprobsKind, ModelClient, ModelRequest
+from hermes_rl.models.base import (
+    Completion,
+    LogprobsKind,
+    ModelClient,
+    ModelRequest,
+    TokenCapture,
+)
 from hermes_rl.models.calls.retry import Renewable
+from hermes_rl.models.tokens.engines.base import PENALTIES, spelled_out
 from hermes_rl.models.tokens.logprobs import kind_in
+from hermes_rl.usage import Usage
 
 
 class ChatIdsClient:
@@ -37,16 +45,27 @@ class ChatIdsClient:
 
     async def complete(self, request: ModelRequest) -> Completion:
         """See `ModelClient.complete`."""
-        stream = request.stream and not self._whole
-        answer = await self._inner.complete(
-            replace(request, token_ids=True, logprobs=True, stream=stream)
+        sent = replace(
+            request,
+            sampling=spelled_out(request.sampling),
+            extra={**PENALTIES, **request.extra},
+            token_ids=True,
+            logprobs=True,
+            stream=request.stream and not self._whole,
         )
-        tokens = answer.tokens
-        if tokens is None or tokens.logprobs is None or tokens.logprobs_kind != "unknown":
+        answer = await self._inner.complete(sent)
+        if answer.tokens is None:
             return answer
-        sent = {**request.sampling.as_dict(), **request.extra}
-        kind = kind_in(self._kind, self._filtered, sent)
-        return replace(answer, tokens=replace(tokens, logprobs_kind=kind))
+        return replace(answer, tokens=self._capture(answer.tokens, answer.usage, sent))
+
+    def _capture(self, told: TokenCapture, usage: Usage | None, sent: ModelRequest) -> TokenCapture:
+        told = replace(told, sampling=sent.sampling)
+        if _contradict(told, usage):  # some ids are missing: nothing may be trained on the others
+            return replace(told, logprobs=None)
+        if told.logprobs is None or told.logprobs_kind != "unknown":
+            return told
+        said = {**sent.sampling.as_dict(), **sent.extra}
+        return replace(told, logprobs_kind=kind_in(self._kind, self._filtered, said))
 
     def bound(self, request: ModelRequest) -> int:
         """See `ModelClient.bound`."""
@@ -60,3 +79,11 @@ class ChatIdsClient:
     async def aclose(self) -> None:
         """See `ModelClient.aclose`."""
         await self._inner.aclose()
+
+
+def _contradict(told: TokenCapture, usage: Usage | None) -> bool:
+    """Whether the server counted other numbers of tokens than it gave ids."""
+    if usage is None:
+        return False
+    counted = ((usage.input_tokens, told.prompt_ids), (usage.output_tokens, told.completion_ids))
+    return any(n is not None and ids is not None and n != len(ids) for n, ids in counted)

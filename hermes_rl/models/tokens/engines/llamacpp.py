@@ -11,7 +11,9 @@ import math
 from typing import Any
 
 from hermes_rl.models.base import ModelRequest
+from hermes_rl.models.dialects.chat.usage import count_of
 from hermes_rl.models.tokens.engines.base import Answer, Json, TokenWire, sampling_of
+from hermes_rl.usage import Usage
 
 _FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
 _NEUTRAL: Json = {
@@ -63,9 +65,12 @@ class LlamacppCompletion(TokenWire):
         return Answer(
             ids=ids,
             logprobs=[_logprob(one) for one in told] if aligned else None,
-            prompt_tokens=form.get("tokens_evaluated"),
             finish=_FINISH.get(str(form.get("stop_type"))),
-            usage={"cache_read_tokens": (form.get("timings") or {}).get("cache_n")},
+            usage=Usage(
+                input_tokens=count_of(form.get("tokens_evaluated")),
+                output_tokens=count_of(form.get("tokens_predicted")),
+                cache_read_tokens=count_of((form.get("timings") or {}).get("cache_n")),
+            ),
             raw={name: form.get(name) for name in ("tokens_evaluated", "tokens_predicted")},
             answer_id=form.get("id"),
             model=form.get("model"),

@@ -9,7 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from hermes_rl.models.base import ModelRequest
-from hermes_rl.models.tokens.engines.base import Answer, Json, TokenWire, sampling_of
+from hermes_rl.models.dialects.chat.usage import count_of
+from hermes_rl.models.tokens.engines.base import (
+    PENALTIES,
+    Answer,
+    Json,
+    TokenWire,
+    sampling_of,
+)
+from hermes_rl.usage import Usage
 
 
 class SglangGenerate(TokenWire):
@@ -23,9 +31,7 @@ class SglangGenerate(TokenWire):
         sampling = request.sampling
         params: Json = {
             **sampling_of(sampling),
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
+            **PENALTIES,
             "max_new_tokens": sampling.max_tokens,  # None is the rest of the window
             "stop_token_ids": self._stop,
             "skip_special_tokens": False,
@@ -50,9 +56,12 @@ class SglangGenerate(TokenWire):
             ids=_sampled(form.get("output_ids"), named, meta.get("finish_reason")),
             logprobs=None if triples is None else [triple[0] for triple in triples],
             named=named,
-            prompt_tokens=_whole(meta.get("prompt_tokens")),
             finish=_finish(meta.get("finish_reason")),
-            usage={"cache_read_tokens": _whole(meta.get("cached_tokens"))},
+            usage=Usage(
+                input_tokens=count_of(meta.get("prompt_tokens")),
+                output_tokens=count_of(meta.get("completion_tokens")),
+                cache_read_tokens=count_of(meta.get("cached_tokens")),
+            ),
             raw={
                 name: meta.get(name)
                 for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
@@ -85,7 +94,3 @@ def _finish(reason: Any) -> str | None:
     """`{"type": "stop", "matched": 2}` -> stop."""
     kind = reason.get("type") if isinstance(reason, dict) else reason
     return kind if isinstance(kind, str) else None
-
-
-def _whole(value: Any) -> int | None:
-    return value if type(value) is int and value >= 0 else None

@@ -9,11 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 from hermes_rl.models.base import ModelRequest
-from hermes_rl.models.dialects.chat.usage import read_usage
-from hermes_rl.models.tokens.engines.base import Answer, Json, TokenWire, sampling_of
+from hermes_rl.models.dialects.chat.usage import count_of, read_usage
+from hermes_rl.models.tokens.engines.base import (
+    PENALTIES,
+    Answer,
+    Json,
+    TokenWire,
+    sampling_of,
+)
 from hermes_rl.usage import Usage
 
-_NEUTRAL: Json = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _AS_ID = "token_id:"
 
 
@@ -31,7 +36,7 @@ class VllmCompletions(TokenWire):
             "model": request.model,
             "prompt": prompt,
             **sampling_of(sampling),
-            **_NEUTRAL,
+            **PENALTIES,
             "max_tokens": sampling.max_tokens,  # None is the rest of the window
             "stop_token_ids": self._stop,
             "skip_special_tokens": False,
@@ -57,7 +62,7 @@ class VllmCompletions(TokenWire):
             named=_named(logprobs.get("tokens")),
             prompt_ids=choice.get("prompt_token_ids"),
             finish=choice.get("finish_reason"),
-            usage=_counts(form.get("usage")),
+            usage=_told(form.get("usage")),
             raw=form.get("usage"),
             answer_id=form.get("id"),
             model=form.get("model"),
@@ -84,7 +89,7 @@ class VllmGenerate(TokenWire):
         sampling = request.sampling
         params: Json = {
             **sampling_of(sampling),
-            **_NEUTRAL,
+            **PENALTIES,
             "max_tokens": sampling.max_tokens,
             "stop_token_ids": self._stop,
             "skip_special_tokens": False,
@@ -108,9 +113,8 @@ class VllmGenerate(TokenWire):
             ids=choice.get("token_ids"),
             logprobs=[one.get("logprob") for one in content] or None,
             named=_named([one.get("token") for one in content] or None),
-            prompt_tokens=(form.get("usage") or {}).get("prompt_tokens"),
             finish=choice.get("finish_reason"),
-            usage=_counts(form.get("usage")),
+            usage=_told(form.get("usage")),
             raw=form.get("usage"),
             answer_id=form.get("id") or form.get("request_id"),
             model=form.get("model"),
@@ -138,7 +142,10 @@ def _named(tokens: Any) -> list[int] | None:
     return [int(text) for text in texts] if whole else None
 
 
-def _counts(usage: Any) -> dict[str, int | None]:
-    read = read_usage(usage) or Usage()
-    cached = read.cache_read_tokens
-    return {} if cached is None else {"cache_read_tokens": cached}
+def _told(usage: Any) -> Usage:
+    """What an answer says of its usage; one of the two counts alone is evidence too."""
+    form = usage if isinstance(usage, dict) else {}
+    return read_usage(form) or Usage(
+        input_tokens=count_of(form.get("prompt_tokens")),
+        output_tokens=count_of(form.get("completion_tokens")),
+    )
