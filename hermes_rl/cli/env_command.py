@@ -168,6 +168,7 @@ def regrade(
     from hermes_rl.config import parse_assignment
     from hermes_rl.doors import run_sync
 
+    _find_modules_here()
     changes = [parse_assignment(text) for text in settings or ()]
     done = run_sync(work(path, changes, concurrency=concurrency))
     if as_json:
@@ -180,14 +181,18 @@ def regrade(
     return ExitCode.GIVEN_UP if done.failed or done.unscored else ExitCode.DONE
 
 
+def _find_modules_here() -> None:
+    """Modules beside the caller are found, as with `python -m`."""
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+
+
 def _config(mode: Mode, given: dict[str, Any], file: Path | None, settings: list[str]) -> RunConfig:
     """Flags before --set before --config before what the environment says. Raises: UserError."""
     from hermes_rl.config import parse_config
 
-    # Modules beside the caller are found, as with `python -m`.
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
+    _find_modules_here()
     data = run.merged(given, FLAGS, file, settings)
     env = data.get("env")
     example = f"hermes-rl env {mode} my_env --model my-model"

@@ -75,8 +75,11 @@ class Grader:
         if self.host is not None:
             return self.identity
         verifier = task.verify
-        files = {n: digest(d.hex()) for n, d in verifier.files.items()} if verifier else {}
-        return digest([verifier.script, files, verifier.score, verifier.image] if verifier else [])
+        if verifier is None:
+            return digest([])
+        files = {name: digest(data.hex()) for name, data in verifier.files.items()}
+        how = (verifier.score, verifier.image, verifier.timeout_s)
+        return digest([verifier.script, files, *how])
 
     async def grade(self, stored: Stored) -> Judged:
         """One grade; a fault of the grader's makes one without a reward."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,8 +112,10 @@ class EnvScorer:
         ready = []
         for gathered in batch:
             lazy = tasks.get(gathered.row_index)
-            own = [rows[m.trajectory_id or ""] for m in valid[gathered.facts["group_id"]]]
-            ready.append(Ready(gathered, lazy.parse().task if lazy else None, tuple(own)))
+            wanted = [m.trajectory_id or "" for m in valid[gathered.facts["group_id"]]]
+            if all(one in rows for one in wanted):  # else it waits until they are published
+                own = tuple(rows[one] for one in wanted)
+                ready.append(Ready(gathered, lazy.parse().task if lazy else None, own))
         return ready
 
     async def score(self, ready: Ready) -> Scoring:
@@ -153,6 +155,9 @@ class EnvScorer:
         given = await theirs(env, env.score_group, VerifierFault, task, members, ctx)
         if given is None:
             return None
+        if not isinstance(given, Iterable):
+            what = f"returned {type(given).__name__}; return a list of rewards, or None"
+            raise VerifierFault(faults.wrong(env.name, env.score_group, what))
         scores = list(given)
         if len(scores) != len(members):
             what = f"returned {len(scores)} rewards for {len(members)} members"

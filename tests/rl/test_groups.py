@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from batch_runner import run_batch
+from batch_runner.pilot import Pilot
 from hermes_rl.rl.advantages import EPSILON
+from hermes_rl.rl.group_report import group_report
 from hermes_rl.store.reader import Run, load_run
 
 # Each member draws its own fate: 0 and 1 are rewards, 2 is a verifier that cannot judge.
@@ -67,6 +69,9 @@ def test_advantages_are_those_of_the_survivors(tmp_path: Path) -> None:
     report = run_batch(config(tmp_path / "run", tasks(12)))
     run = load_run(tmp_path / "run")
     groups, own = run.groups, by_hand(run)
+    told = group_report(run)
+    assert told.unjudged == report.given_up == len(run.failures)
+    assert any(f"unjudged: {report.given_up} of the dropped" in line for line in told.lines())
     assert len(groups) == 12
     assert (groups["size"] == 4).all()
     assert groups["n_valid"].sum() == report.done < 48
@@ -114,6 +119,18 @@ def test_equal_scores_are_kept_and_flagged(tmp_path: Path) -> None:
     assert group["sendable"]
     assert list(group["grpo"]) == [0.0] * 4
     assert (group["mean"], group["std"]) == (1.0, 0.0)
+
+
+def test_a_pilot_writes_no_group_that_is_not_whole(tmp_path: Path) -> None:
+    rows = [
+        {"id": f"t{n}", "prompt": "do", "n": n, "oracle": "true", "verify": "true"}
+        for n in range(8)
+    ]
+    out = tmp_path / "run"
+    assert run_batch(config(out, rows), pilot=Pilot(every=2, units=16)).done == 16
+    assert set(load_run(out).groups["size"]) <= {4}
+    run_batch(config(out, rows))
+    assert list(load_run(out).groups["size"]) == [4] * 8
 
 
 def test_single_rollouts_are_no_groups(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +178,43 @@ def test_a_task_whose_content_changed_is_refused_or_said(tmp_path: Path) -> None
     assert grades == {"same": 1.0, "verifier": 0.0, "files": 1.0}
     assert any("2 are of a task whose verifier" in line for line in done.lines())
     assert any("2 are of a task that is another one" in line for line in done.lines())
+
+
+def test_a_verifier_with_another_timeout_is_another_grader(tmp_path: Path) -> None:
+    verify = {"script": "sleep 2", "timeout_s": 0.5}
+    row = {"id": "a", "prompt": "write", "oracle": "true", "verify": verify}
+    out = dataset_run(tmp_path, [row])
+    assert [row["reward"] for row in table(out)] == [0.0]
+    write_rows(tmp_path / "tasks.jsonl", [{**row, "verify": {**verify, "timeout_s": 60}}])
+    assert run_sync(regrade(out)).changed == 1
+    write_rows(tmp_path / "tasks.jsonl", [row])
+    done = run_sync(regrade(out))
+    assert (done.graded, done.known, done.changed) == (1, 0, 0)
+
+
+def test_the_command_finds_an_environment_beside_the_caller(
+    tmp_path: Path, write_env: Callable[..., Written]
+) -> None:
+    write_env(COMPARED, name="beside")
+    door = "import sys; from hermes_rl.cli import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", door, "env"]  # as installed: not looking here itself
+    flags = ["--model", "oracle", "--limit", "3", "--workers", "0", "--out", "run"]
+    flags += ["--set", "run.keep_workspaces=true"]
+
+    def call(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+
+    ran = call("process", "beside:Made", *flags)
+    assert ran.returncode == 0, ran.stderr
+    graded = call("regrade", "run", "--set", "env.config.best=2")
+    assert (graded.returncode, graded.stderr) == (1, "")
+    assert "12 graded" in graded.stdout
+    assert "1 groups could not be scored" in graded.stdout
+    stopped = call("regrade", "run", "--set", "model.name=other")
+    assert stopped.returncode == 2
+    assert "below 'env' and 'endpoint'" in stopped.stderr
 
 
 def test_a_regrade_leaves_the_runs_own_words_as_they_are(tmp_path: Path) -> None:

@@ -77,23 +77,31 @@ def test_a_group_that_cannot_be_scored_waits_for_the_next_start(
     assert sorted(load_run(tmp_path / "run").groups["task_id"]) == ["t0", "t1", "t2"]
 
 
+@pytest.mark.parametrize(
+    ("returned", "why"),
+    [("[1.0]", "returned 1 rewards for 4 members"), ("1.0", "returned float; return a list")],
+)
 def test_wrong_scores_are_said_with_their_place(
-    tmp_path: Path, write_env: Callable[..., Written], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    write_env: Callable[..., Written],
+    capfd: pytest.CaptureFixture[str],
+    returned: str,
+    why: str,
 ) -> None:
     body = (
         TASKS
-        + """
+        + f"""
     async def compute_reward(self, task, trajectory, ctx):
         return 1.0
 
     async def score_group(self, task, members, ctx):
-        return [1.0]
+        return {returned}
 """
     )
     run_batch(settings(write_env(body).path, tmp_path / "run"))
     said = capfd.readouterr().err
     assert "3 groups could not be scored" in said
-    assert "returned 1 rewards for 4 members" in said
+    assert why in said
     assert "score_group" in said
     assert len(load_run(tmp_path / "run").groups) == 0
 
