@@ -81,6 +81,8 @@ class ProviderSection(Section):
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] | None = None
     replay_reasoning: str | None = None
     """The field in which it wants earlier reasoning back."""
+    needs_reasoning: bool | None = None
+    """It refuses earlier tool calls without reasoning: a space stands for it."""
     stream_options: bool | None = None
     """It takes `stream_options.include_usage`."""
     top_k: bool | None = None

@@ -131,6 +131,18 @@ async def test_large_images_are_made_smaller_before_they_are_left_out(kit, stage
         assert seen == [[(4000, 40)], [(2000, 20)], [], []]
 
 
+async def test_calls_of_a_model_that_did_not_think_turn_a_thinking_budget_off(kit, stage):
+    """So it is after a fallback: Claude with a budget wants its last calls to follow a thought."""
+    async with stage() as s:
+        server = await s.server(script="noop")
+        asked = kit.request(thought(), sampling=Sampling(max_tokens=8_000, reasoning="low"))
+        for model in ("claude-haiku-4-5", "claude-sonnet-5-5"):
+            calling = s.caller(s.route(server, model, api_mode="anthropic_messages"))
+            for turn in (1, 2):
+                await calling.call(asked, turn=turn)
+        assert s.outcomes == ["refused", "ok", "ok", "ok", "ok"]
+
+
 async def test_nothing_is_left_out_without_the_switch(kit, stage):
     async with stage() as s:
         server = await s.server()

@@ -141,6 +141,19 @@ def test_reasoning_goes_back_only_where_it_is_wanted(host, field):
     assert form == {"role": "assistant", "content": "4", **({field: "2 and 2"} if field else {})}
 
 
+@pytest.mark.parametrize(("host", "sent"), [("api.deepseek.com", " "), ("127.0.0.1:1", None)])
+def test_calls_of_a_model_that_did_not_think_are_taken_where_thoughts_are_wanted(host, sent):
+    call = ToolCall(id="call_1", name="t", arguments="{}")
+    answers = [AssistantMessage(tool_calls=(call,)), AssistantMessage(content="so")]
+    result = ToolMessage(tool_call_id="call_1", name="t", content="out")
+    asked = request(UserMessage(content="hi"), answers[0], result, answers[1])
+    _, called, _, said = json.loads(ChatCompletions(host).encode(asked))["messages"]
+    assert called.get("reasoning_content") == sent
+    assert "reasoning_content" not in said
+    # The same conversation goes to another provider as ever.
+    assert b"reasoning_content" not in ChatCompletions("api.openai.com").encode(asked)
+
+
 def test_the_output_cap_has_another_name_at_openai():
     asked = request(sampling=Sampling(max_tokens=9))
     assert json.loads(ChatCompletions("api.openai.com").encode(asked))["max_completion_tokens"] == 9

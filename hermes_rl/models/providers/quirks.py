@@ -19,6 +19,9 @@ class Quirks:
     """The field for the most output tokens in Chat Completions."""
     replay_reasoning: str | None = None
     """The field in which it wants the reasoning of earlier tool turns back; None: not at all."""
+    needs_reasoning: bool = False
+    """It refuses earlier tool calls without reasoning, also those of another model: a space stands
+    for it (an empty text is refused too)."""
     stream_options: bool = True
     """It takes `stream_options.include_usage`."""
     top_k: bool = True

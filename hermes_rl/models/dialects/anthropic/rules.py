@@ -20,7 +20,7 @@ def check(body: Body) -> list[str]:
         raise ValueError("messages: at least one message is required")
     if body.max_tokens < 1:
         raise ValueError("max_tokens: must be greater than or equal to 1")
-    _check_thinking(body)
+    budgeted = _check_thinking(body)
     called: set[str] = set()
     known: set[str] = set()
     for place, turn in enumerate(body.messages):
@@ -31,6 +31,8 @@ def check(body: Body) -> list[str]:
             f"messages.{len(body.messages) - 1}: `tool_use` ids were found without `tool_result`"
             f" blocks immediately after: {', '.join(sorted(called))}"
         )
+    if budgeted:
+        _check_thought(body.messages)
     marks = [_lifetime(block) for block in _blocks(body) if "cache_control" in block]
     if len(marks) > _MARKS:
         raise ValueError(
@@ -39,20 +41,36 @@ def check(body: Body) -> list[str]:
     return marks
 
 
-def _check_thinking(body: Body) -> None:
+def _check_thinking(body: Body) -> bool:
+    """Whether the model thinks within a budget."""
     thinking = body.thinking or {}
     kind = thinking.get("type")
     if kind not in ("enabled", "adaptive"):
-        return
+        return False
     if body.temperature not in (None, 1) or body.top_k is not None:
         raise ValueError("`temperature` may only be set to 1 when thinking is enabled.")
     if kind == "adaptive":
-        return
+        return False
     budget = thinking.get("budget_tokens")
     if not isinstance(budget, int) or budget < _LEAST_BUDGET:
         raise ValueError(f"thinking.enabled.budget_tokens: at least {_LEAST_BUDGET} is required")
     if budget >= body.max_tokens:
         raise ValueError("`max_tokens` must be greater than `thinking.budget_tokens`.")
+    return True
+
+
+def _check_thought(turns: list[Turn]) -> None:
+    """The last answer thinks before the calls whose results are sent: so is it with a budget."""
+    answers = [(place, turn) for place, turn in enumerate(turns) if turn.role == "assistant"]
+    place, last = answers[-1] if answers else (0, Turn(role="assistant", content=""))
+    blocks = last.content if isinstance(last.content, list) else []
+    first = blocks[0].get("type") if blocks else None
+    if _ids(blocks, "tool_use", "id") and first not in ("thinking", "redacted_thinking"):
+        raise ValueError(
+            f"messages.{place}.content.0.type: Expected `thinking` or `redacted_thinking`, but"
+            f" found `{first}`. When `thinking` is enabled, a final `assistant` message must start"
+            " with a thinking block."
+        )
 
 
 def _check_turn(turn: Turn, called: set[str], place: str) -> set[str]:

@@ -49,7 +49,8 @@ class ChatCompletions:
     ) -> None:
         self._quirks = quirks or quirks_at(host)
         self._replay = self._quirks.replay_reasoning
-        self._wire_name = f"{NAME}+{self._replay}" if self._replay else NAME
+        self._blank = " " if self._quirks.needs_reasoning else ""
+        self._wire_name = f"{NAME}+{self._replay}{self._blank}" if self._replay else NAME
         self._secrets = secrets
         self._tools = ToolField(dict)
 
@@ -97,7 +98,7 @@ class ChatCompletions:
     def _encoder(self) -> Callable[[Message], bytes]:
         if self._replay is None:
             return encode_message
-        return lambda message: encode_message(message, replay=self._replay)
+        return lambda message: encode_message(message, self._replay, self._blank)
 
     def _head(self, request: ModelRequest) -> bytes:
         fields: dict[str, Any] = {"model": request.model}
@@ -124,16 +125,20 @@ class ChatCompletions:
         return "reasoning_effort" if name == "reasoning" else name
 
 
-def encode_message(message: Message, replay: str | None = None) -> bytes:
+def encode_message(message: Message, replay: str | None = None, blank: str = "") -> bytes:
     """One message as the wire has it: arguments as they are, signed reasoning blocks as received,
-    reasoning text only in the field `replay`."""
-    return encode_json(_form(message, replay))
+    reasoning text only in the field `replay`.
+
+    Args:
+        blank: stands there for the reasoning of tool calls that have none.
+    """
+    return encode_json(_form(message, replay, blank))
 
 
-def _form(message: Message, replay: str | None) -> dict[str, Any]:
+def _form(message: Message, replay: str | None, blank: str = "") -> dict[str, Any]:
     form = to_openai(message)
     if isinstance(message, AssistantMessage):
-        reasoning = form.pop("reasoning_content", None)
+        reasoning = form.pop("reasoning_content", None) or (message.tool_calls and blank)
         if replay and reasoning:
             form[replay] = reasoning
         details = _own_blocks(message.reasoning_details)
