@@ -114,7 +114,9 @@ class _Slot:
 
     @property
     def free(self) -> int:
-        return self.capacity - len(self.in_flight) if self.handle is not None else 0
+        if self.handle is None or self.closing.is_set():
+            return 0
+        return self.capacity - len(self.in_flight)
 
 
 class Dispatcher:
@@ -227,12 +229,12 @@ class Dispatcher:
         handle = slot.handle
         try:
             sound = await self._listen(slot, handle, source)
-            slot.handle = None
             if sound:
                 self._heed(await handle.close())
             else:
                 slot.in_flight.clear()  # its disk is full: the next start recovers them
                 await handle.kill()
+            slot.handle = None  # not before: a cancelled close leaves a worker to kill
         except WorkerLost as error:
             self._listener.lost(handle.writer, str(error))
             slot.handle = None
