@@ -105,6 +105,7 @@ def machine() -> list[Finding]:
 def sandboxes() -> list[Finding]:
     """Whether bubblewrap starts, and which limits the machine can enforce."""
     from hermes_rl.sandboxes.probe import probe
+    from hermes_rl.sandboxes.recipe import solutions
 
     p = probe()
     found = [Finding("sandboxes", "bubblewrap", p.works, f"{p.version} {p.message}".strip())]
@@ -119,6 +120,11 @@ def sandboxes() -> list[Finding]:
             Finding("sandboxes", "overlay", None, images),
             Finding("sandboxes", "isolation", None, f"sandboxes are kept apart by {apart}"),
         ]
+    if hidden := ", ".join(solutions(Path("/"))):
+        text = f"empty in sandboxes, for they hold solutions: {hidden}"
+        found.append(Finding("sandboxes", "hidden", None, text))
+    none = "--sandbox none shows agents all that you can read, solutions of bundled tasks too"
+    found.append(Finding("sandboxes", "none", None, none))
     later = "not in this version: docker, ssh, apptainer, modal"
     return [*found, Finding("sandboxes", "others", None, later)]
 

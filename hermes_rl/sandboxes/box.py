@@ -103,6 +103,12 @@ class Inner:
         alive = self._proc is not None and self._proc.alive()
         return processes.children(self.init) if alive else []
 
+    def expend(self) -> None:
+        """Have the kernel end what the supervisor starts first when the machine is short of memory.
+        A grading box cannot ask for it itself: its /proc is read-only."""
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{self.supervisor}/oom_score_adj").write_text("1000")
+
     def end_process(self, inside: int) -> None:
         """End a background process by its id in the sandbox. Blocks."""
         for proc in processes.descendants(self.init):
@@ -125,6 +131,7 @@ class Outer:
             with open(self._info, "rb") as file:
                 self._info = -1
                 self._inner = Inner(int(json.loads(file.read())["child-pid"]))
+            self._inner.expend()
         return self._inner
 
     def kill(self) -> None:

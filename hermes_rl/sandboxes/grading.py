@@ -72,7 +72,7 @@ def starter(paths: Paths, variables: dict[str, str], ulimits: list[str], score: 
     return "\n".join(
         [
             *(f"ulimit {name} {value} || exit 125" for name, value in pairs),
-            "printf 1000 >/proc/self/oom_score_adj",
+            "{ printf 1000 >/proc/self/oom_score_adj; } 2>/dev/null",
             "unset BASH_ENV ENV OLDPWD",
             *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
             f"cd -- {shlex.quote(paths.home)} || exit 125",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hermes_rl.errors import TaskFault
 from hermes_rl.sandboxes.base import SandboxLimits
+from hermes_rl.sandboxes.privilege import is_host_root
 
 WORKSPACE = "/workspace"
 CONTROL = "/hx"
@@ -32,6 +33,11 @@ _ACCOUNTS = {
 }
 _COPIED = ("alternatives", "ssl/certs", "ssl/openssl.cnf", "ld.so.cache", "localtime")
 """What programs below /usr need of the machine's /etc. Never the whole of it."""
+_PACKAGES = ("hermes_rl", "environments")
+"""Hold data sets with their oracles, and what judges agents: sandboxes show them empty."""
+_SITES = ("usr/lib*/python3*/*-packages", "usr/local/lib*/python3*/*-packages")
+OURS = Path(__file__).resolve().parents[2]
+"""The folder that holds this package."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +143,45 @@ def _root(layers: Layers) -> list[str]:
     if layers.lower:
         # Later sources lie on top.
         sources = [part for path in layers.lower for part in ("--overlay-src", str(path))]
-        if layers.upper is None:
-            return [*sources, "--ro-overlay", "/"]
-        return [*sources, *layers.upper.arguments(), "/"]
-    return ["--ro-bind", "/usr", "/usr", "--ro-bind", str(layers.etc), "/etc", *_links()]
+        top = ["--ro-overlay"] if layers.upper is None else layers.upper.arguments()
+        return [*sources, *top, "/", *_emptied(layers.lower[0])]
+    machine = ["--ro-bind", "/usr", "/usr", "--ro-bind", str(layers.etc), "/etc", *_links()]
+    return [*machine, *_emptied(Path("/"))]
+
+
+def _emptied(root: Path) -> list[str]:
+    """Empty folders over what no agent may read."""
+    return [
+        part
+        for path in solutions(root)
+        for part in ("--perms", "0555", "--size", "4096", "--tmpfs", path, "--remount-ro", path)
+    ]
+
+
+@lru_cache
+def solutions(root: Path, ours: Path = OURS) -> tuple[str, ...]:
+    """Folders below the /usr of a root file system that tell how bundled tasks are solved: copies
+    of this package with its data sets and environments, and the checkout that we run from.
+
+    Args:
+        root: `/`, or an image.
+        ours: the folder that holds the package that runs.
+    """
+    shown = (root / "usr").resolve()
+    homes = [ours, *(home for pattern in _SITES for home in root.glob(pattern))]
+    found = [home / name for home in homes for name in _PACKAGES]
+    if (ours / "datasets" / "terminal_tasks.jsonl").is_file():
+        found.append(ours)  # a checkout: tests and data sets too
+    there = {path.resolve() for path in found if os.path.isdir(path)}
+    inside = sorted(path for path in there if path.is_relative_to(shown) and _can_enter(path))
+    # Of folders in each other the outer one is enough.
+    outer = [path for path in inside if there.isdisjoint(path.parents)]
+    return tuple(f"/usr/{path.relative_to(shown)}" for path in outer)
+
+
+def _can_enter(path: Path) -> bool:
+    """Whether sandboxes get as far as to a folder: bubblewrap could put nothing over it else."""
+    return not is_host_root() or all(above.stat().st_mode & 1 for above in path.parents)
 
 
 @lru_cache(maxsize=1)

@@ -7,6 +7,7 @@ from hermes_rl.errors import HermesError
 from hermes_rl.rl import Task
 from hermes_rl.rl.trial import first_tasks, rewards_of, trial
 from hermes_rl.sources import read_tasks
+from hermes_rl.testing.cheats import CHEATS
 
 NAME = "terminal_tasks"
 ALL = 100
@@ -49,6 +50,20 @@ def test_every_cheat_on_three_tasks_each_earns_nothing() -> None:
     plays = [shipped[n % len(shipped)] for n in range(count)]
     numbered = [p._replace(name=f"{p.name} on task {n}") for n, p in enumerate(plays)]
     assert wrong(NAME, numbered) == {}
+
+
+@pytest.mark.parametrize("cheat", ["peeking", "patched-verifier"])
+def test_programs_that_are_run_find_no_answers_and_change_no_verdict(cheat: str) -> None:
+    """On every task whose verifier runs what the agent left."""
+    programs = {"categories": ["bugfix", "build"]}
+    found = {}
+    for split in ("train", "eval"):
+        count = len(first_tasks(NAME, ALL, split=split, **programs))
+        how = {"split": split, "config": programs}
+        rows = trial(NAME, tasks=count, solution=lambda task: CHEATS[cheat], **how)
+        found |= {row.task_id: row.error or row.reward for row in rows}
+    assert found == dict.fromkeys(found, 0.0)
+    assert len(found) == 11
 
 
 HALF = "python3 - <<'PY'\nimport csv\nrows = list(csv.reader(open('wide.csv')))\n"

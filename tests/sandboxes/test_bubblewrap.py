@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hermes_rl.errors import SandboxDied, SandboxKilled, SandboxStartError, TaskFault
-from hermes_rl.sandboxes import probe
+from hermes_rl.sandboxes import probe, recipe
 from hermes_rl.sandboxes.base import GradingSpec, SandboxLimits, SandboxSpec
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 
@@ -71,6 +71,51 @@ async def test_an_image_of_root_can_be_read(bubblewrap: Bubblewrap, image: Path)
         assert said.output.startswith("tiny\n")
         assert said.exit_code == 1
         assert os.stat(f"/proc/{box.host_pid}").st_uid >= 200_000
+
+
+async def test_an_image_shows_no_solutions_of_bundled_tasks(
+    bubblewrap: Bubblewrap, image: Path
+) -> None:
+    """Copies of this package in it are empty for agents and for what runs in grading boxes; what
+    lies beside them is not."""
+    site = image / "usr/lib/python3.11/site-packages"
+    for name in ("hermes_rl/data", "environments/some", "other"):
+        (site / name).mkdir(parents=True)
+        (site / name / "oracle").write_text("canary\n")
+    for path in [image / "usr/lib", *(image / "usr/lib").rglob("*")]:
+        path.chmod(0o755)
+    spec = SandboxSpec(lease="image", image=str(image))
+    async with await bubblewrap.lease(spec) as box:
+        look = "grep -rl canary /usr; touch /usr/lib/python3.11/site-packages/hermes_rl/own"
+        seen = await box.run(look, timeout_s=20)
+        assert seen.output.splitlines()[0] == "/usr/lib/python3.11/site-packages/other/oracle"
+        assert seen.exit_code == 1
+        graded = await box.grade(GradingSpec("grep -rl canary /usr"))
+        assert graded.output.count("/oracle") == 1
+
+
+def test_which_folders_tell_how_bundled_tasks_are_solved(state: Path) -> None:
+    """Installed copies below /usr, whether we run from them or not, and our checkout as a whole."""
+    root = state / "root"
+    site, local = (root / f"usr/{n}/python3.12/site-packages" for n in ("lib", "local/lib64"))
+    elsewhere = root / "opt/venv/site-packages"
+    checkout = root / "usr/src/app"
+    for folder in (site / "hermes_rl", local / "environments", site / "numpy", elsewhere):
+        folder.mkdir(parents=True)
+    for folder in (checkout / "hermes_rl", checkout / "datasets", elsewhere / "hermes_rl"):
+        folder.mkdir(parents=True)
+    (root / "usr/lib64").symlink_to("lib")  # the same folder by another name
+    copies = [
+        "/usr/lib/python3.12/site-packages/hermes_rl",
+        "/usr/local/lib64/python3.12/site-packages/environments",
+    ]
+    assert list(recipe.solutions(root, elsewhere)) == copies
+    (checkout / "datasets/terminal_tasks.jsonl").touch()
+    assert list(recipe.solutions(root, checkout)) == [*copies, "/usr/src/app"]
+    if os.geteuid() == 0:  # others get no further, and nothing could be put over it
+        recipe.solutions.cache_clear()
+        (root / "usr/src").chmod(0o700)
+        assert list(recipe.solutions(root, checkout)) == copies
 
 
 async def test_a_missing_image_is_the_tasks_fault(bubblewrap: Bubblewrap, state: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from hermes_rl.sandboxes.base import GradingSpec, SandboxBackend, SandboxSpec
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 from hermes_rl.sandboxes.none import Subprocess
+from hermes_rl.testing.cheats import CHEATS
 from hermes_rl.verify import judge
 
 FORGER = b"""
@@ -35,6 +36,28 @@ async def test_no_verdict_can_be_forged_by_a_program_of_the_agent(state: Path) -
             assert judge(await box.grade(honest), score=True) == 0.5
     finally:
         await backend.aclose()
+
+
+IN_PYTHON = "import subprocess as s; s.run(['python3', '/workspace/solution.py']); exit(5)"
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["python3 /workspace/solution.py; exit 5", f'python3 -I -c "{IN_PYTHON}"'],
+    ids=["bash", "python"],
+)
+async def test_no_program_of_the_agent_writes_into_the_verifier_that_runs_it(
+    bubblewrap: Bubblewrap, script: str
+) -> None:
+    """Else it could make it end with success. The verifier still goes before others when memory is
+    short, although it cannot say so in a /proc that is only read."""
+    async with await bubblewrap.lease(SandboxSpec(lease="writer")) as box:
+        await box.run(f"touch solution.py\n{CHEATS['patched-verifier']}", timeout_s=30)
+        result = await box.grade(GradingSpec(script, timeout_s=30))
+        assert result.exit_code == 5, result
+        said = await box.grade(GradingSpec("cat /proc/self/oom_score_adj; : 9>/proc/self/mem"))
+        assert said.output.startswith("1000\n")
+        assert said.exit_code != 0
 
 
 @pytest.mark.parametrize("kind", [Bubblewrap, Subprocess])
