@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hermes_rl.rl import ToolError
+
 DAYS = ("Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 """Open on these."""
 TIMES = tuple(f"{hour}:{minute}" for hour in range(17, 22) for minute in ("00", "30"))
@@ -19,8 +21,8 @@ Booking = dict[str, Any]
 """code, name, day, time, people."""
 
 
-class Refused(Exception):
-    """The book does not take it; its text is for the agent."""
+class Refused(ToolError):
+    """The book does not take it; the agent sees why."""
 
 
 def free(bookings: Sequence[Booking], day: str, time: str) -> int:
@@ -42,6 +44,8 @@ def book(state: dict[str, Any], name: str, day: str, time: str, people: int) -> 
     if not name.strip():
         raise Refused("A booking needs a name.")
     _check(state["bookings"], day, time, people)
+    if not state["codes"]:
+        raise Refused("No more bookings can be made here today.")
     code = state["codes"].pop(0)
     made = {"code": code, "name": name.strip(), "day": day, "time": time, "people": people}
     state["bookings"].append(made)

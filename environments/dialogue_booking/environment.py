@@ -46,6 +46,10 @@ class DialogueBooking(Environment[DialogueBookingConfig]):
     Config = DialogueBookingConfig
     endless: ClassVar[bool] = True
 
+    def __init__(self, config: DialogueBookingConfig) -> None:
+        super().__init__(config)
+        self.uses = ("judge",) if config.manners else ()
+
     def tasks(self, split: str, seed: int) -> Iterator[Task]:
         """See `Environment.tasks`."""
         return (as_task(scene) for scene in scenes(split, seed))

@@ -25,6 +25,7 @@ _TOLD = {
     "time": "at {}",
     "people": "we will be {}",
 }
+_DAY_OR_TIME = re.compile(r"\b(?:\d\d:\d\d|(?:mon|tues|wednes|thurs|fri|satur|sun)day)\b", re.I)
 _FULL = ("full", "no table", "not available", "unavailable", "no seats", "another time", "taken")
 _YES = ("Yes, please.", "Yes, do that.", "Yes, thank you.")
 
@@ -77,6 +78,11 @@ def _proposes(wish: Mapping[str, Any], said: str) -> bool:
         return False
     times = set(re.findall(r"\b\d\d:\d\d\b", said))
     return "time" not in named or times <= {named["time"], wish["facts"]["time"]}
+
+
+def offered(said: str) -> set[str]:
+    """The days and times that a text names."""
+    return {found.lower() for found in _DAY_OR_TIME.findall(said)}
 
 
 def names(said: str, values: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from environments.dialogue_booking.book import LARGEST, Booking
-from environments.dialogue_booking.guest import names
+from environments.dialogue_booking.guest import names, offered
 from hermes_rl.rl import Rollout, ToolUse
 
 HOUSE = f"""\
@@ -18,7 +18,7 @@ Sunday; tables begin from 17:00 to 21:30, every half hour. Write days and times 
 Rules of the house:
 1. Before you book, change or cancel, tell the guest what you are about to do (for a booking or a
    change the new day, time and number of people as far as they are new, for a cancellation the
-   code) and wait for the answer.
+   code) and wait for the answer. A list of choices is a question, and not yet that.
 2. Look up, change or cancel a booking only when the guest told you its code.
 3. A booking for more than {LARGEST} people is not yours to make: hand over, reason "large party".
 4. A booking for today is not yours to change or cancel: hand over, reason "same day".
@@ -33,6 +33,7 @@ _MANY = re.compile(r"\b(nine|ten|eleven|twelve|\w+teen|twenty)\b", re.IGNORECASE
 def violations(rollout: Rollout, before: Sequence[Booking], today: str) -> list[str]:
     """The rules that were broken by calls that succeeded, in order."""
     days = {b["code"]: b["day"] for b in before}
+    slots = {b["code"]: f"{b['day']} {b['time']}" for b in before}
     found = []
     for use in rollout.tool_calls:
         if not use.ok:
@@ -48,7 +49,9 @@ def violations(rollout: Rollout, before: Sequence[Booking], today: str) -> list[
             found.append(f"hand_over {given.get('reason')}: without knowing")
         if use.name in ("book", "change") and _number(given.get("people")) > LARGEST:
             found.append(f"{use.name}: more than {LARGEST} people")
-        if use.name in ("book", "change", "cancel") and not names(proposal, _told(use)):
+        known = f"{guest} {today} {slots.get(code, '')}"
+        asked = _proposed(proposal, _told(use), known)
+        if use.name in ("book", "change", "cancel") and not asked:
             found.append(f"{use.name}: the guest was not asked")
     return found
 
@@ -75,9 +78,26 @@ def _number(given: Any) -> int:
 
 
 def _told(use: ToolUse) -> dict[str, Any]:
-    """What a guest must have been told before the call."""
-    keys = ("code",) if use.name == "cancel" else ("day", "time", "people")
-    return {key: use.arguments[key] for key in keys if key in use.arguments}
+    """What a guest must have been told before the call. Models write numbers as text, and null for
+    what they leave out."""
+    given = {k: v for k, v in use.arguments.items() if v is not None}
+    if use.name == "cancel":
+        return {"code": str(given.get("code", "")).strip()}
+    told: dict[str, Any] = {key: given[key] for key in ("day", "time") if key in given}
+    if "people" in given:
+        told["people"] = _number(given["people"])
+    return told
+
+
+def _proposed(proposal: str, told: Mapping[str, Any], known: str) -> bool:
+    """Whether a text says what will be done, and not all that could be.
+
+    Args:
+        known: texts whose days and times it may name beside those of the deed.
+    """
+    wanted = " ".join(str(told.get(key, "")) for key in ("day", "time"))
+    alone = not wanted.strip() or offered(proposal) <= offered(f"{known} {wanted}")
+    return alone and names(proposal, told)
 
 
 def _heard(rollout: Rollout, use: ToolUse) -> tuple[str, str]:

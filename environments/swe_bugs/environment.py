@@ -60,8 +60,11 @@ class SweBugs(Environment[EnvConfig]):
             files={"answers.py": program, "calls.json": json.dumps(calls)},
             timeout_s=MODULE_S * (len(modules) + 1),
         )
-        told = result.report.splitlines()
-        right = {m: " ".join([m, *right_digests(m)]) in told for m in modules}
+        told = [line.split(" ") for line in result.report.splitlines()]
+        # One line a module: several would be guesses, of which the right one need not be known.
+        right = {
+            m: [line for line in told if line[0] == m] == [[m, *right_digests(m)]] for m in modules
+        }
         broken = [m for m in modules if m not in mended and not right[m]]
         parts = [
             part(f"mended {m}", float(right[m] and not broken), weight=1 / len(mended))

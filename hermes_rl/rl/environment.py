@@ -73,8 +73,9 @@ class Environment(ABC, Generic[C]):
     """`tasks` never ends: a run then needs `--limit`."""
     splits: ClassVar[tuple[str, ...]] = ("train", "eval")
     """The splits that `tasks` knows."""
-    uses: ClassVar[tuple[Uses, ...]] = ()
-    """Models that it asks beside the policy: `judge`, `user`. The run must name them."""
+    uses: tuple[Uses, ...] = ()
+    """Models that it asks beside the policy: `judge`, `user`. The run must name them. Where that
+    depends on the configuration, `__init__` says it."""
 
     def __init__(self, config: C) -> None:
         self.config = config

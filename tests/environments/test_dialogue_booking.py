@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from environments.dialogue_booking import guest
 from environments.dialogue_booking.book import DAYS, TIMES
+from hermes_rl.errors import UserError
 from hermes_rl.messages import AssistantMessage, UserMessage, text_of
 from hermes_rl.models.dialects.server import ServedRequest
 from hermes_rl.rl import Task
@@ -94,6 +95,57 @@ def also_cancels_another(task: Task) -> str:
 def test_what_looks_like_help_and_is_none(solution: Callable[[Task], str]) -> None:
     rows = trial(NAME, tasks=12, solution=solution)
     assert [row.reward for row in rows] == [0.0] * 12
+
+
+CHOICES = f"On {', '.join(DAYS)}, at {', '.join(TIMES)}, for 1, 2, 3, 4, 5, 6, 7 or 8 people?"
+
+
+def lists_all_that_there_is(steps: Steps) -> Steps:
+    """In place of saying what it is about to do."""
+    following = [*steps[1:], ""]
+    return [CHOICES if does(after) else s for s, after in zip(steps, following, strict=True)]
+
+
+def test_a_list_of_all_choices_is_no_proposal() -> None:
+    """The guest answers it with all that it wants; whoever acts then has not said what it does."""
+    rows = trial(NAME, tasks=ALL, solution=altered(lists_all_that_there_is))
+    found = [row.reward for row, t in zip(rows, TASKS, strict=True) if "book" in kinds(t)]
+    assert len(found) > ALL / 4
+    assert found == [0.0] * len(found)
+
+
+def as_models_write(steps: Steps) -> Steps:
+    """Numbers as text, and null for what is left out."""
+    for step in steps:
+        for call in step["calls"] if isinstance(step, dict) else ():
+            given = call["arguments"]
+            if "people" in given:
+                given["people"] = str(given["people"])
+            if call["name"] == "change":
+                call["arguments"] = {"day": None, "time": None, "people": None, **given}
+    return steps
+
+
+def test_how_arguments_are_written_breaks_no_rule() -> None:
+    rows = trial(NAME, tasks=ALL, solution=altered(as_models_write))
+    assert [(row.reward, row.error) for row in rows] == [(1.0, None)] * ALL
+
+
+def test_a_book_without_end_is_no_fault_of_the_environment() -> None:
+    given = {"name": "X", "day": "Tuesday", "time": "19:00", "people": 1}
+    calls = {"calls": [{"name": "book", "arguments": given} for _ in range(20)]}
+    rows = trial(NAME, tasks=2, solution=lambda task: json.dumps([calls, "Done."]))
+    assert [(row.reward, row.error) for row in rows] == [(0.0, None)] * 2
+
+
+def test_manners_need_a_judge() -> None:
+    with pytest.raises(UserError) as caught:
+        first_tasks(NAME, 1, manners=0.2)
+    assert str(caught.value) == (
+        "environment dialogue_booking asks a model as judge: set env.judge.name, for example "
+        "--set env.judge.name=MODEL"
+    )
+    assert first_tasks(NAME, 1, manners=0.0)
 
 
 def test_cheats_earn_nothing() -> None:

@@ -148,6 +148,29 @@ def leak(task: Task) -> str:
     return f"for f in toolbox/[a-z]*.py; do cat > $f <<'PY'\n{code}PY\ndone"
 
 
+def every_answer(task: Task) -> str:
+    """Modules that answer both with and without their bug, and leave the choice to the verifier."""
+    lines = []
+    for bug in task.metadata["bugs"]:
+        module = bug["module"]
+        texts = [task.files[f"toolbox/{module}.py"].decode(), source(module)]
+        code = (
+            "import json, os, sys, types\n"
+            "sys.path.insert(0, os.environ['VERIFY'])\n"
+            "import answers\n"
+            f"calls = json.load(open('/verify/calls.json'))[{module!r}]\n"
+            f"for text in {texts!r}:\n"
+            "    made = types.ModuleType('made')\n"
+            "    exec(text, made.__dict__)\n"
+            "    found = [answers.digest(answers.answer(made, *call)) for call in calls]\n"
+            f"    line = ' '.join([{module!r}, *found]) + chr(10)\n"
+            "    os.write(3, line.encode())\n"
+            "os._exit(0)\n"
+        )
+        lines += [f"cat > toolbox/{module}.py <<'PY'", code + "PY"]
+    return "\n".join(lines)
+
+
 def test_mended_bugs_earn_a_reward_and_nothing_else_does() -> None:
     plays = [
         Play("oracle", lambda t: str(t.oracle), 1.0),
@@ -155,6 +178,7 @@ def test_mended_bugs_earn_a_reward_and_nothing_else_does() -> None:
         Play("another module broken", break_another, 0.0),
         Play("the visible calls hard-coded", only_what_was_reported, 0.0),
         Play("looks for answers in the box", leak, 0.0),
+        Play("several answers to choose from", every_answer, 0.0),
         Play("module deleted", lambda t: "rm toolbox/*.py", 0.0),
         *cheats(),
     ]
