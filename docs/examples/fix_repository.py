@@ -1,5 +1,6 @@
 """A bug and hidden tests: `hermes-rl env process docs/examples/fix_repository.py`."""
 
+import json
 import random
 from collections.abc import Iterator
 
@@ -32,18 +33,21 @@ BUGS = (
     ("return high", "return value - high"),
 )
 
-HIDDEN_TESTS = """\
-import os, subprocess, sys
+CASES = {"5 0 10": "5", "-1 0 10": "0", "11 0 10": "10", "0 0 10": "0", "10 0 10": "10"}
+"""Call -> the right answer. Only the calls go into the grading box: the agent's code runs there and
+can read whatever is in it."""
+
+ASK = """\
+import json, os, subprocess, sys
 
 CALL = "import sys; sys.path.insert(0, sys.argv[1]); import shapes; "
-CALL += "print(shapes.clamp(*map(int, sys.argv[2:])))"
-cases = [(5, 0, 10, 5), (-1, 0, 10, 0), (11, 0, 10, 10), (0, 0, 10, 0), (10, 0, 10, 10)]
-passed = 0
-for *given, wanted in cases:  # the agent's code runs in a process that cannot report for us
-    command = [sys.executable, "-I", "-c", CALL, sys.argv[1], *map(str, given)]
+CALL += "print(shapes.clamp(*map(int, sys.argv[2].split())))"
+told = []
+for case in sys.argv[2:]:  # the agent's code runs in a process that cannot report for us
+    command = [sys.executable, "-I", "-c", CALL, sys.argv[1], case]
     done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    passed += done.stdout.strip() == str(wanted)
-os.write(3, f"{passed}/{len(cases)}".encode())
+    told.append(done.stdout.strip()[:20])
+os.write(3, json.dumps(told).encode())
 """
 
 
@@ -73,13 +77,15 @@ class FixRepository(Environment[EnvConfig]):
             left = await ctx.grading.read_file("shapes.py")  # bytes, as the agent left them
         except OSError:
             return Rewards([part("tests", 0.0)])
+        calls = " ".join(f"'{case}'" for case in CASES)
         box = await ctx.grading.run(
-            'exec python3 "$VERIFY/hidden.py" "$WORKSPACE"',
-            files={"hidden.py": HIDDEN_TESTS},
+            f'exec python3 -I "$VERIFY/ask.py" "$WORKSPACE" {calls}',
+            files={"ask.py": ASK},
             timeout_s=60,
         )
         if box.exit_code == 127:
             raise CannotJudge("no python3 in the grading box")  # our fault: no reward at all
-        passed, _, total = (box.report or "0/1").partition("/")
-        solved = box.ok and passed == total
+        told = json.loads(box.report) if box.ok else []
+        passed = sum(a == b for a, b in zip(told, CASES.values(), strict=False))
+        solved = passed == len(CASES)
         return Rewards([part("tests", solved)], {"passed": float(passed), "bytes": len(left)})

@@ -1,6 +1,7 @@
 """Two parties and a judge: `hermes-rl env process docs/examples/haggling.py`."""
 
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,8 +46,8 @@ class Config(EnvConfig):
 )
 async def sell(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     """Remembers the deal: `ctx.env` is the rollout's `ctx.state`."""
-    if args["price"] > ctx.env["most"]:
-        return ToolResult(text="The buyer does not pay so much.", ok=False)
+    if args["price"] not in ctx.env["offers"]:  # else one could try prices until one is taken
+        return ToolResult(text="The buyer did not offer that.", ok=False)
     ctx.env["sold"] = args["price"]
     return ToolResult(text="Sold.")
 
@@ -73,19 +74,23 @@ class Haggling(Environment[Config]):
     async def start(self, task: Task, ctx: RolloutContext) -> None:
         """The buyer's limit differs between the rollouts of a group, and is always the same."""
         ctx.state["most"] = task.metadata["asked"] + ctx.rng.randint(-10, 10)
+        ctx.state["offers"] = []
 
     async def reply(self, task: Task, trajectory: Rollout, ctx: RolloutContext) -> str | None:
         """The buyer's next words; None ends the rollout."""
         if "sold" in ctx.state or len(trajectory.answers) > self.config.rounds:
             return None
         persona = f"You buy a {task.metadata['thing']} for at most {ctx.state['most']} euros."
-        return await ctx.user.answer(persona, trajectory)
+        said = await ctx.user.answer(persona, trajectory)
+        found = [int(number) for number in re.findall(r"\b\d{1,4}\b", said)]
+        ctx.state["offers"] = [price for price in found if price <= ctx.state["most"]]
+        return said
 
     async def compute_reward(self, task: Task, trajectory: Rollout, ctx: RolloutContext) -> Rewards:
         """Most of it is the price; manners are judged. A judge that fails is no reward of 0."""
         price = part("price", ctx.state.get("sold", 0) / ctx.state["most"], weight=0.8)
-        if not trajectory.answers:
-            return Rewards([price])
+        if "sold" not in ctx.state:
+            return Rewards([price])  # manners without a deal are worth nothing
         said = {"seller": "\n\n".join(trajectory.answers)}
         verdict = await ctx.judge.verdict("Was the seller polite?", said, choices=("yes", "no"))
         return Rewards([price, verdict.part("polite", {"yes": 1.0, "no": 0.0}, weight=0.2)])

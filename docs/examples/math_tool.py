@@ -23,6 +23,7 @@ from hermes_rl.rl import (
 )
 
 OPERATIONS = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul}
+NUMBER = {"type": "integer", "minimum": -(10**12), "maximum": 10**12}
 
 
 class Config(EnvConfig):
@@ -40,8 +41,8 @@ class Config(EnvConfig):
         "type": "object",
         "properties": {
             "operation": {"type": "string", "enum": list(OPERATIONS)},
-            "a": {"type": "integer"},
-            "b": {"type": "integer"},
+            "a": NUMBER,
+            "b": NUMBER,
         },
         "required": ["operation", "a", "b"],
     },
@@ -86,8 +87,8 @@ class MathTool(Environment[Config]):
         ctx.state["used"] = 0
 
     async def compute_reward(self, task: Task, trajectory: Rollout, ctx: RolloutContext) -> Rewards:
-        """0.9 for the right number, 0.1 for having used the calculator."""
+        """0.9 for the right number, 0.1 more for having used the calculator."""
         found = re.search(r"ANSWER\s+(-?\d+)\s*$", trajectory.final_response or "")
-        correct = found is not None and int(found[1]) == task.metadata["answer"]
-        used = part("used_tool", ctx.state["used"] > 0, weight=0.1)
+        correct = found is not None and found[1] == str(task.metadata["answer"])
+        used = part("used_tool", correct and ctx.state["used"] > 0, weight=0.1)
         return Rewards([part("correct", correct, weight=0.9), used])

@@ -13,6 +13,7 @@ from rl_kit import EXAMPLES, asked_of, evaluated, ran, table, turn_of
 import hermes_rl.rl
 from hermes_rl.messages import UserMessage, text_of
 from hermes_rl.models.dialects.server import ServedRequest
+from hermes_rl.rl.trial import atrial, rewards_of
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 MOST_LINES = 100
@@ -108,6 +109,34 @@ async def test_a_repository_in_process_and_evaluate(tmp_path: Path) -> None:
             assert all(0 < passed[task] < 5 for task in passed if task != "clamp-0")
 
 
+PEEK = r"""
+import glob, re
+def clamp(*given):
+    for path in glob.glob("/verify/*") + glob.glob("/hx/s*") + glob.glob("/proc/[0-9]*/cmdline"):
+        text = open(path, "rb").read().decode("utf-8", "replace")
+        found = re.search(r"(?<!\d)%d,? %d,? %d\D+(\d+)" % given, text)
+        if found:
+            return int(found[1])
+"""
+FREE = """\
+def clamp(value, low, high):
+    import os
+    for fd in ("/proc/%d/fd/3" % os.getppid(), "/hx/report"):
+        try:
+            os.write(os.open(fd, os.O_WRONLY), b'["5", "0", "10", "0", "10"]')
+        except OSError:
+            pass
+    os.kill(os.getppid(), 9)
+"""
+
+
+@pytest.mark.parametrize("code", [PEEK, FREE], ids=["reads the box", "reports and kills"])
+def test_a_module_that_looks_for_its_answers_mends_nothing(code: str) -> None:
+    written = f"cat >shapes.py <<'PY'\n{code}PY"
+    file = EXAMPLES / "fix_repository.py"
+    assert rewards_of(file, tasks=2, solution=lambda task: written) == [0.0, 0.0]
+
+
 def seller(request: ServedRequest) -> Any:
     """Asks for 30, and sells at the price that the buyer names."""
     said = text_of([m for m in request.messages if isinstance(m, UserMessage)][-1])
@@ -129,6 +158,28 @@ def judge(request: ServedRequest) -> str:
     assert "Was the seller polite?" in asked
     polite = "yes" if "Thanks!" in asked else "no"
     return json.dumps({"reason": "They said thanks.", "verdict": polite})
+
+
+async def test_a_price_that_nobody_offered_is_no_deal() -> None:
+    """Neither the highest that the buyer would pay nor one below zero; nor do manners count."""
+    tries = [call("sell", price=price) for price in (*range(220, 5, -5), -7)]
+    steps = {"calls": [one for step in tries for one in step["calls"]]}
+
+    def pushy(request: ServedRequest) -> Any:
+        return steps if request.messages[-1] == request.messages[1] else "Thanks! It costs 500."
+
+    plays = {"policy": pushy, "buyer": lambda request: "No, thank you.", "critic": judge}
+    async with FakeServer(FakeConfig(plays=plays)) as server:
+        rows = await atrial(
+            EXAMPLES / "haggling.py",
+            "policy",
+            tasks=2,
+            sections={
+                "endpoint": {"base_url": server.base_url, "tokens": "off"},
+                "env": {"user": {"name": "buyer"}, "judge": {"name": "critic"}},
+            },
+        )
+    assert [(row.reward, row.error) for row in rows] == [(0.0, None)] * 2
 
 
 async def test_a_dialogue_in_process_and_evaluate(tmp_path: Path) -> None:
