@@ -17,22 +17,22 @@ which it sampled stands in its log, also for answers that it lost on purpose.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import msgspec
 
 from hermes_rl.errors import BadRequest
 from hermes_rl.testing.exact_engine_brain import Answered, Brain, read_lexicon
-from hermes_rl.testing.exact_engine_log import Outcome, Truth, TruthLog
+from hermes_rl.testing.exact_engine_log import Outcome, Truth
 from hermes_rl.testing.exact_engine_sampler import LogprobsOf
 from hermes_rl.testing.exact_engine_scripts import CallStyle, Mouth, Speaker, Split, scripted
 from hermes_rl.testing.exact_engine_wires import CHAT, WIRES, Ask, BadAsk, Told, Wire, read_ask
 from hermes_rl.testing.faults import BREAKS, FaultPlan, Refusal, refusal_body, refusal_for
+from hermes_rl.testing.line_log import LineLog
+from hermes_rl.testing.listening import Listening
 from hermes_rl.testing.routes import CHAT as CHAT_ERRORS
 from hermes_rl.testing.routes import server_dialect
 from hermes_rl.testing.wire import Connection, Incoming, head
@@ -86,7 +86,7 @@ class ExactConfig:
     port: int = 0
 
 
-class ExactEngine:
+class ExactEngine(Listening):
     """The engine, as an async context manager.
 
     Args:
@@ -97,16 +97,13 @@ class ExactEngine:
     def __init__(
         self, config: ExactConfig, speaker: Speaker = scripted, chat: ChatSide | None = None
     ) -> None:
+        super().__init__(config.port)
         self.config = config
         self.lexicon = read_lexicon(config.tokenizer)
         self.faults = config.faults
         """What goes wrong from now on."""
-        self.connections: set[Connection] = set()
-        self.requests = 0
         self._chat = chat
-        self._log = TruthLog(None)
-        self._server: asyncio.Server | None = None
-        self._prefix = os.urandom(4).hex()
+        self._log = LineLog[Truth]()
         more = (self.lexicon.added.get(text) for text in config.ends)
         end_id = self.lexicon.added[config.end]
         self._brain = Brain(
@@ -119,55 +116,21 @@ class ExactEngine:
         )
         self._timers: set[asyncio.TimerHandle] = set()
 
-    async def __aenter__(self) -> ExactEngine:
-        loop = asyncio.get_running_loop()
-        self._log = TruthLog(self.config.log)
-        self._server = await loop.create_server(
-            lambda: Connection(self, self.connections), "127.0.0.1", self.config.port, backlog=4096
-        )
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.aclose()
+    async def __aenter__(self) -> Self:
+        self._log = LineLog(self.config.log)
+        return await super().__aenter__()
 
     async def aclose(self) -> None:
-        """Stop listening and hang up on everybody."""
-        if self._server is None:
-            return
-        self._server.close()
+        """See `Listening.aclose`."""
         for timer in self._timers:
             timer.cancel()
-        for connection in list(self.connections):
-            connection.close()
-        await self._server.wait_closed()
-        self._server = None
+        await super().aclose()
         self._log.close()
 
     @property
     def truth(self) -> list[Truth]:
         """What it did so far, in order."""
         return self._log.entries
-
-    @property
-    def port(self) -> int:
-        """The port that it listens on."""
-        assert self._server is not None
-        return int(self._server.sockets[0].getsockname()[1])
-
-    @property
-    def root_url(self) -> str:
-        """Its address without a path."""
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def base_url(self) -> str:
-        """What a client takes as `base_url`."""
-        return f"{self.root_url}/v1"
 
     def handle(self, connection: Connection, request: Incoming) -> None:
         """See `Handler.handle`."""

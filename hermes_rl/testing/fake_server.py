@@ -20,13 +20,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 import msgspec
 
@@ -42,10 +41,12 @@ from hermes_rl.testing.faults import (
     refusal_for,
 )
 from hermes_rl.testing.limits import Limits, RateLimits
+from hermes_rl.testing.line_log import LineLog
+from hermes_rl.testing.listening import Listening
 from hermes_rl.testing.picky import PICKY, picky_refusal
 from hermes_rl.testing.routes import CHAT, Wire, any_key, server_dialect, wire_of
 from hermes_rl.testing.scripts import Asked, Play, ScriptError, Step, step_for, usage_of
-from hermes_rl.testing.served_log import Entry, LogOutcome, ServedLog
+from hermes_rl.testing.served_log import Entry, LogOutcome
 from hermes_rl.testing.wire import LAST_CHUNK, Connection, Incoming, chunked, head
 from hermes_rl.usage import Usage
 
@@ -80,7 +81,7 @@ class FakeConfig:
     """Model -> what plays it, in the place of a script."""
 
 
-class FakeServer:
+class FakeServer(Listening):
     """The server, as an async context manager.
 
     Args:
@@ -91,53 +92,29 @@ class FakeServer:
         self, config: FakeConfig | None = None, on_request: Callable[[int], None] | None = None
     ) -> None:
         self.config = config or FakeConfig()
-        self.requests = 0
+        super().__init__(self.config.port)
         self.in_flight = 0
         self.peak_in_flight = 0
-        self.connections: set[Connection] = set()
         self.connections_made = 0
         self._on_request = on_request
         self._pending: dict[Connection, _Job] = {}
-        self._server: asyncio.Server | None = None
-        self._log = ServedLog(None, False)
+        self._log = LineLog[Entry](keep=False)
         self._asked = Asked()
-        self._prefix = os.urandom(4).hex()
         self._started = time.monotonic()
         rate = self.config.rate
         self.limits = None if rate is None else Limits(rate)
         """Its buckets; `limits.factor` changes the quota of all accounts at once."""
 
-    async def __aenter__(self) -> FakeServer:
-        loop = asyncio.get_running_loop()
-        self._log = ServedLog(self.config.log, self.config.keep)
+    async def __aenter__(self) -> Self:
+        self._log = LineLog(self.config.log, keep=self.config.keep)
         self._started = time.monotonic()
-        self._server = await loop.create_server(
-            self._accept,
-            "127.0.0.1",
-            self.config.port,
-            backlog=4096,
-        )
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.aclose()
+        return await super().__aenter__()
 
     async def aclose(self) -> None:
-        """Stop listening and hang up on everybody; what was owed is logged as dropped."""
-        if self._server is None:
-            return
-        self._server.close()
-        for connection in list(self.connections):
-            if connection in self._pending:
-                self.lost(connection)
-            connection.close()
-        await self._server.wait_closed()
-        self._server = None
+        """See `Listening.aclose`; what was owed is logged as dropped."""
+        for connection in list(self._pending):
+            self.lost(connection)
+        await super().aclose()
         self._log.close()
 
     @property
@@ -150,20 +127,9 @@ class FakeServer:
         """What it did so far, in order; empty unless the configuration keeps it."""
         return self._log.entries
 
-    @property
-    def port(self) -> int:
-        """The port that it listens on."""
-        assert self._server is not None
-        return int(self._server.sockets[0].getsockname()[1])
-
-    @property
-    def base_url(self) -> str:
-        """What a client takes as `base_url`."""
-        return f"http://127.0.0.1:{self.port}/v1"
-
     def _accept(self) -> Connection:
         self.connections_made += 1
-        return Connection(self, self.connections)
+        return super()._accept()
 
     def handle(self, connection: Connection, request: Incoming) -> None:
         """See `Handler.handle`."""
