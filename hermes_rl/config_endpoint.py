@@ -91,6 +91,8 @@ class ProviderSection(Section):
     """Chat Completions with cache markers, for models whose name holds `claude`."""
     cache_key: bool | None = None
     """It takes `prompt_cache_key`."""
+    short_ids: bool | None = None
+    """Longer ids of tool calls than 40 characters are replaced."""
     reports_cost: bool | None = None
     """Its answers say in `usage.cost` what they cost in US dollars."""
 

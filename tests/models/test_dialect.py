@@ -17,6 +17,7 @@ from hermes_rl.messages import (
 from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampling, TokenCapture
 from hermes_rl.models.dialects.chat.dialect import TAIL, ChatCompletions
 from hermes_rl.models.dialects.chat.server import ChatServer
+from hermes_rl.models.dialects.responses.dialect import Responses
 from hermes_rl.models.dialects.sse import EventReader
 from hermes_rl.usage import Usage
 
@@ -152,6 +153,35 @@ def test_calls_of_a_model_that_did_not_think_are_taken_where_thoughts_are_wanted
     assert "reasoning_content" not in said
     # The same conversation goes to another provider as ever.
     assert b"reasoning_content" not in ChatCompletions("api.openai.com").encode(asked)
+
+
+@pytest.mark.parametrize(
+    ("speaks", "most"),
+    [
+        (ChatCompletions("api.openai.com"), 40),
+        (ChatCompletions("mine.openai.azure.com"), 40),
+        (ChatCompletions("127.0.0.1:1"), None),
+        (Responses("api.openai.com"), 64),
+    ],
+)
+def test_ids_of_other_servers_are_as_long_as_a_provider_takes_them(speaks, most):
+    """vLLM gives `chatcmpl-tool-` and 32 digits."""
+    for chars in (40, 46, 64, 65):
+        given = "x" * chars
+        call = ToolCall(id=given, name="t", arguments="{}")
+        result = ToolMessage(tool_call_id=given, name="t", content="out")
+        asked = request(UserMessage(content="hi"), AssistantMessage(tool_calls=(call,)), result)
+        body = json.loads(speaks.encode(asked))
+        if speaks.name == "codex_responses":
+            ids = [item["call_id"] for item in body["input"][1:]]
+        else:
+            _, called, answer = body["messages"]
+            ids = [called["tool_calls"][0]["id"], answer["tool_call_id"]]
+        assert ids[0] == ids[1]
+        if most is None or chars <= most:
+            assert ids[0] == given
+        else:
+            assert len(ids[0]) <= 40
 
 
 def test_the_output_cap_has_another_name_at_openai():

@@ -184,6 +184,12 @@ def made_id(text: str, prefix: str = "call_") -> str:
     return prefix + hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:24]
 
 
+def fitting_id(given: str, most: int) -> str:
+    """An id of a call (or of its result) with at most `most` characters: another one, made of it,
+    stands for one that is longer."""
+    return given if len(given) <= most else made_id(given)
+
+
 def text_or_none(value: Any) -> str | None:
     """The value where it is text that is not empty."""
     return value if isinstance(value, str) and value else None

@@ -31,5 +31,7 @@ class Quirks:
     """In Chat Completions it takes cache markers, for models whose name holds `claude`."""
     cache_key: bool = False
     """It takes `prompt_cache_key`: requests with one key go to one cache."""
+    short_ids: bool = False
+    """It takes ids of tool calls of at most 40 characters."""
     reports_cost: bool = False
     """Its answers say what they cost, in US dollars (`usage.cost`)."""

@@ -5,15 +5,15 @@ Client side: a request's body and a decoder for its answer. The server side is `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from hermes_rl.messages import AssistantMessage, Message, UserMessage, to_openai
 from hermes_rl.models.base import CacheTime, ModelRequest
 from hermes_rl.models.dialects.base import Decoder, ReplyHead
 from hermes_rl.models.dialects.chat.answer import read_body
 from hermes_rl.models.dialects.chat.stream import StreamDecoder
-from hermes_rl.models.dialects.decoding import decoder_for
+from hermes_rl.models.dialects.decoding import decoder_for, fitting_id
 from hermes_rl.models.dialects.heads import ToolField, bearer_headers
 from hermes_rl.models.dialects.lenient import encode_json
 from hermes_rl.models.pipeline import cache_marks, outgoing
@@ -24,8 +24,21 @@ NAME = "chat_completions"
 TAIL = b"]}"
 """The last bytes of every body. A turn's body without them begins the next turn's."""
 
+MOST_ID = 40
+"""Characters of a call's id, where a provider counts them; vLLM's own have 46."""
+
 _FOREIGN = ("thinking", "redacted_thinking", "reasoning", "message", "function_call")
 """Blocks of the other dialects: they are not replayed."""
+
+
+class _Ways(NamedTuple):
+    """How a provider wants messages."""
+
+    replay: str | None = None
+    """The field for reasoning; None: not at all."""
+    blank: str = ""
+    """Stands there for the reasoning of tool calls that have none."""
+    short_ids: bool = False
 
 
 class ChatCompletions:
@@ -48,9 +61,9 @@ class ChatCompletions:
         self, host: str = "", secrets: tuple[str, ...] = (), quirks: Quirks | None = None
     ) -> None:
         self._quirks = quirks or quirks_at(host)
-        self._replay = self._quirks.replay_reasoning
-        self._blank = " " if self._quirks.needs_reasoning else ""
-        self._wire_name = f"{NAME}+{self._replay}{self._blank}" if self._replay else NAME
+        blank = " " if self._quirks.needs_reasoning else ""
+        self._ways = _Ways(self._quirks.replay_reasoning, blank, self._quirks.short_ids)
+        self._wire_name = f"{NAME} {self._ways}"
         self._secrets = secrets
         self._tools = ToolField(dict)
 
@@ -84,21 +97,16 @@ class ChatCompletions:
 
     def _messages(self, request: ModelRequest) -> Sequence[bytes]:
         ready = outgoing(request)
-        encode = self._encoder()
-        encoded = ready.encoded(self._wire_name, encode)
+        ways = self._ways
+        encoded = ready.encoded(self._wire_name, lambda message: _encode(message, ways))
         if request.cache is None or not self._quirks.cache_marks or "claude" not in request.model:
             return encoded
         # The markers move on with each turn; what they mark is the same text, so it is still one
         # prefix to the provider's cache.
         marked = list(encoded)
         for place in cache_marks(ready.messages, tools=False):
-            marked[place] = _encode_marked(ready.messages[place], request.cache, self._replay)
+            marked[place] = _encode_marked(ready.messages[place], request.cache, ways)
         return marked
-
-    def _encoder(self) -> Callable[[Message], bytes]:
-        if self._replay is None:
-            return encode_message
-        return lambda message: encode_message(message, self._replay, self._blank)
 
     def _head(self, request: ModelRequest) -> bytes:
         fields: dict[str, Any] = {"model": request.model}
@@ -125,26 +133,31 @@ class ChatCompletions:
         return "reasoning_effort" if name == "reasoning" else name
 
 
-def encode_message(message: Message, replay: str | None = None, blank: str = "") -> bytes:
+def _encode(message: Message, ways: _Ways) -> bytes:
     """One message as the wire has it: arguments as they are, signed reasoning blocks as received,
-    reasoning text only in the field `replay`.
-
-    Args:
-        blank: stands there for the reasoning of tool calls that have none.
-    """
-    return encode_json(_form(message, replay, blank))
+    reasoning text only where it is wanted."""
+    return encode_json(_form(message, ways))
 
 
-def _form(message: Message, replay: str | None, blank: str = "") -> dict[str, Any]:
+def _form(message: Message, ways: _Ways) -> dict[str, Any]:
     form = to_openai(message)
+    if ways.short_ids:
+        _shorten_ids(form)
     if isinstance(message, AssistantMessage):
-        reasoning = form.pop("reasoning_content", None) or (message.tool_calls and blank)
-        if replay and reasoning:
-            form[replay] = reasoning
+        reasoning = form.pop("reasoning_content", None) or (message.tool_calls and ways.blank)
+        if ways.replay and reasoning:
+            form[ways.replay] = reasoning
         details = _own_blocks(message.reasoning_details)
         if details is not None:
             form["reasoning_details"] = details
     return form
+
+
+def _shorten_ids(form: dict[str, Any]) -> None:
+    for call in form.get("tool_calls", ()):
+        call["id"] = fitting_id(call["id"], MOST_ID)
+    if "tool_call_id" in form:
+        form["tool_call_id"] = fitting_id(form["tool_call_id"], MOST_ID)
 
 
 def _own_blocks(details: Any) -> Any:
@@ -155,9 +168,9 @@ def _own_blocks(details: Any) -> Any:
     return own or None
 
 
-def _encode_marked(message: Message, kept: CacheTime, replay: str | None) -> bytes:
+def _encode_marked(message: Message, kept: CacheTime, ways: _Ways) -> bytes:
     """A message whose last part carries a cache marker."""
-    form = _form(message, replay)
+    form = _form(message, ways)
     marker = {"type": "ephemeral", **({"ttl": kept} if kept != "5m" else {})}
     parts = form["content"]
     if not isinstance(message, UserMessage) or isinstance(parts, str):

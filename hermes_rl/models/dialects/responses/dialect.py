@@ -17,7 +17,7 @@ from typing import Any
 from hermes_rl.messages import AssistantMessage, Message, SystemMessage, ToolMessage, UserMessage
 from hermes_rl.models.base import ModelRequest
 from hermes_rl.models.dialects.base import Decoder, ReplyHead
-from hermes_rl.models.dialects.decoding import decoder_for
+from hermes_rl.models.dialects.decoding import decoder_for, fitting_id
 from hermes_rl.models.dialects.heads import ToolField, bearer_headers
 from hermes_rl.models.dialects.lenient import encode_json
 from hermes_rl.models.dialects.responses.answer import read_body
@@ -30,6 +30,8 @@ from hermes_rl.models.providers.table import quirks_at
 NAME = "codex_responses"
 TAIL = b"]}"
 """The last bytes of every body. A turn's body without them begins the next turn's."""
+MOST_ID = 64
+"""Characters of a call's id; other providers have longer ones."""
 
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
@@ -134,7 +136,8 @@ def _items(message: Message) -> list[dict[str, Any]]:
     if isinstance(message, AssistantMessage):
         return [item for p in pieces_of(message) if (item := _item(p)) is not None]
     if isinstance(message, ToolMessage):
-        output = {"call_id": message.tool_call_id, "output": message.content}
+        call_id = fitting_id(message.tool_call_id, MOST_ID)
+        output = {"call_id": call_id, "output": message.content}
         return [{"type": "function_call_output", **output}]
     role = "developer" if isinstance(message, SystemMessage) else "user"
     return [{"type": "message", "role": role, "content": _parts(message)}]
@@ -145,7 +148,11 @@ def _item(piece: Piece) -> dict[str, Any] | None:
         return _replayed(piece.block) if is_replayable(piece.block) else None
     if piece.call is not None:
         call = piece.call
-        named = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+        named = {
+            "call_id": fitting_id(call.id, MOST_ID),
+            "name": call.name,
+            "arguments": call.arguments,
+        }
         return {"type": "function_call", **named}
     item = {"type": "message", "role": "assistant", "content": piece.text}
     return {**item, "phase": piece.phase} if piece.phase else item
