@@ -7,10 +7,11 @@ from pathlib import Path
 from hermes_rl.errors import UserError
 from hermes_rl.export.base import ExportOptions, Format
 from hermes_rl.export.formats import format_named
-from hermes_rl.export.losses import Losses, Report
+from hermes_rl.export.losses import LEFT_OUT, Losses, Report
 from hermes_rl.export.source import Source
 from hermes_rl.export.writing import JsonLines, ParquetRows, RowWriter, whole_file
 from hermes_rl.store.reader import load_run
+from hermes_rl.store.version import TABLES
 
 
 def export_run(
@@ -29,12 +30,14 @@ def export_run(
         options: which rollouts and samples.
 
     Returns what was written, left out and lost.
-    Raises: UserError for an unknown format or a place that cannot be written; DiskFull.
+    Raises: UserError for an unknown format, a place that cannot be written, and when there is
+        nothing to write: a file that stands there stays then; DiskFull.
     """
     form = format_named(to)
     path = Path(out) if out is not None else Path(run) / "exports" / f"{to}{form.suffix}"
     if path.is_dir():
         raise UserError(f"{path} is a folder. Name a file: --out {path / (to + form.suffix)}")
+    _spare(Path(run), path)
     losses = Losses(form.holds)
     source = Source(load_run(run), form, options or ExportOptions(), losses)
     with whole_file(path) as temporary:
@@ -42,8 +45,24 @@ def export_run(
         for row in form.rows(source):
             writer.write(row)
             losses.samples += 1
+        if not losses.samples:
+            raise UserError(_nothing(losses, str(run), to))
         writer.close()
     return losses.report(run=str(run), format=to, out=str(path), unit=form.unit)
+
+
+def _spare(run: Path, path: Path) -> None:
+    """Raises: UserError for a file among the parts of the run."""
+    own = {*TABLES, "journal", "commits", "epochs", "tmp"}
+    if any(path.resolve().is_relative_to((run / name).resolve()) for name in own):
+        raise UserError(f"{path} is within the run itself. Choose another --out")
+
+
+def _nothing(losses: Losses, run: str, to: str) -> str:
+    if not losses.rollouts:
+        return f"{run} has no finished rollout to export yet"
+    why = "; ".join(f"{n:,} {LEFT_OUT[key]}" for key, n in losses.left_out.items())
+    return f"{run}: none of {losses.rollouts:,} rollouts gives a sample for {to}. Left out: {why}"
 
 
 def _writer(form: Format, source: Source, path: Path) -> RowWriter:

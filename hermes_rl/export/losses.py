@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+if TYPE_CHECKING:
+    from hermes_rl.export.samples import Sample
 
 LEFT_OUT = {
     "low_reward": "rollouts below --min-reward, or not graded",
@@ -35,13 +38,17 @@ LOST = {
     "raw_text": "messages whose exact text differs from the tidied one that is written",
     "unparsed_arguments": "tool calls whose arguments are no JSON object",
     "images": "images, in whose place stands a text",
-    "tools": "samples whose tool schemas Parquet cannot hold in the form that the reader needs",
-    "null_keys": "samples whose tool schemas get null for the keys of other tools",
+    "tools": "samples whose tool schemas Parquet cannot hold as structs: verl reads none"
+    " (docs/export.md shows how it reads tools_json)",
+    "null_keys": "samples whose tool schemas verl reads with null for the keys of other tools"
+    " (docs/export.md shows how it reads tools_json)",
     "results_in_a_row": "samples with tool results side by side: verl stops where the chat template"
     " merges those (ignore_input_ids_mismatch)",
     "texts": "sampled turns whose message stands in no row of trajectories (sub-agents)",
     "prompts": "system prompts, in whose place stands the fixed one of the format",
+    "rewards": "rewards of rollouts",
     "reward_parts": "components of rewards",
+    "cut": "answers that a token limit cut, which a chat template ends as if they were whole",
     "branches": "further branches of rollouts, each a sequence of its own in its group",
     "no_advantage": "sequences without an advantage: no group of that run has one for them",
 }
@@ -109,14 +116,40 @@ class Losses:
         )
 
 
-def count_message(losses: Losses, message: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-    """Count what formats of messages commonly cannot hold of one message."""
+def count_sample(losses: Losses, sample: Sample) -> None:
+    """Count what formats of messages commonly cannot hold of a sample, as far as it is written."""
+    for message, info in zip(sample.messages, sample.infos, strict=True):
+        _count_message(losses, message, info)
+    finish = {c["turn"]: c["finish_reason"] for c in sample.row["calls"] if _is_own(c)}
+    trained = zip(sample.infos, sample.trained, strict=True)
+    losses.lose("cut", sum(own and finish.get(info["turn"]) == "length" for info, own in trained))
+
+
+def _is_own(call: Mapping[str, Any]) -> bool:
+    return bool(call["purpose"] == "agent" and call["agent"] == "main")
+
+
+def count_rewards(losses: Losses, row: Mapping[str, Any]) -> None:
+    """Count what formats commonly cannot hold of the reward of a rollout: a single component that
+    says no more than the reward is none."""
+    parts: Sequence[Mapping[str, Any]] = row["rewards"] or ()
+    plain = len(parts) == 1 and parts[0]["turn"] is None
+    plain = plain and parts[0]["score"] * parts[0]["weight"] == row["reward"]
+    losses.lose("rewards", row["reward"] is not None)
+    losses.lose("reward_parts", 0 if plain else len(parts))
+
+
+def count_images(content: str | Sequence[Mapping[str, Any]]) -> int:
+    """The parts of a content that are no text."""
+    return 0 if isinstance(content, str) else sum(p.get("type") != "text" for p in content)
+
+
+def _count_message(losses: Losses, message: Mapping[str, Any], info: Mapping[str, Any]) -> None:
     losses.lose("reasoning", "reasoning_content" in message)
     losses.lose("opaque_reasoning", info["reasoning_details"] is not None)
     losses.lose("raw_text", info["raw_content"] is not None)
     losses.lose("unparsed_arguments", sum(map(is_unparsed, message.get("tool_calls") or ())))
-    if isinstance(message["content"], list):
-        losses.lose("images", sum(p.get("type") != "text" for p in message["content"]))
+    losses.lose("images", count_images(message["content"]))
 
 
 def is_unparsed(call: Mapping[str, Any]) -> bool:

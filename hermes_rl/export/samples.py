@@ -137,12 +137,13 @@ def _piece(messages: list[Message], start: int, last: int, count: int) -> Piece:
     return Piece(prompt=messages[:start], completion=messages[start : last + 1], trained=count)
 
 
-def fingerprint(messages: list[Message]) -> bytes:
-    """16 bytes that are equal for conversations that differ in nothing but the ids of tool
-    calls."""
+def fingerprint(sample: Sample) -> bytes:
+    """16 bytes that are equal for samples that teach the same: whose messages, tools and what is
+    trained differ in nothing but the ids of tool calls."""
     places: dict[str, int] = {}
-    plain = [_without_ids(message, places) for message in messages]
-    return hashlib.sha256(msgspec.json.encode(plain, order="sorted")).digest()[:16]
+    plain = [_without_ids(message, places) for message in sample.messages]
+    told = [plain, sample.trained, sample.row["tools"]]
+    return hashlib.sha256(msgspec.json.encode(told, order="sorted")).digest()[:16]
 
 
 def _without_ids(message: Message, places: dict[str, int]) -> Message:

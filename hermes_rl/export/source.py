@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hermes_rl.export.base import ExportOptions, Format
-from hermes_rl.export.losses import Losses
+from hermes_rl.export.losses import Losses, count_rewards
 from hermes_rl.export.samples import Sample, fingerprint, samples_of
 from hermes_rl.export.scores import Scores
 from hermes_rl.export.tokens import TokenItem, digest_of, refusal
@@ -84,35 +84,39 @@ class Source:
     def rollouts(self) -> Iterator[dict[str, Any]]:
         """Rows of `trajectories` that pass the filters, JSON decoded."""
         for stem in self._stems():
-            yield from self._rollouts_of(stem)
+            for raw in self._rollouts_of(stem):
+                yield self._decoded(raw)
 
     def samples(self) -> Iterator[Sample]:
         """One sample per context, those with nothing to train on and duplicates left out."""
         for row in self.rollouts():
+            count_rewards(self.losses, row)
             for sample in samples_of(row):
                 if not any(sample.trained):
                     self.losses.leave_out("nothing_to_train")
-                elif not self._again(fingerprint, sample.messages):
-                    self.losses.lose("reward_parts", len(row["rewards"] or ()))
+                elif not self._again(fingerprint, sample):
                     yield sample
 
     def all_contexts(self) -> Iterator[Sample]:
         """One sample per context, whatever there is to train on."""
         for row in self.rollouts():
             for sample in samples_of(row):
-                if not self._again(fingerprint, sample.messages):
+                if not self._again(fingerprint, sample):
                     yield sample
 
     def token_rollouts(self) -> Iterator[tuple[dict[str, Any], list[TokenItem]]]:
         """Rollouts with those of their segments that this format may take; none without any."""
         for stem in self._stems():
-            yield from self._token_rollouts_of(stem)
+            for row, items in self._token_rollouts_of(stem):
+                count_rewards(self.losses, row)
+                yield row, items
 
     def _token_rollouts_of(self, stem: str) -> Iterator[tuple[dict[str, Any], list[TokenItem]]]:
         waiting = {row["trajectory_id"]: row for row in self._rollouts_of(stem)}
         for trajectory_id, segments in self._segments_of(stem):
-            row = waiting.pop(trajectory_id, None)
-            if row is not None:
+            raw = waiting.pop(trajectory_id, None)
+            if raw is not None:
+                row = self._decoded(raw)
                 items = [self._item(row, segment) for segment in segments]
                 taken = [item for item in items if item is not None]
                 if taken:
@@ -155,6 +159,8 @@ class Source:
 
     def _whole(self, group: list[list[TokenItem]]) -> Iterator[list[list[TokenItem]]]:
         if len(group) >= self.options.min_group:
+            for rollout in group:
+                count_rewards(self.losses, rollout[0].row)
             yield sorted(group, key=lambda rollout: rollout[0].row["member"])
         else:
             self.losses.leave_out("small_group", len(group))
@@ -175,7 +181,10 @@ class Source:
         return None if self._again(digest_of, item) else item
 
     def _rollouts_of(self, stem: str) -> Iterator[dict[str, Any]]:
+        """Rows that pass the filters, JSON as text: what waits for its segments stays small."""
         columns = [*COLUMNS, *self._format.columns]
+        if self._format.unit == "messages":
+            columns.append("calls")
         for table in self._tables("trajectories", stem, columns):
             for raw in table.to_pylist():
                 if self.full:
@@ -186,7 +195,16 @@ class Source:
                     self.losses.leave_out(why)
                 else:
                     self._taken += 1
-                    yield _decoded(raw)
+                    yield raw
+
+    def _decoded(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A row with its JSON decoded, and the reward that counts."""
+        decoded = [_loads(text) for text in row["messages"]]
+        row["messages"] = with_images(decoded, row.pop("image_data") or ())
+        row["tools"] = _loads(row["tools"])
+        row["metadata"] = None if row["metadata"] is None else _loads(row["metadata"])
+        row["reward"] = self.scores.of_rollout(row).reward
+        return row
 
     @property
     def full(self) -> bool:
@@ -258,11 +276,3 @@ class Source:
 
 def _stem(part: Path) -> str:
     return part.name.removeprefix("part-").removesuffix(".parquet")
-
-
-def _decoded(row: dict[str, Any]) -> dict[str, Any]:
-    decoded = [_loads(text) for text in row["messages"]]
-    row["messages"] = with_images(decoded, row.pop("image_data") or ())
-    row["tools"] = _loads(row["tools"])
-    row["metadata"] = None if row["metadata"] is None else _loads(row["metadata"])
-    return row

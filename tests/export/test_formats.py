@@ -53,7 +53,8 @@ def test_filters_are_counted(run: Path, tmp_path: Path) -> None:
     report = export_run(run, "trl", tmp_path / "x", ExportOptions(dedupe=True))
     assert report.left_out == {"duplicate": 5}  # one of the stories has two contexts
     options = ExportOptions(end_reasons=frozenset({"max_turns"}))
-    assert export_run(run, "trl", tmp_path / "x", options).left_out == {"end_reason": 8}
+    with pytest.raises(UserError, match="Left out: 8 rollouts with another ending"):
+        export_run(run, "trl", tmp_path / "x", options)
     assert export_run(run, "trl", tmp_path / "x", ExportOptions(limit=3)).rollouts == 3
 
 
@@ -77,7 +78,7 @@ def test_openai_has_weights_and_the_exact_arguments(run: Path, tmp_path: Path) -
     assert texts == ['{"command": "ls <b>"}', '{"path":"x"}', "{never closed"]
     assert [m.get("weight") for m in nudged["messages"]] == [None, None, 0, None, None]
     assert simple["tools"] == told.TOOLS
-    assert report.lost == {"reasoning": 1, "tail": 2}
+    assert report.lost == {"reasoning": 1, "tail": 2, "rewards": 4}
 
 
 def test_sharegpt_is_the_form_of_hermes(run: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import told
 
+from hermes_rl.errors import UserError
 from hermes_rl.export import FORMATS, ExportOptions, export_run
 from hermes_rl.export.formats import format_named
 from hermes_rl.identity import trajectory_id
@@ -116,6 +117,12 @@ def test_the_groups_table_gives_rewards_and_advantages(run: Path) -> None:
     assert [r["response_ids"] for r in rows(other.out)] == [[7, 0], [7, 1], [7, 3]]
 
 
+def test_the_reward_that_is_filtered_by_is_the_one_that_is_written(run: Path) -> None:
+    publish(run, group(0, (0.25, 0.75, None, 0.5), at=2))  # graded again
+    report = export_run(run, "trl", options=ExportOptions(min_reward=0.5))
+    assert [row["reward"] for row in rows(report.out)] == [0.75, 0.5, 1.0]
+
+
 def test_an_atropos_group_is_whole(run: Path) -> None:
     publish(run, group(0, (1.0, 0.0, None, 0.5)), group(1, (None, None, 1.0, None)))
     report = export_run(run, "atropos")
@@ -133,9 +140,8 @@ def test_members_that_a_filter_takes_leave_a_smaller_group(run: Path) -> None:
     report = export_run(run, "atropos", options=ExportOptions(min_reward=0.5))
     (line,) = rows(report.out)
     assert line["scores"] == [1.0, 0.5]
-    report = export_run(run, "atropos", options=ExportOptions(min_reward=0.75))
-    assert report.samples == 0
-    assert report.left_out == {"low_reward": 2, "small_group": 2}
+    with pytest.raises(UserError, match=r"Left out: 2 rollouts below .*; 2 rollouts of groups"):
+        export_run(run, "atropos", options=ExportOptions(min_reward=0.75))
 
 
 @pytest.mark.parametrize("name", RL)

@@ -192,8 +192,8 @@ def test_an_atropos_group_becomes_a_group(tmp_path: Path) -> None:
 
 def test_tokens_of_unknown_origin_go_to_no_rl_trainer_unasked(tmp_path: Path) -> None:
     import_file(write(tmp_path / "g.jsonl", GROUP), "atropos", tmp_path / "run")
-    report = export_run(tmp_path / "run", "verl-rl")
-    assert (report.samples, report.left_out) == (0, {"retokenized": 2})
+    with pytest.raises(UserError, match="2 token segments that were tokenized again"):
+        export_run(tmp_path / "run", "verl-rl")
     asked = ExportOptions(allow_retokenized=True)
     assert export_run(tmp_path / "run", "verl-rl", options=asked).samples == 2
     assert export_run(tmp_path / "run", "trl-tokens").samples == 2
@@ -208,7 +208,24 @@ def test_tokens_of_unknown_origin_go_to_no_rl_trainer_unasked(tmp_path: Path) ->
         ("hermes", '{"conversations": [{"from": "eve", "value": ""}]}', "is from 'eve'"),
         ("atropos", "{}", "x.jsonl:1: no group"),
         ("atropos", '{"tokens": [[1]], "masks": [[]], "scores": [1]}', "1 tokens and a mask of 0"),
-        ("atropos", '{"tokens": [[1]], "masks": [[1]], "scores": ["x"]}', "finite"),
+        ("atropos", '{"tokens": [[1]], "masks": [[1]], "scores": ["x"]}', "got `str`"),
+        ("atropos", '{"tokens": [["a"]], "masks": [[1]], "scores": [1]}', r"tokens\[0\]\[0\]"),
+        ("atropos", '{"tokens": [[4294967296]], "masks": [[1]], "scores": [1]}', "2147483647"),
+        ("atropos", '{"tokens": [7], "masks": [[1]], "scores": [1]}', "got `int`"),
+        ("atropos", '{"tokens": [[7]], "masks": [[1]], "scores": [1]}', "neither -100 nor"),
+        ("atropos", '{"tokens": [[7]], "masks": [[7]], "scores": []}', "differ in length"),
+        (
+            "atropos",
+            '{"tokens": [[7]], "masks": [[7]], "scores": [1], "messages": [[], []]}',
+            "differ in length",
+        ),
+        (
+            "atropos",
+            '{"tokens": [[7]], "masks": [[7]], "scores": [1], "inference_logprobs": [["x"]]}',
+            "inference_logprobs",
+        ),
+        ("hermes", '{"conversations": [], "metadata": "x"}', "must be an object"),
+        ("hermes", '{"conversations": [], "toolsets_used": 5}', "a list"),
     ],
 )
 def test_a_bad_line_is_named_and_leaves_nothing(
@@ -219,6 +236,36 @@ def test_a_bad_line_is_named_and_leaves_nothing(
     with pytest.raises(UserError, match=message):
         import_file(tmp_path / "x.jsonl", origin, tmp_path / "out" / "run")
     assert not list((tmp_path / "out").glob("*")) if (tmp_path / "out").exists() else True
+
+
+@pytest.mark.parametrize("origin", ["hermes", "atropos"])
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_a_file_without_rollouts_is_a_mistake(tmp_path: Path, origin: Any, text: str) -> None:
+    (tmp_path / "x.jsonl").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match="holds no rollout"):
+        import_file(tmp_path / "x.jsonl", origin, tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+
+
+def test_half_characters_of_a_foreign_file_do_no_harm(tmp_path: Path) -> None:
+    """An escape of half a character, within JSON within the line's JSON."""
+    half = "\\ud83d"
+    turns = [
+        {"from": "human", "value": "Go."},
+        {
+            "from": "gpt",
+            "value": f'<tool_call>\n{{"name": "t", "arguments": {{"a": "{half}"}}}}\n</tool_call>',
+        },
+        {
+            "from": "tool",
+            "value": f'<tool_response>\n{{"tool_call_id": "i", "content": "{half}"}}\n'
+            "</tool_response>",
+        },
+    ]
+    import_file(write(tmp_path / "x.jsonl", {"conversations": turns}), "hermes", tmp_path / "run")
+    _, answer, result = load_run(tmp_path / "run").trajectories["messages"][0]
+    assert answer["tool_calls"][0]["function"]["arguments"] == {"a": "?"}
+    assert result["content"] == "?"
 
 
 def test_the_command_line_goes_both_ways(tmp_path: Path) -> None:
@@ -248,5 +295,8 @@ def test_the_command_line_goes_both_ways(tmp_path: Path) -> None:
     assert bad.stderr.startswith("error: no advantage 'x'")
     bad = hermes_rl("import", "old.jsonl", "--from", "x")
     assert bad.stderr.startswith("error: --from 'x'")
+    none = hermes_rl("export", "runs/old", "--to", "trl-tokens")
+    assert (none.returncode, none.stdout) == (2, "")
+    assert "Left out: 1 rollouts without token segments" in none.stderr
     assert hermes_rl("show", "runs/old").returncode == 0
     assert hermes_rl("check", "runs/old").returncode == 0

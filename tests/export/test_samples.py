@@ -84,9 +84,9 @@ def test_what_trains_everything_is_cut_before_what_must_not_be() -> None:
 
 
 def test_fingerprints_see_no_ids_of_calls() -> None:
-    def conversation(name: str, command: str = "ls") -> list[dict[str, Any]]:
+    def seen(name: str, command: str = "ls", trained: bool = True, tools: int = 2) -> bytes:
         function = {"name": "terminal", "arguments": {"command": command}}
-        return [
+        messages: list[dict[str, Any]] = [
             {
                 "role": "assistant",
                 "content": "",
@@ -94,9 +94,20 @@ def test_fingerprints_see_no_ids_of_calls() -> None:
             },
             {"role": "tool", "tool_call_id": name, "content": "x"},
         ]
+        sample = Sample(
+            row={"tools": told.TOOLS[:tools]},
+            context=0,
+            contexts=1,
+            messages=messages,
+            infos=[{}, {}],
+            trained=[trained, False],
+            copied=[False, False],
+        )
+        return fingerprint(sample)
 
-    assert fingerprint(conversation("a")) == fingerprint(conversation("b"))
-    assert fingerprint(conversation("a")) != fingerprint(conversation("a", "cat"))
+    assert seen("a") == seen("b")
+    others = {seen("a"), seen("a", "cat"), seen("a", trained=False), seen("a", tools=1)}
+    assert len(others) == 4
 
 
 @st.composite

@@ -12,7 +12,7 @@ from typing import Any
 
 from hermes_rl import __version__
 from hermes_rl.export.base import Format, Row
-from hermes_rl.export.losses import count_message
+from hermes_rl.export.losses import count_sample
 from hermes_rl.export.samples import Message, Sample, said
 from hermes_rl.export.source import Source
 
@@ -22,8 +22,7 @@ VERSION = "ATIF-v1.7"
 def rows(source: Source) -> Iterator[Row]:
     """One document per context."""
     for sample in source.all_contexts():
-        for message, info in zip(sample.messages, sample.infos, strict=True):
-            count_message(source.losses, message, info)
+        count_sample(source.losses, sample)
         source.losses.trained += sum(sample.trained)
         if sample.messages:
             yield document(sample)
@@ -154,6 +153,6 @@ FORMAT = Format(
     suffix=".jsonl",
     unit="messages",
     rows=rows,
-    holds=frozenset({"reasoning", "reward_parts"}),
-    columns=("calls", "usage", "cost_usd", "started_at", "finished_at"),
+    holds=frozenset({"reasoning", "rewards", "reward_parts"}),
+    columns=("usage", "cost_usd", "started_at", "finished_at"),
 )

@@ -59,4 +59,5 @@ FORMAT = Format(
     unit="tokens",
     rows=rows,
     rl=True,
+    holds=frozenset({"rewards"}),
 )

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from hermes_rl.export.base import Format, Row
-from hermes_rl.export.losses import count_message
+from hermes_rl.export.losses import count_sample
 from hermes_rl.export.samples import without_tail
 from hermes_rl.export.source import Source
 
@@ -20,12 +20,9 @@ def rows(source: Source) -> Iterator[Row]:
     for whole in source.samples():
         sample = without_tail(whole)
         source.losses.lose("tail", len(whole.messages) - len(sample.messages))
-        messages = []
-        for message, info, trained in zip(
-            sample.messages, sample.infos, sample.trained, strict=True
-        ):
-            count_message(source.losses, message, info)
-            messages.append(_text({**message, "training": trained}).decode())
+        count_sample(source.losses, sample)
+        pairs = zip(sample.messages, sample.trained, strict=True)
+        messages = [_text({**m, "training": trained}).decode() for m, trained in pairs]
         source.losses.trained += sum(sample.trained)
         yield {
             "messages": messages,
@@ -58,5 +55,5 @@ FORMAT = Format(
     unit="messages",
     rows=rows,
     schema=schema,
-    holds=frozenset({"reasoning", "images"}),
+    holds=frozenset({"reasoning", "images", "rewards"}),
 )

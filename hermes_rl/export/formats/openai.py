@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hermes_rl.export.base import Format, Row
-from hermes_rl.export.losses import count_message
+from hermes_rl.export.losses import count_sample
 from hermes_rl.export.samples import Message, without_tail
 from hermes_rl.export.source import Source
 
@@ -19,12 +19,9 @@ def rows(source: Source) -> Iterator[Row]:
     for whole in source.samples():
         sample = without_tail(whole)
         source.losses.lose("tail", len(whole.messages) - len(sample.messages))
-        messages = []
-        for message, info, trained in zip(
-            sample.messages, sample.infos, sample.trained, strict=True
-        ):
-            count_message(source.losses, message, info)
-            messages.append(_said(message, info, trained))
+        count_sample(source.losses, sample)
+        parts = zip(sample.messages, sample.infos, sample.trained, strict=True)
+        messages = [_said(message, info, trained) for message, info, trained in parts]
         source.losses.trained += sum(sample.trained)
         line: Row = {"messages": messages}
         if sample.row["tools"]:

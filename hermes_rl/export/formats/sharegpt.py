@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from hermes_rl.export.base import Format, Row
-from hermes_rl.export.losses import count_message
+from hermes_rl.export.losses import count_sample
 from hermes_rl.export.samples import Message, Sample, before_untrained, said
 from hermes_rl.export.source import Source
 
@@ -47,8 +47,7 @@ def rows(source: Source) -> Iterator[Row]:
             continue
         source.losses.lose("cut_before_untrained", len(sample.messages) < len(whole.messages))
         source.losses.lose("prompts", sum(m["role"] == "system" for m in sample.messages))
-        for message, info in zip(sample.messages, sample.infos, strict=True):
-            count_message(source.losses, message, info)
+        count_sample(source.losses, sample)
         source.losses.trained += sum(sample.trained)
         yield {
             "prompt_index": sample.row["row_index"],
@@ -106,16 +105,23 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _result(message: Message, names: Mapping[str, str]) -> str:
-    content: Any = message["content"]
-    if content.lstrip().startswith(("{", "[")):
-        try:
-            content = json.loads(content)
-        except (ValueError, RecursionError):
-            pass
     call_id = message["tool_call_id"]
     name = message["name"] or names.get(call_id, "")
-    form = {"tool_call_id": call_id, "name": name, "content": content}
+    form = {"tool_call_id": call_id, "name": name, "content": _content(message["content"])}
     return f"<tool_response>\n{_json(form)}\n</tool_response>"
+
+
+def _content(text: str) -> Any:
+    """A result that is an object or a list of JSON as its value; as text where JSON could not say
+    it again (half characters, 1e999)."""
+    if not text.lstrip().startswith(("{", "[")):
+        return text
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return text
+    return value
 
 
 def _json(value: Any) -> str:

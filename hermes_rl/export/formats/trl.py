@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from hermes_rl.export.base import Format, Row
-from hermes_rl.export.losses import count_message
-from hermes_rl.export.samples import pieces
+from hermes_rl.export.losses import count_sample
+from hermes_rl.export.samples import pieces, without_tail
 from hermes_rl.export.source import Source
 
 _text = msgspec.json.Encoder().encode
@@ -22,11 +22,10 @@ _text = msgspec.json.Encoder().encode
 
 def rows(source: Source) -> Iterator[Row]:
     """One row per piece of a context."""
-    for sample in source.samples():
-        for message, info in zip(sample.messages, sample.infos, strict=True):
-            count_message(source.losses, message, info)
-        last = max(i for i, trained in enumerate(sample.trained) if trained)
-        source.losses.lose("tail", len(sample.messages) - last - 1)
+    for whole in source.samples():
+        sample = without_tail(whole)
+        source.losses.lose("tail", len(whole.messages) - len(sample.messages))
+        count_sample(source.losses, sample)
         tools = _text(sample.row["tools"]).decode()
         for piece in pieces(sample):
             source.losses.trained += piece.trained
@@ -64,5 +63,5 @@ FORMAT = Format(
     unit="messages",
     rows=rows,
     schema=schema,
-    holds=frozenset({"reasoning", "images"}),
+    holds=frozenset({"reasoning", "images", "rewards"}),
 )

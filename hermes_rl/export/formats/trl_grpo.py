@@ -66,4 +66,5 @@ FORMAT = Format(
     rows=rows,
     schema=schema,
     rl=True,
+    holds=frozenset({"rewards"}),
 )

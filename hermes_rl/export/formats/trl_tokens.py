@@ -46,4 +46,5 @@ FORMAT = Format(
     unit="tokens",
     rows=rows,
     schema=schema,
+    holds=frozenset({"rewards"}),
 )

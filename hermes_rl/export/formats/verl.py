@@ -2,7 +2,8 @@
 
 It trains on every assistant message, so a context is cut before one that must not be trained on.
 Arguments are the JSON text of the object, spaced as templates space it. A struct has the keys of
-all: absent ones are null.
+all: absent ones are null. So the tool schemas stand in `tools_json` too, exactly, for readers that
+decode it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 
 from hermes_rl.export.base import Format, Row
-from hermes_rl.export.losses import count_message
+from hermes_rl.export.losses import count_sample
 from hermes_rl.export.samples import Message, before_untrained, said, without_tail
 from hermes_rl.export.source import Source
 
@@ -32,8 +33,7 @@ def rows(source: Source) -> Iterator[Row]:
             continue
         losses = source.losses
         losses.lose("cut_before_untrained", sum(whole.trained) > sum(sample.trained))
-        for message, info in zip(sample.messages, sample.infos, strict=True):
-            count_message(losses, message, info)
+        count_sample(losses, sample)
         losses.lose("results_in_a_row", _side_by_side(sample.messages))
         losses.trained += sum(sample.trained)
         row: Row = {
@@ -41,13 +41,14 @@ def rows(source: Source) -> Iterator[Row]:
             "enable_thinking": any("reasoning_content" in m for m in sample.messages),
             "reward": sample.row["reward"],
             "trajectory_id": sample.row["trajectory_id"],
+            "tools_json": _text(sample.row["tools"]).decode(),
         }
         if kind is None:
             losses.lose("tools", bool(sample.row["tools"]))
             yield row
         else:
             tools = _held(sample.row["tools"])
-            losses.lose("null_keys", _as_read(tools, kind) != sample.row["tools"])
+            losses.lose("null_keys", _text(_as_read(tools, kind)).decode() != row["tools_json"])
             yield {**row, "tools": tools}
 
 
@@ -73,19 +74,20 @@ def schema(source: Source) -> Any:
         ("enable_thinking", pa.bool_()),
         ("reward", pa.float64()),
         ("trajectory_id", text),
+        ("tools_json", text),
     ]
     return pa.schema([*columns, *([] if kind is None else [("tools", kind)])])
 
 
 def tools_type(source: Source) -> Any:
-    """The Arrow type of all tool schemas of a run; None when there are none, or when one key has
-    values of several types."""
+    """The Arrow type of all tool schemas of a run; None when there are none, or when it cannot hold
+    them: one key has values of several types, or an integer of more than 64 bits."""
     import pyarrow as pa
 
     known = {_text(tools): tools for tools in source.tools() if tools}
     try:
         return pa.array([_held(tools) for tools in known.values()]).type if known else None
-    except pa.ArrowInvalid:
+    except (pa.ArrowException, OverflowError):
         return None
 
 
@@ -130,5 +132,5 @@ FORMAT = Format(
     unit="messages",
     rows=rows,
     schema=schema,
-    holds=frozenset({"reasoning"}),
+    holds=frozenset({"reasoning", "rewards"}),
 )

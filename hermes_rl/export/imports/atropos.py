@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from itertools import groupby
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from hermes_rl.errors import UserError
 from hermes_rl.events import Begun
@@ -39,18 +41,32 @@ def rollouts(rows: Iterator[Mapping[str, Any]], namer: Namer, *, exact: bool) ->
             yield finished(told, begun, [_segment(group, place, begun, exact)])
 
 
+class _Group(msgspec.Struct):
+    """What must be true of a line."""
+
+    tokens: list[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]]
+    masks: list[list[int]]
+    scores: list[float]
+    messages: list[list[dict[str, Any]] | None] | None = None
+    inference_logprobs: list[list[float] | None] | None = None
+    overrides: list[Any] | None = None
+    generation_params: dict[str, Any] | None = None
+
+
 def _check(group: Mapping[str, Any]) -> None:
-    lists = [group.get(name) for name in ("tokens", "masks", "scores")]
-    if not all(isinstance(value, list) for value in lists):
-        raise UserError("no group: 'tokens', 'masks' and 'scores' must be lists")
-    tokens, masks, scores = lists
-    if not len(tokens or ()) == len(masks or ()) == len(scores or ()):
-        raise UserError("'tokens', 'masks' and 'scores' have different lengths")
-    for ids, mask in zip(tokens or (), masks or (), strict=True):
+    try:
+        form = msgspec.convert(group, _Group)
+    except msgspec.ValidationError as error:
+        raise UserError(f"no group of Atropos: {error}") from None
+    more = (form.messages, form.inference_logprobs, form.overrides)
+    lists = [form.masks, form.scores, *(given for given in more if given)]
+    if any(len(given) != len(form.tokens) for given in lists):
+        raise UserError("'tokens', 'masks' and 'scores' (or 'messages' ...) differ in length")
+    for ids, mask in zip(form.tokens, form.masks, strict=True):
         if len(ids) != len(mask):
             raise UserError(f"a sequence has {len(ids)} tokens and a mask of {len(mask)}")
-    if not all(isinstance(s, int | float) and math.isfinite(s) for s in scores or ()):
-        raise UserError("'scores' must be finite numbers")
+        if any(own not in (IGNORED, token) for token, own in zip(ids, mask, strict=True)):
+            raise UserError("a mask holds what is neither -100 nor the token that stands there")
 
 
 def _told(group: Mapping[str, Any], number: int, place: int, score: float) -> Told:
@@ -59,7 +75,7 @@ def _told(group: Mapping[str, Any], number: int, place: int, score: float) -> To
     overrides = (group.get("overrides") or [None] * len(group["scores"]))[place]
     metadata = {k: group[k] for k in kept if group.get(k)}
     return Told(
-        messages=conversation_from_openai(messages),
+        messages=conversation_from_openai(messages or []),
         model="unknown",
         reward=float(score),
         metadata={**metadata, **({"overrides": overrides} if overrides else {})},
@@ -102,10 +118,10 @@ def _segment(group: Mapping[str, Any], place: int, begun: Begun, exact: bool) ->
         version_ids=[-1] * len(ids),
         prompt_len=sampled.index(True) if any(sampled) else len(ids),
         n_sampled=sum(sampled),
-        temperature=params.get("temperature"),
-        top_p=params.get("top_p"),
-        top_k=params.get("top_k"),
-        min_p=params.get("min_p"),
+        temperature=_number(params, "temperature"),
+        top_p=_number(params, "top_p"),
+        top_k=None if (top_k := _number(params, "top_k")) is None else int(top_k),
+        min_p=_number(params, "min_p"),
         finish_reasons=[""] * len(starts),
         truncated=False,
         reward=float(group["scores"][place]),
@@ -120,6 +136,11 @@ def _segment(group: Mapping[str, Any], place: int, begun: Begun, exact: bool) ->
         call_ids=[call_id(turn) for turn in range(1, len(starts) + 1)],
         call_starts=starts,
     )
+
+
+def _number(params: Mapping[str, Any], name: str) -> float | None:
+    value = params.get(name)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _logprobs(group: Mapping[str, Any], place: int, sampled: list[bool]) -> list[float | None]:

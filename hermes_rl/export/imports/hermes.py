@@ -43,7 +43,9 @@ def told_of(row: Mapping[str, Any]) -> Told:
     turns = row.get("conversations")
     if not isinstance(turns, list) or not all(map(_is_turn, turns)):
         raise UserError("no 'conversations' of turns with 'from' and 'value'")
-    metadata = row.get("metadata") or {}
+    metadata, toolsets = row.get("metadata") or {}, row.get("toolsets_used") or ()
+    if not isinstance(metadata, dict) or not isinstance(toolsets, list | tuple):
+        raise UserError("'metadata' must be an object, 'toolsets_used' a list")
     completed = bool(row.get("completed"))
     ending = "answered" if completed else "output_truncated" if row.get("partial") else "max_turns"
     known = ("conversations", "metadata", "toolsets_used")
@@ -52,7 +54,7 @@ def told_of(row: Mapping[str, Any]) -> Told:
         tools=tools_of(turns),
         model=str(metadata.get("model") or row.get("model") or "unknown"),
         end_reason=ending,
-        toolsets=tuple(map(str, row.get("toolsets_used") or ())),
+        toolsets=tuple(map(str, toolsets)),
         at=_moment(metadata.get("timestamp") or row.get("timestamp")),
         metadata={**{k: v for k, v in row.items() if k not in known}, **metadata},
     )
@@ -135,7 +137,11 @@ def _call(block: Any, id: Any, otherwise: str) -> ToolCall:
         text = str(arguments[UNPARSED])
     else:
         text = json.dumps(arguments if arguments is not None else {}, ensure_ascii=False)
-    return ToolCall(id=str(id or otherwise), name=str(form.get("name") or ""), arguments=text)
+    return ToolCall(
+        id=_storable(id or otherwise),
+        name=_storable(form.get("name") or ""),
+        arguments=_storable(text),
+    )
 
 
 def _result(block: Any) -> ToolMessage:
@@ -144,10 +150,15 @@ def _result(block: Any) -> ToolMessage:
     if not isinstance(content, str):
         content = json.dumps(content, ensure_ascii=False)
     return ToolMessage(
-        tool_call_id=str(form.get("tool_call_id") or ""),
-        name=str(form.get("name") or ""),
-        content=content,
+        tool_call_id=_storable(form.get("tool_call_id") or ""),
+        name=_storable(form.get("name") or ""),
+        content=_storable(content),
     )
+
+
+def _storable(value: Any) -> str:
+    """As text without half characters (escapes such as `\\ud83d`), which nothing can store."""
+    return str(value).encode("utf-8", "replace").decode()
 
 
 def _blocks(text: str, tag: str) -> tuple[list[Any], str]:

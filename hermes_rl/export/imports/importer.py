@@ -43,8 +43,8 @@ def import_file(
         out: the run directory; default runs/NAME of the file.
         exact: atropos: ids and log-probabilities are those of the engine that sampled.
 
-    Raises: UserError for a file that cannot be read, naming the line, and for a place that is
-    taken; DiskFull.
+    Raises: UserError for a file that cannot be read, naming the line, or that holds nothing, and
+    for a place that is taken; DiskFull.
     """
     path = Path(file)
     target = Path(out) if out is not None else Path("runs") / path.stem
@@ -57,6 +57,8 @@ def import_file(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         count = asyncio.run(write_run(temporary, identity, rows))
+        if not count:
+            raise UserError(f"{path} holds no rollout")
         temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,6 +1,7 @@
 """verl reads the exports: MultiTurnSFTDataset with its strict check, its RL data set, and the
 record that its agent loops return."""
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,35 @@ def test_tools_stand_in_the_prompt(told: Told, words: PreTrainedTokenizerFast) -
     text = words.decode(data[0]["input_ids"])
     assert text.startswith("<|im_start|>system\nBe brief.\n[{")
     assert '"name": "read_file"' in text
+
+
+class Exact(MultiTurnSFTDataset):
+    """As in docs/export.md."""
+
+    def _read_files_and_process(self) -> None:
+        super()._read_files_and_process()
+        self.tools = [json.loads(text) for text in self.dataframe["tools_json"]]
+
+    def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]]:
+        told = super()._build_messages(example)
+        return [{key: value for key, value in m.items() if value is not None} for m in told]
+
+
+def test_tools_and_messages_are_read_without_null_keys(
+    told: Told, words: PreTrainedTokenizerFast
+) -> None:
+    config = OmegaConf.create({"pad_mode": "no_padding", "max_length": 8192})
+    path = told.export("verl")
+    plain, exact = (kind(path, words, config)[0] for kind in (MultiTurnSFTDataset, Exact))
+    text = words.decode(exact["input_ids"])
+    assert "null" in words.decode(plain["input_ids"])  # the keys of the other tool
+    assert "null" not in text
+    assert pd.read_parquet(path)["tools_json"][0].replace(" ", "") in text.replace(" ", "")
+    trained = [row["input_ids"][row["loss_mask"].bool()].tolist() for row in (plain, exact)]
+    assert trained[0] == trained[1] != []
+    strict = "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls | length }}"
+    words.chat_template = strict + "{% endif %}{{ m.role }}{% endfor %}"  # as Llama 3's asks
+    assert words.decode(Exact(path, words, config)[0]["input_ids"])
 
 
 def test_rl_rows_are_agent_loop_outputs(told: Told, words: PreTrainedTokenizerFast) -> None:
