@@ -65,7 +65,8 @@ def _require(path: Path, look: Look | None, masks: list[Masks]) -> None:
     """Raises: UserError when there is nothing to look at."""
     if look is not None and not look.counts["captured"] + look.counts["segments"]:
         raise UserError(
-            f"{path}: no token ids were recorded. Ask for them: --set endpoint.tokens=auto"
+            f"{path}: no token ids were recorded. Ask for them: --preset rl, or a way to them with "
+            "--set endpoint.tokens=WAY"
         )
     if masks and not any(one.spans for one in masks):
         raise UserError(

@@ -218,5 +218,6 @@ def _sources(file: Path) -> tuple[Path, ...]:
             test = name.startswith("test_") and name.endswith(".py")
             if name in _UNHASHED or name.startswith(".") or name.endswith(".pyc") or test:
                 continue
-            found.append(Path(folder) / name)
+            if (path := Path(folder) / name).is_file():  # and no link to nothing, no pipe
+                found.append(path)
     return tuple(found)

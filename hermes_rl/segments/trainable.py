@@ -61,7 +61,9 @@ def exclusion(
     makers = {(call.model, a.tokenizer_hash) for call, a in path}
     if len(makers) > 1:
         return "mixed_models"
-    return next(filter(None, (_logprobs(added) for _, added in path)), None)
+    found = next(filter(None, (_logprobs(added) for _, added in path)), None)
+    kinds = {added.logprobs_kind for _, added in path}
+    return "unknown_logprobs" if found is None and len(kinds) > 1 else found
 
 
 _ASIDE: dict[str, Exclusion] = {

@@ -12,6 +12,7 @@ from rl_kit import Written, configured, ran, table
 from hermes_rl.cli import main
 from hermes_rl.errors import UserError
 from hermes_rl.rl import faults
+from hermes_rl.rl.loading import load_environment
 from hermes_rl.rl.opening import env_rows, open_environment, settle_env
 
 Write = Callable[..., Written]
@@ -70,6 +71,20 @@ async def test_tools_may_use_what_setup_made(tmp_path: Path, write_env: Write) -
     written = write_env(TOOL, "import json")
     await ran(written.path, tmp_path / "run", dataset={"repeats": 1})
     assert [row["reward"] for row in table(tmp_path / "run")] == [1.0]
+
+
+def test_what_is_no_file_in_a_package_is_no_part_of_its_identity(tmp_path: Path) -> None:
+    package = tmp_path / "own"
+    package.mkdir()
+    body = "class A(Environment):\n name = 'a'\n def tasks(self, *a): ...\n"
+    body += " async def compute_reward(self, *a): ...\n"
+    (package / "__init__.py").write_text(f"from hermes_rl.rl import *\n{body}")
+    before = load_environment(str(package)).digest
+    (package / "data").symlink_to(tmp_path / "gone")
+    assert load_environment(str(package)).digest == before
+    (package / "data").unlink()
+    (package / "data").write_text("more")
+    assert load_environment(str(package)).digest != before
 
 
 @pytest.mark.parametrize(("column", "value"), [("position", 3), ("split", "'hard'")])

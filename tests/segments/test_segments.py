@@ -208,6 +208,12 @@ def test_two_models_in_one_branch_are_no_policy():
     assert [s.exclude_reason for s in story.done()] == ["mixed_models"]
 
 
+def test_logprobs_of_two_kinds_have_no_one_name_and_cost_nobody_its_segments():
+    story = Story().call("one", 1, [1], [2], logprobs_kind="raw").call("two", 2, [1, 2, 3], [4])
+    (segment,) = story.done()
+    assert (segment.logprobs_kind, segment.exclude_reason) == ("unknown", "unknown_logprobs")
+
+
 def test_a_killed_attempt_keeps_what_was_captured_and_trains_nothing():
     story = Story().call("one", 1, [1, 2], [3]).start("two", 2)
     row = fold(story.events, lost="worker_lost", at=5.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from hermes_rl.errors import AuthError, UserError
 from hermes_rl.models.base import ModelClient
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.providers.routing import Keys
+from hermes_rl.models.providers.routing import Keys, Target
 from hermes_rl.models.providers.targets import asks_endpoint, first_endpoint, targets_by_model
 from hermes_rl.models.tokens.plan import NO_IDS, TokenPlan, Wanted
 
@@ -55,7 +55,7 @@ async def find_plan(config: RunConfig, keys: Keys) -> TokenPlan | None:
     if wanted == "off" or config.model.name in PLAYED_MODELS:
         return None
     if not asks_endpoint(config.model.name, config.endpoint):
-        return _heard(_embedded_plan(wanted), config)
+        return _fitting(_embedded_plan(wanted), config)
     from hermes_rl.models.tokens.selection import Search
 
     routes = targets_by_model(config)
@@ -69,16 +69,31 @@ async def find_plan(config: RunConfig, keys: Keys) -> TokenPlan | None:
         found = await Search(endpoint, target.model or model, renderer, tools).plan(wanted)
     except AuthError:
         return NO_IDS
-    return _heard(found, config)
+    return _fitting(found, config, routes[model])
 
 
-def _heard(plan: TokenPlan, config: RunConfig) -> TokenPlan:
-    """The plan. Raises: UserError for what the configuration says and nobody would hear."""
-    if plan.way not in ("off", "chat") and config.model.reasoning is not None:
+def _fitting(plan: TokenPlan, config: RunConfig, targets: Sequence[Target] = ()) -> TokenPlan:
+    """The plan.
+
+    Args:
+        targets: the model's place, then its fallbacks.
+
+    Raises: UserError for what does not go together with prompts of ids.
+    """
+    if plan.way in ("off", "chat"):
+        return plan
+    if config.model.reasoning is not None:
         raise UserError(
             "model.reasoning is not told with prompts of ids: there the chat template decides. "
             "Leave it out, or use endpoint.tokens=chat"
         )
+    for other in targets[1:]:
+        if other.place.base_url == targets[0].place.base_url and other.model != targets[0].model:
+            raise UserError(
+                f"endpoint.tokenizer is not of the fallback {other.model}, which is at the same "
+                "address: it would get another model's ids. Leave it out, or use "
+                "endpoint.tokens=chat"
+            )
     return plan
 
 

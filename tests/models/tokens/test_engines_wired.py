@@ -136,6 +136,18 @@ async def test_an_effort_of_reasoning_that_nobody_would_hear_is_refused(tmp_path
         assert (await reach(parse_config(form))).tokens.way == "chat"
 
 
+async def test_a_fallback_at_the_same_address_would_get_another_models_ids(tmp_path):
+    async with engine_at(tmp_path / "t") as engine:
+        form = config_of(engine, tokens="vllm", tokenizer=str(engine.config.tokenizer)).model_dump()
+        form["agent"]["preset"] = "datagen"
+        form["endpoint"]["fallbacks"] = ["other"]
+        with pytest.raises(UserError, match="not of the fallback other, which is at the same"):
+            await reach(parse_config(form))
+        elsewhere = {"model": "other", "base_url": "http://127.0.0.1:9/v1"}
+        form["endpoint"]["fallbacks"] = [elsewhere]
+        assert (await reach(parse_config(form))).tokens.way == "vllm"
+
+
 def test_one_tokenizer_is_not_for_several_models():
     form = {
         "dataset": {"path": "x"},
