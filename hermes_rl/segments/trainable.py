@@ -62,8 +62,9 @@ def exclusion(
     if len(makers) > 1:
         return "mixed_models"
     found = next(filter(None, (_logprobs(added) for _, added in path)), None)
-    kinds = {added.logprobs_kind for _, added in path}
-    return "unknown_logprobs" if found is None and len(kinds) > 1 else found
+    if found is None and len({added.logprobs_kind for _, added in path}) > 1:
+        return "unknown_logprobs"
+    return found
 
 
 _ASIDE: dict[str, Exclusion] = {
