@@ -1,7 +1,8 @@
 """Moves a row that must not be final from `trajectories` to `failures`.
 
-The one case in which published parts are written anew. The order (failures, trajectories, commit)
-lets it be killed and repeated: until the commit is rewritten the unit still counts as done twice.
+The one case in which published parts are written anew. The order (segments, failures, trajectories,
+commit) lets it be killed and repeated: until the commit is rewritten the unit still counts as done
+twice.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import pyarrow.parquet as pq
 
 from hermes_rl.errors import CAUSES, end_reason_of
 from hermes_rl.events import AttemptKey
+from hermes_rl.identity import trajectory_id
 from hermes_rl.store.commit import Commit, Keys, Part, read_commit, write_commit
+from hermes_rl.store.disk import disk_errors
 from hermes_rl.store.parts import file_sha256
 from hermes_rl.store.rundir import RunDir
-from hermes_rl.store.schema import TRAJECTORIES, storage_schema
+from hermes_rl.store.schema import schema_of, storage_schema
 from hermes_rl.store.summary import Summary
 
 CAUSE = "duplicate"
@@ -31,17 +34,21 @@ def move_to_failures(run_dir: RunDir, stem: str, key: AttemptKey) -> None:
     known = {r["trajectory_id"] for r in failures}
     failures += [_duplicate(r) for r in mine if r["trajectory_id"] not in known]
     finals = [r for r in finals if r not in mine]
-    parts = [
-        part
-        for table, rows in (("failures", failures), ("trajectories", finals))
-        if (part := _rewrite(run_dir, table, stem, rows))
+    own = trajectory_id(key.unit_id, key.epoch, key.attempt)
+    segments = [
+        _untrained(s) if s["trajectory_id"] == own else s for s in _rows(run_dir, "segments", stem)
     ]
+    tables = {"segments": segments, "failures": failures, "trajectories": finals}
+    parts = [part for name, rows in tables.items() if (part := _rewrite(run_dir, name, stem, rows))]
     before = read_commit(run_dir, stem)
     summary = Summary()
     for table, rows in (("failures", failures), ("trajectories", finals)):
         for row in rows:
-            summary.add(row, table)
-    others = [p for p in before.parts if p.table not in ("failures", "trajectories")]
+            metrics = {m["name"]: m["value"] for m in row["metrics"]}
+            summary.add({**row, "metrics": metrics}, table)
+    for segment in segments:
+        summary.add_segment(segment)
+    others = [p for p in before.parts if p.table not in tables]
     after = msgspec.structs.replace(
         before, keys=_moved(before, key), parts=others + parts, summary=summary
     )
@@ -59,6 +66,11 @@ def _duplicate(row: dict[str, Any]) -> dict[str, Any]:
         "cause": CAUSE,
         "error": f"{CAUSE}: another row of this unit is final",
     }
+
+
+def _untrained(segment: dict[str, Any]) -> dict[str, Any]:
+    """A segment of a row that is a failure now."""
+    return {**segment, "reward": None, "trainable": False, "exclude_reason": "failed"}
 
 
 def _moved(commit: Commit, key: AttemptKey) -> Keys:
@@ -95,8 +107,10 @@ def _rewrite(run_dir: RunDir, table: str, stem: str, rows: list[dict[str, Any]])
         final.unlink(missing_ok=True)
         return None
     local = run_dir.path / "tmp" / f"{stem}.{table}.parquet"
-    content = pa.Table.from_pylist(rows, schema=storage_schema(TRAJECTORIES)).cast(TRAJECTORIES)
-    pq.write_table(content, local, compression="zstd", compression_level=3)
+    schema = schema_of(table)
+    content = pa.Table.from_pylist(rows, schema=storage_schema(schema)).cast(schema)
+    with disk_errors():
+        pq.write_table(content, local, compression="zstd", compression_level=3)
     part = _part(table, len(rows), local)
     run_dir.storage.put_file(f"{table}/{final.name}", local)
     return part

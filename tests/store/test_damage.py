@@ -112,6 +112,35 @@ async def test_a_unit_that_is_final_twice_stops_the_run_until_repaired(
     checks.always(run_path)
 
 
+async def test_a_repair_keeps_the_books_and_trains_no_duplicate(play: Play, run_path: Path) -> None:
+    """The batch of the later row holds another unit's too, and tokens of both."""
+    assert play(path=run_path) == 0
+    both = []
+    for made in (made_up.finished(0, attempt=5), made_up.finished(95)):
+        row = msgspec.structs.replace(made.row, metrics={"captured_calls": 2.0})
+        own = msgspec.structs.replace(made.segments[0], trajectory_id=row.trajectory_id, reward=1.0)
+        both.append(msgspec.structs.replace(made, row=row, segments=(own,)))
+    ghost = run_path / "journal" / "1-7"
+    ghost.mkdir()
+    lines = [encode_line(msgspec.json.encode(f)) for f in both]
+    (ghost / "done-0.jsonl").write_bytes(b"".join(lines))
+    with pytest.raises(StoreError):
+        await open_run(run_path, made_up.CONFIG, None, OPTIONS)
+    before = load_run(run_path).stats["exact_tokens"]
+
+    await asyncio.to_thread(repair_run, run_path)
+    run = load_run(run_path)
+    segments = run.segments.set_index("trajectory_id").loc[[f.row.trajectory_id for f in both]]
+    assert list(segments["trainable"]) == [False, True]
+    assert segments["exclude_reason"].fillna("").tolist() == ["failed", ""]
+    assert segments["reward"].isna().tolist() == [True, False]
+    after = run.stats["exact_tokens"]
+    fewer = {"trainable": before["trainable"] - 1, "trained_tokens": before["trained_tokens"] - 2}
+    assert after == {**before, **fewer}
+    assert after["calls"] == 4
+    checks.always(run_path)
+
+
 async def test_foreign_parts_are_reported_and_left(play: Play, run_path: Path) -> None:
     assert play(path=run_path) == 0
     part = next((run_path / "trajectories").iterdir())
