@@ -61,7 +61,7 @@ def exclusion(
     makers = {(call.model, a.tokenizer_hash) for call, a in path}
     if len(makers) > 1:
         return "mixed_models"
-    found = next(filter(None, (_logprobs(added) for _, added in path)), None)
+    found: Exclusion | None = next(filter(None, (_logprobs(added) for _, added in path)), None)
     if found is None and len({added.logprobs_kind for _, added in path}) > 1:
         return "unknown_logprobs"
     return found
