@@ -81,6 +81,9 @@ async def run_attempt(
         draw = workshop.draw(item, around.episode.tools() if around else None)
     except (UserError, TaskFault) as error:
         draw, fault = workshop.no_draw(item), error
+    except Exception:  # a bug of ours: its row needs a beginning
+        tape.record(_begun(workshop, item, workshop.no_draw(item), None))
+        raise
     name = around.episode.env_name if around else None
     tape.record(_begun(workshop, item, draw, name))
     try:

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from hermes_rl import events as ev
+from hermes_rl.episode import Episode, Stage
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.rollout import Tape, lost_row
+from hermes_rl.rollout import Tape, lost_row, run_attempt
 
 from .conftest import Journal, Open, script
 
@@ -40,3 +41,17 @@ async def test_its_text_shows_no_key(stage: Open) -> None:
     tape = Tape(Journal(), journal.events[:1])
     row = lost_row(tape, ValueError("header Authorization: Bearer abc123def \udcff"))
     assert row.error == "ValueError: header Authorization: *** \ufffd"
+
+
+async def test_a_bug_before_the_beginning_has_its_row_too(stage: Open) -> None:
+    def broken(stage: Stage) -> Episode:
+        raise ZeroDivisionError("a bug")
+
+    s = await stage(backend="none")
+    item, tape = s.item({"prompt": "p"}), Tape(Journal())
+    with pytest.raises(ZeroDivisionError) as caught:
+        await run_attempt(s.workshop, item, tape, make=broken)
+    row = lost_row(tape, caught.value)
+    assert (row.unit_id, row.cause, row.error) == (
+        item.unit_id, "harness", "ZeroDivisionError: a bug",
+    )  # fmt: skip
