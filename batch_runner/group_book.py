@@ -16,8 +16,9 @@ from batch_runner.at_once import at_once
 from batch_runner.settings import Settings
 from batch_runner.within import within_budgets
 from hermes_rl.errors import HermesError
-from hermes_rl.rl.groups import SCORED_AT_ONCE, Gathered, due_groups, make_group
-from hermes_rl.store.derived import Add, derived_book
+from hermes_rl.rl.aside import CUT
+from hermes_rl.rl.groups import SCORED_AT_ONCE, Gathered, Scoring, due_groups, make_group
+from hermes_rl.store.derived import DerivedBook, derived_book
 from hermes_rl.store.driver import Driver
 from hermes_rl.store.reader import Run
 from hermes_rl.store.rows import Derived
@@ -90,9 +91,9 @@ async def close_groups(settings: Settings, driver: Driver, *, ended: bool, paid:
         return closed
     async with (
         _scoring(settings, driver, closed.governed) as scores,
-        derived_book(driver, every_s=settings.config.run.publish_every_s) as add,
+        derived_book(driver, every_s=settings.config.run.publish_every_s) as book,
     ):
-        work = _Scored(scores, add, closed)
+        work = _Scored(scores, book, closed)
         await at_once(scores.stream(due), work.score, SCORED_AT_ONCE)
     return closed
 
@@ -111,15 +112,18 @@ class _Scored:
     """Groups on their way to their rows."""
 
     scores: EnvScorer
-    add: Add
+    book: DerivedBook
     closed: Closed
 
     async def score(self, ready: Ready) -> bool:
         """Score one and write its row. One that could not be scored has a row for what was paid:
         it stays due. False when no other could be scored either."""
-        scoring = await self.scores.score(ready)
-        if scoring.error is None or scoring.calls:
-            await self.add(Derived(groups=(make_group(ready.gathered, scoring),)))
+        cut = make_group(ready.gathered, Scoring(by="score_group", error=CUT))
+        question = self.book.ask(Derived(groups=(cut,)))
+        scoring = await self.scores.score(ready, question)
+        row = make_group(ready.gathered, scoring)
+        told = scoring.error is None or scoring.calls
+        await self.book.add(Derived(groups=(row,)) if told else None, question)
         if scoring.error is None:
             self.closed.written += 1
         elif self.closed.stop is None and (scoring.stop is not None or not self.closed.why):

@@ -23,11 +23,13 @@ from batch_runner.regraded import Regraded, Regrouped, StoredRows, due_again
 from batch_runner.within import within_budgets
 from hermes_rl.config import RunConfig, load_config, parse_config, set_key
 from hermes_rl.errors import UserError, cause_of
+from hermes_rl.rl.aside import CUT
 from hermes_rl.rl.grader import Grader, Stored, open_grader, without_policy
 from hermes_rl.rl.groups import SCORED_AT_ONCE, Gathered, Scoring, make_group
 from hermes_rl.rl.opening import Opened, settle_env
 from hermes_rl.rl.scoring import EnvScorer, Ready, scores_groups
-from hermes_rl.store.derived import Add, derived_book
+from hermes_rl.store.asked import Question
+from hermes_rl.store.derived import DerivedBook, derived_book
 from hermes_rl.store.driver import Driver, OpenOptions, open_run
 from hermes_rl.store.rows import Derived
 from hermes_rl.store.rundir import RunDir
@@ -60,10 +62,10 @@ async def regrade(
         async with (
             within_budgets(config, driver.run_dir, concurrency, governed) as share,
             open_grader(plain, opened, driver.run_id, concurrency, share) as grader,
-            derived_book(driver) as add,
+            derived_book(driver) as book,
         ):
             rows = await asyncio.to_thread(StoredRows, driver.run_dir, grader, done)
-            work = _Work(grader, add, done)
+            work = _Work(grader, book, done)
             await at_once(rows.stream(), work.grade, concurrency)
             if done.stopped is None:
                 groups = await asyncio.to_thread(due_again, driver.run_dir, rows.judged_by)
@@ -109,15 +111,16 @@ class _Work:
     """What is done to one rollout or group after the other."""
 
     grader: Grader
-    add: Add
+    book: DerivedBook
     done: Regraded
 
     async def grade(self, stored: Stored) -> bool:
         """Grade one; its row is durable on return. False when no other could be graded either."""
-        judged = await self.grader.grade(stored)
+        question = self.book.ask(Derived(grades=(self.grader.pending(stored),)))
+        judged = await self.grader.grade(stored, question)
         grade, done = judged.grade, self.done
-        if judged.stop is None or grade.calls:
-            await self.add(Derived(grades=(grade,)))
+        told = judged.stop is None or grade.calls
+        await self.book.add(Derived(grades=(grade,)) if told else None, question)
         if judged.stop is not None:
             done.stop(cause_of(judged.stop), grade.error or "")
             return False
@@ -134,25 +137,29 @@ class _Work:
         """
         if scorer is None:
             for one in groups:
-                await self.add(Derived(groups=(make_group(one.gathered, one.scoring),)))
+                await self.book.add(Derived(groups=(make_group(one.gathered, one.scoring),)))
             self.done.groups += len(groups)
             return
         graded = {one.gathered.facts["group_id"]: one.scoring for one in groups}
 
         async def score(ready: Ready) -> bool:
-            scored = await scorer.score(ready)
             by_members = graded[ready.gathered.facts["group_id"]]
-            return await self._take(ready.gathered, by_members, scored)
+            cut = make_group(ready.gathered, replace(by_members, by="score_group", error=CUT))
+            question = self.book.ask(Derived(groups=(cut,)))
+            scored = await scorer.score(ready, question)
+            return await self._take(ready.gathered, by_members, scored, question)
 
         await at_once(scorer.stream([one.gathered for one in groups]), score, SCORED_AT_ONCE)
 
-    async def _take(self, gathered: Gathered, graded: Scoring, scored: Scoring) -> bool:
+    async def _take(
+        self, gathered: Gathered, graded: Scoring, scored: Scoring, question: Question
+    ) -> bool:
         """The row of a group that was scored again. False when no other could be."""
         if scored.error is None and scored.rewards is None:
             scored = replace(scored, by=graded.by, rewards=graded.rewards)
-        if scored.error is None or scored.calls:
-            row = make_group(gathered, replace(scored, grade_id=graded.grade_id))
-            await self.add(Derived(groups=(row,)))
+        row = make_group(gathered, replace(scored, grade_id=graded.grade_id))
+        told = scored.error is None or scored.calls
+        await self.book.add(Derived(groups=(row,)) if told else None, question)
         if scored.stop is not None:
             self.done.stop(cause_of(scored.stop), scored.error or "")
         self.done.groups += scored.error is None

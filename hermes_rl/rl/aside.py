@@ -12,7 +12,7 @@ from typing import Any
 
 from hermes_rl import events as ev
 from hermes_rl.episode import Tape
-from hermes_rl.ports import WorkItem
+from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.tasks import Task
 from hermes_rl.trajectory import fold
@@ -42,17 +42,21 @@ def item_of(row: Mapping[str, Any], task: Task | None, *, bad_row: str | None = 
     return WorkItem(**columns, epoch=0, task=task, bad_row=bad_row)
 
 
-def tape_of(row: Mapping[str, Any]) -> Tape:
+def tape_of(row: Mapping[str, Any], recorder: Recorder) -> Tape:
     """A tape for calls about a stored rollout.
 
     Args:
         row: a row of `trajectories`.
     """
-    tape = Tape(Nowhere())
+    tape = Tape(recorder)
     key = ev.AttemptKey(unit_id=row["unit_id"], epoch=0, attempt=row["attempt"])
     columns = {name: row[name] for name in _OF_BEGUN}
     tape.record(ev.Begun(**columns, key=key, started_at=time.time(), prompt=""))
     return tape
+
+
+CUT = "driver_lost: killed"
+"""The error of a row whose making was cut."""
 
 
 def books_of(tape: Tape) -> Trajectory:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from hermes_rl import events as ev
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.episode import Stage, Tape
@@ -18,7 +20,8 @@ from hermes_rl.errors import CAUSES, HermesError, TaskFault, cause_of
 from hermes_rl.identity import digest
 from hermes_rl.models.failures.classify import scrub
 from hermes_rl.models.providers.routing import Common
-from hermes_rl.rl.aside import books_of, item_of, tape_of
+from hermes_rl.ports import Recorder
+from hermes_rl.rl.aside import CUT, books_of, item_of, tape_of
 from hermes_rl.rl.episodes import EnvEpisode, Host, open_host
 from hermes_rl.rl.opening import Opened, env_rows
 from hermes_rl.rl.view import Rollout
@@ -27,6 +30,7 @@ from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
 from hermes_rl.sources import read_rows
 from hermes_rl.store.rows import Grade
 from hermes_rl.tasks import Task
+from hermes_rl.usage import UsageTotal
 from hermes_rl.verify import verify
 from hermes_rl.wiring import Workshop, open_workshop
 
@@ -81,18 +85,10 @@ class Grader:
         how = (verifier.score, verifier.image, verifier.timeout_s)
         return digest([verifier.script, files, *how])
 
-    async def grade(self, stored: Stored) -> Judged:
-        """One grade; a fault of the grader's makes one without a reward."""
-        row, began = stored.row, time.monotonic()
-        tape = tape_of(row)
-        graded, error, stop = ev.Graded(reward=None), None, None
-        try:
-            graded = await self._judge(stored, tape)
-        except HermesError as fault:
-            error = scrub(self.workshop.scrub(f"{type(fault).__name__}: {fault}"))
-            stop = fault if CAUSES[cause_of(fault)].breaker else None
-        books = books_of(tape)
-        grade = Grade(
+    def pending(self, stored: Stored) -> Grade:
+        """The grade as it is until there is one."""
+        row = stored.row
+        return Grade(
             trajectory_id=row["trajectory_id"],
             unit_id=row["unit_id"],
             group_id=row["group_id"],
@@ -100,6 +96,36 @@ class Grader:
             task_id=row["task_id"],
             env_name=row["env_name"],
             grade_id=stored.grade_id,
+            reward=None,
+            rewards=[],
+            metrics={},
+            error=CUT,
+            calls=[],
+            usage=UsageTotal(),
+            cost_usd=None,
+            seconds=0.0,
+            graded_at=time.time_ns() // 1000,
+        )
+
+    async def grade(self, stored: Stored, recorder: Recorder) -> Judged:
+        """One grade; a fault of the grader's makes one without a reward.
+
+        Args:
+            recorder: takes the events of its calls.
+
+        Raises: DiskFull of the recorder.
+        """
+        began = time.monotonic()
+        tape = tape_of(stored.row, recorder)
+        graded, error, stop = ev.Graded(reward=None), None, None
+        try:
+            graded = await self._judge(stored, tape)
+        except HermesError as fault:
+            error = scrub(self.workshop.scrub(f"{type(fault).__name__}: {fault}"))
+            stop = fault if CAUSES[cause_of(fault)].breaker else None
+        books = books_of(tape)
+        grade = msgspec.structs.replace(
+            self.pending(stored),
             reward=graded.reward,
             rewards=list(graded.rewards),
             metrics={**books.metrics, **graded.metrics},
@@ -108,7 +134,6 @@ class Grader:
             usage=books.usage,
             cost_usd=books.cost_usd,
             seconds=time.monotonic() - began,
-            graded_at=time.time_ns() // 1000,
         )
         return Judged(grade, stop)
 

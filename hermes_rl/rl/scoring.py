@@ -18,6 +18,7 @@ from hermes_rl.errors import CAUSES, HermesError, UserError, VerifierFault, caus
 from hermes_rl.identity import unit_seed
 from hermes_rl.models.failures.classify import scrub
 from hermes_rl.models.providers.routing import Common
+from hermes_rl.ports import Recorder
 from hermes_rl.rl import faults
 from hermes_rl.rl.aside import books_of, item_of, tape_of
 from hermes_rl.rl.environment import Environment
@@ -118,11 +119,17 @@ class EnvScorer:
                 ready.append(Ready(gathered, lazy.parse().task if lazy else None, own))
         return ready
 
-    async def score(self, ready: Ready) -> Scoring:
-        """The rewards of a group's members; `error` says why there are none now."""
+    async def score(self, ready: Ready, recorder: Recorder) -> Scoring:
+        """The rewards of a group's members; `error` says why there are none now.
+
+        Args:
+            recorder: takes the events of its calls.
+
+        Raises: DiskFull of the recorder.
+        """
         if ready.task is None or not ready.rows:
             return Scoring()
-        tape = tape_of(ready.rows[0])
+        tape = tape_of(ready.rows[0], recorder)
         scores, error, stop = None, None, None
         try:
             scores = await self._ask(ready, ready.task, tape)

@@ -29,7 +29,7 @@ from hermes_rl.store.threads import in_thread, to_end
 _encoder = msgspec.json.Encoder()
 
 
-def _encode(value: msgspec.Struct) -> bytes:
+def encode(value: msgspec.Struct) -> bytes:
     """JSON of a record; half characters (lone surrogates), which no JSON can hold, become `?`."""
     try:
         return _encoder.encode(value)
@@ -84,7 +84,7 @@ class _LiveRecorder:
         self._ordinal = ordinal
 
     def record(self, event: Event) -> None:
-        self._live.file.append(_encode(LiveLine(a=self._ordinal, e=event)))
+        self._live.file.append(encode(LiveLine(a=self._ordinal, e=event)))
 
 
 class GroupSync:
@@ -226,7 +226,7 @@ class JournalWriter:
         batch = self._batch
         if batch is None:
             raise StoreError(f"writer {self.writer} is closed")
-        batch.file.append(_encode(rows))
+        batch.file.append(encode(rows))
         batch.rows += 1
         if isinstance(rows, Finished):
             batch.attempts.append(rows.key)

@@ -16,6 +16,7 @@ import msgspec
 
 from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey
+from hermes_rl.store.asked import cut_questions
 from hermes_rl.store.commit import Commit, publish_batch, read_commits
 from hermes_rl.store.disk import AppendFile
 from hermes_rl.store.fence import GRACE_S, fence
@@ -82,6 +83,7 @@ class Recovery:
         for commit in self.publish_lost(self._lost_at_start(old, ledger)):
             _apply(ledger, commit)
         for writer in old:
+            self.publish_cut(writer)
             self.remove(writer)
         self._empty_tmp()
         self.report.foreign = foreign_parts(self.run_dir)
@@ -109,6 +111,13 @@ class Recovery:
             if commit is not None:
                 yield commit
 
+    def publish_cut(self, writer: str) -> None:
+        """R4 for what is no attempt: rows for the calls of a driver's own that were cut."""
+        with self._quarantine(writer):
+            rows = cut_questions(self.run_dir, writer, sound=self._sound)
+        if rows:
+            self.publish_own(rows)
+
     def publish_own(self, batch: Sequence[Finished | Derived]) -> Commit | None:
         """Write rows to a `done` file of the driver's own, and publish it. Raises: DiskFull."""
         folder = self.run_dir.writer_path(self._driver)
@@ -134,7 +143,7 @@ class Recovery:
     def remove(self, writer: str) -> None:
         """Unlink what a writer left, once its rows are published."""
         folder = self.run_dir.writer_path(writer)
-        for kind in ("live", "dispatch"):
+        for kind in ("live", "dispatch", "asked"):
             for path in journal_files(folder, kind):
                 path.unlink()
                 self.run_dir.crash("recover-4-unlinked")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import made_up
+import msgspec
 import pytest
 
 from hermes_rl.events import RewardPart
@@ -119,19 +120,33 @@ def grades_of(run_path: Path) -> list[str]:
 
 async def test_a_book_takes_rows_one_by_one_and_publishes_them_together(run_path: Path) -> None:
     async with await open_run(run_path, made_up.CONFIG) as driver:
-        async with derived_book(driver) as add:
+        async with derived_book(driver) as book:
             for number in range(3):
-                await add(Derived(grades=(grade(number),)))
+                await book.add(Derived(grades=(grade(number),)))
                 assert len(grades_of(run_path)) == number + 1, "durable, and shown at once"
             assert driver.run_dir.parts("grades") == []
         assert len(driver.run_dir.parts("grades")) == 1
-        async with derived_book(driver) as add:  # of a name of its own
-            await add(Derived(grades=(grade(3),)))
+        async with derived_book(driver) as book:  # of a name of its own
+            await book.add(Derived(grades=(grade(3),)))
         async with derived_book(driver):
             pass
     assert grades_of(run_path) == ["t0", "t1", "t2", "t3"]
     assert RunDir(run_path).writers() == []
     assert len(list(read_commits(RunDir(run_path)))) == 2
+
+
+async def test_files_of_answered_questions_go_while_others_are_open(run_path: Path) -> None:
+    async with await open_run(run_path, made_up.CONFIG) as driver, derived_book(driver) as book:
+        folder = run_path / "journal" / "1-derived0"
+        long = [msgspec.structs.replace(grade(n), error="x" * 2**20) for n in range(34)]
+        asked = [book.ask(Derived(grades=(one,))) for one in long]
+        assert len(list(folder.glob("asked-*"))) == 3
+        for question in asked[1:]:
+            await book.add(None, question)
+        assert sorted(p.name for p in folder.glob("asked-*")) == ["asked-0.jsonl", "asked-2.jsonl"]
+        await book.add(None, asked[0])
+        assert [p.name for p in folder.glob("asked-*")] == ["asked-2.jsonl"]
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("point", ["attempt-3-done", "attempt-4-synced", "publish-7-renamed"])
@@ -149,8 +164,8 @@ def test_a_book_that_is_killed_has_lost_nothing_that_it_took(run_path: Path, poi
 
 
 async def fill_book(run_path: Path) -> None:
-    async with await open_run(run_path, made_up.CONFIG) as driver, derived_book(driver) as add:
-        await add(Derived(grades=(grade(1),)))
+    async with await open_run(run_path, made_up.CONFIG) as driver, derived_book(driver) as book:
+        await book.add(Derived(grades=(grade(1),)))
 
 
 async def open_and_leave(run_path: Path) -> None:
