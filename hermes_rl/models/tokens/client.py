@@ -169,7 +169,8 @@ class TokenClient:
         state = kept.get(self._key)
         if state is None:
             state = kept[self._key] = TokenState()
-        messages = outgoing(replace(request, exact=True, adaptations=frozenset())).messages
+        # A copy: what joins the conversation while the call is under way is no part of its prompt.
+        messages = tuple(outgoing(replace(request, exact=True, adaptations=frozenset())).messages)
         return _Asked(state, messages, state.prompt(self._renderer, messages, request.tools))
 
     @property

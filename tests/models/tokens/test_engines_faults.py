@@ -25,11 +25,17 @@ from hermes_rl.errors import (
     ServerError,
     UserError,
 )
-from hermes_rl.messages import UserMessage
-from hermes_rl.models.base import Conversation, Sampling
+from hermes_rl.messages import AssistantMessage, UserMessage
+from hermes_rl.models.base import (
+    Completion,
+    Conversation,
+    ModelRequest,
+    Sampling,
+    TokenCapture,
+)
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.tokens.client import WIRES as ENGINES
-from hermes_rl.models.tokens.client import token_client
+from hermes_rl.models.tokens.client import TokenClient, token_client
 from hermes_rl.testing.faults import FaultPlan
 from hermes_rl.testing.tiny_tokenizer import tiny_renderer
 
@@ -146,6 +152,50 @@ async def test_calls_side_by_side_keep_their_own_ids(tmp_path):
     assert gone_on.tokens.prompt_ids[: len(path)] == path
     for n, (_, run) in enumerate(played_runs):
         assert run[-1].message.content == f"end {n}"
+
+
+class Gated:
+    """An engine whose first answer waits until it is let through."""
+
+    api_mode, endpoint = "exact", "here"
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.prompts: list[tuple[int, ...]] = []
+
+    def bound(self, request: ModelRequest) -> int:
+        return 1
+
+    async def complete(self, request: ModelRequest) -> Completion:
+        self.prompts.append(request.prompt_ids)
+        number = len(self.prompts)
+        if number == 1:
+            await self.gate.wait()
+        if number == 2:
+            raise ConnectionLost("the answer was lost")
+        said = tuple(tiny_renderer().tokenizer.encode("Well."))
+        tokens = TokenCapture(request.prompt_ids, said, (-0.5,) * len(said))
+        return Completion(AssistantMessage(), "stop", None, tokens=tokens)
+
+    async def aclose(self) -> None:
+        pass
+
+
+async def test_what_is_said_while_a_call_is_under_way_is_no_part_of_its_prompt():
+    engine = Gated()
+    client = TokenClient(engine, tiny_renderer())
+    conversation = Conversation(asked("Say."))
+    first = asyncio.create_task(client.complete(request_of(conversation, 0)))
+    await asyncio.sleep(0)
+    assert len(engine.prompts) == 1
+    conversation.append(UserMessage(content="And?"))
+    with pytest.raises(ConnectionLost):
+        await client.complete(request_of(conversation, 1))
+    engine.gate.set()
+    await first
+    again = await client.complete(request_of(conversation, 2))
+    assert engine.prompts[0] != engine.prompts[1] == engine.prompts[2]
+    assert again.tokens.fork_reason != "retry"
 
 
 @pytest.mark.parametrize("wire", WIRES)
