@@ -42,6 +42,8 @@ TOOLS = {name: Tool(name, "", {"type": "object"}, nothing, "x") for name in NAME
         ("tools/search-files", "search_files"),
         ("search_file", "search_files"),
         ("termnal", "terminal"),
+        ("terminaxxxxx", "terminal"),  # a likeness of just 0.7
+        ("terminaxxxxxx", None),
         ("mcp.git.log", "mcp_git_log"),
         ("python", None),
         ("browser", None),

@@ -176,6 +176,7 @@ async def test_refusals_are_typed(kit, wire):
         with pytest.raises(e.BillingError):
             await ask(model="fault-quota")
     assert {entry.outcome for entry in server.entries} == {"refused"}
+    assert server.requests == len(REFUSED) + 1, "the packages' own retries are off"
 
 
 async def test_a_wrong_key_is_final_and_shown_nowhere(kit, wire):

@@ -17,7 +17,7 @@ from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.limits import Limits, RateLimits
 from hermes_rl.usage import Usage
 
-MODES = ["chat_completions", "anthropic_messages"]
+MODES = ["chat_completions", "anthropic_messages", "codex_responses"]
 
 
 @settings(deadline=None, max_examples=50)
@@ -84,7 +84,7 @@ async def test_limits_are_told_and_kept(kit, mode):
     assert (refused.outcome, refused.fault, refused.api_mode) == ("refused", "rate_limit", mode)
     assert 20 < caught.value.retry_after_s <= 30
     told = first.rate_limit
-    if mode == "chat_completions":
+    if mode != "anthropic_messages":
         assert told["x-ratelimit-limit-requests"] == "2"
         assert told["x-ratelimit-remaining-requests"] == "1"
         assert told["x-ratelimit-reset-requests"] == "30s"
