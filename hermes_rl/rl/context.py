@@ -51,7 +51,8 @@ class RolloutContext:
 
     @property
     def rng(self) -> random.Random:
-        """Random numbers of this rollout: the same at every attempt and on every machine."""
+        """Random numbers of this rollout: the same at every attempt and on every machine. Those of
+        `compute_reward` are a series of their own, the same in a regrade."""
         if self._rng is None:
             self._rng = random.Random(self.seed)
         return self._rng

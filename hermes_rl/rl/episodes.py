@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -186,6 +187,8 @@ class EnvEpisode:
         HermesErrors."""
         env, began = self._env, time.monotonic()
         self.ctx._grading = None if sandbox is None else Grading(sandbox)
+        # A series of its own, however much was drawn before: a regrade begins here.
+        self.ctx._rng = random.Random(f"{self.ctx.seed} graded")
         given = await theirs(env, env.compute_reward, VerifierFault, self._task, rollout, self.ctx)
         rewards = checked(env, env.compute_reward, given, rollout.turns)
         return Graded(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rl_kit import Written, configured, ran, table
 
+from batch_runner.regrade import regrade
 from hermes_rl.cli import main
 from hermes_rl.errors import UserError
 from hermes_rl.rl import faults
@@ -160,6 +161,30 @@ async def test_a_state_is_kept_as_the_rollout_left_it_and_with_its_workspace_or_
     assert kept == {f"{plain}.json", f"{plain}.tar.gz"}
     assert json.loads((run / "workspaces" / f"{plain}.json").read_text()) == {"left": [1, 2, 3]}
     assert strange not in str(kept)
+
+
+DRAWN = """
+def tasks(self, split, seed):
+    yield make_task("say it", oracle='["yes"]')
+
+async def start(self, task, ctx):
+    ctx.state["drawn"] = ctx.rng.random()
+
+async def compute_reward(self, task, trajectory, ctx):
+    drawn = ctx.rng.random()
+    assert drawn != ctx.state["drawn"]
+    return drawn
+"""
+
+
+async def test_what_a_grader_draws_it_draws_again_in_a_regrade(
+    tmp_path: Path, write_env: Write
+) -> None:
+    run = tmp_path / "run"
+    await ran(write_env(DRAWN).path, run, run={"keep_workspaces": True})
+    assert len({row["reward"] for row in table(run)}) == 4
+    done = await regrade(run)
+    assert (done.graded, done.changed) == (4, 0)
 
 
 def test_a_package_whose_name_begins_as_ours_is_the_users() -> None:
