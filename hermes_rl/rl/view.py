@@ -51,6 +51,8 @@ class Rollout:
     """Model calls of the agent."""
     tool_calls: tuple[ToolUse, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
+    synthetic: frozenset[int] = frozenset()
+    """Places of the messages that the harness wrote; none with the preset `rl`."""
 
     @property
     def truncated(self) -> bool:
@@ -59,12 +61,13 @@ class Rollout:
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """The model's texts that are not empty, in order."""
-        return tuple(
-            text
-            for message, turn in zip(self.messages, self.turn_of, strict=True)
-            if turn and message["role"] == "assistant" and (text := message.get("content") or "")
+        """The model's own texts that are not empty, in order."""
+        own = (
+            message
+            for place, (message, turn) in enumerate(zip(self.messages, self.turn_of, strict=True))
+            if turn and message["role"] == "assistant" and place not in self.synthetic
         )
+        return tuple(text for message in own if (text := message.get("content") or ""))
 
     @classmethod
     def of_events(
@@ -99,6 +102,7 @@ class Rollout:
             turns=len(ran),
             tool_calls=_uses(messages, marks),
             metrics=dict(metrics or {}),
+            synthetic=_synthetic(marks),
         )
 
     @classmethod
@@ -118,6 +122,7 @@ class Rollout:
             turns=row["turns"],
             tool_calls=_uses(messages, marks),
             metrics=_metrics(row["metrics"]),
+            synthetic=_synthetic(marks),
         )
 
 
@@ -126,6 +131,10 @@ class _Mark:
     turn: int
     synthetic: bool
     tool_ok: bool | None
+
+
+def _synthetic(marks: Sequence[_Mark]) -> frozenset[int]:
+    return frozenset(place for place, mark in enumerate(marks) if mark.synthetic)
 
 
 def _metrics(given: Any) -> dict[str, float]:

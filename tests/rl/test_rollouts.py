@@ -70,6 +70,29 @@ async def test_a_stored_row_tells_the_same_story(tmp_path: Path, write_env: Writ
     assert ends["0"] == ("answered", False)
 
 
+NUDGED = """
+def tasks(self, split, seed):
+    yield make_task("Speak.", id="one", toolsets=["terminal"])
+
+async def compute_reward(self, task, trajectory, ctx):
+    return Rewards([part("seen", 0.5, detail=repr(trajectory.answers))])
+"""
+
+
+async def test_answers_are_what_the_model_said_and_not_what_the_harness_wrote_for_it(
+    tmp_path: Path, write_env: Write
+) -> None:
+    steps: list[Any] = [{"run": "echo 1"}, {"text": ""}, "At last."]
+    plays = {"policy": lambda request: steps[min(turn_of(request), 2)]}
+    async with FakeServer(FakeConfig(plays=plays)) as server:
+        sections = {"agent": {"preset": "datagen"}, "dataset": {"repeats": 1}}
+        await ran(write_env(NUDGED).path, tmp_path / "run", server, **sections)
+    (row,) = table(tmp_path / "run")
+    assert any(i["synthetic"] and i["role"] == "assistant" for i in row["message_info"])
+    assert row["rewards"][0]["detail"] == repr(("At last.",))
+    assert Rollout.of_row(row).answers == ("At last.",)
+
+
 STATE = """
 def tasks(self, split, seed):
     for number in range(8):

@@ -32,8 +32,9 @@ async def run_on(
     scripts: Sequence[list[Any]],
     tokens: str,
     preset: str = "rl",
+    **model: Any,
 ) -> Report:
-    """A run of one task per script."""
+    """A run of one task per script; further fields are the model's."""
     tasks = folder / "tasks.jsonl"
     rows = [
         {"id": f"t{n}", "prompt": f"Do it.\nSCRIPT: {json.dumps(steps)}\n", "verify": "true"}
@@ -43,7 +44,7 @@ async def run_on(
     endpoint = {"base_url": engine.base_url, "tokens": tokens, "outage_seconds": 60}
     config = {
         "dataset": {"path": str(tasks)},
-        "model": {"name": "toy"},
+        "model": {"name": "toy", **model},
         "agent": {"preset": preset, "toolsets": ["terminal"]},
         "endpoint": {**endpoint, "tokenizer": str(engine.config.tokenizer)},
         "run": {"out": str(folder / "run"), "workers": 0, "concurrency": 8},

@@ -128,6 +128,14 @@ async def test_what_a_helping_harness_throws_away_stands_aside(tmp_path, capsys)
     assert code == 0, err
 
 
+async def test_a_sampling_that_leaves_nothing_to_train_on_is_told_at_the_start(tmp_path, capsys):
+    async with engine_in(tmp_path) as engine:
+        await run_on(engine, tmp_path, SCRIPTS[3:4], "vllm", temperature=0.5)
+    told = capsys.readouterr().err
+    assert "nothing will be trainable: logprobs are of the model before temperature" in told
+    assert not load_run(tmp_path / "run").segments.trainable.any()
+
+
 def rewritten(run: Path, into: Path, change) -> Path:
     """A copy of a run whose stored segments are changed."""
     for path in run.rglob("*"):
