@@ -72,6 +72,10 @@ PICKY: dict[str, Picky] = {
         _refuse("messages.1.content.0: Invalid `signature` in `thinking` block"),
         lambda request, body: b'"signature"' in body or b'"redacted_thinking"' in body,
     ),
+    "details": Picky(
+        _refuse("'messages.1' : property 'reasoning_details' is unsupported"),
+        lambda request, body: b'"reasoning_details"' in body,
+    ),
     "encrypted": Picky(
         _refuse(
             "The encrypted content gAAA could not be verified.", code="invalid_encrypted_content"

@@ -52,6 +52,7 @@ def thought(*blocks):
 
 SIGNED = thought({"type": "thinking", "thinking": "hm", "signature": "c2ln"})
 ENCRYPTED = thought({"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAA"})
+ROUTED = thought({"type": "reasoning.text", "text": "hm", "index": 0})
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,7 @@ ENCRYPTED = thought({"type": "reasoning", "id": "rs_1", "summary": [], "encrypte
         ("parts", "chat_completions", [PICTURE], {}),
         ("signatures", "anthropic_messages", SIGNED, {"tools": PATTERNED}),
         ("encrypted", "codex_responses", ENCRYPTED, {"tools": PATTERNED}),
+        ("details", "chat_completions", ROUTED, {"tools": PATTERNED}),
         ("grammar", "chat_completions", "hi", {"tools": PATTERNED}),
         ("grammar", "anthropic_messages", "hi", {"tools": PATTERNED}),
         ("grammar", "codex_responses", "hi", {"tools": PATTERNED}),

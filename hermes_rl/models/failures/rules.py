@@ -105,6 +105,7 @@ _REPLAY = (
         r"signature`?.{0,20}thinking|thinking.{0,120}(cannot be modified|must remain as)"
         r"|thinking.{0,60}(invalid|corrupted|missing) .{0,20}signature"
         r"|expected .?thinking.? or .?redacted_thinking.?, but found"
+        r"|reasoning_details.{0,40}(unsupported|(not|n.t) (supported|permitted|allowed))"
         r"|thought[_ ]?signature is (not valid|invalid|corrupt)|corrupted thought signature",
     ),
     Rule(

@@ -20,6 +20,7 @@ _DEAR = ("4o-mini", 50_000)
 """One model counts 33 times as much for an image, at a price per token that makes up for it."""
 
 _IMAGES = ("image_url", "image", "input_image")
+_SIGNED = ("thinking", "redacted_thinking")
 
 Mend = Callable[[Message], Message]
 
@@ -46,7 +47,8 @@ def text_only(messages: list[Message]) -> list[Message]:
 
 
 def without_signatures(messages: list[Message]) -> list[Message]:
-    """Adaptation `no_signatures`: signed and redacted thinking is not replayed."""
+    """Adaptation `no_signatures`: signed and redacted thinking is not replayed, and no blocks of
+    aggregators (`reasoning.text` and the like)."""
     return [_without_blocks(m, _is_signed) for m in messages]
 
 
@@ -77,7 +79,8 @@ def blocks_of(message: AssistantMessage) -> list[dict[str, Any]]:
 def _is_signed(block: Any) -> bool:
     if not isinstance(block, dict):
         return False
-    return block.get("type") in ("thinking", "redacted_thinking") or "signature" in block
+    kind = str(block.get("type"))
+    return kind in _SIGNED or kind.startswith("reasoning.") or "signature" in block
 
 
 def _is_encrypted(block: Any) -> bool:
