@@ -1,6 +1,8 @@
 """`hermes-rl demo`: the rehearsal stands whatever becomes of the model."""
 
+import asyncio
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hermes_rl.store.reader import load_run
+from hermes_rl.testing.fake_server import FakeServer
 
 HERMES = [sys.executable, "-c", "import sys; from hermes_rl.cli import main; sys.exit(main())"]
 
@@ -47,6 +50,30 @@ def test_a_key_in_the_environment_is_never_used_unasked(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "--api-key-env" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+async def test_an_endpoint_in_place_of_the_embedded_model(tmp_path: Path) -> None:
+    """`make demo MODEL=... BASE_URL=...`: the rehearsal, the table and what to do next."""
+    async with FakeServer() as server:
+        words = ("--model", "echo-1", "--base-url", server.base_url)
+        done = await asyncio.to_thread(demo, tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
+    assert "1  rehearsal: each task's own solution, in a real sandbox, without a model" in said
+    assert "runs/demo-rehearsal: 10/10 units done, 10 solved" in said
+    assert "2  the same tasks twice with echo-1" in said
+    rows = load_run(tmp_path / "runs" / "demo-echo-1").trajectories
+    assert len(rows) == 20
+    table = said.partition("unit      task")[2].splitlines()
+    assert sum(line[:8] in {unit[:8] for unit in rows.unit_id} for line in table) == 20
+    assert re.search(r"0 of 20 solved, 40 turns, [\d,]+ in, [\d,]+ out, cost unpriced \(40 c", said)
+    assert "time by part, summed over rollouts: " in said
+    assert "Parquet: runs/demo-echo-1/trajectories/*.parquet" in said
+    commands = said.partition("next:\n")[2].splitlines()
+    assert len(commands) == 3
+    assert commands[0].startswith(f"  hermes-rl show runs/demo-echo-1 {rows.unit_id[0][:8]}")
+    assert commands[2].endswith("run it again: nothing is paid twice")
 
 
 @pytest.mark.slow
