@@ -49,8 +49,11 @@ class Opened:
         }
 
 
-def open_environment(section: EnvSection) -> Opened:
+def open_environment(section: EnvSection, *, to_run: bool = True) -> Opened:
     """Load the class and make the environment; `setup` is not run.
+
+    Args:
+        to_run: and not only to look at its tasks: the models that it asks must be named.
 
     Raises: UserError, one line: no such environment, a configuration or split that it does not
         know, a model that it asks and the run does not name.
@@ -78,7 +81,7 @@ def open_environment(section: EnvSection) -> Opened:
         raise UserError(
             f"environment {name} has no split {section.split!r} (known: {', '.join(env.splits)})"
         )
-    for use in env.uses:
+    for use in env.uses if to_run else ():
         if getattr(section, use) is None:
             raise UserError(
                 f"environment {name} asks a model as {use}: set env.{use}.name, "

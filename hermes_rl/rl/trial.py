@@ -48,7 +48,7 @@ def first_tasks(
     section = {"name": str(env), "split": split, "seed": seed, "config": config}
     parsed = parse_config({"model": {"name": "noop"}, "env": section}, "first_tasks")
     assert parsed.env is not None
-    opened = open_environment(parsed.env)
+    opened = open_environment(parsed.env, to_run=False)
     found = []
     for row in itertools.islice(env_rows(opened, count), count):
         task = row.parse().task

@@ -15,6 +15,7 @@ from hermes_rl.errors import UserError
 from hermes_rl.rl import faults
 from hermes_rl.rl.loading import load_environment
 from hermes_rl.rl.opening import env_rows, open_environment, settle_env
+from hermes_rl.rl.trial import first_tasks
 
 Write = Callable[..., Written]
 
@@ -72,6 +73,11 @@ async def test_tools_may_use_what_setup_made(tmp_path: Path, write_env: Write) -
     written = write_env(TOOL, "import json")
     await ran(written.path, tmp_path / "run", dataset={"repeats": 1})
     assert [row["reward"] for row in table(tmp_path / "run")] == [1.0]
+
+
+def test_tasks_of_an_environment_with_a_judge_are_listed_without_one(write_env: Write) -> None:
+    written = write_env(f"uses = ('judge',)\n{TASKS}{REWARD}")
+    assert [task.id for task in first_tasks(written.path, 5)] == ["one"]
 
 
 def test_what_is_no_file_in_a_package_is_no_part_of_its_identity(tmp_path: Path) -> None:
