@@ -80,6 +80,8 @@ def publish_batch(run_dir: RunDir, done: Path, stem: str, *, sound: bool = True)
     commit = None
     if not run_dir.committed(stem):
         commit = _commit(run_dir, payloads(done, sound=sound), stem)
+    else:  # maybe by a writer that was killed before the commit's name was on disk
+        run_dir.storage.sync_folder(run_dir.path / "commits")
     done.unlink(missing_ok=True)
     run_dir.crash("publish-9-done")
     return commit
