@@ -63,7 +63,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     unpriced_calls: int
     seconds: float
     error: str | None = None
-    """At most 500 characters."""
+    """At most 400 characters."""
     fatal_command: str | None = None
     """Names the tool call under which its sandbox died."""
 
