@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from hermes_rl.sandboxes import probe
 from hermes_rl.testing.fake_server import FakeConfig
 from hermes_rl.testing.faults import FaultPlan
 
@@ -155,6 +156,20 @@ async def test_an_agent_that_kills_its_sandbox_is_graded(stage: Open) -> None:
     s = await stage()
     got = await s.attempt({"prompt": script(WRITE, {"run": "kill -9 -1"}), "verify": THREE})
     assert (got.end_reason, got.owner, got.reward) == ("sandbox_killed", "policy", 1.0)
+
+
+async def test_an_agent_out_of_memory_is_graded(stage: Open) -> None:
+    """Several processes, none of them too large alone: the sandbox as a whole is."""
+    if not (await asyncio.to_thread(probe.probe)).cgroups:
+        return  # then rows do not claim that limit
+    hog = "python3 -c 'import time; a = b\"x\" * (1500 << 20); time.sleep(60)'"
+    s = await stage()
+    got = await s.attempt(
+        {"prompt": script(WRITE, {"run": f"{hog} & {hog} & wait -n"}), "verify": THREE}
+    )
+    assert (got.end_reason, got.owner, got.reward) == ("sandbox_killed", "policy", 1.0)
+    assert got.sandbox is not None
+    assert json.loads(got.sandbox.limits)["memory_bytes"] == 2 << 30
 
 
 async def until(true: Callable[[], object], seconds: float = 20.0) -> None:
