@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,7 @@ class Settings:
         """The command that goes on with this run."""
         env = self.config.env
         command = "run" if env is None else f"env {env.mode}"
-        return f"hermes-rl {command} --config {self.out}/run.yaml"
+        return f"hermes-rl {command} --config {shlex.quote(f'{self.out}/run.yaml')}"
 
 
 def as_config(config: object) -> RunConfig:

@@ -95,12 +95,6 @@ class RunSource:
             self._retry(item, receipt.cause or "")
         self._changed.set()
 
-    async def lost(self, item: WorkItem) -> None:
-        """Take back an attempt that left no trace: it comes again."""
-        self.in_flight.pop(item.unit_id, None)
-        self._retry(item, "worker_lost")
-        self._changed.set()
-
     def _retry(self, item: WorkItem, cause: str) -> None:
         unit = item.unit_id
         failures = self._ledger.counted_failures(unit)

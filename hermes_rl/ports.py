@@ -79,10 +79,6 @@ class WorkSource(Protocol):
         """Take the receipt of a finished attempt."""
         ...
 
-    async def lost(self, item: WorkItem) -> None:
-        """Take back an attempt whose worker died."""
-        ...
-
 
 class Executor(Protocol):
     """Runs a source's work to its end."""
