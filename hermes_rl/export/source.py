@@ -54,7 +54,8 @@ COLUMNS = (
 _NEVER_NULL = ("messages", "message_info", "tools", "contexts")
 """The store writes null for a value that its column cannot hold."""
 
-ROWS_AT_ONCE = 64
+ROWS_AT_ONCE = 8
+"""Rows that become Python values in one go: the lists of a segment take a hundred bytes a token."""
 
 _loads = msgspec.json.decode
 

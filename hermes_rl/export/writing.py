@@ -17,7 +17,7 @@ import msgspec
 from hermes_rl.errors import UserError
 from hermes_rl.export.base import Row
 
-ROWS_AT_ONCE = 64
+ROWS_AT_ONCE = 8
 """Rows of Parquet that are converted in one go."""
 
 

@@ -1,6 +1,7 @@
 """Rows as they come: half characters, odd schemas, no rows at all, and what the report says."""
 
 import json
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,37 @@ def test_no_export_goes_among_the_parts_of_a_run(tmp_path: Path) -> None:
             export_run(path, "openai", out)
     assert export_run(path, "openai", path / "train.jsonl").samples == 1
     assert export_run(path, "trl", options=ExportOptions(limit=1)).samples == 1
+
+
+def long(number: int, tokens: int) -> Finished:
+    """A rollout with a long segment."""
+    half = tokens // 2
+    mask = [False] * half + [True] * half
+    segment = msgspec.structs.replace(
+        told.segment(number, [1, 2], [1]),
+        input_ids=list(range(1000, 1000 + tokens)),
+        loss_mask=mask,
+        sampled_mask=mask,
+        logprobs=[None] * half + [-i / tokens for i in range(half)],
+        turn_ids=[int(own) for own in mask],
+        version_ids=[0] * tokens,
+        prompt_len=half,
+        n_sampled=half,
+        call_starts=[half],
+    )
+    return told.finished(number, told.quoted(), segments=[segment])
+
+
+def test_memory_does_not_grow_with_the_rows_of_a_part(tmp_path: Path) -> None:
+    path = told.write(tmp_path / "run", [long(n, 8_000) for n in range(40)])
+    tracemalloc.start()
+    try:
+        report = export_run(path, "trl-tokens")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert report.trained == 40 * 4_000
+    assert peak < 16e6  # bytes; 35 million with all rows at once
 
 
 def test_an_interrupted_export_leaves_what_was_there(tmp_path: Path) -> None:
