@@ -234,5 +234,7 @@ def _plain_script(row: dict[str, Any]) -> bool:
 
 
 def _in_session(row: dict[str, Any]) -> str:
+    """The oracle, then the verifier where the oracle ran; home is the workspace there."""
     quoted = "'" + row["verify"].replace("'", "'\\''") + "'"
-    return f'{row["oracle"]}\nbash -c {quoted} && touch "$WORKSPACE/.passed"'
+    verified = f"(cd / && bash -c {quoted})"
+    return f'export WORKSPACE=~\n{row["oracle"]}\n{verified} && touch "$WORKSPACE/.passed"'

@@ -189,11 +189,15 @@ def test_check_plays_a_dataset(tmp_path: Path) -> None:
     inside, outside = 'grep -q 1 "$WORKSPACE/a"', "grep -q 1 a"
     rows = [{"id": w, "prompt": "x", "oracle": "echo 1 > a"} for w in ("good", "lost", "free")]
     rows = [{**r, "verify": v} for r, v in zip(rows, (inside, outside, "true"), strict=True)]
+    scratch = {"oracle": "echo 1 > /tmp/a", "verify": "cd $WORKSPACE; grep -q 1 /tmp/a"}
+    rows.append({"id": "scratch", "prompt": "x", **scratch})
     write(tmp_path / "mine.jsonl", *rows)
     said = hermes("check", "mine.jsonl", "--run", cwd=tmp_path)
     assert said.code == 2
     assert "2 verifiers never name the workspace (first: mine.jsonl:2)" in said.out
     assert "  lost: reward 0.0, wanted 1.0" in said.out
+    hint = "it passes in the agent's sandbox: /tmp and services do not reach the grading box"
+    assert f"  scratch: reward 0.0, wanted 1.0 ({hint})" in said.out
     assert "  free: reward 1.0, wanted 0.0" in said.out
     assert "  free (daemon): reward 1.0, wanted 0.0" in said.out
     assert "good" not in said.out

@@ -363,6 +363,24 @@ async def test_a_very_long_runtime_folder_is_no_hindrance(env, tmp_path):
         assert (await server.endpoint()).base_url.startswith("http://127.0.0.1:")
 
 
+THREADS = """
+import os
+from hermes_rl.models.local.client import threads_of_this_machine
+cores = sorted(os.sched_getaffinity(0))
+for count in (1, 2, len(cores)):
+    os.sched_setaffinity(0, cores[:count])
+    print(threads_of_this_machine(), max(1, len(cores[:count]) - 1))
+"""
+
+
+def test_one_core_is_left_to_the_agents():
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True)
+    said = [line.split() for line in done.stdout.splitlines()]
+    assert len(said) == 3, done.stderr
+    assert said[0] == ["1", "1"]
+    assert all(threads == wanted for threads, wanted in said)
+
+
 def test_the_package_loads_nothing_heavy():
     code = (
         "import sys, hermes_rl.models.local\n"

@@ -42,3 +42,12 @@ async def test_its_memory_is_bounded_as_a_whole(bubblewrap: Bubblewrap) -> None:
     async with await bubblewrap.lease(SandboxSpec(lease="memory", limits=limits)) as box:
         result = await box.grade(GradingSpec(f"{hog} & {hog} & wait -n; echo $?", timeout_s=60))
         assert result.output.splitlines()[-1] == "137", result
+
+
+async def test_the_verifiers_files_cannot_be_changed(bubblewrap: Bubblewrap) -> None:
+    """By a program of the agent's that it runs, so that the next line still finds the key."""
+    deed = 'echo 0 >"$VERIFY/key"; rm -f "$VERIFY/key"; touch "$VERIFY/new"; cat "$VERIFY"/*'
+    async with await bubblewrap.lease(SandboxSpec(lease="key")) as box:
+        await box.write_file("deed.sh", deed.encode())
+        spec = GradingSpec('bash "$WORKSPACE/deed.sh" 2>/dev/null', files={"key": b"42"})
+        assert (await box.grade(spec)).output == "42"
