@@ -17,7 +17,7 @@ from batch_runner.settings import Settings
 from batch_runner.within import within_budgets
 from hermes_rl.errors import HermesError
 from hermes_rl.rl.aside import CUT
-from hermes_rl.rl.groups import SCORED_AT_ONCE, Gathered, Scoring, due_groups, make_group
+from hermes_rl.rl.groups import SCORED_AT_ONCE, Gathered, MembersOf, Scoring, due_groups, make_group
 from hermes_rl.store.derived import DerivedBook, derived_book
 from hermes_rl.store.driver import Driver
 from hermes_rl.store.reader import Run
@@ -69,11 +69,13 @@ class Closed:
         return self.due - self.written
 
 
-async def close_groups(settings: Settings, driver: Driver, *, ended: bool, paid: bool) -> Closed:
+async def close_groups(
+    settings: Settings, driver: Driver, *, size: MembersOf | None, paid: bool
+) -> Closed:
     """Write a row for every group that is final and has none of its present state.
 
     Args:
-        ended: no unit of the dataset is open; else groups with fewer members than all are not due.
+        size: see `due_groups`; None when no unit of the dataset is open.
         paid: calls may be made; else groups that its environment scores wait for the next start.
 
     Raises: DiskFull; UserError of an environment that cannot be opened.
@@ -81,7 +83,6 @@ async def close_groups(settings: Settings, driver: Driver, *, ended: bool, paid:
     scored = scored_by_env(settings)
     if scored and not paid:
         return Closed()
-    size = None if ended else settings.config.dataset.repeats
     due = await in_thread(_due, driver, size)
     closed = Closed(due=len(due))
     if not scored or not due:
@@ -131,7 +132,7 @@ class _Scored:
         return scoring.stop is None
 
 
-def _due(driver: Driver, size: int | None) -> list[Gathered]:
+def _due(driver: Driver, size: MembersOf | None) -> list[Gathered]:
     run = Run(driver.run_dir, max_attempts=driver.ledger.max_attempts)
     due = due_groups(run, driver.ledger, size=size)
     return [gathered for gathered in due if len(gathered.members) > 1]

@@ -78,6 +78,10 @@ class Plan:
         self.counts.complete = self._reader.ended
         return items
 
+    def members_of(self, row_index: int) -> int | None:
+        """How many units a row of the dataset has; None for one that was not read yet."""
+        return self._reader.members_of(row_index)
+
     def _item(self, unit: Unit) -> WorkItem | None:
         attempt = self._ledger.next_attempt(unit.unit_id)
         self.counts.units += 1

@@ -192,9 +192,8 @@ class _Run:
         # A pilot leaves units open that it never names.
         ended = counts.complete and self.source.stop is None and type(self.plan) is Plan
         try:
-            closed = await close_groups(
-                self.settings, self.driver, ended=ended, paid=self.source.stop is None
-            )
+            size, paid = None if ended else self.plan.members_of, self.source.stop is None
+            closed = await close_groups(self.settings, self.driver, size=size, paid=paid)
         except DiskFull as error:
             self.fault("disk", str(error))
             return

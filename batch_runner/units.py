@@ -37,7 +37,7 @@ class UnitReader:
     """Reads a dataset's units lazily. Blocking and for one thread at a time.
 
     The task of a row whose units are all done is never made. Memory: one short digest per row that
-    was read.
+    was read, and a number for one with repeats of its own.
     """
 
     def __init__(
@@ -53,6 +53,8 @@ class UnitReader:
         self._repeats = repeats
         self._seen = OccurrenceCounter()
         self._rows = iter(rows)
+        self._own_members: dict[int, int] = {}
+        """Units of rows that have another number of them than the dataset's."""
         self._units: Iterator[Unit] = iter(())
         """What is left of the row that was read last."""
 
@@ -89,12 +91,17 @@ class UnitReader:
         self.ended = len(taken) < wanted
         return taken
 
+    def members_of(self, row_index: int) -> int | None:
+        """How many units a row has; None for one that was not read."""
+        read = row_index < self.rows
+        return self._own_members.get(row_index, self._repeats) if read else None
+
     def _read(self, row: LazyRow, done: Done) -> int:
         """Take up a row: its units are next, unless they are done; then returns how many."""
         self.rows += 1
         occurrence = self._seen.next(row.task_hash)
         if row.quick:
-            members = row.repeats or self._repeats
+            members = self._note(row, row.repeats or self._repeats)
             for repeat in range(members):
                 if not done(unit_id(self._config_hash, row.task_hash, occurrence, repeat)):
                     break
@@ -106,12 +113,17 @@ class UnitReader:
         if row.index == 0:
             _refuse_unmapped(parsed)
         self.bad_rows += parsed.task is None
-        self._units = self._members(parsed, occurrence)
+        # A bad row is one failed unit, however often it was meant to run.
+        members = self._note(row, 1 if parsed.task is None else parsed.repeats or self._repeats)
+        self._units = self._members(parsed, occurrence, members)
         return 0
 
-    def _members(self, row: TaskRow, occurrence: int) -> Iterator[Unit]:
-        # A bad row is one failed unit, however often it was meant to run.
-        members = 1 if row.task is None else row.repeats or self._repeats
+    def _note(self, row: LazyRow, members: int) -> int:
+        if members != self._repeats:
+            self._own_members[row.index] = members
+        return members
+
+    def _members(self, row: TaskRow, occurrence: int, members: int) -> Iterator[Unit]:
         for repeat in range(members):
             unit = unit_id(self._config_hash, row.task_hash, occurrence, repeat)
             yield Unit(unit, row, occurrence, repeat)

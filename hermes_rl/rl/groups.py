@@ -8,7 +8,7 @@ missing, so that a kill costs nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,22 +118,28 @@ def make_group(gathered: Gathered, scoring: Scoring | None = None) -> Group:
     )
 
 
-def due_groups(run: Run, ledger: Ledger, *, size: int | None) -> Iterator[Gathered]:
+MembersOf = Callable[[int], int | None]
+"""Row of the dataset -> members of its group; None where nobody knows yet."""
+
+
+def due_groups(run: Run, ledger: Ledger, *, size: MembersOf | None) -> Iterator[Gathered]:
     """The groups that are final and have no row of their present state.
 
     Args:
         run: read anew: finished rows that are not published yet count too.
         ledger: says which units are still open.
-        size: members of every group, where the dataset was not read to its end; None when it was,
-            and what the tables hold is all.
+        size: of each group, where units may be open that the tables do not name; None when there
+            are none, and what the tables hold is all.
     """
     rows = _known_rows(run)
     for gathered in gather(run):
         units = [m.unit_id for m in gathered.members]
         if any(ledger.disposition(unit) == "open" for unit in units):
             continue
-        if size is not None and len(units) < size:
-            continue
+        if size is not None:
+            members = size(gathered.row_index)
+            if members is None or len(units) < members:
+                continue
         if rows.get(gathered.facts["group_id"]) != _state(gathered.members):
             yield gathered
 

@@ -133,6 +133,15 @@ def test_a_pilot_writes_no_group_that_is_not_whole(tmp_path: Path) -> None:
     assert list(load_run(out).groups["size"]) == [4] * 8
 
 
+def test_a_group_with_repeats_of_its_own_waits_for_all_of_them(tmp_path: Path) -> None:
+    row = {"id": "own", "prompt": "do", "oracle": "true", "verify": "true", "repeats": 6}
+    out = tmp_path / "run"
+    assert run_batch(config(out, [row], repeats=2), pilot=Pilot(every=2, units=3)).done == 3
+    assert len(load_run(out).groups) == 0
+    run_batch(config(out, [row], repeats=2))
+    assert list(load_run(out).groups["size"]) == [6]
+
+
 def test_single_rollouts_are_no_groups(tmp_path: Path) -> None:
     rows = [{"id": "one", "prompt": "do", "oracle": "true", "verify": "true"}]
     run_batch(config(tmp_path / "run", rows, repeats=1))
