@@ -38,10 +38,11 @@ def test_tasks_can_be_chosen() -> None:
         first_tasks(NAME, 1, categories=["jsn"])
 
 
+@pytest.mark.parametrize("split", ["train", "eval"])
 @pytest.mark.parametrize(("model", "reward"), [("oracle", 1.0), ("noop", 0.0)])
-def test_the_oracle_and_doing_nothing(model: str, reward: float) -> None:
-    count = len(first_tasks(NAME, ALL, split="eval"))
-    assert rewards_of(NAME, model, tasks=count, split="eval") == [reward] * count
+def test_the_oracle_and_doing_nothing(model: str, reward: float, split: str) -> None:
+    count = len(first_tasks(NAME, ALL, split=split))
+    assert rewards_of(NAME, model, tasks=count, split=split) == [reward] * count
 
 
 def test_every_cheat_on_three_tasks_each_earns_nothing() -> None:
