@@ -37,7 +37,7 @@ LOST = {
     "opaque_reasoning": "messages with opaque or signed reasoning blocks",
     "raw_text": "messages whose exact text differs from the tidied one that is written",
     "unparsed_arguments": "tool calls whose arguments are no JSON object",
-    "images": "images, in whose place stands a text",
+    "images": "images: their reader finds none, and in messages a text stands in their place",
     "tools": "samples whose tool schemas Parquet cannot hold as structs: verl reads none"
     " (docs/export.md shows how it reads tools_json)",
     "null_keys": "samples whose tool schemas verl reads with null for the keys of other tools"
@@ -139,7 +139,13 @@ def count_rewards(losses: Losses, row: Mapping[str, Any]) -> None:
     losses.lose("reward_parts", 0 if plain else len(parts))
 
 
-def count_images(content: str | Sequence[Mapping[str, Any]]) -> int:
+def count_rollout(losses: Losses, row: Mapping[str, Any]) -> None:
+    """Count what formats of tokens commonly cannot hold of a rollout."""
+    count_rewards(losses, row)
+    losses.lose("images", sum(_images(message["content"]) for message in row["messages"]))
+
+
+def _images(content: str | Sequence[Mapping[str, Any]]) -> int:
     """The parts of a content that are no text."""
     return 0 if isinstance(content, str) else sum(p.get("type") != "text" for p in content)
 
@@ -149,7 +155,7 @@ def _count_message(losses: Losses, message: Mapping[str, Any], info: Mapping[str
     losses.lose("opaque_reasoning", info["reasoning_details"] is not None)
     losses.lose("raw_text", info["raw_content"] is not None)
     losses.lose("unparsed_arguments", sum(map(is_unparsed, message.get("tool_calls") or ())))
-    losses.lose("images", count_images(message["content"]))
+    losses.lose("images", _images(message["content"]))
 
 
 def is_unparsed(call: Mapping[str, Any]) -> bool:

@@ -100,6 +100,11 @@ def said(content: str | list[dict[str, Any]]) -> str:
     )
 
 
+def in_words(message: Message) -> Message:
+    """A message whose content is text (`said`), for readers that find images elsewhere or not."""
+    return {**message, "content": said(message["content"])}
+
+
 def without_tail(sample: Sample) -> Sample:
     """A sample that ends with its last trained message: what follows teaches nothing."""
     last = max((i for i, trained in enumerate(sample.trained) if trained), default=-1)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hermes_rl.export.base import ExportOptions, Format
-from hermes_rl.export.losses import Losses, count_rewards
+from hermes_rl.export.losses import Losses, count_rewards, count_rollout
 from hermes_rl.export.samples import Sample, fingerprint, samples_of
 from hermes_rl.export.scores import Scores
 from hermes_rl.export.tokens import TokenItem, digest_of, refusal
@@ -109,7 +109,7 @@ class Source:
         """Rollouts with those of their segments that this format may take; none without any."""
         for stem in self._stems():
             for row, items in self._token_rollouts_of(stem):
-                count_rewards(self.losses, row)
+                count_rollout(self.losses, row)
                 yield row, items
 
     def _token_rollouts_of(self, stem: str) -> Iterator[tuple[dict[str, Any], list[TokenItem]]]:
@@ -161,7 +161,7 @@ class Source:
     def _whole(self, group: list[list[TokenItem]]) -> Iterator[list[list[TokenItem]]]:
         if len(group) >= self.options.min_group:
             for rollout in group:
-                count_rewards(self.losses, rollout[0].row)
+                count_rollout(self.losses, rollout[0].row)
             yield sorted(group, key=lambda rollout: rollout[0].row["member"])
         else:
             self.losses.leave_out("small_group", len(group))

@@ -85,6 +85,25 @@ def test_verl_gets_every_schema_exactly(tools: Any, lost: str | None, tmp_path: 
     assert ("tools" in row) == (lost != "tools")
 
 
+def test_images_are_kept_or_counted(tmp_path: Path) -> None:
+    shown = [
+        {"type": "text", "text": "What is it?"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+    ]
+    story = [told.said(UserMessage(content=shown), 0), *answered("x")[1:]]
+    segment = told.segment(0, [1, 2], [1])
+    path = told.write(tmp_path / "run", [told.finished(0, story, segments=[segment])])
+    lost = {
+        name: export_run(path, name, options=ExportOptions(min_group=1)).lost.get("images", 0)
+        for name in FORMATS
+    }
+    assert {name for name, count in lost.items() if not count} == {"openai", "atropos"}
+    text = Path(export_run(path, "openai").out).read_text(encoding="utf-8")
+    assert json.loads(text)["messages"][0]["content"] == shown
+    (row,) = pq.read_table(export_run(path, "trl").out).to_pylist()
+    assert json.loads(row["prompt"][0])["content"] == "What is it?\n[image_url]"
+
+
 def test_a_plain_reward_is_no_lost_component(tmp_path: Path) -> None:
     plain = ev.RewardPart(name="verify", score=1.0, detail="exit 0")
     path = told.write(tmp_path / "plain", [graded(told.compacted(), plain)])

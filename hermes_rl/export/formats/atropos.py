@@ -59,5 +59,5 @@ FORMAT = Format(
     unit="tokens",
     rows=rows,
     rl=True,
-    holds=frozenset({"rewards"}),
+    holds=frozenset({"rewards", "images"}),
 )

@@ -9,7 +9,7 @@ import msgspec
 
 from hermes_rl.export.base import Format, Row
 from hermes_rl.export.losses import count_sample
-from hermes_rl.export.samples import without_tail
+from hermes_rl.export.samples import in_words, without_tail
 from hermes_rl.export.source import Source
 
 _text = msgspec.json.Encoder().encode
@@ -22,7 +22,7 @@ def rows(source: Source) -> Iterator[Row]:
         source.losses.lose("tail", len(whole.messages) - len(sample.messages))
         count_sample(source.losses, sample)
         pairs = zip(sample.messages, sample.trained, strict=True)
-        messages = [_text({**m, "training": trained}).decode() for m, trained in pairs]
+        messages = [_text({**in_words(m), "training": trained}).decode() for m, trained in pairs]
         source.losses.trained += sum(sample.trained)
         yield {
             "messages": messages,
@@ -55,5 +55,5 @@ FORMAT = Format(
     unit="messages",
     rows=rows,
     schema=schema,
-    holds=frozenset({"reasoning", "images", "rewards"}),
+    holds=frozenset({"reasoning", "rewards"}),
 )

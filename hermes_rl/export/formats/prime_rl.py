@@ -15,7 +15,6 @@ from itertools import groupby
 from typing import Any
 
 from hermes_rl.export.base import Format, Row
-from hermes_rl.export.losses import count_images
 from hermes_rl.export.samples import Message, said
 from hermes_rl.export.source import Source
 from hermes_rl.export.tokens import TokenItem
@@ -25,7 +24,6 @@ def rows(source: Source) -> Iterator[Row]:
     """One episode per rollout."""
     for row, items in source.token_rollouts():
         source.losses.trained += sum(item.trained for item in items)
-        source.losses.lose("images", sum(count_images(m["content"]) for m in row["messages"]))
         yield episode(row, items, source)
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from hermes_rl.export.base import Format, Row
 from hermes_rl.export.losses import count_sample
-from hermes_rl.export.samples import pieces, without_tail
+from hermes_rl.export.samples import in_words, pieces, without_tail
 from hermes_rl.export.source import Source
 
 _text = msgspec.json.Encoder().encode
@@ -30,8 +30,8 @@ def rows(source: Source) -> Iterator[Row]:
         for piece in pieces(sample):
             source.losses.trained += piece.trained
             yield {
-                "prompt": [_text(m).decode() for m in piece.prompt],
-                "completion": [_text(m).decode() for m in piece.completion],
+                "prompt": [_text(in_words(m)).decode() for m in piece.prompt],
+                "completion": [_text(in_words(m)).decode() for m in piece.completion],
                 "tools": tools,
                 "reward": sample.row["reward"],
                 "trajectory_id": sample.row["trajectory_id"],
@@ -63,5 +63,5 @@ FORMAT = Format(
     unit="messages",
     rows=rows,
     schema=schema,
-    holds=frozenset({"reasoning", "images", "rewards"}),
+    holds=frozenset({"reasoning", "rewards"}),
 )

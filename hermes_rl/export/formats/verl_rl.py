@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from hermes_rl.export.base import Format, Row
-from hermes_rl.export.losses import count_images
 from hermes_rl.export.samples import opening, said
 from hermes_rl.export.source import Source
 
@@ -20,12 +19,10 @@ def rows(source: Source) -> Iterator[Row]:
         row, segment = item.row, item.segment
         source.losses.trained += item.trained
         source.losses.lose("no_advantage", item.advantage is None)
-        prompt = opening(row)
-        source.losses.lose("images", sum(count_images(m["content"]) for m in prompt))
         ids, start, logprobs = item.ids, item.start, item.logprobs(0.0)
         yield {
             "data_source": row["env_name"] or "hermes_rl",
-            "prompt": [{"role": m["role"], "content": said(m["content"])} for m in prompt],
+            "prompt": [{"role": m["role"], "content": said(m["content"])} for m in opening(row)],
             "ability": "agent",
             "reward_model": {"style": "rule", "ground_truth": ""},
             "extra_info": {
