@@ -11,19 +11,9 @@ from pydantic import Field
 
 from environments.dialogue_booking import guest, rules
 from environments.dialogue_booking.tools import TOOLS
-from environments.dialogue_booking.wishes import Scene, scenes
+from environments.dialogue_booking.wishes import as_task, scenes
 from hermes_rl.errors import UserError
-from hermes_rl.rl import (
-    EnvConfig,
-    Environment,
-    Rewards,
-    Rollout,
-    RolloutContext,
-    Task,
-    Tool,
-    make_task,
-    part,
-)
+from hermes_rl.rl import EnvConfig, Environment, Rewards, Rollout, RolloutContext, Task, Tool, part
 
 _CODES = 12
 """For bookings that a rollout makes."""
@@ -94,17 +84,3 @@ class DialogueBooking(Environment[DialogueBookingConfig]):
             parts.append(verdict.part("manners", {"yes": 1, "no": 0}, weight=weight * share))
         counts: dict[str, Any] = {"broken_rules": len(broken), "spoilt": spoilt}
         return Rewards(parts, metrics={k: float(v) for k, v in counts.items()})
-
-
-def as_task(scene: Scene) -> Task:
-    """A scene as a task; the oracle plays both asking and doing."""
-    return make_task(
-        f"Good day, this is {scene.name}. {scene.wishes[0]['says']}",
-        id=scene.digest[:16],
-        system=rules.HOUSE.format(today=scene.today),
-        oracle=json.dumps(scene.steps),
-        guest=scene.name,
-        today=scene.today,
-        bookings=scene.bookings,
-        wishes=scene.wishes,
-    )

@@ -10,6 +10,8 @@ from random import Random
 from typing import Any
 
 from environments.dialogue_booking.book import DAYS, LARGEST, SEATS, TIMES, Booking, free
+from environments.dialogue_booking.rules import HOUSE
+from hermes_rl.rl import Task, make_task
 
 NAMES = (
     *("Abara", "Berg", "Cohen", "Diallo", "Eriksen", "Fontana", "Gupta", "Hansen", "Ivanova"),
@@ -193,6 +195,20 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
         if scene.split == split and scene.digest not in seen:
             seen.add(scene.digest)
             yield scene
+
+
+def as_task(scene: Scene) -> Task:
+    """A scene as a task; the oracle plays both asking and doing."""
+    return make_task(
+        f"Good day, this is {scene.name}. {scene.wishes[0]['says']}",
+        id=scene.digest[:16],
+        system=HOUSE.format(today=scene.today),
+        oracle=json.dumps(scene.steps),
+        guest=scene.name,
+        today=scene.today,
+        bookings=scene.bookings,
+        wishes=scene.wishes,
+    )
 
 
 def _proposal(wanted: dict[str, Any]) -> str:

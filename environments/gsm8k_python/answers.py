@@ -11,6 +11,7 @@ TOLERANCE = Fraction(1, 10**6)
 """What binary fractions may leave behind: 0.1 + 0.2 is 0.3."""
 
 _NUMBER = re.compile(r"[-+]?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|[-+]?\$?\.\d+", re.ASCII)
+_MINUS = "\N{MINUS SIGN}"
 _DIGITS = 40
 """A number with more than these is no answer; it would only cost time."""
 
@@ -22,7 +23,7 @@ def stated(text: str | None) -> Fraction | None:
     marked = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)]
     if not marked:
         return None
-    found = _NUMBER.findall(marked[-1])
+    found = _NUMBER.findall(marked[-1].replace(_MINUS, "-"))
     return number(found[0]) if len(found) == 1 else None
 
 

@@ -183,22 +183,41 @@ def _class_in(module: ModuleType, wanted: str) -> type[AnyEnvironment]:
         if not (isinstance(given, type) and issubclass(given, Environment)):
             names = ", ".join(c.__name__ for c in found) or "none"
             raise UserError(f"{module.__name__}: no Environment {wanted!r} (found: {names})")
+        if inspect.isabstract(given):
+            raise UserError(f"{module.__name__}: {_unfinished(given)}")
         return given
-    if len(found) != 1:
-        names = ", ".join(c.__name__ for c in found) or "none"
+    if not found:
+        raise UserError(f"{module.__name__}: {_lacking(module)}")
+    if len(found) > 1:
+        names = ", ".join(c.__name__ for c in found)
         raise UserError(
             f"{module.__name__}: which Environment? (found: {names}). Add :Class to the name"
         )
     return found[0]
 
 
+def _lacking(module: ModuleType) -> str:
+    """Why a module has no environment."""
+    inner = sys.modules.get(f"{module.__name__}.environment")
+    for cls in [c for m in (module, inner) if m for c in _subclasses(m) if inspect.isabstract(c)]:
+        return _unfinished(cls)
+    return "no Environment in it. Derive a class from hermes_rl.rl.Environment"
+
+
+def _unfinished(cls: type[AnyEnvironment]) -> str:
+    return f"{cls.__name__} lacks {' and '.join(sorted(cls.__abstractmethods__))}. Write it"
+
+
 def _classes(module: ModuleType) -> Iterator[type[AnyEnvironment]]:
-    """The environments of a module that are made there or below."""
+    """The environments of a module that can be used."""
+    return (cls for cls in _subclasses(module) if not inspect.isabstract(cls))
+
+
+def _subclasses(module: ModuleType) -> Iterator[type[AnyEnvironment]]:
+    """The environments that are made in a module or below, unfinished ones too."""
     own = module.__name__
     for value in vars(module).values():
         if not (isinstance(value, type) and issubclass(value, Environment)):
-            continue
-        if inspect.isabstract(value):
             continue
         if value.__module__ == own or value.__module__.startswith(f"{own}."):
             yield value

@@ -95,7 +95,8 @@ def _first(error: ValidationError, config: type[EnvConfig]) -> str:
     key = ".".join(str(p) for p in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"unknown key '{key}' (known: {', '.join(config.model_fields)})"
-    return f"'{key}' {first['msg'][0].lower()}{first['msg'][1:]}" if key else first["msg"]
+    said = first["msg"].removeprefix("Value error, ")
+    return f"'{key}' {said[0].lower()}{said[1:]}" if key else said
 
 
 def settle_env(config: RunConfig) -> tuple[RunConfig, Opened | None]:

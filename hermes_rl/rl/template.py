@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import keyword
 import string
 import sys
 from pathlib import Path
 
 from hermes_rl.errors import UserError
+from hermes_rl.rl.loading import known_environments
 
 _ENVIRONMENT = '''\
 """Count words with a shell: the smallest environment that is worth changing."""
@@ -157,9 +159,9 @@ def write_environment(name: str, folder: Path) -> Path:
     """
     if not (name.isidentifier() and name.isascii()) or keyword.iskeyword(name):
         raise UserError(f"env new {name!r}: not a Python name. Use letters, digits and _")
-    if name in sys.stdlib_module_names or name in ("hermes_rl", "batch_runner", "environments"):
-        raise UserError(f"env new {name}: a module of that name exists. Choose another")
     target = folder / name
+    if name in known_environments() or _importable(name, target):
+        raise UserError(f"env new {name}: a module of that name exists. Choose another")
     cls = "".join(word.capitalize() for word in name.split("_")) or "Env"
     words = {"name": name, "cls": cls if cls.isidentifier() else f"Env{cls}"}
     try:
@@ -172,3 +174,16 @@ def write_environment(name: str, folder: Path) -> Path:
     except OSError as error:
         raise UserError(f"{target}: {error.strerror}. Choose another place with --in") from None
     return target
+
+
+def _importable(name: str, target: Path) -> bool:
+    """Whether a module has that name already, but for what lies in `target`: it would be hidden by
+    the new one, or hide it."""
+    if name in sys.stdlib_module_names:
+        return True
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # one that is half loaded
+        return True
+    places = spec.submodule_search_locations or [spec.origin or ""] if spec else []
+    return any(Path(place).resolve() != target.resolve() for place in places)

@@ -83,6 +83,10 @@ def test_any_text_is_read_without_an_error(text: str) -> None:
     stated(f"#### {text}")
 
 
+def test_a_minus_is_one_however_it_is_written() -> None:
+    assert stated("#### -5") == stated("#### \N{MINUS SIGN}5") == Fraction(-5)
+
+
 @pytest.mark.parametrize("text", ["", "12", "####", "#### 1/2", "#### 1e5", "#### 12 13", "#### x"])
 def test_what_states_no_number(text: str) -> None:
     assert stated(text) is None or not same(stated(text), Fraction(12))

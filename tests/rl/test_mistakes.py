@@ -10,6 +10,8 @@ from rl_kit import Written, ran, table
 
 from hermes_rl.errors import UserError
 from hermes_rl.rl.evaluation import write_evaluation
+from hermes_rl.rl.loading import load_environment
+from hermes_rl.rl.trial import first_tasks
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 GOOD_TASKS = """
@@ -245,8 +247,6 @@ async def test_an_environments_own_metrics(
 
 
 def test_a_name_that_is_wanted(tmp_path: Path) -> None:
-    from hermes_rl.rl.loading import load_environment
-
     with pytest.raises(UserError, match=r"no environment 'nowhere' \(known: .*file.py:Class"):
         load_environment("nowhere")
     with pytest.raises(UserError, match="no Python file and no package"):
@@ -264,3 +264,34 @@ def test_a_name_that_is_wanted(tmp_path: Path) -> None:
     assert load_environment(f"{tmp_path}/two.py:B").cls.name == "b"
     with pytest.raises(UserError, match="no Environment 'C'"):
         load_environment(f"{tmp_path}/two.py:C")
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (
+            "class A(Environment):\n name = 'a'\n def tasks(self, *a): ...",
+            "A lacks compute_reward.",
+        ),
+        ("class A(Environment):\n name = 'a'", "A lacks compute_reward and tasks."),
+        ("class A:\n name = 'a'", "no Environment in it. Derive a class from"),
+    ],
+)
+def test_an_unfinished_environment_is_told_what_it_lacks(
+    tmp_path: Path, code: str, says: str
+) -> None:
+    (tmp_path / "half.py").write_text(f"from hermes_rl.rl import *\n{code}\n")
+    with pytest.raises(UserError) as caught:
+        load_environment(str(tmp_path / "half.py"))
+    one_line(caught.value, says)
+    if "lacks" in says:
+        with pytest.raises(UserError, match="A lacks"):
+            load_environment(f"{tmp_path}/half.py:A")
+
+
+def test_a_range_that_is_none_is_said_plainly(tmp_path: Path, write_env: Write) -> None:
+    with pytest.raises(UserError) as caught:
+        first_tasks(write_env(f"{GOOD_TASKS}{GOOD_REWARD}").path, 1, reward_range=[1, 0])
+    assert str(caught.value).endswith(
+        "env.config: reward_range takes two numbers, the smaller one first"
+    )

@@ -40,8 +40,9 @@ def test_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for again, says in (("word_hunt", "exists already"), ("class", "not a Python name")):
         with pytest.raises(UserError, match=says):
             write_environment(again, tmp_path)
-    with pytest.raises(UserError, match="a module of that name exists"):
-        write_environment("random", tmp_path)
+    for taken in ("random", "numpy", "pytest", "swe_bugs", "environments"):
+        with pytest.raises(UserError, match="a module of that name exists"):
+            write_environment(taken, tmp_path)
 
 
 @pytest.mark.slow
