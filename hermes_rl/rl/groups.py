@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hermes_rl.errors import HermesError
 from hermes_rl.record import Call
@@ -19,6 +19,9 @@ from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.reader import Run
 from hermes_rl.store.rows import Group
 from hermes_rl.usage import UsageTotal
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 SENDABLE = 2
 """So many valid members make a group that a trainer can compare."""
@@ -131,8 +134,9 @@ def due_groups(run: Run, ledger: Ledger, *, size: MembersOf | None) -> Iterator[
         size: of each group, where units may be open that the tables do not name; None when there
             are none, and what the tables hold is all.
     """
-    rows = _known_rows(run)
-    for gathered in gather(run):
+    changed = _changed(run)
+    rows = _known_rows(run, changed)
+    for gathered in gather(run, only=changed):
         units = [m.unit_id for m in gathered.members]
         if any(ledger.disposition(unit) == "open" for unit in units):
             continue
@@ -144,15 +148,40 @@ def due_groups(run: Run, ledger: Ledger, *, size: MembersOf | None) -> Iterator[
             yield gathered
 
 
-def gather(run: Run) -> list[Gathered]:
-    """All groups of a run with the members that were tried, in the order of the dataset.
+def _changed(run: Run) -> pa.Array:
+    """The ids of all groups that may differ from their newest row, found without looking at each: a
+    resume of a million units finds none in seconds."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    columns = ["group_id", "unit_ids", "trajectory_ids", "error"]
+    groups = run.arrow("groups", columns)
+    groups = groups.filter(pc.is_null(groups["error"])).combine_chunks()
+    done = run.arrow("trajectories", ["group_id", "trajectory_id"])
+    failed = run.arrow("failures", ["group_id", "unit_id"])
+    units, shown = (pc.list_flatten(groups[name]) for name in columns[1:3])
+    owners = groups["group_id"].take(pc.list_parent_indices(groups["trajectory_ids"]))
+    gone = pc.and_(pc.is_valid(shown), pc.invert(pc.is_in(shown, done["trajectory_id"])))
+    found = [
+        done["group_id"].filter(pc.invert(pc.is_in(done["trajectory_id"], shown))),
+        failed["group_id"].filter(pc.invert(pc.is_in(failed["unit_id"], units))),
+        owners.filter(gone),
+    ]
+    return pc.unique(pa.chunked_array([c for ids in found for c in ids.chunks], pa.string()))
+
+
+def gather(run: Run, *, only: pa.Array | None = None) -> list[Gathered]:
+    """The groups of a run with the members that were tried, in the order of the dataset.
 
     Memory: some hundred bytes for each unit.
+
+    Args:
+        only: ids of groups; None takes all.
     """
     found: dict[str, dict[int, tuple[int, Member]]] = {}
     facts: dict[str, tuple[int, dict[str, Any]]] = {}
     for table in ("failures", "trajectories"):  # what is finished stands above what failed
-        for row in _rows(run, table):
+        for row in _rows(run, table, only):
             group_id, attempt = row["group_id"], int(row["attempt"])
             if group_id not in facts:
                 facts[group_id] = (row["row_index"], {name: row[name] for name in _SHARED})
@@ -172,9 +201,9 @@ def gather(run: Run) -> list[Gathered]:
     ]
 
 
-def _rows(run: Run, table: str) -> Iterator[dict[str, Any]]:
-    names = [*_SHARED, *_OWN, "row_index"]
-    for batch in run.arrow(table, names).to_batches(max_chunksize=1_000):
+def _rows(run: Run, table: str, only: pa.Array | None) -> Iterator[dict[str, Any]]:
+    rows = _of_groups(run.arrow(table, [*_SHARED, *_OWN, "row_index"]), only)
+    for batch in rows.to_batches(max_chunksize=1_000):
         yield from batch.to_pylist()
 
 
@@ -197,9 +226,16 @@ def _state(members: Sequence[Member]) -> State:
     return [(m.unit_id, m.trajectory_id) for m in members]
 
 
-def _known_rows(run: Run) -> dict[str, State]:
+def _of_groups(rows: pa.Table, only: pa.Array | None) -> pa.Table:
+    import pyarrow.compute as pc
+
+    return rows if only is None else rows.filter(pc.is_in(rows["group_id"], only))
+
+
+def _known_rows(run: Run, only: pa.Array) -> dict[str, State]:
     names = ["group_id", "unit_ids", "trajectory_ids", "error", "created_at"]
-    rows = sorted(run.arrow("groups", names).to_pylist(), key=lambda row: row["created_at"])
+    known = _of_groups(run.arrow("groups", names), only).to_pylist()
+    rows = sorted(known, key=lambda row: row["created_at"])
     return {
         row["group_id"]: list(zip(row["unit_ids"], row["trajectory_ids"], strict=True))
         for row in rows
