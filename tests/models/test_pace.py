@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import math
 import random
 
 import pytest
@@ -31,10 +32,26 @@ class Server:
         return True
 
 
-def simulate(server, seconds, *, latency, callers, changes=()):
+class Windows:
+    """Admits `rate` per second, but all that the minute allows at once."""
+
+    def __init__(self, rate):
+        self.rate = rate
+        self.minute = self.admitted = 0
+
+    def admits(self, now):
+        if now // 60 > self.minute:
+            self.minute, self.admitted = now // 60, 0
+        if self.admitted >= 60 * self.rate:
+            return False
+        self.admitted += 1
+        return True
+
+
+def simulate(server, seconds, *, latency, callers, changes=(), seed=1, refusal=0.05):
     """Callers that ask again and again, as one limiter allows. Returns (time, answered) per
     request; `changes` are (time, factor of the rate)."""
-    chance, changes = random.Random(1), list(changes)
+    chance, changes = random.Random(seed), list(changes)
     regulator = Regulator(callers, 0.0)
     ends, events, order = [], [(0.0, 0, "tick")], 0
     waiting, in_flight = callers, 0
@@ -43,7 +60,8 @@ def simulate(server, seconds, *, latency, callers, changes=()):
         while changes and now >= changes[0][0]:
             server.rate *= changes.pop(0)[1]
         again = None
-        if what == "tick":  # somebody waits for a bucket
+        if what == "tick":  # somebody waits for a bucket, and a worker reports
+            regulator.heard(News(), now)
             again = (now + 0.05, "tick")
         elif what == "back":
             waiting += 1
@@ -63,7 +81,7 @@ def simulate(server, seconds, *, latency, callers, changes=()):
             if server.admits(now):
                 begun.append((now + latency * chance.uniform(0.5, 1.5), "clean"))
             else:
-                begun.append((now + 0.05, "throttled"))
+                begun.append((now + refusal, "throttled"))
         for at, kind in begun:
             order += 1
             heapq.heappush(events, (at, order, kind))
@@ -76,18 +94,37 @@ def between(ends, since, until):
     return sum(found) / (until - since), 1 - sum(found) / len(found)
 
 
+def reached(ends, since, per_s):
+    """Seconds after `since` until so many were answered per second over five seconds."""
+    times = [at for at, ok in ends if ok and at >= since]
+    number = math.ceil(5 * per_s)
+    ends_at = (last for first, last in zip(times, times[number:], strict=False) if last - first < 5)
+    return next(ends_at, math.inf) - since
+
+
 @pytest.mark.parametrize("burst_s", [1, 5, 60])
 @pytest.mark.parametrize("rate", [2.5, 10])
 @pytest.mark.parametrize("latency", [0.05, 1.0])
 def test_refusals_alone_find_the_rate_and_its_double(burst_s, rate, latency):
     server = Server(rate, burst_s)
     callers = max(64, int(4 * rate * latency))
-    ends = simulate(server, 365, latency=latency, callers=callers, changes=[(300, 2.0)])
+    ends = simulate(server, 410, latency=latency, callers=callers, changes=[(300, 2.0)])
     answered, refused = between(ends, 120, 300)
     assert answered >= 0.85 * rate
     assert refused < 0.05
-    answered, _ = between(ends, 350, 360)  # the last of the minute after
-    assert answered >= 0.85 * 2 * rate
+    assert reached(ends, 300, 0.85 * 2 * rate) < 50
+    assert between(ends, 350, 410)[0] >= 0.85 * 2 * rate
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_quota_that_doubles_at_any_time_is_used_in_less_than_a_minute(seed):
+    """Just after a cut, in the middle of growth, before a refusal."""
+    doubles = 180 + 4 * seed
+    server = Server(2.5, (1, 5)[seed % 2])
+    ends = simulate(
+        server, doubles + 65, latency=0.05, callers=64, changes=[(doubles, 2.0)], seed=seed
+    )
+    assert reached(ends, doubles, 0.85 * 5) < 50
 
 
 def test_slow_answers_hide_no_rate():
@@ -105,9 +142,24 @@ def test_a_quota_that_falls_is_followed():
     assert refused < 0.05
 
 
-def test_a_server_that_refuses_everybody_for_minutes_teaches_nothing():
-    ends = simulate(Server(10, 60, closed=(200, 800)), 900, latency=1.0, callers=64)
-    assert between(ends, 860, 900)[0] >= 0.85 * 10
+@pytest.mark.parametrize("refusal", [0.05, 0.5, 2.0])
+def test_a_server_that_refuses_everybody_for_minutes_teaches_nothing(refusal):
+    """However long its refusals take: some are on their way all the time."""
+    server = Server(2.5, 60, closed=(200, 800))
+    ends = simulate(server, 900, latency=1.0, callers=64, refusal=refusal)
+    assert reached(ends, 800, 0.85 * 2.5) < 50
+    assert sum(not ok for at, ok in ends if 200 <= at < 800) < 400
+
+
+@pytest.mark.parametrize("latency", [0.05, 10.0])
+@pytest.mark.parametrize(("rate", "share"), [(0.25, 0.15), (1, 0.1), (10, 0.05)])
+def test_fixed_windows_are_recognized(rate, share, latency):
+    """Refused by the old rules: a third to two thirds."""
+    callers = max(64, int(4 * rate * latency))
+    ends = simulate(Windows(rate), 720, latency=latency, callers=callers)
+    answered, refused = between(ends, 240, 720)
+    assert answered >= 0.9 * rate
+    assert refused < share
 
 
 def test_there_is_no_pace_without_refusals_in_a_row():
@@ -138,21 +190,58 @@ def test_what_is_admitted_between_refusals_is_the_quota():
     assert now < 5.0
 
 
+def test_what_was_on_its_way_when_the_pace_was_set_says_nothing_of_it():
+    pace, now = measured()
+    first = pace.per_s
+    pace.heard(now + 0.1, throttled=8)
+    for tick in range(2, 60):  # as many again were on their way and are admitted
+        pace.heard(now + tick / 10, started=round(first / 10), throttled=tick == 20)
+    assert pace.per_s == first
+
+
+def test_requests_that_all_were_on_their_way_tell_no_quota():
+    pace, now = measured()
+    first = pace.per_s
+    pace.heard(now + 1.1, started=100)
+    for tick in range(30):  # more end refused than begin
+        pace.heard(now + 1.1 + tick / 10, started=1, throttled=4)
+    assert pace.per_s >= 0.8 * first
+
+
+def grown(pace, seconds, since):
+    """What the pace was, where it is used."""
+    found = []
+    for tick in range(int(10 * seconds)):
+        pace.heard(since + tick / 10, started=round(pace.per_s / 10) + 1)
+        found.append(pace.per_s)
+    return sorted(set(found))
+
+
 def test_it_grows_by_five_percent_a_round_where_it_is_used():
     pace, now = measured()
     first = pace.per_s
     now += 16.0
     steady(pace, 30, now, first, used=0.5)
     assert pace.per_s == first
-    now += 30.0
-    grown = []
-    for tick in range(70):
-        pace.heard(now + tick / 10, started=round(pace.per_s / 10) + 1)
-        grown.append(pace.per_s)
-    steps = sorted(set(grown))
+    steps = grown(pace, 7.0, now + 30.0)
     assert len(steps) in (3, 4)
     for one, two in itertools.pairwise(steps):
         assert two == pytest.approx(1.05 * one)
+
+
+def test_after_four_clean_rounds_it_grows_twice_as_fast_until_it_is_refused():
+    pace, now = measured()
+    now += 16.0
+    steps = grown(pace, 21.0, now)
+    assert [two / one for one, two in itertools.pairwise(steps)][4:] == pytest.approx(
+        [1.05**2] * (len(steps) - 5)
+    )
+    assert len(steps) in (7, 8)
+    pace.heard(now + 21.0, started=1, throttled=1)
+    low = pace.per_s
+    pace.heard(now + 24.5, started=round(3 * low))  # the end of a round that is not clean
+    steps = grown(pace, 6.5, now + 36.5)
+    assert steps[1] / steps[0] == pytest.approx(1.05)
 
 
 def test_trouble_holds_it_and_cuts_nothing():
@@ -166,27 +255,33 @@ def test_one_cut_in_fifteen_seconds():
     pace, now = measured()
     first, now = pace.per_s, now + 16.0
     for second in range(16):
-        pace.heard(now + second, started=20, throttled=1)
+        pace.heard(now + second, started=20, clean=19, throttled=1)
     assert pace.per_s == pytest.approx(0.64 * first)
 
 
 @given(
     st.lists(
-        st.tuples(st.floats(0, 30), st.integers(-2, 50), st.integers(0, 50), st.integers(0, 3)),
+        st.tuples(
+            st.floats(0, 30),
+            st.integers(-2, 50),
+            st.integers(0, 50),
+            st.integers(0, 50),
+            st.integers(0, 3),
+        ),
         max_size=80,
     ),
     st.floats(0, 1e6),
 )
 def test_it_keeps_its_bounds_and_another_goes_on_with_it(news, shift):
     pace, now = Pace(0.0), 0.0
-    for seconds, started, throttled, trouble in news:
+    for seconds, started, clean, throttled, trouble in news:
         now += seconds
         before = pace.per_s
-        pace.heard(now, started=started, throttled=throttled, trouble=trouble)
+        pace.heard(now, started=started, clean=clean, throttled=throttled, trouble=trouble)
         if pace.per_s is not None:
             assert pace.per_s >= 1 / 15
             if before is not None:
-                assert pace.per_s <= max(before, 1.05 * before)
+                assert pace.per_s <= before / 0.8
     other = Pace(now + shift)
     other.resume(pace.state(now), now + shift)
     assert other.per_s == pace.per_s

@@ -30,9 +30,9 @@ SCALE = 12
 """Seconds of the server's clock in one of ours: its minute lasts five seconds."""
 
 WORKERS, CALLERS = 8, 8
-PER_MINUTE = 300
+PER_MINUTE = 150
 PER_S = PER_MINUTE * SCALE / 60
-SETTLING_S = 6.0
+SETTLING_S, STEADY_S = 6.0, 6.0
 
 
 def governor(**charter):
@@ -69,6 +69,7 @@ class Load:
         return sum(ends), len(ends) - sum(ends)
 
 
+@pytest.mark.slow
 async def test_eight_workers_find_the_allowed_rate_and_follow_it():
     """Three servers at once: one that tells its limits, one that does not, and one whose answers
     take no time at all, so that one caller alone would ask too often."""
@@ -96,21 +97,24 @@ async def find_and_follow(headers, latency_s):
         tasks = [
             asyncio.create_task(load.caller(lane)) for lane in limiters for _ in range(CALLERS)
         ]
+        if not headers:  # what the server's bucket held is drained
+            await until(lambda: load.between(0.0, math.inf)[1] >= 3, 30.0)
+        await asyncio.sleep(SETTLING_S)
         began = time.monotonic()
-        # The first of it drains what the server's bucket held.
-        await asyncio.sleep(SETTLING_S + 4.0)
+        await asyncio.sleep(STEADY_S)
         doubled = time.monotonic()
-        server.limits.factor = 2.0
-        # Within a minute, which `test_pace` holds to the second; a busy machine has its pauses.
+        server.limits.factor, wanted = 2.0, 0.85 * 2 * PER_S * 8 / SCALE
+        # Within a minute of the server's, over eight seconds of it. What it takes by itself is told
+        # by `test_pace`: at most 42 s, wherever the pace stands. The rest is for a busy machine.
         await until(
-            lambda: load.between(time.monotonic() - 1.0, math.inf)[0] >= 0.85 * 2 * PER_S,
-            90 / SCALE,
+            lambda: load.between(time.monotonic() - 8 / SCALE, math.inf)[0] >= wanted,
+            60 / SCALE,
         )
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-    answered, refused = load.between(began + SETTLING_S, doubled)
-    assert answered >= 0.85 * PER_S * (doubled - began - SETTLING_S)
+    answered, refused = load.between(began, doubled)
+    assert answered >= 0.85 * PER_S * (doubled - began)
     assert refused < 0.05 * (answered + refused)
     (lane,) = scaled.summary().lanes
     assert lane.clean + lane.throttled >= 0.9 * len(load.ends)

@@ -82,7 +82,6 @@ class InProcessLimiter:
         self._regulator = Regulator(maximum, clock(), start=start, rates=rates)
         self.controller = self._regulator.controller
         self.buckets = self._regulator.buckets
-        self._started = 0
         self._expected = Expectation()
         self._clock, self._unix = clock, unix
         self._queue = SlotQueue(self, clock)
@@ -120,12 +119,12 @@ class InProcessLimiter:
         """See `Gate.passed`."""
         self.buckets.take(charge)
         self.controller.started(in_flight)
-        self._started += 1
+        self._regulator.heard(News(started=1), self._clock())
 
     def turned_back(self, charge: Charge) -> None:
         """See `Gate.turned_back`."""
         self.buckets.give(charge)
-        self._started -= 1
+        self._regulator.heard(News(started=-1), self._clock())
 
     def ended(self, estimate: Estimate, charge: Charge, end: Ended) -> None:
         """See `Gate.ended`."""
@@ -133,11 +132,9 @@ class InProcessLimiter:
         if end.usage is not None:
             self.buckets.settle(charge, self._expected.heard(estimate, end.usage))
         news = News(
-            started=self._started,
             clean=signal == "clean",
             throttled=signal == "throttled",
             trouble=signal == "trouble",
             quotas=read_quotas(end.headers, self._unix()) if end.headers else (),
         )
-        self._started = 0
         self._regulator.heard(news, self._clock())

@@ -12,16 +12,19 @@ What can be measured of a server that counts by a token bucket (admitted = start
 - Where limits are counted by the minute, never more than twice the quota is admitted in a minute:
   half of a minute's admissions is not above the quota. This bounds estimates from below, because
   servers with fixed windows admit nothing at all until the next one.
+- Such a server admits one window's quota between two of these times.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
+from hermes_rl.models.limits.door import Door
 from hermes_rl.models.limits.history import History
 
 PaceReason = Literal["measured", "throttled", "clean_round"]
@@ -53,6 +56,7 @@ class _Stretch:
 
     began: float
     started: int = 0
+    clean: int = 0
     throttled: int = 0
     trouble: int = 0
     refusals: tuple[tuple[float, int], ...] = ()
@@ -64,21 +68,24 @@ class _Stretch:
         """Requests that were not refused."""
         return max(0, self.started - self.throttled)
 
-    def add(self, now: float, started: int, throttled: int, trouble: int) -> None:
+    def add(self, now: float, started: int, clean: int, throttled: int, trouble: int) -> None:
         """What happened since the last time."""
         self.started += started
+        self.clean += clean
         self.throttled += throttled
         self.trouble += trouble
         if throttled:
             self.refusals = (*self.refusals[:1], (now, self.started - self.throttled))
 
     def quota(self, least_s: float) -> float | None:
-        """What was admitted per second between the first refusal and the last; None where less than
-        `least_s` seconds lie between them."""
+        """What was admitted per second between the first refusal and the last; None where nothing
+        was, or less than `least_s` seconds lie between them."""
         if len(self.refusals) < 2:
             return None
         (first, before), (last, after) = self.refusals
-        return (after - before) / (last - first) if last - first >= least_s else None
+        if last - first < least_s or after <= before:
+            return None
+        return (after - before) / (last - first)
 
 
 class Pace:
@@ -87,12 +94,17 @@ class Pace:
     - None at first: no bound. It begins with a round of many refusals (three, and a tenth of its
       requests), or when cuts were due twice within a minute.
     - A round is a fifth of the time between two cuts, and longer until five requests were admitted.
-      After a clean one (no refusal, no trouble of the server) that used 80 % of the pace: 5 % more;
-      until the next cut is due not above 95 % of the measured quota.
+      After a clean one (no refusal, no trouble of the server) that used 80 % of the pace: 5 % more,
+      and twice that when four before it were clean too: a quota that doubled is used within 45 s.
+      Until the next cut is due not above 95 % of the measured quota.
     - A refusal: four fifths, at most once per 15 s.
     - A round of many refusals: 95 % of the quota that it showed.
-    - Where nothing at all is admitted the server is closed, and says nothing of the quota: the pace
-      stays as it is until it opens.
+    - While nobody is let in at all (`door`) there are only knocks, and the pace stays as it is. A
+      door that was shut for less than a window ends one: what was admitted until then is the quota.
+      The pace is 95 % of it for a window, and rounds are as long as the time between two cuts.
+    - An answer must show that somebody was let in: requests that are on their way to a slow refusal
+      look as if they had been admitted, and a server that refused everybody for minutes would cut
+      the pace to nothing.
 
     Args:
         now: seconds of a monotonic clock, as in all that follows.
@@ -108,6 +120,8 @@ class Pace:
     """In the time between two cuts, at most."""
     ADMITTED = 5
     REFUSALS, SHARE = 3, 0.1
+    SURE = 4
+    """Clean rounds in a row, after which it grows by two steps at a time."""
     SETTLE = 1 / 15
     """Of the time between two cuts: what was on its way is refused in it, and not counted."""
 
@@ -120,25 +134,52 @@ class Pace:
         self._round = _Stretch(now)
         self._since_cut = _Stretch(now)
         self._past: deque[tuple[float, int]] = deque()
+        self._streak = 0
+        """Clean rounds in a row after which it might grow."""
+        self._held_until = now
+        """It does not grow beyond what was measured before."""
+        self._door = Door(now, interval_s * self.SETTLE)
+        self._since_open = _Stretch(now)
+        self._windows = False
+        """The server counts by fixed windows."""
+        self._closed: tuple[float, int] | None = None
+        """When the door was shut, and what the minute before admitted; None while it is known to be
+        open."""
         self._history: History[PaceChange] = History()
 
-    def heard(self, now: float, *, started: int = 0, throttled: int = 0, trouble: int = 0) -> None:
+    def heard(
+        self, now: float, *, started: int = 0, clean: int = 0, throttled: int = 0, trouble: int = 0
+    ) -> None:
         """What happened since the last time. Ends rounds too: call it often.
 
         Args:
             started: requests that were sent; below 0 where some were not after all.
+            clean: requests that were answered.
             throttled: requests that were refused for their rate.
             trouble: requests that met trouble of the server's own.
         """
-        for stretch in (self._round, self._since_cut):
+        for stretch in (self._round, self._since_cut, self._since_open):
             if now >= stretch.began:
-                stretch.add(now, started, throttled, trouble)
-        if throttled and self._may_cut(now):
+                stretch.add(now, started, clean, throttled, trouble)
+        if self.per_s is not None:
+            self._knock(now, started, throttled)
+        if throttled and not self.shut and self._may_cut(now):
             self._cut(now)
         lasted = now - self._round.began
         full = self._round.admitted >= self.ADMITTED or lasted >= self._interval_s
-        if full and lasted >= self._interval_s / self.ROUNDS:
+        if full and lasted >= self._interval_s / (1 if self._windows else self.ROUNDS):
             self._end_round(now, lasted)
+
+    @property
+    def shut(self) -> bool:
+        """Whether nobody is let in."""
+        return self._door.shut_at is not None
+
+    def rate(self, now: float) -> float | None:
+        """Requests that may start per second now: the pace, or less while nobody is let in."""
+        if self.per_s is None or not self.shut:
+            return self.per_s
+        return min(self.per_s, 1 / self._door.knock_s(now))
 
     def state(self, now: float) -> PaceState:
         """For one that takes its place."""
@@ -154,10 +195,39 @@ class Pace:
         """Go on where another one was."""
         self.per_s, self._quota = state.per_s, state.quota
         self._born = now - state.age_s
-        self._last_cut = None if state.since_cut_s is None else now - state.since_cut_s
+        if state.since_cut_s is not None:
+            self._last_cut = now - state.since_cut_s
+            self._held_until = self._last_cut + self._interval_s
         self._round, self._since_cut = _Stretch(now), _Stretch(now)
         self._past.clear()
         self._history = History(state.history)
+
+    def _knock(self, now: float, started: int, throttled: int) -> None:
+        was_shut = self.shut
+        self._door.heard(now, started, throttled)
+        if was_shut and not self.shut:
+            self._round = _Stretch(now)  # it will show whether somebody is let in
+        elif self.shut and not was_shut:
+            if self._closed is not None and self._round.clean:
+                first, self._round = self._round, _Stretch(now)
+                self._opened(first, now)
+            if self._closed is None:
+                self._closed = (now, self._minute(now))
+
+    def _opened(self, first: _Stretch, now: float) -> None:
+        """It lets people in again. What one window admitted, or all of them since it was
+        opened before, is the quota; a longer time says nothing of it."""
+        assert self._closed is not None
+        (closed, minute), self._closed = self._closed, None
+        since, self._since_open = self._since_open, first
+        self._past.clear()
+        self._past.append((now, first.admitted))
+        if self._interval_s / self.ROUNDS <= first.began - closed <= self._window_s:
+            mean = (since.admitted - first.admitted) / (first.began - since.began)
+            self._quota = max(mean, minute / self._window_s, 1 / self._interval_s)
+            self._windows, self._held_until = True, first.began + self._window_s
+            before = (self.per_s or math.inf) / self.CUT
+            self._set(min(self._quota * self.HEADROOM, before), "measured", now)
 
     def _may_cut(self, now: float) -> bool:
         return self._last_cut is None or now - self._last_cut >= self._interval_s
@@ -166,7 +236,8 @@ class Pace:
         if self._last_cut is not None and self._since_cut.admitted:
             self._quota = self._since_cut.admitted / (now - self._since_cut.began)
             if self.per_s is not None:
-                self._lower(self.per_s * self.CUT, "throttled", now)
+                if self._since_cut.clean:
+                    self._lower(self.per_s * self.CUT, "throttled", now)
             elif now - self._last_cut <= self._window_s:
                 lasted = now - self._round.began
                 asked = self._round.started / max(lasted, self._interval_s / self.ROUNDS)
@@ -176,32 +247,46 @@ class Pace:
             self._remember(now)
             self._round = _Stretch(settled)
         self._last_cut, self._since_cut = now, _Stretch(settled)
+        self._held_until = max(self._held_until, now + self._interval_s)
 
     def _end_round(self, now: float, lasted: float) -> None:
         self._remember(now)
         ended, self._round = self._round, _Stretch(now)
+        bad = ended.throttled or ended.trouble
+        if self._closed is not None and not self.shut and (ended.clean or not bad):
+            self._opened(ended, now)
+        elif not bad:
+            self._grow(ended, lasted, now)
+        if not bad:
+            return
+        self._streak = 0
+        self._windows = self._windows and self.shut
         if ended.throttled >= max(self.REFUSALS, self.SHARE * ended.started):
             quota = ended.quota(self._interval_s / self.ROUNDS / 2)
-            if quota:
+            if quota is not None and (self.per_s is None or ended.clean):
                 self._quota = quota
                 self._lower(quota * self.HEADROOM, "measured", now)
-        elif not ended.throttled and not ended.trouble:
-            self._grow(ended, lasted, now)
+                self._round = _Stretch(now + self._interval_s * self.SETTLE)
 
     def _grow(self, ended: _Stretch, lasted: float, now: float) -> None:
         if self.per_s is None or ended.started < self.SATURATED * self.per_s * lasted:
             return
-        grown = self.per_s * self.GROWTH
-        if not self._may_cut(now) and self._quota is not None:
+        grown = self.per_s * self.GROWTH ** (2 if self._streak >= self.SURE else 1)
+        if now < self._held_until and self._quota is not None:
             grown = min(grown, max(self.per_s, self.HEADROOM * self._quota))
+        else:
+            self._streak += 1
         self._set(grown, "clean_round", now)
 
     def _lower(self, per_s: float, reason: PaceReason, now: float) -> None:
         """Never more than before, and never less than half of what the last minute admitted."""
-        since = now - self._window_s
-        minute = sum(n for at, n in self._past if at >= since) + self._round.admitted
-        per_s = max(per_s, minute / 2 / self._window_s, 1 / self._interval_s)
+        per_s = max(per_s, self._minute(now) / 2 / self._window_s, 1 / self._interval_s)
         self._set(per_s if self.per_s is None else min(per_s, self.per_s), reason, now)
+
+    def _minute(self, now: float) -> int:
+        """What was admitted in the last one."""
+        since = now - self._window_s
+        return sum(n for at, n in self._past if at >= since) + self._round.admitted
 
     def _remember(self, now: float) -> None:
         self._past.append((now, self._round.admitted))

@@ -65,12 +65,19 @@ class Regulator:
         if news.throttled:
             self.controller.heard("throttled", now)
             self.buckets.throttled(now)
-        self.pace.heard(now, started=news.started, throttled=news.throttled, trouble=news.trouble)
+        self.pace.heard(
+            now,
+            started=news.started,
+            clean=news.clean,
+            throttled=news.throttled,
+            trouble=news.trouble,
+        )
         if news.quotas:
             self.buckets.learn(news.quotas, now)
             self._clamp(news.quotas, now)
-        if self.pace.per_s is not None:
-            self.buckets.pace(self.pace.per_s, now)
+        rate = self.pace.rate(now)
+        if rate is not None:
+            self.buckets.pace(rate, now)
 
     def _clamp(self, quotas: Collection[Quota], now: float) -> None:
         """Requests that a server says to be left bound those in flight, where no bucket counts
