@@ -120,7 +120,7 @@ def count_sample(losses: Losses, sample: Sample) -> None:
     """Count what formats of messages commonly cannot hold of a sample, as far as it is written."""
     for message, info in zip(sample.messages, sample.infos, strict=True):
         _count_message(losses, message, info)
-    finish = {c["turn"]: c["finish_reason"] for c in sample.row["calls"] if _is_own(c)}
+    finish = {c["turn"]: c["finish_reason"] for c in sample.row["calls"] or () if _is_own(c)}
     trained = zip(sample.infos, sample.trained, strict=True)
     losses.lose("cut", sum(own and finish.get(info["turn"]) == "length" for info, own in trained))
 

@@ -79,7 +79,7 @@ def _name(sample: Sample, context: int) -> str:
 
 def _steps(sample: Sample) -> list[Row]:
     steps: list[Row] = []
-    calls = {c["turn"]: c for c in sample.row["calls"] if c["purpose"] == "agent"}
+    calls = {c["turn"]: c for c in (sample.row["calls"] or ()) if c["purpose"] == "agent"}
     rows = zip(sample.messages, sample.infos, sample.trained, sample.copied, strict=True)
     for message, info, trained, copied in rows:
         if message["role"] == "tool" and steps and steps[-1]["source"] == "agent":

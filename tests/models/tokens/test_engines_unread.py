@@ -1,7 +1,7 @@
 """A model whose tool calls no parser here reads: said at the start, not found out later."""
 
 import pytest
-from engines_kit import asked, client_of, engine_at, request_of, script
+from engines_kit import asked, client_of, engine_at, played, request_of, script
 from render_kit import GLM_LIKE
 
 from hermes_rl.config import parse_config
@@ -81,18 +81,45 @@ async def test_a_run_asks_by_its_toolsets(tmp_path):
         assert (await reach(parse_config(form))).tokens.way == "vllm"
 
 
-async def test_forms_without_tags_are_read(tmp_path):
-    """What a model of the Llama 3 family says is a call, with the ids that it sampled."""
-    said = '{"name": "terminal", "parameters": {"command": "ls"}}'
-    header = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+@pytest.mark.parametrize(
+    ("family", "said", "end", "header", "lead"),
+    [
+        (
+            "llama3",
+            '{"name": "terminal", "parameters": {"command": "ls"}}',
+            "<|eom_id|>",
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            0,
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS] [{"name": "terminal", "arguments": {"command": "ls"}, "id": "abcdefgh1"'
+            "}]",
+            "</s>",
+            "[/",  # of [/INST], [/AVAILABLE_TOOLS] and [/TOOL_RESULTS]: it opens no turns
+            1,
+        ),
+    ],
+)
+async def test_an_episode_in_a_form_without_tags_keeps_its_ids(
+    tmp_path, family, said, end, header, lead
+):
+    steps = ["never"] * lead + [{"raw": said, "end": end}, "Done."]
     async with engine_at(
-        tmp_path / "t", family="llama3", header=header, end="<|eot_id|>"
+        tmp_path / "t", family=family, header=header, end=end, split="random"
     ) as engine:
         client = client_of(engine, "vllm")
-        prompt = [UserMessage(content=script({"raw": said}) + "Now.")]
-        answer = await client.complete(request_of(Conversation(prompt)))
+        prompt = [UserMessage(content=script(*steps) + "Now.")]
+        _, answers = await played(client, prompt)
         await client.aclose()
-    (call,) = answer.message.tool_calls
+    assert [bool(answer.message.tool_calls) for answer in answers] == [True, False]
+    (call,) = answers[0].message.tool_calls
     assert (call.name, call.arguments) == ("terminal", '{"command": "ls"}')
-    assert answer.finish_reason == "tool_calls"
-    assert answer.tokens.completion_ids == engine.truth[-1].sampled_ids
+    first, second = (answer.tokens for answer in answers)
+    assert first.completion_ids == engine.truth[0].sampled_ids
+    path = first.prompt_ids + first.completion_ids
+    assert second.prompt_ids[: len(path)] == path
+    if family == "mistral":
+        assert call.id == "abcdefgh1"
+        renderer = load_renderer(engine.config.tokenizer)
+        assert '"call_id": "abcdefgh1"' in renderer.decode(second.prompt_ids)

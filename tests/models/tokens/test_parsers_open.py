@@ -44,6 +44,18 @@ PIECES = st.sampled_from(
         "</parameter>",
         "<think>",
         "</think>",
+        "[TOOL_CALLS]",
+        "[CALL_ID]",
+        "[ARGS]",
+        "<|python_tag|>",
+        '{"name": "note", "parameters": ',
+        '{"name": "", "arguments": ',
+        '"id": "abcdefgh1"',
+        "note",
+        "[",
+        "]",
+        ",",
+        ";",
         "word",
         "\ud800",
         "[" * 500,
@@ -63,7 +75,7 @@ ARGUMENTS = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("parser", PARSERS.values(), ids=list(PARSERS))
 @given(text=NOISE, opened=st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=300)
 def test_any_text_is_taken_apart(parser: ToolCallParser, text: str, opened: bool) -> None:
     parsed = parser.parse(text, TOOLS, opened=opened)
     assert parsed == parser.parse(text, TOOLS, opened=opened)
