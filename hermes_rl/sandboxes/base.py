@@ -134,7 +134,8 @@ class Sandbox(Protocol):
     agent's own
     deed ended it (out of memory or disk, killed its supervisor). After either, every later verb
     raises it again:
-    a dead sandbox is never silently replaced.
+    a dead sandbox is never silently replaced. The error of a command that was running when it died
+    has `in_command` set: a call that meets two deaths is held to have caused them.
     """
 
     info: SandboxInfo
