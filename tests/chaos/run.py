@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import shutil
 import signal
@@ -32,12 +33,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "batch"))
 import kit
 from conftest import CLUSTER
 
+from hermes_rl.sandboxes.slots import default_state_dir
+from hermes_rl.sandboxes.warden import memory_folder
 from hermes_rl.store.crash import CRASH_POINTS, CRASH_VARIABLE
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan
 
 DISTINCT = 10
+LATENCY_S = 0.02
 REQUESTS = 3 * kit.units_of(DISTINCT)
+COSTS = ("usage", "cost_usd", "unpriced_calls")
+"""Columns that retried calls change."""
 DEEDS = ("driver", "driver", "driver", "crash", "crash", "interrupt", "twice", "sandboxes")
 RAY_DEEDS = (*DEEDS, "worker", "worker", "both", "both")
 
@@ -71,6 +77,8 @@ class Chaos:
     def __init__(self, folder: Path, cluster: dict[str, str]) -> None:
         self.folder = folder
         self.cluster = cluster
+        self.unbroken: dict[str, dict[str, Any]] = {}
+        """Sandbox -> the rows of a run that nobody disturbed."""
 
     async def play(self, this: Round) -> None:
         """One round to its end; a broken promise is noted in it."""
@@ -88,12 +96,13 @@ class Chaos:
         this.seconds = time.monotonic() - begun
 
     async def _play(self, this: Round, chance: random.Random, folder: Path) -> None:
-        made = kit.rows(DISTINCT, latency_s=0.02)
+        made = kit.rows(DISTINCT, latency_s=LATENCY_S)
         dataset, out = folder / "tasks.jsonl", folder / "run"
         watcher = kit.Watcher(out)
         watcher.start()
         receipts: dict[str, int] = {}
         marks = []
+        unbroken = await self._undisturbed(this.sandbox)
         plan = FaultPlan(seed=this.seed, mixed=this.faults, retry_after_s=0.05)
         async with FakeServer(FakeConfig(faults=plan)) as server:
             arguments = self._arguments(this, dataset, out, server)
@@ -107,7 +116,21 @@ class Chaos:
             assert run.process.returncode in (0, 1), run.errors[-2000:]
             watcher.check()
             self._check(out, server, receipts, this.faults)
+        check_equal(kit.content(out), unbroken, this.faults)
         await kit.check_nothing_left(marks, out)
+        await check_machine()
+
+    async def _undisturbed(self, sandbox: str) -> dict[str, Any]:
+        if sandbox not in self.unbroken:
+            folder = self.folder / f"undisturbed-{sandbox}"
+            folder.mkdir()
+            dataset = kit.write(folder / "tasks.jsonl", kit.rows(DISTINCT, latency_s=LATENCY_S))
+            more = ("--workers", "0", "--sandbox", sandbox)
+            async with FakeServer() as server:
+                run = await kit.finish(*kit.played(dataset, folder / "run", server.base_url, *more))
+            assert run.process.returncode == 0, run.errors[-2000:]
+            self.unbroken[sandbox] = kit.content(folder / "run")
+        return self.unbroken[sandbox]
 
     def _arguments(
         self, this: Round, dataset: Path, out: Path, server: FakeServer
@@ -153,6 +176,36 @@ class Chaos:
         assert list((out / "tmp").iterdir()) == []
         for row in kit.table(out, "failures"):
             assert row["reward"] is None
+
+
+def check_equal(found: dict[str, Any], unbroken: dict[str, Any], faults: float) -> None:
+    """Final rows are those of a run that nobody disturbed; what faults cost apart."""
+
+    def plain(rows: dict[str, Any]) -> dict[str, Any]:
+        if not faults:
+            return rows
+        return {u: {k: v for k, v in r.items() if k not in COSTS} for u, r in rows.items()}
+
+    assert set(found) <= set(unbroken), "other units than in an undisturbed run"
+    wanted = {unit: row for unit, row in plain(unbroken).items() if unit in found}
+    assert plain(found) == wanted, "the rows differ from those of an undisturbed run"
+
+
+async def check_machine(seconds: float = 20.0) -> None:
+    """No sandbox's folder, owner or mount is left of runs that have ended."""
+    state = default_state_dir()
+    deadline = time.monotonic() + seconds
+    while left := left_on_the_machine(state):
+        assert time.monotonic() < deadline, left
+        await asyncio.sleep(0.1)
+
+
+def left_on_the_machine(state: Path) -> list[str]:
+    """What sandboxes left, by path."""
+    folders = (state / "boxes", state / "owners", Path(memory_folder(str(state))))
+    found = [str(path) for folder in folders if folder.is_dir() for path in folder.iterdir()]
+    mounts = Path("/proc/self/mounts").read_text().splitlines()
+    return found + [line for line in mounts if str(state) in line]
 
 
 async def _reached(server: FakeServer, run: kit.Process, requests: int) -> bool:
@@ -236,6 +289,13 @@ def main() -> int:
     given = parser.parse_args()
     folder = given.keep or Path(tempfile.mkdtemp(prefix="hermes-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
+    # A place of its own for sandboxes, so that what they leave can be seen. Ray's stays short.
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    for path in (folder, scratch):  # sandboxes have users of their own
+        path.chmod(0o711)
+    os.environ.setdefault("RAY_TMPDIR", tempfile.gettempdir())
+    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
     rounds = [draw(given.first + n, given.seed, given.ray) for n in range(given.n)]
     with cluster(any(r.workers for r in rounds)) as address:
         asyncio.run(play_all(Chaos(folder, address), rounds))
