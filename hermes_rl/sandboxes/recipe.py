@@ -35,6 +35,8 @@ _COPIED = ("alternatives", "ssl/certs", "ssl/openssl.cnf", "ld.so.cache", "local
 """What programs below /usr need of the machine's /etc. Never the whole of it."""
 _PACKAGES = ("hermes_rl", "environments")
 """Hold data sets with their oracles, and what judges agents: sandboxes show them empty."""
+_ENVIRONMENTS = "hermes_rl.environments"
+"""Group of entry points: packages of other people's that do the same."""
 _SITES = ("usr/lib*/python3*/*-packages", "usr/local/lib*/python3*/*-packages")
 OURS = Path(__file__).resolve().parents[2]
 """The folder that holds this package."""
@@ -160,8 +162,9 @@ def _emptied(root: Path) -> list[str]:
 
 @lru_cache
 def solutions(root: Path, ours: Path = OURS) -> tuple[str, ...]:
-    """Folders below the /usr of a root file system that tell how bundled tasks are solved: copies
-    of this package with its data sets and environments, and the checkout that we run from.
+    """Folders below the /usr of a root file system that tell how tasks are solved: copies of this
+    package with its data sets and environments, the checkout that we run from, and environments
+    that are installed beside it there.
 
     Args:
         root: `/`, or an image.
@@ -169,7 +172,8 @@ def solutions(root: Path, ours: Path = OURS) -> tuple[str, ...]:
     """
     shown = (root / "usr").resolve()
     homes = [ours, *(home for pattern in _SITES for home in root.glob(pattern))]
-    found = [home / name for home in homes for name in _PACKAGES]
+    names = {*_PACKAGES, *(_installed() if ours.is_relative_to(shown) else ())}
+    found = [home / name for home in homes for name in names]
     if (ours / "datasets" / "terminal_tasks.jsonl").is_file():
         found.append(ours)  # a checkout: tests and data sets too
     there = {path.resolve() for path in found if os.path.isdir(path)}
@@ -177,6 +181,14 @@ def solutions(root: Path, ours: Path = OURS) -> tuple[str, ...]:
     # Of folders in each other the outer one is enough.
     outer = [path for path in inside if there.isdisjoint(path.parents)]
     return tuple(f"/usr/{path.relative_to(shown)}" for path in outer)
+
+
+def _installed() -> set[str]:
+    """Packages with environments, by the name of their folder."""
+    from importlib.metadata import entry_points
+
+    modules = (e.value.partition(":")[0] for e in entry_points(group=_ENVIRONMENTS))
+    return {module.partition(".")[0] for module in modules}
 
 
 def _can_enter(path: Path) -> bool:

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,24 @@ def test_which_folders_tell_how_bundled_tasks_are_solved(state: Path) -> None:
         recipe.solutions.cache_clear()
         (root / "usr/src").chmod(0o700)
         assert list(recipe.solutions(root, checkout)) == copies
+
+
+def test_environments_that_are_installed_beside_it_are_hidden_too(state: Path) -> None:
+    site = state / "root/usr/local/lib/python3.12/site-packages"
+    for name in ("hermes_rl", "word_hunt", "word_lists", "word_hunt-1.dist-info"):
+        (site / name).mkdir(parents=True)
+    named = "[hermes_rl.environments]\nword_hunt = word_hunt.environment:WordHunt\n"
+    (site / "word_hunt-1.dist-info/entry_points.txt").write_text(named)
+    code = "from pathlib import Path; from hermes_rl.sandboxes.recipe import solutions; "
+    code += f"print(*solutions(Path({str(state / 'root')!r}), Path({str(site)!r})))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.append({str(site)!r}); {code}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    place = "/usr/local/lib/python3.12/site-packages"
+    assert done.stdout.split() == [f"{place}/hermes_rl", f"{place}/word_hunt"], done.stderr
 
 
 async def test_a_missing_image_is_the_tasks_fault(bubblewrap: Bubblewrap, state: Path) -> None:
