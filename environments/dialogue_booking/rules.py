@@ -26,6 +26,7 @@ Rules of the house:
    up and it is for today.
 6. Do what the guest wants, and nothing else."""
 
+_NUMBER = re.compile(r"(?<![\w:])\d{1,3}(?![\w:])")
 _MANY = re.compile(r"\b(nine|ten|eleven|twelve|\w+teen|twenty)\b", re.IGNORECASE)
 """More than `LARGEST`, in words."""
 
@@ -59,7 +60,7 @@ def violations(rollout: Rollout, before: Sequence[Booking], today: str) -> list[
 def _known(rollout: Rollout, use: ToolUse, guest: str, days: Mapping[str, str], today: str) -> bool:
     """Whether the reason of a hand-over had been found out before."""
     if use.arguments.get("reason") == "large party":
-        numbers = [int(n) for n in re.findall(r"(?<![\d:])\d{1,3}(?![\d:])", guest)]
+        numbers = [int(n) for n in _NUMBER.findall(guest) if n not in days]  # and no code
         return any(n > LARGEST for n in numbers) or bool(_MANY.search(guest))
     seen = (
         str(u.arguments.get("code", "")).strip().upper()

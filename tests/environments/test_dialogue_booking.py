@@ -10,12 +10,12 @@ from env_kit import cheats, check_stream, wrong
 from hypothesis import given
 from hypothesis import strategies as st
 
-from environments.dialogue_booking import guest
+from environments.dialogue_booking import guest, rules
 from environments.dialogue_booking.book import DAYS, TIMES
 from hermes_rl.errors import UserError
 from hermes_rl.messages import AssistantMessage, UserMessage, text_of
 from hermes_rl.models.dialects.server import ServedRequest
-from hermes_rl.rl import Task
+from hermes_rl.rl import Rollout, Task, ToolUse
 from hermes_rl.rl.trial import atrial, first_tasks, rewards_of, trial
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
@@ -177,6 +177,35 @@ def test_a_rollout_is_the_same_again() -> None:
         return [str(row.messages) for row in trial(NAME, tasks=8, **how)]
 
     assert said() == said()
+
+
+@pytest.mark.parametrize(
+    ("said", "known"),
+    [
+        ("We will be 12.", True),
+        ("There are twelve of us!", True),
+        ("We will be 8, at 19:30.", False),
+        ("The code is 9QK.", False),
+        ("The code is 234.", False),
+    ],
+)
+def test_a_code_is_no_number_of_people(said: str, known: bool) -> None:
+    before = [
+        {"code": c, "name": "X", "day": "Friday", "time": "18:00", "people": 2}
+        for c in ("9QK", "234")
+    ]
+    rollout = Rollout(
+        task_id="",
+        member=0,
+        messages=({"role": "user", "content": said}, {"role": "assistant", "content": ""}),
+        turn_of=(0, 1),
+        final_response="",
+        end_reason=None,
+        turns=1,
+        tool_calls=(ToolUse(1, "hand_over", {"reason": "large party"}, "", ok=True),),
+    )
+    found = rules.violations(rollout, before, "Tuesday")
+    assert found == ([] if known else ["hand_over large party: without knowing"])
 
 
 EVERYTHING = "he name is Berg, Friday please, at 19:30, we will be 4."
