@@ -36,7 +36,8 @@ LOST = {
     "reasoning": "messages with reasoning text",
     "opaque_reasoning": "messages with opaque or signed reasoning blocks",
     "raw_text": "messages whose exact text differs from the tidied one that is written",
-    "unparsed_arguments": "tool calls whose arguments are no JSON object",
+    "unparsed_arguments": "tool calls whose arguments are no JSON object: they stand, and are"
+    ' trained on, as {"_unparsed": text}',
     "images": "images: their reader finds none, and in messages a text stands in their place",
     "tools": "samples whose tool schemas Parquet cannot hold as structs: verl reads none"
     " (docs/export.md shows how it reads tools_json)",
