@@ -141,7 +141,7 @@ def _begun(workshop: Workshop, item: WorkItem, draw: Draw, env_name: str | None)
         api_mode=draw.api_mode,
         endpoint=draw.endpoint,
         toolsets=draw.toolsets,
-        sampling=draw.sampling.as_dict(),
+        sampling=workshop.sent(draw.sampling).as_dict(),
         split=_text(item.task, "split"),
         env_name=env_name,
         metadata=item.task.metadata if item.task else {},

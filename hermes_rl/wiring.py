@@ -55,6 +55,7 @@ from hermes_rl.models.providers.targets import (
     endpoint_base,
     targets_by_model,
 )
+from hermes_rl.models.tokens.engines.base import spelled_out
 from hermes_rl.models.tokens.plan import TokenPlan
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.sandboxes.base import SandboxBackend, SandboxSpec
@@ -98,6 +99,8 @@ class Workshop:
     """To the models that an environment asks beside the policy, by purpose."""
     workspaces: Path | None = None
     """Where workspaces are kept; None keeps none."""
+    exact: bool = False
+    """Calls bring token ids: clients that do so say all of the sampling."""
     _digests: dict[str, str | None] = field(default_factory=dict, repr=False)
 
     @property
@@ -140,6 +143,10 @@ class Workshop:
             limits=limits_of(self.config.agent.limits, item.task),
             system=own or system_text(self.config, tools),
         )
+
+    def sent(self, sampling: Sampling) -> Sampling:
+        """The sampling of a draw as the run's model is sent it."""
+        return spelled_out(sampling) if self.exact else sampling
 
     def caller(
         self, task: Task, recorder: Recorder, model: str, budget: Budget | None
@@ -241,6 +248,7 @@ async def open_workshop(
             models=models,
             common=together,
             free=models is None,
+            exact=plan is not None and plan.exact,
             others=_open_others(config, stack, Keys(held), together),
         )
 

@@ -124,6 +124,10 @@ async def test_what_a_helping_harness_throws_away_stands_aside(tmp_path, capsys)
     assert kept.trainable.all()  # a prompt of ids says how it samples, always
     said = kept[["temperature", "top_p", "top_k", "min_p"]].drop_duplicates()
     assert said.values.tolist() == [[1.0, 1.0, -1.0, 0.0]]
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    assert all(
+        plain.items() <= row.items() for row in load_run(tmp_path / "run").trajectories.sampling
+    )
     code, _, err = check(str(tmp_path / "run"), "--tokens", capsys=capsys)
     assert code == 0, err
 
