@@ -130,7 +130,7 @@ async def test_one_at_a_time_and_64_give_the_same_rows(tmp_path: Path) -> None:
     rows = content(tmp_path / "1")
     assert len(rows) == 48
     assert rows == content(tmp_path / "64")
-    assert {row["reward"] for row in rows.values()} == {0.1, 1.0}
+    assert {row["reward"] for row in rows.values()} == {0.0, 1.0}
 
 
 @pytest.mark.slow
