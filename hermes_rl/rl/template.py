@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import keyword
 import string
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from hermes_rl.errors import UserError
@@ -179,11 +179,8 @@ def write_environment(name: str, folder: Path) -> Path:
 def _importable(name: str, target: Path) -> bool:
     """Whether a module has that name already, but for what lies in `target`: it would be hidden by
     the new one, or hide it."""
-    if name in sys.stdlib_module_names:
+    if name in sys.stdlib_module_names or name in ("hermes_rl", "batch_runner", "environments"):
         return True
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # one that is half loaded
-        return True
+    spec = PathFinder.find_spec(name)  # not what this process has loaded from elsewhere
     places = spec.submodule_search_locations or [spec.origin or ""] if spec else []
     return any(Path(place).resolve() != target.resolve() for place in places)
