@@ -348,6 +348,22 @@ async def test_a_lane_waits_for_its_grant_and_reports_what_it_heard():
     assert governor.summary().lanes[0] == told  # told once
 
 
+async def test_what_headers_say_while_a_report_is_on_its_way_is_told_next():
+    clock = Clock()
+    governor = govern(clock)
+    lane, exchange = lane_of(governor, clock)
+    exchange()
+    report = lane.report()
+    async with lane.slot() as slot:
+        slot.report(None, headers={"x-ratelimit-remaining-requests": "7"})
+    grant = governor.handle(Report(worker="a", lanes=(report,)))
+    lane.granted(report, grant.lanes[0], grant.lease_s)
+    exchange()
+    assert governor.lanes[LANE].quotas["requests"].remaining == 7
+    exchange()
+    assert lane.report().quotas == ()
+
+
 async def test_a_lane_without_governor_adapts_its_own_part():
     clock = Clock()
     governor = govern(clock, start=20)

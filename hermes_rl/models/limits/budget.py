@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-OUTPUT_MAX = 32_768
-"""Output tokens that a call may make where it names no bound and none is known of its model: what
-is reserved for it."""
+OUTPUT_MAX = 32_000
+"""Output tokens of a call that names no bound, where none is known of its model: what a budget sets
+aside for it, and what is sent as its bound then. As many as the Messages dialect sends by itself,
+so that a budget changes nothing there."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Reservation(Protocol):
 
 class Budget(Protocol):
     """Hands out reservations."""
+
+    def binds(self, model: str, worst: Spend) -> bool:
+        """Whether a call of that worst case takes anything from it."""
+        ...
 
     async def reserve(self, model: str, worst: Spend) -> Reservation:
         """Set the worst case of one call aside.

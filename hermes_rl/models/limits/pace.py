@@ -222,12 +222,14 @@ class Pace:
         since, self._since_open = self._since_open, first
         self._past.clear()
         self._past.append((now, first.admitted))
-        if self._interval_s / self.ROUNDS <= first.began - closed <= self._window_s:
-            mean = (since.admitted - first.admitted) / (first.began - since.began)
-            self._quota = max(mean, minute / self._window_s, 1 / self._interval_s)
+        lasted, shut_s = first.began - since.began, first.began - closed
+        window = self._interval_s / self.ROUNDS <= shut_s <= self._window_s
+        if window and lasted >= self._window_s / 2:
+            mean = (since.admitted - first.admitted) / lasted
+            self._quota = max(mean, minute / self._window_s)
             self._windows, self._held_until = True, first.began + self._window_s
-            before = (self.per_s or math.inf) / self.CUT
-            self._set(min(self._quota * self.HEADROOM, before), "measured", now)
+            per_s = min(self._quota * self.HEADROOM, (self.per_s or math.inf) / self.CUT)
+            self._set(max(per_s, 1 / self._interval_s), "measured", now)
 
     def _may_cut(self, now: float) -> bool:
         return self._last_cut is None or now - self._last_cut >= self._interval_s
@@ -241,7 +243,8 @@ class Pace:
             elif now - self._last_cut <= self._window_s:
                 lasted = now - self._round.began
                 asked = self._round.started / max(lasted, self._interval_s / self.ROUNDS)
-                self._lower(max(self._quota, asked * self.CUT), "throttled", now)
+                most = 4 * self._minute(now) / self._window_s  # it may have let in all at once
+                self._lower(max(self._quota, min(asked * self.CUT, most)), "throttled", now)
         settled = now + self._interval_s * self.SETTLE
         if self.per_s is None:  # what a full bucket gave is none of the quota
             self._remember(now)
@@ -253,14 +256,18 @@ class Pace:
         self._remember(now)
         ended, self._round = self._round, _Stretch(now)
         bad = ended.throttled or ended.trouble
-        if self._closed is not None and not self.shut and (ended.clean or not bad):
-            self._opened(ended, now)
-        elif not bad:
-            self._grow(ended, lasted, now)
-        if not bad:
+        self._streak = 0 if bad else self._streak
+        if self.shut:
             return
-        self._streak = 0
-        self._windows = self._windows and self.shut
+        if self._closed is not None and (
+            ended.clean or (not bad and ended.admitted >= self.ADMITTED)
+        ):
+            self._opened(ended, now)
+            return
+        if not bad:
+            self._grow(ended, lasted, now)
+            return
+        self._windows = False
         if ended.throttled >= max(self.REFUSALS, self.SHARE * ended.started):
             quota = ended.quota(self._interval_s / self.ROUNDS / 2)
             if quota is not None and (self.per_s is None or ended.clean):

@@ -1,6 +1,10 @@
 """One lane's judgement: the limit of requests in flight, the token buckets, and the pace. Pure.
 
 The in-process limiter has one, and a governor has one per lane; both tell it the same news.
+
+Where there is a pace it alone is cut by refusals, and the limit of requests in flight grows as at
+first until it is not used any more: cut as well, it would let requests begin in the bunches in
+which slow answers end, which is refused again.
 """
 
 from __future__ import annotations
@@ -63,8 +67,9 @@ class Regulator:
         if news.trouble:
             self.controller.heard("trouble", now)
         if news.throttled:
-            self.controller.heard("throttled", now)
             self.buckets.throttled(now)
+            if self.pace.per_s is None:
+                self.controller.heard("throttled", now)
         self.pace.heard(
             now,
             started=news.started,
@@ -78,6 +83,7 @@ class Regulator:
         rate = self.pace.rate(now)
         if rate is not None:
             self.buckets.pace(rate, now)
+            self.controller.slow_start = True
 
     def _clamp(self, quotas: Collection[Quota], now: float) -> None:
         """Requests that a server says to be left bound those in flight, where no bucket counts

@@ -91,7 +91,8 @@ class SharedLane:
         self._heard["throttled"] -= report.throttled
         self._heard["trouble"] -= report.trouble
         self._peak, self._demand = self._queue.in_flight, 0
-        self._quotas, self._taken = {}, {}
+        self._taken = {}
+        self._quotas = {k: q for k, q in self._quotas.items() if q not in report.quotas}
         self._slots, self._share_alone = grant.slots, grant.alone
         self._until, self._lease_s = now + lease_s, lease_s
         self._own = None

@@ -147,6 +147,10 @@ class SharedBudget:
     def __init__(self, leases: Mapping[str, Lease]) -> None:
         self._leases = leases
 
+    def binds(self, model: str, worst: Spend) -> bool:
+        """See `Budget.binds`."""
+        return any(_Held(self._leases, model).parts(worst, up=True).values())
+
     async def reserve(self, model: str, worst: Spend) -> Reservation:
         """See `Budget.reserve`."""
         held = _Held(self._leases, model)
@@ -212,6 +216,11 @@ class UnitBudget:
         self._shared = shared
         for pot, limit in limits.items():
             self._leases[pot].granted(PotGrant(pot=pot, add=limit, most=limit))
+
+    def binds(self, model: str, worst: Spend) -> bool:
+        """See `Budget.binds`."""
+        shared = self._shared is not None and self._shared.binds(model, worst)
+        return shared or self._own.binds(model, worst)
 
     async def reserve(self, model: str, worst: Spend) -> Reservation:
         """See `Budget.reserve`. Raises: UnitCostLimit too."""
