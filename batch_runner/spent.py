@@ -53,14 +53,14 @@ def spent_before(
     for table in _TABLES:
         for part in run_dir.parts(table):
             rows = pq.read_table(part, columns=["model", "calls", "metrics"])
-            _add_known(found, rows, asks)
+            _add_known(found, rows, asks, worst)
             _add_unknown(found, rows, asks, worst, output_max)
     for table in _DERIVED:
         for part in run_dir.parts(table):
             schema = schema_of(table)
             rows = pq.read_table(part, schema=schema, columns=["calls", "metrics"])
             rows = rows.append_column("model", pa.array([""] * len(rows), pa.string()))
-            _add_known(found, rows, asks)
+            _add_known(found, rows, asks, worst)
             _add_unknown(found, rows, asks, worst, output_max)
     return {pot: found[pot] for pot in pots}
 
@@ -84,7 +84,9 @@ def _is_longer(served: str, asked: str) -> bool:
     return served == asked or (served.startswith(asked) and served[len(asked)] in "-@:._")
 
 
-def _add_known(found: Counter[str], rows: Any, models: Collection[str]) -> None:
+def _add_known(found: Counter[str], rows: Any, models: Collection[str], worst: Worst) -> None:
+    """Calls of known usage. Where their price is known and what they cost is not, as the answers
+    did not say all that the price needs, it is the most that it can have been."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -92,11 +94,13 @@ def _add_known(found: Counter[str], rows: Any, models: Collection[str]) -> None:
     calls = pc.list_flatten(lists)
     asked = rows["model"].combine_chunks().take(pc.list_parent_indices(lists))
     columns = {name: pc.struct_field(calls, name) for name in ("model", "cost_usd", *_COUNTS)}
-    sums = pa.table({**columns, "asked": asked}).group_by(["model", "asked"])
+    columns |= {"asked": asked, "costed": pc.is_valid(columns["cost_usd"])}
+    sums = pa.table(columns).group_by(["model", "asked", "costed"])
     for row in sums.aggregate([(name, "sum") for name in ("cost_usd", *_COUNTS)]).to_pylist():
-        usd = round((row["cost_usd_sum"] or 0.0) * NANO)
-        tokens = sum(row[f"{name}_sum"] or 0 for name in _COUNTS)
-        model = asked_name(row["model"], row["asked"], models)
+        given, made = (row[f"{name}_sum"] or 0 for name in _COUNTS)
+        model, tokens = asked_name(row["model"], row["asked"], models), given + made
+        cost = row["cost_usd_sum"] if row["costed"] else worst(model, given, made)
+        usd = round((cost or 0) * NANO)
         found[RUN_TOKENS] += tokens
         found[model_pot(model, "tokens")] += tokens
         found[RUN_USD] += usd

@@ -117,7 +117,7 @@ class _Fold:
             api_mode=begun.api_mode,
             endpoint=begun.endpoint,
             toolsets=list(begun.toolsets),
-            sampling=_json(begun.sampling),
+            sampling=_json(self._sampling()),
             seed=begun.seed,
             started_at=_micros(begun.started_at),
             finished_at=_micros(ended.finished_at),
@@ -138,6 +138,14 @@ class _Fold:
             parent_call_id=None,
             prompt_sha256=begun.prompt_sha256,
         )
+
+    def _sampling(self) -> dict[str, Any]:
+        """What was asked for, and the output bound of the first call where a budget set one."""
+        own = (s for s in self.starts if s.purpose == "agent" and s.agent == "main")
+        first = next(own, None)
+        if first is None or first.max_output_tokens is None:
+            return self.begun.sampling
+        return {"max_tokens": first.max_output_tokens, **self.begun.sampling}
 
     def _ending(self, cause: str | None) -> dict[str, Any]:
         reason = self.ended.end_reason if cause is None else end_reason_of(cause)

@@ -178,6 +178,7 @@ class ExactEngine(Listening):
     def _answer(self, ask: Ask, job: _Job, wire: Wire) -> tuple[Told, Answered]:
         """Sample. Raises: BadAsk, BadScript, ValueError."""
         prompt = self._prompt(ask, wire)
+        self._check_room(ask, len(prompt), wire)
         answered = self._brain.answer(ask, prompt, job.n, job.call_id)
         ids = ask.ids and (wire.name != CHAT or self.config.chat_ids != "none")
         told = Told(
@@ -195,6 +196,18 @@ class ExactEngine(Listening):
             return told, answered
         shown = replace(told, ask=replace(ask, skip_special=False)).text
         return replace(told, message=self._chat.message(shown, ask.tools)), answered
+
+    def _check_room(self, ask: Ask, prompt: int, wire: Wire) -> None:
+        """vLLM and SGLang refuse what asks for more than the window has; llama.cpp gives less."""
+        window, most = self.config.window, ask.params.max_tokens
+        if window is None or most is None or wire is WIRES["/completion"]:
+            return
+        if prompt < window < prompt + most:
+            raise BadAsk(
+                f"'max_tokens' or 'max_completion_tokens' is too large: {most}. This model's "
+                f"maximum context length is {window} tokens and your request has {prompt} input "
+                f"tokens ({most} > {window} - {prompt})."
+            )
 
     def _prompt(self, ask: Ask, wire: Wire) -> tuple[int, ...]:
         if wire.name == CHAT:

@@ -321,6 +321,7 @@ class FakeServer(Listening):
                 cached_tokens=usage.cache_read_tokens or 0,
                 cache_write_tokens=usage.cache_write_tokens or 0,
                 reasoning_tokens=usage.reasoning_tokens or 0,
+                max_tokens=None if job.request is None else job.request.sampling.max_tokens,
                 reported=reported,
                 dollars=bill,
                 fault=job.fault,

@@ -33,6 +33,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     cache_write_tokens: int = 0
     """Part of prompt_tokens that was written to it."""
     reasoning_tokens: int = 0
+    max_tokens: int | None = None
+    """The output bound that the request named."""
     reported: bool = False
     """The answer that was sent holds a complete usage object."""
     fault: str | None = None

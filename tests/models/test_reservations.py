@@ -22,6 +22,9 @@ class Purse:
     def __init__(self, tokens):
         self.left, self.notes = tokens, []
 
+    def binds(self, model, worst):
+        return True
+
     async def reserve(self, model, worst):
         if worst.tokens > self.left:
             raise e.CostLimit(f"{self.left} tokens left")

@@ -27,6 +27,15 @@ from hermes_rl.models.tokens.graph import TokenGraph
 from hermes_rl.ports import Recorder
 from hermes_rl.usage import Usage
 
+_BOUNDS = (
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "max_new_tokens",
+    "n_predict",
+)
+"""Body fields that bound an answer, in the dialects and token wires."""
+
 Price = Callable[[str, Usage], float | None]
 """(model, usage) -> US dollars; None when the price is not known."""
 
@@ -85,19 +94,42 @@ class Attempts:
         self._price, self._budget = price, budget
         self._graph = TokenGraph()
 
+    def bounded(self, request: ModelRequest, route: Route) -> ModelRequest:
+        """The request with a bound on its output, where a budget binds it and nobody knows one: it
+        might make more than the budget set aside. The same object where that is not so."""
+        if self._budget is None or _named(request) is not None:
+            return request
+        model = route.model or request.model
+        if route.prices is not None and route.prices.known_output(model) is not None:
+            return request
+        worst = self._worst(replace(request, model=model), 0, route)
+        if not self._budget.binds(model, worst):
+            return request
+        return replace(request, sampling=replace(request.sampling, max_tokens=OUTPUT_MAX))
+
     async def send(
-        self, request: ModelRequest, route: Route, account: Account, label: Label
+        self,
+        request: ModelRequest,
+        route: Route,
+        account: Account,
+        label: Label,
+        *,
+        imposed: bool = False,
     ) -> Completion:
         """One answer.
+
+        Args:
+            imposed: its output bound is a budget's (`bounded`): no measure of what it will make.
 
         Raises: ModelError; CostLimit before anything was sent; CancelledError at once.
         """
         call_id = self._clock.new_id()
         request = replace(request, call_id=call_id, model=route.model or request.model)
-        bound, most = account.client.bound(request), request.sampling.max_tokens
+        bound, most = account.client.bound(request), _named(request)
+        likely = 0 if imposed else request.sampling.max_tokens or 0
         async with (
             self._reserved(request, bound, route) as reservation,
-            account.limiter.slot(Estimate(bound, most or 0)) as slot,
+            account.limiter.slot(Estimate(bound, likely)) as slot,
         ):
             self.waited(slot.waited_s)
             self._recorder.record(
@@ -148,7 +180,7 @@ class Attempts:
                 left.release()
 
     def _worst(self, request: ModelRequest, bound: int, route: Route) -> Spend:
-        most = request.sampling.max_tokens
+        most = _named(request)
         if most is None:
             prices = route.prices
             most = OUTPUT_MAX if prices is None else prices.output_max(request.model)
@@ -245,6 +277,13 @@ class _Reserved:
         """The reservation, once."""
         reservation, self._reservation = self._reservation, None
         return reservation
+
+
+def _named(request: ModelRequest) -> int | None:
+    """The output bound that a request names, in its sampling or in body fields of the user's own;
+    the larger one, since only the server knows which it heeds."""
+    given = (request.sampling.max_tokens, *(request.extra.get(name) for name in _BOUNDS))
+    return max((n for n in given if type(n) is int and n > 0), default=None)
 
 
 def _settle(

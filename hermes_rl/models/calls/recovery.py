@@ -38,6 +38,7 @@ from hermes_rl.errors import (
     Reason,
 )
 from hermes_rl.models.base import Adaptation, ModelRequest
+from hermes_rl.models.calls.room import Room
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ class Situation:
     """When the account last answered anybody."""
     max_tokens: int | None = None
     """The output tokens that the failed request asked for."""
+    imposed: bool = False
+    """That bound is a budget's, which nobody asked for: whatever the server has room for will do.
+    """
+    bound: int = 0
+    """Of the failed request's prompt (`ModelClient.bound`)."""
     images: bool = False
     """The failed request had images."""
     shrinkable: bool = False
@@ -142,6 +148,9 @@ _STAY: tuple[Reason, ...] = ("ssl_cert_verification", "provider_policy_blocked")
 
 _LEAST_OUTPUT = 256
 """With less room than this an answer is not worth asking for."""
+_UNTOLD = 4096
+"""Asked for instead of a budget's bound, when the window is too small and nobody says by how much.
+"""
 _RENEW_AFTER = 2
 _COMPRESSIONS = 3
 
@@ -152,6 +161,7 @@ class _Learned:
 
     adaptations: set[Adaptation] = field(default_factory=set)
     output_cap: int | None = None
+    room: Room = field(default_factory=Room)
 
 
 class Recovery:
@@ -202,12 +212,21 @@ class CallRecovery:
         self._output_cap: int | None = None
         self._compressions = 0
 
-    def fit(self, request: ModelRequest) -> ModelRequest:
-        """The request as the route in use will take it."""
+    def fit(
+        self, request: ModelRequest, imposed: Callable[[ModelRequest], int] | None = None
+    ) -> ModelRequest:
+        """The request as the route in use will take it.
+
+        Args:
+            imposed: the client's `bound`, where the request's output bound is a budget's.
+        """
         learned = self._rollout.of_route(self.route)
         if learned.adaptations:
             request = replace(request, adaptations=request.adaptations | learned.adaptations)
-        caps = (self._output_cap, learned.output_cap)
+        room = None
+        if imposed and self._output_cap is None and learned.room.window is not None:
+            room = learned.room.left(imposed(request))
+        caps = (self._output_cap, learned.output_cap, room)
         cap = min((c for c in caps if c is not None), default=None)
         asked = request.sampling.max_tokens
         if cap is not None and (asked is None or asked > cap):
@@ -251,16 +270,20 @@ class CallRecovery:
 
     def _lower(self, error: ModelError, at: Situation) -> Action | None:
         """A cap of the model stays; the room that a full window leaves is for this call alone."""
-        cap = error.facts.max_output_tokens
-        if cap is None or not isinstance(error, BadRequest | ContextOverflow):
+        if self._output_cap is not None or not isinstance(error, BadRequest | ContextOverflow):
             return None
-        if self._output_cap is not None or cap < _LEAST_OUTPUT:
+        cap = error.facts.max_output_tokens
+        if at.imposed and cap is None and error.reason == "context_overflow":
+            cap = _UNTOLD
+        if cap is None or (cap < _LEAST_OUTPUT and not at.imposed):
             return None
         if at.max_tokens is not None and at.max_tokens <= cap:
             return None
         self._output_cap = cap
-        if error.reason == "format_error":
-            self._rollout.of_route(self.route).output_cap = cap
+        learned = self._rollout.of_route(self.route)
+        learned.room.learn(error.facts, at.bound)
+        if error.reason == "format_error" and error.facts.context_limit is None:
+            learned.output_cap = cap
         return Again()
 
     def _compress(self, error: ModelError, at: Situation) -> Action | None:

@@ -53,6 +53,8 @@ class _Failed:
     account: Account
     asked: ModelRequest
     recovery: CallRecovery
+    imposed: bool
+    """Its output bound was a budget's."""
 
 
 class ModelCaller:
@@ -107,13 +109,15 @@ class ModelCaller:
             account = route.accounts.choose()
             if not retries:
                 account.traffic.called()
-            asked = recovery.fit(request)
+            bounded = self._attempts.bounded(request, route)
+            imposed = bounded is not request
+            asked = recovery.fit(bounded, account.client.bound if imposed else None)
             label = Label(turn, purpose, agent, retries)
             try:
-                return await self._attempts.send(asked, route, account, label)
+                return await self._attempts.send(asked, route, account, label, imposed=imposed)
             except ModelError as error:
                 rotated = route.accounts.rest(account, error)
-                failed = _Failed(error, account, asked, recovery)
+                failed = _Failed(error, account, asked, recovery, imposed)
                 action = recovery.decide(error, self._situation(failed, rotated=rotated))
                 request = await self._carry_out(action, failed, request)
             retries += 1
@@ -135,6 +139,8 @@ class ModelCaller:
             routes_left=failed.recovery.route + 1 < len(self._routes),
             answered_at=account.answered_at,
             max_tokens=asked.sampling.max_tokens,
+            imposed=failed.imposed,
+            bound=account.client.bound(asked) if failed.error.facts.context_limit else 0,
             images=_has_images(asked),
             shrinkable=_shrinkable(failed),
             adaptations=asked.adaptations,

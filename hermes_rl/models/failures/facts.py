@@ -20,12 +20,17 @@ _OUTPUT = (
     rf"{_MAX}\W.{{0,120}}expected a value <= {_N}",
     rf"{_MAX}\W.{{0,80}}(?:cannot|must not|may not) (?:exceed|be greater than) {_N}",
     rf"{_MAX}\W.{{0,80}}maximum (?:is|of|value:?) {_N}",
+    rf"{_MAX} > {_N} must have stream",
 )
 _OPEN_RANGE = rf"{_MAX}\W.{{0,80}}supported range is from \d+ \(inclusive\) to {_N} \(exclusive\)"
 _ROOM = rf"\([\d,]+ > {_N} - {_N}\)"
 """vLLM: asked > window - prompt."""
 _SUM = rf"exceed context limit: {_N} \+ [\d,]+ > {_N}"
 """Anthropic: prompt + asked > window."""
+
+_REQUESTED = rf"requested (?:about )?{_N} tokens \(.{{0,160}}?\b{_N} in the (?:output|completion)"
+"""OpenAI, vLLM, OpenRouter: prompt and answer together, then the parts of the prompt and what was
+asked for."""
 
 _WINDOW = (
     rf"maximum context length(?: is| of)? \(?{_N}",
@@ -45,6 +50,7 @@ _WINDOW = (
 _PROMPT = (
     rf"\({_N} in the messages",
     rf"{_N} input tokens",
+    rf"{_N} tokens from the input messages",
     rf"too long: {_N} tokens >",
     rf"resulted in {_N} tokens",
     rf"prompt \(length {_N}\)",
@@ -72,11 +78,14 @@ def facts_of(
     output, window, prompt = _first(_OUTPUT, text), None, None
     room = re.search(_ROOM, text, re.IGNORECASE)
     total = re.search(_SUM, text, re.IGNORECASE)
+    requested = re.search(_REQUESTED, text, re.IGNORECASE)
     until = re.search(_OPEN_RANGE, text, re.IGNORECASE)
     if room:
         window, prompt = _number(room[1]), _number(room[2])
     elif total:
         prompt, window = _number(total[1]), _number(total[2])
+    elif requested:
+        prompt = _number(requested[1]) - _number(requested[2])
     elif until:
         output = _number(until[1]) - 1
     window = window or numbers.get("context_limit") or _first(_WINDOW, text)

@@ -165,9 +165,14 @@ class PriceTable:
         return None if cost is None else float(cost)
 
     def output_max(self, model: str) -> int:
-        """The most output tokens of a call that names no bound, as far as it is known."""
+        """The most output tokens of a call that names no bound: the model's own, where that is
+        known, else what a budget has sent as one."""
+        return self.known_output(model) or OUTPUT_MAX
+
+    def known_output(self, model: str) -> int | None:
+        """The most output tokens that a model makes in a call; None when that is not known."""
         price = self.find(model)
-        return (price.output_max if price else None) or OUTPUT_MAX
+        return price.output_max if price else None
 
     def worst(
         self, model: str, max_input: int, max_output: int | None, cache: CacheTime | None = None

@@ -1,0 +1,236 @@
+"""A budget bounds each call that it sets something aside for, also where nobody named a bound."""
+
+import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from aiohttp import web
+
+from hermes_rl import errors as e
+from hermes_rl.messages import UserMessage
+from hermes_rl.models.base import Sampling
+from hermes_rl.models.calls.route import Route
+from hermes_rl.models.client import Endpoint, connect
+from hermes_rl.models.limits.budget import OUTPUT_MAX
+from hermes_rl.models.limits.governor_wire import PotGrant
+from hermes_rl.models.limits.limiter import InProcessLimiter
+from hermes_rl.models.limits.spending import NANO, Lease, SharedBudget, UnitBudget
+from hermes_rl.models.providers.prices import PriceTable, read_price
+from hermes_rl.testing.picky import OUTPUT_CAP, PROMPT, WINDOW
+
+DIALECTS = ("chat_completions", "codex_responses", "anthropic_messages")
+PRICE = {"input": 1, "output": 2}
+
+
+def pots(**amounts):
+    """A run's budget with so much in each pot."""
+    leases = {}
+    for name, amount in amounts.items():
+        pot = name.replace("_", ":")
+        leases[pot] = Lease(pot)
+        leases[pot].granted(PotGrant(pot=pot, add=amount, most=amount))
+    return SharedBudget(leases)
+
+
+def sent(server):
+    """The output bound that each request named, as the server logged it."""
+    return [entry.max_tokens for entry in server.entries]
+
+
+def priced(**more):
+    return PriceTable(own={"noop": read_price({**PRICE, **more})})
+
+
+@pytest.mark.parametrize("mode", DIALECTS)
+async def test_what_is_set_aside_is_sent_and_recorded_and_nothing_without_a_budget(
+    kit, stage, mode
+):
+    own = OUTPUT_MAX if mode == "anthropic_messages" else None  # this wire always names a bound
+    async with stage() as s:
+        server = await s.server()
+        route = s.route(server, "noop", api_mode=mode)
+        await s.caller(route).call(kit.request(), turn=1)
+        assert (sent(server), s.events.starts[0].max_output_tokens) == ([own], None)
+        budget = pots(run_tokens=10**6)
+        await s.caller(route, budget=budget).call(kit.request(), turn=1)
+        await s.caller(route, budget=budget).call(
+            kit.request(sampling=Sampling(max_tokens=77)), turn=1
+        )
+        assert sent(server) == [own, OUTPUT_MAX, 77]
+        assert [x.max_output_tokens for x in s.events.starts] == [None, OUTPUT_MAX, 77]
+
+
+@pytest.mark.parametrize(
+    ("budget", "prices", "bound"),
+    [
+        (pots(run_usd=NANO), priced(), OUTPUT_MAX),
+        (pots(run_usd=NANO), priced(output_max=90_000), None),  # the table says it
+        (pots(run_usd=NANO), priced(output=0), None),  # answers cost nothing
+        (pots(run_usd=NANO), None, None),  # no price, so it takes nothing from the budget
+        (pots(run_usd=NANO, run_tokens=10**6), None, OUTPUT_MAX),
+        (pots(model_noop_tokens=10**6), None, OUTPUT_MAX),
+        (pots(model_other_tokens=10**6), None, None),
+        (UnitBudget({"unit:tokens": 10**6}, None), None, OUTPUT_MAX),
+        (UnitBudget({"unit:usd": NANO}, pots(run_tokens=10**6)), None, OUTPUT_MAX),
+        (UnitBudget({"unit:usd": NANO}, None), priced(), OUTPUT_MAX),
+        (UnitBudget({"unit:usd": NANO}, pots(run_usd=NANO)), None, None),
+    ],
+)
+async def test_which_calls_a_budget_bounds(kit, stage, budget, prices, bound):
+    async with stage() as s:
+        server = await s.server()
+        route = replace(s.route(server, "noop"), prices=prices)
+        await s.caller(route, budget=budget).call(kit.request(), turn=1)
+        assert sent(server) == [bound]
+
+
+async def test_a_bound_in_a_field_of_the_users_own_is_the_bound(kit, stage):
+    async with stage() as s:
+        server = await s.server()
+        asked = kit.request(extra={"max_completion_tokens": 60})
+        await s.caller(s.route(server, "noop"), budget=pots(run_tokens=200)).call(asked, turn=1)
+        assert sent(server) == [60]
+        assert [x.max_output_tokens for x in s.events.starts] == [60]
+        with pytest.raises(e.CostLimit):
+            await s.caller(s.route(server, "noop"), budget=pots(run_tokens=60)).call(asked, turn=1)
+
+
+async def test_a_model_that_takes_less_is_asked_for_less_from_then_on(kit, stage):
+    async with stage() as s:
+        server = await s.server()
+        calling = s.caller(s.route(server), budget=pots(run_tokens=10**6))
+        for turn in (1, 2, 3):
+            await calling.call(kit.request("hi", "fault-over_cap"), turn=turn)
+        assert s.outcomes == ["refused", "ok", "ok", "ok"]
+        assert sent(server) == [OUTPUT_MAX, OUTPUT_CAP, OUTPUT_CAP, OUTPUT_CAP]
+
+
+async def test_a_full_window_of_a_known_size(kit, stage):
+    async with stage() as s:
+        server = await s.server()
+        calling = s.caller(s.route(server), budget=pots(run_tokens=10**6))
+        for turn in (1, 2):
+            await calling.call(kit.request("hi", "fault-over_window"), turn=turn)
+        assert s.outcomes == ["refused", "ok", "ok"]
+        assert sent(server)[:2] == [OUTPUT_MAX, WINDOW - PROMPT]
+        assert WINDOW // 8 <= sent(server)[2] < WINDOW - PROMPT
+
+
+NEW = (
+    "'max_tokens' or 'max_completion_tokens' is too large: {most}. This model's maximum context"
+    " length is {window} tokens and your request has {prompt} input tokens"
+    " ({most} > {window} - {prompt})."
+)
+OLD = (
+    "This model's maximum context length is {window} tokens. However, you requested {sum} tokens"
+    " ({prompt} in the messages, {most} in the completion). Please reduce the length of the"
+    " messages or completion."
+)
+SGLANG = (
+    "Requested token count exceeds the model's maximum context length of {window} tokens. You"
+    " requested a total of {sum} tokens: {prompt} tokens from the input messages and {most} tokens"
+    " for the completion."
+)
+SILENT = "The prompt and the answer exceed the context window of this model."
+
+
+@asynccontextmanager
+async def small_window(words, window=8192):
+    """A server that refuses what does not fit, and its log: (prompt, bound, answered)."""
+    log = []
+
+    async def answer(request):
+        body = await request.read()
+        most = json.loads(body).get("max_tokens")
+        prompt = len(body) // 4
+        fits = prompt + (most or 1) <= window
+        log.append((prompt, most, fits))
+        if not fits:
+            said = words.format(most=most, window=window, prompt=prompt, sum=prompt + (most or 0))
+            error = {"message": said, "type": "BadRequestError", "code": 400}
+            return web.json_response({"error": error}, status=400)
+        told = {"prompt_tokens": prompt, "completion_tokens": 3, "total_tokens": prompt + 3}
+        choice = {"index": 0, "message": {"role": "assistant", "content": "so"}}
+        return web.json_response(
+            {"id": "x", "choices": [{**choice, "finish_reason": "stop"}], "usage": told}
+        )
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", log
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def talking_to(stage, address, **options):
+    async with stage() as s:
+        client = connect(Endpoint(address))
+        s.stack.push_async_callback(client.aclose)
+        yield s.caller(Route.single("m", client, InProcessLimiter(4)), **options)
+
+
+async def talk(kit, calling, turns, chars):
+    asked = kit.request([UserMessage(content="x" * chars)])
+    for turn in range(1, turns + 1):
+        answer = await calling.call(asked, turn=turn)
+        asked.conversation.append(answer.message)
+        asked.conversation.append(UserMessage(content="y" * chars))
+
+
+@pytest.mark.parametrize("words", [NEW, OLD, SGLANG])
+async def test_a_small_window_costs_a_conversation_one_refused_call(kit, stage, words):
+    async with (
+        small_window(words) as (address, log),
+        talking_to(stage, address, budget=pots(run_tokens=10**6)) as calling,
+    ):
+        await talk(kit, calling, 10, 2000)
+    assert [fits for _, _, fits in log] == [False] + [True] * 10
+    assert log[0][1] == OUTPUT_MAX
+    # An estimate, never far below what the window leaves:
+    assert all(8192 - prompt - most <= prompt // 8 for prompt, most, fits in log if fits)
+
+
+@pytest.mark.parametrize("words", [NEW, OLD, SGLANG])
+async def test_a_window_is_used_to_its_end_as_without_a_budget(kit, stage, words):
+    """The last answers have the very room that is left, however small."""
+    for options in ({}, {"budget": pots(run_tokens=10**6)}):
+        async with (
+            small_window(words) as (address, log),
+            talking_to(stage, address, **options) as calling,
+        ):
+            await talk(kit, calling, 1, 4 * 8000)
+        prompt, most, fits = log[-1]
+        assert fits
+        assert most == (8192 - prompt if options else None)
+        assert 8192 - prompt < 256
+
+
+async def test_a_server_that_gives_no_numbers_is_asked_for_little_once(kit, stage):
+    async with (
+        small_window(SILENT) as (address, log),
+        talking_to(stage, address, budget=pots(run_tokens=10**6)) as calling,
+    ):
+        await talk(kit, calling, 1, 400)
+        assert [(most, fits) for _, most, fits in log] == [(OUTPUT_MAX, False), (4096, True)]
+        with pytest.raises(e.ContextOverflow):
+            await talk(kit, calling, 1, 40_000)
+
+
+async def test_a_bound_that_the_user_set_is_lowered_as_ever(kit, stage):
+    """Nothing is guessed of a window for it."""
+    async with (
+        small_window(NEW) as (address, log),
+        talking_to(stage, address, budget=pots(run_tokens=10**6)) as calling,
+    ):
+        asked = kit.request("x" * 2000, sampling=Sampling(max_tokens=8000))
+        for turn in (1, 2):
+            await calling.call(asked, turn=turn)
+    assert [(most, fits) for _, most, fits in log] == [
+        (8000, False), (8192 - log[0][0], True),
+    ] * 2  # fmt: skip

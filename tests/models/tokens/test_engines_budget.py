@@ -1,0 +1,60 @@
+"""Budgets on the token wires: what is set aside is what the engine is asked for at most."""
+
+import pytest
+from engines_kit import FREE, TOOLS, WIRES, asked, client_of, engine_at, script
+
+from hermes_rl.errors import UnitCostLimit
+from hermes_rl.events import CallEnded, CallStarted
+from hermes_rl.messages import UserMessage
+from hermes_rl.models.base import Conversation, ModelRequest
+from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
+from hermes_rl.models.calls.route import Route
+from hermes_rl.models.limits.budget import OUTPUT_MAX
+from hermes_rl.models.limits.limiter import InProcessLimiter
+from hermes_rl.models.limits.spending import UnitBudget
+
+WINDOW = 1024
+
+
+class Tape:
+    def __init__(self):
+        self.starts, self.ends = [], []
+
+    def record(self, event):
+        if isinstance(event, CallStarted):
+            self.starts.append(event)
+        elif isinstance(event, CallEnded):
+            self.ends.append(event)
+
+
+async def talk(client, tape, budget):
+    route = Route.single("toy", client, InProcessLimiter(4))
+    calling = ModelCaller([route], tape, RetryPolicy(adapt=False), budget=budget)
+    conversation = Conversation(asked(script("one", "two", "three")))
+    request = ModelRequest("toy", conversation, "", tools=TOOLS, sampling=FREE, exact=True)
+    for turn in (1, 2, 3):
+        answer = await calling.call(request, turn=turn)
+        conversation.append(answer.message)
+        conversation.append(UserMessage(content="Go on."))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_a_small_window_costs_one_refused_call(tmp_path, wire):
+    async with engine_at(tmp_path / "t", window=WINDOW) as engine:
+        client, free, bound = client_of(engine, wire), Tape(), Tape()
+        await talk(client, free, None)
+        await talk(client, bound, UnitBudget({"unit:tokens": 10**6}, None))
+        with pytest.raises(UnitCostLimit):
+            await talk(client, Tape(), UnitBudget({"unit:tokens": OUTPUT_MAX}, None))
+        await client.aclose()
+    assert {start.max_output_tokens for start in free.starts} == {None}
+    assert [end.outcome for end in free.ends] == ["ok"] * 3
+    asked_for = [start.max_output_tokens for start in bound.starts]
+    if wire == "llamacpp":  # it gives as much as the window has, whatever it is asked for
+        assert asked_for == [OUTPUT_MAX] * 3
+        return
+    assert [end.outcome for end in bound.ends] == ["refused", "ok", "ok", "ok"]
+    assert asked_for[0] == OUTPUT_MAX
+    used = [end.usage.input_tokens for end in bound.ends[1:]]
+    assert asked_for[1] == WINDOW - used[0]
+    assert all(WINDOW - u - most <= u // 8 for u, most in zip(used, asked_for[1:], strict=True))
