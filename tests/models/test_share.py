@@ -105,7 +105,7 @@ async def find_and_follow(headers, latency_s):
         doubled = time.monotonic()
         server.limits.factor, wanted = 2.0, 0.85 * 2 * PER_S * 8 / SCALE
         # Within a minute of the server's, over eight seconds of it. What it takes by itself is told
-        # by `test_pace`: at most 42 s, wherever the pace stands. The rest is for a busy machine.
+        # by `test_pace`: less than 50 s, wherever the pace stands. The rest is for a busy machine.
         await until(
             lambda: load.between(time.monotonic() - 8 / SCALE, math.inf)[0] >= wanted,
             60 / SCALE,

@@ -98,7 +98,7 @@ class Pace:
       and twice that when four before it were clean too: a quota that doubled is used within 45 s.
       Until the next cut is due not above 95 % of the measured quota.
     - A refusal: four fifths, at most once per 15 s.
-    - A round of many refusals: 95 % of the quota that it showed.
+    - Many refusals in a round, or since the last cut: 95 % of the quota that they showed.
     - While nobody is let in at all (`door`) there are only knocks, and the pace stays as it is. A
       door that was shut for less than a window ends one: what was admitted until then is the quota.
       The pace is 95 % of it for a window, and rounds are as long as the time between two cuts.
@@ -268,12 +268,16 @@ class Pace:
             self._grow(ended, lasted, now)
             return
         self._windows = False
-        if ended.throttled >= max(self.REFUSALS, self.SHARE * ended.started):
-            quota = ended.quota(self._interval_s / self.ROUNDS / 2)
-            if quota is not None and (self.per_s is None or ended.clean):
-                self._quota = quota
-                self._lower(quota * self.HEADROOM, "measured", now)
-                self._round = _Stretch(now + self._interval_s * self.SETTLE)
+        many = (s for s in (ended, self._since_cut) if s.throttled >= self._many(s))
+        stretch = next(many, None)
+        quota = stretch.quota(self._interval_s / self.ROUNDS / 2) if stretch else None
+        if quota is not None and (self.per_s is None or ended.clean):
+            self._quota = quota
+            self._lower(quota * self.HEADROOM, "measured", now)
+            self._round = _Stretch(now + self._interval_s * self.SETTLE)
+
+    def _many(self, stretch: _Stretch) -> float:
+        return max(self.REFUSALS, self.SHARE * stretch.started)
 
     def _grow(self, ended: _Stretch, lasted: float, now: float) -> None:
         if self.per_s is None or ended.started < self.SATURATED * self.per_s * lasted:
