@@ -12,6 +12,7 @@ from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Sampling
 from hermes_rl.models.calls.route import Route
 from hermes_rl.models.client import Endpoint, connect
+from hermes_rl.models.failures.facts import facts_of
 from hermes_rl.models.limits.budget import OUTPUT_MAX
 from hermes_rl.models.limits.governor_wire import PotGrant
 from hermes_rl.models.limits.limiter import InProcessLimiter
@@ -94,6 +95,34 @@ async def test_a_bound_in_a_field_of_the_users_own_is_the_bound(kit, stage):
         assert [x.max_output_tokens for x in s.events.starts] == [60]
         with pytest.raises(e.CostLimit):
             await s.caller(s.route(server, "noop"), budget=pots(run_tokens=60)).call(asked, turn=1)
+
+
+class Noting(InProcessLimiter):
+    """Keeps what calls were taken for."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.estimates = []
+
+    def slot(self, estimate):
+        self.estimates.append(estimate.output_tokens)
+        return super().slot(estimate)
+
+
+async def test_rates_of_output_tokens_do_not_take_a_budgets_bound_for_what_will_come(kit, stage):
+    async with stage() as s:
+        limiter = Noting()
+        route = Route.single("noop", s.client(await s.server()), limiter)
+        calling = s.caller(route, budget=pots(run_tokens=10**6))
+        for most in (None, 70):
+            await calling.call(kit.request(sampling=Sampling(max_tokens=most)), turn=1)
+        assert limiter.estimates == [0, 70]
+
+
+@pytest.mark.parametrize(("total", "answer"), [(9000, 9500), (9000, 9000)])
+def test_numbers_that_do_not_add_up_are_no_prompt(total, answer):
+    text = f"context length is 8192 tokens. You requested {total} tokens ({answer} in the output)"
+    assert facts_of(text) == e.Facts(context_limit=8192)
 
 
 async def test_a_model_that_takes_less_is_asked_for_less_from_then_on(kit, stage):

@@ -85,7 +85,7 @@ def facts_of(
     elif total:
         prompt, window = _number(total[1]), _number(total[2])
     elif requested:
-        prompt = _number(requested[1]) - _number(requested[2])
+        prompt = max(0, _number(requested[1]) - _number(requested[2]))  # 0 says nothing
     elif until:
         output = _number(until[1]) - 1
     window = window or numbers.get("context_limit") or _first(_WINDOW, text)
