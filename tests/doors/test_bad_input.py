@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "an endpoint that is no section": (
         ["doctor", "models", "--config", "list.yaml"],
-        "error: list.yaml: 'endpoint' is [1]: write a section",
+        "error: list.yaml: 'endpoint' is no section. Put its keys below it",
     ),
     "number out of range": (
         ["run", "good.jsonl", *PLAYED, "--repeats", "0"],
