@@ -4,6 +4,7 @@ catalogue.json; `write()` makes it anew after a change of modules, calls or kind
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import signal
@@ -97,12 +98,17 @@ def _tried(module: str) -> dict[str, Any]:
 
 def _shown(module: str, text: str) -> list[int]:
     """Places of the calls that a changed module answers in another way; none when one hangs."""
+    collects = gc.isenabled()
+    # Raised in a callback of the garbage collector, Hangs would be lost, and reported as a fault.
+    gc.disable()
     try:
         return list(_differing(module, text))
     except Hangs:
         return []
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        if collects:
+            gc.enable()
 
 
 def _differing(module: str, text: str) -> Iterator[int]:
@@ -115,8 +121,7 @@ def _differing(module: str, text: str) -> Iterator[int]:
 
 
 def _give_time() -> None:
-    # Again and again: raised in a callback of the garbage collector, an exception is lost.
-    signal.setitimer(signal.ITIMER_VIRTUAL, _CALL_S, _CALL_S)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _CALL_S)
 
 
 def _hang(number: int, frame: FrameType | None) -> None:
