@@ -30,6 +30,7 @@ GROUPS = {
         "batch/test_workers.py",
         "bench/test_bench.py",
         "doors/test_kernel.py",
+        "rl/test_streams.py",
     ),
     # Sandboxes of one ordinary user share the limits of that user.
     "ordinary user": (
