@@ -175,9 +175,11 @@ def _json(path: Path) -> Source:
 def _csv(path: Path) -> Source:
     with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as lines:
         csv.field_size_limit(_FIELD_CHARS)  # of the module: no reader of its own has one
-        reader = csv.DictReader(lines)
+        # Strict: a quote that nothing closes would else swallow all rows behind it.
+        reader = csv.DictReader(lines, strict=True)
         for row in _readable(reader):
             place = f"{path}:{reader.line_num}"
+            _named_once(reader.fieldnames or (), path)
             if isinstance(row, str):
                 yield row, place
                 continue
@@ -190,12 +192,22 @@ def _csv(path: Path) -> Source:
 def _readable(reader: csv.DictReader[str]) -> Iterator[dict[str, Any] | str]:
     """The reader's rows, or why one of them cannot be read."""
     while True:
+        begins = reader.line_num + 1
         try:
             yield next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            yield f"not valid CSV: {error}"
+            yield f"not valid CSV: {error}. Mend the quotes of the row that begins in line {begins}"
+
+
+def _named_once(columns: Iterable[str], path: Path) -> None:
+    """Raises: UserError, if two columns have one name: the reader would keep only the last."""
+    seen: set[str] = set()
+    for name in columns:
+        if name and name in seen:
+            raise UserError(f"{path}: two columns are named {name!r}. Rename one")
+        seen.add(name)
 
 
 _CSV_JSON = frozenset(("files", "verify", "requires", "toolsets", "limits", "repeats"))

@@ -71,6 +71,8 @@ def _check_dataset(
     from hermes_rl.sources import read_tasks
 
     found = check_dataset.look(read_tasks(dataset, columns=columns, limit=limit))
+    if not found.rows:
+        raise UserError(f"{dataset}: the dataset holds no rows. Check the file, or --limit")
     found.absent = asyncio.run(check_dataset.absent_programs(found.requires))
     result: dict[str, Any] = {
         "rows": found.rows,
@@ -146,8 +148,10 @@ def _check_run(path: Path, repair: bool, as_json: bool) -> int:
         from hermes_rl.store.repair import repair_run
 
         done = repair_run(path)
-        print(*(f"kept the good lines of {name}" for name in done.saved), sep="\n")
-        print(*(f"finished twice, the later row moved: {u}" for u in done.duplicates), sep="\n")
+        said = [f"kept the good lines of {name}" for name in done.saved]
+        said += [f"finished twice, the later row moved: {unit}" for unit in done.duplicates]
+        for line in said:
+            print(line, file=sys.stderr if as_json else sys.stdout)
     faults = list(check_run.look(path))
     stats = load_run(path).stats
     if as_json:

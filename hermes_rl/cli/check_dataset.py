@@ -13,11 +13,14 @@ from typing import Any
 from batch_runner import run_batch
 from batch_runner.progress import Progress, Silent
 from hermes_rl.config import parse_config
+from hermes_rl.errors import UserError
 from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sources import mapped_rows
 from hermes_rl.store.reader import load_run
 from hermes_rl.tasks import Task, TaskRow, Verify
 from hermes_rl.testing.cheats import BUNDLES, CHEATS, bundle
+from hermes_rl.tools.distributions import get_distribution
+from hermes_rl.tools.toolsets import tool_names
 from hermes_rl.wiring import make_backend
 
 
@@ -39,11 +42,12 @@ class Findings:
 
 
 def look(rows: Iterable[TaskRow]) -> Findings:
-    """Read every row: bad rows, scripts that bash cannot parse, needed programs."""
+    """Read every row: bad rows, unknown tools, scripts that bash cannot parse, needed programs."""
     found = Findings()
     seen: set[bytes] = set()
     for row in rows:
         _count(row, found, seen)
+        found.faults += [f"{row.place}: {fault}" for fault in unknown_tools(row.task)]
         found.faults += [f"{row.place}: {fault}" for fault in unparsable(row)]
     return found
 
@@ -66,6 +70,18 @@ def _count(row: TaskRow, found: Findings, seen: set[bytes]) -> None:
 def _names_workspace(verifier: Verify) -> bool:
     texts = [verifier.script.encode("utf-8", "replace"), *verifier.files.values()]
     return any(b"WORKSPACE" in text or b"/workspace" in text for text in texts)
+
+
+def unknown_tools(task: Task | None) -> Iterator[str]:
+    """What a run would say of a row's own toolsets and distribution, which end its unit."""
+    if task is None:
+        return
+    try:
+        tool_names(task.toolsets or ())
+        if task.distribution is not None:
+            get_distribution(task.distribution)
+    except UserError as error:
+        yield str(error)
 
 
 def unparsable(row: TaskRow) -> Iterator[str]:

@@ -184,6 +184,23 @@ def test_check_a_dataset(tmp_path: Path) -> None:
     assert hermes("check", "smoke", "--json", cwd=tmp_path).json()["bad"] == []
 
 
+def test_check_finds_what_would_end_a_run_or_its_units(tmp_path: Path) -> None:
+    """Names of tools that nobody knows, and datasets without rows."""
+    write(tmp_path / "t.jsonl", {"prompt": "x", "toolsets": ["shel"]}, {"prompt": "x"})
+    write(tmp_path / "d.jsonl", {"prompt": "x", "distribution": "mine"})
+    tools = hermes("check", "t.jsonl", cwd=tmp_path)
+    assert tools.code == 2
+    assert tools.err.startswith("error: t.jsonl:1: unknown toolset 'shel' (known: terminal, ")
+    assert "2 rows, 1 bad" in tools.out
+    drawn = hermes("check", "d.jsonl", cwd=tmp_path)
+    assert drawn.code == 2
+    assert drawn.err.startswith("error: d.jsonl:1: unknown distribution 'mine' (known: default, ")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    empty = hermes("check", "empty.jsonl", cwd=tmp_path)
+    assert empty.code == 2
+    assert empty.err.startswith("error: empty.jsonl: the dataset holds no rows. ")
+
+
 @pytest.mark.slow
 def test_check_plays_a_dataset(tmp_path: Path) -> None:
     inside, outside = 'grep -q 1 "$WORKSPACE/a"', "grep -q 1 a"
@@ -208,6 +225,8 @@ def test_check_a_run(finished: Path) -> None:
     assert said.code == 0
     assert said.out.startswith(f"{RUN}: 10 units done, 0 given up, 20 calls")
     assert said.out.endswith("; no faults\n")
+    mended = hermes("check", RUN, "--repair", cwd=finished)
+    assert mended.out == said.out  # nothing to mend, nothing more to say
 
 
 @pytest.mark.slow

@@ -236,3 +236,28 @@ def test_a_long_field_of_a_csv_is_read_and_a_broken_one_is_a_bad_row(tmp_path: P
     assert len(rows[0].task.prompt_text) == 200_000
     assert rows[-1].task is not None
     assert rows[-1].task.prompt_text == "last"
+
+
+def test_an_open_quote_of_a_csv_is_told_with_its_line_and_takes_no_rows_in_silence(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text('prompt,id\nfirst,1\n"no end,2\nthird,3\n')
+    rows = list(read_tasks(str(path)))
+    assert [row.task is not None for row in rows] == [True, False]
+    assert "Mend the quotes of the row that begins in line 3" in str(rows[1].error)
+    path.write_text('prompt,id\n"a "quoted" word",1\nlast,2\n')
+    rows = list(read_tasks(str(path)))
+    assert [row.task is not None for row in rows] == [False, True]
+
+
+def test_two_columns_of_a_csv_with_one_name_are_refused_and_empty_names_are_not(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("prompt,id,prompt\na,1,b\n")
+    with pytest.raises(UserError, match="two columns are named 'prompt'"):
+        list(read_tasks(str(path)))
+    path.write_text("prompt,,\na,,\n")
+    (row,) = read_tasks(str(path))
+    assert row.task is not None
