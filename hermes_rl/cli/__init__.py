@@ -11,9 +11,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments without the program's name; None takes the process's.
     """
-    from hermes_rl.cli.app import run_app
+    try:
+        from hermes_rl.cli.app import run_app
 
-    return run_app(argv)
+        return run_app(argv)
+    except KeyboardInterrupt:  # while modules are loaded; commands see to theirs themselves
+        return 130
 
 
 def env_main(package: str | None) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from batch_runner import run_batch
 from batch_runner.progress import Progress, Silent
 from hermes_rl.config import parse_config
-from hermes_rl.errors import UserError
+from hermes_rl.errors import ExitCode, UserError
 from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sources import mapped_rows
 from hermes_rl.store.reader import load_run
@@ -204,7 +204,11 @@ def _wrong(rows: list[dict[str, Any]], play: Play, out: Path, progress: Progress
 def _run(
     rows: list[dict[str, Any]], play: Play, out: Path, progress: Progress
 ) -> dict[str, tuple[float | None, str | None]]:
-    """Task -> (reward, error), over one run of the batch runner."""
+    """Task -> (reward, error), over one run of the batch runner.
+
+    Raises: KeyboardInterrupt, UserError: the run stopped early, so tasks that nobody played would
+    pass for right.
+    """
     out.mkdir(parents=True, exist_ok=True)
     path = out / "tasks.jsonl"
     with path.open("w") as file:
@@ -219,7 +223,11 @@ def _run(
             "run": {"out": str(out / "run"), "workers": 0, "concurrency": 8, "max_attempts": 1},
         }
     )
-    run_batch(config, progress=progress)
+    report = run_batch(config, progress=progress)
+    if report.exit_code == ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt
+    if report.exit_code == ExitCode.STOPPED:
+        raise UserError(f"{play.name}: stopped before all tasks were played: {report.stopped}")
     run = load_run(out / "run")
     rewards: dict[str, tuple[float | None, str | None]] = {}
     for table in ("failures", "trajectories"):
