@@ -178,7 +178,7 @@ def _csv(path: Path) -> Source:
         # Strict: a quote that nothing closes would else swallow all rows behind it.
         reader = csv.DictReader(lines, strict=True)
         for row in _readable(reader):
-            place = f"{path}:{reader.line_num}"
+            place = f"{path}:{reader.reader.line_num}"
             _named_once(reader.fieldnames or (), path)
             if isinstance(row, str):
                 yield row, place
@@ -192,7 +192,7 @@ def _csv(path: Path) -> Source:
 def _readable(reader: csv.DictReader[str]) -> Iterator[dict[str, Any] | str]:
     """The reader's rows, or why one of them cannot be read."""
     while True:
-        begins = reader.line_num + 1
+        begins = max(reader.reader.line_num, 1) + 1  # line 1 is the header
         try:
             yield next(reader)
         except StopIteration:

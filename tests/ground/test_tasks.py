@@ -248,6 +248,8 @@ def test_an_open_quote_of_a_csv_is_told_with_its_line_and_takes_no_rows_in_silen
     assert "Mend the quotes of the row that begins in line 3" in str(rows[1].error)
     path.write_text('prompt,id\n"a "quoted" word",1\nlast,2\n')
     rows = list(read_tasks(str(path)))
+    assert rows[0].place.endswith(":2")
+    assert "begins in line 2" in str(rows[0].error)
     assert [row.task is not None for row in rows] == [False, True]
 
 
