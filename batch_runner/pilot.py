@@ -12,10 +12,10 @@ from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 from batch_runner.plan import Plan, PlanRules
-from batch_runner.report import cost_text
 from batch_runner.units import UnitReader
 from hermes_rl.ports import WorkItem
 from hermes_rl.store.ledger import Ledger
+from hermes_rl.usage import cost_text
 
 SHARE = 0.01
 LEAST = 5

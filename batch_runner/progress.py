@@ -8,10 +8,11 @@ import time
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
-from batch_runner.report import Report, cost_text
+from batch_runner.report import Report
 from batch_runner.sink import Rates, Tally
 from hermes_rl.ports import Receipt
 from hermes_rl.store.ledger import Disposition
+from hermes_rl.usage import cost_text
 
 LIVE_EVERY_S = 0.5
 PLAIN_EVERY_S = 10.0

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hermes_rl.errors import ExitCode
+from hermes_rl.usage import cost_text
 
 
 @dataclass(frozen=True)
@@ -147,14 +148,6 @@ def _budget(pot: str, amounts: Mapping[str, float]) -> str:
     if unit == "usd":
         return f"{name}: {cost_text(spent, 0)} of {cost_text(whole, 0)} spent"
     return f"{name}: {spent:,} of {whole:,} tokens spent"
-
-
-def cost_text(cost_usd: float | None, unpriced_calls: int) -> str:
-    """A cost; `unpriced` where no price is known."""
-    if cost_usd is None or (not cost_usd and unpriced_calls):
-        return "unpriced"
-    more = f" + {unpriced_calls} calls unpriced" if unpriced_calls else ""
-    return f"${cost_usd:,.2f}{more}" if cost_usd >= 0.01 or not cost_usd else f"<$0.01{more}"
 
 
 def _cache_line(read: float, expected: float) -> str:

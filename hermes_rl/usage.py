@@ -83,3 +83,11 @@ def add_totals(totals: Iterable[UsageTotal]) -> UsageTotal:
     fields = (f for f in UsageTotal.__struct_fields__ if f != "unknown_calls")
     sums = {f: _sum(getattr(r, f) for r in rows) for f in fields}
     return UsageTotal(**sums, unknown_calls=sum(r.unknown_calls for r in rows))
+
+
+def cost_text(cost_usd: float | None, unpriced_calls: int) -> str:
+    """A cost; `unpriced` where no price is known."""
+    if cost_usd is None or (not cost_usd and unpriced_calls):
+        return "unpriced"
+    more = f" + {unpriced_calls} calls unpriced" if unpriced_calls else ""
+    return f"${cost_usd:,.2f}{more}" if cost_usd >= 0.01 or not cost_usd else f"<$0.01{more}"

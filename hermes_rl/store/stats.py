@@ -1,4 +1,4 @@
-"""stats.json: a pure function of the commit summaries, the ledger and the plan."""
+"""stats.json and report.html: pure functions of the commit summaries, the ledger and the plan."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from hermes_rl.store.caching import cache_shares
 from hermes_rl.store.ledger import Ledger
+from hermes_rl.store.page import page
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.store.summary import REWARD_EDGES, Summary, known_causes
 
@@ -85,10 +86,12 @@ def compute_stats(summary: Summary, ledger: Ledger, plan: Mapping[str, Any]) -> 
 
 
 def write_stats(run_dir: RunDir, ledger: Ledger, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Write stats.json from a ledger that was loaded from all commits. Blocking."""
+    """Write stats.json and report.html from a ledger that was loaded from all commits. Blocking."""
     stats = compute_stats(ledger.summary, ledger, plan)
     text = json.dumps(stats, indent=2, ensure_ascii=False) + "\n"
     run_dir.storage.put("stats.json", text.encode())
+    name = run_dir.path.absolute().name
+    run_dir.storage.put("report.html", page(name, stats).encode("utf-8", "replace"))
     return stats
 
 

@@ -52,6 +52,7 @@ async def test_what_the_driver_writes(tmp_path: Path, server: FakeServer) -> Non
     assert run.process.returncode == 1, "a bad row is a unit given up"
     stats = json.loads((out / "stats.json").read_text())
     assert stats["units"] == {"done": 1, "given_up": 1, "open": 0}
+    assert "1 of 2 units done, 1 given up" in (out / "report.html").read_text()
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["dataset"]["path"] == str(dataset)
     assert manifest["plan"]["bad_rows"] == 1
