@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -93,12 +94,27 @@ def make_etc(folder: Path, network: bool, machine: Path = Path("/etc")) -> Path:
         source, target = machine / name, folder / name
         target.parent.mkdir(exist_ok=True)
         if source.is_dir():
-            shutil.copytree(source, target, symlinks=True)
+            _copy_folder(source, target)
         elif source.exists():
             shutil.copyfile(source, target)
     if network and (machine / "resolv.conf").exists():
         shutil.copyfile(machine / "resolv.conf", folder / "resolv.conf")
     return folder
+
+
+def _copy_folder(source: Path, target: Path) -> None:
+    """What can be read there; a package manager may be replacing entries just now."""
+    target.mkdir()
+    shutil.copymode(source, target)
+    for entry in os.scandir(source):
+        copied = target / entry.name
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            if entry.is_symlink():
+                copied.symlink_to(os.readlink(entry))
+            elif entry.is_dir():
+                _copy_folder(Path(entry), copied)
+            elif entry.is_file():
+                shutil.copy(entry, copied)
 
 
 def image_layers(image: str) -> Sequence[Path]:
