@@ -69,11 +69,14 @@ def columns(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: str 
 
 def run_table(rows: Iterable[Row]) -> str:
     """One line per trajectory or failed attempt."""
-    return columns(
-        ("unit", "task", "#", "reward", "ended", "turns", "in", "out", "time"),
-        (_table_line(r) for r in rows),
-        right="# reward turns in out time",
-    )
+    header, *lines = table_cells(rows)
+    return columns(header, lines, right="# reward turns in out time")
+
+
+def table_cells(rows: Iterable[Row]) -> list[tuple[str, ...]]:
+    """The cells of `run_table`, its header first."""
+    header = ("unit", "task", "#", "reward", "ended", "turns", "in", "out", "time")
+    return [header, *map(_table_line, rows)]
 
 
 def _table_line(row: Row) -> tuple[str, ...]:
@@ -104,7 +107,7 @@ def clip(text: str, width: int) -> str:
 
 def trajectory(row: Row) -> str:
     """One trajectory from its first line to the verifier's word."""
-    lines = [_headline(row), *_asked(row)]
+    lines = [headline(row), *_asked(row)]
     infos = row["message_info"]
     for text, info in zip(row["messages"], infos, strict=True):
         message = json.loads(text) if isinstance(text, str) else text
@@ -117,7 +120,8 @@ def trajectory(row: Row) -> str:
     return visible("\n".join(lines))
 
 
-def _headline(row: Row) -> str:
+def headline(row: Row) -> str:
+    """The first line: what it was, and how it ended."""
     usage, timing = row["usage"], row["timing"]
     ended = row["end_reason"] if not row["cause"] else f"{row['end_reason']} ({row['cause']})"
     parts = (
@@ -162,7 +166,7 @@ def _message(message: Row, info: Row, row: Row) -> list[str]:
     calls = message.get("tool_calls") or []
     taken = _call_seconds(row, info["turn"])
     for call in calls:
-        first, *rest = _call_text(call).split("\n")
+        first, *rest = call_text(call).split("\n")
         lines.append(f" {info['turn']:<2} {first:<56} {seconds(taken)}")
         lines += [f"      {x}" for x in rest]
     return lines
@@ -173,7 +177,8 @@ def _call_seconds(row: Row, turn: int) -> float | None:
     return sum(spent) if spent else None
 
 
-def _call_text(call: Row) -> str:
+def call_text(call: Row) -> str:
+    """A tool call: a command as in a terminal, others by name and arguments."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     if name == "terminal" and isinstance(arguments, Mapping) and "command" in arguments:
         return "$ " + str(arguments["command"])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hermes_rl.cli import render
+from hermes_rl.cli import web as pages
 from hermes_rl.cli.known_costs import rows_of
 from hermes_rl.errors import UserError
 
@@ -47,6 +48,7 @@ def command(
     failed: Annotated[bool, typer.Option("--failed", help="attempts without a verdict")] = False,
     sort: Annotated[str, typer.Option(help=f"order by: {', '.join(SORTS)}")] = "row",
     limit: Annotated[int, typer.Option(help="rows of the table; 0 is all")] = 200,
+    web: Annotated[bool, typer.Option("--web", help="as a page in the browser")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="rows as JSON lines")] = False,
 ) -> int:
     """The table of a run, or one trajectory.
@@ -55,11 +57,14 @@ def command(
     hermes-rl show runs/smoke-local               the table of the run
     hermes-rl show runs/smoke-local 4f1c          the trajectory whose id begins with 4f1c
     hermes-rl show runs/smoke-local --failed      attempts that ended without a verdict
+    hermes-rl show runs/smoke-local 4f1c --web    the same as a page, every message whole
     """
     from hermes_rl.store.reader import load_run
 
     if sort not in SORTS:
         raise UserError(f"--sort {sort}: choose one of {', '.join(SORTS)}")
+    if web and as_json:
+        raise UserError("--web and --json: choose one")
     opened = load_run(run)
     tables = ("failures",) if failed else ("trajectories", "failures")
     names = None if as_json and unit is None else COLUMNS
@@ -70,16 +75,26 @@ def command(
     rows.sort(key=SORTS[sort])
     if unit is not None:
         chosen = whole(opened, tables, find(rows, unit, run)["trajectory_id"])
-        _print_json([chosen]) if as_json else print(render.trajectory(chosen))
+        if web:
+            print(pages.open_page(chosen["unit_id"][:8], pages.trajectory_page(chosen)))
+        else:
+            _print_json([chosen]) if as_json else print(render.trajectory(chosen))
         return 0
     if as_json:
         _print_json(rows)
         return 0
     shown = rows[:limit] if limit else rows
-    print(render.run_table(shown))
-    if len(shown) < len(rows):
-        print(f"... and {len(rows) - len(shown)} more (--limit 0 shows all)")
-    print(*filter(None, (render.causes(rows), render.totals(rows), render.models(rows))), sep="\n")
+    more = len(rows) - len(shown)
+    notes = [
+        f"... and {more} more (--limit 0 shows all)" if more else "",
+        *(render.causes(rows), render.totals(rows), render.models(rows)),
+    ]
+    told = [note for note in notes if note]
+    if web:
+        name = opened.path.absolute().name
+        print(pages.open_page(name, pages.run_page(name, shown, told)))
+    else:
+        print(render.run_table(shown), *told, sep="\n")
     return 0
 
 

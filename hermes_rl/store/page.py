@@ -67,12 +67,22 @@ def page(name: str, stats: Mapping[str, Any]) -> str:
         f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>"
         for label, value in _figures(stats)
     )
+    return document(name, _headline(stats), f"<dl>{figures}</dl>\n<main>\n{shown}\n</main>")
+
+
+def document(title: str, lead: str, body: str, style: str = "") -> str:
+    """A page that fetches nothing.
+
+    Args:
+        title: text, as `lead` below it.
+        body: HTML.
+        style: CSS beside that of all pages.
+    """
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(name)}</title>\n<style>\n{_STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>{escape(name)}</h1>\n<p>{escape(_headline(stats))}</p>\n"
-        f"<dl>{figures}</dl>\n<main>\n{shown}\n</main>\n</body>\n</html>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{_STYLE}{style}</style>\n</head>\n<body>\n"
+        f"<h1>{escape(title)}</h1>\n<p>{escape(lead)}</p>\n{body}\n</body>\n</html>\n"
     )
 
 
