@@ -44,13 +44,10 @@ class Page(HTMLParser):
         return "".join(self.texts)
 
 
-@pytest.fixture(autouse=True)
-def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages go into the test's own folder."""
+def test_the_table_and_a_trajectory_as_pages(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-
-def test_the_table_and_a_trajectory_as_pages(finished: Path, tmp_path: Path) -> None:
     table = Page(hermes("show", RUN, "--web", cwd=finished).out)
     rows = [
         json.loads(line)
@@ -74,7 +71,9 @@ def test_the_table_and_a_trajectory_as_pages(finished: Path, tmp_path: Path) -> 
     assert page.places == table.places == []
 
 
-def test_what_was_written_is_text_and_images_are_seen(tmp_path: Path) -> None:
+def test_what_was_written_is_text_and_images_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = "data:image/png;base64," + base64.b64encode(PIXEL).decode()
     content = [
         {"type": "text", "text": HOSTILE},
@@ -89,6 +88,7 @@ def test_what_was_written_is_text_and_images_are_seen(tmp_path: Path) -> None:
     }
     (tmp_path / "t.jsonl").write_text(json.dumps(task) + "\n")
     assert hermes("run", "t.jsonl", *PLAYED, cwd=tmp_path).code == 0
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (unit,) = hermes("show", "runs/t-oracle", "--json", cwd=tmp_path).out.splitlines()
     for words in ([], [json.loads(unit)["unit_id"][:12]]):
         page = Page(hermes("show", "runs/t-oracle", *words, "--web", cwd=tmp_path).out)
