@@ -8,7 +8,10 @@ from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 from hermes_rl.verify import judge
 
 FILLS = {
-    "its files hold more than 20971520 bytes": "while :; do head -c 1M /dev/zero >>f; done",
+    # A fast disk meets the limit of one file before anybody looks: bash would say so each time.
+    "its files hold more than 20971520 bytes": (
+        "exec 2>/dev/null; while :; do head -c 1M /dev/zero >>f; done"
+    ),
     "more than 5000 files": "cd; for i in $(seq 20000); do : >f$i; done; sleep 50",
 }
 """What a program of the agent's does, the second in the verifier's own HOME -> what is said."""
