@@ -286,13 +286,32 @@ def _section_in(kind: Any) -> type[BaseModel] | None:
     return next((found for part in get_args(kind) if (found := _section_in(part))), None)
 
 
+class _KeyTwice(yaml.MarkedYAMLError):
+    """A mapping names a key a second time."""
+
+
+class _EachKeyOnce(yaml.SafeLoader):
+    """Refuses a key given twice, where YAML itself would drop the first value in silence."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    where = key.start_mark
+                    raise _KeyTwice(None, None, f"'{key.value}' stands here again", where)
+                seen.add(key.value)
+        return node
+
+
 def load_config(path: Path) -> dict[str, Any]:
     """The plain data of a YAML file, for `parse_config`.
 
     Raises: UserError when the file is absent, no YAML, or no mapping.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), _EachKeyOnce)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}. Check --config") from None
     except UnicodeDecodeError:
@@ -300,7 +319,8 @@ def load_config(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        raise UserError(f"{path}{line}: not valid YAML. Mend that line") from None
+        twice = error.problem if isinstance(error, _KeyTwice) else "not valid YAML"
+        raise UserError(f"{path}{line}: {twice}. Mend that line") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: must hold sections such as 'dataset:' and 'model:'")
     for name, value in data.items():

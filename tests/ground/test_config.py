@@ -100,7 +100,15 @@ def test_set_makes_sections_and_reads_values_as_yaml() -> None:
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("a: [", "not valid YAML"), ("- 1", "must hold sections")],
+    [
+        ("a: [", "not valid YAML"),
+        ("- 1", "must hold sections"),
+        (
+            "run:\n  workers: 1\nmodel:\n  name: m\nrun:\n  out: x\n",
+            "yaml:5: 'run' stands here again",
+        ),
+        ("run:\n  workers: 1\n  workers: 2\n", "yaml:3: 'workers' stands here again"),
+    ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "c.yaml"
