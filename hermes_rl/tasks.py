@@ -13,6 +13,7 @@ import decimal
 import json
 import uuid
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 import msgspec
@@ -245,12 +246,19 @@ def _files(value: Any, where: str) -> dict[str, bytes]:
         return {}
     if not isinstance(value, Mapping):
         raise TaskFault(f"'{where}' must be an object of path and content")
-    return {_path(p, where): _content(v, f"{where}.{p}") for p, v in value.items() if v is not None}
+    files = {
+        _path(p, where): _content(v, f"{where}.{p}") for p, v in value.items() if v is not None
+    }
+    for path in files:
+        if above := next((str(p) for p in PurePosixPath(path).parents if str(p) in files), None):
+            raise TaskFault(f"'{where}' holds {above!r} as a file and as the folder of {path!r}")
+    return files
 
 
 def _path(path: Any, where: str) -> str:
     text = str(path)
-    if not text or "\0" in text or ".." in text.split("/"):
+    parts = text.split("/")
+    if parts[-1] in ("", ".") or parts[0] == "" or "\0" in text or ".." in parts:
         raise TaskFault(f"'{where}' holds the path {text!r}: use a path inside the workspace")
     return text
 
