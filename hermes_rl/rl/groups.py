@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from hermes_rl.errors import HermesError
 from hermes_rl.record import Call
 from hermes_rl.rl import advantages
+from hermes_rl.rl.rewards import Rewards
 from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.reader import Run
-from hermes_rl.store.rows import Group
+from hermes_rl.store.rows import Group, Metric
 from hermes_rl.usage import UsageTotal
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class Scoring:
     grade_id: str | None = None
     rewards: Sequence[float | None] | None = None
     """In the order of the members, in place of their own; one without a trajectory has none."""
+    given: Sequence[Rewards | None] | None = None
+    """What `score_group` said of each member: the rewards with their components."""
     calls: list[Call] = field(default_factory=list)
     usage: UsageTotal = _NOTHING
     cost_usd: float | None = None
@@ -89,6 +92,7 @@ def make_group(gathered: Gathered, scoring: Scoring | None = None) -> Group:
         s if m.trajectory_id is not None else None for m, s in zip(members, scores, strict=True)
     ]
     valid = [r for r in rewards if r is not None]
+    given = [None] * len(members) if scoring.given is None else scoring.given
     without = "not graded" if scoring.error is None else "not scored"
     return Group(
         **gathered.facts,
@@ -98,6 +102,8 @@ def make_group(gathered: Gathered, scoring: Scoring | None = None) -> Group:
         unit_ids=[m.unit_id for m in members],
         trajectory_ids=[m.trajectory_id for m in members],
         rewards=rewards,
+        reward_parts=[list(one.parts) if one else [] for one in given],
+        reward_metrics=[_metrics(one) for one in given],
         valid=[r is not None for r in rewards],
         why_invalid=[
             None if r is not None else m.why_invalid or without
@@ -119,6 +125,10 @@ def make_group(gathered: Gathered, scoring: Scoring | None = None) -> Group:
         error=scoring.error,
         created_at=time.time_ns() // 1000,
     )
+
+
+def _metrics(given: Rewards | None) -> list[Metric]:
+    return [Metric(name=n, value=float(v)) for n, v in given.metrics.items()] if given else []
 
 
 MembersOf = Callable[[int], int | None]

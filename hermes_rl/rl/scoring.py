@@ -26,6 +26,7 @@ from hermes_rl.rl.episodes import Host, checked, open_host, theirs
 from hermes_rl.rl.grader import without_policy
 from hermes_rl.rl.groups import SCORED_AT_ONCE, Gathered, Scoring
 from hermes_rl.rl.opening import Opened, env_rows
+from hermes_rl.rl.rewards import Rewards
 from hermes_rl.rl.tasks_at import TasksAt
 from hermes_rl.rl.view import Rollout
 from hermes_rl.store.rundir import RunDir
@@ -130,16 +131,18 @@ class EnvScorer:
         if ready.task is None or not ready.rows:
             return Scoring()
         tape = tape_of(ready.rows[0], recorder)
-        scores, error, stop = None, None, None
+        given, error, stop = None, None, None
         try:
-            scores = await self._ask(ready, ready.task, tape)
+            given = await self._ask(ready, ready.task, tape)
         except HermesError as fault:
             error = scrub(self.workshop.scrub(f"{type(fault).__name__}: {fault}"))
             stop = fault if CAUSES[cause_of(fault)].breaker else None
         books = books_of(tape)
+        scored = None if given is None else _in_order(ready, given)
         return Scoring(
-            by="compute_reward" if scores is None and error is None else "score_group",
-            rewards=None if scores is None else _in_order(ready, scores),
+            by="compute_reward" if scored is None and error is None else "score_group",
+            rewards=None if scored is None else [one.total if one else None for one in scored],
+            given=scored,
             calls=books.calls,
             usage=books.usage,
             cost_usd=books.cost_usd,
@@ -148,7 +151,7 @@ class EnvScorer:
             stop=stop,
         )
 
-    async def _ask(self, ready: Ready, task: Task, tape: Tape) -> list[float] | None:
+    async def _ask(self, ready: Ready, task: Task, tape: Tape) -> list[Rewards] | None:
         """Raises: VerifierFault, ModelError, CostLimit."""
         env = self.host.env
         members = [Rollout.of_row(row) for row in ready.rows]
@@ -170,10 +173,10 @@ class EnvScorer:
             what = f"returned {len(scores)} rewards for {len(members)} members"
             raise VerifierFault(faults.wrong(env.name, env.score_group, what))
         pairs = zip(scores, members, strict=True)
-        return [checked(env, env.score_group, one, member.turns).total for one, member in pairs]
+        return [checked(env, env.score_group, one, member.turns) for one, member in pairs]
 
 
-def _in_order(ready: Ready, scores: Sequence[float]) -> list[float | None]:
+def _in_order(ready: Ready, scores: Sequence[Rewards]) -> list[Rewards | None]:
     """The scores in the order of all members, None for those that were not scored."""
     by_unit = dict(zip((row["unit_id"] for row in ready.rows), scores, strict=True))
     return [by_unit.get(member.unit_id) for member in ready.gathered.members]

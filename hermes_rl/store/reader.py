@@ -5,7 +5,7 @@ Published parts, and rows that are finished but not published yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -209,6 +209,10 @@ def _empty(schema: pa.Schema) -> pa.Table:
     return empty_table(schema)
 
 
+def _decode_metrics(pairs: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    return {pair["name"]: pair["value"] for pair in pairs}
+
+
 def _decode_sandbox(sandbox: Mapping[str, Any]) -> dict[str, Any]:
     limits = sandbox["limits"]
     return {**sandbox, "limits": None if limits is None else _loads(limits)}
@@ -217,7 +221,8 @@ def _decode_sandbox(sandbox: Mapping[str, Any]) -> dict[str, Any]:
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "messages": lambda texts: [_loads(text) for text in texts],
     "tools": _loads,
-    "metrics": lambda pairs: {pair["name"]: pair["value"] for pair in pairs},
+    "metrics": _decode_metrics,
+    "reward_metrics": lambda members: [_decode_metrics(pairs) for pairs in members],
     "sampling": _loads,
     "metadata": _loads,
     "sandbox": _decode_sandbox,

@@ -23,6 +23,13 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     keeps it, so that the next attempt is told, also after a restart."""
 
 
+class Metric(msgspec.Struct, frozen=True, kw_only=True):
+    """A number by name."""
+
+    name: str
+    value: float
+
+
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """The repeats of one task, compared with each other: the columns of table `groups`, in order.
 
@@ -45,6 +52,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """None for a member that was given up."""
     rewards: list[float | None]
     """None for a member that is not valid."""
+    reward_parts: list[list[RewardPart]] = []
+    """The components that `score_group` gave; empty where it gave none, whose rewards' components
+    stand in the rows of the members or in their grades."""
+    reward_metrics: list[list[Metric]] = []
+    """Numbers that `score_group` gave beside them."""
     valid: list[bool]
     why_invalid: list[str | None]
     """The last cause of a member that was given up; `not graded`."""

@@ -217,6 +217,8 @@ _groups = [
     ("unit_ids", _list(_text)),
     ("trajectory_ids", _list(_text)),
     ("rewards", _list(_real)),
+    ("reward_parts", _list(_list(pa.struct(_reward_part)))),
+    ("reward_metrics", _list(_list(pa.struct(_metric)))),
     ("valid", _list(_flag)),
     ("why_invalid", _list(_text)),
     ("mean", _real),

@@ -53,6 +53,49 @@ def test_score_group_has_the_last_word(tmp_path: Path, write_env: Callable[..., 
     assert sorted(run.trajectories["reward"]) == [0.0] * 9 + [1.0] * 3  # rows keep their own
 
 
+IN_PARTS = """
+    async def compute_reward(self, task, trajectory, ctx):
+        if task.id == "t1" and ctx.member == 1:
+            raise CannotJudge("this one")
+        return 1.0
+
+    async def score_group(self, task, members, ctx):
+        if task.id == "t2":
+            return None
+        return [
+            Rewards(
+                [
+                    part("rank", m.member / 4, weight=0.5, detail="by length"),
+                    part("pace", 0.25, turn=1),
+                ],
+                {"seconds": 1.5 + m.member},
+            )
+            for m in members
+        ]
+"""
+
+
+def test_parts_and_metrics_that_score_group_gives_stand_in_the_groups_row(
+    tmp_path: Path, write_env: Callable[..., Written]
+) -> None:
+    run_batch(settings(write_env(TASKS + IN_PARTS).path, tmp_path / "run", max_attempts=1))
+    groups = {g["task_id"]: g for g in load_run(tmp_path / "run").groups.to_dict("records")}
+    for task_id, out in (("t0", None), ("t1", 1)):
+        group = groups[task_id]
+        for n, parts in enumerate(group["reward_parts"]):
+            if n == out:
+                assert (len(parts), group["reward_metrics"][n]) == (0, {})
+                continue
+            rank = {"name": "rank", "score": n / 4, "weight": 0.5, "turn": None}
+            pace = {"name": "pace", "score": 0.25, "weight": 1.0, "turn": 1, "detail": None}
+            assert list(parts) == [{**rank, "detail": "by length"}, pace]
+            assert group["reward_metrics"][n] == {"seconds": 1.5 + n}
+            assert group["rewards"][n] == sum(p["score"] * p["weight"] for p in parts)
+    kept = groups["t2"]  # by compute_reward: the members' own rows have the components
+    assert [len(parts) for parts in kept["reward_parts"]] == [0] * 4
+    assert kept["scored_by"] == "compute_reward"
+
+
 def test_a_group_that_cannot_be_scored_waits_for_the_next_start(
     tmp_path: Path, write_env: Callable[..., Written]
 ) -> None:
