@@ -52,6 +52,9 @@ def command(
     """
     path = Path(target)
     if path.is_dir() and (path / "epochs").is_dir():
+        if run or columns or limit is not None:
+            name = "--run" if run else "--map" if columns else "--limit"
+            raise UserError(f"{target} is a run directory; {name} is for datasets")
         if tokens or masks:
             from hermes_rl.cli.check_exact import check_exact
 

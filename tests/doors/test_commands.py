@@ -227,6 +227,10 @@ def test_check_a_run(finished: Path) -> None:
     assert said.out.endswith("; no faults\n")
     mended = hermes("check", RUN, "--repair", cwd=finished)
     assert mended.out == said.out  # nothing to mend, nothing more to say
+    for option in (["--run"], ["--limit", "3"], ["--map", "prompt=text"]):
+        refused = hermes("check", RUN, *option, cwd=finished)
+        assert refused.code == 2
+        assert f"{RUN} is a run directory; {option[0]} is for datasets" in refused.err
 
 
 @pytest.mark.slow
