@@ -1,122 +1,290 @@
-"""Groups under fire: sandbox hosts that die and an endpoint that fails, on the real runner."""
+"""Groups under fire: sandbox hosts that die and an endpoint that fails, on the real runner.
+
+Every agent (and every grader) sleeps for a number of seconds that names its task and member, so the
+test decides who dies and need not guess: it ends the sleep of those that live, and the sandbox of
+those that do not.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-import random
 import signal
 import statistics
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from rl_kit import Written, configured
+from rl_kit import Written, configured, table
 
 from batch_runner import arun_batch
 from batch_runner.progress import Silent
+from batch_runner.report import Report
+from hermes_rl.export import export_run
 from hermes_rl.rl.advantages import EPSILON
 from hermes_rl.rl.group_report import group_report
-from hermes_rl.sandboxes import processes
+from hermes_rl.rl.groups import gather, make_group
 from hermes_rl.store.reader import Run, load_run
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine
+from hermes_rl.testing.exact_engine_chat import chat_of
+from hermes_rl.testing.exact_engine_log import Truth
 from hermes_rl.testing.faults import FaultPlan
+from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer
+from hermes_rl.verify import BOXES
 
-GROUPS, SIZE = 24, 4
-DRAWN = """
-    class Config(EnvConfig):
-        toolsets: tuple[str, ...] | None = ("terminal",)
+SIZE = 4
+FAULTS = {"server_error": 0.03, "reset": 0.02}
+TURNS = 4
+AGENT, GRADER = 97_000, 98_000
+"""Where the seconds of their naps begin; then ten for each task, and one for each member."""
+STEPS = [{"run": "sleep $(cat nap); cp nap out.txt"}, *[{"run": "echo on"}] * (TURNS - 2), "Done."]
 
-    def tasks(self, split, seed):
-        for n in range(24):
-            steps = '[{"run": "sleep 0.2; echo $((RANDOM % 2)) >out.txt"}, "done"]'
-            yield make_task(f"draw {n}\\nSCRIPT: {steps}", id=f"t{n}")
+NAPS = f"""
+class Config(EnvConfig):
+    toolsets: tuple[str, ...] | None = ("terminal",)
+    group_size: int = {SIZE}
+    graded_by_nap: bool = False
+    careless: bool = False
 
-    async def compute_reward(self, task, trajectory, ctx):
-        return float((await ctx.grading.read_file("out.txt")).decode())
+def tasks(self, split, seed):
+    for n in range(100):
+        steps = {json.dumps(json.dumps(STEPS))}
+        yield make_task(f"Sleep {{n}}.\\nSCRIPT: {{steps}}\\n", id=f"t{{n}}", n=n)
+
+async def start(self, task, ctx):
+    nap = {AGENT} + 10 * task.metadata["n"] + ctx.member
+    await ctx.sandbox.write_file("nap", str(nap).encode())
+
+async def compute_reward(self, task, trajectory, ctx):
+    left = int(await ctx.grading.read_file("out.txt"))
+    if self.config.graded_by_nap:
+        try:
+            await ctx.grading.run(f"sleep {{left - {AGENT} + {GRADER}}}", timeout_s=600)
+        except CannotJudge:
+            if not self.config.careless:
+                raise
+            return 0.0
+    return (left % 10 + 1) / {SIZE}
 """
+Place = tuple[int, int]
+"""Task and member."""
 
 
-def own_advantages(run: Run) -> dict[str, list[tuple[float, float] | None]]:
-    """(GRPO, RLOO) of the members in order, computed from the rows with the dead left out."""
-    found: dict[str, list[tuple[float, float] | None]] = {}
-    for group, rows in run.trajectories.groupby("group_id"):
-        alive = dict(zip(rows["member"], rows["reward"], strict=True))
-        values = list(alive.values())
-        centre = statistics.fmean(values)
-        scale = statistics.stdev(values) if len(values) > 1 else 0.0
-        found[group] = [
-            ((r - centre) / (scale + EPSILON), (r - centre) * len(values) / (len(values) - 1))
-            if (r := alive.get(member)) is not None and len(values) > 1
-            else None
-            for member in range(SIZE)
-        ]
+@dataclass
+class Reaper:
+    """Ends naps, and the sandboxes of the doomed: agents' or graders'."""
+
+    doomed: frozenset[Place]
+    base: int
+    ended: set[tuple[int, Place]] = field(default_factory=set)
+    """Sandboxes, by the process id of their host, and whose they were."""
+
+    def look(self) -> int:
+        """End what sleeps now; how many did."""
+        found = 0
+        for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+            with suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if words[0] != b"sleep" or not words[1].isdigit():
+                    continue
+                base, rest = divmod(int(words[1]), 1_000)
+                if 1_000 * base not in (AGENT, GRADER) or not (host := self._host(pid)):
+                    continue
+                dies = 1_000 * base == self.base and divmod(rest, 10) in self.doomed
+                os.kill(host if dies else pid, signal.SIGKILL if dies else signal.SIGTERM)
+                if dies:
+                    self.ended.add((host, divmod(rest, 10)))
+                found += 1
+        return found
+
+    def _host(self, pid: int) -> int | None:
+        """The child of this process that a process descends from."""
+        while pid > 1:
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid():
+                return pid
+            pid = parent
+        return None
+
+
+@asynccontextmanager
+async def engine_in(folder: Path) -> AsyncIterator[ExactEngine]:
+    tokenizer = tiny_tokenizer(folder / "tokenizer")
+    async with ExactEngine(ExactConfig(tokenizer=tokenizer), chat=chat_of(tokenizer)) as engine:
+        yield engine
+
+
+async def reaped(
+    env: Path, out: Path, engine: ExactEngine, reaper: Reaper, groups: int, **config: Any
+) -> Report:
+    """A run while sandboxes die; the endpoint fails from the first nap on."""
+
+    async def reap() -> None:
+        while True:
+            if reaper.look() and not engine.faults.rates:
+                engine.faults = FaultPlan(seed=3, rates=FAULTS)
+            await asyncio.sleep(0.02)
+
+    place = {"base_url": engine.base_url, "tokens": "vllm"}
+    run = configured(
+        env,
+        out,
+        None,
+        dataset={"limit": groups},
+        model={"name": "toy"},
+        endpoint={**place, "tokenizer": str(engine.config.tokenizer)},
+        sandbox={"backend": "bubblewrap"},
+        env={"config": config},
+        run={"concurrency": 16, "max_attempts": 1, "allow_unsandboxed": False},
+    )
+    reaping = asyncio.create_task(reap())
+    try:
+        return await arun_batch(run, progress=Silent())
+    finally:
+        reaping.cancel()
+
+
+def own_group(alive: Mapping[int, float]) -> dict[str, Any]:
+    """What a group's row must say, from the rewards of those that live."""
+    values = [alive[m] for m in sorted(alive)]
+    n = len(values)
+    row: dict[str, Any] = {"n_valid": n, "sendable": n >= 2}
+    row["mean"] = statistics.fmean(values) if n else None
+    row["std"] = statistics.stdev(values) if n > 1 else None
+    off = {m: r - row["mean"] for m, r in alive.items() if n > 1}
+    row["dr_grpo"] = [off.get(m) for m in range(SIZE)]
+    row["rloo"] = [off[m] * n / (n - 1) if m in off else None for m in range(SIZE)]
+    row["grpo"] = [off[m] / (row["std"] + EPSILON) if m in off else None for m in range(SIZE)]
+    return row | {"rewards": [alive.get(m) for m in range(SIZE)]}
+
+
+def wrong_groups(rows: Iterable[Mapping[str, Any]], dead: frozenset[Place]) -> dict[str, list[str]]:
+    """Groups that say anything else than they must -> the columns that do."""
+    found = {}
+    for row in rows:
+        n = int(row["task_id"][1:])
+        must = own_group({m: (m + 1) / SIZE for m in range(SIZE) if (n, m) not in dead})
+        odd = [k for k, v in must.items() if _plain(row[k]) != pytest.approx(v, nan_ok=False)]
+        if odd:
+            found[row["task_id"]] = odd
     return found
 
 
-async def kill_hosts(share: float, seen: set[int]) -> None:
-    """End a share of the sandboxes from outside, as a host that dies does."""
-    draw = random.Random(4)
-    while True:
-        for pid in processes.children(os.getpid()):
-            try:
-                name = Path(f"/proc/{pid}/comm").read_text().strip()
-            except OSError:
-                continue
-            if pid in seen or name != "bwrap":  # not yet: it becomes one in a moment
-                continue
-            seen.add(pid)
-            if draw.random() < share:
-                os.kill(pid, signal.SIGKILL)
-        await asyncio.sleep(0.02)
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, (list, tuple)) else value
+
+
+def newest(run: Run) -> list[dict[str, Any]]:
+    rows = run.arrow("groups").sort_by("created_at").to_pylist()
+    return list({row["group_id"]: row for row in rows}.values())
+
+
+GROUPS = 24
+DEAD = frozenset(
+    [(0, m) for m in range(SIZE)]  # nobody is left
+    + [(1, 0), (1, 1), (1, 3)]  # one
+    + [(2, 1), (2, 3), (10, 0), (20, 2)]  # two, three, three; the other groups are whole
+)
 
 
 @pytest.mark.slow
 async def test_the_dead_are_in_no_baseline(
     tmp_path: Path, write_env: Callable[..., Written]
 ) -> None:
-    env = write_env(DRAWN).path
-    faults = FaultPlan(seed=3, rates={"server_error": 0.03, "reset": 0.02})
-    async with FakeServer(FakeConfig(faults=faults)) as server:
-        run: dict[str, Any] = {"concurrency": 16, "max_attempts": 1, "allow_unsandboxed": False}
-        config = configured(
-            env,
-            tmp_path / "run",
-            server,
-            dataset={"limit": GROUPS},
-            sandbox={"backend": "bubblewrap"},
-            run=run,
-        )
-        killer = asyncio.create_task(kill_hosts(0.10, set(processes.children(os.getpid()))))
-        try:
-            report = await arun_batch(config, progress=Silent())
-        finally:
-            killer.cancel()
-    found = load_run(tmp_path / "run")
-    assert report.given_up > 0, "no host died: the test shows nothing"
-    assert set(found.failures["cause"]) <= {"sandbox_died", "sandbox_start"}
-    assert found.failures["reward"].isna().all()
-    own = own_advantages(found)
-    groups = found.groups.to_dict("records")
-    assert len(groups) == GROUPS
-    shifted = False
-    for group in groups:
-        expected = own.get(group["group_id"], [None] * SIZE)
-        for member in range(SIZE):
-            grpo, rloo = group["grpo"][member], group["rloo"][member]
-            if expected[member] is None:
-                assert grpo is None or grpo != grpo
-            else:
-                assert (grpo, rloo) == pytest.approx(expected[member])
-        rewards = [r for r in group["rewards"] if r is not None and r == r]
-        assert group["n_valid"] == len(rewards)
-        assert group["sendable"] == (len(rewards) >= 2)
-        # The planted bug: a dead member kept at 0.0 moves the mean of such a group.
-        shifted |= len(rewards) < SIZE and sum(rewards) > 0
-    assert shifted
-    told = group_report(found)
-    assert told.kept.count + told.dropped.count == GROUPS * SIZE
-    dead = sum(told.dropped.endings.get(cause, 0) for cause in ("sandbox_died", "sandbox_start"))
-    assert dead == report.given_up
-    assert any("dropped:" in line for line in told.lines())
+    env, out = write_env(NAPS).path, tmp_path / "run"
+    assert len(DEAD) >= 0.1 * GROUPS * SIZE
+    async with engine_in(tmp_path) as engine:
+        reaper = Reaper(DEAD, AGENT)
+        report = await reaped(env, out, engine, reaper, GROUPS)
+        failed = sum(entry.fault in FAULTS for entry in engine.truth)
+        truth = {e.call_id: e for e in engine.truth if e.outcome == "served"}
+    assert (len(reaper.ended), report.given_up) == (len(DEAD), len(DEAD))
+    assert failed >= 0.02 * GROUPS * SIZE * TURNS, "the endpoint failed too seldom"
+    lost = table(out, "failures")
+    assert {(int(r["task_id"][1:]), r["member"]) for r in lost} == DEAD
+    assert {(r["cause"], r["reward"]) for r in lost} == {("sandbox_died", None)}
+
+    run = load_run(out)
+    rows = newest(run)
+    assert len(rows) == GROUPS
+    assert wrong_groups(rows, DEAD) == {}
+    counts = {row["task_id"]: row["n_valid"] for row in rows}
+    assert [counts[f"t{n}"] for n in range(4)] == [0, 1, 2, 4]
+
+    # The planted bug: the dead are kept, at 0.0.
+    kept = [
+        make_group(replace(g, members=tuple(replace(m, **_at_zero(m)) for m in g.members)))
+        for g in gather(run)
+    ]
+    shown = wrong_groups([msgspec.structs.asdict(group) for group in kept], DEAD)
+    assert set(shown) == {f"t{n}" for n, _ in DEAD}
+
+    check_sent(out, rows)
+    check_told(run, rows, truth)
+
+
+def _at_zero(member: Any) -> dict[str, Any]:
+    if member.why_invalid is None:
+        return {}
+    return {"trajectory_id": "dead", "reward": 0.0, "why_invalid": None}
+
+
+def check_sent(out: Path, rows: list[dict[str, Any]]) -> None:
+    """Groups with fewer than two valid members go to no trainer, the dead of others neither."""
+    report = export_run(out, "atropos")
+    assert report.left_out == {"small_group": 1}
+    sent = [json.loads(line) for line in Path(report.out).read_text().splitlines()]
+    sendable = [row for row in rows if row["n_valid"] >= 2]
+    assert len(sent) == len(sendable) == GROUPS - 2
+    wanted = sorted([r for r in row["rewards"] if r is not None] for row in sendable)
+    assert sorted(sorted(group["scores"]) for group in sent) == wanted
+    assert all(len(group["tokens"]) == len(group["scores"]) for group in sent)
+
+
+def check_told(run: Run, rows: list[dict[str, Any]], truth: Mapping[str | None, Truth]) -> None:
+    """Kept against dropped: turns, tokens and endings; tokens by the engine's own log."""
+    told = group_report(run)
+    small = {row["group_id"] for row in rows if row["n_valid"] < 2}
+    done = table(Path(run.path))
+    dropped = [row for row in done if row["group_id"] in small]
+    kept = [row for row in done if row["group_id"] not in small]
+    sides = ((told.kept, kept), (told.dropped, dropped + table(Path(run.path), "failures")))
+    for said, mine in sides:
+        served = [[truth[c["call_id"]] for c in r["calls"] if c["call_id"] in truth] for r in mine]
+        used = [sum(len(e.prompt_ids) + len(e.sampled_ids) for e in calls) for calls in served]
+        assert said.count == len(mine)
+        assert said.mean_tokens == pytest.approx(statistics.fmean(used))
+    assert told.kept.endings == {"answered": GROUPS * SIZE - len(DEAD) - 1}
+    assert told.dropped.endings == {"sandbox_died": len(DEAD), "answered": 1}
+    # The dead had one turn, in which they died: what is kept is longer than what was rolled out.
+    assert told.kept.mean_turns == TURNS
+    assert told.dropped.mean_turns == pytest.approx((len(DEAD) + TURNS) / (len(DEAD) + 1))
+    (line,) = (line for line in told.lines() if line.startswith("dropped:"))
+    assert f"{len(DEAD) + 1} rollouts, 1.2 turns and" in line
+    assert f"(sandbox_died {len(DEAD)}, answered 1)" in line
+
+
+@pytest.mark.slow
+async def test_a_grader_that_keeps_the_dead_at_zero_is_caught(
+    tmp_path: Path, write_env: Callable[..., Written]
+) -> None:
+    """Its grading boxes die. What should be no reward at all, a careless one makes a 0.0 of."""
+    env, dead = write_env(NAPS).path, frozenset([(0, 2), (2, 0), (2, 1), (2, 3)])
+    async with engine_in(tmp_path) as engine:
+        for careless, shown in ((False, set()), (True, {"t0", "t2"})):
+            out = tmp_path / str(careless)
+            reaper = Reaper(dead, GRADER)
+            how = {"graded_by_nap": True, "careless": careless}
+            report = await reaped(env, out, engine, reaper, 3, **how)
+            assert len(reaper.ended) == BOXES * len(dead)
+            assert report.given_up == (0 if careless else len(dead))
+            rows = newest(load_run(out))
+            assert len(rows) == 3
+            assert set(wrong_groups(rows, dead)) == shown
+            dropped = group_report(load_run(out))
+            assert dropped.unjudged == report.given_up
