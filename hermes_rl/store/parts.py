@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hermes_rl.store.arrays import table_of
 from hermes_rl.store.crash import CrashHook
 from hermes_rl.store.disk import disk_errors
 from hermes_rl.store.schema import schema_of, storage_schema
@@ -36,7 +37,6 @@ class PartWriter:
         self.path = path
         self.rows = 0
         self._schema = schema
-        self._plain = storage_schema(schema)
         self._crash = crash
         self._step: list[dict[str, Any]] = []
         self._step_size = 0
@@ -73,7 +73,7 @@ class PartWriter:
     def _convert(self) -> None:
         if not self._step:
             return
-        table = to_arrow(self._step, self._schema, self._plain)
+        table = to_arrow(self._step, self._schema)
         self._step, self._step_size = [], 0
         if sum(t.nbytes for t in self._tables) + table.nbytes > ROW_GROUP_BYTES:
             self._write()
@@ -88,14 +88,18 @@ class PartWriter:
             self._writer.write_table(group, row_group_size=group.num_rows)
 
 
-def to_arrow(rows: list[dict[str, Any]], schema: Any, plain: Any | None = None) -> Any:
+def to_arrow(rows: list[dict[str, Any]], schema: Any) -> Any:
     """A table of the declared schema from rows as they stand in a `done` line.
 
     A value that its column cannot hold (an integer beyond 64 bits) becomes null and `error` says
     so: one such row must never keep a batch from being published.
     """
-    plain = storage_schema(schema) if plain is None else plain
     columns = [_columns(row) for row in rows]
+    try:
+        return table_of(columns, schema)
+    except (TypeError, ValueError, OverflowError):
+        pass  # such a row is rare, and pyarrow knows more ways to fit one
+    plain = storage_schema(schema)
     try:
         table = pa.Table.from_pylist(columns, schema=plain)
     except (pa.ArrowException, TypeError, ValueError, OverflowError):

@@ -103,12 +103,12 @@ def test_default_run_directory(
     assert capsys.readouterr().out.startswith("runs/tasks-noop: new run, this process")
 
 
-def test_without_workers_ray_is_not_imported(tasks: str, tmp_path: Path) -> None:
+def test_without_workers_neither_ray_nor_pandas_is_imported(tasks: str, tmp_path: Path) -> None:
     code = (
         "import sys\nfrom hermes_rl.cli import main\n"
         f"code = main(['run', {tasks!r}, '--model', 'noop', '--out', {str(tmp_path / 'r')!r}, "
         f"*{FREE!r}])\n"
-        "assert 'ray' not in sys.modules\nsys.exit(code)"
+        "heavy = {'ray', 'pandas'} & set(sys.modules)\nassert not heavy, heavy\nsys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
