@@ -45,6 +45,7 @@ LOST = {
     " (docs/export.md shows how it reads tools_json)",
     "results_in_a_row": "samples with tool results side by side: verl stops where the chat template"
     " merges those (ignore_input_ids_mismatch)",
+    "ids": "answers without token ids, of rollouts that have some: broken, or tokenized again",
     "texts": "sampled turns whose message stands in no row of trajectories (sub-agents)",
     "prompts": "system prompts, in whose place stands the fixed one of the format",
     "rewards": "rewards of rollouts",
@@ -121,12 +122,13 @@ def count_sample(losses: Losses, sample: Sample) -> None:
     """Count what formats of messages commonly cannot hold of a sample, as far as it is written."""
     for message, info in zip(sample.messages, sample.infos, strict=True):
         _count_message(losses, message, info)
-    finish = {c["turn"]: c["finish_reason"] for c in sample.row["calls"] or () if _is_own(c)}
+    finish = {c["turn"]: c["finish_reason"] for c in sample.row["calls"] or () if is_own(c)}
     trained = zip(sample.infos, sample.trained, strict=True)
     losses.lose("cut", sum(own and finish.get(info["turn"]) == "length" for info, own in trained))
 
 
-def _is_own(call: Mapping[str, Any]) -> bool:
+def is_own(call: Mapping[str, Any]) -> bool:
+    """Whether a call asked for an answer of the main agent."""
     return bool(call["purpose"] == "agent" and call["agent"] == "main")
 
 

@@ -98,12 +98,14 @@ class Source:
                 elif not self._again(fingerprint, sample):
                     yield sample
 
-    def all_contexts(self) -> Iterator[Sample]:
-        """One sample per context, whatever there is to train on."""
-        for row in self.rollouts():
-            for sample in samples_of(row):
-                if not self._again(fingerprint, sample):
-                    yield sample
+    def all_contexts(self) -> Iterator[tuple[Sample, list[dict[str, Any]]]]:
+        """One sample per context, whatever there is to train on, beside all segments of its
+        rollout."""
+        for stem in self._stems():
+            for raw, segments in self._joined(stem):
+                for sample in samples_of(self._decoded(raw)):
+                    if not self._again(fingerprint, sample):
+                        yield sample, segments
 
     def token_rollouts(self) -> Iterator[tuple[dict[str, Any], list[TokenItem]]]:
         """Rollouts with those of their segments that this format may take; none without any."""
@@ -113,16 +115,28 @@ class Source:
                 yield row, items
 
     def _token_rollouts_of(self, stem: str) -> Iterator[tuple[dict[str, Any], list[TokenItem]]]:
+        for raw, segments in self._joined(stem):
+            if not segments:
+                self.losses.leave_out("no_tokens")
+                continue
+            row = self._decoded(raw)
+            items = [self._item(row, segment) for segment in segments]
+            taken = [item for item in items if item is not None]
+            if taken:
+                yield row, taken
+
+    def _joined(self, stem: str) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """Rows that pass the filters with their segments; those without any come last."""
+        if all(stem not in given["segments"] for given in (self._parts, self._pending)):
+            yield from ((raw, []) for raw in self._rollouts_of(stem))
+            return
         waiting = {row["trajectory_id"]: row for row in self._rollouts_of(stem)}
         for trajectory_id, segments in self._segments_of(stem):
             raw = waiting.pop(trajectory_id, None)
             if raw is not None:
-                row = self._decoded(raw)
-                items = [self._item(row, segment) for segment in segments]
-                taken = [item for item in items if item is not None]
-                if taken:
-                    yield row, taken
-        self.losses.leave_out("no_tokens", len(waiting))
+                yield raw, segments
+        while waiting:
+            yield waiting.pop(next(iter(waiting))), []
 
     def _members(self) -> Iterator[tuple[str, list[TokenItem]]]:
         """The group of every rollout with what it brings: nothing when it is left out."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from hermes_rl.segments.rules import runs_of
 
 _THROWN_AWAY = ("discarded", "aborted")
 """Why a segment's own answer is no part of any conversation."""
@@ -83,14 +85,55 @@ def refusal(item: TokenItem, *, rl: bool, retokenized: bool) -> str | None:
 
 def broken(segment: Mapping[str, Any]) -> bool:
     """Whether a segment breaks a rule that every reader relies on: lists of one length, trained
-    tokens are sampled ones, log-probabilities are finite and at most 0."""
+    tokens are sampled ones, log-probabilities are finite and at most 0, a place for each call."""
     names = ("loss_mask", "sampled_mask", "logprobs", "turn_ids", "version_ids")
     if any(len(segment[name]) != len(segment["input_ids"]) for name in names):
+        return True
+    if len(segment["call_ids"]) != len(segment["call_starts"]):
         return True
     masks = zip(segment["loss_mask"], segment["sampled_mask"], strict=True)
     if any(trained and not sampled for trained, sampled in masks):
         return True
     return any(p is not None and (p > 0 or not math.isfinite(p)) for p in segment["logprobs"])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one call sampled: positions [start, end) of a segment, whose tokens before are its
+    prompt."""
+
+    segment: Mapping[str, Any]
+    start: int
+    end: int
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The ids that the model was sent."""
+        return list(self.segment["input_ids"][: self.start])
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids that it sampled."""
+        return list(self.segment["input_ids"][self.start : self.end])
+
+    @property
+    def logprobs(self) -> list[float] | None:
+        """One for each sampled id; None when one is not known."""
+        values = self.segment["logprobs"][self.start : self.end]
+        return None if None in values else list(values)
+
+
+def answers_of(segments: Iterable[Mapping[str, Any]]) -> dict[str, Answer]:
+    """Answers by call id, as the engine sampled them: those of broken segments and of such that
+    were tokenized again are left out."""
+    found: dict[str, Answer] = {}
+    for segment in segments:
+        if segment["token_source"] == "retokenized" or broken(segment):
+            continue
+        for call_id, run in zip(segment["call_ids"], runs_of(segment), strict=True):
+            if run.trained or call_id not in found:
+                found[call_id] = Answer(segment, run.start, run.end)
+    return found
 
 
 def digest_of(item: TokenItem) -> bytes:

@@ -169,6 +169,52 @@ def test_answers_that_were_thrown_away_are_not_taught(tmp_path: Path, name: str)
     assert report.left_out == {"thrown_away": 2}
 
 
+def test_atif_keeps_from_training_what_the_policy_did_not_write(tmp_path: Path) -> None:
+    """harbor's reader trains on each agent step without the mark of copied context."""
+    rows = [told.finished(n, story) for n, story in enumerate((told.nudged(), told.quoted()))]
+    run = told.write(tmp_path / "run", rows)
+    documents = lines(export_run(run, "atif").out)
+    marks = [
+        [(s["message"], "is_copied_context" in s, s.get("llm_call_count")) for s in d["steps"]]
+        for d in documents
+    ]
+    assert marks == [
+        [
+            ("Go.", False, None),
+            ("First own words.", False, 1),
+            ("(empty)", True, None),
+            ("Go on.", False, None),
+            ("", False, 1),
+        ],
+        [
+            ("What is 2+2?", False, None),
+            ("Five.", True, None),
+            ("Are you sure?", False, None),
+            ("Four.", False, 1),
+        ],
+    ]
+
+
+def test_atif_tells_no_ids_that_were_made_again_from_text(tmp_path: Path) -> None:
+    plain = told.segment(0, [7, 8, 9, 5], [2, 3], call_ids=["c1"])
+    rows = [
+        told.finished(0, told.quoted(), segments=[plain]),
+        told.finished(
+            1, told.quoted(), segments=[told.segment(1, [1, 2], [1], token_source="retokenized")]
+        ),
+        told.finished(2, told.quoted(), segments=[told.segment(2, [1, 2], [1], call_starts=[])]),
+        told.finished(3, told.quoted()),
+    ]
+    report = export_run(told.write(tmp_path / "run", rows), "atif")
+    first, *others = [line["steps"][-1]["metrics"] for line in lines(report.out)]
+    assert first["prompt_token_ids"] == [7, 8]
+    assert first["completion_token_ids"] == [9, 5]
+    assert first["logprobs"] == [-0.5, -0.5]
+    assert first["extra"]["logprobs_kind"] == "sampling"
+    assert [m.keys() & {"prompt_token_ids", "completion_token_ids"} for m in others] == [set()] * 3
+    assert report.lost["ids"] == 2  # the last has none that could be lost
+
+
 def test_rows_that_wait_for_their_part_are_exported_too(tmp_path: Path) -> None:
     """A batch that is finished but not published is read from the journal."""
     path = told.write(tmp_path / "run", [told.finished(0, told.simple())])

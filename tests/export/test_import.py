@@ -1,8 +1,6 @@
 """Other programs' files come back as runs that can be shown, evaluated and exported."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import told
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hermes_rl.cli import main
 from hermes_rl.errors import UserError
 from hermes_rl.export import ExportOptions, export_run, import_file
 from hermes_rl.export.formats.sharegpt import conversation
@@ -268,35 +267,36 @@ def test_half_characters_of_a_foreign_file_do_no_harm(tmp_path: Path) -> None:
     assert result["content"] == "?"
 
 
-def test_the_command_line_goes_both_ways(tmp_path: Path) -> None:
-    def hermes_rl(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [str(Path(sys.executable).parent / "hermes-rl"), *words]
-        return subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-        )
+def test_the_command_line_goes_both_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def hermes_rl(*words: str) -> tuple[int, str, str]:
+        """Within this process: each of its own takes half a second to start."""
+        code = main(words)
+        return code, *capsys.readouterr()
 
     write(tmp_path / "old.jsonl", ROW)
     done = hermes_rl("import", "old.jsonl", "--from", "hermes")
-    assert done.stdout == "runs/old: 1 rollouts. Look: hermes-rl show runs/old\n", done.stderr
-    again = hermes_rl("import", "old.jsonl", "--from", "hermes")
-    assert again.returncode == 2
-    assert "exists already" in again.stderr
-    out = hermes_rl("export", "runs/old", "--to", "openai", "--json")
-    report = json.loads(out.stdout)
+    assert done[:2] == (0, "runs/old: 1 rollouts. Look: hermes-rl show runs/old\n"), done
+    code, _, err = hermes_rl("import", "old.jsonl", "--from", "hermes")
+    assert code == 2
+    assert "exists already" in err
+    report = json.loads(hermes_rl("export", "runs/old", "--to", "openai", "--json")[1])
     assert report["lost"] == {"reasoning": 1}
     assert report["out"] == "runs/old/exports/openai.jsonl"
-    said = hermes_rl("export", "runs/old", "--to", "openai", "--end-reason", "answered")
-    assert "1 samples of 1 rollouts, 2 messages to train on" in said.stdout
-    assert "1  messages with reasoning text" in said.stdout
-    assert "prime-rl" in hermes_rl("export", "runs/old", "--to", "list").stdout
-    bad = hermes_rl("export", "runs/old", "--to", "trl", "--end-reason", "bored")
-    assert bad.stderr.startswith("error: --end-reason: no ending 'bored'")
-    bad = hermes_rl("export", "runs/old", "--to", "trl", "--advantage", "x")
-    assert bad.stderr.startswith("error: no advantage 'x'")
-    bad = hermes_rl("import", "old.jsonl", "--from", "x")
-    assert bad.stderr.startswith("error: --from 'x'")
-    none = hermes_rl("export", "runs/old", "--to", "trl-tokens")
-    assert (none.returncode, none.stdout) == (2, "")
-    assert "Left out: 1 rollouts without token segments" in none.stderr
-    assert hermes_rl("show", "runs/old").returncode == 0
-    assert hermes_rl("check", "runs/old").returncode == 0
+    said = hermes_rl("export", "runs/old", "--to", "openai", "--end-reason", "answered")[1]
+    assert "1 samples of 1 rollouts, 2 messages to train on" in said
+    assert "1  messages with reasoning text" in said
+    assert "prime-rl" in hermes_rl("export", "runs/old", "--to", "list")[1]
+    bad = hermes_rl("export", "runs/old", "--to", "trl", "--end-reason", "bored")[2]
+    assert bad.startswith("error: --end-reason: no ending 'bored'")
+    bad = hermes_rl("export", "runs/old", "--to", "trl", "--advantage", "x")[2]
+    assert bad.startswith("error: no advantage 'x'")
+    assert hermes_rl("import", "old.jsonl", "--from", "x")[2].startswith("error: --from 'x'")
+    code, out, err = hermes_rl("export", "runs/old", "--to", "trl-tokens")
+    assert (code, out) == (2, "")
+    assert "Left out: 1 rollouts without token segments" in err
+    assert hermes_rl("show", "runs/old")[0] == 0
+    assert hermes_rl("check", "runs/old")[0] == 0

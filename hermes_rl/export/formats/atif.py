@@ -1,7 +1,11 @@
 """ATIF, harbor's Agent Trajectory Interchange Format: one document per context and line.
 
 A step is a message; tool results are the observation of the step that called. A context after a
-compaction repeats what it kept, marked as copied, and the document before it names it.
+compaction repeats what it kept, marked as copied, and the document before it names it. So is every
+assistant message marked that the policy did not write: harbor's own reader (`harbor traces export`)
+trains on each agent step without that mark. Where table `segments` has the tokens of an answer,
+they stand in the metrics of its step: the ids of the whole prompt, as harbor's own agents write
+them.
 """
 
 from __future__ import annotations
@@ -12,28 +16,39 @@ from typing import Any
 
 from hermes_rl import __version__
 from hermes_rl.export.base import Format, Row
-from hermes_rl.export.losses import count_sample
+from hermes_rl.export.losses import count_sample, is_own
 from hermes_rl.export.samples import Message, Sample, said
 from hermes_rl.export.source import Source
+from hermes_rl.export.tokens import Answer, answers_of
 
 VERSION = "ATIF-v1.7"
 
 
 def rows(source: Source) -> Iterator[Row]:
     """One document per context."""
-    for sample in source.all_contexts():
-        count_sample(source.losses, sample)
-        source.losses.trained += sum(sample.trained)
-        if sample.messages:
-            yield document(sample)
-        else:
-            source.losses.leave_out("nothing_to_train")
+    for sample, segments in source.all_contexts():
+        losses = source.losses
+        count_sample(losses, sample)
+        losses.trained += sum(sample.trained)
+        if not sample.messages:
+            losses.leave_out("nothing_to_train")
+            continue
+        answers = answers_of(segments)
+        made = document(sample, answers)
+        if segments:
+            told = sum("completion_token_ids" in s.get("metrics", ()) for s in made["steps"])
+            losses.lose("ids", sum(sample.trained) - told)
+        if not sample.context:
+            calls = sample.row["calls"] or ()
+            others = {c["call_id"] for c in calls if c["agent"] != "main"}
+            losses.lose("texts", len(others & answers.keys()))
+        yield made
 
 
-def document(sample: Sample) -> Row:
-    """One context as a document."""
+def document(sample: Sample, answers: Mapping[str, Answer]) -> Row:
+    """One context as a document. Args: answers: their tokens, by call."""
     row = sample.row
-    steps = _steps(sample)
+    steps = _steps(sample, answers)
     usage = row["usage"]
     out: Row = {
         "schema_version": VERSION,
@@ -77,19 +92,20 @@ def _name(sample: Sample, context: int) -> str:
     return own if context == 0 else f"{own}-{context}"
 
 
-def _steps(sample: Sample) -> list[Row]:
+def _steps(sample: Sample, answers: Mapping[str, Answer]) -> list[Row]:
     steps: list[Row] = []
-    calls = {c["turn"]: c for c in (sample.row["calls"] or ()) if c["purpose"] == "agent"}
+    calls = {c["turn"]: c for c in (sample.row["calls"] or ()) if is_own(c)}
     rows = zip(sample.messages, sample.infos, sample.trained, sample.copied, strict=True)
     for message, info, trained, copied in rows:
         if message["role"] == "tool" and steps and steps[-1]["source"] == "agent":
             _observe(steps[-1], message)
             continue
         step: Row = {"step_id": len(steps) + 1, **_step(message)}
-        if copied:
+        if copied or (message["role"] == "assistant" and not trained):
             step["is_copied_context"] = True
-        elif trained:
-            step.update(_metrics(calls.get(info["turn"])))
+        elif trained and info["turn"] in calls:
+            call = calls[info["turn"]]
+            step.update(_told_of(call), metrics=_metrics(call, answers.get(call["call_id"])))
         if info["synthetic"]:
             step["extra"] = {"synthetic": True}
         steps.append(step)
@@ -129,18 +145,30 @@ def _observe(step: Row, message: Message) -> None:
     step.setdefault("observation", {"results": []})["results"].append(result)
 
 
-def _metrics(call: Mapping[str, Any] | None) -> Row:
-    """What the last call of a turn used: the one that wrote the message."""
-    if call is None:
-        return {}
-    metrics = _present(
+def _told_of(call: Mapping[str, Any]) -> Row:
+    """When and of which model the answer was asked for, by the last call of its turn."""
+    started = call["started_at"].astimezone(UTC).isoformat()
+    return {"timestamp": started, "model_name": call["model"], "llm_call_count": 1}
+
+
+def _metrics(call: Mapping[str, Any], answer: Answer | None) -> Row:
+    """What a call used, and what it sampled."""
+    used = _present(
         prompt_tokens=call["input_tokens"],
         completion_tokens=call["output_tokens"],
         cached_tokens=call["cache_read_tokens"],
         cost_usd=call["cost_usd"],
     )
-    started = call["started_at"].astimezone(UTC).isoformat()
-    return {"timestamp": started, "model_name": call["model"], "metrics": metrics}
+    if answer is None:
+        return used
+    segment = answer.segment
+    tokens = _present(
+        prompt_token_ids=answer.prompt_ids,
+        completion_token_ids=answer.ids,
+        logprobs=answer.logprobs,
+    )
+    names = ("logprobs_kind", "token_source", "tokenizer_hash", "template_hash")
+    return {**used, **tokens, "extra": _present(**{name: segment[name] for name in names})}
 
 
 def _present(**fields: Any) -> Row:
