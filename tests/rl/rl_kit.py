@@ -1,6 +1,8 @@
 """Environments on the real batch runner, with a fake server that plays policy, user and judge."""
 
+import asyncio
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +44,41 @@ async def ran(
 ) -> Report:
     """Run it to its end."""
     return await arun_batch(configured(name, out, server, **sections), progress=Silent())
+
+
+async def start(*arguments: str | Path) -> asyncio.subprocess.Process:
+    """`hermes-rl env ARGUMENTS --json` as a real process."""
+    door = "import sys; from hermes_rl.cli import main; sys.exit(main())"
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", door, "env", *map(str, arguments), "--json",
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=2**22,
+    )  # fmt: skip
+
+
+def flags(out: Path, server: FakeServer, *more: str) -> list[str]:
+    """Arguments of a run without a sandbox, in one process."""
+    return [
+        "--model", "policy", "--base-url", server.base_url, "--out", str(out), "--sandbox", "none",
+        "--allow-unsandboxed", "--workers", "0", "--set", "endpoint.tokens=off", *more,
+    ]  # fmt: skip
+
+
+async def events(process: asyncio.subprocess.Process, until: int = 1_000_000) -> list[Any]:
+    """Its events to its end, or until so many attempts ended."""
+    assert process.stdout
+    seen: list[Any] = []
+    while sum(e["event"] == "attempt" for e in seen) < until:
+        line = await asyncio.wait_for(process.stdout.readline(), 300)
+        if not line:
+            break
+        seen.append(json.loads(line))
+    return seen
+
+
+def report_of(seen: list[Any]) -> dict[str, Any]:
+    """The report among them."""
+    (report,) = (event for event in seen if event["event"] == "report")
+    return dict(report)
 
 
 def table(out: Path, name: str = "trajectories") -> list[dict[str, Any]]:

@@ -1,7 +1,5 @@
 """One stream, one set of rows: whatever is killed, and however many work on it."""
 
-import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +8,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from rl_kit import EXAMPLES, asked_of, configured, ran, table, turn_of
+from rl_kit import (
+    EXAMPLES,
+    asked_of,
+    configured,
+    events,
+    flags,
+    ran,
+    report_of,
+    start,
+    table,
+    turn_of,
+)
 
 from batch_runner.settings import settle
 from hermes_rl.errors import StoreError, UserError
@@ -39,38 +48,6 @@ def content(out: Path) -> dict[str, dict[str, Any]]:
     return {
         row["unit_id"]: {k: v for k, v in row.items() if k not in MAY_DIFFER} for row in table(out)
     }
-
-
-async def start(*arguments: str | Path) -> asyncio.subprocess.Process:
-    door = "import sys; from hermes_rl.cli import main; sys.exit(main())"
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-c", door, "env", *map(str, arguments), "--json",
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=2**22,
-    )  # fmt: skip
-
-
-def flags(out: Path, server: FakeServer, *more: str) -> list[str]:
-    return [
-        "--model", "policy", "--base-url", server.base_url, "--out", str(out), "--sandbox", "none",
-        "--allow-unsandboxed", "--workers", "0", "--set", "endpoint.tokens=off", *more,
-    ]  # fmt: skip
-
-
-async def events(process: asyncio.subprocess.Process, until: int = 1_000_000) -> list[Any]:
-    """Its events to its end, or until so many attempts ended."""
-    assert process.stdout
-    seen: list[Any] = []
-    while sum(e["event"] == "attempt" for e in seen) < until:
-        line = await asyncio.wait_for(process.stdout.readline(), 300)
-        if not line:
-            break
-        seen.append(json.loads(line))
-    return seen
-
-
-def report_of(seen: list[Any]) -> dict[str, Any]:
-    (report,) = (event for event in seen if event["event"] == "report")
-    return dict(report)
 
 
 async def test_killed_in_the_midst_and_run_again(tmp_path: Path) -> None:
