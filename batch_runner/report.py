@@ -73,6 +73,8 @@ class Report:
         if cache.get("low"):
             lines.append(_cache_line(cache["read_share"], cache["expected_share"]))
         lines += exact_lines(self.stats.get("exact_tokens"), self.path)
+        if unparsed := self.stats.get("calls", {}).get("suspected_unparsed"):
+            lines.append(_unparsed_line(unparsed))
         lines += [text for lane in self.governed.get("rate_limits", ()) if (text := _limit(lane))]
         lines += [_budget(*pot) for pot in self.governed.get("budgets", {}).items()]
         if self.causes:
@@ -127,6 +129,13 @@ def exact_lines(exact: Mapping[str, Any] | None, path: str) -> list[str]:
             f"segments. See hermes-rl check {path} --tokens"
         )
     return lines
+
+
+def _unparsed_line(answers: int) -> str:
+    return (
+        f"warning: {answers:,} answers look like tool calls that nobody parsed, nor ran. Start the "
+        "server with the parser of its model (vLLM: --enable-auto-tool-choice --tool-call-parser)"
+    )
 
 
 def _limit(lane: Mapping[str, Any]) -> str | None:

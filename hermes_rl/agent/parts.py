@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,16 +13,12 @@ from hermes_rl.agent.verdicts import Tries
 from hermes_rl.events import AnswerDiscarded, MessageAdded, Purpose
 from hermes_rl.messages import AssistantMessage, Message, call_ids, with_new_ids
 from hermes_rl.models.base import CacheTime, Completion, Conversation, ModelRequest, Sampling
+from hermes_rl.models.unparsed import looks_unparsed
 from hermes_rl.ports import Recorder, SpawnAgent
 from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.tools.base import Tool
 from hermes_rl.tools.registry import schemas
 from hermes_rl.usage import Usage
-
-_MARKUP = re.compile(
-    r"</?tool_calls?>|<\|?(?:tool_call|python_tag|tool_calls_section)|\[TOOL_CALLS\]|<function="
-)
-"""How models in use write tool calls, where their server's parser let one through as text."""
 
 
 class Caller(Protocol):
@@ -97,8 +92,8 @@ class AgentResult:
     active_seconds: float
     """Time spent in tools, and what the sandbox took before."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Counts, absent when zero. `suspected_unparsed_calls`: answers whose text holds the markup of
-    a tool call that no server parsed. `discarded_answers`, `continued_answers`, `nudges`,
+    """Counts, absent when zero. `suspected_unparsed_calls`: answers that may hold a tool call
+    which no server parsed (`models.unparsed`). `discarded_answers`, `continued_answers`, `nudges`,
     `duplicate_calls`: what the policy's switches did. `thinking_budget_exhausted`: 1 when the
     output limit went into reasoning."""
 
@@ -178,8 +173,11 @@ class RunState:
         """Append a message and record it."""
         self.conversation.append(message)
         self.known_ids |= call_ids((message,))
+        unparsed = False
         if self.turn and not synthetic and isinstance(message, AssistantMessage):
             self.said = message.content
+            unparsed = looks_unparsed(message, self.request.tools)
+            self.note("suspected_unparsed_calls", unparsed)
         self.parts.recorder.record(
             MessageAdded(
                 message=message,
@@ -187,6 +185,7 @@ class RunState:
                 synthetic=synthetic,
                 tool_ok=tool_ok,
                 seconds=seconds,
+                suspected_unparsed=unparsed,
             )
         )
 
@@ -245,9 +244,6 @@ class RunState:
     def result(self, end_reason: str) -> AgentResult:
         """The result, from the conversation as it is now."""
         messages = list(self.conversation)
-        said = [m.content for m in messages[self.given :] if isinstance(m, AssistantMessage)]
-        unparsed = sum(_MARKUP.search(text) is not None for text in said)
-        self.note("suspected_unparsed_calls", unparsed)
         joined = "".join(self.tries.parts) or self.said
         return AgentResult(
             end_reason=end_reason,

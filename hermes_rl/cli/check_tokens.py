@@ -38,8 +38,8 @@ class Look:
     excluded: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     """rollouts, calls, captured (calls with ids), segments, trainable, trained (tokens), followed,
-    forked, and with a tokenizer: identical, drifting (rows, rendered again), ended, unended
-    (answers that stopped, with an end token and without)."""
+    forked, suspected_unparsed (answers), and with a tokenizer: identical, drifting (rows, rendered
+    again), ended, unended (answers that stopped, with an end token and without)."""
 
     def add(self, rollout: Rollout) -> None:
         """Look at one rollout."""
@@ -47,7 +47,7 @@ class Look:
         agents = [c for c in rollout.row["calls"] if c["purpose"] in ("agent", "summary")]
         self.counts["calls"] += sum(call["outcome"] == "ok" for call in agents)
         metrics = rollout.metrics
-        for name in ("captured", "followed", "forked"):
+        for name in ("captured", "followed", "forked", "suspected_unparsed"):
             self.counts[name] += int(metrics.get(f"{name}_calls", 0))
         self.faults += [f"{rollout.name}: {fault}" for fault in faults_of(rollout, self.renderer)]
         for segment in rollout.segments:
@@ -267,6 +267,8 @@ def summary_of(look: Look) -> str:
             text += f"; {name}: {', '.join(f'{k} {v}' for k, v in found.most_common())}"
     if n["identical"] or n["drifting"]:
         text += f"; rendered again {n['identical']:,} are identical, {n['drifting']:,} are not"
+    if n["suspected_unparsed"]:
+        text += f"; {n['suspected_unparsed']:,} answers look like tool calls that nobody parsed"
     if n["unended"]:
         text += f"; {n['unended']:,} of {n['ended'] + n['unended']:,} stopped without an end token"
     return f"{text}; {len(look.all_faults()) or 'no'} faults"

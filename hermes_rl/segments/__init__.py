@@ -51,7 +51,9 @@ def check_segments(segments: Sequence[Segment], events: Sequence[ev.Event]) -> N
     Raises: TokensFault that names the first fault.
     """
     told = happened(events)
-    prove(segments, TokenGraph.of(told.tokens, told.agents))
+    ended = next((e for e in events if isinstance(e, ev.Ended)), None)
+    ok = ended is not None and ended.cause is None
+    prove(segments, TokenGraph.of(told.tokens, told.agents), told.calls, ok=ok)
 
 
 def with_segments(
@@ -71,7 +73,7 @@ def with_segments(
     try:
         branches = _branches(told)
         segments = rows_of(branches, told, row)
-        prove(segments, branches.graph)
+        prove(segments, branches.graph, told.calls, ok=row.status == "ok")
     except Exception as error:  # a bug of ours in the tokens must not lose the row
         _log.error("no segments for %s (%s): %s", row.task_id, row.trajectory_id, error)
         metrics["segments_rejected"] = 1.0

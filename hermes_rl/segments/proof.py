@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from hermes_rl.events import TokensAdded, pack_ids, unpack_logprobs
 from hermes_rl.models.tokens.graph import TokenGraph, TokensFault
 from hermes_rl.record import Segment
+from hermes_rl.segments.calls import CallFacts
 from hermes_rl.segments.rules import Run, rollout_faults, row_faults, runs_of
-from hermes_rl.segments.trainable import sound
+from hermes_rl.segments.trainable import plainly_sampled, sound
+
+Calls = Mapping[str, CallFacts]
 
 
-def prove(segments: Sequence[Segment], graph: TokenGraph) -> None:
+def prove(segments: Sequence[Segment], graph: TokenGraph, calls: Calls, *, ok: bool) -> None:
     """Check every rule, and that each call's answer is trained once and as it was sampled.
 
     The rows were put together piece by piece; here each call's whole path is looked for in the row
     that trains it, so that a slip in one way is seen by the other.
 
+    Args:
+        calls: what happened to each call of the graph.
+        ok: the rollout has a row in `trajectories`.
+
     Raises: TokensFault that names the first fault.
     """
     for fault in _faults(segments, graph):
         raise TokensFault(fault)
+    for segment in segments:
+        if segment.trainable:
+            for fault in _policy_faults(segment, graph, calls, ok):
+                raise TokensFault(f"branch {segment.branch_index} is trainable, but {fault}")
 
 
 def _faults(segments: Sequence[Segment], graph: TokenGraph) -> Iterator[str]:
@@ -55,6 +66,30 @@ def _answer_faults(
         yield f"call {call_id}: its path is not the row's"
     elif segment.logprobs[run.start : run.end] != _logprobs(node.added):
         yield f"call {call_id}: its logprobs are not the row's"
+
+
+def _policy_faults(segment: Segment, graph: TokenGraph, calls: Calls, ok: bool) -> Iterator[str]:
+    """What of a trainable row is not the policy's: the rows say less than the calls do (a penalty
+    and a grammar stand in no column)."""
+    if not ok:
+        yield "the attempt failed"
+    makers = set()
+    for call_id, run in zip(
+        segment.call_ids, runs_of(msgspec.structs.asdict(segment)), strict=True
+    ):
+        call, added = calls[call_id], graph.nodes[graph.index(call_id) or 0].added
+        makers.add((call.model, added.tokenizer_hash))
+        if run.trained and call.aside is not None:
+            yield f"call {call_id} is no part of the conversation ({call.aside})"
+        if added.source == "retokenized":
+            yield f"the ids of call {call_id} are of a text that was tokenised again"
+        if added.logprobs_kind != segment.logprobs_kind:
+            yield f"the logprobs of call {call_id} are {added.logprobs_kind}"
+        if added.logprobs_kind == "raw" and not plainly_sampled(added):
+            shaped = ", ".join(added.shaped_by) or "temperature, top_p, top_k or min_p"
+            yield f"the logprobs of call {call_id} are raw, and {shaped} shaped what was sampled"
+    if len(makers) > 1:
+        yield "its ids are of several models or tokenizers"
 
 
 def _logprobs(added: TokensAdded) -> list[float | None]:

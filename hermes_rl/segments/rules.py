@@ -125,6 +125,7 @@ def _trainable_faults(row: Row) -> Iterator[str]:
 
 
 def _plain(row: Row) -> bool:
+    """As far as a row tells; penalties and grammars are looked at in the calls (`proof`)."""
     plain = row["temperature"] == 1.0 and row["top_p"] == 1.0 and row["top_k"] in (-1, 0)
     return plain and row["min_p"] == 0
 

@@ -10,7 +10,7 @@ from hermes_rl.store.caching import cache_shares
 from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.page import page
 from hermes_rl.store.rundir import RunDir
-from hermes_rl.store.summary import REWARD_EDGES, Summary, known_causes
+from hermes_rl.store.summary import REWARD_EDGES, UNPARSED_COUNT, Summary, known_causes
 
 _TOKENS = (
     "input_tokens",
@@ -66,6 +66,7 @@ def compute_stats(summary: Summary, ledger: Ledger, plan: Mapping[str, Any]) -> 
             "total": counts.get("calls", 0),
             "unknown": counts.get("unknown_calls", 0),
             "unpriced": counts.get("unpriced_calls", 0),
+            "suspected_unparsed": counts.get(UNPARSED_COUNT, 0),
         },
         "tokens": {name: counts.get(name) for name in _TOKENS},
         "cache": cache_shares(counts),

@@ -24,6 +24,8 @@ _TOKENS = (
 )
 TOKEN_COUNTS = ("captured_calls", "followed_calls", "forked_calls", "segments_rejected")
 """Metrics of rollouts with exact tokens (`segments.with_segments`), summed here."""
+UNPARSED_COUNT = "suspected_unparsed_calls"
+"""Metric of rollouts that is summed too: answers that may hold a call which no server parsed."""
 
 _TIMES = ("queued_s", "sandbox_s", "model_s", "tool_s", "waiting_s", "verify_s", "total_s")
 
@@ -33,9 +35,9 @@ class Summary(msgspec.Struct, kw_only=True):
 
     counts: dict[str, int] = {}
     """`trajectories`, `failures`, `end.REASON`, `cause.CAUSE`, `owner.OWNER`, `graded`, `solved`,
-    `turns`, `tool_calls`, `calls`, token sums (those of `caching` too), and of exact tokens
-    `TOKEN_COUNTS`, `segments`, `trainable_segments`, `trained_tokens`. A key that nothing reported
-    is absent, not 0."""
+    `turns`, `tool_calls`, `calls`, token sums (those of `caching` too), `UNPARSED_COUNT`, and of
+    exact tokens `TOKEN_COUNTS`, `segments`, `trainable_segments`, `trained_tokens`. A key that
+    nothing reported is absent, not 0."""
     sums: dict[str, float] = {}
     """`reward`, `cost_usd` (of priced rows), `known_cost_usd` (of priced calls) and seconds by
     part."""
@@ -60,7 +62,7 @@ class Summary(msgspec.Struct, kw_only=True):
             self._count(name, row["usage"][name])
         for name, tokens in cache_counts(row["calls"]).items():
             self._count(name, tokens)
-        for name in TOKEN_COUNTS:
+        for name in (*TOKEN_COUNTS, UNPARSED_COUNT):
             if name in row["metrics"]:
                 self._count(name, int(row["metrics"][name]))
         self._sum("cost_usd", row["cost_usd"])

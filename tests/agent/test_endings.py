@@ -243,13 +243,26 @@ async def test_prompts_out_of_order(rig: Any, prompt: list[Any], said: str) -> N
         "<function=terminal><parameter=command>ls</parameter></function>",
         '[TOOL_CALLS] [{"name": "terminal"}]',
         "<|tool_call_begin|>terminal",
+        '```json\n{"name": "terminal", "arguments": {"command": "ls"}}\n```',
+        '{"type": "function", "name": "terminal", "parameters": {"command": "ls"}}',
     ],
 )
 async def test_calls_that_no_server_parsed_are_counted(rig: Any, text: str) -> None:
     ran = await rig.play(text)
     assert (ran.result.end_reason, ran.result.final_response) == ("answered", text)
     assert ran.result.metrics == {"suspected_unparsed_calls": 1.0}
-    assert (await rig.play("The tool_call was fine.")).result.metrics == {}
+    assert [e.suspected_unparsed for e in ran.added() if e.turn] == [True]
+    fine = await rig.play('The tool_call of {"name": "nobody", "arguments": {}} was fine.')
+    assert fine.result.metrics == {}
+    assert not any(e.suspected_unparsed for e in fine.added())
+
+
+async def test_a_call_that_stayed_in_the_reasoning_is_counted_too(rig: Any) -> None:
+    call = '<tool_call>{"name": "terminal", "arguments": {}}</tool_call>'
+    lost = await rig.play({"text": "", "reasoning": f"I do {call}"}, policy=RL)
+    assert lost.result.metrics["suspected_unparsed_calls"] == 1.0
+    thought = await rig.play({"text": "Done.", "reasoning": f"I could {call}"})
+    assert thought.result.metrics == {}
 
 
 async def test_a_system_message_in_the_prompt_takes_the_place_of_the_preset(rig: Any) -> None:

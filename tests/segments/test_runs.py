@@ -9,6 +9,8 @@ import pytest
 from run_kit import differences, engine_in, run_on, served
 
 from hermes_rl.cli import main
+from hermes_rl.models.tokens import load_renderer
+from hermes_rl.models.tokens.parsers import parser_named
 from hermes_rl.segments.rules import runs_of
 from hermes_rl.store.reader import load_run
 from hermes_rl.store.schema import SEGMENTS
@@ -35,13 +37,14 @@ async def made(folder):
     """A token-in run and the engine's log of it, made once."""
     if not (folder / "truth").exists():
         async with engine_in(folder) as engine:
-            await run_on(engine, folder, SCRIPTS * 3, "vllm")
-            _LOG[:] = engine.truth
+            report = await run_on(engine, folder, SCRIPTS * 3, "vllm")
+            _LOG[:], _REPORT[:] = engine.truth, report.lines()
         (folder / "truth").touch()
     return folder / "run"
 
 
 _LOG: list = []
+_REPORT: list[str] = []
 
 
 async def test_a_run_holds_the_ids_that_were_sampled(made):
@@ -55,6 +58,44 @@ async def test_a_run_holds_the_ids_that_were_sampled(made):
     assert stats["rejected"] == 0
 
 
+async def test_answers_that_look_like_calls_are_told_at_the_end_and_by_the_check(made, capsys):
+    """A template that writes calls in tags, and a model that writes about them, or badly."""
+    assert load_run(made).stats["calls"]["suspected_unparsed"] == 3
+    assert any("3 answers look like tool calls" in line for line in _REPORT)
+    code, out, _ = check(str(made), capsys=capsys)
+    assert code == 0
+    assert "3 answers look like tool calls that nobody parsed" in out
+
+
+async def test_a_call_that_cannot_be_read_is_kept_as_it_was_written_and_as_it_was_sampled(
+    made, folder
+):
+    """Readers get `_unparsed`; the model its own tokens back, in the prompt of the next turn."""
+    renderer = load_renderer(folder / "tokenizer")
+    run, entries = load_run(made), served(_LOG, made)
+    row = next(r for r in run.arrow("trajectories").to_pylist() if r["task_id"] == "t4")
+    place = next(n for n, i in enumerate(row["message_info"]) if i["role"] == "assistant")
+    told, info = json.loads(row["messages"][place]), row["message_info"][place]
+    arguments = [call["function"]["arguments"] for call in told["tool_calls"]]
+    assert arguments == [{"command": "echo a"}, {"_unparsed": "{bad}"}]
+    assert info["raw_arguments"] == ['{"command": "echo a"}', "{bad}"]
+    segments = run.arrow("segments").to_pylist()
+    (segment,) = (s for s in segments if s["trajectory_id"] == row["trajectory_id"])
+    assert segment["trainable"]
+    first, _ = runs_of(segment)
+    said = segment["input_ids"][first.start : first.end]
+    assert tuple(said) == entries[segment["call_ids"][0]].sampled_ids
+    assert entries[segment["call_ids"][1]].prompt_ids[: first.end][first.start :] == tuple(said)
+    text = renderer.answer_text(said)
+    assert text == info["raw_content"]
+    assert "{bad" in text
+    assert "_unparsed" not in renderer.decode(segment["input_ids"])
+    # Where each call stands in the text comes again from what the row holds.
+    parsed = parser_named(renderer.parser_name).parse(text, json.loads(row["tools"]))
+    assert [c.arguments_text for c in parsed.calls] == info["raw_arguments"]
+    assert [text[c.start : c.end].startswith("<tool_call>") for c in parsed.calls] == [True, True]
+
+
 def check(*words: str, capsys) -> tuple[int, str, str]:
     code = main(["check", *words])
     said = capsys.readouterr()
@@ -66,7 +107,8 @@ async def test_the_check_explains_a_bridged_run(made, folder, capsys):
     assert code == 0, err
     assert "t0 #0 branch 0 (main): turns 1-3" in out
     assert "bridged" in out
-    assert "histories forked (0.0%); no faults" in out
+    assert "histories forked (0.0%); 3 answers look like tool calls that nobody parsed" in out
+    assert out.rstrip().endswith("no faults")
     again = ("--tokens", "--tokenizer", str(folder / "tokenizer"))
     code, out, err = check(str(made), *again, capsys=capsys)
     assert code == 0, err

@@ -12,6 +12,7 @@ from render_kit import texts
 
 from hermes_rl.messages import AssistantMessage, ToolCall, UserMessage
 from hermes_rl.models.tokens.parsers import PARSERS, ToolCallParser, parser_named
+from hermes_rl.models.unparsed import looks_unparsed
 from hermes_rl.testing.tiny_tokenizer import tiny_renderer
 
 SCHEMA = {
@@ -87,6 +88,7 @@ def test_any_text_is_taken_apart(parser: ToolCallParser, text: str, opened: bool
         assert call.error is not None or call.name
     message = parsed.message(text)
     assert message.raw_content == text or (message.raw_content is None and parsed.content == text)
+    assert parsed.suspected_unparsed == looks_unparsed(message, TOOLS)  # whoever looks at it
 
 
 @given(st.lists(ARGUMENTS, min_size=1, max_size=3), texts())

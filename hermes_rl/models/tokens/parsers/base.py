@@ -8,19 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 
 from hermes_rl.messages import AssistantMessage, ToolCall
-
-Tools = Sequence[Mapping[str, Any]]
-
-_MARKUP = re.compile(
-    r"</?tool_call\b|<function=|</function>|<parameter=|\[TOOL_CALLS\]|<\|python_tag\|>"
-)
-_NAMED = re.compile(r'\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:')
+from hermes_rl.models.unparsed import Tools, looks_unparsed
 
 
 @dataclass(frozen=True)
@@ -51,8 +44,15 @@ class Parsed:
     """What stands in `<think>`; None where there is no such block."""
     calls: tuple[ParsedCall, ...] = ()
     suspected_unparsed: bool = False
-    """Markup of a call, or a call in another form, is left in the content or in reasoning that was
-    never closed: the model may have meant a call that nobody runs."""
+    """The model may have meant a call that nobody runs: see `models.unparsed`."""
+
+    @classmethod
+    def of(
+        cls, content: str, reasoning: str | None, calls: Sequence[ParsedCall], tools: Tools
+    ) -> Self:
+        """The parts of an answer, looked at once more for calls that were left in its text."""
+        parsed = cls(content, reasoning, tuple(calls))
+        return replace(parsed, suspected_unparsed=looks_unparsed(parsed.message(content), tools))
 
     def message(self, text: str) -> AssistantMessage:
         """The message of an answer.
@@ -102,20 +102,6 @@ def call_id(position: int, text: str, salt: str) -> str:
     """The id of a call: a hash of its position among the calls of the answer, and its text."""
     told = json.dumps([salt, position, text])
     return f"call_{hashlib.sha256(told.encode()).hexdigest()[:24]}"
-
-
-def looks_like_a_call(text: str, tools: Tools) -> bool:
-    """Whether markup of a call stands in this text, or a JSON object that names an offered tool."""
-    if _MARKUP.search(text):
-        return True
-    offered = names(tools)
-    return any(found.group(1) in offered for found in _NAMED.finditer(text))
-
-
-def names(tools: Tools) -> set[str]:
-    """The names of the offered tools."""
-    functions = (tool.get("function") for tool in tools)
-    return {str(f["name"]) for f in functions if isinstance(f, Mapping) and "name" in f}
 
 
 def parameters(tools: Tools, name: str) -> Mapping[str, Any]:

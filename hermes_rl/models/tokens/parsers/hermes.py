@@ -11,13 +11,12 @@ import re
 from hermes_rl.models.tokens.parsers.base import (
     Parsed,
     ParsedCall,
-    Tools,
     call_id,
-    looks_like_a_call,
     outside,
 )
 from hermes_rl.models.tokens.parsers.json_call import arguments_of, members, name_in, why_unread
 from hermes_rl.models.tokens.parsers.reasoning import split_reasoning
+from hermes_rl.models.unparsed import Tools
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _BEGIN = re.compile(r"<tool_call>\s*(?=\{)")
@@ -47,8 +46,7 @@ class HermesParser:
             calls.append(call)
             place = call.end
         content = outside(text, thought.start, calls)
-        left = content if thought.closed else content + (thought.reasoning or "")
-        return Parsed(content, thought.reasoning, tuple(calls), looks_like_a_call(left, tools))
+        return Parsed.of(content, thought.reasoning, calls, tools)
 
 
 def _call(text: str, begin: re.Match[str], position: int, salt: str) -> ParsedCall:

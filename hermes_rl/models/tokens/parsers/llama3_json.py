@@ -13,14 +13,12 @@ from collections.abc import Collection
 from hermes_rl.models.tokens.parsers.base import (
     Parsed,
     ParsedCall,
-    Tools,
     call_id,
-    looks_like_a_call,
-    names,
     outside,
 )
 from hermes_rl.models.tokens.parsers.json_call import arguments_of, members, name_in, why_unread
 from hermes_rl.models.tokens.parsers.reasoning import split_reasoning
+from hermes_rl.models.unparsed import Tools, names
 
 _KEYS = ("parameters", "arguments")
 _FIRST = re.compile(r"\s*((?:<\|python_tag\|>\s*)?)(?=\{)")
@@ -46,8 +44,7 @@ class Llama3JsonParser:
             calls.append(call)
             begin = _FURTHER.match(text, call.end)
         content = outside(text, thought.start, calls)
-        left = content if thought.closed else content + (thought.reasoning or "")
-        return Parsed(content, thought.reasoning, tuple(calls), looks_like_a_call(left, tools))
+        return Parsed.of(content, thought.reasoning, calls, tools)
 
 
 def _call(

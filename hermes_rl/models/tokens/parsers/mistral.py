@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 from hermes_rl.models.tokens.parsers.base import (
     Parsed,
     ParsedCall,
-    Tools,
     call_id,
-    looks_like_a_call,
     outside,
 )
 from hermes_rl.models.tokens.parsers.json_call import (
@@ -31,6 +29,7 @@ from hermes_rl.models.tokens.parsers.json_call import (
     why_unread,
 )
 from hermes_rl.models.tokens.parsers.reasoning import split_reasoning
+from hermes_rl.models.unparsed import Tools
 
 _MARK = "[TOOL_CALLS]"
 _BEGIN = re.compile(r"\[TOOL_CALLS\]\s*")
@@ -63,8 +62,7 @@ class MistralParser:
                 place = read.end
                 start = skip(text, place)
         content = outside(text, thought.start, calls)
-        left = content if thought.closed else content + (thought.reasoning or "")
-        return Parsed(content, thought.reasoning, tuple(calls), looks_like_a_call(left, tools))
+        return Parsed.of(content, thought.reasoning, calls, tools)
 
 
 class _Read(NamedTuple):

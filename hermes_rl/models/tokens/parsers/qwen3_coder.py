@@ -14,15 +14,13 @@ from typing import Any, NamedTuple
 from hermes_rl.models.tokens.parsers.base import (
     Parsed,
     ParsedCall,
-    Tools,
     call_id,
-    looks_like_a_call,
-    names,
     outside,
     parameters,
 )
 from hermes_rl.models.tokens.parsers.reasoning import split_reasoning
 from hermes_rl.models.tokens.parsers.values import typed
+from hermes_rl.models.unparsed import Tools, names
 
 _BEGIN = re.compile(r"(<tool_call>\s*)?<function=([^>\n]*)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>")
@@ -61,8 +59,7 @@ class Qwen3CoderParser:
             calls.append(call)
             place = call.end
         content = outside(text, thought.start, calls)
-        left = content if thought.closed else content + (thought.reasoning or "")
-        return Parsed(content, thought.reasoning, tuple(calls), looks_like_a_call(left, tools))
+        return Parsed.of(content, thought.reasoning, calls, tools)
 
 
 class _Body(NamedTuple):
