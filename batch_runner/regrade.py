@@ -103,7 +103,13 @@ def _settled(path: Path, changes: Sequence[tuple[str, Any]]) -> tuple[RunConfig,
                 f"--set {dotted}: a regrade changes keys below 'env' and 'endpoint', and budgets"
             )
         set_key(data, dotted, value)
-    return settle_env(parse_config(data, str(path / "run.yaml")))
+    config = parse_config(data, str(path / "run.yaml"))
+    if not (config.run.keep_workspaces or (path / "workspaces").is_dir()):
+        raise UserError(
+            f"{path} kept no workspaces, so nothing of it can be graded again. Make the run in "
+            "another --out with --set run.keep_workspaces=true"
+        )
+    return settle_env(config)
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,11 @@ class Regraded:
         if self.stopped is None:
             self.stopped, self.why = cause, why.rstrip(".")
 
+    @property
+    def nothing(self) -> bool:
+        """No rollout could be graded, now or before: there is something to mend first."""
+        return not (self.graded or self.failed or self.known or self.stopped)
+
     def lines(self) -> list[str]:
         """For people."""
         lines = [
@@ -73,8 +78,8 @@ class Regraded:
             )
         if self.not_kept:
             lines.append(
-                f"{self.not_kept} have no stored workspace. Make the run with "
-                "--set run.keep_workspaces=true"
+                f"{self.not_kept} have no stored workspace (or a ctx.state that is no plain JSON). "
+                "Make the run with --set run.keep_workspaces=true"
             )
         if self.other_task:
             lines.append(

@@ -35,6 +35,7 @@ class DialogueBooking(Environment[DialogueBookingConfig]):
     name: ClassVar[str] = "dialogue_booking"
     Config = DialogueBookingConfig
     endless: ClassVar[bool] = True
+    can_use = ("user",)
 
     def __init__(self, config: DialogueBookingConfig) -> None:
         super().__init__(config)

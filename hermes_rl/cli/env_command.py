@@ -178,6 +178,9 @@ def regrade(
     if done.stopped is not None:
         fail(f"{done.why}. The same command goes on. (exit {ExitCode.STOPPED})", "stopped")
         return ExitCode.STOPPED
+    if done.nothing:
+        fail(f"{path}: nothing could be graded (exit {ExitCode.BAD_INPUT})")
+        return ExitCode.BAD_INPUT
     return ExitCode.GIVEN_UP if done.failed or done.unscored else ExitCode.DONE
 
 

@@ -76,6 +76,8 @@ class Environment(ABC, Generic[C]):
     uses: tuple[Uses, ...] = ()
     """Models that it asks beside the policy: `judge`, `user`. The run must name them. Where that
     depends on the configuration, `__init__` says it."""
+    can_use: tuple[Uses, ...] = ()
+    """Models that it asks where the run names them, and does without otherwise."""
 
     def __init__(self, config: C) -> None:
         self.config = config

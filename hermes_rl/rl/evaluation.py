@@ -1,4 +1,8 @@
-"""The end of `evaluate`: metrics.json and samples.jsonl, in the form that Atropos gives them."""
+"""The end of `evaluate`: metrics.json and samples.jsonl, in the form that Atropos gives them.
+
+The form is that of `evaluate_log` in atroposlib 0.4.0; what a sample holds is there each
+environment's own choice, and the names here are those that its environments commonly use.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,18 @@ import yaml
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.errors import HermesError, UserError
 from hermes_rl.evals import summary
+from hermes_rl.evals.summary import SOLVED
 from hermes_rl.rl import faults
 from hermes_rl.rl.environment import Environment, Metrics
 from hermes_rl.rl.opening import Opened, settle_env
 from hermes_rl.store.reader import Run, load_run
 
-_FINISH = {"answered": "stop"}
+_FINISH = {
+    "answered": "stop",
+    "output_truncated": "length",
+    "token_limit": "length",
+    "context_overflow": "length",
+}
 """Ending -> finish reason, as chat endpoints call it; every other ending is its own name."""
 
 
@@ -94,14 +104,13 @@ def _write(run: Run, config: RunConfig, name: str, metrics: Metrics, text: str) 
     seconds = 0.0
     if len(rows):
         seconds = (rows["finished_at"].max() - rows["started_at"].min()).total_seconds()
-    sampling = config.model.model_dump(exclude_none=True, exclude={"name", "mix"})
     content = {
         "config_general": {
             "model_name": config.model.name,
             "total_evaluation_time_seconds": str(seconds),
-            "generation_parameters": sampling,
+            "generation_parameters": _generation(run),
         },
-        "results": {f"atropos|{name}|0": metrics, "all": metrics},
+        "results": {f"atropos|{name}_eval|0": metrics, "all": metrics},
     }
     storage = run.run_dir.storage
     storage.put("metrics.json", msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
@@ -109,19 +118,30 @@ def _write(run: Run, config: RunConfig, name: str, metrics: Metrics, text: str) 
     storage.put("samples.jsonl", b"".join(_samples(run)))
 
 
+def _generation(run: Run) -> dict[str, Any]:
+    """The sampling that was sent, and its bound on output tokens by the name that Atropos has."""
+    rows = run.trajectories
+    sent: dict[str, Any] = dict(rows["sampling"].iloc[0] or {}) if len(rows) else {}
+    sent.pop("seed", None)  # each rollout's own
+    return sent if "max_tokens" not in sent else {**sent, "max_new_tokens": sent["max_tokens"]}
+
+
 def _samples(run: Run) -> Iterator[bytes]:
     """One line per graded rollout, in the order of the tasks."""
     rows = run.trajectories.sort_values(["row_index", "repeat"])
     for row in rows.to_dict("records"):
+        score = _or_none(row["reward"])
         sample = {
             "task_id": row["task_id"],
             "repeat": int(row["repeat"]),
             "question": row["task_prompt"],
             "messages": list(row["messages"]),
             "model_response": row["final_response"],
-            "score": _or_none(row["reward"]),
+            "score": score,
+            "correct": None if score is None else score >= SOLVED,
             "finish_reason": _FINISH.get(row["end_reason"], row["end_reason"]),
             "turns": int(row["turns"]),
+            "metadata": row["metadata"],
             "trajectory_id": row["trajectory_id"],
         }
         yield msgspec.json.encode(sample) + b"\n"

@@ -14,6 +14,7 @@ from hermes_rl.config_env import EnvSection
 from hermes_rl.errors import HermesError, UserError
 from hermes_rl.identity import digest
 from hermes_rl.messages import to_openai
+from hermes_rl.models.providers.others import USES
 from hermes_rl.rl import faults
 from hermes_rl.rl.environment import EnvConfig, Environment
 from hermes_rl.rl.loading import AnyEnvironment, Loaded, load_environment
@@ -56,7 +57,7 @@ def open_environment(section: EnvSection, *, to_run: bool = True) -> Opened:
         to_run: and not only to look at its tasks: the models that it asks must be named.
 
     Raises: UserError, one line: no such environment, a configuration or split that it does not
-        know, a model that it asks and the run does not name.
+        know, a model that it asks and the run does not name or the other way round.
     """
     loaded = load_environment(section.name)
     cls = loaded.cls
@@ -81,13 +82,26 @@ def open_environment(section: EnvSection, *, to_run: bool = True) -> Opened:
         raise UserError(
             f"environment {name} has no split {section.split!r} (known: {', '.join(env.splits)})"
         )
-    for use in env.uses if to_run else ():
-        if getattr(section, use) is None:
+    if to_run:
+        _refuse_models(env, section)
+    return Opened(env, loaded, section)
+
+
+def _refuse_models(env: AnyEnvironment, section: EnvSection) -> None:
+    """Raises: UserError for a judge or user that it asks and the run does not name, or the other
+    way round."""
+    for use in USES:
+        named = getattr(section, use) is not None
+        if use in env.uses and not named:
             raise UserError(
-                f"environment {name} asks a model as {use}: set env.{use}.name, "
+                f"environment {env.name} asks a model as {use}: set env.{use}.name, "
                 f"for example --set env.{use}.name=MODEL"
             )
-    return Opened(env, loaded, section)
+        if named and use not in (*env.uses, *env.can_use):
+            raise UserError(
+                f"environment {env.name} asks no model as {use} as it is configured. Leave out "
+                f"env.{use} (--{use}); one that does so names it in `uses` or `can_use`"
+            )
 
 
 def _first(error: ValidationError, config: type[EnvConfig]) -> str:

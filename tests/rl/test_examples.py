@@ -77,7 +77,7 @@ async def test_math_in_process_and_evaluate(tmp_path: Path) -> None:
         assert not train & evals
     results, samples = await evaluated(tmp_path / "evaluate")
     scores = [row["reward"] for row in table(tmp_path / "evaluate")]
-    assert results["atropos|math_tool|0"]["reward"] == pytest.approx(sum(scores) / 5)
+    assert results["atropos|math_tool_eval|0"]["reward"] == pytest.approx(sum(scores) / 5)
     assert [sample["score"] for sample in samples] == scores
     assert all(s["finish_reason"] == "stop" and s["messages"][-1]["content"] for s in samples)
 

@@ -246,6 +246,22 @@ async def test_an_environments_own_metrics(
     assert (metrics["words"], metrics["found"], metrics["reward"]) == (3, 1, 1)
 
 
+@pytest.mark.parametrize("use", ["judge", "user"])
+async def test_a_model_that_nobody_asks_is_said_before_its_key_is_looked_for(
+    tmp_path: Path, write_env: Write, use: str
+) -> None:
+    place = {"name": "gpt-5", "api_key_env": "A_KEY_THAT_NOBODY_HAS"}
+    sections: Any = {"model": {"name": "noop"}, "env": {use: place}}
+    with pytest.raises(UserError) as raised:
+        await ran(write_env(GOOD_TASKS + GOOD_REWARD).path, tmp_path / "run", **sections)
+    one_line(raised.value, f"asks no model as {use}", f"Leave out env.{use} (--{use})")
+    may = write_env(f"can_use = ({use!r},)\n{GOOD_TASKS}{GOOD_REWARD}", name="may").path
+    with pytest.raises(UserError, match="A_KEY_THAT_NOBODY_HAS"):
+        await ran(may, tmp_path / "run", **sections)
+    sections["env"] = {}
+    assert (await ran(may, tmp_path / "run", **sections)).done == 4
+
+
 def test_a_name_that_is_wanted(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no environment 'nowhere' \(known: .*file.py:Class"):
         load_environment("nowhere")

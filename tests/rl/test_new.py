@@ -61,7 +61,7 @@ def test_it_passes_its_own_test_and_runs_as_a_module(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr[-2000:]
     out = tmp_path / "runs" / "word_hunt-oracle-eval"
     metrics = json.loads((out / "metrics.json").read_bytes())
-    assert metrics["results"]["atropos|word_hunt|0"] == metrics["results"]["all"]
+    assert metrics["results"]["atropos|word_hunt_eval|0"] == metrics["results"]["all"]
     assert metrics["results"]["all"]["reward"] == 1.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rl_kit import Written, configured, ran, table, tokens
 
 from batch_runner import arun_batch, run_batch
@@ -16,6 +18,7 @@ from batch_runner.manifest import read_manifest
 from batch_runner.progress import Silent
 from batch_runner.regrade import regrade
 from batch_runner.spent import spent_before
+from hermes_rl.cli import main
 from hermes_rl.doors import run_sync
 from hermes_rl.models.limits.spending import RUN_TOKENS
 from hermes_rl.store.rundir import RunDir
@@ -215,6 +218,44 @@ def test_the_command_finds_an_environment_beside_the_caller(
     stopped = call("regrade", "run", "--set", "model.name=other")
     assert stopped.returncode == 2
     assert "below 'env' and 'endpoint'" in stopped.stderr
+
+
+STRANGE = """
+    class Config(EnvConfig):
+        sandboxed: bool = False
+
+    def tasks(self, split, seed):
+        yield make_task("say it", id="one", oracle='["yes"]')
+
+    async def start(self, task, ctx):
+        ctx.state["place"] = object()
+
+    async def compute_reward(self, task, trajectory, ctx):
+        return 0.5
+"""
+
+
+@pytest.mark.parametrize(
+    ("run", "says"),
+    [
+        ({}, "kept no workspaces, so nothing of it can be graded again. Make the run in another"),
+        ({"keep_workspaces": True}, "nothing could be graded (exit 2)"),
+    ],
+)
+async def test_a_regrade_that_finds_nothing_to_grade_is_a_mistake_and_says_which(
+    tmp_path: Path,
+    write_env: Callable[..., Written],
+    capsys: pytest.CaptureFixture[str],
+    run: dict[str, Any],
+    says: str,
+) -> None:
+    out = tmp_path / "run"
+    await ran(write_env(STRANGE).path, out, run=run)
+    code = await asyncio.to_thread(main, ["env", "regrade", str(out)])
+    told = capsys.readouterr()
+    assert (code, told.err.count("\n")) == (2, 1)
+    assert says in told.err
+    assert run == {} or "4 have no stored workspace (or a ctx.state that is no" in told.out
 
 
 def test_a_regrade_leaves_the_runs_own_words_as_they_are(tmp_path: Path) -> None:

@@ -287,4 +287,5 @@ def test_mistakes_of_a_regrade(tmp_path: Path, write_env: Callable[..., Written]
     run_batch(settings(write_env(TASKS + REGRADED).path, out))
     with pytest.raises(UserError, match="below 'env' and 'endpoint', and budgets"):
         run_sync(regrade(out, [("model.name", "other")]))
-    assert run_sync(regrade(out)).not_kept == 12
+    with pytest.raises(UserError, match=r"run kept no workspaces.*run\.keep_workspaces=true"):
+        run_sync(regrade(out))

@@ -152,7 +152,8 @@ def test_what_is_an_environments_identity(tmp_path: Path) -> None:
     package = tmp_path / "pack"
     package.mkdir()
     (package / "__init__.py").write_text("from .environment import MathTool\n")
-    (package / "environment.py").write_text(MATH.read_text())
+    may = MATH.read_text().replace("endless = ", 'can_use = ("judge",)\n    endless = ')
+    (package / "environment.py").write_text(may)
     (package / "words.txt").write_text("one two")
 
     def identity(**section: Any) -> str:

@@ -1,0 +1,68 @@
+"""What `evaluate` leaves for the tools of Atropos: metrics.json and samples.jsonl."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rl_kit import Written, asked_of, evaluated, ran
+
+from hermes_rl.models.dialects.server import ServedRequest
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+
+COUNTED = """
+class Config(EnvConfig):
+    sandboxed: bool = False
+
+def tasks(self, split, seed):
+    for n in range(3):
+        yield make_task(f"Number {n}?", id=f"n{n}", answer=n)
+
+async def compute_reward(self, task, trajectory, ctx):
+    return float(trajectory.final_response == str(task.metadata["answer"]))
+
+async def evaluate(self, run):
+    return {"longest": max(len(text) for text in run.trajectories["final_response"])}
+"""
+
+
+def counter(request: ServedRequest) -> Any:
+    """Knows 0, is wrong about 1, and is cut at 2."""
+    number = int(asked_of(request).split()[1].rstrip("?"))
+    return ["0", "zero", {"text": "2", "finish": "length"}][number]
+
+
+async def test_every_field_of_an_evaluation_has_the_name_that_atropos_gives_it(
+    tmp_path: Path, write_env: Callable[..., Written]
+) -> None:
+    out = tmp_path / "run"
+    async with FakeServer(FakeConfig(plays={"policy": counter})) as server:
+        await ran(
+            write_env(COUNTED, name="counted").path,
+            out,
+            server,
+            env={"mode": "evaluate", "split": "eval"},
+            model={"temperature": 0.25, "max_tokens": 77},
+            dataset={"limit": None},
+        )
+    results, samples = await evaluated(out)
+    assert set(results) == {"atropos|counted_eval|0", "all"}
+    assert results["atropos|counted_eval|0"] == results["all"]
+    assert results["all"]["solved"] == pytest.approx(2 / 3)
+    assert results["all"]["longest"] == 4
+    content = json.loads((out / "metrics.json").read_bytes())
+    assert set(content) == {"config_general", "results"}
+    general = content["config_general"]
+    assert set(general) == {"model_name", "total_evaluation_time_seconds", "generation_parameters"}
+    assert isinstance(general["total_evaluation_time_seconds"], str)
+    sent = {"temperature": 0.25, "top_p": 1.0, "top_k": -1, "max_tokens": 77, "max_new_tokens": 77}
+    assert general["generation_parameters"] == sent
+    assert (out / "evaluate_config.yaml").read_text() == (out / "run.yaml").read_text()
+    first, wrong, cut = samples
+    assert (first["score"], first["correct"], first["finish_reason"]) == (1.0, True, "stop")
+    assert (wrong["score"], wrong["correct"], wrong["finish_reason"]) == (0.0, False, "stop")
+    assert (cut["correct"], cut["finish_reason"]) == (True, "length")
+    assert (first["question"], first["model_response"]) == ("Number 0?", "0")
+    assert [m["role"] for m in first["messages"]] == ["system", "user", "assistant"]
+    assert [s["metadata"]["answer"] for s in samples] == [0, 1, 2]
