@@ -1,10 +1,14 @@
 """Runs against the token-exact fake engine, as the command makes them."""
 
 import json
-from collections.abc import AsyncIterator, Sequence
+import shutil
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from batch_runner.report import Report
 from batch_runner.runner import arun_batch
@@ -61,6 +65,17 @@ def served(truth: Sequence[Truth], run: Path) -> dict[str, Truth]:
     return {str(e.call_id): e for e in entries if e.sampled_ids}
 
 
+def rewritten(run: Path, into: Path, table: str, change: Callable[[list[Any]], None]) -> Path:
+    """A copy of a run whose rows of one table are changed, part by part."""
+    shutil.copytree(run, into)
+    for path in (into / table).iterdir():
+        rows = pq.read_table(path)
+        told = rows.to_pylist()
+        change(told)
+        pq.write_table(pa.Table.from_pylist(told, schema=rows.schema), path)
+    return into
+
+
 def differences(run: Path, entries: dict[str, Truth]) -> list[str]:
     """What a run's segments have otherwise than the engine's log."""
     found, trained = [], set()
@@ -77,7 +92,10 @@ def differences(run: Path, entries: dict[str, Truth]) -> list[str]:
                 found.append(f"{call_id} has another prompt")
             if tuple(ids[part.start : part.end]) != entry.sampled_ids:
                 found.append(f"{call_id} has other ids")
-            pairs = zip(logprobs[part.start : part.end], entry.raw_logprobs, strict=True)
-            if any(abs(ours - theirs) > 1e-5 for ours, theirs in pairs):
+            told = logprobs[part.start : part.end]
+            pairs = zip(told, entry.raw_logprobs, strict=False)
+            if len(told) != len(entry.raw_logprobs) or any(
+                abs(ours - theirs) > 1e-5 for ours, theirs in pairs
+            ):
                 found.append(f"{call_id} has other logprobs")
     return found + [f"{call_id} is nowhere" for call_id in entries if call_id not in trained]
