@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import os
 import platform
 import socket
 import sys
@@ -30,8 +32,9 @@ KEPT = ("rate_limits", "budgets", "capabilities")
 """Entries that outlive a start which learned nothing about them."""
 
 
+@functools.cache
 def versions() -> dict[str, str]:
-    """Versions of what decides how a run behaves."""
+    """Versions of what decides how a run behaves; read once, they stand in many files."""
     found = {"hermes_rl": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -39,6 +42,12 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def _system() -> str:
+    """As `platform.platform()` has it, which starts a process to learn of a part that it drops."""
+    here, libc = os.uname(), "".join(platform.libc_ver())
+    return f"{here.sysname}-{here.release}-{here.machine}" + (f"-with-{libc}" if libc else "")
 
 
 def start_meta(settings: Settings) -> dict[str, Any]:
@@ -92,7 +101,7 @@ def write_manifest(driver: Driver, settings: Settings, more: Mapping[str, Any]) 
         "identity": settings.identity,
         "versions": versions(),
         "git_commit": _git_commit(Path(__file__).parents[1]),
-        "platform": {"system": platform.platform(), "machine": platform.machine()},
+        "platform": {"system": _system(), "machine": platform.machine()},
         "dataset": _dataset(settings.config.dataset.path, before.get("dataset")),
         "starts": [{"epoch": e, **_meta(run_dir, e)} for e in run_dir.epochs()],
         **kept,

@@ -29,7 +29,6 @@ from hermes_rl.models.limits.share import Line, Share
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.rollout import Tape, lost_row, run_attempt
-from hermes_rl.segments import with_segments
 from hermes_rl.store.journal import JournalWriter
 from hermes_rl.store.publisher import Publisher
 from hermes_rl.store.rows import Finished, Segment
@@ -132,6 +131,8 @@ class Worker:
         tape, segments = Tape(self._journal.recorder(key)), tuple[Segment, ...]()
         row = await self._row(item, tape)
         if any(isinstance(e, TokensAdded) for e in tape.events):
+            from hermes_rl.segments import with_segments  # most runs have no tokens
+
             row, segments = await asyncio.to_thread(with_segments, tape.events, row)
         fatal = _fatal_command(tape)
         made = Finished(key=key, row=row, segments=segments, fatal_command=fatal)

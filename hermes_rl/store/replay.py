@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 
 from hermes_rl.events import AttemptKey, Begun, Ended, Event
-from hermes_rl.segments import with_segments
 from hermes_rl.store.dispatch import DISPATCH_FILE, Dispatched
 from hermes_rl.store.journal import LiveLine
 from hermes_rl.store.lines import payloads
@@ -60,6 +59,8 @@ class Lost:
         return self._row(begun, [begun], line.at)
 
     def _row(self, begun: Begun, events: list[Event], at: float) -> Finished:
+        from hermes_rl.segments import with_segments  # few starts have such a row to make
+
         self.found.add(begun.key)
         # An end without its `done` line was never reported: the attempt counts as cut.
         kept = [e for e in events if not isinstance(e, Ended)]

@@ -103,12 +103,13 @@ def test_default_run_directory(
     assert capsys.readouterr().out.startswith("runs/tasks-noop: new run, this process")
 
 
-def test_without_workers_neither_ray_nor_pandas_is_imported(tasks: str, tmp_path: Path) -> None:
+def test_a_run_without_workers_loads_only_what_it_uses(tasks: str, tmp_path: Path) -> None:
     code = (
         "import sys\nfrom hermes_rl.cli import main\n"
         f"code = main(['run', {tasks!r}, '--model', 'noop', '--out', {str(tmp_path / 'r')!r}, "
         f"*{FREE!r}])\n"
-        "heavy = {'ray', 'pandas'} & set(sys.modules)\nassert not heavy, heavy\nsys.exit(code)"
+        "late = {'ray', 'pandas', 'hermes_rl.segments', 'hermes_rl.models.tokens.renderer'}\n"
+        "late &= set(sys.modules)\nassert not late, late\nsys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

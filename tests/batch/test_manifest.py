@@ -1,6 +1,7 @@
 """manifest.json: what a later start has nothing to say about stays; the fingerprint is true."""
 
 import hashlib
+import platform
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +34,8 @@ async def test_entries_are_kept_and_the_fingerprint_follows_the_file(tmp_path: P
         kept = read_manifest(driver.run_dir)
         assert kept["rate_limits"] == [{"limit": 7}]
         assert "plan" not in kept, "that was the earlier start's"
+        machine = {"system": platform.platform(), "machine": platform.machine()}
+        assert kept["platform"] == machine
         assert kept["dataset"]["sha256"] == hashlib.sha256(dataset.read_bytes()).hexdigest()
 
         dataset.write_text('{"prompt": "other"}\n')

@@ -26,6 +26,8 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
+import msgspec.yaml
+
 from hermes_rl.models.base import CacheTime
 from hermes_rl.models.limits.budget import OUTPUT_MAX
 from hermes_rl.usage import Usage
@@ -207,11 +209,9 @@ def price_table(
 @lru_cache(maxsize=1)
 def list_prices() -> Mapping[str, Mapping[str, ModelPrice | None]]:
     """Provider -> model -> price: the table that is shipped (`prices.yaml`), read once."""
-    import yaml
-
-    text = files(__package__).joinpath("prices.yaml").read_text(encoding="utf-8")
+    text = files(__package__).joinpath("prices.yaml").read_bytes()
     table: dict[str, dict[str, ModelPrice | None]] = {}
-    for provider, form in yaml.safe_load(text).items():
+    for provider, form in msgspec.yaml.decode(text).items():
         known = {"source": form["source"], "read": str(form["read"])}
         table[provider] = {
             str(model): None if entry is None else read_price({**known, **entry})

@@ -17,6 +17,8 @@ from importlib.resources import files
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+import msgspec.yaml
+
 from hermes_rl.errors import UserError
 from hermes_rl.models.endpoint import check_address
 from hermes_rl.models.providers.quirks import Quirks
@@ -177,10 +179,8 @@ def _keys(asked: Asked, provider: Provider | None, place: Place) -> tuple[tuple[
 @lru_cache(maxsize=1)
 def shipped() -> Mapping[str, Provider]:
     """The providers that are known without the user's (`providers.yaml`), read once."""
-    import yaml
-
-    text = files(__package__).joinpath("providers.yaml").read_text(encoding="utf-8")
-    return {name: read_provider(name, form) for name, form in yaml.safe_load(text).items()}
+    text = files(__package__).joinpath("providers.yaml").read_bytes()
+    return {name: read_provider(name, form) for name, form in msgspec.yaml.decode(text).items()}
 
 
 def known_providers(own: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Provider]:
