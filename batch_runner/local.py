@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -59,11 +60,13 @@ class LocalFactory:
     spec: WorkerSpec
     line: Line
     """To the governor."""
+    keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """API keys by variable."""
 
     async def start(self, worker: int, capacity: int) -> LocalWorker:
         """Raises: HermesError when the model, the key, the sandbox or room cannot be had."""
         make_room(capacity)
         spec = msgspec.structs.replace(self.spec, worker=worker, capacity=capacity)
         async with AsyncExitStack() as stack:
-            opened = await stack.enter_async_context(open_worker(spec, self.line))
+            opened = await stack.enter_async_context(open_worker(spec, self.line, self.keys))
             return LocalWorker(opened, stack.pop_all())

@@ -82,7 +82,7 @@ async def arun_batch(
     refuse_unpriced(config)
     reader = open_reader(settings)
     await asyncio.to_thread(reader.prime)
-    probed = await reach(settings.config)
+    probed = await reach(settings.config, settings.keys)
     section = settings.config.run
     options = OpenOptions(max_attempts=section.max_attempts, retry_failed=section.retry_failed)
     identity, meta = settings.identity, start_meta(settings)
@@ -381,7 +381,7 @@ def open_factory(
     """What starts workers, and their governor: this process without Ray, or a Ray cluster."""
     if settings.workers == 0:
         governor = LocalGovernor(charter)
-        yield LocalFactory(spec, governor.line()), governor
+        yield LocalFactory(spec, governor.line(), settings.keys), governor
         return
     from batch_runner.governor_ray import RayGovernor
     from batch_runner.pool import RayFactory, connected

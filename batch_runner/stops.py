@@ -60,6 +60,8 @@ def _mend_of_key(endpoint: EndpointSection) -> str:
     names = endpoint.key_names or _key_names(endpoint)
     if not names:
         return "Name the variable that holds the key (--api-key-env NAME)"
+    if printed := [name for name in names if name in endpoint.key_commands]:
+        return f"Mend the command of {' and '.join(printed)} in endpoint.key_commands"
     return f"Set {' and '.join(names)}"
 
 

@@ -154,6 +154,10 @@ class EndpointSection(Section):
     api_key_env: str | None = None
     """Name of the environment variable that holds the key; several, with commas or as a list, are
     accounts that take turns."""
+    key_commands: dict[str, Annotated[str, Field(min_length=1)]] = Field(default_factory=dict)
+    """Variable -> the command that prints its key, for keys that do not live long. It is run by
+    `/bin/sh` at the start, when the endpoint refuses the key, and before a key ends that says when.
+    """
     key_strategy: KeyStrategy = "fill_first"
     """Which of several accounts is next."""
     api_mode: ApiMode | None = None
@@ -193,6 +197,13 @@ class EndpointSection(Section):
     @classmethod
     def _join(cls, given: Any) -> Any:
         return join_names(given)
+
+    @field_validator("key_commands")
+    @classmethod
+    def _names(cls, given: dict[str, str]) -> dict[str, str]:
+        for name in given:
+            join_names(name)
+        return given
 
     @field_validator("tokens", "prompt_cache", mode="before")
     @classmethod

@@ -234,11 +234,12 @@ async def open_workshop(
     async with AsyncExitStack() as stack:
         backend = make_backend(config.sandbox.backend, state_dir)
         stack.push_async_callback(backend.aclose)
-        held = all_keys(config) if keys is None else keys
+        held = await asyncio.to_thread(all_keys, config) if keys is None else keys
+        keyring = Keys.renewed_by(config.endpoint.key_commands, held)
         targets = targets_by_model(config)
-        plan = tokens or await find_plan(config, Keys(held))
+        plan = tokens or await find_plan(config, keyring)
         models = await open_models(
-            config.model.name, config.endpoint, targets, stack, Keys(held), together, plan
+            config.model.name, config.endpoint, targets, stack, keyring, together, plan
         )
         yield Workshop(
             config=config,
@@ -249,7 +250,7 @@ async def open_workshop(
             common=together,
             free=models is None,
             exact=plan is not None and plan.exact,
-            others=_open_others(config, stack, Keys(held), together),
+            others=_open_others(config, stack, keyring, together),
         )
 
 
@@ -316,20 +317,24 @@ async def open_models(
     return routing
 
 
-async def reach(config: RunConfig) -> Probed | None:
+async def reach(config: RunConfig, keys: Mapping[str, str] | None = None) -> Probed | None:
     """Look whether a sandbox starts and the endpoint answers. Costs no token, but for a few where
     token ids are wanted (see `reach_models`).
 
     A key that is refused is not said here: the run itself stops for it, resumable. Where workers
     stand on the machines of a cluster, their sandboxes are not tried here.
 
+    Args:
+        keys: by variable; None finds them.
+
     Returns what the endpoint says of itself; None when it was not asked or refused the key.
     Raises: UserError when nobody answers at its address, or the key is not set; SandboxStartError.
     """
     if not (config.run.workers != 0 and os.environ.get("RAY_ADDRESS")):
         await _start_a_sandbox(config.sandbox.backend)
-    await reach_others(config)
-    return await reach_models(config)
+    held = Keys(await asyncio.to_thread(all_keys, config) if keys is None else keys)
+    await reach_others(config, held)
+    return await reach_models(config, held)
 
 
 async def _start_a_sandbox(backend_name: str) -> None:

@@ -38,7 +38,7 @@ def models(asked: Asked = Asked()) -> list[Finding]:
     """
     if asked.model is not None:
         return _explored(asked)
-    return [*_providers(asked), *_embedded(), *_dialects()]
+    return [*_providers(asked), *_printed_keys(asked), *_embedded(), *_dialects()]
 
 
 def _config(asked: Asked) -> RunConfig:
@@ -68,19 +68,42 @@ def _config(asked: Asked) -> RunConfig:
 def _providers(asked: Asked) -> list[Finding]:
     from hermes_rl.models.providers.table import DEFAULT_MODE, known_providers
 
-    own = _config(asked).providers if asked.config else {}
+    config = _config(asked) if asked.config else None
+    own = config.providers if config else {}
+    printed = config.endpoint.key_commands if config else {}
     found = []
     for entry in known_providers({name: form.model_dump() for name, form in own.items()}).values():
         key = entry.api_key_env
-        held = bool(key and os.environ.get(key))
+        held = bool(key and (key in printed or os.environ.get(key)))
+        has = "comes from a command" if key in printed else f"is {'set' if held else 'not set'}"
         words = [
             entry.base_url or "",
             entry.api_mode or DEFAULT_MODE,
-            f"{key} is {'set' if held else 'not set'}" if key else "no key needed",
+            f"{key} {has}" if key else "no key needed",
             entry.note,
         ]
         text = "; ".join(word for word in words if word)
         found.append(Finding("providers", entry.name, held or None, text))
+    return found
+
+
+def _printed_keys(asked: Asked) -> list[Finding]:
+    """Whether the commands of a configuration print keys, and how long these live."""
+    if asked.config is None:
+        return []
+    import time
+
+    from hermes_rl.models.key_command import KeyCommand, ends_at
+
+    found = []
+    for name, command in _config(asked).endpoint.key_commands.items():
+        try:
+            ends = ends_at(KeyCommand(name, command).run())
+        except UserError as error:
+            found.append(Finding("keys", name, False, str(error)))
+            continue
+        left = "" if ends is None else f", which ends in {(ends - time.time()) / 60:.0f} min"
+        found.append(Finding("keys", name, True, f"its command prints a key{left}"))
     return found
 
 
@@ -122,7 +145,8 @@ def _explored(asked: Asked) -> list[Finding]:
     config = _config(asked)
     where = config.endpoint
     target = targets_of(where, config.providers)[0]
-    (_, key), *_ = Keys(find_keys([target.place])).of(target.place)
+    keys = find_keys([target.place], os.environ, where.key_commands)
+    (_, key), *_ = Keys(keys).of(target.place)
     endpoint = first_endpoint(where, target.place, key)
     try:
         found = run_sync(explore(endpoint, asked.model, target.prices))

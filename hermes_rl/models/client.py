@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 
-from hermes_rl.errors import ModelError, ProtocolError, ServerError, UserError
+from hermes_rl.errors import AuthError, ModelError, ProtocolError, ServerError, UserError
 from hermes_rl.models.base import Completion, ModelClient, ModelRequest
 from hermes_rl.models.calls.beginnings import Beginning
 from hermes_rl.models.dialects.base import Decoder, Dialect, ReplyHead
@@ -69,13 +69,32 @@ class WireClient:
         self.endpoint = endpoint.host
         self._dialect, self._line, self._where = dialect, _Line(transport), endpoint
         self._url = endpoint.url(dialect.path)
-        self._headers = {**dialect.headers(endpoint.api_key), **endpoint.headers}
+        self._headers = self._headers_with(endpoint.api_key)
         self._secrets = endpoint.secrets
         self._answer_bytes = endpoint.answer_bytes
 
     async def complete(self, request: ModelRequest) -> Completion:
-        """See `ModelClient.complete`."""
-        headers = {**self._headers, CALL_ID_HEADER: request.call_id}
+        """See `ModelClient.complete`. A key that a command prints may be replaced meanwhile; the
+        refusal is raised all the same, as `KeyRenewed`."""
+        live = self._where.live_key
+        if live is None:
+            return await self._send(request, self._headers)
+        key = await live.current()
+        try:
+            answer = await self._send(request, self._headers_with(key))
+        except AuthError as error:
+            meant = await live.refused(key, error)
+            if meant is error:
+                raise
+            raise meant from error
+        live.accepted()
+        return answer
+
+    def _headers_with(self, key: str | None) -> dict[str, str]:
+        return {**self._dialect.headers(key), **self._where.headers}
+
+    async def _send(self, request: ModelRequest, of_endpoint: Mapping[str, str]) -> Completion:
+        headers = {**of_endpoint, CALL_ID_HEADER: request.call_id}
         body = self._dialect.encode(request)
         beginning = Beginning(request)
         line, start = self._line, bytearray()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
 from hermes_rl.errors import UserError
+from hermes_rl.models.key_command import LiveKey
 from hermes_rl.models.providers.quirks import Quirks
 
 TransportName = Literal["http", "sdk"]
@@ -27,6 +28,19 @@ class Timeouts:
 
 
 @dataclass(frozen=True)
+class Secrets:
+    """Texts that no message may show: also those that come later."""
+
+    fixed: tuple[str, ...] = field(default=(), repr=False)
+    live: LiveKey | None = field(default=None, repr=False)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.fixed
+        if self.live is not None:
+            yield from filter(_telling, self.live.seen)
+
+
+@dataclass(frozen=True)
 class Endpoint:
     """One address and account. Text forms never show the key."""
 
@@ -34,6 +48,8 @@ class Endpoint:
     """For example `https://api.example.com/v1`; the dialect adds its path. For Anthropic's Messages
     API with or without `/v1` at its end."""
     api_key: str | None = field(default=None, repr=False)
+    live_key: LiveKey | None = field(default=None, repr=False, compare=False)
+    """In the place of `api_key`, where a command prints it anew."""
     transport: TransportName = "http"
     api_mode: str = "chat_completions"
     quirks: Quirks | None = None
@@ -61,12 +77,12 @@ class Endpoint:
         return f"{host}:{parts.port}" if parts.port else host
 
     @property
-    def secrets(self) -> tuple[str, ...]:
+    def secrets(self) -> Secrets:
         """Texts that no message may show."""
         values = [self.api_key, urlsplit(self.base_url).password, *self.headers.values()]
         if self.proxy:
             values.append(urlsplit(self.proxy).password)
-        return tuple(v for v in values if v and len(v) >= 6)
+        return Secrets(tuple(v for v in values if v and _telling(v)), self.live_key)
 
     def url(self, path: str) -> str:
         """The address of one route.
@@ -116,6 +132,11 @@ def check_address(base_url: str) -> None:
         raise UserError(
             f"base_url {base_url!r} is no address. Use for example http://127.0.0.1:8000/v1"
         )
+
+
+def _telling(text: str) -> bool:
+    """Whether a secret can be told from ordinary text."""
+    return len(text) >= 6
 
 
 def _printable(text: str) -> bool:

@@ -286,3 +286,13 @@ def test_doctor_finds_out_what_an_endpoint_can_do(tmp_path: Path, base_url: str)
     assert "MINE is not set" in next(f["text"] for f in listed if f["name"] == "mine")
     mine = hermes(*asked, "--config", own, "--provider", "mine", "--json", cwd=tmp_path).json()
     assert mine[0]["text"] == "mine, chat_completions"
+    (tmp_path / "key").write_text("token-12345")
+    commands = "{MINE: 'cat key', YOURS: 'echo no login >&2; exit 2'}"
+    own.write_text(own.read_text() + f"endpoint: {{provider: mine, key_commands: {commands}}}\n")
+    printed = hermes("doctor", "models", "--config", own, cwd=tmp_path)
+    assert "MINE comes from a command" in printed.out
+    assert "MINE        its command prints a key" in printed.out
+    assert "the key command of YOURS ended with exit code 2: no login" in printed.out
+    assert "token-12345" not in printed.out + printed.err
+    mine = hermes(*asked, "--config", own, "--json", cwd=tmp_path).json()
+    assert mine[0]["text"] == "mine, chat_completions"

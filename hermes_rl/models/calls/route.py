@@ -12,6 +12,7 @@ from typing import Protocol
 from hermes_rl.errors import ModelError
 from hermes_rl.models.base import ModelClient
 from hermes_rl.models.calls.traffic import Traffic
+from hermes_rl.models.key_command import KeyRenewed
 from hermes_rl.models.limits.limiter import Limiter
 from hermes_rl.models.providers.prices import PriceTable
 
@@ -42,13 +43,10 @@ class AccountPool(Protocol):
         first."""
         ...
 
-    def rest_s(self) -> float:
-        """Seconds until an account may work; 0 when one may now."""
-        ...
-
     def rest(self, account: Account, error: ModelError) -> bool:
         """Let an account rest for what the error says of it. Returns whether another may be asked:
-        one that may work now, or, after a refused key, one that only rests for its rate."""
+        one that may work now (also this one, with a new key), or, after a refused key, one that
+        only rests for its rate."""
         ...
 
 
@@ -78,10 +76,6 @@ class _One:
         """See `AccountPool.choose`."""
         return self.account
 
-    def rest_s(self) -> float:
-        """See `AccountPool.rest_s`."""
-        return 0.0
-
     def rest(self, account: Account, error: ModelError) -> bool:
         """See `AccountPool.rest`."""
-        return False
+        return isinstance(error, KeyRenewed)

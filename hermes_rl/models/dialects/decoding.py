@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ class Reading:
     """What is known while one answer is read, beside its bytes."""
 
     head: ReplyHead
-    secrets: tuple[str, ...] = ()
+    secrets: Iterable[str] = ()
     """Texts that no error may show."""
     salt: str = ""
     """Makes ids of calls that came without one differ between turns."""
@@ -209,7 +209,7 @@ def decoder_for(
     body: Callable[[bytes, Reading], Completion],
     stream: Callable[[Reading], EventDecoder],
     streamed: bool,
-    secrets: tuple[str, ...],
+    secrets: Iterable[str],
 ) -> Decoder:
     """A decoder for the answer to a request. What the answer is says its content type; where that
     says neither, what was asked for counts.

@@ -47,20 +47,24 @@ def other_targets(config: RunConfig) -> dict[str, tuple[Target, ...]]:
 
 def all_keys(config: RunConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """All keys that a run needs, also those of its environment's models, by the variable that holds
-    them. Raises: UserError when one is not set."""
+    them. Blocking where commands print some (`find_keys`).
+
+    Raises: UserError when one is not set, or its command fails.
+    """
     places = [target.place for targets in other_targets(config).values() for target in targets]
-    return {**keys_of(config, environ), **find_keys(places, environ)}
+    own = keys_of(config, environ)
+    left = {k: v for k, v in config.endpoint.key_commands.items() if k not in own}
+    return {**find_keys(places, {**environ, **own}, left), **own}
 
 
-async def reach_others(config: RunConfig) -> None:
+async def reach_others(config: RunConfig, keys: Keys) -> None:
     """Ask each of their places for its models, which costs no token.
 
     Raises: Outage when nobody answers at an address.
     """
     asked = {targets[0].place for targets in other_targets(config).values()}
-    held = Keys(all_keys(config) if asked else {})
     for place in asked:
-        (_, key), *_ = held.of(place)
+        (_, key), *_ = keys.of(place)
         try:
             await probe(first_endpoint(config.endpoint, place, key))
         except AuthError:

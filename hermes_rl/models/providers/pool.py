@@ -22,6 +22,7 @@ from typing import Literal
 
 from hermes_rl.errors import ModelError
 from hermes_rl.models.calls.route import Account
+from hermes_rl.models.key_command import KeyRenewed
 from hermes_rl.models.limits.quotas import resets_s
 from hermes_rl.models.limits.rests import Rests
 
@@ -77,12 +78,10 @@ class KeyPool:
 
         return min(range(len(left)), key=how_bad)
 
-    def rest_s(self) -> float:
-        """See `AccountPool.rest_s`."""
-        return min(self._left_s(account) for account in self.accounts)
-
     def rest(self, account: Account, error: ModelError) -> bool:
         """See `AccountPool.rest`."""
+        if isinstance(error, KeyRenewed):
+            return True
         seconds = self._seconds(error)
         if seconds:
             of_rate = error.reason in _OF_ITS_RATE

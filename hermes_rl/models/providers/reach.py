@@ -15,40 +15,42 @@ from hermes_rl.models.providers.table import Place
 from hermes_rl.models.providers.targets import (
     asks_endpoint,
     first_endpoint,
-    keys_of,
     targets_by_model,
 )
 
 
-async def reach_models(config: RunConfig) -> Probed | None:
+async def reach_models(config: RunConfig, keys: Keys) -> Probed | None:
     """Ask each place of the run's models for its list, which costs no token; where token ids are
     wanted also how they are had, with a few calls of one token; with `run.probe` full also one
     model what it can do. Fallbacks are not looked at: they are for when others are down.
 
     Returns: what the first model's place says; None when it was not asked or refused the key.
 
-    Raises: Outage when nobody answers at an address; UserError when a key is not set, or token ids
-    were asked for in a way that is not there.
+    Args:
+        keys: of the run.
+
+    Raises: Outage when nobody answers at an address; UserError when token ids were asked for in a
+    way that is not there.
     """
     if not asks_endpoint(config.model.name, config.endpoint):
         plan = await find_plan(config, Keys())
         return None if plan is None else Probed(None, tokens=plan)
-    held, routes = Keys(keys_of(config)), targets_by_model(config)
+    routes = targets_by_model(config)
     model = min(routes)
     said: dict[Place, Probed] = {}
     with contextlib.suppress(AuthError):
         for targets in routes.values():
             place = targets[0].place
             if place not in said:
-                (_, key), *_ = held.of(place)
+                (_, key), *_ = keys.of(place)
                 said[place] = await probe(first_endpoint(config.endpoint, place, key))
     first = routes[model][0]
     if first.place not in said:
         return None
-    probed = replace(said[first.place], tokens=await find_plan(config, held))
+    probed = replace(said[first.place], tokens=await find_plan(config, keys))
     if config.run.probe == "free":
         return probed
-    return replace(probed, found=await _explored(config, model, first, held))
+    return replace(probed, found=await _explored(config, model, first, keys))
 
 
 async def _explored(config: RunConfig, model: str, target: Target, keys: Keys) -> dict[str, Any]:

@@ -6,16 +6,18 @@ A process opens its `Routing` once; every rollout takes the routes of its model 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from hermes_rl.errors import UserError
 from hermes_rl.models.base import ModelClient
 from hermes_rl.models.calls.route import Account, Route
 from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.key_command import KeyCommand, LiveKey
 from hermes_rl.models.limits.budget import Budget
 from hermes_rl.models.limits.limiter import InProcessLimiter, Limiter
 from hermes_rl.models.limits.rests import Rests
@@ -83,6 +85,15 @@ class Keys:
     """API keys by the variable that holds them. Text forms show the names."""
 
     values: Mapping[str, str] = field(default_factory=dict, repr=False)
+    live: Mapping[str, LiveKey] = field(default_factory=dict, repr=False)
+    """Those of them that a command prints anew."""
+
+    @classmethod
+    def renewed_by(cls, commands: Mapping[str, str], values: Mapping[str, str]) -> Keys:
+        """Keys of which some have commands (`endpoint.key_commands`)."""
+        named = {name: command for name, command in commands.items() if name in values}
+        live = {n: LiveKey(KeyCommand(n, c), values[n]) for n, c in named.items()}
+        return cls(values, live)
 
     def of(self, place: Place) -> tuple[tuple[str, str | None], ...]:
         """(variable, key) of each account of a place."""
@@ -90,10 +101,15 @@ class Keys:
         return found or ((NO_KEY, None),)
 
 
-def find_keys(places: Sequence[Place], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The keys of places, by variable, from the environment.
+def find_keys(
+    places: Sequence[Place],
+    environ: Mapping[str, str] = os.environ,
+    commands: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, str]:
+    """The keys of places, by variable: from the commands that print them, else the environment.
+    Blocking where there are commands; each is run once.
 
-    Raises: UserError that names the variable when a needed key is not set.
+    Raises: UserError that names the variable when a needed key is not set, or its command fails.
     """
     found: dict[str, str] = {}
     for place in places:
@@ -103,11 +119,25 @@ def find_keys(places: Sequence[Place], environ: Mapping[str, str] = os.environ) 
                 "(a loopback endpoint needs none)"
             )
         for name in place.key_names:
-            if key := environ.get(name):
+            if name in found:
+                continue
+            if name in commands:
+                found[name] = _printed(name, commands[name])
+            elif key := environ.get(name):
                 found[name] = key
             elif place.key_needed:
                 raise UserError(f"no key: the variable {name} is not set. Set it, then run again")
     return found
+
+
+def _printed(name: str, command: str) -> str:
+    key = KeyCommand(name, command).run()
+    if key in command:
+        raise UserError(
+            f"endpoint.key_commands.{name} holds the key itself, and would be stored with the run. "
+            "Name a command that finds it"
+        )
+    return key
 
 
 class Seen(NamedTuple):
@@ -121,8 +151,10 @@ class Seen(NamedTuple):
 class Routes(Protocol):
     """What a process can send its calls to."""
 
-    secrets: tuple[str, ...]
-    """Texts that no record may show."""
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Texts that no record may show, as of now."""
+        ...
 
     def routes(self, model: str) -> tuple[Route, ...]:
         """Where the calls of a rollout with that model go, in order."""
@@ -156,7 +188,7 @@ class Routing:
         connect: Callable[[Endpoint], ModelClient] | None = None,
     ) -> None:
         self._targets = {model: tuple(places) for model, places in targets.items()}
-        self.secrets: tuple[str, ...] = ()
+        self._secrets: list[Iterable[str]] = []
         self._keys, self._common, self._strategy = keys, common, strategy
         self._base, self._make = base, connect
         self._stack = AsyncExitStack()
@@ -175,13 +207,19 @@ class Routing:
                 self._base,
                 base_url=place.base_url,
                 api_key=key,
+                live_key=self._keys.live.get(name),
                 api_mode=place.api_mode,
                 quirks=place.quirks,
             )
             client = (self._make or connect)(endpoint)
             self._stack.push_async_callback(client.aclose)
             self._clients[place, name] = client
-            self.secrets = tuple(dict.fromkeys((*self.secrets, *endpoint.secrets)))
+            self._secrets.append(endpoint.secrets)
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """See `Routes.secrets`."""
+        return tuple(dict.fromkeys(chain.from_iterable(self._secrets)))
 
     def routes(self, model: str) -> tuple[Route, ...]:
         """See `Routes.routes`."""

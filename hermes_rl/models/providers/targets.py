@@ -71,7 +71,8 @@ def keys_of(config: RunConfig, environ: Mapping[str, str] = os.environ) -> dict[
     if not asks_endpoint(config.model.name, config.endpoint):
         return {}
     routes = targets_by_model(config).values()
-    return find_keys([target.place for targets in routes for target in targets], environ)
+    places = [target.place for targets in routes for target in targets]
+    return find_keys(places, environ, config.endpoint.key_commands)
 
 
 def endpoint_base(where: EndpointSection) -> Endpoint:

@@ -80,7 +80,7 @@ class AnthropicMessages:
     name = NAME
     path = "/v1/messages"
 
-    def __init__(self, host: str = "", secrets: tuple[str, ...] = ()) -> None:
+    def __init__(self, host: str = "", secrets: Iterable[str] = ()) -> None:
         self._host = host
         self._secrets = secrets
         self._tools = ToolField(_tool)

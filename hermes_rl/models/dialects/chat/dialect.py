@@ -5,7 +5,7 @@ Client side: a request's body and a decoder for its answer. The server side is `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from hermes_rl.messages import AssistantMessage, Message, UserMessage, to_openai
@@ -58,7 +58,7 @@ class ChatCompletions:
     path = "/chat/completions"
 
     def __init__(
-        self, host: str = "", secrets: tuple[str, ...] = (), quirks: Quirks | None = None
+        self, host: str = "", secrets: Iterable[str] = (), quirks: Quirks | None = None
     ) -> None:
         self._quirks = quirks or quirks_at(host)
         blank = " " if self._quirks.needs_reasoning else ""

@@ -11,7 +11,7 @@ by a key where the provider takes one (`cache_key`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hermes_rl.messages import AssistantMessage, Message, SystemMessage, ToolMessage, UserMessage
@@ -50,7 +50,7 @@ class Responses:
     path = "/responses"
 
     def __init__(
-        self, host: str = "", secrets: tuple[str, ...] = (), quirks: Quirks | None = None
+        self, host: str = "", secrets: Iterable[str] = (), quirks: Quirks | None = None
     ) -> None:
         self._quirks = quirks or quirks_at(host)
         self._secrets = secrets

@@ -7,6 +7,7 @@ was sent (a second BOS, a cut head), ids and logprobs of different lengths or to
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,7 +65,7 @@ class TokenWire(ABC):
     at_root: bool = True
     """The route stands beside `/v1`, not below it."""
 
-    def __init__(self, stop_ids: frozenset[int] = frozenset(), secrets: tuple[str, ...] = ()):
+    def __init__(self, stop_ids: frozenset[int] = frozenset(), secrets: Iterable[str] = ()):
         self._stop = sorted(stop_ids)
         self._secrets = secrets
 

@@ -1,0 +1,258 @@
+"""Keys that a command prints: what it may print, who shares one run of it, what a refusal means."""
+
+import asyncio
+import base64
+import json
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hermes_rl.errors import AuthError, UserError
+from hermes_rl.messages import UserMessage
+from hermes_rl.models.base import Conversation, ModelRequest
+from hermes_rl.models.client import Endpoint, connect
+from hermes_rl.models.key_command import KeyCommand, KeyRenewed, LiveKey, NoNewKey, ends_at
+from hermes_rl.models.providers.routing import Keys, find_keys
+from hermes_rl.models.providers.table import Place
+
+EXPIRED = AuthError("401: expired", status=401)
+
+
+def command(text: str, limit_s: float = 30.0) -> KeyCommand:
+    return KeyCommand("MY_KEY", text, limit_s)
+
+
+def web_token(ends: float) -> str:
+    claims = base64.urlsafe_b64encode(json.dumps({"exp": ends}).encode()).decode().rstrip("=")
+    return f"eyJhbGciOiJub25lIn0.{claims}.c2ln"
+
+
+def counting(folder: Path, prints: str) -> str:
+    """A command that notes each of its runs."""
+    return f"echo x >> {folder}/runs; {prints}"
+
+
+def runs(folder: Path) -> int:
+    path = folder / "runs"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+async def test_the_key_is_what_is_printed() -> None:
+    assert command("echo warning >&2; printf '  token-1\\n'").run() == "token-1"
+    assert await command('printf "$HOME"').arun() == os.environ["HOME"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("true", "printed nothing"),
+        ("echo; echo ' '", "printed nothing"),
+        ("echo token-1; echo token-2", "printed more than a key"),
+        ("echo tökèn", "printed more than a key"),
+        ("echo token-1; echo; echo 'no login of token-1' >&2; echo more >&2; exit 3",
+         "ended with exit code 3: no login of ***"),
+        ("exit 4", "ended with exit code 4"),
+        ("kill -9 $$", "ended with exit code -9"),
+        ("no-such-program-here", "ended with exit code 127: "),
+    ],
+)  # fmt: skip
+async def test_a_command_that_fails_is_one_line_without_the_key(text: str, said: str) -> None:
+    for way in (lambda: asyncio.to_thread(command(text).run), command(text).arun):
+        with pytest.raises(UserError) as caught:
+            await way()
+        line = str(caught.value)
+        assert line.startswith(f"the key command of MY_KEY {said}")
+        assert line.endswith(". Mend endpoint.key_commands")
+        assert "token-" not in line
+        assert "\n" not in line
+    assert text not in repr(command(text))
+
+
+HANGS = "exec 9> {0}; echo up >&9; sleep 600 & wait"
+"""Holds a pipe open for as long as any of its processes lives."""
+
+
+async def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    running = asyncio.create_task(asyncio.to_thread(command(HANGS.format(pipe), 0.5).run))
+    async with asyncio.timeout(30):
+        assert await asyncio.to_thread(pipe.read_text) == "up\n"
+        with pytest.raises(UserError, match=r"did not end within 0\.5 s"):
+            await running
+
+
+async def test_a_cancelled_command_leaves_no_process(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    running = asyncio.create_task(command(HANGS.format(pipe)).arun())
+    opened = await asyncio.to_thread(pipe.open)
+    with opened:
+        assert await asyncio.to_thread(opened.readline) == "up\n"
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        async with asyncio.timeout(30):
+            assert await asyncio.to_thread(opened.read) == ""
+
+
+async def test_many_refusals_are_one_run(tmp_path: Path) -> None:
+    live = LiveKey(command(counting(tmp_path, "echo new-key")), "old-key")
+    told = await asyncio.gather(*(live.refused("old-key", EXPIRED) for _ in range(64)))
+    assert {type(error) for error in told} == {KeyRenewed}
+    assert runs(tmp_path) == 1
+    assert await live.current() == "new-key"
+    assert live.seen == ("old-key", "new-key")
+    late = await live.refused("old-key", EXPIRED)
+    assert isinstance(late, KeyRenewed) and runs(tmp_path) == 1, "the key is new already"
+
+
+async def test_many_share_a_run_that_fails_and_one_with_the_same_key(tmp_path: Path) -> None:
+    for prints, said in (
+        ("exit 7", "exit code 7. Mend endpoint.key_commands"),
+        ("echo old-key", "its command prints the same key again"),
+    ):
+        folder = tmp_path / prints[:4]
+        folder.mkdir()
+        live = LiveKey(command(counting(folder, prints)), "old-key")
+        live.accepted()
+        told = await asyncio.gather(*(live.refused("old-key", EXPIRED) for _ in range(64)))
+        assert runs(folder) == 1
+        assert all(type(e) is NoNewKey and e.transient and said in str(e) for e in told)
+        assert {e.status for e in told} == {401}
+
+
+async def test_a_key_that_never_worked_is_not_waited_for() -> None:
+    for prints in ("echo old-key", "exit 7"):
+        told = await LiveKey(command(prints), "old-key").refused("old-key", EXPIRED)
+        assert type(told) is AuthError
+        assert not told.transient
+    fresh = LiveKey(command("echo new-key"), "old-key")
+    assert not (await fresh.refused("old-key", EXPIRED)).transient
+    fresh.accepted()
+    assert (await fresh.refused("old-key", EXPIRED)).transient
+
+
+@pytest.mark.parametrize(
+    ("error", "asks"),
+    [
+        (AuthError("403: The security token included in the request is expired", status=403), 1),
+        (AuthError("the answer holds an error: token expired"), 1),
+        (AuthError("403: Permission denied on resource", status=403), 0),
+        (AuthError("no trust", reason="ssl_cert_verification"), 0),
+    ],
+)
+async def test_only_refusals_for_the_keys_age_ask_for_another(
+    tmp_path: Path, error: AuthError, asks: int
+) -> None:
+    live = LiveKey(command(counting(tmp_path, "echo new-key")), "old-key")
+    told = await live.refused("old-key", error)
+    assert runs(tmp_path) == asks
+    assert isinstance(told, KeyRenewed) if asks else told is error
+
+
+async def test_a_key_that_says_when_it_ends_is_replaced_before(tmp_path: Path) -> None:
+    soon, later = web_token(time.time() + 60), web_token(time.time() + 3600)
+    live = LiveKey(command(counting(tmp_path, f"echo {later}")), soon)
+    assert await live.current() == later
+    assert await live.current() == later
+    assert runs(tmp_path) == 1
+
+
+@given(st.text() | st.builds("{}.{}.{}".format, st.text(), st.text(), st.text()))
+def test_other_keys_do_not_say_when_they_end(key: str) -> None:
+    ends = ends_at(key)
+    assert ends is None or isinstance(ends, float)
+
+
+def test_the_end_of_a_web_token() -> None:
+    assert ends_at(web_token(1_800_000_000)) == 1_800_000_000.0
+    assert ends_at("ya29.a0AfH6SMC") is None
+
+
+@asynccontextmanager
+async def quoting_server(accepted: Path) -> AsyncIterator[str]:
+    """Accepts the key in a file, in either header; refusals quote what was sent."""
+
+    async def answer(request: web.Request) -> web.Response:
+        sent = [value for name in ("Authorization", "X-Api-Key")
+                for value in request.headers.getall(name, [])]  # fmt: skip
+        wanted = accepted.read_text().strip()
+        if not sent or any(value.removeprefix("Bearer ") != wanted for value in sent):
+            said = {"error": {"message": f"expired: {sent} {base64.b64encode(wanted.encode())!r}"}}
+            return web.json_response(said, status=401)
+        return web.json_response(
+            {"type": "message", "role": "assistant", "model": "m", "id": "1", "object": "response",
+             "stop_reason": "end_turn", "content": [{"type": "text", "text": "yes"}],
+             "choices": [{"message": {"role": "assistant", "content": "yes"},
+                          "finish_reason": "stop"}],
+             "status": "completed",
+             "output": [{"type": "message", "role": "assistant", "status": "completed", "id": "m1",
+                         "content": [{"type": "output_text", "text": "yes"}]}]}
+        )  # fmt: skip
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    try:
+        yield f"http://{host}:{port}/v1"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("transport", ["http", "sdk"])
+@pytest.mark.parametrize("mode", ["chat_completions", "codex_responses", "anthropic_messages"])
+async def test_a_new_key_goes_out_on_every_wire_and_none_is_shown(
+    tmp_path: Path, mode: str, transport: str
+) -> None:
+    file = tmp_path / "key"
+    file.write_text("token-of-monday")
+    keys = Keys.renewed_by(
+        {"MY_KEY": f"cat {file}", "OTHER": "false"}, {"MY_KEY": file.read_text()}
+    )
+    assert "token" not in repr(keys)
+    async with quoting_server(file) as address:
+        endpoint = Endpoint(
+            address,
+            api_key="token-of-monday",
+            live_key=keys.live["MY_KEY"],
+            api_mode=mode,
+            transport=transport,  # type: ignore[arg-type]
+        )
+        client = connect(endpoint)
+        asked = ModelRequest("m", Conversation([UserMessage(content="hi")]), "c")
+        assert (await client.complete(asked)).message.content == "yes"
+        file.write_text("token-of-tuesday")
+        with pytest.raises(KeyRenewed) as caught:
+            await client.complete(asked)
+        assert "token" not in str(caught.value)
+        assert "expired" in str(caught.value)
+        assert caught.value.status == 401
+        assert (await client.complete(asked)).message.content == "yes"
+        assert set(endpoint.secrets) == {"token-of-monday", "token-of-tuesday"}
+        await client.aclose()
+
+
+def test_keys_at_the_start(tmp_path: Path) -> None:
+    place = Place(None, "https://h.example/v1", "chat_completions", ("A", "B"), key_needed=True)
+    (tmp_path / "key").write_text("key-of-a")
+    commands = {"A": counting(tmp_path, f"cat {tmp_path}/key")}
+    found = find_keys([place, place], {"B": "2"}, commands)
+    assert found == {"A": "key-of-a", "B": "2"}
+    assert runs(tmp_path) == 1
+    with pytest.raises(UserError, match="the key command of A ended with exit code 1"):
+        find_keys([place], {"A": "1", "B": "2"}, {"A": "false"})
+    with pytest.raises(UserError, match=r"endpoint\.key_commands\.A holds the key itself") as error:
+        find_keys([place], {"B": "2"}, {"A": "echo sk-very-secret"})
+    assert "sk-very" not in str(error.value)
