@@ -111,7 +111,8 @@ async def test_many_refusals_are_one_run(tmp_path: Path) -> None:
     assert await live.current() == "new-key"
     assert live.seen == ("old-key", "new-key")
     late = await live.refused("old-key", EXPIRED)
-    assert isinstance(late, KeyRenewed) and runs(tmp_path) == 1, "the key is new already"
+    assert isinstance(late, KeyRenewed)
+    assert runs(tmp_path) == 1, "the key is new already"
 
 
 async def test_many_share_a_run_that_fails_and_one_with_the_same_key(tmp_path: Path) -> None:
