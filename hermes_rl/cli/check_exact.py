@@ -10,7 +10,7 @@ from typing import Any
 
 from hermes_rl.cli.check_masks import Masks, recorded, rendered
 from hermes_rl.cli.check_tokens import Look, line_of, summary_of
-from hermes_rl.cli.exact_rows import rollouts
+from hermes_rl.cli.exact_rows import Renderers, rollouts
 from hermes_rl.errors import ExitCode, UserError
 from hermes_rl.models.tokens.renderer import Renderer, load_renderer
 from hermes_rl.store.rundir import RunDir
@@ -26,20 +26,21 @@ def check_exact(
     """Look at a run's exact tokens and at what would be trained.
 
     Args:
-        tokenizers: folders or hub names. The first is that of the run's model; masks are looked
+        tokenizers: folders or hub names: of the run's model, or of its models. Masks are looked
             at under each.
 
     Raises: UserError for a tokenizer that cannot be read, and for a run without what is asked for.
     """
     run_dir = RunDir(path)
     renderers = {name: load_renderer(name) for name in tokenizers}
-    look = Look(next(iter(renderers.values()), None), keep=None if as_json else SHOWN)
+    known = Renderers(tuple(renderers.values()))
+    look = Look(known, keep=None if as_json else SHOWN)
     under = _masks(renderers)
     for rollout in rollouts(run_dir, texts=bool(renderers)):
         if tokens:
             look.add(rollout)
         if masks:
-            recorded(rollout, under[0])
+            recorded(rollout, under[0], known)
             for one in under[1:]:
                 rendered(rollout, one)
     _require(path, look if tokens else None, under if masks else [])
@@ -53,12 +54,11 @@ def check_exact(
 
 def _masks(renderers: dict[str, Renderer]) -> list[Masks]:
     """Recorded ids first, then each template."""
-    first = next(iter(renderers.values()), None)
     named = [
         Masks(name, renderer, "endgeneration" in "".join(renderer.template.sources.values()))
         for name, renderer in renderers.items()
     ]
-    return [Masks("recorded ids", first), *named]
+    return [Masks("recorded ids"), *named]
 
 
 def _require(path: Path, look: Look | None, masks: list[Masks]) -> None:

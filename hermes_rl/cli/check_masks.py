@@ -7,13 +7,14 @@ opening of an assistant's turn and its end.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from hermes_rl.cli.exact_rows import Rollout, Row
+from hermes_rl.cli.exact_rows import Renderers, Rollout, Row
 from hermes_rl.export.samples import Sample, samples_of
 from hermes_rl.messages import AssistantMessage, Message, ToolMessage, conversation_from_openai
 from hermes_rl.models.tokens.renderer import Renderer
@@ -24,14 +25,16 @@ from hermes_rl.segments.rules import runs_of
 _LEAST_CHARS = 12
 """A shorter tool output may stand in what the model says by chance."""
 
+_OTHER = "made with another tokenizer than those that are named: add it with --tokenizer"
+
 
 @dataclass
 class Masks:
-    """The masks of one template over a run."""
+    """The masks of one template over a run, or those of its recorded ids."""
 
     name: str
     renderer: Renderer | None = None
-    """None compares no texts."""
+    """The template's; None for recorded ids."""
     marks_turns: bool | None = None
     """The template has `{% generation %}` blocks, by which some trainers find the mask."""
     spans: int = 0
@@ -45,6 +48,8 @@ class Masks:
     texts: int = 0
     """Spans whose decoded text was compared with the message."""
     faults: list[str] = field(default_factory=list)
+    unread: Counter[str] = field(default_factory=Counter)
+    """Messages that could not be looked at, by the reason."""
 
     @property
     def share(self) -> float | None:
@@ -52,10 +57,12 @@ class Masks:
         return self.masked / self.tokens if self.tokens else None
 
     def verdict(self) -> list[str]:
-        """What is wrong: texts that differ, or nothing to train on."""
-        if self.spans and not self.masked:
-            return [f"{self.name}: no assistant token is masked in: training learns nothing"]
-        return [f"{self.name}: {fault}" for fault in self.faults]
+        """What is wrong: messages that cannot be looked at, one line per reason; texts that differ;
+        or nothing to train on."""
+        told = [f"{n:,} of {self.spans:,} messages: {why}" for why, n in self.unread.most_common()]
+        if self.spans and not (self.masked or told):
+            told.append("no assistant token is masked in: training learns nothing")
+        return [f"{self.name}: {fault}" for fault in (*told, *self.faults)]
 
     def as_dict(self) -> dict[str, Any]:
         """For programs."""
@@ -81,8 +88,12 @@ class Masks:
         return f"{text}; {len(self.verdict()) or 'no'} faults"
 
 
-def recorded(rollout: Rollout, masks: Masks) -> None:
-    """Add the masks of a rollout's recorded ids; what is not trainable is left out."""
+def recorded(rollout: Rollout, masks: Masks, renderers: Renderers) -> None:
+    """Add the masks of a rollout's recorded ids; what is not trainable is left out.
+
+    Args:
+        renderers: to compare texts with; none compares none.
+    """
     if rollout.unsound:
         masks.faults += [f"{rollout.name}: {fault}" for fault in rollout.unsound]
         return
@@ -94,21 +105,25 @@ def recorded(rollout: Rollout, masks: Masks) -> None:
                     masks.found += 1
                     masks.tokens += run.end - run.start
                     masks.masked += run.end - run.start
-    if masks.renderer is not None:
-        masks.faults += [f"{rollout.name} {f}" for f in _recorded_faults(rollout, masks)]
+    if renderers.named:
+        told = _recorded_faults(rollout, masks, renderers)
+        masks.faults += [f"{rollout.name} {fault}" for fault in told]
 
 
-def _recorded_faults(rollout: Rollout, masks: Masks) -> Iterator[str]:
+def _recorded_faults(rollout: Rollout, masks: Masks, renderers: Renderers) -> Iterator[str]:
     """The main agent's recorded answers beside its messages."""
     said, outputs = _said_at(rollout), _outputs(rollout.messages())
     for segment in rollout.segments:
         if not segment["trainable"] or segment["agent_name"] != MAIN:
             continue
+        renderer = renderers.of(segment)
         for run in runs_of(segment):
             turn = segment["turn_ids"][run.start]
-            if run.trained and turn in said and masks.renderer is not None:
+            if run.trained and renderer is None:
+                masks.unread[_OTHER] += 1
+            elif run.trained and turn in said and renderer is not None:
                 masks.texts += 1
-                text = masks.renderer.decode(segment["input_ids"][run.start : run.end])
+                text = renderer.decode(segment["input_ids"][run.start : run.end])
                 faults = _text_faults(text, said[turn], outputs)
                 yield from (f"turn {turn}: {fault}" for fault in faults)
 
@@ -159,7 +174,7 @@ def _span(
         whole = renderer.render(messages[: place + 1], tools, generation_prompt=False)
         closed = renderer.render(messages[:place], tools, generation_prompt=False)
     except TemplateRefused as error:
-        masks.faults.append(f"message {place}: {error}")
+        masks.unread[str(error)] += 1
         return None
     masks.tokens += max(0, len(whole) - len(closed))
     if whole[: len(before)] != before:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hermes_rl.cli.exact_rows import Rollout, Row
+from hermes_rl.cli.exact_rows import Renderers, Rollout, Row
 from hermes_rl.models.tokens.renderer import Renderer
 from hermes_rl.models.tokens.template import TemplateRefused
 from hermes_rl.segments.branches import DRIFT
@@ -27,7 +27,7 @@ _ENDED = ("stop", "tool_calls")
 class Look:
     """What a look at a run's tokens found."""
 
-    renderer: Renderer | None = None
+    renderers: Renderers = field(default_factory=Renderers)
     faults: list[str] = field(default_factory=list)
     keep: int | None = None
     """So many explanations of forks are kept, and so many others; None keeps all."""
@@ -49,17 +49,18 @@ class Look:
         metrics = rollout.metrics
         for name in ("captured", "followed", "forked", "suspected_unparsed"):
             self.counts[name] += int(metrics.get(f"{name}_calls", 0))
-        self.faults += [f"{rollout.name}: {fault}" for fault in faults_of(rollout, self.renderer)]
+        self.faults += [f"{rollout.name}: {fault}" for fault in faults_of(rollout, self.renderers)]
         for segment in rollout.segments:
             self._count(segment)
         if not rollout.unsound:
             self._explain(rollout)
 
     def _explain(self, rollout: Rollout) -> None:
-        if self.renderer is not None:
-            self.counts.update(ends_of(rollout, self.renderer))
         for segment in rollout.segments:
-            told = explanation(rollout, segment, self.renderer)
+            renderer = self.renderers.of(segment)
+            if renderer is not None:
+                self.counts.update(ends_of(segment, renderer))
+            told = explanation(rollout, segment, renderer)
             self.counts["identical"] += told.get("renders") == "identical"
             self.counts["drifting"] += told.get("renders", "identical") != "identical"
             rows = self.forks if told["verdict"] == "forked" else self.others
@@ -100,7 +101,7 @@ class Look:
         }
 
 
-def faults_of(rollout: Rollout, renderer: Renderer | None) -> Iterator[str]:
+def faults_of(rollout: Rollout, renderers: Renderers) -> Iterator[str]:
     """What is wrong with the segments of one rollout."""
     segments, metrics = rollout.segments, rollout.metrics
     if metrics.get("segments_rejected"):
@@ -118,8 +119,8 @@ def faults_of(rollout: Rollout, renderer: Renderer | None) -> Iterator[str]:
     if held != metrics.get("captured_calls", 0):
         yield f"ids of {metrics.get('captured_calls', 0):g} calls were recorded, {held} are there"
     yield from _owner_faults(rollout)
-    if renderer is not None:
-        yield from _text_faults(rollout, renderer)
+    if renderers.named:
+        yield from _text_faults(rollout, renderers)
 
 
 def _owner_faults(rollout: Rollout) -> Iterator[str]:
@@ -130,12 +131,15 @@ def _owner_faults(rollout: Rollout) -> Iterator[str]:
             yield f"branch {segment['branch_index']} has reward {segment['reward']}"
 
 
-def _text_faults(rollout: Rollout, renderer: Renderer) -> Iterator[str]:
+def _text_faults(rollout: Rollout, renderers: Renderers) -> Iterator[str]:
     """What only the model's tokenizer can tell."""
     for segment in rollout.segments:
-        recorded = segment["tokenizer_hash"]
-        if recorded is not None and recorded != renderer.tokenizer_hash:
-            yield f"branch {segment['branch_index']} was made with another tokenizer than this"
+        renderer = renderers.of(segment)
+        if renderer is None:
+            yield (
+                f"branch {segment['branch_index']} was made with another tokenizer than those that "
+                "are named"
+            )
             return
         ids = segment["input_ids"]
         doubled = len(ids) > 1 and ids[0] == ids[1] and renderer.tokenizer.text_of(ids[0])
@@ -143,14 +147,13 @@ def _text_faults(rollout: Rollout, renderer: Renderer) -> Iterator[str]:
             yield f"branch {segment['branch_index']} begins twice with {doubled!r}"
 
 
-def ends_of(rollout: Rollout, renderer: Renderer) -> Iterator[str]:
+def ends_of(segment: Row, renderer: Renderer) -> Iterator[str]:
     """`ended` or `unended` for each answer that stopped by itself. One without an end token may
     have met a stop string; when all are without, the end tokens were lost."""
-    for segment in rollout.segments:
-        for reason, run in zip(segment["finish_reasons"], runs_of(segment), strict=True):
-            if run.trained and reason in _ENDED:
-                last = segment["input_ids"][run.end - 1]
-                yield "ended" if last in renderer.end_ids else "unended"
+    for reason, run in zip(segment["finish_reasons"], runs_of(segment), strict=True):
+        if run.trained and reason in _ENDED:
+            last = segment["input_ids"][run.end - 1]
+            yield "ended" if last in renderer.end_ids else "unended"
 
 
 def explanation(rollout: Rollout, segment: Row, renderer: Renderer | None) -> Row:

@@ -11,6 +11,7 @@ import msgspec
 import pyarrow.parquet as pq
 
 from hermes_rl.messages import AssistantMessage, Message, conversation_from_openai
+from hermes_rl.models.tokens.renderer import Renderer
 from hermes_rl.segments.rules import row_faults
 from hermes_rl.store.rundir import RunDir
 
@@ -66,6 +67,21 @@ class Rollout:
         """The schemas that the model saw."""
         found: list[Row] = msgspec.json.decode(self.row["tools"])
         return found
+
+
+@dataclass(frozen=True)
+class Renderers:
+    """The models that were named to look at a run with; a run may have rows of several."""
+
+    named: Sequence[Renderer] = ()
+
+    def of(self, segment: Row) -> Renderer | None:
+        """The one whose tokenizer a row was made with, its template too where there are several.
+        None where it is not among them. Of a row that does not know (ids by chat), the first."""
+        made_with = segment["tokenizer_hash"]
+        fitting = [one for one in self.named if made_with in (None, one.tokenizer_hash)]
+        same = (one for one in fitting if one.template_hash == segment["template_hash"])
+        return next(same, fitting[0] if fitting else None)
 
 
 def rollouts(run_dir: RunDir, *, texts: bool = False) -> Iterator[Rollout]:

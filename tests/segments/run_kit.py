@@ -72,7 +72,11 @@ def rewritten(run: Path, into: Path, table: str, change: Callable[[list[Any]], N
         rows = pq.read_table(path)
         told = rows.to_pylist()
         change(told)
-        pq.write_table(pa.Table.from_pylist(told, schema=rows.schema), path)
+        for place, column in enumerate(rows.schema):
+            values = [row[column.name] for row in told]
+            if values != rows.column(place).to_pylist():
+                rows = rows.set_column(place, column, pa.array(values, column.type))
+        pq.write_table(rows, path)
     return into
 
 
