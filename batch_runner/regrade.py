@@ -33,6 +33,7 @@ from hermes_rl.store.derived import DerivedBook, derived_book
 from hermes_rl.store.driver import Driver, OpenOptions, open_run
 from hermes_rl.store.rows import Derived
 from hermes_rl.store.rundir import RunDir
+from hermes_rl.workspaces import WORKSPACES
 
 CONCURRENCY = 16
 
@@ -104,7 +105,7 @@ def _settled(path: Path, changes: Sequence[tuple[str, Any]]) -> tuple[RunConfig,
             )
         set_key(data, dotted, value)
     config = parse_config(data, str(path / "run.yaml"))
-    if not (config.run.keep_workspaces or (path / "workspaces").is_dir()):
+    if not (config.run.keep_workspaces or (path / WORKSPACES).is_dir()):
         raise UserError(
             f"{path} kept no workspaces, so nothing of it can be graded again. Make the run in "
             "another --out with --set run.keep_workspaces=true"

@@ -6,8 +6,8 @@ import asyncio
 import itertools
 import math
 import re
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ import msgspec
 
 from hermes_rl.messages import UNPARSED
 from hermes_rl.rl.grader import Grader, Stored
-from hermes_rl.rl.groups import Gathered, Scoring, gather
+from hermes_rl.rl.groups import Gathered, Member, Scoring, gather
 from hermes_rl.rl.tasks_at import TasksAt
 from hermes_rl.rows import LazyRow
 from hermes_rl.store.reader import Run
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.tasks import Task
-from hermes_rl.workspaces import Workspaces
+from hermes_rl.workspaces import WORKSPACES, Workspaces
 
 _TAKEN = 64
 """Rollouts that are read together."""
@@ -102,7 +102,7 @@ class StoredRows:
 
     def __init__(self, run_dir: RunDir, grader: Grader, done: Regraded) -> None:
         self._run_dir, self._grader, self._done = run_dir, grader, done
-        self._kept = Workspaces(run_dir.path / "workspaces")
+        self._kept = Workspaces(run_dir.path / WORKSPACES)
         self._tasks = TasksAt(grader.rows)
         self._known = {pair for pair, r in _rewards(Run(run_dir)).items() if r is not None}
         self.judged_by: dict[str, str] = {}
@@ -118,14 +118,19 @@ class StoredRows:
     def _all(self) -> Iterator[Stored]:
         for part in sorted(self._run_dir.parts("trajectories"), key=_place):
             yield from self._of_part(part)
+        unjudged = _unjudged(Run(self._run_dir))
+        for part in sorted(self._run_dir.parts("failures"), key=_place) if unjudged else ():
+            yield from self._of_part(part, unjudged)
 
-    def _of_part(self, part: Path) -> Iterator[Stored]:
+    def _of_part(self, part: Path, only: Container[str] | None = None) -> Iterator[Stored]:
+        """Args: only: ids of trajectories; None takes all."""
         import pyarrow as pa
         import pyarrow.compute as pc
         import pyarrow.parquet as pq
 
         with pq.ParquetFile(part) as file:
             light = file.read(columns=list(_LIGHT)).to_pylist()
+            light = [row for row in light if only is None or row["trajectory_id"] in only]
             tasks = self._tasks.of({row["row_index"] for row in light})
             wanted = {row["trajectory_id"]: t for row in light if (t := self._wanted(row, tasks))}
             ids = pa.array(wanted, pa.string())
@@ -155,9 +160,20 @@ class StoredRows:
         kept = self._kept.find(own, sandboxed=self._grader.sandboxed)
         assert kept is not None
         metrics = {m["name"]: m["value"] for m in row["metrics"]}
-        return Stored(
-            {**row, "metrics": metrics}, task, kept.archive, kept.state, self.judged_by[own]
-        )
+        rolled = self._kept.as_rolled({**row, "metrics": metrics})
+        return Stored(rolled, task, kept.archive, kept.state, self.judged_by[own])
+
+
+def _unjudged(run: Run) -> set[str]:
+    """The rollouts that nobody could judge and whose units were given up for it."""
+    done = set(run.arrow("trajectories", ["unit_id"])["unit_id"].to_pylist())
+    columns = ["unit_id", "attempt", "trajectory_id", "cause"]
+    last: dict[str, dict[str, Any]] = {}
+    for row in run.arrow("failures", columns).to_pylist():
+        if row["unit_id"] not in done:
+            known = last.setdefault(row["unit_id"], row)
+            last[row["unit_id"]] = max(known, row, key=lambda one: int(one["attempt"]))
+    return {row["trajectory_id"] for row in last.values() if row["cause"] == "verifier"}
 
 
 def _place(part: Path) -> tuple[int, str, int]:
@@ -214,17 +230,26 @@ def due_again(run_dir: RunDir, judged_by: Mapping[str, str]) -> list[Regrouped]:
     shown = {row["group_id"]: _Shown.of(row) for row in run.groups.to_dict("records")}
     found = []
     for gathered in gather(run):
-        ids = [m.trajectory_id for m in gathered.members]
+        ids = [m.trajectory_id or m.unjudged for m in gathered.members]
         graders = {judged_by[one] for one in ids if one is not None and one in judged_by}
         if len(ids) < 2 or len(graders) != 1:
             continue
         (grade_id,) = graders
         own = [rewards.get((one or "", grade_id)) for one in ids]
+        members = tuple(map(_judged, gathered.members, own))
+        ids = [m.trajectory_id for m in members]
         before = shown.get(gathered.facts["group_id"])
         if before is None or not before.shows(grade_id, ids, own):
             scoring = Scoring(by="regrade", grade_id=grade_id, rewards=own)
-            found.append(Regrouped(gathered, scoring))
+            found.append(Regrouped(replace(gathered, members=members), scoring))
     return found
+
+
+def _judged(member: Member, reward: float | None) -> Member:
+    """A member as a regrade leaves it: one that could not be judged before may have a rollout."""
+    if member.unjudged is None or reward is None:
+        return member
+    return replace(member, trajectory_id=member.unjudged, reward=reward, why_invalid=None)
 
 
 @dataclass(frozen=True)

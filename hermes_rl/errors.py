@@ -345,7 +345,12 @@ class VerifierFault(HermesError):
 
 
 class CannotJudge(VerifierFault):
-    """Raised by an environment's `compute_reward` that cannot judge: never a reward of 0."""
+    """Raised by an environment's `compute_reward` that cannot judge: never a reward of 0. It is
+    asked again twice, on the same workspace."""
+
+
+class NoVerdict(CannotJudge):
+    """What judges was asked as often as it may be: asking again would cost more of the same."""
 
 
 class Stalled(HermesError):

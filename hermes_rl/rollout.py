@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hermes_rl import events as ev
 from hermes_rl.agent.control import Control
@@ -26,6 +27,7 @@ from hermes_rl.errors import (
     Stalled,
     TaskFault,
     UserError,
+    VerifierFault,
     cause_of,
     end_reason_of,
 )
@@ -141,7 +143,7 @@ def _begun(workshop: Workshop, item: WorkItem, draw: Draw, env_name: str | None)
         api_mode=draw.api_mode,
         endpoint=draw.endpoint,
         toolsets=draw.toolsets,
-        sampling=workshop.sent(draw.sampling).as_dict(),
+        sampling={**workshop.sent(draw.sampling).as_dict(), **draw.extra},
         split=_text(item.task, "split"),
         env_name=env_name,
         metadata=item.task.metadata if item.task else {},
@@ -208,10 +210,7 @@ class _Attempt:
                 seconds = time.monotonic() - start
                 self.tape.record(await self._leased(sandbox, seconds))
             result = await self._agent(sandbox, seconds)
-            state = self._state_left()
-            graded = await self.episode.grade(sandbox, result)
-            await self._keep(sandbox, state)
-            self.tape.record(graded)
+            self.tape.record(await self._graded(sandbox, result))
             return result
         finally:
             # A cancelled attempt must still end its sandbox: the shield lets teardown finish.
@@ -231,11 +230,27 @@ class _Attempt:
             )
         await self.episode.start(None)
         result = await self._agent(None, time.monotonic() - start)
-        state = self._state_left()
-        graded = await self.episode.grade(None, result)
-        await self._keep(None, state)
-        self.tape.record(graded)
+        self.tape.record(await self._graded(None, result))
         return result
+
+    async def _graded(self, sandbox: Sandbox | None, result: AgentResult) -> ev.Graded:
+        """The reward; what the rollout left is kept either way. Raises: HermesError."""
+        state = self._state_left()
+        try:
+            graded = await self.episode.grade(sandbox, result)
+        except VerifierFault:
+            ended = {
+                "end_reason": result.end_reason,
+                "final_response": result.final_response,
+                "metrics": result.metrics,
+            }
+            try:
+                await self._keep(sandbox, state, ended)
+            except SandboxDied:
+                pass  # nothing is kept then; the rollout is not rolled again for it
+            raise
+        await self._keep(sandbox, state)
+        return graded
 
     def _state_left(self) -> str | None:
         """What the rollout noted, before a grader may change it; None where nothing is kept, or it
@@ -243,13 +258,18 @@ class _Attempt:
         kept = self.workshop.workspaces is not None
         return state_text(self.episode.tool_state()) if kept else None
 
-    async def _keep(self, sandbox: Sandbox | None, state: str | None) -> None:
+    async def _keep(
+        self,
+        sandbox: Sandbox | None,
+        state: str | None,
+        unjudged: Mapping[str, Any] | None = None,
+    ) -> None:
         """Store the workspace, where the run keeps them, before the row that says it is there."""
         if self.workshop.workspaces is None or state is None:
             return
         item = self.item
         own_id = trajectory_id(item.unit_id, item.epoch, item.attempt)
-        await Workspaces(self.workshop.workspaces).keep(sandbox, own_id, state)
+        await Workspaces(self.workshop.workspaces).keep(sandbox, own_id, state, unjudged)
 
     async def _leased(self, sandbox: Sandbox, seconds: float) -> ev.SandboxLeased:
         given = sandbox.info

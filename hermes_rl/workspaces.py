@@ -2,13 +2,15 @@
 
 `workspaces/TRAJECTORY.tar.gz` holds the files, `workspaces/TRAJECTORY.json` what an environment
 noted in `ctx.state`. Both stand before the rollout's row does. What belongs to no row (a kill in
-between) is harmless and may be deleted.
+between) is harmless and may be deleted. Of a rollout that could not be judged the row stands in
+`failures` and says so; `workspaces/TRAJECTORY.unjudged.json` says how its agent ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ from typing import Any
 from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.sandboxes.packing import FORMAT
 from hermes_rl.store.disk import disk_errors
+
+WORKSPACES = "workspaces"
+"""The folder of a run directory."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +38,27 @@ class Workspaces:
 
     folder: Path
 
-    async def keep(self, sandbox: Sandbox | None, trajectory_id: str, state: str) -> None:
+    async def keep(
+        self,
+        sandbox: Sandbox | None,
+        trajectory_id: str,
+        state: str,
+        unjudged: Mapping[str, Any] | None = None,
+    ) -> None:
         """Store what a graded sandbox holds, and the state; without a sandbox the state alone.
 
         Args:
             state: as `state_text` wrote it before it was graded.
+            unjudged: columns that the row of a rollout lacks which could not be judged.
 
         Raises: DiskFull, SandboxDied.
         """
         with disk_errors():
             self.folder.mkdir(exist_ok=True)
             await asyncio.to_thread((self.folder / f"{trajectory_id}.json").write_text, state)
+            if unjudged is not None:
+                ended = self.folder / f"{trajectory_id}.unjudged.json"
+                await asyncio.to_thread(ended.write_text, json.dumps(unjudged))
             if sandbox is not None:
                 await sandbox.pack_left(self.folder / f"{trajectory_id}.{FORMAT}")
 
@@ -58,6 +73,14 @@ class Workspaces:
         if not state.exists() or (sandboxed and not archive.exists()):
             return None
         return Kept(archive if sandboxed else None, json.loads(state.read_text()))
+
+    def as_rolled(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """A row of `trajectories`, or one of `failures` with what could not be judged in its place:
+        how the agent ended. Blocking."""
+        ended = self.folder / f"{row['trajectory_id']}.unjudged.json"
+        if row["cause"] is None or not ended.exists():
+            return dict(row)
+        return {**row, **json.loads(ended.read_text())}
 
 
 def state_text(state: dict[str, Any]) -> str | None:

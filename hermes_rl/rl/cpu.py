@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from hermes_rl.errors import CannotJudge, UserError
+from hermes_rl.errors import CannotJudge, NoVerdict, UserError
 from hermes_rl.rl.cpu_worker import HEAD, frame, resolve
 
 MOST = 4
@@ -63,9 +63,7 @@ class Pool:
                     answer = await _exchange(worker, job)
             except TimeoutError:
                 await self._end(worker)
-                raise CannotJudge(
-                    f"{function.__name__} ran for more than {timeout_s:g} s"
-                ) from None
+                raise NoVerdict(f"{function.__name__} ran for more than {timeout_s:g} s") from None
             except _Died:
                 code = await self._end(worker, _DYING_S)
                 raise CannotJudge(

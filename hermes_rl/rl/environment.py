@@ -115,8 +115,9 @@ class Environment(ABC, Generic[C]):
         """The reward of a finished rollout. The agent's processes are dead; `ctx.grading` works on
         what they left.
 
-        Raises: CannotJudge for a fault of the verifier's: the attempt is then no member of its
-            group. Any other exception counts as one.
+        Raises: CannotJudge for a fault of the verifier's. It is asked again twice, with the same
+            `ctx.state` and `ctx.rng`; then the attempt is no member of its group. Any other
+            exception counts as one, and is not asked about again.
         """
 
     async def score_group(

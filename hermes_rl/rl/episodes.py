@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -13,7 +14,15 @@ from typing import Any, TypeVar
 from hermes_rl.agent.parts import AgentResult, Caller
 from hermes_rl.config_env import EnvSection, ModelPlace
 from hermes_rl.episode import Stage, Tape
-from hermes_rl.errors import HermesError, TaskFault, ToolError, UserError, VerifierFault
+from hermes_rl.errors import (
+    CannotJudge,
+    HermesError,
+    NoVerdict,
+    TaskFault,
+    ToolError,
+    UserError,
+    VerifierFault,
+)
 from hermes_rl.events import CallStarted, Graded
 from hermes_rl.messages import Message, UserMessage
 from hermes_rl.models.base import Sampling
@@ -29,6 +38,7 @@ from hermes_rl.rl.rewards import Rewards, settled
 from hermes_rl.rl.view import Rollout
 from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
+from hermes_rl.verify import BOXES
 
 T = TypeVar("T")
 
@@ -183,9 +193,26 @@ class EnvEpisode:
         return await self.judge(sandbox, rollout)
 
     async def judge(self, sandbox: Sandbox | None, rollout: Rollout) -> Graded:
-        """The reward of a rollout over the workspace in a sandbox. Raises: VerifierFault and other
-        HermesErrors."""
-        env, began = self._env, time.monotonic()
+        """The reward of a rollout over the workspace in a sandbox.
+
+        An environment that cannot judge is asked again on the same workspace and state, as often as
+        a verifier gets boxes; what stands behind it was asked so often already (`NoVerdict`).
+
+        Raises: VerifierFault and other HermesErrors.
+        """
+        began, noted = time.monotonic(), _copied(self.ctx.state)
+        for _ in range(BOXES - 1):
+            try:
+                return await self._judged(sandbox, rollout, began)
+            except CannotJudge as fault:
+                if isinstance(fault, NoVerdict) or noted is None:
+                    raise
+                self.ctx.state.clear()
+                self.ctx.state.update(copy.deepcopy(noted))
+        return await self._judged(sandbox, rollout, began)
+
+    async def _judged(self, sandbox: Sandbox | None, rollout: Rollout, began: float) -> Graded:
+        env = self._env
         self.ctx._grading = None if sandbox is None else Grading(sandbox)
         # A series of its own, however much was drawn before: a regrade begins here.
         self.ctx._rng = random.Random(f"{self.ctx.seed} graded")
@@ -197,6 +224,14 @@ class EnvEpisode:
             metrics=dict(rewards.metrics),
             seconds=time.monotonic() - began,
         )
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any] | None:
+    """A state before it is judged; None for one that cannot be copied."""
+    try:
+        return copy.deepcopy(state)
+    except Exception:  # a boundary: whatever an object of theirs raises when it is copied
+        return None
 
 
 def checked(env: AnyEnvironment, method: Callable[..., Any], given: object, turns: int) -> Rewards:

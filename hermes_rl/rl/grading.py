@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hermes_rl.errors import CannotJudge, SandboxDied, SandboxStartError, UserError
+from hermes_rl.errors import NoVerdict, SandboxDied, SandboxStartError, UserError
 from hermes_rl.sandboxes.base import GradingSpec, Sandbox
 from hermes_rl.tasks import Verify
 from hermes_rl.verify import BOXES, verify
@@ -83,7 +83,7 @@ class Grading:
                 report=result.report.decode("utf-8", "replace").strip(),
                 seconds=result.seconds,
             )
-        raise CannotJudge(f"no grading box after {BOXES} tries; the last: {faults[-1]}")
+        raise NoVerdict(f"no grading box after {BOXES} tries; the last: {faults[-1]}")
 
     async def verify(self, verifier: Verify | None) -> float:
         """The reward of a task's own verifier (DESIGN 5.1): `task.verify`.

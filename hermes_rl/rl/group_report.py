@@ -59,7 +59,8 @@ class GroupReport:
             share = self.unjudged / (self.kept.count + self.dropped.count)
             lines.append(
                 f"unjudged: {self.unjudged:,} of the dropped ({share:.1%} of all) could not be "
-                "judged. A policy may learn to cause that: look at them with show RUN --failed"
+                "judged. A policy may learn to cause that: look at them with show RUN --failed. "
+                "Where workspaces are kept, env regrade can judge them later"
             )
         if self.unscored:
             lines.append(f"unscored: {self.unscored:,} groups; the next start tries them again")

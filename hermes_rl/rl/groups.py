@@ -46,6 +46,8 @@ class Member:
     reward: float | None
     why_invalid: str | None
     """None for a member with a reward."""
+    unjudged: str | None = None
+    """The rollout of one that was given up since nobody could judge it: a regrade may."""
 
 
 @dataclass(frozen=True)
@@ -168,10 +170,12 @@ def _changed(run: Run) -> pa.Array:
     groups = run.arrow("groups", columns)
     groups = groups.filter(pc.is_null(groups["error"])).combine_chunks()
     done = run.arrow("trajectories", ["group_id", "trajectory_id"])
-    failed = run.arrow("failures", ["group_id", "unit_id"])
+    failed = run.arrow("failures", ["group_id", "unit_id", "trajectory_id", "cause"])
+    unjudged = failed.filter(pc.equal(failed["cause"], "verifier"))["trajectory_id"]
+    known = pa.chunked_array([*done["trajectory_id"].chunks, *unjudged.chunks], pa.string())
     units, shown = (pc.list_flatten(groups[name]) for name in columns[1:3])
     owners = groups["group_id"].take(pc.list_parent_indices(groups["trajectory_ids"]))
-    gone = pc.and_(pc.is_valid(shown), pc.invert(pc.is_in(shown, done["trajectory_id"])))
+    gone = pc.and_(pc.is_valid(shown), pc.invert(pc.is_in(shown, known)))
     found = [
         done["group_id"].filter(pc.invert(pc.is_in(done["trajectory_id"], shown))),
         failed["group_id"].filter(pc.invert(pc.is_in(failed["unit_id"], units))),
@@ -226,6 +230,7 @@ def _member(row: dict[str, Any], table: str) -> Member:
         trajectory_id=row["trajectory_id"] if done else None,
         reward=row["reward"] if done else None,
         why_invalid=None if graded else ("not graded" if done else str(row["cause"])),
+        unjudged=row["trajectory_id"] if not done and row["cause"] == "verifier" else None,
     )
 
 

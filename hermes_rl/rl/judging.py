@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from hermes_rl.agent.parts import Caller
-from hermes_rl.errors import CAUSES, CannotJudge, ModelError, UserError
+from hermes_rl.errors import CAUSES, ModelError, NoVerdict, UserError
 from hermes_rl.events import RewardPart
 from hermes_rl.messages import (
     AssistantMessage,
@@ -205,7 +205,7 @@ class Judge(ModelHandle):
                 )
             again = _AGAIN.format(choices=_listed(choices))
             conversation += [AssistantMessage(content=text), UserMessage(content=again)]
-        raise CannotJudge(
+        raise NoVerdict(
             f"the judge {self.model} gave no verdict in {_ASKS} answers: {text[:200]!r}"
         )
 
@@ -215,7 +215,7 @@ class Judge(ModelHandle):
         except ModelError as error:
             if CAUSES[error.cause].breaker:
                 raise
-            raise CannotJudge(f"the judge {self.model}: {type(error).__name__}: {error}") from error
+            raise NoVerdict(f"the judge {self.model}: {type(error).__name__}: {error}") from error
 
 
 def _conversation(messages: Messages, system: str | None) -> list[Message]:

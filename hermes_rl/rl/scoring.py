@@ -32,7 +32,9 @@ from hermes_rl.rl.view import Rollout
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.tasks import Task
 from hermes_rl.wiring import Workshop, open_workshop
+from hermes_rl.workspaces import WORKSPACES, Workspaces
 
+_ROLLED = ("trajectories", "failures")
 READY = 64
 """Groups whose rollouts are in memory together."""
 
@@ -54,9 +56,10 @@ class Ready:
 
 @dataclass
 class Rows:
-    """Finds rows of `trajectories` by their ids, one part in memory at a time. Blocking.
+    """Finds rows of rollouts by their ids, one part in memory at a time. Blocking.
 
-    Memory: an entry for each row of the run.
+    Those that a regrade judged for the first time stand in `failures`. Memory: an entry for each
+    row of the run.
     """
 
     run_dir: RunDir
@@ -67,16 +70,17 @@ class Rows:
         import pyarrow.parquet as pq
 
         if not self._part_of:
-            for part in self.run_dir.parts("trajectories"):
+            for part in (p for t in _ROLLED for p in self.run_dir.parts(t)):
                 ids = pq.read_table(part, columns=["trajectory_id"])["trajectory_id"].to_pylist()
                 self._part_of |= dict.fromkeys(ids, part)
-        found = {}
+        found, kept = {}, Workspaces(self.run_dir.path / WORKSPACES)
         parts = {self._part_of[one] for one in wanted if one in self._part_of}
         for part in sorted(parts):
             table = pq.read_table(part, filters=[("trajectory_id", "in", list(wanted))])
             for row in table.to_pylist():
                 metrics = {m["name"]: m["value"] for m in row["metrics"]}
-                found[row["trajectory_id"]] = {**row, "metrics": metrics}
+                rolled = kept.as_rolled({**row, "metrics": metrics})
+                found[row["trajectory_id"]] = rolled
         return found
 
 
