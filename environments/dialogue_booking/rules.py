@@ -120,12 +120,14 @@ def _heard(rollout: Rollout, use: ToolUse) -> tuple[str, str]:
 def settled(
     wishes: Sequence[Mapping[str, Any]], before: Sequence[Booking], state: Mapping[str, Any]
 ) -> tuple[list[bool], int]:
-    """Which wishes the book fulfils, and how many of its entries nobody asked for."""
+    """Which wishes the book fulfils, and how many of its entries nobody asked for: new ones, and
+    old ones that are neither as before nor as the guest wants them."""
     old = {b["code"]: b for b in before}
     now = {b["code"]: b for b in state["bookings"]}
     made = [_plain(b) for code, b in now.items() if code not in old]
     handed = list(state["handed_over"])
-    met, touched = [], set()
+    met = []
+    asked: dict[str, Mapping[str, Any] | None] = {}
     for wish in wishes:
         wanted = wish["wanted"]
         match wish["kind"]:
@@ -133,13 +135,11 @@ def settled(
                 met.append(_taken(made, wanted))
             case "hand_over":
                 met.append(_taken(handed, wanted["reason"]))
-            case "change":
-                touched.add(wish["code"])
-                met.append(now.get(wish["code"]) == {**old[wish["code"]], **wanted})
-            case _:
-                touched.add(wish["code"])
-                met.append(wish["code"] not in now)
-    spoilt = sum(now.get(code) != b for code, b in old.items() if code not in touched)
+            case kind:
+                code = wish["code"]
+                asked[code] = {**old[code], **wanted} if kind == "change" else None
+                met.append(now.get(code) == asked[code])
+    spoilt = sum(now.get(code) not in (b, asked.get(code, b)) for code, b in old.items())
     return met, spoilt + len(made) + len(handed)
 
 

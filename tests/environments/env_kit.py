@@ -3,7 +3,8 @@
 import hashlib
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from hermes_rl.rl import Task
 from hermes_rl.rl.opening import hashed
 from hermes_rl.rl.trial import first_tasks, trial
-from hermes_rl.testing.cheats import CHEATS
+from hermes_rl.testing.cheats import BUNDLES, CHEATS, traced
 
 Solution = Callable[[Task], str]
 
@@ -22,30 +23,72 @@ class Play(NamedTuple):
     name: str
     solution: Solution
     wanted: float
+    shown: Callable[[Task], str | None] = lambda task: None
+    """What a tool must have printed, which shows that it was done."""
 
 
-def cheats() -> list[Play]:
-    """Every shipped cheat, played with a shell."""
-    return [Play(f"cheat {name}", _always(script), 0.0) for name, script in CHEATS.items()]
+PROGRAMS = (".py", ".sh", "Makefile")
+CHANGED = {
+    **dict.fromkeys(("exit-zero", "forged-report"), PROGRAMS),
+    **dict.fromkeys(("patched-verifier", "peeking", "equal-to-all"), (".py",)),
+}
+"""Cheat -> how the names of what it changes end."""
+
+
+def works(name: str, task: Task) -> bool:
+    """Whether a task has what a cheat needs. Most need nothing."""
+    if name in BUNDLES["around the task"]:
+        return True
+    if name == "git-history":
+        return "git init" in (task.setup or "")
+    if name in ("hard-coded-tests", "skip-all"):
+        return any("test" in path and path.endswith(".py") for path in task.files)
+    return any(path.endswith(CHANGED[name]) for path in task.files)
+
+
+def cheats(*names: str, tasks: int = 1) -> list[Play]:
+    """Every shipped cheat, or those that are named, played with a shell on so many tasks each.
+
+    Each must have left its traces, wherever it has something to work on.
+    """
+    return [
+        Play(f"cheat {name}, task {n}", _always(traced(name)), 0.0, _shown(name))
+        for n in range(tasks)
+        for name in names or CHEATS
+    ]
 
 
 def _always(script: str) -> Solution:
     return lambda task: script
 
 
+def _shown(name: str) -> Callable[[Task], str | None]:
+    return lambda task: f"left by {name}" if works(name, task) else None
+
+
 def wrong(env: str, plays: Sequence[Play], **how: Any) -> dict[str, object]:
-    """Plays that did not earn what they must: name -> the reward, or what ended the attempt.
+    """Plays that did not earn what they must: name -> the reward, or what ended the attempt. Those
+    that were not done, as their traces show, too.
 
     Each goes at a task of its own, all at once, in real sandboxes.
     """
+    must: dict[str, str | None] = {}
 
     def solution(task: Task) -> str:
-        return plays[task.metadata["position"]].solution(task)
+        play = plays[task.metadata["position"]]
+        must[play.name] = play.shown(task)
+        return play.solution(task)
 
     rows = trial(env, "oracle", tasks=len(plays), solution=solution, **how)
-    assert len(rows) == len(plays)
-    pairs = zip(plays, rows, strict=True)
-    return {p.name: r.error or r.reward for p, r in pairs if r.cause or r.reward != p.wanted}
+    assert len(rows) == len(plays) == len(must)
+    found: dict[str, object] = {}
+    for play, row in zip(plays, rows, strict=True):
+        told = [text for text in row.messages if text.startswith('{"role":"tool"')]
+        if row.cause or row.reward != play.wanted:
+            found[play.name] = row.error or row.reward
+        elif must[play.name] and not any(str(must[play.name]) in text for text in told):
+            found[play.name] = f"was not done: {told}"
+    return found
 
 
 def content(task: Task) -> str:
@@ -54,35 +97,73 @@ def content(task: Task) -> str:
     return hashlib.sha256(msgspec.json.encode(form, order="deterministic")).hexdigest()
 
 
-def stream_digest(env: str, count: int, split: str, seed: int) -> str:
-    """sha256 over everything in the first tasks of a stream."""
+def stream_digest(tasks: Sequence[Task]) -> str:
+    """sha256 over everything in some tasks, byte by byte."""
     found = hashlib.sha256()
-    for task in first_tasks(env, count, split=split, seed=seed):
+    for task in tasks:
         found.update(msgspec.msgpack.encode(task))
     return found.hexdigest()
 
 
-def elsewhere(env: str, count: int, split: str, seed: int) -> str:
-    """`stream_digest` in another process, with other hash seeds."""
-    code = f"from env_kit import stream_digest as d; print(d({env!r}, {count}, {split!r}, {seed}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
+SPLITS = ("train", "eval")
+ELSEWHERE = """
+import sys
+from env_kit import SPLITS, first_tasks, stream_digest
+for seed in sys.argv[3:]:
+    for split in SPLITS:
+        tasks = first_tasks(sys.argv[1], int(sys.argv[2]), split=split, seed=int(seed))
+        print(seed, split, stream_digest(tasks))
+"""
+
+
+@contextmanager
+def elsewhere(env: str, count: int, seeds: Sequence[int]) -> Iterator[Callable[[], list[str]]]:
+    """The digests of the streams' beginnings, made in another process with other hash seeds while
+    this one goes on: a line for each seed and split."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", ELSEWHERE, env, str(count), *map(str, seeds)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
         env={"PYTHONHASHSEED": "7", "PYTHONPATH": ":".join(sys.path)},
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+
+    def lines() -> list[str]:
+        out, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        return out.splitlines()
+
+    try:
+        yield lines
+    finally:
+        process.kill()
+        process.wait()
 
 
-def check_stream(env: str, count: int = 1_000) -> None:
-    """A generated set: so many tasks per seed without a repeat, the same bytes in another process,
-    other tasks for another seed, and nothing in common between train and eval."""
-    train = [content(t) for t in first_tasks(env, count, seed=1)]
-    held = [content(t) for s in (1, 2) for t in first_tasks(env, count, split="eval", seed=s)]
-    assert len(set(train)) == count
-    assert len(set(held[:count])) == count
-    assert set(train).isdisjoint(held)
-    assert [content(t) for t in first_tasks(env, 20, seed=2)] != train[:20]
-    assert stream_digest(env, count, "train", 1) == elsewhere(env, count, "train", 1)
+def check_stream(
+    env: str, count: int = 1_000, seeds: Sequence[int] = (0, 1, 2026), *, endless: bool = True
+) -> None:
+    """So many tasks per seed and split without a repeat, the same bytes in another process, and
+    nothing in common between train and eval, whatever the seeds.
+
+    Args:
+        endless: the tasks of other seeds are others; else they are the same in another order.
+    """
+    seen: dict[str, set[str]] = {split: set() for split in SPLITS}
+    first: dict[str, set[tuple[str, ...]]] = {split: set() for split in SPLITS}
+    digests = []
+    with elsewhere(env, count, seeds) as lines:
+        for seed in seeds:
+            for split in SPLITS:
+                tasks = first_tasks(env, count, split=split, seed=seed)
+                names = [content(task) for task in tasks]
+                assert len(set(names)) == len(names), f"{split} {seed} has a task twice"
+                assert len(names) == count or not endless
+                assert len({task.id for task in tasks}) == len(tasks)
+                seen[split].update(names)
+                first[split].add(tuple(names[:20]))
+                digests.append(f"{seed} {split} {stream_digest(tasks)}")
+        assert lines() == digests
+    assert seen["train"].isdisjoint(seen["eval"])
+    for split in SPLITS:
+        assert len(first[split]) == len(seeds), "each seed has an order of its own"

@@ -39,8 +39,9 @@ def test_every_kind_of_wish_is_drawn() -> None:
     assert any("full" in wish for t in TASKS for wish in t.metadata["wishes"])
 
 
-def test_the_oracle_is_right_on_every_kind() -> None:
-    assert rewards_of(NAME, "oracle", tasks=ALL) == [1.0] * ALL
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_the_oracle_is_right_on_every_kind(split: str) -> None:
+    assert rewards_of(NAME, "oracle", tasks=ALL, split=split) == [1.0] * ALL
 
 
 def altered(change: Callable[[Steps], Steps]) -> Callable[[Task], str]:
@@ -67,8 +68,25 @@ def twice(steps: Steps) -> Steps:
 
 
 def other_time(steps: Steps) -> Steps:
-    text = json.dumps(steps)
-    return json.loads(text.replace('"time": "', '"time": "20:30" , "was": "'))
+    """Books at another time than it said, and the guest wanted."""
+    for step in steps:
+        for call in step["calls"] if isinstance(step, dict) else ():
+            if "time" in call["arguments"]:
+                place = TIMES.index(call["arguments"]["time"])
+                call["arguments"]["time"] = TIMES[place - 1]
+    return steps
+
+
+def other_time_as_said(steps: Steps) -> Steps:
+    """Says the other time too, before it books: the guest does not want it."""
+    texts = [json.dumps(step) for step in other_time(steps)]
+    moved = {was: TIMES[place - 1] for place, was in enumerate(TIMES)}
+    return [
+        json.loads(re.sub("|".join(TIMES), lambda m: moved[m[0]], text))
+        if text.startswith('"') and "Shall I" in text
+        else json.loads(text)
+        for text in texts
+    ]
 
 
 def never_hands_over(steps: Steps) -> Steps:
@@ -149,23 +167,35 @@ def test_manners_need_a_judge() -> None:
 
 def test_cheats_earn_nothing() -> None:
     """Cheats get a shell here, which the environment has not of itself."""
-    assert wrong(NAME, cheats(), config={"sandboxed": True, "toolsets": ["terminal"]}) == {}
+    assert wrong(NAME, cheats(tasks=2), config={"sandboxed": True, "toolsets": ["terminal"]}) == {}
 
 
-def test_a_wish_left_out_or_done_wrong_is_not_counted() -> None:
+def share_without(task: Task, *left_out: str) -> float:
+    asked = kinds(task)
+    return sum(kind not in left_out for kind in asked) / len(asked)
+
+
+def moves(task: Task) -> bool:
+    """Some call of its solution names a time."""
+    return '"time"' in "".join(json.dumps(s) for s in json.loads(str(task.oracle)) if does(s))
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        (twice, lambda t: 0.0 if {"book", "hand_over"} & set(kinds(t)) else 1.0),
+        (other_time, lambda t: 0.0 if moves(t) else 1.0),
+        (other_time_as_said, lambda t: 0.0 if moves(t) else 1.0),
+        (never_hands_over, lambda t: share_without(t, "hand_over")),
+    ],
+)
+def test_a_wish_left_out_or_done_wrong_is_not_counted(
+    change: Callable[[Steps], Steps], wanted: Callable[[Task], float]
+) -> None:
     """Doing it twice spoils the book; a half earns a half only where nothing was spoilt."""
-    for change, least in ((twice, 0.0), (other_time, 0.0), (never_hands_over, 0.5)):
-        rows = trial(NAME, tasks=ALL, solution=altered(change))
-        rewards = dict(zip([t.id for t in TASKS], (r.reward for r in rows), strict=True))
-        for task in TASKS:
-            asked = kinds(task)
-            if change is twice and {"book", "hand_over"} & set(asked):
-                assert rewards[task.id] == 0.0
-            if change is never_hands_over and set(asked) == {"hand_over"}:
-                assert rewards[task.id] == 0.0
-            if change is never_hands_over and len(set(asked)) == 2 and "hand_over" in asked:
-                assert rewards[task.id] == least
-    assert 0.5 in rewards.values()
+    rows = trial(NAME, tasks=ALL, solution=altered(change))
+    assert [row.reward for row in rows] == [wanted(task) for task in TASKS]
+    assert len({wanted(task) for task in TASKS}) > 1, "some do it, some do not"
 
 
 def test_doing_nothing_earns_nothing() -> None:

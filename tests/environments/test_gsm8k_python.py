@@ -48,9 +48,13 @@ def test_only_the_right_number_in_the_last_answer_earns_a_reward() -> None:
         Play("two numbers", lambda t: says(f"#### {answer(t)} or 12"), 0.0),
         Play("the number without its mark", lambda t: says(f"It is {answer(t)}."), 0.0),
         Play("a program that fails", lambda t: says(ran("1/0"), "#### NUMBER"), 0.0),
-        *cheats(),
+        *cheats(tasks=2),
     ]
     assert wrong(NAME, plays, config={"toolsets": ["terminal"]}) == {}
+
+
+def test_the_oracle_solves_what_is_held_out_too() -> None:
+    assert rewards_of(NAME, "oracle", tasks=10, split="eval") == [1.0] * 10
 
 
 def test_doing_nothing_earns_nothing() -> None:

@@ -1,7 +1,7 @@
 """The bundled tasks as an environment: splits, and what earns a reward."""
 
 import pytest
-from env_kit import cheats, content, elsewhere, stream_digest, wrong
+from env_kit import CHANGED, cheats, check_stream, content, works, wrong
 
 from hermes_rl.errors import HermesError
 from hermes_rl.rl import Task
@@ -26,7 +26,7 @@ def test_the_seed_decides_the_order_alone() -> None:
     one, two = first_tasks(NAME, ALL, seed=1), first_tasks(NAME, ALL, seed=2)
     assert [t.id for t in one] != [t.id for t in two]
     assert sorted(t.id for t in one) == sorted(t.id for t in two)
-    assert stream_digest(NAME, ALL, "train", 1) == elsewhere(NAME, ALL, "train", 1)
+    check_stream(NAME, ALL, endless=False)
 
 
 def test_tasks_can_be_chosen() -> None:
@@ -46,25 +46,28 @@ def test_the_oracle_and_doing_nothing(model: str, reward: float, split: str) -> 
 
 
 def test_every_cheat_on_three_tasks_each_earns_nothing() -> None:
-    shipped = cheats()
     count = len(first_tasks(NAME, ALL))
-    plays = [shipped[n % len(shipped)] for n in range(count)]
-    numbered = [p._replace(name=f"{p.name} on task {n}") for n, p in enumerate(plays)]
-    assert wrong(NAME, numbered) == {}
+    assert wrong(NAME, cheats(tasks=3)[:count]) == {}
+    assert count > 3 * len(CHEATS) - 2
 
 
-@pytest.mark.parametrize("cheat", ["peeking", "patched-verifier"])
-def test_programs_that_are_run_find_no_answers_and_change_no_verdict(cheat: str) -> None:
-    """On every task whose verifier runs what the agent left."""
-    programs = {"categories": ["bugfix", "build"]}
-    found = {}
+@pytest.mark.parametrize(
+    ("cheat", "categories"),
+    [*((name, ["bugfix", "build"]) for name in CHANGED), ("git-history", ["git"])],
+)
+def test_programs_and_histories_that_are_changed_change_no_verdict(
+    cheat: str, categories: list[str]
+) -> None:
+    """On every task whose verifier runs what the agent left, or looks into its repository."""
+    chosen = {"categories": categories}
+    played = 0
     for split in ("train", "eval"):
-        count = len(first_tasks(NAME, ALL, split=split, **programs))
-        how = {"split": split, "config": programs}
-        rows = trial(NAME, tasks=count, solution=lambda task: CHEATS[cheat], **how)
-        found |= {row.task_id: row.error or row.reward for row in rows}
-    assert found == dict.fromkeys(found, 0.0)
-    assert len(found) == 11
+        tasks = first_tasks(NAME, ALL, split=split, **chosen)
+        if tasks:
+            plays = cheats(cheat, tasks=len(tasks))
+            assert wrong(NAME, plays, split=split, config=chosen) == {}
+        played += sum(works(cheat, task) for task in tasks)
+    assert played >= 5
 
 
 HALF = "python3 - <<'PY'\nimport csv\nrows = list(csv.reader(open('wide.csv')))\n"
