@@ -81,7 +81,7 @@ class RealAssembly:
             api_mode=config.api_mode,
             transport=config.transport,
         )
-        targets = targets_of(where)
+        targets = targets_of(where, extra=config.extra_body)
         keys = {_GIVEN_KEY: key} if key else {}
         if key is None and asks_endpoint(config.name, where):
             keys = find_keys([targets[0].place])

@@ -18,6 +18,7 @@ from hermes_rl.config_agent import AgentSection, Positive
 from hermes_rl.config_endpoint import (
     ApiMode,
     EndpointSection,
+    ExtraBody,
     ProviderSection,
     Seconds,
     Section,
@@ -66,6 +67,9 @@ class ModelSection(Section):
     """Output tokens per call."""
     reasoning: str | None = None
     """Reasoning effort, as the provider spells it."""
+    extra_body: ExtraBody = Field(default_factory=dict)
+    """Further fields of each request's body, for what only one provider knows. Places and fallbacks
+    that are somewhere else have their own."""
 
     @model_validator(mode="before")
     @classmethod
@@ -228,6 +232,7 @@ class ModelConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     max_tokens: Positive | None = None
     reasoning: str | None = None
+    extra_body: ExtraBody = Field(default_factory=dict)
 
     @field_validator("base_url")
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from decimal import Decimal
@@ -10,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from hermes_rl.errors import UserError
 
@@ -20,6 +21,18 @@ PerMinute = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 ApiMode = Literal["chat_completions", "codex_responses", "anthropic_messages"]
 KeyStrategy = Literal["fill_first", "round_robin", "random", "least_used"]
 Dollars = Annotated[Decimal, Field(ge=0, le=1_000_000_000, allow_inf_nan=False)]
+
+
+def _json_body(given: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(given, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError("has to hold what JSON can: texts, numbers, lists, mappings") from None
+    return given
+
+
+ExtraBody = Annotated[dict[str, Any], AfterValidator(_json_body)]
+"""Further fields for the body of each request."""
 
 
 class Section(BaseModel):
@@ -116,6 +129,8 @@ class PlaceSection(Section):
     base_url: str | None = None
     api_key_env: str | None = None
     api_mode: ApiMode | None = None
+    extra_body: ExtraBody | None = None
+    """In the place of the run's `model.extra_body`."""
 
     @field_validator("base_url")
     @classmethod
@@ -224,6 +239,19 @@ class EndpointSection(Section):
         if not isinstance(given, str):
             return given
         return read_prices_file(given)
+
+
+def extra_of(runs: Mapping[str, Any], said: PlaceSection | None) -> Mapping[str, Any]:
+    """The further body fields of one place.
+
+    Args:
+        runs: those of the run's own endpoint.
+        said: what is said of the place; None is that endpoint.
+    """
+    if said is not None and said.extra_body is not None:
+        return said.extra_body
+    elsewhere = said is not None and (said.provider is not None or said.base_url is not None)
+    return {} if elsewhere else runs
 
 
 def check_address(given: str | None, key: str) -> str | None:

@@ -6,7 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from hermes_rl.config_endpoint import ApiMode, PlaceSection, Section, check_address, join_names
+from hermes_rl.config_endpoint import (
+    ApiMode,
+    ExtraBody,
+    PlaceSection,
+    Section,
+    check_address,
+    join_names,
+)
 
 Whole = Annotated[int, Field(ge=1, le=1_000_000_000)]
 
@@ -25,6 +32,8 @@ class ModelPlace(Section):
     max_tokens: Whole | None = None
     """Output tokens per call."""
     reasoning: str | None = None
+    extra_body: ExtraBody = Field(default_factory=dict)
+    """Further fields of each request's body."""
 
     @field_validator("base_url")
     @classmethod
@@ -45,12 +54,14 @@ class ModelPlace(Section):
             base_url=self.base_url,
             api_key_env=self.api_key_env,
             api_mode=self.api_mode,
+            extra_body=self.extra_body,
         )
 
     @property
     def identity(self) -> dict[str, Any]:
         """What decides its answers."""
-        return self.model_dump(include={"name", "temperature", "top_p", "max_tokens", "reasoning"})
+        own = {"name", "temperature", "top_p", "max_tokens", "reasoning"}
+        return self.model_dump(include=own | ({"extra_body"} if self.extra_body else set()))
 
 
 class EnvSection(Section):

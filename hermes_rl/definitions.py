@@ -10,6 +10,7 @@ from hermes_rl.agent.policy import Limits, Policy, preset
 from hermes_rl.agent.prompt import TEXTS, system_prompt
 from hermes_rl.config import LOCAL_MODELS, RunConfig
 from hermes_rl.config_agent import AgentSection, LimitsSection
+from hermes_rl.config_endpoint import extra_of
 from hermes_rl.errors import TaskFault, UserError
 from hermes_rl.identity import digest
 from hermes_rl.models.base import Sampling
@@ -54,6 +55,11 @@ def sampling_of(config: RunConfig, seed: int) -> Sampling:
     )
 
 
+def extra_body_of(config: RunConfig, model: str) -> dict[str, Any]:
+    """The further body fields of calls to a model of the run; its fallbacks have their own."""
+    return dict(extra_of(config.model.extra_body, config.endpoint.places.get(model)))
+
+
 def limits_of(run: LimitsSection, task: Task | None) -> Limits:
     """The run's limits, with the task's own in their place."""
     own = task.limits if task else {}
@@ -93,6 +99,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
             **_named(config),
             **sampling_of(config, 0).as_dict(),
             "seed": None,  # the unit's seed follows from agent.seed
+            **_extra(config),
         },
         "agent": {
             "preset": switches,
@@ -119,6 +126,13 @@ def _sent_only(agent: AgentSection) -> dict[str, Any]:
     such a thing."""
     parts = {"ephemeral_system_prompt": agent.ephemeral_system_prompt, "prefill": agent.prefill}
     return {name: digest(part) for name, part in parts.items() if part}
+
+
+def _extra(config: RunConfig) -> dict[str, Any]:
+    """Further body fields by model; without any, a run is what it was before there were such."""
+    models = config.model.mix or (config.model.name,)
+    found = {name: extra for name in models if (extra := extra_body_of(config, name))}
+    return {"extra_body": found} if found else {}
 
 
 def _named(config: RunConfig) -> dict[str, Any]:

@@ -13,18 +13,20 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hermes_rl.agent.policy import Limits, Policy
 from hermes_rl.config import PLAYED_MODELS, RunConfig
 from hermes_rl.config_endpoint import EndpointSection
-from hermes_rl.definitions import identity_of as identity_of
 from hermes_rl.definitions import (
+    extra_body_of,
     image_digest,
     limits_of,
     sampling_of,
     system_text,
     toolsets_of,
 )
+from hermes_rl.definitions import identity_of as identity_of
 from hermes_rl.definitions import policy_of as policy_of
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
@@ -79,6 +81,9 @@ class Draw:
     policy: Policy
     limits: Limits
     system: str | None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """`{"extra_body": ...}` where requests have further body fields; recorded beside the sampling.
+    """
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,7 @@ class Workshop:
         tools = {**tools, **more}
         name = drawn_model(self.config, item.seed)
         own = item.task.system if item.task else None
+        extra = extra_body_of(self.config, name) if self.models else {}
         seen = self.models.seen(name) if self.models else Seen("played", name)
         return Draw(
             model=name,
@@ -142,6 +148,7 @@ class Workshop:
             policy=policy,
             limits=limits_of(self.config.agent.limits, item.task),
             system=own or system_text(self.config, tools),
+            extra={"extra_body": extra} if extra else {},
         )
 
     def sent(self, sampling: Sampling) -> Sampling:

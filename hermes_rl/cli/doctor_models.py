@@ -49,6 +49,8 @@ def _config(asked: Asked) -> RunConfig:
     where = data.get("endpoint") or {}
     if not isinstance(where, dict):
         raise UserError(f"{asked.config}: 'endpoint' is {where!r}: write a section")
+    model = data.get("model")
+    extra = model.get("extra_body") if isinstance(model, dict) else None
     names = ("provider", "base_url", "api_key_env", "api_mode")
     given = {name: value for name in names if (value := getattr(asked, name)) is not None}
     if "provider" in given or "base_url" in given:
@@ -57,7 +59,7 @@ def _config(asked: Asked) -> RunConfig:
     return parse_config(
         {
             "dataset": {"path": "smoke"},
-            "model": {"name": asked.model or "any"},
+            "model": {"name": asked.model or "any", "extra_body": extra or {}},
             "endpoint": {**kept, **given},
             "providers": data.get("providers") or {},
         },
@@ -144,12 +146,12 @@ def _explored(asked: Asked) -> list[Finding]:
     assert asked.model is not None
     config = _config(asked)
     where = config.endpoint
-    target = targets_of(where, config.providers)[0]
+    target = targets_of(where, config.providers, extra=config.model.extra_body)[0]
     keys = find_keys([target.place], os.environ, where.key_commands)
     (_, key), *_ = Keys(keys).of(target.place)
     endpoint = first_endpoint(where, target.place, key)
     try:
-        found = run_sync(explore(endpoint, asked.model, target.prices))
+        found = run_sync(explore(endpoint, asked.model, target.prices, target.extra))
         exact = _exact(where, endpoint, asked.model)
     except HermesError as error:
         return [Finding("endpoint", endpoint.host, False, str(error))]

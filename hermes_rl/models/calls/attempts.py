@@ -124,7 +124,12 @@ class Attempts:
         Raises: ModelError; CostLimit before anything was sent; CancelledError at once.
         """
         call_id = self._clock.new_id()
-        request = replace(request, call_id=call_id, model=route.model or request.model)
+        request = replace(
+            request,
+            call_id=call_id,
+            model=route.model or request.model,
+            extra={**request.extra, **route.extra},
+        )
         bound, most = account.client.bound(request), _named(request)
         likely = 0 if imposed else request.sampling.max_tokens or 0
         async with (

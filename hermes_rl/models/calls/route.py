@@ -6,8 +6,9 @@ fallbacks. Each route has accounts, one per key; the pool says which is next and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from hermes_rl.errors import ModelError
 from hermes_rl.models.base import ModelClient
@@ -59,6 +60,8 @@ class Route:
     accounts: AccountPool
     prices: PriceTable | None = None
     """What calls cost here; None where the caller is told otherwise."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of each request's body, the user's own."""
 
     @classmethod
     def single(cls, model: str, client: ModelClient, limiter: Limiter) -> Route:

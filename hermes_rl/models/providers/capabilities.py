@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from hermes_rl.errors import ModelError, UserError
@@ -80,13 +81,21 @@ class Capabilities:
         return asdict(self)
 
 
-async def explore(endpoint: Endpoint, model: str, prices: PriceTable | None = None) -> Capabilities:
+async def explore(
+    endpoint: Endpoint,
+    model: str,
+    prices: PriceTable | None = None,
+    extra: Mapping[str, Any] = MappingProxyType({}),
+) -> Capabilities:
     """Find out what a model at an endpoint can do.
+
+    Args:
+        extra: further fields of each request's body.
 
     Raises: UserError when nobody answers there; AuthError for a key that is refused.
     """
     listed = (await probe(endpoint)).models
-    tries = _Tries(endpoint, model, prices or PriceTable())
+    tries = _Tries(endpoint, model, prices or PriceTable(), extra)
     found = Capabilities(listed=None if listed is None else model in listed)
     plain = await tries.ask("answer")
     if plain is None:
@@ -155,9 +164,12 @@ def _first(listed: Any) -> dict[str, Any]:
 class _Tries:
     """The calls of one exploration."""
 
-    def __init__(self, endpoint: Endpoint, model: str, prices: PriceTable) -> None:
+    def __init__(
+        self, endpoint: Endpoint, model: str, prices: PriceTable, extra: Mapping[str, Any]
+    ) -> None:
         self.calls: list[ProbeCall] = []
         self._endpoint, self._model, self._prices = endpoint, model, prices
+        self._extra = dict(extra)
 
     async def ask(
         self,
@@ -175,6 +187,7 @@ class _Tries:
             tools=tools,
             sampling=Sampling(max_tokens=MAX_TOKENS),
             stream=stream,
+            extra=self._extra,
         )
 
         async def send() -> Completion:
@@ -188,7 +201,8 @@ class _Tries:
 
     async def raw(self, what: str, **fields: Any) -> dict[str, Any] | None:
         """A Chat Completions call whose whole answer is wanted; None when it failed."""
-        body = {"model": self._model, "messages": [{"role": "user", "content": _WORD}], **fields}
+        messages = [{"role": "user", "content": _WORD}]
+        body = {"model": self._model, **self._extra, "messages": messages, **fields}
 
         async def send() -> dict[str, Any]:
             form = decode_json(await ask_raw(self._endpoint, "/chat/completions", body))

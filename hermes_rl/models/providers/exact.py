@@ -66,7 +66,8 @@ async def find_plan(config: RunConfig, keys: Keys) -> TokenPlan | None:
     renderer = await asyncio.to_thread(_renderer, config.endpoint)
     try:
         tools = config.agent.toolsets != () or config.agent.distribution is not None
-        found = await Search(endpoint, target.model or model, renderer, tools).plan(wanted)
+        search = Search(endpoint, target.model or model, renderer, tools, target.extra)
+        found = await search.plan(wanted)
     except AuthError:
         return NO_IDS
     return _fitting(found, config, routes[model])
@@ -86,6 +87,11 @@ def _fitting(plan: TokenPlan, config: RunConfig, targets: Sequence[Target] = ())
         raise UserError(
             "model.reasoning is not told with prompts of ids: there the chat template decides. "
             "Leave it out, or use endpoint.tokens=chat"
+        )
+    if targets and targets[0].extra:
+        raise UserError(
+            "model.extra_body is of chat requests, and not told with prompts of ids. Leave it out, "
+            "or use endpoint.tokens=chat"
         )
     for other in targets[1:]:
         if other.place.base_url == targets[0].place.base_url and other.model != targets[0].model:

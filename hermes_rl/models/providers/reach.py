@@ -58,5 +58,5 @@ async def _explored(config: RunConfig, model: str, target: Target, keys: Keys) -
 
     (_, key), *_ = keys.of(target.place)
     endpoint = first_endpoint(config.endpoint, target.place, key)
-    found = await explore(endpoint, target.model or model, target.prices)
+    found = await explore(endpoint, target.model or model, target.prices, target.extra)
     return {"model": model, **found.as_dict()}

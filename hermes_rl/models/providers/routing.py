@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hermes_rl.errors import UserError
 from hermes_rl.models.base import ModelClient
@@ -37,6 +37,8 @@ class Target:
     model: str | None = None
     """None is the unit's model, which a mix may draw."""
     prices: PriceTable = field(default_factory=PriceTable)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of each request's body."""
 
 
 class Common(Protocol):
@@ -254,7 +256,7 @@ class Routing:
             scope=f"{accounts[0].client.endpoint} {model}",
             strategy=self._strategy,
         )
-        return Route(model=model, accounts=pool, prices=target.prices)
+        return Route(model=model, accounts=pool, prices=target.prices, extra=target.extra)
 
     async def aclose(self) -> None:
         """Close the clients."""

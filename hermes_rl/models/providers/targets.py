@@ -6,9 +6,18 @@ import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig
-from hermes_rl.config_endpoint import EndpointSection, PlaceSection, PriceSection, ProviderSection
+from hermes_rl.config_endpoint import (
+    EndpointSection,
+    PlaceSection,
+    PriceSection,
+    ProviderSection,
+    extra_of,
+)
+from hermes_rl.models.dialects.own_fields import refuse_own
 from hermes_rl.models.endpoint import Endpoint, Timeouts
 from hermes_rl.models.providers.prices import ModelPrice, PriceTable, price_table, read_price
 from hermes_rl.models.providers.routing import Target, find_keys
@@ -26,21 +35,26 @@ def targets_of(
     where: EndpointSection,
     own: Mapping[str, ProviderSection] | None = None,
     model: str | None = None,
+    extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Target, ...]:
     """Where the calls of a unit go: its model's place first, then the fallbacks.
 
     Args:
         own: the user's providers.
         model: as it was drawn for the unit; without it the run's own place is first.
+        extra: further body fields of the run's own endpoint (`model.extra_body`).
 
-    Raises: UserError for a provider that is unknown or has no address.
+    Raises: UserError for a provider that is unknown or has no address, or fields that are not free.
     """
     known = _providers(own)
     prices = _prices(where.prices)
     targets = []
     for said in (where.places.get(model or ""), *where.fallbacks):
         place = _place(where, said, known)
-        targets.append(Target(place, said.model if said else None, _table(place, prices)))
+        own_extra = extra_of(extra, said)
+        refuse_own(own_extra, place.api_mode)
+        name = said.model if said else None
+        targets.append(Target(place, name, _table(place, prices), own_extra))
     return tuple(targets)
 
 
@@ -59,7 +73,8 @@ def _place(
 def targets_by_model(config: RunConfig) -> dict[str, tuple[Target, ...]]:
     """`targets_of` for each model that a run may draw."""
     models = config.model.mix or (config.model.name,)
-    return {name: targets_of(config.endpoint, config.providers, name) for name in models}
+    extra = config.model.extra_body
+    return {n: targets_of(config.endpoint, config.providers, n, extra) for n in models}
 
 
 def keys_of(config: RunConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -92,12 +92,14 @@ class Search:
         model: as the endpoint calls it.
         renderer: of the model's tokenizer; None where none was named.
         tools: whether tools are offered, whose calls a parser here must then read.
+        extra: further fields of the bodies of chat requests.
     """
 
     endpoint: Endpoint
     model: str
     renderer: Renderer | None = None
     tools: bool = True
+    extra: Mapping[str, Any] = field(default_factory=dict)
     _calls: list[Asked] = field(default_factory=list)
 
     async def plan(self, wanted: Wanted) -> TokenPlan:
@@ -237,6 +239,7 @@ class Search:
             "messages": [{"role": "user", "content": _WORD}],
             **sampling_of(Sampling(temperature=temperature, top_k=top_k)),
             **PENALTIES,
+            **self.extra,
             "max_tokens": 1,
             "logprobs": True,
             "top_logprobs": most,

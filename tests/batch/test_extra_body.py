@@ -1,0 +1,189 @@
+"""Body fields of the user's own: on every wire, in the rows, part of what a run is."""
+
+import io
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import kit
+import pytest
+import yaml
+
+from batch_runner.progress import JsonEvents
+from batch_runner.runner import arun_batch
+from hermes_rl.config import RunConfig, parse_config
+from hermes_rl.definitions import identity_of
+from hermes_rl.errors import ModelError, UserError
+from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage
+from hermes_rl.models.base import Conversation, ModelRequest, Sampling
+from hermes_rl.models.client import DIALECTS, Endpoint, connect
+from hermes_rl.models.dialects.own_fields import OWN
+from hermes_rl.models.providers.others import other_targets
+from hermes_rl.models.providers.quirks import Quirks
+from hermes_rl.models.providers.targets import targets_by_model
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.testing.listening import Connection, Incoming
+
+PINNED = {"provider": {"order": ["one", "two"], "allow_fallbacks": False}, "service_tier": "flex"}
+OTHER = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+class Keeping(FakeServer):
+    """Keeps the bodies that came."""
+
+    def __init__(self, config: FakeConfig | None = None) -> None:
+        super().__init__(config)
+        self.bodies: list[dict[str, Any]] = []
+
+    def handle(self, connection: Connection, request: Incoming) -> None:
+        if request.method == "POST":
+            self.bodies.append(json.loads(request.body))
+        super().handle(connection, request)
+
+
+def config(model: Any, endpoint: Any = None, **sections: Any) -> RunConfig:
+    return parse_config(
+        {
+            "dataset": {"path": "smoke"},
+            "model": {"name": "fake", **model},
+            "endpoint": {"base_url": "http://127.0.0.1:9/v1", **(endpoint or {})},
+            **sections,
+        }
+    )
+
+
+@pytest.mark.parametrize("transport", ["http", "sdk"])
+@pytest.mark.parametrize("mode", list(DIALECTS))
+async def test_every_request_holds_the_fields_and_every_row_says_so(
+    tmp_path: Path, mode: str, transport: str
+) -> None:
+    """The first model is not there, so that a fallback with fields of its own is asked too."""
+    async with Keeping(FakeConfig(models=("fake",))) as server:
+        made = config(
+            {"name": "gone", "extra_body": PINNED},
+            {
+                "base_url": server.base_url,
+                "api_mode": mode,
+                "transport": transport,
+                "fallbacks": [{"model": "fake", "extra_body": OTHER}],
+            },
+            dataset={"path": str(kit.write(tmp_path / "tasks.jsonl", [kit.task(1)]))},
+            agent={"toolsets": ["terminal"]},
+            sandbox={"backend": "none"},
+            run={"out": str(tmp_path / "run"), "workers": 0, "allow_unsandboxed": True},
+        )
+        report = await arun_batch(made, progress=JsonEvents(io.StringIO()))
+        assert report.exit_code == 0
+        first, *others = server.bodies
+    assert first == {**first, **PINNED}
+    assert len(others) == 3
+    assert all(body == {**body, **OTHER} and not set(PINNED) & set(body) for body in others)
+    (row,) = kit.final_rows(tmp_path / "run").values()
+    assert json.loads(row["sampling"])["extra_body"] == PINNED
+    written = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
+    assert written["model"]["extra_body"] == PINNED
+
+
+def test_the_fields_are_part_of_what_a_run_is_where_there_are_any() -> None:
+    plain = identity_of(config({}))
+    assert "extra_body" not in plain["model"]
+    assert identity_of(config({"extra_body": {}})) == plain
+    pinned = identity_of(config({"extra_body": PINNED}))
+    assert pinned["model"]["extra_body"] == {"fake": PINNED}
+    mixed = {"mix": {"a": 1, "b": 1, "c": 1}, "extra_body": PINNED}
+    places = {"b": {"extra_body": OTHER}, "c": {"base_url": "http://127.0.0.1:8/v1"}}
+    said = identity_of(config({**mixed, "name": "mix"}, {"places": places}))["model"]["extra_body"]
+    assert said == {"a": PINNED, "b": OTHER}
+    fallback = [{"model": "d", "extra_body": OTHER}]
+    assert identity_of(config({"extra_body": PINNED}, {"fallbacks": fallback})) == pinned
+
+
+def test_who_is_elsewhere_has_fields_of_its_own() -> None:
+    made = config(
+        {"extra_body": PINNED},
+        {
+            "fallbacks": [
+                "here",
+                {"model": "own", "extra_body": OTHER},
+                {"model": "none", "extra_body": {}},
+                {"model": "away", "base_url": "http://127.0.0.1:8/v1"},
+            ]
+        },
+        env={"name": "x", "judge": {"name": "j"}, "user": {"name": "u", "extra_body": OTHER}},
+    )
+    extras = [target.extra for target in targets_by_model(made)["fake"]]
+    assert extras == [PINNED, PINNED, OTHER, {}, {}]
+    others = {use: targets[0].extra for use, targets in other_targets(made).items()}
+    assert others == {"judge": {}, "user": OTHER}
+    assert made.env is not None
+    assert made.env.judge is not None
+    assert made.env.user is not None
+    assert "extra_body" not in made.env.judge.identity
+    assert made.env.user.identity["extra_body"] == OTHER
+
+
+@pytest.mark.parametrize(
+    ("mode", "field", "mend"),
+    [
+        ("chat_completions", "messages", "Take it out"),
+        ("chat_completions", "temperature", "Use model.temperature"),
+        ("chat_completions", "max_completion_tokens", "Use model.max_tokens"),
+        ("chat_completions", "reasoning_effort", "Use model.reasoning"),
+        ("chat_completions", "n", "Take it out"),
+        ("codex_responses", "stream", "Use endpoint.stream"),
+        ("codex_responses", "store", "Take it out"),
+        ("anthropic_messages", "thinking", "Use model.reasoning"),
+    ],
+)
+def test_fields_of_our_own_are_refused(mode: str, field: str, mend: str) -> None:
+    for made in (
+        config({"extra_body": {field: 1}}, {"api_mode": mode}),
+        config({}, {"fallbacks": [{"model": "m", "api_mode": mode, "extra_body": {field: 1}}]}),
+    ):
+        with pytest.raises(UserError) as caught:
+            targets_by_model(made)
+        assert (
+            str(caught.value) == f"extra_body holds '{field}', which is not free in {mode}. {mend}"
+        )
+
+
+def test_what_another_dialect_writes_is_free() -> None:
+    for extra in ({"thinking": {"type": "disabled"}}, {"reasoning": {"effort": "low"}}):
+        made = config({"extra_body": extra})
+        assert targets_by_model(made)["fake"][0].extra == extra
+
+
+@pytest.mark.parametrize("given", [{"a": float("nan")}, {"a": {1, 2}}, {"a": b"x"}, ["a"]])
+def test_only_what_json_can_hold(given: Any) -> None:
+    with pytest.raises(UserError, match=r"'model\.extra_body"):
+        config({"extra_body": given})
+
+
+@pytest.mark.parametrize("mode", list(DIALECTS))
+async def test_the_list_of_our_own_fields_is_whole(mode: str) -> None:
+    """A request with all that there is writes no field that users could write too."""
+    everything = Sampling(0.5, 0.5, 5, 0.1, 99, 7, ("stop",), None)
+    call = ToolCall(id="c", name="t", arguments="{}")
+    history = [
+        SystemMessage(content="s"),
+        UserMessage(content="u"),
+        AssistantMessage(tool_calls=(call,)),
+        ToolMessage(tool_call_id="c", name="t", content="r"),
+    ]
+    tool = {"type": "function", "function": {"name": "t", "parameters": {"type": "object"}}}
+    async with Keeping() as server:
+        quirks = Quirks(cache_key=True, max_tokens_field="max_completion_tokens")
+        client = connect(Endpoint(server.base_url, api_mode=mode, quirks=quirks))
+        for sampling in (everything, Sampling(reasoning="low", max_tokens=4000)):
+            for tools in ((tool,), ()):
+                asked = ModelRequest(
+                    "claude-opus-4-5", Conversation(history), "id", tools, sampling,
+                    stream=True, logprobs=True, token_ids=True, cache="5m",
+                )  # fmt: skip
+                with suppress(ModelError):  # what it holds counts, not whether it makes sense
+                    await client.complete(asked)
+        await client.aclose()
+        written = {name for body in server.bodies for name in body}
+    assert written - OWN[mode] == set()
+    assert len(written) > 10
