@@ -80,13 +80,19 @@ class Renderer:
 
     @property
     def parser_fits(self) -> bool:
-        """Whether a parser here reads calls as this template writes them. True as well where it
-        writes none."""
-        return self._written.parser is not None or not self._setter.form.writes_calls
+        """Whether a parser here reads calls as this template writes them. False as well where it
+        writes none: what was called, and what it gave, would be missing in the next prompt."""
+        return self._setter.form.writes_calls and self._written.parser is not None
 
     @property
     def unread_calls(self) -> str:
         """For people, where no parser fits: how the template writes a call, and what to do."""
+        if not self._setter.form.writes_calls:
+            return (
+                "this model's chat template writes no tool calls: it could not show the model what "
+                "was called. Put one that does into the folder of endpoint.tokenizer "
+                "(chat_template.jinja), use endpoint.tokens=chat, or offer no tools"
+            )
         return (
             f"no parser here reads tool calls as this model's template writes them: "
             f"{self._written.text!r} (the parsers are {', '.join(PARSERS)}). Use "

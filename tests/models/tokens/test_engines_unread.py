@@ -16,6 +16,10 @@ from hermes_rl.models.tokens.selection import Search
 from hermes_rl.wiring import reach
 
 UNREAD = "no parser here reads tool calls as this model's template writes them: '<tool_call>look_up"
+SILENT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def renderer_at(engine) -> Renderer:
@@ -48,6 +52,28 @@ async def test_a_way_that_was_named_is_refused_at_the_start_where_there_are_tool
         plan = await Search(at, "toy", renderer, tools=False).plan("vllm")
         assert plan.way == "vllm"
         assert any(UNREAD in line for line in plan.lines())
+
+
+@pytest.mark.parametrize("tools_told", [False, True])
+async def test_a_template_without_tool_calls_is_refused_where_there_are_tools(tmp_path, tools_told):
+    """Its rollouts would break at the first call: the next prompt could not tell it. Also where it
+    writes the offered tools, but no call."""
+    silent = "{% if tools %}{{ tools | tojson }}{% endif %}" * tools_told + SILENT
+    async with engine_at(tmp_path / "t") as engine:
+        at = Endpoint(engine.base_url)
+        renderer = load_renderer(engine.config.tokenizer, template=silent)
+        with pytest.raises(UserError, match=r"endpoint\.tokens=vllm: .* writes no tool calls"):
+            await Search(at, "toy", renderer).plan("vllm")
+        assert not engine.truth
+        assert (await Search(at, "toy", renderer).plan("auto")).way == "chat"
+        plan = await Search(at, "toy", renderer, tools=False).plan("vllm")
+        assert plan.way == "vllm"
+        client = token_client(at, renderer, "vllm")
+        with pytest.raises(UserError, match="offer no tools"):
+            await client.complete(request_of(Conversation(asked("Say."))))
+        answer = await client.complete(request_of(Conversation(asked("Say.")), tools=()))
+        assert answer.tokens.completion_ids == engine.truth[-1].sampled_ids
+        await client.aclose()
 
 
 async def test_auto_lets_the_engine_read_the_calls_or_says_why_there_are_no_ids(tmp_path):

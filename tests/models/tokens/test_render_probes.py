@@ -131,7 +131,10 @@ def test_calls_that_no_parser_reads_are_told() -> None:
     assert "<tool_call>look_up<arg_key>subject" in note
     assert "hermes, qwen3_coder, llama3_json, mistral" in note
     silent = Renderer(tiny_renderer().tokenizer, Template("{{ messages[-1].content }}"))
-    assert silent.parser_fits
+    assert not silent.parser_fits
+    (note,) = silent.preserves_prefix().notes
+    assert note == silent.unread_calls
+    assert note.startswith("this model's chat template writes no tool calls")
 
 
 def test_the_form_that_a_template_reads_is_found() -> None:
