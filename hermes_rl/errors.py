@@ -349,10 +349,6 @@ class CannotJudge(VerifierFault):
     asked again twice, on the same workspace."""
 
 
-class NoVerdict(CannotJudge):
-    """What judges was asked as often as it may be: asking again would cost more of the same."""
-
-
 class Stalled(HermesError):
     """The wall limit of an attempt was reached."""
 

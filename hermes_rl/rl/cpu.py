@@ -15,8 +15,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from hermes_rl.errors import CannotJudge, NoVerdict, UserError
+from hermes_rl.errors import CannotJudge, UserError
 from hermes_rl.rl.cpu_worker import HEAD, frame, resolve
+from hermes_rl.rl.faults import NoVerdict
 
 MOST = 4
 """Workers at most, where nothing is said."""

@@ -17,7 +17,6 @@ from hermes_rl.episode import Stage, Tape
 from hermes_rl.errors import (
     CannotJudge,
     HermesError,
-    NoVerdict,
     TaskFault,
     ToolError,
     UserError,
@@ -205,7 +204,7 @@ class EnvEpisode:
             try:
                 return await self._judged(sandbox, rollout, began)
             except CannotJudge as fault:
-                if isinstance(fault, NoVerdict) or noted is None:
+                if isinstance(fault, faults.NoVerdict) or noted is None:
                     raise
                 self.ctx.state.clear()
                 self.ctx.state.update(copy.deepcopy(noted))

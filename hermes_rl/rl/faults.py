@@ -9,8 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hermes_rl.errors import CannotJudge
+
 _CHARS = 300
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+class NoVerdict(CannotJudge):
+    """What judges was asked as often as it may be: asking again would cost more of the same."""
 
 
 def said(name: str, method: Callable[..., Any], error: BaseException) -> str:

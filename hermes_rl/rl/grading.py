@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hermes_rl.errors import NoVerdict, SandboxDied, SandboxStartError, UserError
+from hermes_rl.errors import SandboxDied, SandboxStartError, UserError
+from hermes_rl.rl.faults import NoVerdict
 from hermes_rl.sandboxes.base import GradingSpec, Sandbox
 from hermes_rl.tasks import Verify
 from hermes_rl.verify import BOXES, verify

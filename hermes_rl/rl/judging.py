@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from hermes_rl.agent.parts import Caller
-from hermes_rl.errors import CAUSES, ModelError, NoVerdict, UserError
+from hermes_rl.errors import CAUSES, ModelError, UserError
 from hermes_rl.events import RewardPart
 from hermes_rl.messages import (
     AssistantMessage,
@@ -24,6 +24,7 @@ from hermes_rl.messages import (
     conversation_from_openai,
 )
 from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampling
+from hermes_rl.rl.faults import NoVerdict
 from hermes_rl.rl.rewards import part
 from hermes_rl.rl.view import Rollout
 from hermes_rl.usage import Usage
