@@ -168,7 +168,8 @@ async def test_a_refused_key_makes_way_for_the_next_and_then_rests(
 def test_the_worked_example_of_the_docs_holds() -> None:
     page = Path(__file__).parents[2] / "docs" / "providers.md"
     blocks = page.read_text(encoding="utf-8").split("```yaml\n")[1:]
-    whole, mix = (yaml.safe_load(block.split("```")[0]) for block in blocks)
+    forms = [yaml.safe_load(block.split("```")[0]) for block in blocks]
+    whole, vertex, azure, pinned, mix = forms
     example = parse_config(whole)
     first, same, claude = targets_of(example.endpoint, example.providers)
     assert first.place.key_names == ("GATEWAY_KEY_A", "GATEWAY_KEY_B")
@@ -177,6 +178,13 @@ def test_the_worked_example_of_the_docs_holds() -> None:
     for target in (first, same, claude):
         assert target.prices.find(target.model or example.model.name) is not None
     assert drawn_model(parse_config({**mix, "dataset": {"path": "x"}}), 1) in mix["model"]["mix"]
+    for form in (vertex, azure):
+        cloud = parse_config({**form, "model": {"name": "m"}, "dataset": {"path": "x"}}).endpoint
+        (only,) = targets_of(cloud)
+        assert only.place.key_names == tuple(cloud.key_commands)
+    routed = parse_config({**pinned, "dataset": {"path": "x"}})
+    (only,) = targets_by_model(routed)["qwen/qwen3-coder"]
+    assert only.extra["provider"]["allow_fallbacks"] is False
 
 
 async def test_models_of_a_mix_may_stand_at_several_endpoints(stage: Open) -> None:
