@@ -8,9 +8,11 @@ import json
 import os
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +31,26 @@ class Told:
 
     folder: Path
     truth: dict[str, dict[str, Any]]
-    """Trajectory -> `said` (sampled texts in order), `not_said`, `reward`, `group`."""
+    """Trajectory -> `said` (sampled texts in order), `ids`, `logprobs` and `prompts` of the same,
+    `first` (how many of them come before an assistant message of somebody else), `not_said`,
+    `reward`, `group`."""
+    opened: set[str] = field(default_factory=set)
+    """Formats whose files were asked for."""
 
     def export(self, name: str) -> str:
         """The file of a format."""
         (path,) = (self.folder / "exports").glob(f"{name}.*")
+        self.opened.add(name)
         return str(path)
 
     def said(self) -> Counter[str]:
         """Every sampled text, as often as it was sampled."""
         return Counter(text for facts in self.truth.values() for text in facts["said"])
+
+    def said_first(self) -> list[str]:
+        """Those before any assistant message of somebody else: what formats have room for whose
+        readers train on each assistant message."""
+        return [text for facts in self.truth.values() for text in facts["said"][: facts["first"]]]
 
     def not_said(self) -> set[str]:
         """Results of tools, and what others wrote in an assistant's name."""
@@ -54,6 +66,57 @@ class Told:
         assert Counter(turns) == self.said()
         assert all(text.endswith(end) for text in trained)
         assert not any(foreign in text for foreign in self.not_said() for text in trained)
+
+    def check_tokens(self, rows: Iterable[tuple[Sequence[int], Sequence[Any]]]) -> None:
+        """Each sampled token is trained exactly once, in the order in which it was sampled, and
+        nothing else is.
+
+        Args:
+            rows: the ids of each training row, and beside each whether it is trained.
+        """
+        trained: Counter[tuple[int, ...]] = Counter()
+        for ids, marks in rows:
+            pairs = zip(ids, map(bool, marks), strict=True)
+            for own, run in groupby(pairs, key=itemgetter(1)):
+                trained[tuple(int(token) for token, _ in run)] += own
+        sampled = [tuple(ids) for facts in self.truth.values() for ids in facts["ids"]]
+        assert +trained == Counter(sampled)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    line = "reads(*formats): the test has a program of other people read these exports"
+    config.addinivalue_line("markers", line)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that is left out is a failure: it would hide that nobody reads a format."""
+    report = yield
+    if report.skipped:
+        report.outcome, report.longrepr = "failed", f"left out: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """The same for a whole file."""
+    report = yield
+    if report.skipped:
+        report.outcome, report.longrepr = "failed", f"left out: {report.longrepr}"
+    return report
+
+
+@pytest.fixture(autouse=True)
+def opened_what_it_says(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that is marked as a reader of formats reads these, and no others. (The guard in
+    tests/export counts on the marks.)"""
+    given = {"told", "played", "taught"} & set(request.fixturenames)
+    runs = [request.getfixturevalue(name) for name in given]
+    for run in runs:
+        run.opened.clear()
+    yield
+    marks = {name for mark in request.node.iter_markers("reads") for name in mark.args}
+    assert {name for run in runs for name in run.opened} == marks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -119,11 +182,30 @@ def cache(tmp_path: Path) -> str:
 @pytest.fixture(scope="session")
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
     """A told run in all formats that `hermes-rl export` offers."""
+    return made_by("told_run.py", request, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """A whole run against the token-exact engine, whose log is the truth, in all formats."""
+    return made_by("played_run.py", request, tmp_path_factory)
+
+
+@pytest.fixture(params=["told", "played"])
+def taught(request: pytest.FixtureRequest) -> Told:
+    """Each of the two."""
+    run: Told = request.getfixturevalue(request.param)
+    return run
+
+
+def made_by(
+    script: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Told:
     producer = request.config.getoption("--producer")
     if not producer:
         pytest.fail("say --producer=.venv/bin/python (make test-consumers does)")
-    out = tmp_path_factory.mktemp("told")
-    command = [producer, str(HERE / "told_run.py"), str(out)]
+    out = tmp_path_factory.mktemp(Path(script).stem)
+    command = [producer, str(HERE / script), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return Told(out, json.loads((out / "truth.json").read_text(encoding="utf-8")))

@@ -1,12 +1,13 @@
 """Run by the project's own Python: a told run with messages and exact tokens, and its exports.
 
 Arguments: the folder to fill. Written are `tokenizer.json` (one token per byte), `run/`, one file
-per format in `exports/`, and `truth.json`: what the policy said in each rollout, and what it did
-not say.
+per format in `exports/`, and `truth.json`: by rollout what the policy said, as texts and as tokens
+after which prompt, and what it did not say.
 """
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,19 @@ def heard(message: dict[str, Any]) -> str:
     return f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
 
 
-def exact(core: Tokenizer, number: int, contexts: list[list[tuple[Any, bool]]]) -> list[Segment]:
-    """One segment per context: (message, whether it is sampled here)."""
-    made = []
+@dataclass
+class Answer:
+    """What the engine would have logged of one call."""
+
+    prompt: list[int]
+    ids: list[int]
+
+
+def exact(
+    core: Tokenizer, number: int, contexts: list[list[tuple[MessageAdded, bool]]]
+) -> tuple[list[Segment], list[Answer]]:
+    """One segment per context, of (message, whether it is sampled here), and its answers."""
+    made, answers = [], []
     for branch, context in enumerate(contexts):
         ids: list[int] = []
         own: list[int] = []
@@ -67,13 +78,15 @@ def exact(core: Tokenizer, number: int, contexts: list[list[tuple[Any, bool]]]) 
             new = core.encode(text).ids
             ids += glue
             if sampled:
+                answers.append(Answer(list(ids), new))
                 own += range(len(ids), len(ids) + len(new))
             ids += new
             turns += [added.turn] * (len(glue) + len(new))
-        more = {"branch_index": branch, "n_branches": len(contexts), "turn_ids": turns}
+        calls = [f"c{added.turn}" for added, sampled in context if sampled]
         kind = "compaction" if branch else "main"
-        made.append(told.segment(number, ids, own, branch_kind=kind, **more))
-    return made
+        more = {"branch_index": branch, "n_branches": len(contexts), "branch_kind": kind}
+        made.append(told.segment(number, ids, own, turn_ids=turns, call_ids=calls, **more))
+    return made, answers
 
 
 def rollout(core: Tokenizer, number: int, story: list[Any]) -> tuple[Finished, dict[str, Any]]:
@@ -86,12 +99,16 @@ def rollout(core: Tokenizer, number: int, story: list[Any]) -> tuple[Finished, d
         contexts = [whole[: cut[0]], kept + whole[cut[0] :]]
     else:
         contexts = [whole]
-    segments = exact(core, number, contexts)
+    segments, answers = exact(core, number, contexts)
     reward = float(number % 2)
     made = told.finished(number, story, reward=reward, segments=segments, size=2)
     forms = [to_openai(e.message, parsed_arguments=True) for e in added]
     truth = {
         "said": [written(m) for m, own in zip(forms, mine, strict=True) if own],
+        "ids": [answer.ids for answer in answers],
+        "prompts": [answer.prompt for answer in answers],
+        "logprobs": [[-0.5] * len(answer.ids) for answer in answers],
+        "first": first_own(contexts[0]),
         "not_said": [
             m["content"]
             for m, own in zip(forms, mine, strict=True)
@@ -101,6 +118,13 @@ def rollout(core: Tokenizer, number: int, story: list[Any]) -> tuple[Finished, d
         "group": made.row.group_id,
     }
     return made, truth
+
+
+def first_own(context: list[tuple[MessageAdded, bool]]) -> int:
+    """How many answers come before an assistant message of somebody else: a later context of these
+    stories begins with one."""
+    mine = [own for added, own in context if isinstance(added.message, AssistantMessage)]
+    return [*mine, False].index(False)
 
 
 def is_own(added: MessageAdded) -> bool:

@@ -167,9 +167,3 @@ def test_only_exact_tokens_with_logprobs_go_to_rl_trainers(name: str, tmp_path: 
     assert report.trained == 2
     text = json.dumps(rows(report.out))
     assert "-0.5" not in text or name != "atropos"  # one without: its whole group has none
-
-
-def test_each_listed_format_has_a_reader_that_a_test_runs() -> None:
-    tests = Path(__file__).parents[1] / "consumers"
-    texts = "".join(path.read_text(encoding="utf-8") for path in tests.glob("with_*/*.py"))
-    assert [name for name in FORMATS if f'"{name}"' not in texts] == []

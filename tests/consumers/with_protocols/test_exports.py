@@ -2,6 +2,7 @@
 types of OpenAI's package."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from atroposlib.api.server import app
 from conftest import Told
 from fastapi.testclient import TestClient
-from harbor.models.trajectories import Trajectory
+from harbor.models.trajectories import Step, Trajectory
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 from pydantic import TypeAdapter
 from tokenizers import Tokenizer
@@ -26,11 +27,13 @@ def lines(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
-def test_verifiers_reads_episodes_with_their_tokens(told: Told, words: Tokenizer) -> None:
+@pytest.mark.reads("prime-rl")
+def test_verifiers_reads_episodes_with_their_tokens(taught: Told) -> None:
     trained = []
-    for line in lines(told.export("prime-rl")):
+    logprobs = []
+    for line in lines(taught.export("prime-rl")):
         episode = WireEpisode.model_validate(line)
-        facts = told.truth[episode.id]
+        facts = taught.truth[episode.id]
         assert episode.ok
         assert episode.group is not None
         assert episode.group.id == facts["group"]
@@ -40,15 +43,20 @@ def test_verifiers_reads_episodes_with_their_tokens(told: Told, words: Tokenizer
         for branch in trace.branches:
             assert branch.trainable
             assert len(branch.token_ids) == len(branch.sampled_mask) == len(branch.logprobs)
-            pairs = list(zip(branch.token_ids, branch.sampled_mask, strict=True))
-            trained.append(words.decode([i for i, own in pairs if own], skip_special_tokens=False))
-            sampled = zip(branch.logprobs, branch.sampled_mask, strict=True)
-            assert {p for p, own in sampled if own} == {-0.5}
+            trained.append((branch.token_ids, branch.sampled_mask))
+            pairs = zip(branch.logprobs, branch.sampled_mask, strict=True)
+            logprobs += [p for p, own in pairs if own]
             assert branch.tools
         assert WireEpisode.model_validate(episode.to_record()).id == episode.id
-    told.check(trained)
+    taught.check_tokens(trained)
+    assert sorted(logprobs) == pytest.approx(sampled_logprobs(taught), abs=1e-5)
 
 
+def sampled_logprobs(run: Told) -> list[float]:
+    return sorted(p for facts in run.truth.values() for own in facts["logprobs"] for p in own)
+
+
+@pytest.mark.reads("prime-rl")
 def test_a_node_holds_the_tokens_of_its_message(told: Told, words: Tokenizer) -> None:
     for line in lines(told.export("prime-rl")):
         for node in line["traces"][0]["nodes"]:
@@ -58,28 +66,68 @@ def test_a_node_holds_the_tokens_of_its_message(told: Told, words: Tokenizer) ->
             assert len(node["mask"]) == len(node["token_ids"])
 
 
-def test_harbor_validates_trajectories(told: Told) -> None:
-    read = [Trajectory.model_validate(line) for line in lines(told.export("atif"))]
-    roots = {t.session_id for t in read}
-    assert roots == set(told.truth)
-    for name, facts in told.truth.items():
+@pytest.mark.reads("atif")
+def test_harbor_validates_trajectories_with_their_tokens(taught: Told) -> None:
+    read = [Trajectory.model_validate(line) for line in lines(taught.export("atif"))]
+    assert {t.session_id for t in read} == set(taught.truth)
+    names = [t.trajectory_id for t in read]
+    assert len(set(names)) == len(names)
+    for name, facts in taught.truth.items():
         documents = [t for t in read if t.session_id == name]
-        own = [s for t in documents for s in t.steps if s.source == "agent" and s.metrics]
-        assert len(own) == len(facts["said"])
         assert documents[0].extra is not None
         assert documents[0].extra["reward"] == facts["reward"]
         assert all(t.agent.tool_definitions for t in documents)
+        metrics = [s.metrics for t in documents for s in t.steps if s.metrics]
+        assert [m.prompt_token_ids for m in metrics] == facts["prompts"]
+        assert [m.completion_token_ids for m in metrics] == facts["ids"]
+        for found, sampled in zip(metrics, facts["logprobs"], strict=True):
+            assert found.logprobs == pytest.approx(sampled, abs=1e-5)
+
+
+@pytest.mark.reads("atif")
+def test_harbor_is_told_what_to_train_on(taught: Told) -> None:
+    """Its reader of traces (which Python 3.11 cannot load) takes each agent step without the mark
+    of copied context: these are the answers of the policy, each once."""
+    read = [Trajectory.model_validate(line) for line in lines(taught.export("atif"))]
+    steps = [s for t in read for s in t.steps if s.source == "agent" and not s.is_copied_context]
+    assert all(step.metrics and step.llm_call_count == 1 for step in steps)
+    trained = [plain(answer(step)) for step in steps]
+    assert Counter(trained) == Counter(plain(text) for text in taught.said().elements())
+
+
+def answer(step: Step) -> str:
+    """A step as the policy writes it."""
+    thought = f"<think>{step.reasoning_content}</think>" if step.reasoning_content else ""
+    calls = [
+        f'<tool_call>{{"name": "{call.function_name}", "arguments": '
+        + json.dumps(call.arguments, ensure_ascii=False)
+        + "}</tool_call>"
+        for call in step.tool_calls or ()
+    ]
+    return thought + str(step.message) + "".join(calls)
+
+
+def plain(text: str) -> str:
+    """An answer without the white space that forms put between its parts, and its end token."""
+    return "".join(text.removesuffix("<|im_end|>").split())
+
+
+@pytest.mark.reads("atif")
+def test_harbor_finds_contexts_and_results(told: Told) -> None:
+    read = [Trajectory.model_validate(line) for line in lines(told.export("atif"))]
     copied = [s for t in read for s in t.steps if s.is_copied_context]
-    assert Counter(s.source for s in copied) == {"user": 2, "agent": 2}
+    assert Counter(s.source for s in copied) == {"user": 2, "agent": 6}  # 4 that nobody sampled
     results = [
         r.content for t in read for s in t.steps if s.observation for r in s.observation.results
     ]
     assert results.count("not JSON") == 2
 
 
-def test_atropos_takes_groups_and_hands_them_out(told: Told, words: Tokenizer) -> None:
-    groups = lines(told.export("atropos"))
+@pytest.mark.reads("atropos")
+def test_atropos_takes_groups_and_hands_them_out(taught: Told) -> None:
+    groups = lines(taught.export("atropos"))
     trained = []
+    sampled = []
     for size in {len(group["tokens"]) for group in groups}:  # it packs no mixture that has a rest
         batch = through_atropos([g for g in groups if len(g["tokens"]) == size], size)
         for group in batch:
@@ -89,9 +137,10 @@ def test_atropos_takes_groups_and_hands_them_out(told: Told, words: Tokenizer) -
                 assert len(ids) == len(masks) == len(logprobs)
                 assert all(m in (-100, i) for i, m in zip(ids, masks, strict=True))
                 assert {p for p, m in zip(logprobs, masks, strict=True) if m == -100} == {1.0}
-                own = [m for m in masks if m != -100]
-                trained.append(words.decode(own, skip_special_tokens=False))
-    told.check(trained)
+                sampled += [p for p, m in zip(logprobs, masks, strict=True) if m != -100]
+                trained.append((ids, [m != -100 for m in masks]))
+    taught.check_tokens(trained)
+    assert sorted(sampled) == pytest.approx(sampled_logprobs(taught), abs=1e-5)
 
 
 def through_atropos(groups: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
@@ -116,17 +165,36 @@ def through_atropos(groups: list[dict[str, Any]], size: int) -> list[dict[str, A
     return batch
 
 
-def test_openai_types_take_every_line(told: Told) -> None:
+@pytest.mark.reads("openai")
+def test_openai_types_take_every_line(taught: Told) -> None:
     message = TypeAdapter(ChatCompletionMessageParam)
     tool = TypeAdapter(ChatCompletionToolParam)
-    said = 0
-    for line in lines(told.export("openai")):
+    trained = []
+    for line in lines(taught.export("openai")):
         assert line["messages"][-1]["role"] == "assistant"
         for form in line["messages"]:
             weight = form.pop("weight", None)
             message.validate_python(form)
             assert weight in (None, 0)
-            said += form["role"] == "assistant" and weight is None
+            if form["role"] == "assistant" and weight is None:
+                trained.append(plain(written(form)))
         for form in line["tools"]:
             tool.validate_python(form)
-    assert said == sum(told.said().values())
+    assert Counter(trained) == Counter(plain(text) for text in sampled_without_thoughts(taught))
+
+
+def written(form: dict[str, Any]) -> str:
+    """A message as the policy writes it."""
+    calls = [call["function"] for call in form.get("tool_calls", [])]
+    return (form["content"] or "") + "".join(
+        f'<tool_call>{{"name": "{c["name"]}", "arguments": {c["arguments"]}}}</tool_call>'
+        for c in calls
+    )
+
+
+def sampled_without_thoughts(run: Told) -> list[str]:
+    """That form has no place for reasoning, and has the arguments as they were written."""
+    texts = [
+        re.sub("<think>.*?</think>", "", text, flags=re.DOTALL) for text in run.said().elements()
+    ]
+    return [text.replace('{"_unparsed": "{never closed"}', "{never closed") for text in texts]

@@ -19,9 +19,11 @@ HERE = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def words(told: Told) -> PreTrainedTokenizerFast:
+def words(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    name = "taught" if "taught" in request.fixturenames else "told"
+    run: Told = request.getfixturevalue(name)
     made = PreTrainedTokenizerFast(
-        tokenizer_file=str(told.folder / "tokenizer.json"),
+        tokenizer_file=str(run.folder / "tokenizer.json"),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
     )
@@ -29,35 +31,23 @@ def words(told: Told) -> PreTrainedTokenizerFast:
     return made
 
 
-def test_sft_trains_on_what_the_policy_said(told: Told, words: PreTrainedTokenizerFast) -> None:
+@pytest.mark.reads("verl")
+def test_sft_trains_on_what_the_policy_said(taught: Told, words: PreTrainedTokenizerFast) -> None:
     config = OmegaConf.create(
         {"pad_mode": "no_padding", "max_length": 8192, "ignore_input_ids_mismatch": False}
     )
-    path = told.export("verl")
-    data = MultiTurnSFTDataset(path, words, config)
+    data = MultiTurnSFTDataset(taught.export("verl"), words, config)
     trained = []
     for item in (data[i] for i in range(len(data))):
         kept = item["input_ids"][item["loss_mask"].bool()]
         trained.append(words.decode(kept))
     turns = [turn + "<|im_end|>" for text in trained for turn in text.split("<|im_end|>\n")[:-1]]
-    wanted = Counter(
-        text
-        for name in pd.read_parquet(path)["trajectory_id"]
-        for text in told.truth[name]["said"][: whole(told, name)]
-    )
-    assert Counter(turns) == wanted
-    assert len(turns) == 12  # of 18: the others follow what verl would train on, too
-    assert not any(foreign in text for foreign in told.not_said() for text in trained)
+    assert Counter(turns) == Counter(taught.said_first())
+    assert len(turns) in (12, 10)  # of 18: the others follow what verl would train on, too
+    assert not any(foreign in text for foreign in taught.not_said() for text in trained)
 
 
-def whole(told: Told, name: str) -> int:
-    """How many answers of a rollout verl's form can hold: those before an assistant message of the
-    harness, and before the compaction."""
-    said = told.truth[name]["said"]
-    held = {"First own words.<|im_end|>": 1, "Done after all.<|im_end|>": 2}
-    return next((held[text] for text in said if text in held), len(said))
-
-
+@pytest.mark.reads("verl")
 def test_tools_stand_in_the_prompt(told: Told, words: PreTrainedTokenizerFast) -> None:
     config = OmegaConf.create({"pad_mode": "no_padding", "max_length": 8192})
     data = MultiTurnSFTDataset(told.export("verl"), words, config)
@@ -78,6 +68,7 @@ class Exact(MultiTurnSFTDataset):
         return [{key: value for key, value in m.items() if value is not None} for m in told]
 
 
+@pytest.mark.reads("verl")
 def test_tools_and_messages_are_read_without_null_keys(
     told: Told, words: PreTrainedTokenizerFast
 ) -> None:
@@ -95,9 +86,11 @@ def test_tools_and_messages_are_read_without_null_keys(
     assert words.decode(Exact(path, words, config)[0]["input_ids"])
 
 
-def test_rl_rows_are_agent_loop_outputs(told: Told, words: PreTrainedTokenizerFast) -> None:
-    rows = pd.read_parquet(told.export("verl-rl")).to_dict("records")
+@pytest.mark.reads("verl-rl")
+def test_rl_rows_are_agent_loop_outputs(taught: Told) -> None:
+    rows = pd.read_parquet(taught.export("verl-rl")).to_dict("records")
     trained = []
+    logprobs: list[float] = []
     for row in rows:
         output = AgentLoopOutput(
             prompt_ids=list(row["prompt_ids"]),
@@ -111,14 +104,18 @@ def test_rl_rows_are_agent_loop_outputs(told: Told, words: PreTrainedTokenizerFa
         fields = output.as_dict()
         assert fields["responses"].shape == fields["response_mask"].shape
         assert fields["rollout_log_probs"].shape == fields["responses"].shape
-        own = fields["responses"][fields["response_mask"].bool()]
-        assert set(fields["rollout_log_probs"][fields["response_mask"].bool()].tolist()) == {-0.5}
-        trained.append(words.decode(own))
-        facts = told.truth[row["extra_info"]["trajectory_id"]]
+        mask = fields["response_mask"].bool()
+        logprobs += fields["rollout_log_probs"][mask].tolist()
+        trained.append((fields["responses"].tolist(), mask.tolist()))
+        facts = taught.truth[row["extra_info"]["trajectory_id"]]
         assert (row["reward_score"], row["uid"]) == (facts["reward"], facts["group"])
-    told.check(trained)
+        assert any(row["prompt_ids"].tolist() == prompt for prompt in facts["prompts"])
+    taught.check_tokens(trained)
+    sampled = [p for facts in taught.truth.values() for own in facts["logprobs"] for p in own]
+    assert sorted(logprobs) == pytest.approx(sorted(sampled), abs=1e-5)
 
 
+@pytest.mark.reads("verl-rl")
 def test_rl_rows_are_an_rl_data_set(
     told: Told, words: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
