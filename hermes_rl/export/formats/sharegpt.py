@@ -35,6 +35,7 @@ Write each call between tags, like this:
 </tool_call>"""
 
 EMPTY_THOUGHT = "<think>\n</think>\n"
+_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _TAG = re.compile(r"<(?=/?(?:tool_call|tool_response|think)>)")
 
 
@@ -91,12 +92,12 @@ def _answer(message: Message) -> str:
     thought = EMPTY_THOUGHT
     if reasoning.strip():
         thought = f"<think>\n{reasoning}\n</think>\n"
-    elif "<think>" in text:
+    elif _THOUGHT.search(text):
         thought = ""
     calls = [f"<tool_call>\n{_json(_call(c))}\n</tool_call>" for c in message.get("tool_calls", [])]
     if not calls:
         return (thought + text).strip()
-    return (thought + "\n".join([text, *calls] if text else calls)).rstrip()
+    return (thought + "\n".join([text, *calls] if text.strip() else calls)).rstrip()
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
