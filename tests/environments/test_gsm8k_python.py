@@ -1,5 +1,6 @@
 """Problems by seed, numbers as people write them, and what earns a reward."""
 
+import io
 import json
 import os
 import subprocess
@@ -7,8 +8,11 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from env_kit import Play, cheats, check_stream, wrong
+from fake_hub import fake_hub
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +20,7 @@ from environments.gsm8k_python.answers import same, stated
 from environments.gsm8k_python.problems import FAMILIES, problems, written
 from hermes_rl.rl import Task
 from hermes_rl.rl.trial import rewards_of
+from hermes_rl.store.reader import load_run
 
 NAME = "gsm8k_python"
 RUN = [sys.executable, "-m", f"environments.{NAME}", "process", "--model", "oracle", "--limit", "1"]
@@ -109,3 +114,57 @@ def test_without_a_hub_one_line_says_what_to_do(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
     assert "openai/gsm8k" in done.stderr
     assert "leave env.config.source at generated" in done.stderr
+
+
+CARD = b"""---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: main/test-*}
+- config_name: socratic
+  data_files:
+  - {split: train, path: socratic/train-*}
+---
+"""
+ROWS = {
+    "main/train": [("How much is 2 + 2?", "It is <<2+2=4>>4.\n#### 4")],
+    "main/test": [
+        ("How many in all?", "1,000 and 5.\n#### 1,005"),
+        ("What does it cost?", "Half of 7.\n#### 3.50"),
+        ("What is left?", "Nobody knows.\n#### none"),
+        ("How cold is it?", "Below.\n#### -10"),
+    ],
+    "socratic/train": [("Another one?", "#### 1")],
+}
+
+
+def repository() -> dict[str, bytes]:
+    """Files as in the real data set."""
+    files = {"README.md": CARD}
+    for name, rows in ROWS.items():
+        file = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist([{"question": q, "answer": a} for q, a in rows]), file)
+        files[f"{name}-00000-of-00001.parquet"] = file.getvalue()
+    return files
+
+
+@pytest.mark.slow
+def test_the_real_data_set_is_read_from_a_hub(tmp_path: Path) -> None:
+    """A row without a number is left out; numbers are read as people write them."""
+    found = {}
+    with fake_hub("openai/gsm8k", repository()) as address:
+        env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_ENDPOINT": address}
+        for mode in ("process", "evaluate"):
+            out = tmp_path / mode
+            where = ("--set", "env.config.source=hub", "--out", str(out), "--workers", "0")
+            asked = [*RUN[:3], mode, "--model", "oracle", "--limit", "10", *where]
+            done = subprocess.run(asked, capture_output=True, text=True, timeout=180, env=env)
+            assert done.returncode == 0, done.stderr
+            found[mode] = load_run(out).trajectories
+    assert list(found["process"]["task_id"]) == ["train-0"] * 4
+    assert set(found["process"]["task_prompt"].str.partition("\n")[0]) == {"How much is 2 + 2?"}
+    held = found["evaluate"].sort_values("row_index")
+    assert list(held["task_id"]) == ["eval-0", "eval-1", "eval-3"]
+    assert list(held["final_response"]) == ["#### 1005", "#### 3.5", "#### -10"]
+    assert set(held["reward"]) == set(found["process"]["reward"]) == {1.0}

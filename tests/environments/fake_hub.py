@@ -1,0 +1,92 @@
+"""A Hugging Face hub on loopback that holds one data set, as its client asks for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+COMMIT = "a" * 40
+
+
+@contextmanager
+def fake_hub(repo: str, files: Mapping[str, bytes]) -> Iterator[str]:
+    """The address (for HF_ENDPOINT) of a hub with one data set of these files."""
+
+    class Handler(_Handler):
+        name, held = repo, files
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    name: str
+    held: Mapping[str, bytes]
+
+    def do_GET(self) -> None:
+        path = unquote(urlparse(self.path).path)
+        about, file = f"/api/datasets/{self.name}", f"/datasets/{self.name}/resolve/"
+        if path == about or path.startswith(f"{about}/revision/"):
+            names = [{"rfilename": name} for name in self.held]
+            facts = {"id": self.name, "sha": COMMIT, "private": False, "gated": False, "tags": []}
+            self._json({**facts, "downloads": 0, "likes": 0, "siblings": names})
+        elif path.startswith(f"{about}/tree/"):
+            self._json(self._folder(path.removeprefix(f"{about}/tree/").partition("/")[2]))
+        elif path.startswith(file) and (name := path[len(file) :].partition("/")[2]) in self.held:
+            self._file(self.held[name])
+        else:
+            self._send(404, b"{}", {"x-error-code": "EntryNotFound"})
+
+    do_HEAD = do_GET
+
+    def _folder(self, folder: str) -> list[dict[str, Any]]:
+        """The entries of one folder; "" is the top."""
+        top = f"{folder}/" if folder else ""
+        found: dict[str, dict[str, Any]] = {}
+        for name, data in self.held.items():
+            first, _, below = name.removeprefix(top).partition("/")
+            if name.startswith(top):
+                size = 0 if below else len(data)
+                kind = "directory" if below else "file"
+                found[first] = {"type": kind, "path": top + first, "size": size, "oid": "0" * 40}
+        return list(found.values())
+
+    def _file(self, data: bytes) -> None:
+        etag = f'"{hashlib.sha1(data).hexdigest()}"'
+        headers = {"etag": etag, "x-repo-commit": COMMIT, "accept-ranges": "bytes"}
+        asked = self.headers.get("range")
+        if asked is None:
+            self._send(200, data, headers)
+            return
+        first, _, last = asked.removeprefix("bytes=").partition("-")
+        end = min(int(last or len(data)), len(data) - 1)
+        headers["content-range"] = f"bytes {first}-{end}/{len(data)}"
+        self._send(206, data[int(first) : end + 1], headers)
+
+    def _json(self, form: Any) -> None:
+        self._send(200, json.dumps(form).encode(), {"content-type": "application/json"})
+
+    def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "content-length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing on standard error."""
