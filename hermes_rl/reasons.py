@@ -28,3 +28,5 @@ class Facts:
     """How many tokens the prompt has."""
     no_images: bool = False
     """The model takes no images at all."""
+    completion_cap: bool = False
+    """The bound of an answer has to be called `max_completion_tokens`."""

@@ -25,10 +25,12 @@ Adaptation = Literal[
     "no_signatures",
     "no_encrypted_reasoning",
     "no_grammar",
+    "completion_cap",
 ]
 """What a request is sent without, after a server refused it: large images (they are made smaller);
 images; content in parts (text instead); signed thinking blocks; encrypted reasoning items;
-`pattern` and `format` in tool schemas."""
+`pattern` and `format` in tool schemas; and which name it has for something (`completion_cap`:
+`max_tokens` is called `max_completion_tokens`)."""
 
 CacheTime = Literal["5m", "1h"]
 """How long a provider keeps a prefix that a request marks for its cache."""

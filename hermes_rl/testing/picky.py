@@ -86,6 +86,14 @@ PICKY: dict[str, Picky] = {
         _refuse("JSON schema conversion failed: Pattern must start with '^' and end with '$'"),
         lambda request, body: b'"pattern"' in body or b'"format"' in body,
     ),
+    "old_cap": Picky(
+        _refuse(
+            "Unsupported parameter: 'max_tokens' is not supported with this model."
+            " Use 'max_completion_tokens' instead.",
+            code="unsupported_parameter",
+        ),
+        lambda request, body: b'"max_tokens"' in body,
+    ),
     "over_cap": Picky(
         _refuse(
             "max_tokens is too large: 99999. This model supports at most"

@@ -183,3 +183,26 @@ def test_too_little_tells_nothing() -> None:
     assert kind_of({"a": -1.0, "b": -1.0}, {"a": -1.0, "b": -1.0}) == "unknown"
     assert kind_of({"a": -1.0, "b": -2.0}, {"a": -1.0, "b": -2.5}) == "unknown"
     assert kind_of({"a": -1.0, "b": -2.0}, {"c": -1.0}) == "unknown"
+
+
+async def test_a_server_that_has_another_name_for_the_bound_can_be_asked() -> None:
+    async with FakeServer() as server:
+        found = await explore(Endpoint(server.base_url), "fault-old_cap")
+    assert found.answers
+    assert found.streaming
+    assert [call.error is None for call in found.calls[:3]] == [False, True, True]
+    assert sum(call.error is not None for call in found.calls) == 1
+
+
+async def test_all_questions_hold_the_users_own_fields() -> None:
+    asked: list[dict[str, Any]] = []
+
+    def reply(body: dict[str, Any]) -> dict[str, Any]:
+        asked.append(body)
+        return answer(body)
+
+    pinned = {"provider": {"order": ["one"]}}
+    async with serving(reply) as address:
+        await explore(Endpoint(address), "m", extra=pinned)
+    assert len(asked) > 5
+    assert all(body["provider"] == {"order": ["one"]} for body in asked)

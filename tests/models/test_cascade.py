@@ -69,6 +69,7 @@ ROUTED = thought({"type": "reasoning.text", "text": "hm", "index": 0})
         ("grammar", "chat_completions", "hi", {"tools": PATTERNED}),
         ("grammar", "anthropic_messages", "hi", {"tools": PATTERNED}),
         ("grammar", "codex_responses", "hi", {"tools": PATTERNED}),
+        ("old_cap", "chat_completions", "hi", {}),
     ],
 )
 async def test_what_a_server_will_not_take_is_left_out(kit, stage, fault, mode, said, fields):
@@ -86,7 +87,8 @@ async def test_what_a_server_will_not_take_is_left_out(kit, stage, fault, mode, 
         assert [entry.outcome for entry in server.entries] == ["refused", "served", "served"]
         assert s.events.waited == []
         other = s.caller(s.route(server, api_mode=mode))  # another rollout learns for itself
-        await other.call(kit.request(said, f"fault-{fault}", **fields), turn=1)
+        again = kit.request(said, f"fault-{fault}", sampling=Sampling(max_tokens=50), **fields)
+        await other.call(again, turn=1)
         assert s.outcomes[3:] == ["refused", "ok"]
 
 

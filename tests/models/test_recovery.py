@@ -95,6 +95,14 @@ def test_nothing_is_left_out_where_the_policy_forbids_it(reason):
     assert recovery().decide(error, at(images=True, exact=True)) == GiveUp(error)
 
 
+def test_another_name_for_the_bound_is_learned_for_exact_requests_too():
+    error = refused("format_error", completion_cap=True)
+    for plan in (recovery(), recovery(adapt=False)):
+        assert plan.decide(error, at(exact=True)) == Again()
+        assert plan.fit(request()).adaptations == {"completion_cap"}
+        assert plan.decide(error, at(exact=True)) == GiveUp(error)
+
+
 def test_large_images_are_made_smaller_first():
     plan, error = recovery(), refused("image_too_large")
     assert plan.decide(error, at(images=True, shrinkable=True)) == Again()

@@ -251,10 +251,10 @@ class CallRecovery:
 
     def _adapt(self, error: ModelError, at: Situation) -> Action | None:
         """One-shot guards: what the failed request was without did not help."""
-        if not self._policy.adapt or at.exact:
-            return None
         wanted = _unwanted(error, at)
         if wanted is None or wanted in at.adaptations:
+            return None
+        if wanted != "completion_cap" and (not self._policy.adapt or at.exact):
             return None
         self._rollout.of_route(self.route).adaptations.add(wanted)
         return Again()
@@ -357,6 +357,8 @@ class CallRecovery:
 
 def _unwanted(error: ModelError, at: Situation) -> Adaptation | None:
     """What the request may be refused for: large images first, then images at all."""
+    if error.facts.completion_cap:
+        return "completion_cap"  # another name, which the model does not see
     heavy = error.reason == "payload_too_large" and not at.compressor
     if error.facts.no_images or error.reason == "image_too_large" or heavy:
         if not at.images:

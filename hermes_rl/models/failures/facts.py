@@ -28,6 +28,9 @@ _ROOM = rf"\([\d,]+ > {_N} - {_N}\)"
 _SUM = rf"exceed context limit: {_N} \+ [\d,]+ > {_N}"
 """Anthropic: prompt + asked > window."""
 
+_RENAMED = r"max_tokens\W.{0,80}\buse \W?max_completion_tokens"
+"""OpenAI, and gateways to its models."""
+
 _REQUESTED = rf"requested (?:about )?{_N} tokens \(.{{0,160}}?\b{_N} in the (?:output|completion)"
 """OpenAI, vLLM, OpenRouter: prompt and answer together, then the parts of the prompt and what was
 asked for."""
@@ -97,6 +100,7 @@ def facts_of(
         context_limit=window,
         prompt_tokens=prompt,
         no_images=no_images,
+        completion_cap=bool(re.search(_RENAMED, text, re.IGNORECASE)),
     )
 
 

@@ -17,7 +17,14 @@ from typing import Any, TypeVar
 
 from hermes_rl.errors import ModelError, UserError
 from hermes_rl.messages import UserMessage
-from hermes_rl.models.base import Completion, Conversation, LogprobsKind, ModelRequest, Sampling
+from hermes_rl.models.base import (
+    Adaptation,
+    Completion,
+    Conversation,
+    LogprobsKind,
+    ModelRequest,
+    Sampling,
+)
 from hermes_rl.models.client import connect
 from hermes_rl.models.dialects.chat.usage import read_usage
 from hermes_rl.models.dialects.lenient import decode_json
@@ -170,6 +177,7 @@ class _Tries:
         self.calls: list[ProbeCall] = []
         self._endpoint, self._model, self._prices = endpoint, model, prices
         self._extra = dict(extra)
+        self._adaptations: frozenset[Adaptation] = frozenset()
 
     async def ask(
         self,
@@ -193,7 +201,7 @@ class _Tries:
         async def send() -> Completion:
             client = connect(self._endpoint)
             try:
-                return await client.complete(request)
+                return await client.complete(replace(request, adaptations=self._adaptations))
             finally:
                 await client.aclose()
 
@@ -203,6 +211,8 @@ class _Tries:
         """A Chat Completions call whose whole answer is wanted; None when it failed."""
         messages = [{"role": "user", "content": _WORD}]
         body = {"model": self._model, **self._extra, "messages": messages, **fields}
+        if self._adaptations:
+            body["max_completion_tokens"] = body.pop("max_tokens")
 
         async def send() -> dict[str, Any]:
             form = decode_json(await ask_raw(self._endpoint, "/chat/completions", body))
@@ -214,15 +224,19 @@ class _Tries:
         self, what: str, send: Callable[[], Awaitable[_T]], usage_of: Callable[[_T], Usage | None]
     ) -> _T | None:
         began = time.monotonic()
-        answer, usage, error = None, None, None
+        answer, usage, error, renamed = None, None, None, False
         try:
             async with asyncio.timeout(_SECONDS):
                 answer = await send()
             usage = usage_of(answer)
         except (ModelError, UserError, ValueError, TimeoutError) as failed:
             error = f"{type(failed).__name__}: {failed}"[:300]
+            renamed = isinstance(failed, ModelError) and failed.facts.completion_cap
         cost = None if usage is None else self._prices.price(self._model, usage)
         counts = None if usage is None else {k: getattr(usage, k) for k in usage.__struct_fields__}
         seconds = round(time.monotonic() - began, 3)
         self.calls.append(ProbeCall(what, counts, cost, seconds, error))
+        if renamed and not self._adaptations:
+            self._adaptations = frozenset({"completion_cap"})
+            return await self._listed(what, send, usage_of)
         return answer

@@ -116,7 +116,7 @@ class ChatCompletions:
                 fields["stream_options"] = {"include_usage": True}
         for name, value in request.sampling.as_dict().items():
             if self._quirks.top_k or (name, value) not in NO_LIMIT:
-                fields[self._field(name)] = value
+                fields[self._field(name, request)] = value
         if request.logprobs:
             fields["logprobs"] = True
         if request.token_ids:
@@ -127,9 +127,10 @@ class ChatCompletions:
         tools = self._tools.encoded(request)
         return encode_json(fields)[:-1] + tools + b',"messages":['
 
-    def _field(self, name: str) -> str:
+    def _field(self, name: str, request: ModelRequest) -> str:
         if name == "max_tokens":
-            return self._quirks.max_tokens_field
+            learned = "completion_cap" in request.adaptations
+            return "max_completion_tokens" if learned else self._quirks.max_tokens_field
         return "reasoning_effort" if name == "reasoning" else name
 
 
