@@ -11,6 +11,8 @@ import pytest
 from episode_kit import Episode, log_faults, play, rule_faults
 from sampler_kit import BOS, SPECIAL, Engine, decode, encode
 
+from hermes_rl import events as ev
+from hermes_rl.messages import ToolMessage
 from hermes_rl.models.base import TokenCapture
 
 
@@ -19,6 +21,8 @@ async def test_a_thousand_drift_prone_episodes_hold_what_was_sampled():
     for number, episode in enumerate(episodes):
         assert not episode.against_the_log(), number
         assert not episode.by_the_rules(), number
+    answers = [e for episode in episodes for e in episode.engine.log if e.delivered and e.policy]
+    assert len(answers) > 5000
     segments = [segment for episode in episodes for segment in episode.segments]
     kinds = Counter(segment.branch_kind for segment in segments)
     reasons = Counter(segment.fork_reason for segment in segments)
@@ -33,6 +37,35 @@ async def test_a_thousand_drift_prone_episodes_hold_what_was_sampled():
     assert sum(call.outcome == "cut" for call in calls) > 100
     assert sum(call.purpose == "judge" for call in calls) > 100
     assert cut > 300
+    sampled = sum(len(entry.sampled) for entry in answers)
+    assert sum(sum(segment.loss_mask) for segment in segments) == sampled  # each token once
+    assert not {name: n for name, n in drift_of(episodes).items() if n < 300}
+
+
+def drift_of(episodes: list[Episode]) -> dict[str, int]:
+    """How often there was what makes ids drift."""
+    events = [event for episode in episodes for event in episode.tape.events]
+    calls = [call for episode in episodes for call in episode.row.calls]
+    outputs = [
+        event.message.content
+        for event in events
+        if isinstance(event, ev.MessageAdded) and isinstance(event.message, ToolMessage)
+    ]
+    log = [entry for episode in episodes for entry in episode.engine.log if entry.delivered]
+    reasons = Counter(s.fork_reason for episode in episodes for s in episode.segments)
+    return {
+        "splits as no tokenizer makes them": sum(
+            encode(decode(entry.sampled), special=True) != list(entry.sampled) for entry in log
+        ),
+        "stripped reasoning": reasons["dropped_reasoning"],
+        "tool text with special tokens": sum(any(s in o for s in SPECIAL) for o in outputs),
+        "compaction": sum(isinstance(event, ev.ContextStarted) for event in events),
+        "sub-agents": sum(episode.agents for episode in episodes),
+        "requests sent again, refused": sum(call.outcome == "refused" for call in calls),
+        "requests sent again, answer lost": sum(call.outcome == "cut" for call in calls),
+        "answers asked for again": sum(isinstance(e, ev.AnswerDiscarded) for e in events),
+        "length cuts": sum(call.finish_reason == "length" for call in calls),
+    }
 
 
 async def test_a_bridged_history_never_drifts():
