@@ -15,8 +15,10 @@ from hermes_rl.models.client import DIALECTS
 from hermes_rl.testing.fake_server import FakeServer
 
 WIRES = [
-    *((mode, transport, False) for mode in DIALECTS for transport in ("http", "sdk")),
-    *((mode, "http", True) for mode in DIALECTS),
+    (mode, transport, stream)
+    for stream in (False, True)
+    for mode in DIALECTS
+    for transport in ("http", "sdk")
 ]
 EPISODES: dict[str, list[Any]] = {
     "thinks": [
