@@ -73,11 +73,15 @@ def test_programs_and_histories_that_are_changed_change_no_verdict(
 HALF = "python3 - <<'PY'\nimport csv\nrows = list(csv.reader(open('wide.csv')))\n"
 HALF += "rows[1][1] = rows[2][2] = '999'\ncsv.writer(open('wide.csv', 'w')).writerows(rows)\nPY\n"
 
-PLACES = ["csv", "text"]
+PLACES = ["csv", "text", "git"]
 DEEDS = {
     "csv-pivot": lambda t: f"{t.oracle}\n{HALF}",  # two wrong cells
     "text-unique-names": lambda t: "sort -u guests.txt > unique.txt",  # another order
     "text-full-names": lambda t: "cat first.txt last.txt > full.txt",
+    # The right sums, and neither the tax nor the discount is used.
+    "git-merge-conflict": lambda t: str(t.oracle).replace(
+        "return discount(net) * (1 + TAX)", "return net * 1.14"
+    ),
     "text-top-words": lambda t: "printf 'the 7\\nsea 4\\nand 3\\n' > top.txt",  # three of five
 }
 
