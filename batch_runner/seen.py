@@ -16,8 +16,9 @@ class OccurrenceCounter:
     def next(self, digest: str) -> int:
         """The occurrence of this digest (hex, at least 32 digits): 0 for the first."""
         key = bytes.fromhex(digest[:32])
-        if key not in self._seen:
-            self._seen.add(key)
+        before = len(self._seen)
+        self._seen.add(key)
+        if len(self._seen) > before:
             return 0
         self._again[key] = self._again.get(key, 0) + 1
         return self._again[key]

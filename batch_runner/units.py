@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from batch_runner.seen import OccurrenceCounter
 from hermes_rl.errors import UserError
-from hermes_rl.identity import unit_id
+from hermes_rl.identity import unit_id, unit_key
 from hermes_rl.rows import LazyRow
 from hermes_rl.tasks import TaskRow
 
@@ -25,11 +25,11 @@ class Unit:
     repeat: int
 
 
-Done = Callable[[str], bool]
-"""Whether a unit is done. Called on the reader's thread."""
+Done = Callable[[bytes], bool]
+"""Whether the unit of a `unit_key` is done. Called on the reader's thread."""
 
 
-def _none_is_done(unit_id: str) -> bool:
+def _none_is_done(key: bytes) -> bool:
     return False
 
 
@@ -99,16 +99,17 @@ class UnitReader:
     def _read(self, row: LazyRow, done: Done) -> int:
         """Take up a row: its units are next, unless they are done; then returns how many."""
         self.rows += 1
-        occurrence = self._seen.next(row.task_hash)
+        task_hash = row.task_hash
+        occurrence = self._seen.next(task_hash)
         if row.quick:
-            members = self._note(row, row.repeats or self._repeats)
+            members = self._note(row, row.repeats) if row.repeats else self._repeats
             for repeat in range(members):
-                if not done(unit_id(self._config_hash, row.task_hash, occurrence, repeat)):
+                if not done(unit_key(self._config_hash, task_hash, occurrence, repeat)):
                     break
             else:
                 return members
         parsed = row.parse()
-        if parsed.task_hash != row.task_hash:  # nested too deep for the long way
+        if parsed.task_hash != task_hash:  # nested too deep for the long way
             occurrence = self._seen.next(parsed.task_hash)
         if row.index == 0:
             _refuse_unmapped(parsed)

@@ -152,11 +152,11 @@ def _file(path: Path) -> Source:
 
 
 def _jsonl(path: Path) -> Source:
+    name = str(path)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            yield line, f"{path}:{number}"
+            if not line.isspace():
+                yield line, f"{name}:{number}"
 
 
 def _json(path: Path) -> Source:

@@ -68,9 +68,10 @@ class Ledger:
         """done, given_up or open; a unit never heard of is open."""
         return self._judge(self._get(unit_id))
 
-    def is_done(self, unit_id: str) -> bool:
-        """Whether `trajectories` has the unit."""
-        unit = self._units.get(bytes.fromhex(unit_id))  # asked a million times by a resume
+    def is_done(self, key: bytes) -> bool:
+        """Whether `trajectories` has the unit of this `identity.unit_key`: asked a million times
+        by a resume."""
+        unit = self._units.get(key)
         return unit is not None and unit.done > 0
 
     def next_attempt(self, unit_id: str) -> int:
