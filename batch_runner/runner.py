@@ -319,7 +319,7 @@ class _Run:
         """The end of this start."""
         counts, tally, ledger = self.plan.counts, self.sink.tally, self.driver.ledger
         done, given_up = counts.done + tally.done, counts.given_up + tally.given_up
-        stop, endpoint = self.source.stop, self.settings.config.endpoint
+        stop, config = self.source.stop, self.settings.config
         still = counts.units - done - given_up if counts.complete else None
         if stop is not None and stop.cause == "interrupted" and still == 0:
             stop = None
@@ -345,8 +345,8 @@ class _Run:
             seconds=time.monotonic() - self.started,
             resume=self.settings.resume,
             stopped=stop.cause if stop else None,
-            detail=stop.explain(endpoint, tally.attempts) if stop else None,
-            mend=stop.mend(endpoint) if stop else None,
+            detail=stop.explain(config, tally.attempts) if stop else None,
+            mend=stop.mend(config) if stop else None,
             stats=stats,
             governed=self.governed,
         )

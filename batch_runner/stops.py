@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from hermes_rl.config import RunConfig
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.errors import UserError
 from hermes_rl.models.providers.table import DEFAULT_PROVIDER, resolve, shipped
@@ -30,24 +32,58 @@ class Stop:
     detail: str
     """What happened, one line."""
 
-    def explain(self, endpoint: EndpointSection, attempts: int) -> str:
-        """`401 from api.example.com, 3 units tried`."""
+    @property
+    def _said(self) -> str:
+        """The detail without the name of its class."""
         words = self.detail.split(": ", 1)
-        text = words[1] if len(words) == 2 and words[0].isidentifier() else self.detail
+        return words[1] if len(words) == 2 and words[0].isidentifier() else self.detail
+
+    @property
+    def _use(self) -> str | None:
+        """`env.judge` or `env.user`, where it was no call of the policy's."""
+        found = re.match(r"env\.(judge|user)(?=: )", self._said)
+        return found[0] if found else None
+
+    def explain(self, config: RunConfig, attempts: int) -> str:
+        """`401 from api.example.com, 3 units tried`."""
+        text, use = self._said, self._use
         if self.cause not in _OF_THE_MODEL:
             return text.rstrip(".")
+        endpoint = _endpoint_of(config, use)
+        text = text.removeprefix(f"{use}: ")
         host = urlsplit(endpoint.base_url or _default_address(endpoint)).netloc or endpoint.provider
         status, _, said = text.partition(": ")
         told = f" ({said.rstrip('.')})" if said else ""
-        return f"{status} from {host}{told}, {attempts} units tried"
+        asked = f" for {use}" if use else ""
+        return f"{status} from {host}{asked}{told}, {attempts} units tried"
 
-    def mend(self, endpoint: EndpointSection) -> str:
+    def mend(self, config: RunConfig) -> str:
         """What to do before the same command is run again."""
+        use = self._use
         if self.cause == "auth":
-            return _mend_of_key(endpoint)
+            return _mend_of_key(_endpoint_of(config, use), use)
+        if self.cause == "model_not_found" and use:
+            return f"Correct {use}.name or {use}.base_url"
         if self.cause == "disk" and "is full" not in self.detail:
             return "Mend that"  # it cannot be written at all
         return _MENDS.get(self.cause, "Mend that")
+
+
+def _endpoint_of(config: RunConfig, use: str | None) -> EndpointSection:
+    """Where the model was asked that the run stopped for.
+
+    Args:
+        use: `env.judge` or `env.user`; None is the policy.
+    """
+    place = getattr(config.env, use.removeprefix("env.")) if use else None
+    if place is None:
+        return config.endpoint
+    given = {"api_key_env": place.api_key_env}
+    if place.base_url is not None or place.provider is not None:
+        given |= {"base_url": place.base_url, "provider": place.provider}
+    elif place.api_key_env is None:
+        return config.endpoint
+    return config.endpoint.model_copy(update=given)
 
 
 def _default_address(endpoint: EndpointSection) -> str:
@@ -55,11 +91,12 @@ def _default_address(endpoint: EndpointSection) -> str:
     return (provider.base_url if provider else None) or ""
 
 
-def _mend_of_key(endpoint: EndpointSection) -> str:
+def _mend_of_key(endpoint: EndpointSection, use: str | None) -> str:
     """A key is only read from a variable that was named, or that is a known provider's."""
     names = endpoint.key_names or _key_names(endpoint)
     if not names:
-        return "Name the variable that holds the key (--api-key-env NAME)"
+        where = f"--set {use}.api_key_env=NAME" if use else "--api-key-env NAME"
+        return f"Name the variable that holds the key ({where})"
     if printed := [name for name in names if name in endpoint.key_commands]:
         return f"Mend the command of {' and '.join(printed)} in endpoint.key_commands"
     return f"Set {' and '.join(names)}"

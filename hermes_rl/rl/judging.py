@@ -88,9 +88,14 @@ class ModelHandle:
             call_id="",
             sampling=self._sampling,
         )
-        return await self._caller.call(
-            request, turn=self._turn(), purpose=self.purpose, agent=self.purpose
-        )
+        try:
+            return await self._caller.call(
+                request, turn=self._turn(), purpose=self.purpose, agent=self.purpose
+            )
+        except ModelError as error:
+            if CAUSES[error.cause].breaker:  # the run stops for it, and says whose place to mend
+                error.args = (f"env.{self.purpose}: {error}",)
+            raise
 
     async def answer(self, persona: str, trajectory: Rollout) -> str:
         """What a person would say next in a rollout's dialogue.

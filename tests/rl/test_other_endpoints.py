@@ -1,0 +1,210 @@
+"""The user and the judge each at an endpoint of their own: the right model with the right key at
+the right place, their calls in the books, the budgets and the limits."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rl_kit import Written, ran, table, turn_of
+
+from batch_runner.manifest import read_manifest
+from hermes_rl.store.rundir import RunDir
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.testing.limits import RateLimits
+from hermes_rl.testing.routes import any_key
+from hermes_rl.testing.wire import Connection, Incoming
+
+TALK = """
+uses = ("user", "judge")
+
+class Config(EnvConfig):
+    sandboxed: bool = False
+
+def tasks(self, split, seed):
+    for n in range(4):
+        yield make_task(f"Sell thing {n}.", id=f"t{n}")
+
+async def reply(self, task, trajectory, ctx):
+    if len(trajectory.answers) > 2:
+        return None
+    return await ctx.user.answer("You buy.", trajectory)
+
+async def compute_reward(self, task, trajectory, ctx):
+    said = {"talk": " ".join(trajectory.answers)}
+    verdict = await ctx.judge.verdict("Was it good?", said)
+    return Rewards([verdict.part("good", {"yes": 1.0, "no": 0.0})])
+"""
+
+WHO = ("policy", "buyer", "critic")
+USES = {"buyer": "user", "critic": "judge"}
+PURPOSES = dict(zip(WHO, ("agent", "user", "judge"), strict=True))
+PLAYS: dict[str, Any] = {
+    "policy": lambda request: f"Offer {turn_of(request)}.",
+    "buyer": lambda request: "Less, please.",
+    "critic": lambda request: '{"reason": "It was.", "verdict": "yes"}',
+}
+MOST = {"policy": 30, "buyer": 40, "critic": 60}
+"""Output tokens of a call."""
+PRICES = {name: {"input": n, "cache_read": n, "output": 10 * n} for n, name in enumerate(WHO, 1)}
+
+
+class Listening(FakeServer):
+    """Notes every key that it is shown, also where models are only listed."""
+
+    def __init__(self, config: FakeConfig) -> None:
+        super().__init__(config)
+        self.keys: set[str] = set()
+
+    def handle(self, connection: Connection, request: Incoming) -> None:
+        self.keys.add(any_key(request.headers))
+        super().handle(connection, request)
+
+
+@dataclass
+class Three:
+    """A server for each model; each knows its own key alone."""
+
+    servers: dict[str, Listening]
+
+    def sections(self, **run: Any) -> dict[str, Any]:
+        own = {n: {"base_url": self.servers[n].base_url, "api_key_env": f"{n}_KEY"} for n in WHO}
+        return {
+            "endpoint": {**own["policy"], "prices": PRICES},
+            "env": {
+                "user": {"name": "buyer", "max_tokens": MOST["buyer"], **own["buyer"]},
+                "judge": {
+                    "name": "critic",
+                    "max_tokens": MOST["critic"],
+                    "temperature": 0,
+                    **own["critic"],
+                },
+            },
+            "model": {"max_tokens": MOST["policy"]},
+            "dataset": {"limit": None, "repeats": 2},
+            "run": run,
+        }
+
+
+@asynccontextmanager
+async def three(monkeypatch: pytest.MonkeyPatch, **rates: RateLimits) -> AsyncIterator[Three]:
+    for name in WHO:
+        monkeypatch.setenv(f"{name}_KEY", f"secret-of-{name}")
+    made = {
+        name: Listening(
+            FakeConfig(key=f"secret-of-{name}", models=(name,), plays=PLAYS, rate=rates.get(name))
+        )
+        for name in WHO
+    }
+    async with made["policy"], made["buyer"], made["critic"]:
+        yield Three(made)
+
+
+def by_model(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    calls = [call for row in rows for call in row["calls"]]
+    return {name: [c for c in calls if c["purpose"] == PURPOSES[name]] for name in WHO}
+
+
+async def test_each_model_is_asked_at_its_own_place_with_its_own_key(
+    tmp_path: Path, write_env: Callable[..., Written], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    async with three(monkeypatch) as at:
+        report = await ran(write_env(TALK).path, out, at.servers["policy"], **at.sections())
+        hosts = {name: server.base_url.split("/")[2] for name, server in at.servers.items()}
+    assert (report.done, report.solved, report.causes) == (8, 8, {})
+    for name, server in at.servers.items():
+        assert server.keys == {f"secret-of-{name}"}
+        assert {e.model for e in server.entries} == {name}
+        assert {e.max_tokens for e in server.entries} == {MOST[name]}
+    rows = table(out)
+    for name, calls in by_model(rows).items():
+        served = {e.call_id: e for e in at.servers[name].entries}
+        assert {c["call_id"] for c in calls} == set(served)
+        for one in calls:
+            entry, price = served[one["call_id"]], PRICES[name]
+            assert one["model"] == name
+            used = (one["input_tokens"], one["output_tokens"])
+            assert used == (entry.prompt_tokens, entry.completion_tokens)
+            cost = (price["input"] * used[0] + price["output"] * used[1]) / 1e6
+            assert one["cost_usd"] == pytest.approx(cost)
+    for row in rows:
+        purposes = [call["purpose"] for call in row["calls"]]
+        assert purposes == ["agent", "user", "agent", "user", "agent", "judge"]
+        assert row["usage"]["input_tokens"] == sum(c["input_tokens"] for c in row["calls"])
+        assert row["cost_usd"] == pytest.approx(sum(c["cost_usd"] for c in row["calls"]))
+        assert row["rewards"][0]["score"] == 1.0
+        assert json.loads(row["rewards"][0]["detail"])["judge"] == "critic"
+        assert (row["model"], row["served_models"]) == ("policy", sorted(WHO))
+    stored = b"".join(p.read_bytes() for p in out.rglob("*") if p.is_file())
+    assert b"secret-of-" not in stored
+    limits = read_manifest(RunDir(out))["rate_limits"]
+    lanes = {(lane["endpoint"], lane["account"], lane["model"]) for lane in limits}
+    assert lanes == {(hosts[name], f"{name}_KEY", name) for name in WHO}
+
+
+@pytest.mark.parametrize("name", ["buyer", "critic"])
+async def test_the_budget_of_a_user_or_judge_is_its_own(
+    tmp_path: Path, write_env: Callable[..., Written], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It stops the run where it ends, and the same command goes on with more."""
+    env, out = write_env(TALK).path, tmp_path / "run"
+    async with three(monkeypatch) as at:
+        policy = at.servers["policy"]
+        most = {"buyer": 500, "critic": 900}[name]
+        sections = at.sections(model_token_budgets={name: most}, concurrency=1)
+        first = await ran(env, out, policy, **sections)
+        assert first.stopped == "cost_limit"
+        assert name in (first.detail or "")
+        used = sum(e.prompt_tokens + e.completion_tokens for e in at.servers[name].entries)
+        assert 0 < used <= most
+        budgets = read_manifest(RunDir(out))["budgets"]
+        assert budgets == {f"model:{name}:tokens": {"budget": most, "spent": used}}
+        rest = await ran(env, out, policy, **at.sections(model_token_budgets={name: 10**6}))
+        assert (rest.stopped, rest.done) == (None, 8)
+
+
+@pytest.mark.parametrize("name", ["buyer", "critic"])
+async def test_a_refused_key_of_a_user_or_judge_stops_the_run_and_is_named(
+    tmp_path: Path, write_env: Callable[..., Written], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    env, out = write_env(TALK).path, tmp_path / "run"
+    async with three(monkeypatch) as at:
+        sections, policy = at.sections(), at.servers["policy"]
+        monkeypatch.setenv(f"{name}_KEY", "an-old-one")
+        first = await ran(env, out, policy, **sections)
+        assert (first.stopped, first.done, first.exit_code) == ("auth", 0, 3)
+        host = at.servers[name].base_url.split("/")[2]
+        assert (first.detail or "").startswith(f"401 from {host} for env.{USES[name]} (")
+        assert first.mend == f"Set {name}_KEY"
+        assert {row["reward"] for row in table(out, "failures")} == {None}
+        monkeypatch.setenv(f"{name}_KEY", f"secret-of-{name}")
+        assert (await ran(env, out, policy, **sections)).done == 8
+
+
+async def test_a_judge_that_is_not_there_is_named(
+    tmp_path: Path, write_env: Callable[..., Written], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with three(monkeypatch) as at:
+        sections, policy = at.sections(), at.servers["policy"]
+        sections["env"]["judge"]["name"] = "nobody"
+        stopped = await ran(write_env(TALK).path, tmp_path / "run", policy, **sections)
+    assert (stopped.stopped, stopped.exit_code) == ("model_not_found", 3)
+    assert "for env.judge" in (stopped.detail or "")
+    assert stopped.mend == "Correct env.judge.name or env.judge.base_url"
+
+
+async def test_a_judge_that_allows_little_is_waited_for(
+    tmp_path: Path, write_env: Callable[..., Written], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = RateLimits(requests=600, burst_s=0.2)
+    async with three(monkeypatch, critic=few) as at:
+        report = await ran(
+            write_env(TALK).path, tmp_path / "run", at.servers["policy"], **at.sections()
+        )
+    assert (report.done, report.solved, report.causes) == (8, 8, {})
+    outcomes = {n: {e.outcome for e in at.servers[n].entries} for n in WHO}
+    assert (outcomes["policy"], outcomes["buyer"]) == ({"served"}, {"served"})
