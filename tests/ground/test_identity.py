@@ -55,6 +55,13 @@ def test_ids_are_the_same_in_another_process() -> None:
     assert out == [unit, group, str(identity.unit_seed(7, "u"))]
 
 
+def test_ids_keep_their_values() -> None:
+    """Run directories of earlier versions find their units by them."""
+    assert identity.unit_id("c" * 64, "d" * 64, 1, 2) == "c4262ecd87d3d5067a3b9efe3fdcb86c"
+    assert identity.group_id("c" * 64, "d" * 64, 1) == "4cc691cf2848c408c91cd42381fa00e0"
+    assert identity.unit_key("c", "t", 0, 3).hex() == identity.unit_id("c", "t", 0, 3)
+
+
 def test_every_part_of_a_unit_id_counts() -> None:
     base = ("c", "t", 0, 0)
     others = [("d", "t", 0, 0), ("c", "u", 0, 0), ("c", "t", 1, 0), ("c", "t", 0, 1)]
