@@ -24,6 +24,8 @@ LEFT_OUT = {
     "thrown_away": "token segments of answers that were thrown away, or given up by the engine",
     "not_trainable": "token segments that are marked as not trainable",
     "no_logprobs": "token segments without a log-probability for each sampled token",
+    "other_tokenizer": "token segments of another tokenizer than the first one's: to a trainer"
+    " their ids would mean other words",
     "broken": "token segments that break a rule of the table (hermes-rl check RUN --tokens)",
     "no_tokens": "rollouts without token segments",
     "incomplete": "rollouts of which a column could not be stored (their `error` names it)",
@@ -47,6 +49,8 @@ LOST = {
     " merges those (ignore_input_ids_mismatch)",
     "ids": "answers without token ids, of rollouts that have some: broken, or tokenized again",
     "texts": "sampled turns whose message stands in no row of trajectories (sub-agents)",
+    "quoted": "calls of tools, and their results, that a task's prompt quotes: the ids have them,"
+    " the messages of the prompt do not",
     "prompts": "system prompts, in whose place stands the fixed one of the format",
     "rewards": "rewards of rollouts",
     "reward_parts": "components of rewards",

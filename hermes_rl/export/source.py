@@ -79,6 +79,7 @@ class Source:
         self._pending = run.unpublished(tables)
         self._parts = {t: {_stem(p): p for p in run.run_dir.parts(t)} for t in tables}
         self._taken = 0
+        self._tokenizer: str | None = None
         self._sizes: Counter[str] = Counter()
         self.scores = Scores.of(run, self._facts() if format.rl else (), options.advantage)
 
@@ -190,6 +191,10 @@ class Source:
         score = self.scores.of_rollout(row)
         item = TokenItem(row=row, segment=segment, reward=score.reward, advantage=score.advantage)
         why = refusal(item, rl=self._format.rl, retokenized=self.options.allow_retokenized)
+        made_by = segment["tokenizer_hash"]
+        if why is None and made_by is not None:
+            self._tokenizer = self._tokenizer or made_by
+            why = None if made_by == self._tokenizer else "other_tokenizer"
         if why is not None:
             self.losses.leave_out(why)
             return None

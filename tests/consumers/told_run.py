@@ -114,6 +114,7 @@ def rollout(core: Tokenizer, number: int, story: list[Any]) -> tuple[Finished, d
             for m, own in zip(forms, mine, strict=True)
             if not own and m["role"] in ("tool", "assistant")
         ],
+        "tools": told.TOOLS,
         "reward": reward,
         "group": made.row.group_id,
     }

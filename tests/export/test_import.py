@@ -237,6 +237,14 @@ def test_a_bad_line_is_named_and_leaves_nothing(
     assert not list((tmp_path / "out").glob("*")) if (tmp_path / "out").exists() else True
 
 
+def test_a_line_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
+    line = b'{"conversations": [{"from": "human", "value": "gr\xfc\xdfe"}]}\n'
+    (tmp_path / "x.jsonl").write_bytes(json.dumps(ROW).encode() + b"\n" + line)
+    with pytest.raises(UserError, match=r"x\.jsonl:2: no JSON .*utf-8"):
+        import_file(tmp_path / "x.jsonl", "hermes", tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+
+
 @pytest.mark.parametrize("origin", ["hermes", "atropos"])
 @pytest.mark.parametrize("text", ["", "\n\n"])
 def test_a_file_without_rollouts_is_a_mistake(tmp_path: Path, origin: Any, text: str) -> None:

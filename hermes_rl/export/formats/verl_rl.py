@@ -1,16 +1,22 @@
 """verl, RL: the columns of its RL data set and the fields of an AgentLoopOutput in one row.
 
-One row per segment. `uid` is the group; rows of one group are compared with each other.
+One row per segment. `uid` is the group; rows of one group are compared with each other. verl's
+agent loops take tools from its configuration: those that were offered stand in `tools_json`, as in
+the rows of format `verl`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import msgspec
 
 from hermes_rl.export.base import Format, Row
 from hermes_rl.export.samples import opening, said
 from hermes_rl.export.source import Source
+
+_text = msgspec.json.Encoder().encode
 
 
 def rows(source: Source) -> Iterator[Row]:
@@ -19,6 +25,7 @@ def rows(source: Source) -> Iterator[Row]:
         row, segment = item.row, item.segment
         source.losses.trained += item.trained
         source.losses.lose("no_advantage", item.advantage is None)
+        source.losses.lose("quoted", _quoted(row))
         ids, start, logprobs = item.ids, item.start, item.logprobs(0.0)
         yield {
             "data_source": row["env_name"] or "hermes_rl",
@@ -41,7 +48,13 @@ def rows(source: Source) -> Iterator[Row]:
             "reward_score": item.reward,
             "num_turns": len(row["messages"]),
             "advantage": item.advantage,
+            "tools_json": _text(row["tools"]).decode(),
         }
+
+
+def _quoted(row: Mapping[str, Any]) -> int:
+    """Calls, and results of calls, that the task's prompt quotes."""
+    return sum(len(m.get("tool_calls") or ()) + (m["role"] == "tool") for m in opening(row))
 
 
 def schema(source: Source) -> Any:
@@ -67,6 +80,7 @@ def schema(source: Source) -> Any:
             ("reward_score", pa.float64()),
             ("num_turns", whole),
             ("advantage", pa.float64()),
+            ("tools_json", text),
         ]
     )
 

@@ -93,7 +93,7 @@ class _Lines:
                     continue
                 try:
                     row = msgspec.json.decode(line)
-                except (msgspec.DecodeError, RecursionError) as error:
+                except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
                     raise UserError(f"no JSON ({error})") from error
                 if not isinstance(row, dict):
                     raise UserError("a line must be a JSON object")

@@ -127,3 +127,6 @@ def test_rl_rows_are_an_rl_data_set(
     assert [m["content"] for m in first["raw_prompt"]] == ["Be brief.", "List grüße."]
     assert first["index"] == 0
     assert first["data_source"] == "hermes_rl"
+    for row in (data[i] for i in range(len(data))):
+        facts = told.truth[row["extra_info"]["trajectory_id"]]
+        assert json.loads(row["tools_json"]) == facts["tools"]  # no key is null
