@@ -122,6 +122,12 @@ class Shell:
         """A command is running, or a background job still holds the pipe of its own."""
         return self._turn.locked() or bool(self._aside)
 
+    @property
+    def idle(self) -> bool:
+        """The supervisor waits for a line: whatever was sent to it is done."""
+        ending = self._ending is not None and not self._ending.done()
+        return not (self._turn.locked() or ending or self.lost.is_set())
+
     async def ready(self) -> None:
         """Wait for the supervisor. Raises: ShellLost with what came instead; TimeoutError."""
         async with asyncio.timeout(START_S):

@@ -80,6 +80,7 @@ class Home:
         self.boxes = own_folder(self.root / "boxes", 0o711)
         self.owners = own_folder(self.root / "owners", 0o700)
         self._made = 0
+        self._memory = Path(warden.memory_folder(str(self.root)))
         self._lock = self._become_owner()
 
     def _become_owner(self) -> int:
@@ -104,12 +105,11 @@ class Home:
 
         Memory spares a file system that writes out what is replaced, or is slow to make files.
         """
-        folder = Path(warden.memory_folder(str(self.root)))
         try:
-            found = os.statvfs(folder.parent)
+            found = os.statvfs(self._memory.parent)
             if found.f_bavail * found.f_frsize < ROOM_BYTES:
                 return box
-            made = own_folder(folder, 0o700) / box.name
+            made = own_folder(self._memory, 0o700) / box.name
             made.mkdir(mode=0o700)
         except (OSError, SandboxStartError):
             return box
@@ -118,7 +118,7 @@ class Home:
     def close(self) -> None:
         """Give the ownership up; all boxes are removed by now."""
         if self._lock >= 0:
-            warden.remove_empty(warden.memory_folder(str(self.root)))
+            warden.remove_empty(str(self._memory))
             (self.owners / self.owner).unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = -1

@@ -19,6 +19,8 @@ import sys
 import time
 
 PATIENCE_S = 20.0
+SHALLOW = 2
+"""Levels of folders below a box that are removed by name."""
 MARK = "HERMES_RL_LEASE"
 """Variable that names the box of a process which runs in no sandbox (see `none`)."""
 
@@ -99,6 +101,8 @@ def remove_tree(path: str) -> None:
     if not stat.S_ISDIR(kind):
         os.unlink(path)
         return
+    if _remove_shallow(path):
+        return
     try:
         shutil.rmtree(path, ignore_errors=True)
     except RecursionError:
@@ -113,6 +117,22 @@ def remove_tree(path: str) -> None:
                 env={"PATH": "/usr/bin:/bin"},
                 check=False,
             )
+
+
+def _remove_shallow(path: str, depth: int = SHALLOW) -> bool:
+    """Remove a folder with few levels, as most boxes are: `rmtree` makes four times the system
+    calls. Returns False, with some of it gone, when it is deeper or something is locked."""
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                elif depth == 0 or not _remove_shallow(entry.path, depth - 1):
+                    return False
+        os.rmdir(path)
+    except OSError:
+        return False
+    return True
 
 
 def remove_empty(path: str) -> None:
