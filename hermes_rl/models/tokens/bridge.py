@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hermes_rl.messages import AssistantMessage, Message, ToolCall
 from hermes_rl.models.tokens.abridge import abridged
@@ -24,6 +24,8 @@ from hermes_rl.models.tokens.tokenizer import Tokenizer, lookalikes
 from hermes_rl.models.tokens.typeset import Typesetter
 
 REASONING = "placeholder0reasoning"
+_IN_CALL = "0called"
+"""Stands behind the word where it stands in a call: what follows closes the call."""
 _NO_SEAM = "no control token parts the answer from what follows it, and both share a token"
 _EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*")
 
@@ -133,21 +135,38 @@ def seam(
     place = alone.rfind(word)
     if place < 0:
         return Fork("the template does not write the assistant's turn")
-    start = place + len(word)
-    there = _nth_end(whole, word, alone.count(word))
+    called = alone.startswith(_IN_CALL, place + len(word))
+    length = len(word) + (len(_IN_CALL) if called else 0)
+    start, there = place + length, _nth(whole, word, alone.count(word)) + length
     if without_empty_reasoning(alone[:start]) != without_empty_reasoning(whole[:there]):
         return rewritten(alone, whole)
     behind, rest = alone[start:], whole[there:]
-    opens = False
-    end = _end_in(behind[: _parting(behind, rest)], tokenizer, end_ids, sheet.mark)
-    if end is None and not rest.startswith(behind):
-        return rewritten(alone, whole)
-    if end is None:  # some templates write the end of a turn with the next one
-        end = _end_in(rest, tokenizer, end_ids, sheet.mark, only_first=True)
-        if end is None or rest[: end[0]].strip():
-            return Seam(end="", after=rest, mark=sheet.mark)
-        opens = True
-    return Seam(rest[end[0] : end[1]], rest[end[1] :], sheet.mark, opens)
+    known = _Controls(tokenizer, end_ids, sheet.mark)
+    closing = len(behind.rstrip()) if called else 0
+    found = _behind(behind, rest, closing, known)
+    return rewritten(alone, whole) if found is None else found
+
+
+def _behind(behind: str, rest: str, closing: int, known: _Controls) -> Seam | None:
+    """What stands behind an answer, by what the template writes there without and with what
+    follows; None where these differ before the answer's turn has ended.
+
+    Args:
+        closing: so much of it closes the placeholder's call: of the model's own, it was sampled.
+    """
+    within = known.ends_in(behind[: _parting(behind, rest)])
+    end = next((end for end in within if end.known), None)
+    follows = rest.startswith(behind)
+    if end is None and follows:  # some templates write the end of a turn with the next one
+        left = rest[closing:]
+        first = next(iter(known.ends_in(left)), None)
+        if first is not None and first.known and not left[: first.start].strip():
+            return Seam(left[first.start : first.end], left[first.end :], known.mark, opens=True)
+    if end is None and within:
+        end = within[-1]
+    if end is not None:
+        return Seam(rest[end.start : end.end], rest[end.end :], known.mark)
+    return Seam("", rest[closing:], known.mark) if follows else None
 
 
 def without_empty_reasoning(text: str) -> str:
@@ -164,14 +183,13 @@ def _word(values: Sequence[Any]) -> str:
     return f"placeholder{number}answer"
 
 
-def _nth_end(text: str, word: str, number: int) -> int:
-    """Where the word ends for the n-th time; 0 when it stands there less often."""
-    place = 0
+def _nth(text: str, word: str, number: int) -> int:
+    """Where the word stands for the n-th time; 0 when it stands there less often."""
+    place = -1
     for _ in range(number):
-        found = text.find(word, place)
-        if found < 0:
+        place = text.find(word, place + 1)
+        if place < 0:
             return 0
-        place = found + len(word)
     return place
 
 
@@ -185,7 +203,7 @@ def placeholder(
         most_calls: as many as the template can write in a turn.
     """
     calls = tuple(
-        ToolCall(id=call.id, name=call.name, arguments=f'{{"text": "{word}"}}')
+        ToolCall(id=call.id, name=call.name, arguments=f'{{"text": "{word}{_IN_CALL}"}}')
         for call in answer.tool_calls[:most_calls]
     )
     return AssistantMessage(
@@ -213,27 +231,30 @@ def _parting(one: str, other: str) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-def _end_in(
-    text: str,
-    tokenizer: Tokenizer,
-    end_ids: frozenset[int],
-    mark: str,
-    *,
-    only_first: bool = False,
-) -> tuple[int, int] | None:
-    """Where the end token of a turn stands in what follows its text: the first that the model is
-    known to end with, else the last control token.
+class _Control(NamedTuple):
+    """A control token in a text."""
 
-    Args:
-        only_first: only a known end token counts, and only as the first control token.
-    """
-    special = {token.text: token.id for token in tokenizer.added if token.special}
-    special |= {token.text: token.id for token in tokenizer.added if token.id in end_ids}
-    found = list(lookalikes(special, after=mark).finditer(text))
-    for match in found[:1] if only_first else found:
-        if special[match.group()] in end_ids:
-            return match.span()
-    return found[-1].span() if found and not only_first else None
+    start: int
+    end: int
+    known: bool
+    """The model is known to end its turns with it."""
+
+
+@dataclass(frozen=True)
+class _Controls:
+    """Finds control tokens in what a template wrote."""
+
+    tokenizer: Tokenizer
+    end_ids: frozenset[int]
+    mark: str
+
+    def ends_in(self, text: str) -> list[_Control]:
+        """Those in this text, in order: each may be the end of a turn."""
+        ids = {t.text: t.id for t in self.tokenizer.added if t.special or t.id in self.end_ids}
+        return [
+            _Control(*match.span(), ids[match.group()] in self.end_ids)
+            for match in lookalikes(ids, after=self.mark).finditer(text)
+        ]
 
 
 def _glue(
