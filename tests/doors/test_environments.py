@@ -1,0 +1,88 @@
+"""The shipped environments from the command line, with the configurations that lie beside them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from doors_kit import clean_environment, hermes
+
+SHIPPED = Path(__file__).parents[2] / "environments"
+NAMES = sorted(path.parent.name for path in SHIPPED.glob("*/config.yaml"))
+PLAYED = ("--model", "oracle", "--workers", "0", "--limit", "1")
+
+
+def config_of(name: str) -> str:
+    return str(SHIPPED / name / "config.yaml")
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    return [row for part in out.glob("trajectories/*") for row in pq.read_table(part).to_pylist()]
+
+
+def test_every_environment_has_a_configuration() -> None:
+    assert NAMES == ["dialogue_booking", "gsm8k_python", "swe_bugs", "terminal_tasks"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shipped_configuration_plans_groups_of_eight(name: str, tmp_path: Path) -> None:
+    said = hermes(
+        *("env", "process", name, "--config", config_of(name), "--model", "m"),
+        *("--base-url", "http://127.0.0.1:9/v1", "--dry-run", "--json"),
+        cwd=tmp_path,
+    )
+    assert (said.code, said.err) == (0, "")
+    plan = said.json()
+    assert plan["units"] == 8 * plan["rows"] > 0
+    assert plan["bad_rows"] == 0
+    assert not list(tmp_path.iterdir())
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dialogue_booking",
+        pytest.param("swe_bugs", marks=SLOW),
+        pytest.param("terminal_tasks", marks=SLOW),
+    ],
+)
+def test_an_environment_runs_as_a_module(name: str, tmp_path: Path) -> None:
+    """`process` makes a group that its oracle solves, `evaluate` one rollout and its metrics."""
+
+    def module(mode: str, *more: str) -> subprocess.CompletedProcess[str]:
+        words = [mode, "--config", config_of(name), *PLAYED, "--json", *more]
+        return subprocess.run(
+            [sys.executable, "-m", f"environments.{name}", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=clean_environment(),
+        )
+
+    done = module("process", "--repeats", "2")
+    assert done.returncode == 0, done.stderr
+    events = {e["event"]: e for e in map(json.loads, done.stdout.splitlines())}
+    assert (events["report"]["done"], events["report"]["solved"]) == (2, 2)
+    assert (events["groups"]["groups"], events["groups"]["sendable"]) == (1, 1)
+    made = rows(tmp_path / "runs" / f"{name}-oracle")
+    assert [(row["env_name"], row["split"], row["reward"]) for row in made] == [
+        (name, "train", 1.0),
+        (name, "train", 1.0),
+    ]
+    done = module("evaluate", "--repeats", "1")
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "runs" / f"{name}-oracle-eval"
+    (row,) = rows(out)
+    assert (row["split"], row["reward"]) == ("eval", 1.0)
+    metrics = json.loads((out / "metrics.json").read_bytes())["results"]
+    assert metrics[f"atropos|{name}_eval|0"]["solved"] == 1.0
+    (sample,) = map(json.loads, (out / "samples.jsonl").read_text().splitlines())
+    assert (sample["task_id"], sample["correct"]) == (row["task_id"], True)
+    assert row["task_hash"] not in {one["task_hash"] for one in made}
