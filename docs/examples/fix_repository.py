@@ -29,7 +29,7 @@ def clamp(value, low, high):
 BUGS = (
     ("value < low", "value <= high"),
     ("value > high", "value < high"),
-    ("return low", "return high"),
+    ("return low", "return low + 1"),
     ("return high", "return value - high"),
 )
 

@@ -80,9 +80,10 @@ class Haggling(Environment[Config]):
         """The buyer's next words; None ends the rollout."""
         if "sold" in ctx.state or len(trajectory.answers) > self.config.rounds:
             return None
-        persona = f"You buy a {task.metadata['thing']} for at most {ctx.state['most']} euros."
+        persona = f"You buy a {task.metadata['thing']} for at most {ctx.state['most']} euros. "
+        persona += 'Only what you would really pay is an offer. Make it as "I offer N euros".'
         said = await ctx.user.answer(persona, trajectory)
-        found = [int(number) for number in re.findall(r"\b\d{1,4}\b", said)]
+        found = [int(number) for number in re.findall(r"\bI offer (\d{1,4})\b", said)]
         ctx.state["offers"] = [price for price in found if price <= ctx.state["most"]]
         return said
 

@@ -13,7 +13,9 @@ from rl_kit import EXAMPLES, asked_of, evaluated, ran, table, turn_of
 import hermes_rl.rl
 from hermes_rl.messages import UserMessage, text_of
 from hermes_rl.models.dialects.server import ServedRequest
+from hermes_rl.rl import Task
 from hermes_rl.rl.trial import atrial, rewards_of
+from hermes_rl.testing.cheats import BUNDLES, bundle
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 MOST_LINES = 100
@@ -109,6 +111,43 @@ async def test_a_repository_in_process_and_evaluate(tmp_path: Path) -> None:
             assert all(0 < passed[task] < 5 for task in passed if task != "clamp-0")
 
 
+@pytest.mark.parametrize("split", ["train", "eval"])
+@pytest.mark.parametrize("name", ["math_tool", "fix_repository"])
+def test_the_oracle_earns_all_and_doing_nothing_nothing(name: str, split: str) -> None:
+    for model, reward in (("oracle", 1.0), ("noop", 0.0)):
+        found = rewards_of(EXAMPLES / f"{name}.py", model, tasks=4, split=split)
+        assert found == [reward] * 4
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *("ANSWER", "ANSWER 0", "ANSWER {0} {1}", "{0}", "ANSWER {0}.0", "ANSWER {0} or {1}"),
+        *("ANSWER {1}", "ANSWER {0}\\nANSWER {1}", "The right ANSWER {0}, I think"),
+    ],
+)
+def test_only_the_right_number_at_the_end_is_an_answer(said: str) -> None:
+    """And the tool earns nothing by itself."""
+
+    def played(task: Task) -> str:
+        right = task.metadata["answer"]
+        used = call("calculate", operation="add", a=right, b=0)
+        return json.dumps([used, said.format(right, right + 1).replace("\\n", "\n")])
+
+    assert rewards_of(EXAMPLES / "math_tool.py", tasks=3, solution=played) == [0.0] * 3
+
+
+@pytest.mark.parametrize("first", range(0, len(BUNDLES), 4))
+def test_cheats_mend_no_repository(first: int) -> None:
+    scripts = [bundle(name) for name in BUNDLES][first : first + 4]
+    found = rewards_of(
+        EXAMPLES / "fix_repository.py",
+        tasks=len(scripts),
+        solution=lambda task: scripts[task.metadata["position"]],
+    )
+    assert found == [0.0] * len(scripts)
+
+
 PEEK = r"""
 import glob, re
 def clamp(*given):
@@ -140,7 +179,7 @@ def test_a_module_that_looks_for_its_answers_mends_nothing(code: str) -> None:
 def seller(request: ServedRequest) -> Any:
     """Asks for 30, and sells at the price that the buyer names."""
     said = text_of([m for m in request.messages if isinstance(m, UserMessage)][-1])
-    if not (offer := re.search(r"I give you (\d+)", said)):
+    if not (offer := re.search(r"I offer (\d+)", said)):
         return "Good day! It costs 500 euros."
     return call("sell", price=int(offer[1])) if request.messages[-1].content == said else "Thanks!"
 
@@ -150,7 +189,7 @@ def buyer(request: ServedRequest) -> str:
     most = int(re.findall(r"at most (\d+) euros", text_of(request.messages[0]))[0])
     assert text_of(request.messages[-1]) == "Good day! It costs 500 euros."
     assert "calls" not in text_of(request.messages[-1])
-    return f"I give you {most // 2}."
+    return f"I offer {most // 2} euros."
 
 
 def judge(request: ServedRequest) -> str:
@@ -160,15 +199,21 @@ def judge(request: ServedRequest) -> str:
     return json.dumps({"reason": "They said thanks.", "verdict": polite})
 
 
-async def test_a_price_that_nobody_offered_is_no_deal() -> None:
-    """Neither the highest that the buyer would pay nor one below zero; nor do manners count."""
+@pytest.mark.parametrize("refusal", ["No, thank you.", "", "{} is too much. Do you take 5?"])
+async def test_a_price_that_nobody_offered_is_no_deal(refusal: str) -> None:
+    """Neither the highest that the buyer would pay nor one below zero; nor do manners count. A
+    buyer who names a price to refuse it offers nothing."""
     tries = [call("sell", price=price) for price in (*range(220, 5, -5), -7)]
     steps = {"calls": [one for step in tries for one in step["calls"]]}
 
     def pushy(request: ServedRequest) -> Any:
         return steps if request.messages[-1] == request.messages[1] else "Thanks! It costs 500."
 
-    plays = {"policy": pushy, "buyer": lambda request: "No, thank you.", "critic": judge}
+    def refuses(request: ServedRequest) -> str:
+        most = re.findall(r"at most (\d+) euros", text_of(request.messages[0]))[0]
+        return refusal.format(most)
+
+    plays = {"policy": pushy, "buyer": refuses, "critic": judge}
     async with FakeServer(FakeConfig(plays=plays)) as server:
         rows = await atrial(
             EXAMPLES / "haggling.py",
