@@ -39,7 +39,7 @@ from hermes_rl.verify import BOXES
 
 SIZE = 4
 FAULTS = {"server_error": 0.03, "reset": 0.02}
-TURNS = 4
+TURNS = 6
 AGENT, GRADER = 97_000, 98_000
 """Where the seconds of their naps begin; then ten for each task, and one for each member."""
 STEPS = [{"run": "sleep $(cat nap); cp nap out.txt"}, *[{"run": "echo on"}] * (TURNS - 2), "Done."]
@@ -204,7 +204,7 @@ async def test_the_dead_are_in_no_baseline(
         failed = sum(entry.fault in FAULTS for entry in engine.truth)
         truth = {e.call_id: e for e in engine.truth if e.outcome == "served"}
     assert (len(reaper.ended), report.given_up) == (len(DEAD), len(DEAD))
-    assert failed >= 0.02 * GROUPS * SIZE * TURNS, "the endpoint failed too seldom"
+    assert failed >= 5, "of some 500 requests one in 20 should have failed"
     lost = table(out, "failures")
     assert {(int(r["task_id"][1:]), r["member"]) for r in lost} == DEAD
     assert {(r["cause"], r["reward"]) for r in lost} == {("sandbox_died", None)}
@@ -263,9 +263,10 @@ def check_told(run: Run, rows: list[dict[str, Any]], truth: Mapping[str | None, 
     assert told.dropped.endings == {"sandbox_died": len(DEAD), "answered": 1}
     # The dead had one turn, in which they died: what is kept is longer than what was rolled out.
     assert told.kept.mean_turns == TURNS
-    assert told.dropped.mean_turns == pytest.approx((len(DEAD) + TURNS) / (len(DEAD) + 1))
+    mean = (len(DEAD) + TURNS) / (len(DEAD) + 1)
+    assert told.dropped.mean_turns == pytest.approx(mean)
     (line,) = (line for line in told.lines() if line.startswith("dropped:"))
-    assert f"{len(DEAD) + 1} rollouts, 1.2 turns and" in line
+    assert f"{len(DEAD) + 1} rollouts, {mean:.1f} turns and" in line
     assert f"(sandbox_died {len(DEAD)}, answered 1)" in line
 
 
