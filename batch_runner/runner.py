@@ -37,7 +37,7 @@ from batch_runner.stops import Stop
 from batch_runner.units import UnitReader
 from batch_runner.wire import WorkerSpec
 from hermes_rl.config import RunConfig, to_yaml
-from hermes_rl.definitions import policy_of, sampling_of
+from hermes_rl.definitions import extra_body_of, policy_of, sampling_of
 from hermes_rl.doors import run_sync
 from hermes_rl.errors import DiskFull, cause_of
 from hermes_rl.models.limits.governor_wire import Charter
@@ -226,7 +226,8 @@ class _Run:
         self.tokens = plan
         config = self.settings.config
         sampling = policy_of(config).complete(sampling_of(config, 0))
-        for line in plan.lines(sampling) if plan is not None else ():
+        extra = extra_body_of(config, config.model.name)
+        for line in plan.lines(sampling, extra) if plan is not None else ():
             self.progress.note(line)
 
     def spec(self) -> WorkerSpec:

@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from hermes_rl.cli.exact_rows import Renderers, Rollout, Row
+from hermes_rl.models.tokens.capture import shaped_by
 from hermes_rl.models.tokens.renderer import Renderer
 from hermes_rl.models.tokens.template import TemplateRefused
 from hermes_rl.segments.branches import DRIFT
@@ -124,9 +127,12 @@ def faults_of(rollout: Rollout, renderers: Renderers) -> Iterator[str]:
 
 
 def _owner_faults(rollout: Rollout) -> Iterator[str]:
+    shaped = shaped_by(msgspec.json.decode(rollout.row["sampling"]).get("extra_body", {}))
     for segment in rollout.segments:
         if segment["trainable"] and rollout.row["status"] != "ok":
             yield f"branch {segment['branch_index']} is trainable, but the attempt failed"
+        if segment["trainable"] and segment["logprobs_kind"] == "raw" and shaped:
+            yield f"branch {segment['branch_index']} is trainable, but shaped by {shaped[0]}"
         if segment["reward"] != rollout.row["reward"]:
             yield f"branch {segment['branch_index']} has reward {segment['reward']}"
 

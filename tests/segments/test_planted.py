@@ -182,3 +182,27 @@ async def test_shifted_logprobs_are_seen_by_the_engines_log_alone(made, tmp_path
     found = differences(run, served(made.truth, made.run))
     assert found
     assert all("other logprobs" in line for line in found)
+
+
+async def test_a_penalty_beside_raw_logprobs_is_never_trained_and_seen_where_it_would_be(
+    tmp_path, capsys
+):
+    """A field of the user's own for every request."""
+    async with engine_in(tmp_path) as engine:
+        extra = {"repetition_penalty": 1.3}
+        report = await run_on(engine, tmp_path, SCRIPTS[1:2], "chat", extra_body=extra)
+    told = capsys.readouterr().err
+    assert "nothing will be trainable: logprobs are of the model before repetition_penalty" in told
+    exact = report.stats["exact_tokens"]
+    assert (exact["trainable"], exact["trained_tokens"]) == (0, 0)
+    assert checked(tmp_path / "run", capsys=capsys)[0] == 0
+
+    def train(rows: list[Row]) -> None:
+        for row in rows:
+            assert (row["logprobs_kind"], row["exclude_reason"]) == ("raw", "raw_logprobs")
+            row["trainable"], row["exclude_reason"] = True, None
+
+    run = rewritten(tmp_path / "run", tmp_path / "planted", "segments", train)
+    code, said = checked(run, capsys=capsys)
+    assert code == 2
+    assert "is trainable, but shaped by repetition_penalty" in said

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
 from hermes_rl.events import LogprobsKind
 from hermes_rl.models.base import Sampling
+from hermes_rl.models.tokens.capture import shaped_by
 from hermes_rl.models.tokens.engines.base import spelled_out
 
 Wanted = Literal["off", "auto", "chat", "vllm", "sglang", "llamacpp"]
@@ -48,21 +50,24 @@ class TokenPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Whether rows get segments."""
         return self.way != "off"
 
-    def lines(self, sampling: Sampling | None = None) -> list[str]:
+    def lines(
+        self, sampling: Sampling | None = None, extra: Mapping[str, Any] | None = None
+    ) -> list[str]:
         """For people, at the start of a run.
 
         Args:
             sampling: how the run samples; None says nothing of what that means.
+            extra: further fields of its requests' bodies.
         """
         if not self.exact:
             return [f"no token ids: {self.why}. Rows get no segments"] if self.why else []
         kind = self.logprobs if self.calls else "shown by its answers"
         told = [f"token ids by {self.way}; logprobs: {kind}"]
-        if sampling is not None and (why := self._in_vain(spelled_out(sampling))):
+        if sampling is not None and (why := self._in_vain(spelled_out(sampling), extra or {})):
             told.append(f"nothing will be trainable: {why}")
         return told + [f"template: {line}" for line in self.template]
 
-    def _in_vain(self, sent: Sampling) -> str | None:
+    def _in_vain(self, sent: Sampling, extra: Mapping[str, Any]) -> str | None:
         """Why this sampling makes logprobs that nobody can train on; None when it does not."""
         cut = sent.top_p != 1 or sent.top_k != -1 or sent.min_p != 0
         if self.logprobs == "raw" and (cut or sent.temperature != 1):
@@ -70,6 +75,8 @@ class TokenPlan(msgspec.Struct, frozen=True, kw_only=True):
                 "logprobs are of the model before temperature and filters. Use temperature 1 and "
                 "top_p 1, or an engine that tells those it sampled from"
             )
+        if self.logprobs == "raw" and (shaped := shaped_by(extra)):
+            return f"logprobs are of the model before {', '.join(shaped)}. Leave that out"
         if self.logprobs == "sampling" and sent.temperature == 0:
             return "at temperature 0 the likeliest token is taken, whatever its logprob"
         if self.logprobs == "sampling" and cut and not self.filtered:
