@@ -25,6 +25,7 @@ from batch_runner.settings import settle
 from hermes_rl.errors import StoreError, UserError
 from hermes_rl.models.dialects.server import ServedRequest
 from hermes_rl.rl.trial import first_tasks
+from hermes_rl.store.reader import load_run
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 MATH = EXAMPLES / "math_tool.py"
@@ -130,6 +131,51 @@ async def test_two_ray_workers_give_the_same_rows(tmp_path: Path) -> None:
     rows = content(tmp_path / "0")
     assert len(rows) == 24
     assert rows == content(tmp_path / "2")
+
+
+BESIDE = """
+import os
+from shop.words import WORD, heavy
+from hermes_rl.rl import EnvConfig, Environment, Rewards, make_task, part
+
+class Config(EnvConfig):
+    sandboxed: bool = False
+
+class Shop(Environment[Config]):
+    name = "shop"
+    Config = Config
+
+    def tasks(self, split, seed):
+        yield make_task("say it", id="one", oracle=f'["{WORD}"]')
+
+    async def compute_reward(self, task, trajectory, ctx):
+        cpu = await ctx.cpu(heavy, 2)
+        return Rewards([part("said", float(trajectory.final_response == WORD))],
+                       {"worker": os.getpid(), "cpu": cpu})
+"""
+
+
+@pytest.mark.slow
+def test_a_module_beside_the_caller_is_found_by_ray_workers_and_their_processes(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "__init__.py").touch()
+    (tmp_path / "shop" / "mod.py").write_text(BESIDE)
+    (tmp_path / "shop" / "words.py").write_text("WORD = 'yes'\ndef heavy(n):\n    return n * 21\n")
+    door = "import os, sys; from hermes_rl.cli import main; print(os.getpid()); sys.exit(main())"
+    words = ["env", "process", "shop.mod:Shop", "--model", "oracle", "--workers", "1"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", door, *words, "--repeats", "2", "--out", "run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    metrics = load_run(tmp_path / "run").trajectories["metrics"].tolist()
+    assert [found["cpu"] for found in metrics] == [42.0, 42.0]
+    assert int(done.stdout.split()[0]) not in {int(found["worker"]) for found in metrics}
 
 
 def test_a_stream_is_what_it_is_in_every_process() -> None:

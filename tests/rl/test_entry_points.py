@@ -1,0 +1,103 @@
+"""Environments that an installed package brings: found by name, and a broken one harms no other."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+DOOR = "import sys; from hermes_rl.cli import main; sys.exit(main())"
+SHOP = """
+from hermes_rl.rl import EnvConfig, Environment, make_task
+
+class Config(EnvConfig):
+    sandboxed: bool = False
+
+class Haggling(Environment[Config]):
+    name = "haggling_shop"
+    Config = Config
+
+    def tasks(self, split, seed):
+        yield make_task("say it", id="one", oracle='["yes"]')
+
+    async def compute_reward(self, task, trajectory, ctx):
+        return float(trajectory.final_response == "yes")
+"""
+PACKAGES = {
+    "shop": (
+        "corner_shop = corner_shop_env.haggling:Haggling",
+        "corner_shop_env/haggling.py",
+        SHOP,
+    ),
+    "torn": ("torn_one = torn_env:Torn", "torn_env.py", "import no_such_module_here\n"),
+    "gone": ("gone_one = module_that_went:Gone", "something_else.py", ""),
+    "other": ("no_class = no_class_env:Gone", "no_class_env.py", SHOP),
+}
+
+
+def wheel(name: str, folder: Path) -> Path:
+    """A wheel as builders make them."""
+    entry, module, text = PACKAGES[name]
+    info = f"{name}-1.0.dist-info"
+    files = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": f"[hermes_rl.environments]\n{entry}\n",
+        module: text,
+    }
+    if "/" in module:
+        files[f"{module.rpartition('/')[0]}/__init__.py"] = ""
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for place, content in files.items():
+            archive.writestr(place, content)
+    return path
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the wheels are installed: their files, as installers lay them out."""
+    folder = tmp_path_factory.mktemp("site")
+    for name in PACKAGES:
+        with zipfile.ZipFile(wheel(name, tmp_path_factory.mktemp("wheels"))) as archive:
+            archive.extractall(folder)
+    return folder
+
+
+def process(name: str, site: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    flags = ["--model", "oracle", "--workers", "0", "--out", "run"]
+    return subprocess.run(
+        [sys.executable, "-P", "-c", DOOR, "env", "process", name, *flags],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(site)},
+    )
+
+
+def test_an_installed_environment_runs_by_its_name_beside_broken_ones(
+    site: Path, tmp_path: Path
+) -> None:
+    done = process("corner_shop", site, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "4/4 units done, 4 solved" in done.stdout
+    assert "  name: corner_shop_env.haggling:Haggling\n" in (tmp_path / "run/run.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("torn_one", "torn_env: cannot be imported: ModuleNotFoundError: No module named 'no_such"),
+        ("gone_one", "module_that_went: cannot be imported: ModuleNotFoundError"),
+        ("no_class", "no_class_env: no Environment 'Gone' (found: Haggling)"),
+        ("nobody", "no environment 'nobody' (known: corner_shop, "),
+    ],
+)
+def test_a_broken_one_is_said_in_one_line(site: Path, tmp_path: Path, name: str, says: str) -> None:
+    done = process(name, site, tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith(f"error: {says}"), done.stderr
+    assert not list(tmp_path.iterdir())
