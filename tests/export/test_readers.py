@@ -6,6 +6,7 @@ they read; their conftest holds them to it, and makes a failure of a test that i
 
 import ast
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Iterator
@@ -56,3 +57,29 @@ def test_ci_runs_each_of_these_tests_in_one_environment() -> None:
         assert sum(run_by(words, path) for words in calls) == 1, path
     assert not [word for words in calls for word in words if word in ("-k", "-m", "--deselect")]
     assert "step make test-consumers\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_docs_name_the_versions_that_are_tested() -> None:
+    locks = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "locks").glob("consumers*.txt"))
+    page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| `[a-z].*", page, re.M)
+    named = [
+        (name.lower(), version)
+        for line in table
+        for name, version in re.findall(r"(\w+)`?(?: package)? (\d+(?:\.\d+)+)", line.split("|")[2])
+    ]
+    assert len(table) == len(FORMATS)
+    assert {name for name, _ in named} >= {
+        "trl",
+        "axolotl",
+        "verl",
+        "verifiers",
+        "harbor",
+        "openai",
+    }
+    wrong = [
+        (name, version)
+        for name, version in named
+        if not re.search(rf"^{name}=={re.escape(version)}[. ]", locks, re.M)
+    ]
+    assert wrong == []

@@ -177,7 +177,7 @@ def _present(**fields: Any) -> Row:
 
 FORMAT = Format(
     name="atif",
-    about="harbor's ATIF v1.7, one trajectory document per line",
+    about="harbor's ATIF v1.7 with token ids, one trajectory document per line",
     suffix=".jsonl",
     unit="messages",
     rows=rows,
