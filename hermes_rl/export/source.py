@@ -109,7 +109,11 @@ class Source:
                         yield sample, segments
 
     def token_rollouts(self) -> Iterator[tuple[dict[str, Any], list[TokenItem]]]:
-        """Rollouts with those of their segments that this format may take; none without any."""
+        """Rollouts with those of their segments that this format may take; none without any. RL
+        formats get them by group."""
+        if self._format.rl:
+            yield from ((taken[0].row, taken) for group in self.groups() for taken in group)
+            return
         for stem in self._stems():
             for row, items in self._token_rollouts_of(stem):
                 count_rollout(self.losses, row)

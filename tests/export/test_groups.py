@@ -136,12 +136,25 @@ def test_an_atropos_group_is_whole(run: Path) -> None:
     assert line["group_overrides"] == {"group_size": 3}
 
 
-def test_members_that_a_filter_takes_leave_a_smaller_group(run: Path) -> None:
-    report = export_run(run, "atropos", options=ExportOptions(min_reward=0.5))
-    (line,) = rows(report.out)
-    assert line["scores"] == [1.0, 0.5]
+@pytest.mark.parametrize("name", RL)
+def test_members_that_a_filter_takes_leave_a_smaller_group(name: str, run: Path) -> None:
+    report = export_run(run, name, options=ExportOptions(min_reward=0.5))
+    assert report.trained == 2 * 2
     with pytest.raises(UserError, match=r"Left out: 2 rollouts below .*; 2 rollouts of groups"):
-        export_run(run, "atropos", options=ExportOptions(min_reward=0.75))
+        export_run(run, name, options=ExportOptions(min_reward=0.75))
+
+
+@pytest.mark.parametrize("name", RL)
+def test_no_member_is_sent_alone_for_want_of_the_others_tokens(name: str, tmp_path: Path) -> None:
+    """A trainer would take its reward for its advantage."""
+    made = []
+    for number in range(4):
+        more: dict[str, Any] = {"token_source": "retokenized"} if number == 1 else {}
+        segment = told.segment(number, [1, 2], [1], **more)
+        made.append(told.finished(number, told.quoted(), segments=[segment]))
+    report = export_run(told.write(tmp_path / "run", made), name)
+    assert report.trained == 2
+    assert report.left_out == {"small_group": 1, "retokenized": 1}
 
 
 @pytest.mark.parametrize("name", RL)
