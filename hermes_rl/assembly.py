@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import uuid
 from contextlib import AsyncExitStack
 from typing import Any, cast
@@ -74,21 +76,25 @@ class RealAssembly:
         if config.name == "oracle":
             raise UserError("model 'oracle' plays a task's solution; use `hermes-rl run` for it")
         key = config.api_key.get_secret_value() if config.api_key else None
+        own = key is not None or config.key_command is not None
         where = EndpointSection(
             provider=config.provider,
             base_url=config.base_url,
-            api_key_env=_GIVEN_KEY if key else config.api_key_env,
+            api_key_env=_GIVEN_KEY if own else config.api_key_env,
+            key_commands={_GIVEN_KEY: config.key_command} if config.key_command else {},
             api_mode=config.api_mode,
             transport=config.transport,
         )
         targets = targets_of(where, extra=config.extra_body)
         keys = {_GIVEN_KEY: key} if key else {}
         if key is None and asks_endpoint(config.name, where):
-            keys = find_keys([targets[0].place])
+            places = [targets[0].place]
+            keys = await asyncio.to_thread(find_keys, places, os.environ, where.key_commands)
+        held = Keys.renewed_by(where.key_commands, keys)
         common = Alone(_CALLS_AT_ONCE)
         async with AsyncExitStack() as stack:
             routes = {config.name: targets}
-            models = await open_models(config.name, where, routes, stack, Keys(keys), common)
+            models = await open_models(config.name, where, routes, stack, held, common)
             return OpenLink(config, models or Sole(NoopClient(), common), stack.pop_all())
 
     async def lease(self, sandbox: object) -> Sandbox:

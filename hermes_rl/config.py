@@ -225,6 +225,8 @@ class ModelConfig(Section):
     base_url: str | None = None
     api_key: SecretStr | None = None
     api_key_env: str | None = None
+    key_command: Annotated[str, Field(min_length=1)] | None = None
+    """Prints the key, for one that does not live long; see `endpoint.key_commands` of a run."""
     api_mode: ApiMode | None = None
     provider: str | None = None
     transport: Literal["http", "sdk"] = "http"

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hermes_rl import AIAgent, ModelConfig
+from hermes_rl.doors import Home
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest
@@ -21,6 +24,7 @@ from hermes_rl.models.client import Endpoint, connect
 from hermes_rl.models.key_command import KeyCommand, KeyRenewed, LiveKey, NoNewKey, ends_at
 from hermes_rl.models.providers.routing import Keys, find_keys
 from hermes_rl.models.providers.table import Place
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 EXPIRED = AuthError("401: expired", status=401)
 
@@ -257,3 +261,19 @@ def test_keys_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"endpoint\.key_commands\.A holds the key itself") as error:
         find_keys([place], {"B": "2"}, {"A": "echo sk-very-secret"})
     assert "sk-very" not in str(error.value)
+
+
+def test_the_agent_in_python_has_a_command_too(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("token-1")
+    with Home() as home:
+        server = FakeServer(FakeConfig(key="token-1"))
+        home.run(server.__aenter__())
+        model = ModelConfig(name="echo", base_url=server.base_url, key_command=f"cat {file}")
+        with AIAgent(model, sandbox="none", toolsets=()) as agent:
+            assert agent.chat('Hi.\nSCRIPT: ["yes"]') == "yes"
+            file.write_text("token-2")
+            server.config = replace(server.config, key="token-2")
+            assert agent.chat("And now?") == "done"
+            assert [entry.outcome for entry in server.entries] == ["served", "refused", "served"]
+        home.run(server.aclose())
