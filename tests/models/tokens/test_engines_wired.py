@@ -9,7 +9,7 @@ from engines_kit import FREE, TOOLS, asked, engine_at, script
 
 from hermes_rl.config import parse_config
 from hermes_rl.errors import UserError
-from hermes_rl.events import CallEnded, Event
+from hermes_rl.events import CallEnded, Event, TokensAdded
 from hermes_rl.messages import ToolMessage
 from hermes_rl.models.base import Completion, Conversation, ModelRequest
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
@@ -134,6 +134,20 @@ async def test_an_effort_of_reasoning_that_nobody_would_hear_is_refused(tmp_path
             await reach(parse_config(form))
         form["endpoint"]["tokens"] = "chat"
         assert (await reach(parse_config(form))).tokens.way == "chat"
+
+
+async def test_body_fields_of_the_users_own_go_with_chat_and_shape_what_is_sampled(tmp_path):
+    async with engine_at(tmp_path / "t") as engine:
+        form = config_of(engine, tokenizer=str(engine.config.tokenizer)).model_dump()
+        form["model"]["extra_body"] = {"repetition_penalty": 1.1}
+        with pytest.raises(UserError, match=r"model\.extra_body is of chat requests"):
+            await reach(parse_config(form))
+        form["endpoint"]["tokens"] = "chat"
+        config, tape = parse_config(form), Tape()
+        async with open_workshop(config, run_id="r", concurrency=1, config_hash="c") as workshop:
+            await episode(ModelCaller(workshop.models.routes("toy"), tape), script("end"))
+    (tokens,) = [event for event in tape.events if isinstance(event, TokensAdded)]
+    assert tokens.shaped_by == ("repetition_penalty",)
 
 
 async def test_a_fallback_at_the_same_address_would_get_another_models_ids(tmp_path):
