@@ -8,7 +8,7 @@ per group) and, where there is a table `groups`, a reward and an advantage per r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +108,7 @@ class Source:
                     if not self._again(fingerprint, sample):
                         yield sample, segments
 
-    def token_rollouts(self) -> Iterator[tuple[dict[str, Any], list[TokenItem]]]:
+    def token_rollouts(self) -> Iterator[tuple[Mapping[str, Any], list[TokenItem]]]:
         """Rollouts with those of their segments that this format may take; none without any. RL
         formats get them by group."""
         if self._format.rl:
