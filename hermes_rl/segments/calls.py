@@ -66,6 +66,13 @@ def happened(stream: Sequence[ev.Event]) -> Happened:
     )
 
 
+def version_number(text: str | None) -> int:
+    """A policy version that is a whole number; -1 for any other."""
+    if text is None or not (text.isascii() and text.isdigit()):
+        return -1
+    return int(text) if int(text) < 1 << 31 else -1
+
+
 def _facts(
     start: ev.CallStarted,
     place: int,

@@ -11,7 +11,7 @@ from hermes_rl.events import TokensAdded, unpack_logprobs
 from hermes_rl.models.tokens.graph import Stretch
 from hermes_rl.record import Segment, Trajectory
 from hermes_rl.segments.branches import Branch, Branches
-from hermes_rl.segments.calls import CallFacts, Happened
+from hermes_rl.segments.calls import CallFacts, Happened, version_number
 from hermes_rl.segments.trainable import Exclusion, common, exclusion, sound
 
 _CUT = "length"
@@ -111,7 +111,7 @@ class _Maker:
                 columns.logprobs += [None] * len(ids)
                 continue
             turn = call.turn
-            version = _version(call.policy_version)
+            version = version_number(call.policy_version)
             columns.calls.append(stretch.node)
             columns.starts.append(len(columns.ids))
             columns.extend(ids, turn, version, sampled=True, loss=stretch.node in own)
@@ -165,8 +165,8 @@ def _origin(
     kinds = {added.logprobs_kind for _, added in path}
     sources = {added.source for _, added in path}
     versions = [c.policy_version for c, _ in own if c.policy_version is not None]
-    numbered = all(_version(v) >= 0 for v in versions)
-    key = _version if numbered else versions.index
+    numbered = all(version_number(v) >= 0 for v in versions)
+    key = version_number if numbered else versions.index
     last, added = own[-1]
     return {
         "logprobs_kind": kinds.pop() if len(kinds) == 1 else "unknown",
@@ -177,13 +177,6 @@ def _origin(
         "template_hash": added.template_hash,
         "model": last.model,
     }
-
-
-def _version(text: str | None) -> int:
-    """A policy version that is a whole number; -1 for any other."""
-    if text is None or not (text.isascii() and text.isdigit()):
-        return -1
-    return int(text) if int(text) < 1 << 31 else -1
 
 
 def _ids(data: bytes) -> list[int]:

@@ -9,7 +9,7 @@ import msgspec
 from hermes_rl.events import TokensAdded, pack_ids, unpack_logprobs
 from hermes_rl.models.tokens.graph import TokenGraph, TokensFault
 from hermes_rl.record import Segment
-from hermes_rl.segments.calls import CallFacts
+from hermes_rl.segments.calls import CallFacts, version_number
 from hermes_rl.segments.rules import Run, rollout_faults, row_faults, runs_of
 from hermes_rl.segments.trainable import plainly_sampled, sound
 
@@ -28,7 +28,7 @@ def prove(segments: Sequence[Segment], graph: TokenGraph, calls: Calls, *, ok: b
 
     Raises: TokensFault that names the first fault.
     """
-    for fault in _faults(segments, graph):
+    for fault in _faults(segments, graph, calls):
         raise TokensFault(fault)
     for segment in segments:
         if segment.trainable:
@@ -36,7 +36,7 @@ def prove(segments: Sequence[Segment], graph: TokenGraph, calls: Calls, *, ok: b
                 raise TokensFault(f"branch {segment.branch_index} is trainable, but {fault}")
 
 
-def _faults(segments: Sequence[Segment], graph: TokenGraph) -> Iterator[str]:
+def _faults(segments: Sequence[Segment], graph: TokenGraph, calls: Calls) -> Iterator[str]:
     rows = [msgspec.structs.asdict(segment) for segment in segments]
     for row in rows:
         yield from (f"branch {row['branch_index']}: {fault}" for fault in row_faults(row))
@@ -44,10 +44,12 @@ def _faults(segments: Sequence[Segment], graph: TokenGraph) -> Iterator[str]:
     trained: set[str] = set()
     for segment, row in zip(segments, rows, strict=True):
         packed = pack_ids(segment.input_ids)
-        for call_id, run in zip(segment.call_ids, runs_of(row), strict=True):
+        for place, (call_id, run) in enumerate(zip(segment.call_ids, runs_of(row), strict=True)):
             if run.trained:
                 trained.add(call_id)
                 yield from _answer_faults(segment, packed, run, call_id, graph)
+            if call_id in calls:
+                yield from _fact_faults(segment, place, run, calls[call_id])
     missing = [n.added.call_id for n in graph.nodes if n.added.call_id not in trained]
     yield from (f"call {call_id} is in no branch" for call_id in missing)
 
@@ -66,6 +68,16 @@ def _answer_faults(
         yield f"call {call_id}: its path is not the row's"
     elif segment.logprobs[run.start : run.end] != _logprobs(node.added):
         yield f"call {call_id}: its logprobs are not the row's"
+
+
+def _fact_faults(segment: Segment, place: int, run: Run, call: CallFacts) -> Iterator[str]:
+    """Whether an answer's columns say what happened to its call."""
+    if set(segment.turn_ids[run.start : run.end]) != {call.turn}:
+        yield f"call {call.call_id} is of turn {call.turn}"
+    if set(segment.version_ids[run.start : run.end]) != {version_number(call.policy_version)}:
+        yield f"call {call.call_id} is of policy version {call.policy_version}"
+    if segment.finish_reasons[place] != (call.finish_reason or ""):
+        yield f"call {call.call_id} ended with {call.finish_reason}"
 
 
 def _policy_faults(segment: Segment, graph: TokenGraph, calls: Calls, ok: bool) -> Iterator[str]:

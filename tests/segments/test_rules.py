@@ -72,6 +72,23 @@ def test_an_answer_that_nobody_trains() -> None:
     assert "call two is in no branch" in refusal([change(first, n_branches=1)], story)
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "fault"),
+    [
+        ("turn_ids", 2, "call one is of turn 1"),
+        ("version_ids", 8, "call one is of policy version 7"),
+        ("version_ids", -1, "call one is of policy version 7"),
+    ],
+)
+def test_an_answer_with_another_call_s_turn_or_version(column, value, fault) -> None:
+    story = Story().call("one", 1, [1, 2], [3, 4], version="7")
+    (row,) = story.done()
+    held = list(getattr(row, column))
+    held[3] = value
+    assert fault in refusal([change(row, **{column: held})], story)
+    assert "ended with stop" in refusal([change(row, finish_reasons=["length"])], story)
+
+
 # What a branch does not train itself it shares with its parent.
 
 
