@@ -73,11 +73,21 @@ def test_programs_and_histories_that_are_changed_change_no_verdict(
 HALF = "python3 - <<'PY'\nimport csv\nrows = list(csv.reader(open('wide.csv')))\n"
 HALF += "rows[1][1] = rows[2][2] = '999'\ncsv.writer(open('wide.csv', 'w')).writerows(rows)\nPY\n"
 
-PLACES = ["csv", "text", "git"]
+PLACES = ["csv", "text", "git", "processes"]
 DEEDS = {
     "csv-pivot": lambda t: f"{t.oracle}\n{HALF}",  # two wrong cells
     "text-unique-names": lambda t: "sort -u guests.txt > unique.txt",  # another order
     "text-full-names": lambda t: "cat first.txt last.txt > full.txt",
+    # What the daemon and the jobs would have written, by hand.
+    "proc-reload": lambda t: (
+        "sed -i 's/^workers = .*/workers = 8/' daemon.conf\n"
+        "sed -i 's/workers=2/workers=8/; s/reloads=0/reloads=1/' state.txt"
+    ),
+    "proc-three-at-a-time": lambda t: (
+        "for n in 1 2 3 4 5 6 7 8; do echo start $n; [ $n = 1 ] || echo end $((n - 1)); done "
+        ">runs.log\necho end 8 >>runs.log\n"
+        'for j in jobs/*.sh; do echo "${j##*/},$(sed -n "s/^exit //p" $j)"; done >status.csv'
+    ),
     # The right sums, and neither the tax nor the discount is used.
     "git-merge-conflict": lambda t: str(t.oracle).replace(
         "return discount(net) * (1 + TAX)", "return net * 1.14"
@@ -99,3 +109,28 @@ def test_half_of_it_earns_a_part_where_parts_are_weighed_and_nothing_elsewhere()
         found |= {row.task_id: row.reward for row in rows if row.task_id in DEEDS}
     assert 0.5 < found.pop("csv-pivot") < 1.0
     assert found == dict.fromkeys(DEEDS.keys() - {"csv-pivot"}, 0.0)
+
+
+def jobs(how: str) -> str:
+    """Runs the scripts of `proc-three-at-a-time` by xargs, and notes how they ended."""
+    note = "bash {}; c=$?; echo $(basename {}),$c >>ended"
+    return f"ls jobs/*.sh | {how} -I{{}} bash -c '{note}'; sort ended >status.csv"
+
+
+@pytest.mark.parametrize(
+    ("script", "reward"),
+    [
+        (jobs("xargs -P 3"), 1.0),
+        (jobs("xargs -P 2"), 1.0),
+        (jobs("xargs -P 1"), 0.0),
+        (jobs("xargs -P 8"), 0.0),
+        (f"{jobs('xargs -P 3')}; bash jobs/job-2.sh", 0.0),
+    ],
+    ids=["three at once", "two", "one after the other", "all at once", "one again"],
+)
+def test_jobs_earn_a_reward_only_when_they_were_run_as_asked(script: str, reward: float) -> None:
+    chosen = {"categories": ["processes"]}
+    count = len(first_tasks(NAME, ALL, **chosen))
+    rows = trial(NAME, tasks=count, solution=lambda task: script, config=chosen)
+    found = {row.task_id: row.reward for row in rows}
+    assert found["proc-three-at-a-time"] == reward
