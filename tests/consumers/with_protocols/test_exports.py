@@ -1,17 +1,22 @@
 """Other programs validate the exports: verifiers' episodes, harbor's ATIF, Atropos' server, the
 types of OpenAI's package."""
 
+import importlib
 import json
 import re
+import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 from atroposlib.api.server import app
 from conftest import Told
 from fastapi.testclient import TestClient
-from harbor.models.trajectories import Step, Trajectory
+from harbor.models.trajectories import Trajectory
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 from pydantic import TypeAdapter
 from tokenizers import Tokenizer
@@ -84,27 +89,33 @@ def test_harbor_validates_trajectories_with_their_tokens(taught: Told) -> None:
             assert found.logprobs == pytest.approx(sampled, abs=1e-5)
 
 
+@pytest.fixture(scope="module")
+def conversations_of() -> Callable[[Path, dict[str, None]], list[dict[str, Any]]]:
+    """harbor's own reader of traces. Its module asks for one that Python 3.11 cannot compile, of
+    which this function uses nothing: an empty one stands in its place."""
+    absent = ModuleType("harbor.agents.factory")
+    vars(absent)["AgentFactory"] = object
+    with mock.patch.dict(sys.modules, {absent.__name__: absent}):
+        traces = importlib.import_module("harbor.utils.traces_utils")
+    read: Callable[[Path, dict[str, None]], list[dict[str, Any]]]
+    read = traces.extract_conversations_from_trajectory
+    return read
+
+
 @pytest.mark.reads("atif")
-def test_harbor_is_told_what_to_train_on(taught: Told) -> None:
-    """Its reader of traces (which Python 3.11 cannot load) takes each agent step without the mark
-    of copied context: these are the answers of the policy, each once."""
-    read = [Trajectory.model_validate(line) for line in lines(taught.export("atif"))]
-    steps = [s for t in read for s in t.steps if s.source == "agent" and not s.is_copied_context]
-    assert all(step.metrics and step.llm_call_count == 1 for step in steps)
-    trained = [plain(answer(step)) for step in steps]
-    assert Counter(trained) == Counter(plain(text) for text in taught.said().elements())
-
-
-def answer(step: Step) -> str:
-    """A step as the policy writes it."""
-    thought = f"<think>{step.reasoning_content}</think>" if step.reasoning_content else ""
-    calls = [
-        f'<tool_call>{{"name": "{call.function_name}", "arguments": '
-        + json.dumps(call.arguments, ensure_ascii=False)
-        + "}</tool_call>"
-        for call in step.tool_calls or ()
-    ]
-    return thought + str(step.message) + "".join(calls)
+def test_harbor_trains_on_what_the_policy_said(
+    taught: Told, conversations_of: Callable[[Path, dict[str, None]], Any], tmp_path: Path
+) -> None:
+    """It makes one conversation per agent step to train on, that step's answer last."""
+    names = ("agent_name", "model_name", "model_provider", "start_time", "run_id")
+    trained: Counter[str] = Counter()
+    for number, line in enumerate(lines(taught.export("atif"))):
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps(line), encoding="utf-8")
+        for made in conversations_of(path, dict.fromkeys(names)):
+            assert made["conversations"][-1]["role"] == "assistant"
+            trained[plain(made["conversations"][-1]["content"])] += 1
+    assert trained == Counter(plain(text) for text in taught.said().elements())
 
 
 def plain(text: str) -> str:
