@@ -45,7 +45,7 @@ async def _scoring(
     config, run_dir = settings.config, driver.run_dir
     async with (
         within_budgets(config, run_dir, SCORED_AT_ONCE, governed) as share,
-        open_scorer(config, run_dir, driver.run_id, share) as scorer,
+        open_scorer(config, run_dir, driver.run_id, share, settings.hosts.open) as scorer,
     ):
         yield scorer
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from batch_runner.hosts import Hosts
 from batch_runner.open_files import make_room
 from batch_runner.wire import Reply, WorkerSpec
 from batch_runner.worker import Worker, open_worker
@@ -62,11 +63,15 @@ class LocalFactory:
     """To the governor."""
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     """API keys by variable."""
+    hosts: Hosts = field(default_factory=Hosts)
+    """Environments of this process."""
 
     async def start(self, worker: int, capacity: int) -> LocalWorker:
         """Raises: HermesError when the model, the key, the sandbox or room cannot be had."""
         make_room(capacity)
         spec = msgspec.structs.replace(self.spec, worker=worker, capacity=capacity)
         async with AsyncExitStack() as stack:
-            opened = await stack.enter_async_context(open_worker(spec, self.line, self.keys))
+            opened = await stack.enter_async_context(
+                open_worker(spec, self.line, self.keys, self.hosts)
+            )
             return LocalWorker(opened, stack.pop_all())

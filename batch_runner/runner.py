@@ -6,14 +6,15 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from batch_runner.books import Books
 from batch_runner.dispatcher import Dispatcher, Fleet, WorkerFactory
 from batch_runner.estimate import estimate_units
+from batch_runner.factory import open_factory
 from batch_runner.governing import (
     GovernorHost,
-    LocalGovernor,
     Prices,
     as_plain,
     charter_of,
@@ -22,8 +23,8 @@ from batch_runner.governing import (
     refuse_unpriced,
 )
 from batch_runner.group_book import close_groups
+from batch_runner.hosts import Hosts, own_or
 from batch_runner.interrupts import Interrupts
-from batch_runner.local import LocalFactory
 from batch_runner.manifest import capabilities, start_meta, write_manifest
 from batch_runner.pilot import Pilot, PilotPlan
 from batch_runner.plan import Plan, PlanRules
@@ -75,8 +76,13 @@ async def arun_batch(
     *,
     progress: Progress | None = None,
     pilot: Pilot | None = None,
+    hosts: Hosts | None = None,
 ) -> Report:
-    """`run_batch` for callers with a loop of their own."""
+    """`run_batch` for callers with a loop of their own.
+
+    Args:
+        hosts: for callers who ask the run's environment too, so that it is set up once.
+    """
     config = as_config(config)
     settings = settle(config)
     refuse_unpriced(config)
@@ -86,7 +92,11 @@ async def arun_batch(
     section = settings.config.run
     options = OpenOptions(max_attempts=section.max_attempts, retry_failed=section.retry_failed)
     identity, meta = settings.identity, start_meta(settings)
-    async with await open_run(settings.out, identity, meta, options) as driver:
+    async with (
+        own_or(hosts) as shared,
+        await open_run(settings.out, identity, meta, options) as driver,
+    ):
+        settings = replace(settings, hosts=shared)
         run = _Run(settings, driver, reader, progress or default_progress(), pilot)
         run.manifest["capabilities"] = capabilities(settings.config, probed)
         run.knows_tokens(probed.tokens if probed else None)
@@ -373,28 +383,3 @@ def _ray_on_this_thread(config: RunConfig) -> Iterator[None]:
 
     with connected(workers):
         yield
-
-
-@contextmanager
-def open_factory(
-    settings: Settings, spec: WorkerSpec, charter: Charter, progress: Progress
-) -> Iterator[tuple[WorkerFactory, GovernorHost]]:
-    """What starts workers, and their governor: this process without Ray, or a Ray cluster."""
-    if settings.workers == 0:
-        governor = LocalGovernor(charter)
-        yield LocalFactory(spec, governor.line(), settings.keys), governor
-        return
-    from batch_runner.governor_ray import RayGovernor
-    from batch_runner.pool import RayFactory, connected
-
-    def lost() -> None:
-        progress.note("the governor was lost; its workers tell a new one what they know")
-
-    with connected(settings.workers) as warden:
-        watch = warden.watch if warden is not None else _watch_nothing
-        host = RayGovernor(charter, spec.governor, watch=watch, lost=lost)
-        yield RayFactory(spec, settings.workers, warden, settings.keys), host
-
-
-def _watch_nothing(pid: int) -> None:
-    """A cluster that was there before looks after its own processes."""

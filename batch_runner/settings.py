@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batch_runner.hosts import Hosts
 from hermes_rl.config import LOCAL_MODELS, RunConfig, parse_config
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
@@ -44,6 +45,8 @@ class Settings:
     """API keys by the variable that holds them."""
     opened: Opened | None = None
     """The environment whose tasks are run, where there is one."""
+    hosts: Hosts = field(default_factory=Hosts)
+    """Environments of this process that are set up."""
 
     @property
     def resume(self) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from batch_runner.collector import rare_collections
 from batch_runner.governing import pots_of
+from batch_runner.hosts import Hosts
 from batch_runner.wire import Reply, WorkerSpec, receipt_of
 from hermes_rl.config import parse_config
 from hermes_rl.config_env import EnvSection
@@ -196,8 +197,10 @@ def _prove_sight(run_dir: RunDir, spec: WorkerSpec) -> None:
         raise StoreError(f"no such run at {spec.run_path}: choose --out on storage that all share")
 
 
-def _environment(section: EnvSection) -> AbstractAsyncContextManager[Host]:
+def _environment(section: EnvSection, hosts: Hosts | None) -> AbstractAsyncContextManager[Host]:
     """The run's environment; its code is imported only where there is one."""
+    if hosts is not None:
+        return hosts.open(section)
     from hermes_rl.rl.episodes import open_host
 
     return open_host(section)
@@ -205,13 +208,17 @@ def _environment(section: EnvSection) -> AbstractAsyncContextManager[Host]:
 
 @asynccontextmanager
 async def open_worker(
-    spec: WorkerSpec, line: Line, keys: Mapping[str, str] | None = None
+    spec: WorkerSpec,
+    line: Line,
+    keys: Mapping[str, str] | None = None,
+    hosts: Hosts | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker with its journal and workshop; on leaving, what still runs is aborted.
 
     Args:
         line: to the run's governor.
         keys: API keys by variable, where this process's environment does not hold them.
+        hosts: environments of a process that has more use for them.
 
     Raises: StoreError when it cannot see the run directory, or comes too late.
     """
@@ -236,7 +243,7 @@ async def open_worker(
             workshop = replace(workshop, workspaces=run_dir.path / "workspaces")
         make = task_episode
         if config.env is not None:
-            make = (await stack.enter_async_context(_environment(config.env))).episode
+            make = (await stack.enter_async_context(_environment(config.env, hosts))).episode
         stack.enter_context(rare_collections())
         worker = Worker(spec, workshop, journal, make)
         stack.push_async_callback(worker.abort)

@@ -218,15 +218,27 @@ def _config(mode: Mode, given: dict[str, Any], file: Path | None, settings: list
 
 
 def _carry_out(mode: Mode, config: RunConfig, as_json: bool) -> int:
-    report = run.carry_out(config, as_json)
     if mode == "process":
+        report = run.carry_out(config, as_json)
         _tell_groups(Path(report.path), as_json)
-    if mode == "process" or report.stopped is not None:
         return report.exit_code
     from hermes_rl.doors import run_sync
+
+    return run_sync(_evaluate(config, as_json))
+
+
+async def _evaluate(config: RunConfig, as_json: bool) -> int:
+    from batch_runner.hosts import Hosts
+    from batch_runner.runner import arun_batch
     from hermes_rl.rl.evaluation import write_evaluation
 
-    metrics = run_sync(write_evaluation(Path(report.path)))
+    progress = run.progress_of(as_json)
+    async with Hosts() as hosts:
+        report = await arun_batch(config, progress=progress, hosts=hosts)
+        run.tell(report, progress)
+        if report.stopped is not None:
+            return report.exit_code
+        metrics = await write_evaluation(Path(report.path), hosts.open)
     if not as_json:
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         typer.echo(f"{report.path}/metrics.json: {shown}")

@@ -232,17 +232,30 @@ def _require(data: dict[str, Any]) -> None:
 
 def carry_out(config: RunConfig, as_json: bool) -> Report:
     """Run a configuration to its end, with progress and its report on the terminal."""
-    from batch_runner.progress import JsonEvents, default_progress
     from batch_runner.runner import run_batch
 
-    progress: Progress = JsonEvents() if as_json else default_progress()
+    progress = progress_of(as_json)
     report = run_batch(config, progress=progress)
+    tell(report, progress)
+    return report
+
+
+def progress_of(as_json: bool) -> Progress:
+    """Where the progress of a run goes."""
+    from batch_runner.progress import JsonEvents, default_progress
+
+    return JsonEvents() if as_json else default_progress()
+
+
+def tell(report: Report, progress: Progress) -> None:
+    """How a run ended, where its progress went."""
+    from batch_runner.progress import JsonEvents
+
     if isinstance(progress, JsonEvents):
         progress.report(report)
-        return report
+        return
     for line in report.lines():
         typer.echo(line)
-    return report
 
 
 def _pilot(config: RunConfig, as_json: bool) -> int:

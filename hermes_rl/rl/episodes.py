@@ -7,7 +7,7 @@ import copy
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -99,6 +99,10 @@ def _turn(tape: Tape) -> int:
         e.turn for e in reversed(tape.events) if isinstance(e, CallStarted) and e.purpose == "agent"
     )
     return next(turns, 0)
+
+
+OpensHost = Callable[[EnvSection], AbstractAsyncContextManager[Host]]
+"""`open_host`, or what shares one that is open."""
 
 
 @asynccontextmanager

@@ -16,11 +16,12 @@ import msgspec
 import yaml
 
 from hermes_rl.config import RunConfig, parse_config
-from hermes_rl.errors import HermesError, UserError
+from hermes_rl.errors import UserError
 from hermes_rl.evals import summary
 from hermes_rl.evals.summary import SOLVED
 from hermes_rl.rl import faults
 from hermes_rl.rl.environment import Environment, Metrics
+from hermes_rl.rl.episodes import OpensHost, open_host, theirs
 from hermes_rl.rl.opening import Opened, settle_env
 from hermes_rl.store.reader import Run, load_run
 
@@ -33,11 +34,12 @@ _FINISH = {
 """Ending -> finish reason, as chat endpoints call it; every other ending is its own name."""
 
 
-async def write_evaluation(path: Path) -> Metrics:
+async def write_evaluation(path: Path, opens: OpensHost = open_host) -> Metrics:
     """Write the two files of a finished evaluation, and `evaluate_config.yaml` beside them.
 
     Args:
         path: the run directory of `hermes-rl env evaluate`.
+        opens: the environment, where it has an `evaluate` of its own.
 
     Returns: the metrics: those of `hermes_rl.evals.summary` and of the environment's `evaluate`.
 
@@ -50,7 +52,7 @@ async def write_evaluation(path: Path) -> Metrics:
         raise UserError(f"{path}: a run of a dataset. Evaluate it with hermes_rl.evals")
     run = await asyncio.to_thread(load_run, path)
     metrics = await asyncio.to_thread(_summary, run)
-    metrics.update(await _own(opened, run))
+    metrics.update(await _own(opened, run, opens))
     await asyncio.to_thread(_write, run, config, opened.env.name, metrics, text)
     return metrics
 
@@ -73,18 +75,13 @@ def _summary(run: Run) -> Metrics:
     return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
 
 
-async def _own(opened: Opened, run: Run) -> Metrics:
+async def _own(opened: Opened, run: Run, opens: OpensHost) -> Metrics:
     """What the environment's own `evaluate` says."""
-    env = opened.env
-    if type(env).evaluate is Environment.evaluate:
+    if type(opened.env).evaluate is Environment.evaluate:
         return {}
-    try:
-        await env.setup()
-        given: Any = await env.evaluate(run)
-    except HermesError:
-        raise
-    except Exception as error:  # a boundary: code of the user's
-        raise UserError(faults.said(env.name, env.evaluate, error)) from error
+    async with opens(opened.section) as host:
+        env = host.env
+        given: Any = await theirs(env, env.evaluate, UserError, run)
     try:
         return {str(name): _finite(value) for name, value in dict(given).items()}
     except (TypeError, ValueError):

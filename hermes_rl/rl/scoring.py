@@ -22,7 +22,7 @@ from hermes_rl.ports import Recorder
 from hermes_rl.rl import faults
 from hermes_rl.rl.aside import books_of, item_of, tape_of
 from hermes_rl.rl.environment import Environment
-from hermes_rl.rl.episodes import Host, checked, open_host, theirs
+from hermes_rl.rl.episodes import Host, OpensHost, checked, open_host, theirs
 from hermes_rl.rl.grader import without_policy
 from hermes_rl.rl.groups import SCORED_AT_ONCE, Gathered, Scoring
 from hermes_rl.rl.opening import Opened, env_rows
@@ -188,12 +188,13 @@ def _in_order(ready: Ready, scores: Sequence[Rewards]) -> list[Rewards | None]:
 
 @asynccontextmanager
 async def open_scorer(
-    config: RunConfig, run_dir: RunDir, run_id: str, share: Common
+    config: RunConfig, run_dir: RunDir, run_id: str, share: Common, opens: OpensHost = open_host
 ) -> AsyncIterator[EnvScorer]:
     """The scorer of a run's environment; the policy itself is never asked.
 
     Args:
         share: limiters, and what is left of the run's budgets.
+        opens: the environment.
 
     Raises: UserError.
     """
@@ -202,6 +203,6 @@ async def open_scorer(
         raise UserError("a run without an environment has no score_group")
     async with (
         open_workshop(plain, run_id=run_id, concurrency=SCORED_AT_ONCE, share=share) as workshop,
-        open_host(plain.env) as host,
+        opens(plain.env) as host,
     ):
         yield EnvScorer.over(host, workshop, run_dir)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rl_kit import Written, asked_of, evaluated, ran
 
+from hermes_rl.cli import main
 from hermes_rl.models.dialects.server import ServedRequest
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
@@ -31,6 +32,43 @@ def counter(request: ServedRequest) -> Any:
     """Knows 0, is wrong about 1, and is cut at 2."""
     number = int(asked_of(request).split()[1].rstrip("?"))
     return ["0", "zero", {"text": "2", "finish": "length"}][number]
+
+
+DEAR = """
+class Config(EnvConfig):
+    sandboxed: bool = False
+
+async def setup(self):
+    with open(NOTES, "a") as notes:
+        notes.write("set up\\n")
+    self.model = [1.0]
+
+def tasks(self, split, seed):
+    yield make_task("say it", id="one", oracle='["yes"]')
+
+async def compute_reward(self, task, trajectory, ctx):
+    return self.model[0] * await ctx.cpu(abs, -0.5)
+
+async def score_group(self, task, members, ctx):
+    self.model.append(await ctx.cpu(abs, -2.0))
+    return [self.model[0] for member in members]
+
+async def evaluate(self, run):
+    return {"seen": sum(self.model)}
+"""
+
+
+def test_an_environment_is_set_up_once_for_rollouts_groups_and_its_evaluation(
+    tmp_path: Path, write_env: Callable[..., Written]
+) -> None:
+    notes, out = tmp_path / "notes", tmp_path / "run"
+    env = str(write_env(DEAR, f"NOTES = {str(notes)!r}").path)
+    flags = ["--model", "oracle", "--workers", "0", "--out", str(out), "--repeats", "2"]
+    assert main(["env", "evaluate", env, *flags]) == 0
+    assert notes.read_text() == "set up\n"
+    assert json.loads((out / "metrics.json").read_bytes())["results"]["all"]["seen"] == 3.0
+    assert main(["env", "evaluate", env, *flags]) == 0  # all is done: only its own metrics are left
+    assert notes.read_text() == "set up\n" * 2
 
 
 async def test_every_field_of_an_evaluation_has_the_name_that_atropos_gives_it(
