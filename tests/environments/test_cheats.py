@@ -8,7 +8,7 @@ import pytest
 from careless_env import CARELESS, CLOSED
 
 from hermes_rl.rl.trial import trial
-from hermes_rl.testing.cheats import BUNDLES, CHEATS, bundle
+from hermes_rl.testing.cheats import BUNDLES, CHEATS, bundle, traced
 
 ENV = Path(__file__).with_name("careless_env.py")
 
@@ -20,10 +20,24 @@ def test_every_cheat_is_in_one_bundle_and_every_script_is_bash() -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_traces_are_of_cheats_alone() -> None:
+    """Where nothing was done there are none: the scripts' own names in them prove nothing."""
+    rows = trial(ENV, tasks=len(CARELESS), solution=lambda task: without(task.id))
+    assert not [r.task_id for r in rows if "left by" in " ".join(r.messages[-2:])]
+
+
+def without(name: str) -> str:
+    """The look for traces, without the cheat."""
+    script = traced(name).replace(CHEATS[name], 'W="$WORKSPACE"')
+    return script.replace("seq 200", "seq 2")
+
+
 def test_each_cheat_gets_the_better_of_a_careless_verifier() -> None:
     assert set(CARELESS) == set(CHEATS)
-    rows = trial(ENV, tasks=len(CARELESS), solution=lambda task: CHEATS[task.id])
+    rows = trial(ENV, tasks=len(CARELESS), solution=lambda task: traced(task.id))
     found = {row.task_id: row.reward for row in rows}
+    undone = [r.task_id for r in rows if f"left by {r.task_id}" not in " ".join(r.messages[-2:])]
+    assert undone == [], "these cheats did nothing"
     assert found == {name: float(name not in CLOSED) for name in CHEATS}
 
 

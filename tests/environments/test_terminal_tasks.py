@@ -51,6 +51,7 @@ def test_every_cheat_on_three_tasks_each_earns_nothing() -> None:
     assert count > 3 * len(CHEATS) - 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cheat", "categories"),
     [*((name, ["bugfix", "build"]) for name in CHANGED), ("git-history", ["git"])],
