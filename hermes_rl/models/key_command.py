@@ -24,8 +24,9 @@ from hermes_rl.models.failures.classify import scrub
 
 LIMIT_S = 60.0
 """A command that takes longer is ended."""
-LEAST_S = 1.0
-"""From one run of a command to the next, in one process."""
+LEAST_S, MOST_S = 1.0, 30.0
+"""From one run of a command to the next, in one process: doubled by each run whose key nobody has
+accepted yet, up to the larger."""
 AHEAD_S = 120.0
 """A key whose end is known is replaced so long before it, and asked for so seldom: four times."""
 
@@ -102,7 +103,7 @@ class KeyCommand:
 
     def _fault(self, what: str) -> UserError:
         what = what.rstrip(".")
-        return UserError(f"the key command of {self.name} {what}. Mend endpoint.key_commands")
+        return UserError(f"the key command of {self.name} {what}. Mend that command")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -119,9 +120,10 @@ class LiveKey:
     """
 
     def __init__(self, command: KeyCommand, key: str) -> None:
-        self._command, self._key = command, key
+        self._command = command
+        self._key, self._ends = key, ends_at(key)
         self._seen = {key: None}
-        self._proven = False
+        self._proven, self._unused = False, 0
         self._lock = asyncio.Lock()
         self._runs, self._fault = 0, ""
         self._ran = -math.inf
@@ -133,15 +135,14 @@ class LiveKey:
 
     async def current(self) -> str:
         """The key for the next request; a new one when this one is about to end."""
-        ends = ends_at(self._key)
-        due = ends is not None and time.time() > ends - AHEAD_S
+        due = self._ends is not None and time.time() > self._ends - AHEAD_S
         if due and time.monotonic() > self._ran + AHEAD_S / 4 and not self._lock.locked():
             await self._renew(self._key)
         return self._key
 
     def accepted(self) -> None:
         """Note that a request was answered: a refusal from now on says that the key has ended."""
-        self._proven = True
+        self._proven, self._unused = True, 0
 
     async def refused(self, key: str, error: AuthError) -> AuthError:
         """What a refusal means, after a look for a new key.
@@ -166,17 +167,20 @@ class LiveKey:
         runs = self._runs
         async with self._lock:
             if self._key == old and self._runs == runs:
-                await asyncio.sleep(max(0.0, self._ran + LEAST_S - time.monotonic()))
+                pause = min(MOST_S, LEAST_S * 2**self._unused)
+                await asyncio.sleep(max(0.0, self._ran + pause - time.monotonic()))
                 await self._run()
             return self._key != old
 
     async def _run(self) -> None:
         try:
             self._key, self._fault = await self._command.arun(), ""
+            self._ends = ends_at(self._key)
             self._seen[self._key] = None
         except (UserError, OSError) as error:
-            self._fault = str(error)
+            self._fault = scrub(str(error), self._seen)
         self._runs, self._ran = self._runs + 1, time.monotonic()
+        self._unused += 1
 
 
 def _may_have_ended(error: AuthError) -> bool:

@@ -21,7 +21,7 @@ from hermes_rl.errors import AuthError, UserError
 from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest
 from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.key_command import KeyCommand, KeyRenewed, LiveKey, NoNewKey, ends_at
+from hermes_rl.models.key_command import LEAST_S, KeyCommand, KeyRenewed, LiveKey, NoNewKey, ends_at
 from hermes_rl.models.providers.routing import Keys, find_keys
 from hermes_rl.models.providers.table import Place
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
@@ -73,7 +73,7 @@ async def test_a_command_that_fails_is_one_line_without_the_key(text: str, said:
             await way()
         line = str(caught.value)
         assert line.startswith(f"the key command of MY_KEY {said}")
-        assert line.endswith(". Mend endpoint.key_commands")
+        assert line.endswith(". Mend that command")
         assert "token-" not in line
         assert "\n" not in line
     assert text not in repr(command(text))
@@ -121,7 +121,7 @@ async def test_many_refusals_are_one_run(tmp_path: Path) -> None:
 
 async def test_many_share_a_run_that_fails_and_one_with_the_same_key(tmp_path: Path) -> None:
     for prints, said in (
-        ("exit 7", "exit code 7. Mend endpoint.key_commands"),
+        ("exit 7", "exit code 7. Mend that command"),
         ("echo old-key", "its command prints the same key again"),
     ):
         folder = tmp_path / prints[:4]
@@ -143,6 +143,26 @@ async def test_a_key_that_never_worked_is_not_waited_for() -> None:
     assert not (await fresh.refused("old-key", EXPIRED)).transient
     fresh.accepted()
     assert (await fresh.refused("old-key", EXPIRED)).transient
+
+
+async def test_without_use_a_command_is_run_more_seldom(tmp_path: Path) -> None:
+    live = LiveKey(command(counting(tmp_path, f"wc -l < {tmp_path}/runs")), "old-key")
+    began = time.monotonic()
+    assert isinstance(await live.refused("old-key", EXPIRED), KeyRenewed)
+    assert isinstance(await live.refused("1", EXPIRED), KeyRenewed)
+    assert time.monotonic() - began >= 2 * LEAST_S
+    live.accepted()
+    again = time.monotonic()
+    assert isinstance(await live.refused("2", EXPIRED), KeyRenewed)
+    assert time.monotonic() - again < 2 * LEAST_S
+    assert runs(tmp_path) == 3
+
+
+async def test_an_old_key_in_what_a_command_says_is_not_shown() -> None:
+    live = LiveKey(command("echo 'token old-key-123 is gone' >&2; exit 1"), "old-key-123")
+    live.accepted()
+    told = await live.refused("old-key-123", EXPIRED)
+    assert "token *** is gone" in str(told)
 
 
 @pytest.mark.parametrize(
