@@ -22,7 +22,6 @@ from batch_runner.governing import (
     pots_of,
     refuse_unpriced,
 )
-from batch_runner.group_book import close_groups
 from batch_runner.hosts import Hosts, own_or
 from batch_runner.interrupts import Interrupts
 from batch_runner.manifest import capabilities, start_meta, write_manifest
@@ -199,6 +198,8 @@ class _Run:
         counts, repeats = self.plan.counts, self.settings.config.dataset.repeats
         if repeats == 1 and counts.units <= counts.rows:
             return
+        from batch_runner.group_book import close_groups  # most runs have no groups
+
         # A pilot leaves units open that it never names.
         ended = counts.complete and self.source.stop is None and type(self.plan) is Plan
         try:
