@@ -25,6 +25,7 @@ Steps = list[Any]
 TASKS = first_tasks(NAME, ALL)
 
 
+@pytest.mark.slow
 def test_a_thousand_scenes_per_seed() -> None:
     check_stream(NAME)
 

@@ -66,6 +66,7 @@ def test_doing_nothing_earns_nothing() -> None:
     assert rewards_of(NAME, "noop", tasks=2, split="eval") == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_thousand_problems_per_seed() -> None:
     check_stream(NAME)
 
