@@ -136,12 +136,13 @@ async def find_and_follow(headers, latency_s):
 
 @pytest.mark.slow
 async def test_hints_of_89_seconds_do_not_freeze_eight_workers():
-    """Each refused caller waits that long, and all 64 may wait at once: then nobody asks, and they
-    come back together. Most of the rate is used even so."""
+    """Each refused caller waits that long, and all 64 do at first. They come back paced; the strict
+    bounds are those of `test_hints`, on a clock that no busy machine stops."""
     rate = RateLimits(requests=PER_MINUTE, headers=False, retry_after_s=89.0)
     async with eight_workers(rate, 0.05) as (_, load, _):
-        used, _ = await steady(load)
-    assert used >= 0.5
+        used, refused = await steady(load)
+    assert used >= 0.8
+    assert refused < 0.1
 
 
 class Switch:

@@ -95,6 +95,7 @@ class Lane:
             clean=report.clean,
             throttled=report.throttled,
             trouble=report.trouble,
+            running=sum(p.running for p in self._parts.values()),
             quotas=report.quotas,
         )
         self._regulator.heard(news, now)

@@ -119,7 +119,7 @@ class InProcessLimiter:
         """See `Gate.passed`."""
         self.buckets.take(charge)
         self.controller.started(in_flight)
-        self._regulator.heard(News(started=1), self._clock())
+        self._regulator.heard(News(started=1, running=in_flight), self._clock())
 
     def turned_back(self, charge: Charge) -> None:
         """See `Gate.turned_back`."""
@@ -135,6 +135,7 @@ class InProcessLimiter:
             clean=signal == "clean",
             throttled=signal == "throttled",
             trouble=signal == "trouble",
+            running=self._queue.in_flight,
             quotas=read_quotas(end.headers, self._unix()) if end.headers else (),
         )
         self._regulator.heard(news, self._clock())

@@ -88,11 +88,30 @@ class _Stretch:
         return (after - before) / (last - first)
 
 
+@dataclass
+class _Burst:
+    """Refusals that came together."""
+
+    refused: int = 0
+    ended: float = 0.0
+    """When the last of them was."""
+    back: int = 0
+    """Began since."""
+
+    def add(self, now: float, started: int, throttled: int) -> None:
+        """What happened since the last time."""
+        self.back += started
+        if throttled:
+            self.refused, self.ended, self.back = self.refused + throttled, now, 0
+
+
 class Pace:
     """The rate at which requests start, once refusals have shown that there is one.
 
     - None at first: no bound. It begins with a round of many refusals (three, and a tenth of its
-      requests), or when cuts were due twice within a minute.
+      requests), or when cuts were due twice within a minute, or when most were refused and do not
+      come back soon, as their refusals said: with what the last minute admitted, which doubles
+      after each clean round until a quota is measured or five requests begin in a second.
     - A round is a fifth of the time between two cuts, and longer until five requests were admitted.
       After a clean one (no refusal, no trouble of the server) that used 80 % of the pace: 5 % more,
       and twice that when four before it were clean too: a quota that doubled is used within 45 s.
@@ -101,7 +120,8 @@ class Pace:
     - Many refusals in a round, or since the last cut: 95 % of the quota that they showed.
     - While nobody is let in at all (`door`) there are only knocks, and the pace stays as it is. A
       door that was shut for less than a window ends one: what was admitted until then is the quota.
-      The pace is 95 % of it for a window, and rounds are as long as the time between two cuts.
+      The pace is 95 % of it for a window or for a hundred requests, whichever is longer, and rounds
+      are as long as the time between two cuts.
     - An answer must show that somebody was let in: requests that are on their way to a slow refusal
       look as if they had been admitted, and a server that refused everybody for minutes would cut
       the pace to nothing.
@@ -124,6 +144,10 @@ class Pace:
     """Clean rounds in a row, after which it grows by two steps at a time."""
     SETTLE = 1 / 15
     """Of the time between two cuts: what was on its way is refused in it, and not counted."""
+    WORTH = 100
+    """Requests for which a window's end is not tried again: it costs about four refusals."""
+    HUSH = 1 / 10
+    """Of the time between two cuts: whoever was refused and is not back by then waits for long."""
 
     def __init__(self, now: float, *, interval_s: float = 15.0, window_s: float = 60.0) -> None:
         self.per_s: float | None = None
@@ -142,13 +166,20 @@ class Pace:
         self._since_open = _Stretch(now)
         self._windows = False
         """The server counts by fixed windows."""
-        self._closed: tuple[float, int] | None = None
-        """When the door was shut, and what the minute before admitted; None while it is known to be
-        open."""
+        self._burst = _Burst()
+        self._closed: float | None = None
+        """When the door was shut; None while it is known to be open."""
         self._history: History[PaceChange] = History()
 
     def heard(
-        self, now: float, *, started: int = 0, clean: int = 0, throttled: int = 0, trouble: int = 0
+        self,
+        now: float,
+        *,
+        started: int = 0,
+        clean: int = 0,
+        throttled: int = 0,
+        trouble: int = 0,
+        running: int = 0,
     ) -> None:
         """What happened since the last time. Ends rounds too: call it often.
 
@@ -157,7 +188,10 @@ class Pace:
             clean: requests that were answered.
             throttled: requests that were refused for their rate.
             trouble: requests that met trouble of the server's own.
+            running: requests that are under way now.
         """
+        self._hush(now, running)
+        self._burst.add(now, started, throttled)
         for stretch in (self._round, self._since_cut, self._since_open):
             if now >= stretch.began:
                 stretch.add(now, started, clean, throttled, trouble)
@@ -202,6 +236,16 @@ class Pace:
         self._past.clear()
         self._history = History(state.history)
 
+    def _hush(self, now: float, running: int) -> None:
+        """Whoever was refused waits, and then comes back together with the others: unpaced, all
+        would be refused again, and never show the rate. What the last minute admitted is not above
+        it where the server's bucket was full and holds no more than a minute's worth."""
+        burst, since = self._burst, self._burst.ended + self._interval_s * self.HUSH
+        many = burst.refused >= self.REFUSALS and burst.refused > max(running, 2 * burst.back)
+        if self.per_s is None and many and now >= since:
+            admitted = self._minute(since) / self._window_s
+            self._set(max(admitted, 1 / self._interval_s), "measured", now)
+
     def _knock(self, now: float, started: int, throttled: int) -> None:
         was_shut = self.shut
         self._door.heard(now, started, throttled)
@@ -212,22 +256,24 @@ class Pace:
                 first, self._round = self._round, _Stretch(now)
                 self._opened(first, now)
             if self._closed is None:
-                self._closed = (now, self._minute(now))
+                self._closed = now
 
     def _opened(self, first: _Stretch, now: float) -> None:
         """It lets people in again. What one window admitted, or all of them since it was
         opened before, is the quota; a longer time says nothing of it."""
         assert self._closed is not None
-        (closed, minute), self._closed = self._closed, None
+        closed, self._closed = self._closed, None
         since, self._since_open = self._since_open, first
+        last = [n for at, n in self._past if first.began - self._window_s < at <= first.began]
         self._past.clear()
         self._past.append((now, first.admitted))
         lasted, shut_s = first.began - since.began, first.began - closed
         window = self._interval_s / self.ROUNDS <= shut_s <= self._window_s
         if window and lasted >= self._window_s / 2:
             mean = (since.admitted - first.admitted) / lasted
-            self._quota = max(mean, minute / self._window_s)
-            self._windows, self._held_until = True, first.began + self._window_s
+            self._quota = max(mean, sum(last) / self._window_s)
+            self._windows = True
+            self._held_until = first.began + self._held_s()
             per_s = min(self._quota * self.HEADROOM, (self.per_s or math.inf) / self.CUT)
             self._set(max(per_s, 1 / self._interval_s), "measured", now)
 
@@ -236,7 +282,7 @@ class Pace:
 
     def _cut(self, now: float) -> None:
         if self._last_cut is not None and self._since_cut.admitted:
-            self._quota = self._since_cut.admitted / (now - self._since_cut.began)
+            self._quota = self._between_cuts(now - self._since_cut.began)
             if self.per_s is not None:
                 if self._since_cut.clean:
                     self._lower(self.per_s * self.CUT, "throttled", now)
@@ -250,13 +296,27 @@ class Pace:
             self._remember(now)
             self._round = _Stretch(settled)
         self._last_cut, self._since_cut = now, _Stretch(settled)
-        self._held_until = max(self._held_until, now + self._interval_s)
+        self._held_until = max(self._held_until, now + self._held_s())
+
+    def _between_cuts(self, lasted: float) -> float:
+        """What was admitted since the last one. A window may have given all that in a moment."""
+        quota = self._since_cut.admitted / lasted
+        if not self._windows or self._quota is None:
+            return quota
+        return self._quota if lasted < self._window_s else max(quota, self._quota)
+
+    def _held_s(self) -> float:
+        """How long it does not grow beyond what was measured."""
+        if not self._windows or not self._quota:
+            return self._interval_s
+        return max(self._window_s, self.WORTH / self._quota)
 
     def _end_round(self, now: float, lasted: float) -> None:
         self._remember(now)
         ended, self._round = self._round, _Stretch(now)
         bad = ended.throttled or ended.trouble
         self._streak = 0 if bad else self._streak
+        self._burst = _Burst() if ended.clean and not bad else self._burst
         if self.shut:
             return
         if self._closed is not None and (
@@ -267,7 +327,8 @@ class Pace:
         if not bad:
             self._grow(ended, lasted, now)
             return
-        self._windows = False
+        if ended.refusals and ended.admitted - ended.refusals[0][1] >= self.ADMITTED:
+            self._windows = False  # somebody was let in after a refusal
         many = (s for s in (ended, self._since_cut) if s.throttled >= self._many(s))
         stretch = next(many, None)
         quota = stretch.quota(self._interval_s / self.ROUNDS / 2) if stretch else None
@@ -283,6 +344,8 @@ class Pace:
         if self.per_s is None or ended.started < self.SATURATED * self.per_s * lasted:
             return
         grown = self.per_s * self.GROWTH ** (2 if self._streak >= self.SURE else 1)
+        if self._quota is None and self.per_s * self._interval_s * self.SETTLE < self.ADMITTED:
+            grown = 2 * self.per_s  # nothing is known, and few would be refused
         if now < self._held_until and self._quota is not None:
             grown = min(grown, max(self.per_s, self.HEADROOM * self._quota))
         else:

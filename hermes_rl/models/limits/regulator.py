@@ -31,6 +31,8 @@ class News:
     """Requests that ended well."""
     throttled: int = 0
     trouble: int = 0
+    running: int = 0
+    """Requests that are under way now."""
     quotas: Collection[Quota] = ()
     """What answers' headers said."""
 
@@ -76,6 +78,7 @@ class Regulator:
             clean=news.clean,
             throttled=news.throttled,
             trouble=news.trouble,
+            running=news.running,
         )
         if news.quotas:
             self.buckets.learn(news.quotas, now)
