@@ -63,8 +63,8 @@ class LocalFactory:
     """To the governor."""
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     """API keys by variable."""
-    hosts: Hosts = field(default_factory=Hosts)
-    """Environments of this process."""
+    hosts: Hosts | None = None
+    """Environments of this process, where more is done with them."""
 
     async def start(self, worker: int, capacity: int) -> LocalWorker:
         """Raises: HermesError when the model, the key, the sandbox or room cannot be had."""

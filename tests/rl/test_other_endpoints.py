@@ -2,9 +2,10 @@
 the right place, their calls in the books, the budgets and the limits."""
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ class Three:
 async def three(monkeypatch: pytest.MonkeyPatch, **rates: RateLimits) -> AsyncIterator[Three]:
     for name in WHO:
         monkeypatch.setenv(f"{name}_KEY", f"secret-of-{name}")
+
     made = {
         name: Listening(
             FakeConfig(key=f"secret-of-{name}", models=(name,), plays=PLAYS, rate=rates.get(name))
@@ -195,6 +197,31 @@ async def test_a_judge_that_is_not_there_is_named(
     assert (stopped.stopped, stopped.exit_code) == ("model_not_found", 3)
     assert "for env.judge" in (stopped.detail or "")
     assert stopped.mend == "Correct env.judge.name or env.judge.base_url"
+
+
+def troubled(faults: Iterator[str], play: Callable[[Any], Any], request: Any) -> Any:
+    fault = next(faults, None)
+    return play(request) if fault is None else {"fault": fault}
+
+
+async def test_trouble_of_a_user_or_judge_costs_no_rollout(
+    tmp_path: Path, write_env: Callable[..., Written], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with three(monkeypatch) as at:
+        for name in USES:
+            faults = iter(["unavailable", "cut", "reset"])
+            plays = {name: partial(troubled, faults, PLAYS[name])}
+            at.servers[name].config = replace(at.servers[name].config, plays=plays)
+        report = await ran(
+            write_env(TALK).path, tmp_path / "run", at.servers["policy"], **at.sections()
+        )
+    assert (report.done, report.solved, report.failed_attempts) == (8, 8, 0)
+    assert len(at.servers["policy"].entries) == 8 * 3, "no answer of the policy's is asked for anew"
+    for name, calls in by_model(table(tmp_path / "run")).items():
+        served = [e for e in at.servers[name].entries if e.outcome == "served"]
+        assert len([c for c in calls if c["outcome"] == "ok"]) == len(served)
+        faults = [e.fault for e in at.servers[name].entries if e.fault]
+        assert sorted(faults) == ([] if name == "policy" else ["cut", "reset", "unavailable"])
 
 
 async def test_a_judge_that_allows_little_is_waited_for(
