@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,6 +86,13 @@ def _print(findings: list[Finding]) -> None:
         print(f"  {marks[f.good]} {f.name.ljust(width)}  {f.text}")
 
 
+_SLOW_RAY = (
+    "each process of Ray takes about 1 s of CPU longer to start, because rfc3987-syntax is "
+    "installed (with Jupyter's server): an environment without it starts runs faster"
+)
+"""Ray imports jsonschema, and that this package, which compiles 38 grammars when it is imported."""
+
+
 def machine() -> list[Finding]:
     """Python, cores, memory, disk, and the libraries of the base install."""
     version = platform.python_version()
@@ -99,6 +107,8 @@ def machine() -> list[Finding]:
     ]
     for name in ("ray", "pyarrow", "datasets", "aiohttp", "openai"):
         found.append(library("machine", name))
+    if find_spec("rfc3987_syntax") is not None:
+        found.append(Finding("machine", "ray start", None, _SLOW_RAY))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import meter
@@ -55,8 +56,16 @@ def start_up(bench: Bench) -> Row:
         "1 s; bare ray.init and two actors + 2 s",
         median(alone) <= 1.0 and over <= 2.0,
         f"bare {spread(bare, 1)} s; inspect_ai 6; hermes-agent 41",
+        _notes(),
         data={"without_s": alone, "with_ray_s": with_ray, "bare_ray_s": bare},
     )
+
+
+def _notes() -> tuple[str, ...]:
+    if find_spec("rfc3987_syntax") is None:
+        return ()
+    slow = "rfc3987-syntax is installed, not by our lock: each process of Ray loads it, for 1 s"
+    return (f"{slow}. Ours are one more than the bare run's (the governor)",)
 
 
 def commands(bench: Bench) -> Row:

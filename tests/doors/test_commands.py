@@ -267,6 +267,14 @@ def test_doctor(tmp_path: Path) -> None:
     assert "bubblewrap" in text.out
 
 
+def test_doctor_says_what_makes_ray_slow_to_start(tmp_path: Path) -> None:
+    (tmp_path / "rfc3987_syntax.py").touch()
+    said = process("doctor", "--json", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    (found,) = [f for f in said.json() if f["name"] == "ray start"]
+    assert found["good"] is None
+    assert "1 s of CPU longer" in found["text"]
+
+
 def test_doctor_finds_out_what_an_endpoint_can_do(tmp_path: Path, base_url: str) -> None:
     asked = ("doctor", "models", "--model", "echo")
     said = hermes(*asked, "--base-url", base_url, "--json", cwd=tmp_path).json()
