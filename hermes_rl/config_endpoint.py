@@ -216,8 +216,10 @@ class EndpointSection(Section):
     @field_validator("key_commands")
     @classmethod
     def _names(cls, given: dict[str, str]) -> dict[str, str]:
-        for name in given:
-            join_names(name)
+        if not all(map(_NAME.fullmatch, given)):  # it may be the key itself: it is not shown
+            raise UserError(
+                "'endpoint.key_commands' holds what is no name of a variable. Write NAME: command"
+            )
         return given
 
     @field_validator("tokens", "prompt_cache", mode="before")

@@ -16,12 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl import AIAgent, ModelConfig
+from hermes_rl.config import parse_config
 from hermes_rl.doors import Home
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest
 from hermes_rl.models.client import Endpoint, connect
 from hermes_rl.models.key_command import LEAST_S, KeyCommand, KeyRenewed, LiveKey, NoNewKey, ends_at
+from hermes_rl.models.providers.others import all_keys
 from hermes_rl.models.providers.routing import Keys, find_keys
 from hermes_rl.models.providers.table import Place
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
@@ -281,6 +283,25 @@ def test_keys_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"endpoint\.key_commands\.A holds the key itself") as error:
         find_keys([place], {"B": "2"}, {"A": "echo sk-very-secret"})
     assert "sk-very" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("commands", "said"),
+    [
+        ({"MINE": "echo k"}, r"holds MINE, which the run does not ask for \(VERTEX_ACCESS_TOKEN\)"),
+        ({"no name": "echo k"}, "holds what is no name of a variable. Write NAME: command"),
+        ({"VERTEX_ACCESS_TOKEN": ""}, "VERTEX_ACCESS_TOKEN' string should have at least 1"),
+    ],
+)
+def test_commands_that_can_never_be_of_use(commands: dict[str, str], said: str) -> None:
+    place = (
+        "https://us-central1-aiplatform.googleapis.com/v1/projects/p/locations/l/endpoints/openapi"
+    )
+    endpoint = {"provider": "vertex", "base_url": place, "key_commands": commands}
+    with pytest.raises(UserError, match=said):
+        all_keys(
+            parse_config({"dataset": {"path": "x"}, "model": {"name": "m"}, "endpoint": endpoint})
+        )
 
 
 def test_the_agent_in_python_has_a_command_too(tmp_path: Path) -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig
 from hermes_rl.config_env import ModelPlace
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.models.providers.probe import probe
 from hermes_rl.models.providers.routing import Keys, Target, find_keys
-from hermes_rl.models.providers.targets import first_endpoint, keys_of, targets_of
+from hermes_rl.models.providers.table import Place
+from hermes_rl.models.providers.targets import (
+    asks_endpoint,
+    first_endpoint,
+    keys_of,
+    targets_by_model,
+    targets_of,
+)
 
 USES = ("judge", "user")
 
@@ -52,9 +59,25 @@ def all_keys(config: RunConfig, environ: Mapping[str, str] = os.environ) -> dict
     Raises: UserError when one is not set, or its command fails.
     """
     places = [target.place for targets in other_targets(config).values() for target in targets]
+    _refuse_idle(config, places)
     own = keys_of(config, environ)
     left = {k: v for k, v in config.endpoint.key_commands.items() if k not in own}
     return {**find_keys(places, {**environ, **own}, left), **own}
+
+
+def _refuse_idle(config: RunConfig, others: Sequence[Place]) -> None:
+    """Raises: UserError for a command of a key that no endpoint of the run asks for."""
+    if not asks_endpoint(config.model.name, config.endpoint):
+        return
+    routes = targets_by_model(config).values()
+    places = [*others, *(target.place for targets in routes for target in targets)]
+    asked = {name for place in places for name in place.key_names}
+    for name in config.endpoint.key_commands:
+        if name not in asked:
+            known = ", ".join(sorted(asked)) or "none: name it with --api-key-env"
+            raise UserError(
+                f"'endpoint.key_commands' holds {name}, which the run does not ask for ({known})"
+            )
 
 
 async def reach_others(config: RunConfig, keys: Keys) -> None:
