@@ -23,8 +23,7 @@ def table_of(rows: Sequence[dict[str, Any]], schema: Any) -> Any:
 
     Raises: TypeError, ValueError or OverflowError for what does not fit a column exactly.
     """
-    columns = [array_of([row.get(f.name) for row in rows], f.type) for f in schema]
-    return pa.Table.from_arrays(columns, schema=schema)
+    return pa.Table.from_arrays(_fields_of(rows, schema), schema=schema)
 
 
 def array_of(values: Sequence[Any], kind: Any) -> Any:
@@ -33,15 +32,19 @@ def array_of(values: Sequence[Any], kind: Any) -> Any:
         return pa.ExtensionArray.from_storage(kind, array_of(values, kind.storage_type))
     if pa.types.is_struct(kind):
         _only(values, dict)
-        children = [
-            array_of([None if v is None else v.get(f.name) for v in values], f.type) for f in kind
-        ]
-        return _made(kind, values, [], children)
+        there: list[dict[str, Any]] = [{} if v is None else v for v in values]
+        return _made(kind, values, [], _fields_of(there, kind))
     if pa.types.is_list(kind):
         _only(values, list, tuple)
         children = [array_of([*chain.from_iterable(v for v in values if v)], kind.value_type)]
         return _made(kind, values, [_offsets(values)], children)
     return _made(kind, values, _content(values, kind))
+
+
+def _fields_of(rows: Sequence[dict[str, Any]], fields: Any) -> list[Any]:
+    """One array for each field."""
+    named = [(field.name, field.type) for field in fields]
+    return [array_of([row.get(name) for row in rows], kind) for name, kind in named]
 
 
 def _content(values: Sequence[Any], kind: Any) -> list[Any]:
