@@ -34,7 +34,7 @@ class DialogueBooking(Environment[DialogueBookingConfig]):
 
     name: ClassVar[str] = "dialogue_booking"
     Config = DialogueBookingConfig
-    endless: ClassVar[bool] = True
+    endless = True
     can_use = ("user",)
 
     def __init__(self, config: DialogueBookingConfig) -> None:

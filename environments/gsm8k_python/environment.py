@@ -46,7 +46,10 @@ class Gsm8kPython(Environment[Gsm8kPythonConfig]):
 
     name: ClassVar[str] = "gsm8k_python"
     Config = Gsm8kPythonConfig
-    endless: ClassVar[bool] = True
+
+    def __init__(self, config: Gsm8kPythonConfig) -> None:
+        super().__init__(config)
+        self.endless = config.source == "generated"
 
     def tasks(self, split: str, seed: int) -> Iterable[Task]:
         """See `Environment.tasks`. In the hub's data set the seed changes nothing."""

@@ -42,7 +42,7 @@ class SweBugs(Environment[EnvConfig]):
     """The share of the bugs that are mended, if nothing else is broken."""
 
     name: ClassVar[str] = "swe_bugs"
-    endless: ClassVar[bool] = True
+    endless = True
 
     def tasks(self, split: str, seed: int) -> Iterator[Task]:
         """See `Environment.tasks`."""

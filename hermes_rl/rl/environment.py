@@ -69,8 +69,9 @@ class Environment(ABC, Generic[C]):
 
     name: ClassVar[str]
     Config: ClassVar[type[EnvConfig]] = EnvConfig
-    endless: ClassVar[bool] = False
-    """`tasks` never ends: a run then needs `--limit`."""
+    endless: bool = False
+    """`tasks` never ends: a run then needs `--limit`. Where that depends on the configuration,
+    `__init__` says it."""
     splits: ClassVar[tuple[str, ...]] = ("train", "eval")
     """The splits that `tasks` knows."""
     uses: tuple[Uses, ...] = ()

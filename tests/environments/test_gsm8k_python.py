@@ -18,7 +18,10 @@ from hypothesis import strategies as st
 
 from environments.gsm8k_python.answers import same, stated
 from environments.gsm8k_python.problems import FAMILIES, problems, written
+from hermes_rl.config import parse_config
+from hermes_rl.errors import UserError
 from hermes_rl.rl import Task
+from hermes_rl.rl.opening import settle_env
 from hermes_rl.rl.trial import rewards_of
 from hermes_rl.store.reader import load_run
 
@@ -117,6 +120,16 @@ def test_without_a_hub_one_line_says_what_to_do(tmp_path: Path) -> None:
     assert "leave env.config.source at generated" in done.stderr
 
 
+def test_only_the_generated_problems_have_no_end() -> None:
+    run = {"model": {"name": "oracle"}, "env": {"name": NAME}}
+    with pytest.raises(UserError, match="has no end of tasks"):
+        settle_env(parse_config(run))
+    config, _ = settle_env(
+        parse_config({**run, "env": {"name": NAME, "config": {"source": "hub"}}})
+    )
+    assert config.dataset.limit is None
+
+
 CARD = b"""---
 configs:
 - config_name: main
@@ -159,7 +172,7 @@ def test_the_real_data_set_is_read_from_a_hub(tmp_path: Path) -> None:
         for mode in ("process", "evaluate"):
             out = tmp_path / mode
             where = ("--set", "env.config.source=hub", "--out", str(out), "--workers", "0")
-            asked = [*RUN[:3], mode, "--model", "oracle", "--limit", "10", *where]
+            asked = [*RUN[:3], mode, "--model", "oracle", *where]
             done = subprocess.run(asked, capture_output=True, text=True, timeout=180, env=env)
             assert done.returncode == 0, done.stderr
             found[mode] = load_run(out).trajectories
