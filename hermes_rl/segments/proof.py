@@ -48,8 +48,9 @@ def _faults(segments: Sequence[Segment], graph: TokenGraph, calls: Calls) -> Ite
             if run.trained:
                 trained.add(call_id)
                 yield from _answer_faults(segment, packed, run, call_id, graph)
-            if call_id in calls:
-                yield from _fact_faults(segment, place, run, calls[call_id])
+            if (number := graph.index(call_id)) is not None:
+                added = graph.nodes[number].added
+                yield from _fact_faults(segment, place, run, calls[call_id], added)
     missing = [n.added.call_id for n in graph.nodes if n.added.call_id not in trained]
     yield from (f"call {call_id} is in no branch" for call_id in missing)
 
@@ -66,12 +67,14 @@ def _answer_faults(
         yield f"call {call_id}: sampled at {node.prompt_end}, trained at {run.start}"
     elif packed[: 4 * run.end] != graph.path(number):
         yield f"call {call_id}: its path is not the row's"
-    elif segment.logprobs[run.start : run.end] != _logprobs(node.added):
-        yield f"call {call_id}: its logprobs are not the row's"
 
 
-def _fact_faults(segment: Segment, place: int, run: Run, call: CallFacts) -> Iterator[str]:
-    """Whether an answer's columns say what happened to its call."""
+def _fact_faults(
+    segment: Segment, place: int, run: Run, call: CallFacts, added: TokensAdded
+) -> Iterator[str]:
+    """Whether an answer's columns say what happened to its call, trained here or not."""
+    if segment.logprobs[run.start : run.end] != _logprobs(added)[: run.end - run.start]:
+        yield f"call {call.call_id}: its logprobs are not the row's"
     if set(segment.turn_ids[run.start : run.end]) != {call.turn}:
         yield f"call {call.call_id} is of turn {call.turn}"
     if set(segment.version_ids[run.start : run.end]) != {version_number(call.policy_version)}:

@@ -1,12 +1,15 @@
 """Whatever order and history calls have: every answer is trained once, as it was sampled, and no
 rollout is refused for it."""
 
+import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_segments import Story
 
 from hermes_rl import events as ev
-from hermes_rl.segments import with_segments
+from hermes_rl.models.tokens.graph import TokensFault
+from hermes_rl.segments import check_segments, with_segments
 from hermes_rl.segments.rules import book_faults, rollout_faults, row_faults
 from hermes_rl.trajectory import fold
 
@@ -72,3 +75,34 @@ def test_every_answer_is_trained_once(steps):
     firsts = [s for s in segments if s.branch_kind == "main"]
     assert len(firsts) <= 1
     assert all(s.branch_index == 0 for s in firsts)
+
+
+CELLS = {
+    "input_ids": lambda told: told + 1,
+    "loss_mask": lambda told: not told,
+    "sampled_mask": lambda told: not told,
+    "logprobs": lambda told: -0.25 if told is None else None,
+    "turn_ids": lambda told: told + 1,
+    "version_ids": lambda told: told + 1,
+}
+
+
+@settings(max_examples=150)
+@given(st.lists(step, min_size=1, max_size=8), st.data())
+def test_a_single_wrong_cell_is_refused(steps, data):
+    """Of the turn, only that of sampled tokens is told by the calls."""
+    story, _ = told(steps)
+    story.events.append(ev.Ended(finished_at=2.0, end_reason="answered"))
+    _, segments = with_segments(story.events, fold(story.events))
+    row = data.draw(st.integers(0, len(segments) - 1))
+    column = data.draw(st.sampled_from(sorted(CELLS)))
+    places = range(len(segments[row].input_ids))
+    if column == "turn_ids":
+        places = [place for place in places if segments[row].sampled_mask[place]]
+    place = data.draw(st.sampled_from(places))
+    cells = list(getattr(segments[row], column))
+    cells[place] = CELLS[column](cells[place])
+    wrong = list(segments)
+    wrong[row] = msgspec.structs.replace(segments[row], **{column: cells})
+    with pytest.raises(TokensFault):
+        check_segments(wrong, story.events)
