@@ -10,6 +10,7 @@ from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Completion
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.calls.route import Account, Route
+from hermes_rl.models.key_command import KeyRenewed, NoNewKey
 from hermes_rl.models.limits.limiter import InProcessLimiter
 from hermes_rl.models.limits.rests import Rests
 from hermes_rl.models.providers.pool import KeyPool
@@ -51,7 +52,7 @@ def setup(kit, *scripts, **policy):
     clients = [Slow(time, *script) for script in scripts]
     accounts = [
         Account(name, client, InProcessLimiter(4))
-        for name, client in zip("AB", clients, strict=True)
+        for name, client in zip("AB"[: len(clients)], clients, strict=True)
     ]
     pool = KeyPool(accounts, Rests(lambda: time.now), scope="h m")
     calling = ModelCaller(
@@ -102,3 +103,33 @@ async def test_two_accounts_without_credit_stop_it_however_soon_they_may_have_so
         with pytest.raises(e.BillingError):
             await calling.call(kit.request(), turn=1)
     assert sum(client.asked for client in clients) <= 3
+
+
+def ended(kind=NoNewKey):
+    return kind("401: expired", status=401)
+
+
+async def test_a_new_key_is_tried_at_once(kit):
+    (client,), time, calling = setup(kit, (ended(KeyRenewed), ANSWER))
+    assert await calling.call(kit.request(), turn=1) is ANSWER
+    assert (client.asked, time.slept) == (2, [])
+
+
+async def test_an_ended_key_whose_command_has_no_other_is_waited_for(kit):
+    _, time, calling = setup(kit, (*[ended()] * 40, ANSWER))
+    async with asyncio.timeout(20):
+        assert await calling.call(kit.request(), turn=1) is ANSWER
+    assert sum(time.slept) > 300
+
+
+async def test_another_key_is_asked_meanwhile(kit):
+    clients, time, calling = setup(kit, (ended(),), (ANSWER,))
+    assert await calling.call(kit.request(), turn=1) is ANSWER
+    assert ([client.asked for client in clients], time.slept) == ([1, 1], [])
+
+
+async def test_patience_with_a_command_has_an_end(kit):
+    _, _, calling = setup(kit, (ended(),), outage_s=100.0)
+    async with asyncio.timeout(20):
+        with pytest.raises(e.Outage, match="the last error: 401: expired"):
+            await calling.call(kit.request(), turn=1)
