@@ -98,5 +98,8 @@ def _candidates(own: Path, root: Path) -> list[tuple[str, bool]]:
 
 
 def _write(path: str, value: int) -> None:
-    with open(path, "w") as file:
-        file.write(str(value))
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, b"%d" % value)
+    finally:
+        os.close(fd)
