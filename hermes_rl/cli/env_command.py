@@ -54,6 +54,10 @@ Repeats = Annotated[
 ]
 JudgeName = Annotated[str | None, run.option("--judge", text="Model that judges", value="NAME")]
 UserName = Annotated[str | None, run.option("--user", text="Model that plays users", value="NAME")]
+Out = Annotated[str | None, run.option("--out", text="Run directory [runs/ENV-MODEL]", value="DIR")]
+Preset = Annotated[
+    str | None, run.option("--preset", text="datagen, interactive or rl [rl]", value="NAME")
+]
 
 
 def _made(mode: Mode, about: str) -> Callable[..., int]:
@@ -74,11 +78,11 @@ def _made(mode: Mode, about: str) -> Callable[..., int]:
         api_mode: run.ApiMode = None,
         transport: run.Transport = None,
         model_path: run.ModelPath = None,
-        out: run.Out = None,
+        out: Out = None,
         toolsets: run.Toolsets = None,
         distribution: run.Distribution = None,
         system_prompt: run.SystemPrompt = None,
-        preset: run.Preset = None,
+        preset: Preset = None,
         max_turns: run.MaxTurns = None,
         temperature: run.Temperature = None,
         max_tokens: run.MaxTokens = None,

@@ -1,6 +1,6 @@
 """What the token-exact fake engine says: scripts, and how their texts become tokens.
 
-A script stands in a line `SCRIPT: [...]` of the prompt, as for `fake_server`; the turn is the
+A script stands in a line that begins with `SCRIPT: [...]`, as for `fake_server`; the turn is the
 number of assistant headers in the prompt but for the last. A step is text, or an object:
 
     {"reasoning": "...", "text": "...",            # <think> and text
@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
@@ -37,7 +38,9 @@ CallStyle = Literal["hermes", "qwen3_coder"]
 _Spelling = Literal["markup", "added", "plain"]
 """Added tokens in a text: those that are markup become tokens; special ones too; none does."""
 
-_MARK = re.compile(r"^SCRIPT:\s*(\[.*\])\s*$", re.MULTILINE)
+_MARK = re.compile(r"(?:^|(?<=[>\]])|(?<=[>\]] ))SCRIPT:\s*(?=\[)", re.MULTILINE)
+"""A script begins here: on a new line, or behind what a template opens a turn with."""
+_DECODER = json.JSONDecoder()
 
 
 class BadScript(ValueError):
@@ -66,7 +69,7 @@ class Heard:
     @cached_property
     def turn(self) -> int:
         """How many assistant turns the prompt holds before the one that it opens."""
-        return max(0, _MARK.sub("", self.text).count(self.header) - 1)
+        return max(0, _without_scripts(self.text).count(self.header) - 1)
 
 
 class Say(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,13 +101,26 @@ def scripted(heard: Heard) -> Say | None:
     if found is None:
         return None
     try:
-        steps = json.loads(found.group(1))
+        steps, _ = _DECODER.raw_decode(heard.text, found.end())
     except ValueError as error:
         raise BadScript(f"SCRIPT is no JSON list: {error}") from None
     step = steps[heard.turn] if heard.turn < len(steps) else "done"
     if isinstance(step, list) and step:
         step = step[min(heard.times, len(step) - 1)]
     return say_of(step)
+
+
+def _without_scripts(text: str) -> str:
+    """A prompt without what its scripts say, in which headers of turns may stand."""
+    kept, at = [], 0
+    for mark in _MARK.finditer(text):
+        if mark.start() < at:
+            continue
+        with suppress(ValueError):
+            _, end = _DECODER.raw_decode(text, mark.end())
+            kept.append(text[at : mark.start()])
+            at = end
+    return "".join(kept) + text[at:]
 
 
 def say_of(step: Any) -> Say:

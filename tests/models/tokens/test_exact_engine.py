@@ -9,12 +9,14 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from engines_kit import asked, client_of, engine_at, played, script
+from engines_kit import asked, client_of, engine_at, played, request_of, script, texts
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from hermes_rl.models.base import Sampling
+from hermes_rl.errors import ModelError
+from hermes_rl.messages import UserMessage
+from hermes_rl.models.base import Conversation, Sampling
 from hermes_rl.testing.exact_engine_log import read_truth
 from hermes_rl.testing.exact_engine_sampler import (
     Lexicon,
@@ -107,6 +109,37 @@ async def test_the_log_holds_every_id_and_survives_in_a_file(tmp_path):
     assert [entry.finish for entry in truth] == ["stop", "length"]
     assert len(truth[1].sampled_ids) == 2
     assert all(entry.scripted for entry in truth)
+
+
+@pytest.mark.parametrize(
+    ("family", "header"),
+    [
+        ("chatml", "<|im_start|>assistant\n"),
+        ("llama3", "<|start_header_id|>assistant<|end_header_id|>"),
+        ("mistral", "[/INST]"),
+    ],
+)
+@pytest.mark.parametrize("behind", ["", "\n", " Be quick."])
+async def test_a_script_may_be_all_that_a_prompt_says(tmp_path, family, header, behind):
+    """What a template puts before and behind it belongs to no script."""
+    steps = json.dumps([{"text": "one"}, {"text": "[two]"}, [{"text": "three"}]])
+    async with engine_at(tmp_path / "t", family=family, header=header) as engine:
+        client = client_of(engine, "vllm")
+        conversation = Conversation([UserMessage(content=f"SCRIPT: {steps}{behind}")])
+        for number in range(4):
+            answer = await client.complete(request_of(conversation, number))
+            conversation.append(answer.message)
+            conversation.append(UserMessage(content="And?"))
+        await client.aclose()
+    assert texts(conversation) == ["one", "[two]", "three", "done"]
+
+
+async def test_a_script_that_is_none_is_said(tmp_path):
+    async with engine_at(tmp_path / "t") as engine:
+        client = client_of(engine, "vllm")
+        with pytest.raises(ModelError, match="SCRIPT is no JSON list"):
+            await client.complete(request_of(Conversation(asked('SCRIPT: ["one"'))))
+        await client.aclose()
 
 
 async def test_the_same_requests_get_the_same_answers_and_another_seed_others(tmp_path):
