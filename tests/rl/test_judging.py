@@ -1,5 +1,6 @@
 """A judge's verdict is one of few; what it does not say is a fail, what it breaks is no reward."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rl_kit import Written, asked_of, ran, table, turn_of
 
+from hermes_rl.messages import text_of
 from hermes_rl.models.dialects.server import ServedRequest
 from hermes_rl.rl.judging import NO_COMMITMENT, _question, _read
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
@@ -58,7 +60,16 @@ def policy(request: ServedRequest) -> Any:
 
 async def test_verdicts(tmp_path: Path, write_env: Callable[..., Written]) -> None:
     written = write_env(ENV, f"NAMES = {list(REPLIES)}")
-    plays = {"critic": critic, "policy": policy}
+    asked_for: dict[str, str] = {}
+
+    def noting(request: ServedRequest) -> Any:
+        if turn_of(request) == 0:
+            texts = [text_of(message) for message in request.messages]
+            name = next(name for name in REPLIES if f"\n{name}\n" in texts[-1])
+            asked_for[name] = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+        return critic(request)
+
+    plays: Any = {"critic": noting, "policy": policy}
     async with FakeServer(FakeConfig(plays=plays)) as server:
         await ran(
             written.path,
@@ -88,6 +99,8 @@ async def test_verdicts(tmp_path: Path, write_env: Callable[..., Written]) -> No
         assert detail["reply"] == REPLIES[row["task_id"]][-1]
         assert detail["usage"]["output_tokens"] == asked[-1]["output_tokens"]
         assert all(call["outcome"] == "ok" and call["turn"] == 1 for call in asked)
+        if row["task_id"] != "halved":  # half a character goes over no wire as it is
+            assert detail["prompt_sha256"] == asked_for[row["task_id"]]
     assert json.loads(graded["uncommitted"]["rewards"][0]["detail"])["verdict"] == NO_COMMITMENT
     failed = {row["task_id"]: row for row in table(tmp_path / "run", "failures")}
     assert set(failed) == {"prose-thrice", "cut-thrice", "refused", "filtered"}
