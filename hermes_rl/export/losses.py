@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from hermes_rl.export.samples import unparsed
+
 if TYPE_CHECKING:
     from hermes_rl.export.samples import Sample
 
@@ -38,8 +40,8 @@ LOST = {
     "reasoning": "messages with reasoning text",
     "opaque_reasoning": "messages with opaque or signed reasoning blocks",
     "raw_text": "messages whose exact text differs from the tidied one that is written",
-    "unparsed_arguments": "tool calls whose arguments are no JSON object: they stand, and are"
-    ' trained on, as {"_unparsed": text}',
+    "unparsed_arguments": "tool calls whose arguments are no JSON object: they stand as"
+    ' {"_unparsed": text}, and SFT formats do not train on their messages',
     "images": "images: their reader finds none, and in messages a text stands in their place",
     "tools": "samples whose tool schemas Parquet cannot hold as structs: verl reads none"
     " (docs/export.md shows how it reads tools_json)",
@@ -161,15 +163,8 @@ def _count_message(losses: Losses, message: Mapping[str, Any], info: Mapping[str
     losses.lose("reasoning", "reasoning_content" in message)
     losses.lose("opaque_reasoning", info["reasoning_details"] is not None)
     losses.lose("raw_text", info["raw_content"] is not None)
-    losses.lose("unparsed_arguments", sum(map(is_unparsed, message.get("tool_calls") or ())))
+    losses.lose("unparsed_arguments", unparsed(message))
     losses.lose("images", _images(message["content"]))
-
-
-def is_unparsed(call: Mapping[str, Any]) -> bool:
-    """Whether the arguments of a tool call, as a row holds it, were no JSON object."""
-    from hermes_rl.messages import UNPARSED
-
-    return set(call["function"]["arguments"]) == {UNPARSED}
 
 
 def _known(key: str, table: Mapping[str, str]) -> str:

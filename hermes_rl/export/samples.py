@@ -3,8 +3,8 @@
 A row of `trajectories` holds a conversation in order of happening; its column `contexts` says what
 the model saw after each compaction. A context shows the messages that it kept, in the order of its
 list, then those that were new in it. An assistant message is trained in the context in which it was
-written, as context only in later ones, and never when the harness wrote it or the task's prompt
-quotes it.
+written, as context only in later ones, and never when the harness wrote it, the task's prompt
+quotes it, or a format cannot hold what the model said: a call whose arguments are no JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+
+from hermes_rl.messages import UNPARSED
 
 Message = dict[str, Any]
 """One message as a row holds it (DESIGN 5.4), never changed here."""
@@ -58,8 +60,12 @@ class Piece:
     """Assistant messages in the completion."""
 
 
-def samples_of(row: Mapping[str, Any]) -> Iterator[Sample]:
-    """One sample per context of a row."""
+def samples_of(row: Mapping[str, Any], *, raw_arguments: bool = False) -> Iterator[Sample]:
+    """One sample per context of a row.
+
+    Args:
+        raw_arguments: the format writes arguments that are no JSON object as they were sampled.
+    """
     messages, infos, contexts = row["messages"], row["message_info"], row["contexts"]
     ends = [c["start"] for c in contexts[1:]] + [len(messages)]
     for number, (context, end) in enumerate(zip(contexts, ends, strict=True)):
@@ -74,7 +80,10 @@ def samples_of(row: Mapping[str, Any]) -> Iterator[Sample]:
             contexts=len(contexts),
             messages=[messages[i] for i in shown],
             infos=[infos[i] for i in shown],
-            trained=[i >= start and _own(infos[i]) for i in shown],
+            trained=[
+                i >= start and _own(infos[i]) and (raw_arguments or not unparsed(messages[i]))
+                for i in shown
+            ],
             copied=[i < start for i in shown],
         )
 
@@ -82,6 +91,12 @@ def samples_of(row: Mapping[str, Any]) -> Iterator[Sample]:
 def _own(info: Mapping[str, Any]) -> bool:
     """Whether the policy wrote a message. Turn 0 is the task's prompt."""
     return info["role"] == "assistant" and info["turn"] > 0 and not info["synthetic"]
+
+
+def unparsed(message: Mapping[str, Any]) -> int:
+    """Tool calls of a message whose arguments are no JSON object: the row's form is nobody's."""
+    calls = message.get("tool_calls") or ()
+    return sum(set(call["function"]["arguments"]) == {UNPARSED} for call in calls)
 
 
 def opening(row: Mapping[str, Any]) -> list[Message]:

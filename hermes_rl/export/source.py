@@ -91,9 +91,10 @@ class Source:
 
     def samples(self) -> Iterator[Sample]:
         """One sample per context, those with nothing to train on and duplicates left out."""
+        raw = "unparsed_arguments" in self._format.holds
         for row in self.rollouts():
             count_rewards(self.losses, row)
-            for sample in samples_of(row):
+            for sample in samples_of(row, raw_arguments=raw):
                 if not any(sample.trained):
                     self.losses.leave_out("nothing_to_train")
                 elif not self._again(fingerprint, sample):
@@ -104,7 +105,7 @@ class Source:
         rollout."""
         for stem in self._stems():
             for raw, segments in self._joined(stem):
-                for sample in samples_of(self._decoded(raw)):
+                for sample in samples_of(self._decoded(raw), raw_arguments=True):
                     if not self._again(fingerprint, sample):
                         yield sample, segments
 

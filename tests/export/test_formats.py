@@ -64,7 +64,8 @@ def test_axolotl_marks_each_message(run: Path, tmp_path: Path) -> None:
     marks = [[json.loads(m)["training"] for m in row["messages"]] for row in rows]
     assert marks[1] == [False, True, False, False, True]  # nudged; its tail is cut
     assert report.lost["tail"] == 2
-    assert report.trained == sum(map(sum, marks)) == 9
+    assert marks[0] == [False, False, True, False, False, False, False, True]  # arguments no JSON
+    assert report.trained == sum(map(sum, marks)) == 8
 
 
 def test_openai_has_weights_and_the_exact_arguments(run: Path, tmp_path: Path) -> None:
@@ -81,8 +82,21 @@ def test_openai_has_weights_and_the_exact_arguments(run: Path, tmp_path: Path) -
     assert report.lost == {"reasoning": 1, "tail": 2, "rewards": 4}
 
 
-def test_sharegpt_is_the_form_of_hermes(run: Path, tmp_path: Path) -> None:
-    report = export_run(run, "sharegpt", tmp_path / "x.jsonl", ExportOptions(min_reward=1.0))
+@pytest.mark.parametrize("name", ["sharegpt", "trl", "verl"])
+def test_arguments_that_nobody_said_are_not_trained_on(name: str, tmp_path: Path) -> None:
+    path = told.write(tmp_path / "run", [told.finished(0, told.simple())])
+    report = export_run(path, name, tmp_path / "out")
+    assert report.trained == (2 if name == "trl" else 1)
+    read = pq.read_table(report.out).to_pylist() if name != "sharegpt" else lines(report.out)
+    taught = [row.get("completion", row.get("messages", row.get("conversations"))) for row in read]
+    assert "never closed" not in repr(taught)
+
+
+def test_sharegpt_is_the_form_of_hermes(tmp_path: Path) -> None:
+    stories = [told.simple('{"n": 1}'), told.nudged(), *(s for s in told.STORIES[2:])]
+    rows = [told.finished(i, story, reward=1.0) for i, story in enumerate(stories)]
+    run = told.write(tmp_path / "run", rows)
+    report = export_run(run, "sharegpt", tmp_path / "x.jsonl")
     row = lines(report.out)[0]
     system, *turns = row.pop("conversations")
     assert system["from"] == "system"
@@ -105,7 +119,7 @@ def test_sharegpt_is_the_form_of_hermes(run: Path, tmp_path: Path) -> None:
         {
             "from": "gpt",
             "value": '<think>\n</think>\n<tool_call>\n{"name": "terminal", "arguments": '
-            '{"_unparsed": "{never closed"}}\n</tool_call>',
+            '{"n": 1}}\n</tool_call>',
         },
         {
             "from": "tool",
@@ -116,7 +130,7 @@ def test_sharegpt_is_the_form_of_hermes(run: Path, tmp_path: Path) -> None:
     ]
     assert row == {
         "prompt_index": 0,
-        "metadata": {"batch_num": 0, "timestamp": "1970-01-01T00:33:21", "model": "told"},
+        "metadata": {"batch_num": 0, "timestamp": "1970-01-01T00:33:20", "model": "told"},
         "completed": True,
         "partial": False,
         "api_calls": 3,
@@ -127,7 +141,7 @@ def test_sharegpt_is_the_form_of_hermes(run: Path, tmp_path: Path) -> None:
         },
         "tool_error_counts": {"terminal": 0, "read_file": 0},
     }
-    assert report.left_out == {"low_reward": 4, "untrained_before": 2}
+    assert report.left_out == {"untrained_before": 2}
     assert report.lost["cut_before_untrained"] == 1
 
 

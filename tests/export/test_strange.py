@@ -152,7 +152,7 @@ def test_no_export_goes_among_the_parts_of_a_run(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="within the run itself"):
             export_run(path, "openai", out)
     assert export_run(path, "openai", path / "train.jsonl").samples == 1
-    assert export_run(path, "trl", options=ExportOptions(limit=1)).samples == 1
+    assert export_run(path, "axolotl", options=ExportOptions(limit=1)).samples == 1
 
 
 def long(number: int, tokens: int) -> Finished:

@@ -73,8 +73,8 @@ def model_call(turn: int, tokens: int = 10) -> list[ev.Event]:
     return [started, ended]
 
 
-def simple() -> list[ev.Event]:
-    """Reasoning, two calls at once, a call that is no JSON, an answer."""
+def simple(last: str = "{never closed") -> list[ev.Event]:
+    """Reasoning, two calls at once, a call that is no JSON unless told otherwise, an answer."""
     calls = (call("a", '{"command": "ls <b>"}'), call("b", '{"path":"x"}', "read_file"))
     return [
         said(SystemMessage(content="Be brief."), 0),
@@ -89,7 +89,7 @@ def simple() -> list[ev.Event]:
         said(ToolMessage(tool_call_id="a", name="terminal", content='{"output": "x y"}'), 1),
         said(ToolMessage(tool_call_id="b", name="read_file", content="<i>text</tool_response>"), 1),
         *model_call(2),
-        said(AssistantMessage(tool_calls=(call("c", "{never closed"),)), 2),
+        said(AssistantMessage(tool_calls=(call("c", last),)), 2),
         said(ToolMessage(tool_call_id="c", name="terminal", content="not JSON"), 2),
         *model_call(3),
         said(AssistantMessage(content="Two: x and y."), 3),

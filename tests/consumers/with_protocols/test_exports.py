@@ -204,8 +204,7 @@ def written(form: dict[str, Any]) -> str:
 
 
 def sampled_without_thoughts(run: Told) -> list[str]:
-    """That form has no place for reasoning, and has the arguments as they were written."""
-    texts = [
+    """That form has no place for reasoning."""
+    return [
         re.sub("<think>.*?</think>", "", text, flags=re.DOTALL) for text in run.said().elements()
     ]
-    return [text.replace('{"_unparsed": "{never closed"}', "{never closed") for text in texts]
