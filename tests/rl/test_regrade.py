@@ -305,3 +305,60 @@ async def test_an_environment_that_compares_members_does_so_again(
     assert (second.groups, second.unscored) == (2, 1)
     third = await regrade(out, [("env.config.best", 2)])
     assert (third.graded, third.groups, third.unscored) == (0, 0, 1), "tried again"
+
+
+KILLED = """
+class Config(EnvConfig):
+    sandboxed: bool = False
+    again: bool = False
+
+def tasks(self, split, seed):
+    for n in range(4):
+        yield make_task(f"task {n}", id=f"t{n}", toolsets=["none"], oracle='["done"]')
+
+async def compute_reward(self, task, trajectory, ctx):
+    if not self.config.again:
+        return 0.5
+    with (HERE / "paid").open("a") as paid:
+        paid.write(f"{task.id}/{ctx.member}\\n")
+    if (task.id, ctx.member) == ("t3", 0) and not (HERE / "killed").exists():
+        while sum(map(lines, (HERE / "run" / "journal").glob("*derived*/done-*"))) < 7:
+            await asyncio.sleep(0.01)
+        (HERE / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return float(ctx.member)
+"""
+HEAD = """
+import asyncio, os, signal
+from pathlib import Path
+HERE = Path({here!r})
+
+def lines(path):
+    return len(path.read_bytes().splitlines())
+"""
+
+
+def test_a_regrade_that_is_killed_has_lost_none_of_its_grades(
+    tmp_path: Path, write_env: Callable[..., Written]
+) -> None:
+    env, out = write_env(KILLED, HEAD.format(here=str(tmp_path))).path, tmp_path / "run"
+    how = {"run": {"keep_workspaces": True}, "dataset": {"repeats": 2, "limit": None}}
+    run_batch(configured(env, out, None, **how), progress=Silent())
+    door = "import sys; from hermes_rl.cli import main; sys.exit(main())"
+    argv = [sys.executable, "-c", door, "env", "regrade", str(out)]
+    argv += ["--set", "env.config.again=true"]
+    killed = subprocess.run(argv, check=False, timeout=120, capture_output=True)
+    assert killed.returncode == -9
+    again = subprocess.run(argv, check=False, timeout=120, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.startswith("1 graded (1 with another reward), 0 could not be judged, 7")
+    all_of_them = [f"t{n}/{m}" for n in range(4) for m in range(2)]
+    assert sorted((tmp_path / "paid").read_text().split()) == sorted([*all_of_them, "t3/0"])
+    rows, grades = table(out), table(out, "grades")
+    assert {g["trajectory_id"]: g["reward"] for g in grades} == {
+        row["trajectory_id"]: float(row["member"]) for row in rows
+    }
+    assert len(grades) == len(rows) == 8
+    newest = table(out, "groups")[4:]
+    assert sorted(row["task_id"] for row in newest) == ["t0", "t1", "t2", "t3"]
+    assert [row["rewards"] for row in newest] == [[0.0, 1.0]] * 4
