@@ -16,8 +16,8 @@ import msgspec
 from hermes_rl.messages import Message
 from hermes_rl.usage import Usage
 
-Purpose = Literal["agent", "summary", "judge", "user", "vision"]
-"""What a model call was for."""
+Purpose = Literal["agent", "summary", "judge", "user", "vision", "probe"]
+"""What a model call was for; a probe asks whether the model answers anything."""
 
 Outcome = Literal["ok", "refused", "cut", "cancelled", "unknown"]
 """How a model call ended: a complete answer; refused before any work; an answer that broke off;

@@ -1,10 +1,12 @@
 """A provider that is out: a short outage costs nothing, a long one parks the run, which resumes."""
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import kit
+import pytest
 
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
@@ -70,3 +72,25 @@ async def test_an_outage_beyond_patience_parks_the_run(tmp_path: Path) -> None:
         assert resumed.report()["done"] == kit.units_of(5) > done
         kit.check_not_asked_again(out, parked.receipts())
         kit.check_books(out, server.entries)
+
+
+@pytest.mark.slow
+async def test_a_last_unit_that_draws_500s_alone_does_not_park_the_run(tmp_path: Path) -> None:
+    """Nobody else is being answered while it fails. It is given up with its cause, and what was
+    asked to find that out is in its row and in the books."""
+    steps = json.dumps([{"text": "never", "fault": "server_error"}])
+    poison = kit.task(0) | {"id": "poison", "prompt": f"Fail.\nSCRIPT: {steps}"}
+    dataset, out = kit.write(tmp_path / "tasks.jsonl", [*kit.rows(3), poison]), tmp_path / "run"
+    async with FakeServer(FakeConfig()) as server:
+        run = await kit.finish(
+            *kit.played(dataset, out, server.base_url, *HERE, "--max-attempts", "1")
+        )
+        assert run.process.returncode == 1, run.errors
+        kit.check_books(out, server.entries)
+    report = run.report()
+    assert (report["given_up"], report["done"]) == (1, kit.units_of(3))
+    (failure,) = kit.table(out, "failures")
+    assert failure["cause"] == "model_server"
+    asked = [(call["purpose"], call["outcome"]) for call in failure["calls"]]
+    assert asked[-2:] == [("probe", "ok"), ("agent", "refused")]
+    assert set(asked[:-2]) == {("agent", "refused")}

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hermes_rl import errors as e
+from hermes_rl.messages import UserMessage
 from hermes_rl.models.calls.attempts import Clock
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.testing.conditions import Conditions
@@ -52,16 +53,40 @@ async def test_ten_minutes_of_outage_cost_no_call(kit, stage, kind):
         assert sum(s.events.waited) > 16 * 100, "all that time is noted as waiting"
 
 
-async def test_a_longer_outage_is_an_outage(kit, stage):
+@pytest.mark.parametrize(("kind", "status"), [("unavailable", 503), ("server_error", 500)])
+async def test_a_longer_outage_is_an_outage(kit, stage, kind, status):
+    out = Conditions(outages=((0, 1e9),), outage=kind, clock_scale=SCALE)
     async with stage() as s:
-        server = await s.server(conditions=Conditions(outages=((0, 1e9),), clock_scale=SCALE))
+        server = await s.server(conditions=out)
         calling = ModelCaller(
             [s.route(server, "noop")], s.events, RetryPolicy(outage_s=300), clock=scaled()
         )
-        with pytest.raises(e.Outage, match=r"no answer for \d min, the last error: 503"):
+        with pytest.raises(e.Outage, match=rf"no answer for \d min, the last error: {status}"):
             await calling.call(kit.request(), turn=1)
         assert e.CAUSES["outage"].breaker
         assert not e.CAUSES["outage"].counted
+        # A 500 may be the request's fault, so something else was asked, once.
+        assert [x.purpose for x in s.events.starts].count("probe") == (status == 500)
+
+
+async def test_a_request_that_draws_500s_while_nobody_else_asks_is_no_outage(kit, stage):
+    """After six failures the same model is asked for a word. It answers that, so the next failure
+    is the request's own: the run goes on. The probe is in the books like any call."""
+    poison = [UserMessage(content='SCRIPT: [{"text": "never", "fault": "server_error"}]')]
+    async with stage() as s:
+        server = await s.server(conditions=Conditions(clock_scale=SCALE))
+        calling = ModelCaller(
+            [s.route(server, "noop")], s.events, RetryPolicy(max_attempts=6), clock=scaled()
+        )
+        with pytest.raises(e.ServerError, match="500"):
+            await calling.call(kit.request(poison), turn=3)
+        assert s.outcomes == ["refused"] * 6 + ["ok", "refused"]
+        asked = [(x.purpose, x.turn, x.max_output_tokens) for x in s.events.starts]
+        assert asked == [("agent", 3, None)] * 6 + [("probe", 3, 64), ("agent", 3, None)]
+        assert [x.retries for x in s.events.ends] == list(range(8))
+        (paid,) = [x for x in s.events.ends if x.outcome == "ok"]
+        assert paid.usage is not None
+        assert [entry.outcome for entry in server.entries].count("served") == 1
 
 
 async def test_an_interrupt_comes_through_at_once_in_an_outage(kit, stage):

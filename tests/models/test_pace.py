@@ -131,6 +131,16 @@ def test_callers_that_all_wait_for_89_seconds_come_back_paced(burst_s, rate, lat
     assert reached(ends, 420, 0.85 * 2 * rate) < 50
 
 
+def test_where_nobody_was_let_in_there_is_no_rate_to_keep():
+    """Whoever was refused is held back by his own pause, and nothing else."""
+    pace = Pace(0.0)
+    pace.heard(0.0, started=8, running=8)
+    pace.heard(0.1, throttled=8)
+    for tick in range(1, 100):
+        pace.heard(tick / 2)
+    assert pace.per_s is None
+
+
 def test_a_few_refusals_while_others_are_served_begin_no_pace():
     """Their answers are slow, so nobody begins: that is no silence."""
     pace = Pace(0.0)

@@ -26,18 +26,14 @@ from hermes_rl.errors import (
     ConnectionLost,
     ContentFiltered,
     ContextOverflow,
-    ModelAborted,
     ModelError,
     ModelNotFound,
     ModelTimeout,
-    Outage,
-    Overloaded,
     PayloadTooLarge,
-    ProtocolError,
-    RateLimited,
     Reason,
 )
 from hermes_rl.models.base import Adaptation, ModelRequest
+from hermes_rl.models.calls.blame import at_fault, outage, waiting_helps
 from hermes_rl.models.calls.room import Room
 
 
@@ -125,6 +121,9 @@ class Wait:
     """With new connections."""
     paid: bool = False
     """The failed request may have been served: another one needs its share of the traffic."""
+    probe: bool = False
+    """Ask the server for something else before, to learn whether it answers anybody
+    (`CallRecovery.blame`)."""
 
 
 @dataclass(frozen=True)
@@ -195,9 +194,13 @@ class _Failures:
     last: float | None = None
     number: int = 0
     counted: int = 0
+    """Those for which the request is likely at fault."""
+    unexplained: int = 0
+    """Those of a server that answered nobody else meanwhile."""
     lost: int = 0
     """Lost connections and silences in a row."""
     renewed: bool = False
+    probed: bool = False
     turned: set[tuple[str, Reason]] = field(default_factory=set)
     """Accounts that were turned away from since the last pause, and why."""
 
@@ -315,8 +318,10 @@ class CallRecovery:
         policy, call = self._policy, self._failed
         if call.since is None:
             call.since = at.now
-        if _at_fault(error) or self._others_answered(error, at):
+        if at_fault(error) or self._others_answered(error, at):
             call.counted += 1
+        elif not waiting_helps(error):
+            call.unexplained += 1
         call.last = at.now
         call.turned.clear()
         if call.counted >= policy.max_attempts:
@@ -326,13 +331,19 @@ class CallRecovery:
         # On top of what the server asked for, so that refused requests do not come back together.
         hint = min(error.retry_after_s or 0.0, policy.hint_s)
         pause = hint + self._rollout.uniform(0.0, bound)
-        wait = Wait(pause, renew=self._renewal(error), paid=error.served)
+        doubtful = call.unexplained == policy.max_attempts and not call.probed
+        wait = Wait(pause, renew=self._renewal(error), paid=error.served, probe=doubtful)
+        call.probed = call.probed or doubtful
         return self._in_time(wait, error, at)
+
+    def blame(self) -> None:
+        """The server answers something else: when this request fails again, it is at fault."""
+        self._failed.counted = max(self._failed.counted, self._policy.max_attempts - 1)
 
     def _others_answered(self, error: ModelError, at: Situation) -> bool:
         """The server answered somebody since this call's last failure, which waiting should have
         mended."""
-        if _waiting_helps(error) or self._failed.last is None or at.answered_at is None:
+        if waiting_helps(error) or self._failed.last is None or at.answered_at is None:
             return False
         return at.answered_at > self._failed.last
 
@@ -365,32 +376,3 @@ def _unwanted(error: ModelError, at: Situation) -> Adaptation | None:
             return None
         return "small_images" if at.shrinkable and not error.facts.no_images else "no_images"
     return _ADAPTATIONS.get(error.reason)
-
-
-def outage(error: ModelError, spent_s: float) -> Outage:
-    """The error that parks the run: nobody was answered for as long as patience lasts."""
-    span = f"{spent_s:.0f} s" if spent_s < 120 else f"{spent_s / 60:.0f} min"
-    return Outage(
-        f"no answer for {span}, the last error: {error}",
-        status=error.status,
-        request_id=error.request_id,
-        served=error.served,
-        reason=error.reason,
-    )
-
-
-def _waiting_helps(error: ModelError) -> bool:
-    """The server says that it is too much for now, or is not there."""
-    if isinstance(error, RateLimited | Overloaded):
-        return True
-    return isinstance(error, ConnectionLost) and not error.served
-
-
-def _at_fault(error: ModelError) -> bool:
-    """The server took the request on and began to answer: another request may do better, this one
-    perhaps not."""
-    if isinstance(error, RateLimited | Overloaded | ConnectionLost):
-        return False
-    return isinstance(error, ProtocolError | ModelAborted) or (
-        error.served and error.status is None
-    )

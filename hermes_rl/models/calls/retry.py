@@ -7,13 +7,13 @@ the other, and waits are waited.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from hermes_rl.errors import ModelError
 from hermes_rl.events import Purpose
 from hermes_rl.messages import UserMessage
-from hermes_rl.models.base import Completion, ModelRequest
+from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampling
 from hermes_rl.models.calls.attempts import Attempts, Clock, Label, Price
 from hermes_rl.models.calls.recovery import (
     Action,
@@ -31,6 +31,8 @@ from hermes_rl.models.pipeline.images import can_shrink
 from hermes_rl.ports import Recorder
 
 __all__ = ["Clock", "ModelCaller", "OnOverflow", "Price", "RetryPolicy"]
+
+_PROBE_TOKENS = 64
 
 OnOverflow = Callable[[ModelRequest, ModelError], Awaitable[ModelRequest | None]]
 """Makes a request that fits out of one that did not; None when it cannot."""
@@ -120,6 +122,9 @@ class ModelCaller:
                 failed = _Failed(error, account, asked, recovery, imposed)
                 action = recovery.decide(error, self._situation(failed, rotated=rotated))
                 request = await self._carry_out(action, failed, request)
+                if isinstance(action, Wait) and action.probe:
+                    retries += 1
+                    await self._probe(failed, route, replace(label, retries=retries))
             retries += 1
 
     def fall_back(self) -> bool:
@@ -171,6 +176,25 @@ class ModelCaller:
             if action.paid:
                 await self._share(failed)
         return request
+
+    async def _probe(self, failed: _Failed, route: Route, label: Label) -> None:
+        """Ask the same model for a word. Where it answers that and not the request, the request is
+        at fault, and the run need not stop for it."""
+        asked = failed.asked
+        tiny = ModelRequest(
+            model=asked.model,
+            conversation=Conversation([UserMessage(content="Say yes.")]),
+            call_id="",
+            sampling=Sampling(max_tokens=_PROBE_TOKENS),
+            stream=asked.stream,
+            extra=asked.extra,
+            adaptations=asked.adaptations,
+        )
+        try:
+            await self._attempts.send(tiny, route, failed.account, replace(label, purpose="probe"))
+        except ModelError:
+            return  # it says no more than the request's failures
+        failed.recovery.blame()
 
     async def _share(self, failed: _Failed) -> None:
         """Wait until a retry that may be paid twice has its share of the traffic."""

@@ -110,8 +110,9 @@ class Pace:
 
     - None at first: no bound. It begins with a round of many refusals (three, and a tenth of its
       requests), or when cuts were due twice within a minute, or when most were refused and do not
-      come back soon, as their refusals said: with what the last minute admitted, which doubles
-      after each clean round until a quota is measured or five requests begin in a second.
+      come back soon, as their refusals said: with what the last minute admitted or refused, if that
+      is more, per minute. It doubles after each clean round until a quota is measured or five
+      requests begin in a second.
     - A round is a fifth of the time between two cuts, and longer until five requests were admitted.
       After a clean one (no refusal, no trouble of the server) that used 80 % of the pace: 5 % more,
       and twice that when four before it were clean too: a quota that doubled is used within 45 s.
@@ -242,9 +243,10 @@ class Pace:
         it where the server's bucket was full and holds no more than a minute's worth."""
         burst, since = self._burst, self._burst.ended + self._interval_s * self.HUSH
         many = burst.refused >= self.REFUSALS and burst.refused > max(running, 2 * burst.back)
-        if self.per_s is None and many and now >= since:
-            admitted = self._minute(since) / self._window_s
-            self._set(max(admitted, 1 / self._interval_s), "measured", now)
+        admitted = self._minute(since) - running
+        if self.per_s is None and many and now >= since and admitted > 1:
+            per_s = max(admitted, burst.refused) / self._window_s
+            self._set(max(per_s, 1 / self._interval_s), "measured", now)
 
     def _knock(self, now: float, started: int, throttled: int) -> None:
         was_shut = self.shut
