@@ -83,10 +83,10 @@ _CONFIG = """\
 # hermes-rl env process ${name} --config ${name}/config.yaml --model MODEL --base-url URL
 dataset:
   limit: 64         # tasks; without it they would never end
-  repeats: 4        # rollouts of each task: a group
 env:
   seed: 0
   config:
+    group_size: 4   # rollouts of each task in `process`; `evaluate` makes one
     words: 40
 agent:
   toolsets: [terminal]

@@ -27,16 +27,18 @@ def test_every_environment_has_a_configuration() -> None:
     assert NAMES == ["dialogue_booking", "gsm8k_python", "swe_bugs", "terminal_tasks"]
 
 
+@pytest.mark.parametrize(("mode", "rollouts"), [("process", 8), ("evaluate", 1)])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_shipped_configuration_plans_groups_of_eight(name: str, tmp_path: Path) -> None:
+def test_a_shipped_configuration_plans(name: str, mode: str, rollouts: int, tmp_path: Path) -> None:
+    """Groups of eight to learn from, one rollout of each task to evaluate."""
     said = hermes(
-        *("env", "process", name, "--config", config_of(name), "--model", "m"),
+        *("env", mode, name, "--config", config_of(name), "--model", "m"),
         *("--base-url", "http://127.0.0.1:9/v1", "--dry-run", "--json"),
         cwd=tmp_path,
     )
     assert (said.code, said.err) == (0, "")
     plan = said.json()
-    assert plan["units"] == 8 * plan["rows"] > 0
+    assert plan["units"] == rollouts * plan["rows"] > 0
     assert plan["bad_rows"] == 0
     assert not list(tmp_path.iterdir())
 
@@ -76,7 +78,7 @@ def test_an_environment_runs_as_a_module(name: str, tmp_path: Path) -> None:
         (name, "train", 1.0),
         (name, "train", 1.0),
     ]
-    done = module("evaluate", "--repeats", "1")
+    done = module("evaluate")
     assert done.returncode == 0, done.stderr
     out = tmp_path / "runs" / f"{name}-oracle-eval"
     (row,) = rows(out)
