@@ -1,8 +1,13 @@
 """The bundled tasks as an environment: splits, and what earns a reward."""
 
+from pathlib import Path
+
+import msgspec
 import pytest
 from env_kit import CHANGED, cheats, check_stream, content, works, wrong
 
+from environments import terminal_tasks
+from environments.terminal_tasks.environment import split_of
 from hermes_rl.errors import HermesError
 from hermes_rl.rl import Task
 from hermes_rl.rl.trial import first_tasks, rewards_of, trial
@@ -18,8 +23,19 @@ def test_splits_share_nothing_and_hold_every_task() -> None:
     bundled = {row.raw_id for row in read_tasks("terminal_tasks")}
     assert {t.id for t in train} | {t.id for t in held} == bundled
     assert len({content(t) for t in train + held}) == len(bundled) == len(train) + len(held)
+    page = Path(terminal_tasks.__file__).with_name("README.md").read_text(encoding="utf-8")
+    assert f"{len(bundled)} tasks" in page
+    assert f"{len(train)} belong to `train` and {len(held)} to `eval`" in page
     for some in (train, held):
         assert {t.metadata["difficulty"] for t in some} == {"easy", "medium", "hard"}
+
+
+def test_a_task_that_is_mended_stays_in_its_split() -> None:
+    for row in read_tasks(NAME):
+        assert row.task is not None
+        mended = msgspec.structs.replace(row.task, verify="exit 1", prompt="Do it better.")
+        other = msgspec.structs.replace(row, task=mended, task_hash="0" * 64)
+        assert split_of(other) == split_of(row)
 
 
 def test_the_seed_decides_the_order_alone() -> None:
