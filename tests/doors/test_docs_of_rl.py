@@ -64,6 +64,8 @@ def test_the_configuration_about_environments_is_one(desk: Path) -> None:
     said = hermes("env", "process", "--config", "run.yaml", "--dry-run", cwd=desk)
     assert (said.code, said.err) == (0, "")
     assert "256 rows (0 bad), 2,048 units" in said.out
+    said = hermes("env", "evaluate", "--config", "run.yaml", "--dry-run", cwd=desk)
+    assert "256 rows (0 bad), 256 units" in said.out
 
 
 def test_the_test_of_an_environment_passes(desk: Path) -> None:
