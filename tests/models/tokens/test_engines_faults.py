@@ -209,8 +209,19 @@ def test_what_is_not_said_is_sent_as_what_it_means(wire):
     assert params["min_p"] == 0.0
     assert params["top_k"] == (0 if wire == "llamacpp" else -1)
     assert not params.get("stop")
-    if wire != "llamacpp":
+    if wire != "llamacpp":  # which stops at its model's own, and strips nothing
         assert set(params["stop_token_ids"]) == ends
+        assert params["skip_special_tokens"] is False
+
+
+def test_each_wire_asks_for_ids_by_its_own_names():
+    prompts = {"vllm": "prompt", "vllm_generate": "token_ids", "sglang": "input_ids"}
+    asked_for = {"vllm": "return_token_ids", "llamacpp": "return_tokens"}
+    for wire in WIRES:
+        form = ENGINES[wire](tiny_renderer().end_ids).body(request_of(Conversation()), [1, 2])
+        assert form[prompts.get(wire, "prompt")] == [1, 2]
+        assert wire not in asked_for or form[asked_for[wire]] is True
+        assert form.get("add_special_tokens", False) is False
 
 
 async def test_an_unknown_engine_is_said():
