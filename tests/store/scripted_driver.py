@@ -2,7 +2,8 @@
 
 Run as a program it is a server that forks one driver per line on its standard input, so that a
 kill costs milliseconds and not the start of an interpreter. It has loaded all that a driver loads
-late: pyarrow imports pandas at the first table, which is most of what a short life would cost.
+late: pyarrow, and pandas, which that imports when rows become Python objects, are most of what a
+short life would cost.
 """
 
 from __future__ import annotations
