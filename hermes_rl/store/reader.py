@@ -115,7 +115,7 @@ class Run:
 
     def frame(self, table: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """A table (or some columns) as a pandas frame, JSON columns decoded to Python values."""
-        frame: pd.DataFrame = self.arrow(table, columns).to_pandas()
+        frame = _in_pandas(self.arrow(table, columns))
         for name, decode in _DECODERS.items():
             if name in frame.columns:
                 frame[name] = [None if v is None else decode(v) for v in frame[name]]
@@ -171,6 +171,18 @@ class Run:
         except FileNotFoundError:
             return {"units": None}
         return dict(plan)
+
+
+def _in_pandas(table: pa.Table) -> pd.DataFrame:
+    """A table as a frame. Whole numbers within lists and structs stay whole beside a null."""
+    import pyarrow as pa
+
+    nested = [field.name for field in table.schema if pa.types.is_nested(field.type)]
+    frame: pd.DataFrame = table.drop_columns(nested).to_pandas()
+    for name in nested:
+        frame[name] = table.column(name).to_pandas(integer_object_nulls=True)
+    ordered: pd.DataFrame = frame[table.column_names]
+    return ordered
 
 
 def _newest(frame: pd.DataFrame, key: list[str], moment: str) -> pd.DataFrame:

@@ -90,6 +90,18 @@ async def test_groups_and_grades_are_published_and_read_back(run_path: Path) -> 
     assert len(run.arrow("groups")) == 3
 
 
+async def test_turns_of_rewards_are_whole_numbers_beside_one_of_no_turn(run_path: Path) -> None:
+    parts = [RewardPart(name="all", score=0.5), RewardPart(name="late", score=1.0, turn=2)]
+    graded = msgspec.structs.replace(grade(1), rewards=parts)
+    async with await open_run(run_path, made_up.CONFIG) as driver:
+        await driver.publish(Derived(grades=(graded,), groups=(group(1),)))
+    run = load_run(run_path)
+    assert [repr(told["turn"]) for told in run.grades["rewards"].iloc[0]] == ["None", "2"]
+    for table in ("grades", "groups"):
+        assert list(run.frame(table).columns) == run.arrow(table).column_names
+    assert run.frame("groups", ["size", "members"]).dtypes.tolist() == ["int32", "object"]
+
+
 async def test_no_unit_changes_by_them(run_path: Path) -> None:
     async with await open_run(run_path, made_up.CONFIG) as driver:
         await driver.publish(Derived(groups=(group(1),)))
