@@ -22,9 +22,6 @@ from hermes_rl.models.limits.governor_wire import (
 )
 from hermes_rl.models.limits.share import LineDown
 
-EXCHANGE_S = 2.5
-"""A governor that does not answer a report for so long is as good as dead."""
-
 AGAIN_S = 0.2
 """Between a governor's death and the next one, and between tries to make that."""
 
@@ -128,12 +125,9 @@ class RayLine:
         from ray.exceptions import RayError
 
         try:
-            async with asyncio.timeout(EXCHANGE_S):
-                if self._actor is None:
-                    self._actor = await asyncio.to_thread(self._find)
-                return decode_grant(await self._actor.exchange.remote(encode_report(report)))
-        except TimeoutError:
-            raise LineDown from None
+            if self._actor is None:
+                self._actor = await asyncio.to_thread(self._find)
+            return decode_grant(await self._actor.exchange.remote(encode_report(report)))
         except (RayError, ValueError):  # ValueError: there is no actor of that name, yet or again
             self._actor = None
             raise LineDown from None

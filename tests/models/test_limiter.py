@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from hermes_rl import errors as e
 from hermes_rl.models.limits.controller import Controller, signal_of
+from hermes_rl.models.limits.governor_wire import LaneGrant
 from hermes_rl.models.limits.limiter import InProcessLimiter
+from hermes_rl.models.limits.shared_lane import SharedLane
 
 SIGNALS = st.lists(
     st.tuples(
@@ -225,6 +227,58 @@ async def test_a_cancelled_waiter_leaves_no_hole():
     async with asyncio.timeout(10):
         await hold(limiter, release)
     assert limiter.in_flight == 0
+
+
+async def test_whoever_was_cancelled_in_the_queue_is_no_demand_any_more():
+    """A worker would else be given slots for them, which others lack, until their turn comes."""
+    clock = [0.0]
+    lane = SharedLane("h|K|m", lambda: None, lambda: clock[0])
+    tasks = [asyncio.create_task(hold(lane, asyncio.Event())) for _ in range(50)]
+    await asyncio.sleep(0)
+    report = lane.report()
+    assert report.demand == 50
+    lane.granted(report, LaneGrant(lane="h|K|m", slots=0, alone=0), 5.0)
+    for task in tasks[1:]:
+        task.cancel()
+    await asyncio.wait(tasks[1:])
+    assert lane.report().demand == 1
+    tasks[0].cancel()
+    await asyncio.wait(tasks)
+    assert lane.report().demand == 0
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["ask", "cancel", "end", "turn"]), st.integers(0, 30)), max_size=80
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(STEPS)
+def test_no_slot_leaks_whoever_is_cancelled_when(steps):
+    async def play():
+        limiter = InProcessLimiter(3, start=3)
+        tasks, events = [], []
+        for what, number in steps:
+            if what == "ask":
+                events.append(asyncio.Event())
+                tasks.append(asyncio.create_task(hold(limiter, events[-1])))
+            elif tasks and what == "cancel":
+                tasks[number % len(tasks)].cancel()
+            elif tasks and what == "end":
+                events[number % len(tasks)].set()
+            elif what == "turn":
+                await asyncio.sleep(0)
+            assert limiter.in_flight <= 3
+        for event in events:
+            event.set()
+        async with asyncio.timeout(20):
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert limiter.in_flight == 0
+            done = asyncio.Event()
+            done.set()
+            await asyncio.gather(*(hold(limiter, done) for _ in range(3)))
+
+    asyncio.run(play())
 
 
 async def test_a_slot_that_comes_with_the_cancellation_is_handed_on():

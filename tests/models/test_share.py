@@ -226,6 +226,48 @@ async def test_a_successor_knows_what_was_spent():
         held.release()
 
 
+class Slow(DirectLine):
+    """A governor that hears a report and answers only when it is let."""
+
+    def __init__(self, governor):
+        super().__init__(governor)
+        self.may = asyncio.Event()
+        self.reports = 0
+
+    async def exchange(self, report):
+        self.reports += 1
+        grant = await super().exchange(report)
+        await self.may.wait()
+        return grant
+
+
+async def test_what_a_slow_governor_was_told_is_not_told_again():
+    """Its answer still counts when it comes, and so do the calls, once."""
+    slow = Slow(governor())
+    slow.may.set()
+    share = Share("1-1", slow, tick_s=0.02)
+    async with share:
+        limiter = share.limiter("h", "K", "m")
+        async with limiter.slot() as slot:
+            slow.may.clear()
+            slot.report(None)
+        await until(lambda: [lane.clean for lane in slow.governor.summary().lanes] == [1])
+        asked = slow.reports
+        await asyncio.sleep(1.2)  # it goes on looking at its grants meanwhile
+        assert slow.reports == asked
+        async with limiter.slot() as slot:
+            slot.report(None)
+        slow.may.set()
+        await until(lambda: slow.governor.summary().lanes[0].clean == 2)
+    assert slow.governor.summary().lanes[0].clean == 2
+
+
+async def test_a_share_ends_though_its_governor_never_answers():
+    slow = Slow(governor())
+    async with asyncio.timeout(20), Share("1-1", slow, tick_s=0.02):
+        await until(lambda: slow.reports)
+
+
 async def test_a_share_for_a_process_that_is_alone():
     async with alone(4) as share:
         assert share.budget() is None

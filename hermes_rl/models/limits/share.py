@@ -86,7 +86,8 @@ class Share:
         self._leases = {pot: Lease(pot, self._news.set) for pot in pots}
         self._memory: Memory | None = None
         self._cut_off = False
-        self._task: asyncio.Task[None] | None = None
+        self._leaving = False
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     def limiter(self, endpoint: str, account: str, model: str) -> Limiter:
         """The limiter of one endpoint, account and model; the same at every call."""
@@ -100,7 +101,7 @@ class Share:
         return SharedBudget(self._leases) if self._leases else None
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run())
+        self._tasks = asyncio.create_task(self._run()), asyncio.create_task(self._watch())
         return self
 
     async def __aexit__(
@@ -109,28 +110,41 @@ class Share:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        await asyncio.wait((self._task,))
-        if not self._task.cancelled() and (bug := self._task.exception()) is not None:
-            raise bug
+        running, _ = self._tasks
+        self._leaving = True
+        self._news.set()
         try:
             async with asyncio.timeout(FAREWELL_S):
-                await self._exchange(leaving=True)
+                await asyncio.wait((running,))
+                if not running.cancelled() and running.exception() is None:
+                    await self._exchange(leaving=True)
         except TimeoutError:
             pass  # the governor takes it for dead some time later
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
+        for task in self._tasks:
+            if not task.cancelled() and (bug := task.exception()) is not None:
+                raise bug
 
     async def _run(self) -> None:
-        while True:
+        """One report at a time, however slow its answer: what it says would else be told twice."""
+        while not self._leaving:
             await self._exchange()
-            for lane in self._lanes.values():
-                lane.wake()  # a grant may have ended, for want of a newer one
             await asyncio.sleep(GAP_S)
             try:
                 async with asyncio.timeout(max(0.0, self._tick_s - GAP_S)):
                     await self._news.wait()
             except TimeoutError:
                 pass
+
+    async def _watch(self) -> None:
+        """A grant may end for want of a newer one, and what may be done then changes."""
+        while True:
+            await asyncio.sleep(self._tick_s)
+            for lane in self._lanes.values():
+                lane.wake()
 
     async def _exchange(self, *, leaving: bool = False) -> None:
         self._news.clear()

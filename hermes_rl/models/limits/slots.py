@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -57,7 +57,7 @@ class Gate(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Waiter:
     ready: asyncio.Future[None]
     charge: Charge
@@ -106,7 +106,7 @@ class SlotQueue:
         """Let pass whoever may."""
         while self._waiting:
             waiter = self._waiting[0]
-            if waiter.ready.done():  # cancelled
+            if waiter.ready.done():  # cancelled a moment ago
                 self._waiting.popleft()
                 continue
             wait = self._gate.wait_s(waiter.charge, self.in_flight)
@@ -130,8 +130,11 @@ class SlotQueue:
         try:
             await waiter.ready
         except asyncio.CancelledError:
-            if waiter.ready.done() and not waiter.ready.cancelled():
-                self.in_flight -= 1  # the slot came in the same moment: hand it on
+            if waiter.ready.cancelled():
+                with suppress(ValueError):  # it was taken out as soon as it was cancelled
+                    self._waiting.remove(waiter)
+            else:  # the slot came in the same moment: hand it on
+                self.in_flight -= 1
                 self._gate.turned_back(charge)
             self.wake()
             raise
