@@ -30,6 +30,8 @@ LEFT_OUT = {
     " their ids would mean other words",
     "broken": "token segments that break a rule of the table (hermes-rl check RUN --tokens)",
     "no_tokens": "rollouts without token segments",
+    "judged_later": "rollouts that only a regrade could judge: they stand in table failures, though"
+    " the advantages of their groups count them",
     "incomplete": "rollouts of which a column could not be stored (their `error` names it)",
 }
 """Why something is not in the file at all: key -> words for people."""

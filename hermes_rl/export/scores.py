@@ -30,6 +30,8 @@ class Scores:
     by_trajectory: Mapping[str, Score] = field(default_factory=dict)
     valid: Mapping[str, int] = field(default_factory=dict)
     """Group -> members with a reward."""
+    elsewhere: int = 0
+    """Members with a reward that have no row in `trajectories`."""
 
     @classmethod
     def of(
@@ -53,7 +55,10 @@ class Scores:
             ):
                 if trajectory is not None:
                     known[trajectory] = Score(reward=reward, advantage=worth)
-        return cls(known, valid)
+        rolled = run.arrow("trajectories", ["trajectory_id"])["trajectory_id"] if known else ()
+        others = known.keys() - {one.as_py() for one in rolled}
+        elsewhere = sum(known[one].reward is not None for one in others)
+        return cls(known, valid, elsewhere)
 
     def of_rollout(self, row: Mapping[str, Any]) -> Score:
         """The score of a row of `trajectories`."""

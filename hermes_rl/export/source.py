@@ -2,11 +2,13 @@
 
 Memory is bounded by one part: at most a thousand rollouts, whose few joined columns are held while
 the segments of the same part pass by. RL formats first read the group of every rollout (a number
-per group) and, where there is a table `groups`, a reward and an advantage per rollout.
+per group) and, where there is a table `groups`, a reward and an advantage per rollout. They hold
+the segments of groups of which a member is still to come, maybe in the part of another worker.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -82,6 +84,7 @@ class Source:
         self._tokenizer: str | None = None
         self._sizes: Counter[str] = Counter()
         self.scores = Scores.of(run, self._facts() if format.rl else (), options.advantage)
+        losses.leave_out("judged_later", self.scores.elsewhere if format.rl else 0)
 
     def rollouts(self) -> Iterator[dict[str, Any]]:
         """Rows of `trajectories` that pass the filters, JSON decoded."""
@@ -282,7 +285,7 @@ class Source:
                 yield from zip(names, table.column("reward").to_pylist(), strict=True)
 
     def _stems(self) -> list[str]:
-        return sorted({*self._parts["trajectories"], *self._pending["trajectories"]})
+        return sorted({*self._parts["trajectories"], *self._pending["trajectories"]}, key=_place)
 
     def _tables(self, table: str, stem: str, columns: Sequence[str] | None) -> Iterator[pa.Table]:
         """The rows of one batch in small tables."""
@@ -297,6 +300,13 @@ class Source:
         elif stem in self._pending[table]:
             waiting = self._pending[table][stem]
             yield waiting if columns is None else waiting.select(list(columns))
+
+
+def _place(stem: str) -> tuple[int, int, str]:
+    """Where a batch stands: the first ones of all workers, then their second ones. That is roughly
+    the order of the dataset, and the members of a group come near each other."""
+    found = re.fullmatch(r"(\d+)-(.+)-(\d+)", stem)
+    return (int(found[1]), int(found[3]), found[2]) if found else (0, 0, stem)
 
 
 def _stem(part: Path) -> str:

@@ -31,6 +31,9 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
+_CHARS = 500
+"""Of an error in a row."""
+
 
 def segments_of(events: Sequence[ev.Event], row: Trajectory) -> list[Segment]:
     """The segments of one attempt, one per branch of its tokens; none where no ids were recorded.
@@ -62,7 +65,7 @@ def with_segments(
     """A row and its segments, checked.
 
     The row is never lost and never waits: where its tokens break a rule it is written without
-    segments, says so in `metrics` (`segments_rejected`) and in the log, and nothing of it can be
+    segments, says so in `metrics` (`segments_rejected`) and why in `error`. Nothing of it can be
     trained on. Metrics of rollouts with tokens: `captured_calls`; `followed_calls`, which an exact
     history would make extensions; `forked_calls`, those of them that it did not.
     """
@@ -77,7 +80,9 @@ def with_segments(
     except Exception as error:  # a bug of ours in the tokens must not lose the row
         _log.error("no segments for %s (%s): %s", row.task_id, row.trajectory_id, error)
         metrics["segments_rejected"] = 1.0
-        return _measured(row, metrics), ()
+        told_why = f"segments: {type(error).__name__}: {error}"[:_CHARS]
+        noted = told_why if row.error is None else f"{row.error}; {told_why}"
+        return _measured(msgspec.structs.replace(row, error=noted), metrics), ()
     metrics["followed_calls"] = float(branches.followed)
     metrics["forked_calls"] = float(branches.drifted)
     return _measured(row, metrics), tuple(segments)

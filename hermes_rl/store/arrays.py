@@ -2,7 +2,8 @@
 
 pyarrow's own conversion of Python objects imports pandas first: 0.2 s of CPU and 30 MB in every
 worker. This one takes about as long per value and knows only what our schemas hold. It is strict:
-whatever it does not know, or does not fit, is refused, and the caller takes pyarrow's way.
+whatever it does not know, or does not fit, is refused, and the caller takes pyarrow's way. In one
+thing it takes more than that: a whole number in a column of floats becomes the nearest one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _NUMBERS = {"int32": "i", "int64": "q", "timestamp[us, tz=UTC]": "q", "float": "
 def table_of(rows: Sequence[dict[str, Any]], schema: Any) -> Any:
     """A table of a schema from its rows; what a row lacks is null.
 
-    Raises: TypeError, ValueError or OverflowError for what does not fit a column exactly.
+    Raises: TypeError, ValueError or OverflowError for what does not fit a column.
     """
     return pa.Table.from_arrays(_fields_of(rows, schema), schema=schema)
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow.parquet as pq
 import pytest
 import told
@@ -15,7 +16,9 @@ from hermes_rl.export.formats import format_named
 from hermes_rl.identity import trajectory_id
 from hermes_rl.rl.advantages import grpo
 from hermes_rl.store.driver import open_run
-from hermes_rl.store.rows import Derived, Group
+from hermes_rl.store.journal import JournalWriter
+from hermes_rl.store.publisher import Publisher
+from hermes_rl.store.rows import Derived, Finished, Group
 from hermes_rl.usage import UsageTotal
 
 REWARDS = (1.0, 0.0, None, 0.5, None, None, 1.0, None)
@@ -115,6 +118,42 @@ def test_the_groups_table_gives_rewards_and_advantages(run: Path) -> None:
     assert [r["advantage"] for r in rows(other.out)] == [9.0, 9.0, 9.0]
     assert [r["reward_score"] for r in rows(other.out)] == [0.75, 0.25, 0.5]
     assert [r["response_ids"] for r in rows(other.out)] == [[7, 0], [7, 1], [7, 3]]
+
+
+def test_members_that_only_a_regrade_could_judge_are_told(run: Path) -> None:
+    graded = group(0, (1.0, 0.0, 0.25, 0.5))
+    known = [name_of(member) for member in range(4)]
+    publish(run, msgspec.structs.replace(graded, trajectory_ids=known))
+    report = export_run(run, "trl-grpo")
+    assert report.left_out == {"judged_later": 1, "small_group": 1}
+    assert "judged_later" not in export_run(run, "trl-tokens").left_out
+
+
+def test_groups_come_in_the_order_of_the_dataset_whoever_wrote_their_members(
+    tmp_path: Path,
+) -> None:
+    """Two workers with a dozen batches each: what is held for a group are a few batches, not all
+    that one worker wrote."""
+
+    async def write() -> None:
+        async with await open_run(tmp_path / "run", told.IDENTITY) as driver:
+            for worker in range(2):
+                async with JournalWriter(driver.run_dir, driver.epoch, worker) as journal:
+                    publisher = Publisher(journal)
+                    for batch in range(12):
+                        await journal.finish(made(2 * batch + worker))
+                        await publisher.drain()
+
+    def made(number: int) -> Finished:
+        segments = [told.segment(number, [5, 6, 7, number], [2, 3], reward=1.0)]
+        return told.finished(number, told.quoted(), reward=1.0, segments=segments, size=2)
+
+    asyncio.run(write())
+    assert len(list((tmp_path / "run/segments").iterdir())) == 24
+    sent = rows(export_run(tmp_path / "run", "atropos").out)
+    assert [[ids[-1] for ids in one["tokens"]] for one in sent] == [
+        [2 * task, 2 * task + 1] for task in range(12)
+    ]
 
 
 def test_the_reward_that_is_filtered_by_is_the_one_that_is_written(run: Path) -> None:

@@ -182,6 +182,8 @@ async def test_a_call_that_is_recorded_twice_costs_its_rollout_the_segments_not_
         assert episode.row.reward == 1.0
         assert episode.row.metrics["segments_rejected"] == 1.0
         assert "no segments for task" in caplog.text
+        assert episode.row.error is not None
+        assert episode.row.error.startswith("segments: TokensFault: ")
         assert episode.by_the_rules() == ["rejected"]
 
 
