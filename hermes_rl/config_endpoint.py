@@ -23,12 +23,27 @@ KeyStrategy = Literal["fill_first", "round_robin", "random", "least_used"]
 Dollars = Annotated[Decimal, Field(ge=0, le=1_000_000_000, allow_inf_nan=False)]
 
 
+_SECRET = {"api_key", "apikey", "api-key", "authorization", "x-api-key"}
+
+
 def _json_body(given: dict[str, Any]) -> dict[str, Any]:
+    """As JSON has it: names are texts, also those that YAML reads as numbers or truth values."""
     try:
-        json.dumps(given, allow_nan=False)
+        body: dict[str, Any] = json.loads(json.dumps(given, allow_nan=False))
     except (TypeError, ValueError, RecursionError):
         raise ValueError("has to hold what JSON can: texts, numbers, lists, mappings") from None
-    return given
+    if held := sorted(_names_in(body) & _SECRET):
+        raise UserError(
+            f"extra_body holds {held[0]!r}, and would be stored with the run. Name the variable "
+            "that holds the key with --api-key-env"
+        )
+    return body
+
+
+def _names_in(value: Any) -> set[str]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    own = {name.lower() for name in value} if isinstance(value, dict) else set()
+    return own.union(*map(_names_in, inner))
 
 
 ExtraBody = Annotated[dict[str, Any], AfterValidator(_json_body)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import signal
 import subprocess
 import time
@@ -29,6 +30,11 @@ LEAST_S, MOST_S = 1.0, 30.0
 accepted yet, up to the larger."""
 AHEAD_S = 120.0
 """A key whose end is known is replaced so long before it, and asked for so seldom: four times."""
+_LIKE_A_KEY = re.compile(r"(?=[\w.+=~-]*\d)(?=[\w.+=~-]*[A-Za-z])[\w.+=~-]{20,}", re.ASCII)
+"""Failing commands say on stderr what nobody else has seen: also a key that is not known here."""
+_SAID = 400
+_FOREVER = 1e15
+"""Seconds; a number beyond that is no time (and may be too large for a float)."""
 
 
 class KeyRenewed(AuthError):
@@ -66,19 +72,25 @@ class KeyCommand:
 
     @contextmanager
     def _started(self) -> Iterator[subprocess.Popen[str]]:
-        process = subprocess.Popen(
-            ["/bin/sh", "-c", self.command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", self.command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                errors="replace",
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:  # no shell, too many files, a zero byte
+            why = getattr(error, "strerror", None) or error
+            raise self._fault(f"could not be started ({why})") from None
         try:
             yield process
         finally:
-            if process.poll() is None:
+            # Its id is its own, and its group's, until it was waited for: also when it has ended
+            # and only what it started still holds the pipes.
+            if process.returncode is None:
                 _end(process)
                 process.wait()
 
@@ -93,7 +105,7 @@ class KeyCommand:
         key = printed.strip()
         if process.returncode:
             lines = [line for line in said.splitlines() if line.strip()]
-            why = f": {scrub(lines[0], (key,) if key else ())}" if lines else ""
+            why = f": {_harmless(lines[0], printed)}" if lines else ""
             raise self._fault(f"ended with exit code {process.returncode}{why}")
         if not key:
             raise self._fault("printed nothing")
@@ -104,6 +116,12 @@ class KeyCommand:
     def _fault(self, what: str) -> UserError:
         what = what.rstrip(".")
         return UserError(f"the key command of {self.name} {what}. Mend that command")
+
+
+def _harmless(line: str, printed: str) -> str:
+    """What a command said, without what it printed and what looks like a key."""
+    words = [word for word in printed.split()[:100] if len(word) >= 4]
+    return _LIKE_A_KEY.sub("***", scrub(line[:_SAID], words))
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -213,4 +231,4 @@ def ends_at(key: str) -> float | None:
     except ValueError:
         return None
     ends = claims.get("exp") if isinstance(claims, dict) else None
-    return float(ends) if isinstance(ends, int | float) else None
+    return float(ends) if isinstance(ends, int | float) and abs(ends) < _FOREVER else None

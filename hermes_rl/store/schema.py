@@ -257,6 +257,9 @@ _grades = [
     ("graded_at", _moment),
 ]
 
+LATER = {"groups": ("reward_parts", "reward_metrics")}
+"""Columns that came after the first files of this version: those of older runs lack them, and are
+read with nulls there."""
 TRAJECTORIES = pa.schema(_trajectories, metadata={VERSION_KEY: str(SCHEMA_VERSION)})
 SEGMENTS = pa.schema(_segments, metadata={VERSION_KEY: str(SEGMENTS_VERSION)})
 

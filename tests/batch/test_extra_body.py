@@ -18,6 +18,7 @@ from hermes_rl.errors import ModelError, UserError
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest, Sampling
 from hermes_rl.models.client import DIALECTS, Endpoint, connect
+from hermes_rl.models.dialects.lenient import encode_json
 from hermes_rl.models.dialects.own_fields import OWN
 from hermes_rl.models.providers.others import other_targets
 from hermes_rl.models.providers.quirks import Quirks
@@ -158,6 +159,23 @@ def test_what_another_dialect_writes_is_free() -> None:
 def test_only_what_json_can_hold(given: Any) -> None:
     with pytest.raises(UserError, match=r"'model\.extra_body"):
         config({"extra_body": given})
+
+
+def test_names_are_texts_as_on_the_wire() -> None:
+    """YAML reads `yes:` as a truth value and `1:` as a number."""
+    given = yaml.safe_load("logit_bias: {1: 2}\nkwargs: [{yes: 1, null: 2}]")
+    extra = config({"extra_body": given}).model.extra_body
+    assert extra == {"logit_bias": {"1": 2}, "kwargs": [{"true": 1, "null": 2}]}
+    assert json.loads(encode_json(extra)) == extra
+
+
+@pytest.mark.parametrize("name", ["api_key", "Authorization", "x-api-key"])
+def test_keys_have_no_place_in_it(name: str) -> None:
+    for extra in ({name: "sk-secret"}, {"router": [{"inner": {name: "sk-secret"}}]}):
+        for made in ({"extra_body": extra}, {}):
+            with pytest.raises(UserError, match=f"extra_body holds '{name.lower()}'") as caught:
+                config(made, {"places": {"fake": {"extra_body": extra}}})
+            assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("mode", list(DIALECTS))

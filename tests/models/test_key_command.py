@@ -65,6 +65,12 @@ async def test_the_key_is_what_is_printed() -> None:
         ("echo token-1; echo; echo 'no login of token-1' >&2; echo more >&2; exit 3",
          "ended with exit code 3: no login of ***"),
         ("exit 4", "ended with exit code 4"),
+        ("echo two token-1 words; echo token-1 is old >&2; exit 3",
+         "ended with exit code 3: *** is old"),
+        ("echo 'token-2 ya29.a0AfB_byC-1234567 of eyJhbGciOi.eyJleHAiOjE3fQ.c2ln' | cut -c9- >&2;"
+         " exit 1", "ended with exit code 1: *** of ***"),
+        ("echo \0", "could not be started (embedded null byte)"),
+        (f"echo {'x' * 3_000_000}", "could not be started (Argument list too long)"),
         ("kill -9 $$", "ended with exit code -9"),
         ("no-such-program-here", "ended with exit code 127: "),
     ],
@@ -106,6 +112,30 @@ async def test_a_cancelled_command_leaves_no_process(tmp_path: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await running
         async with asyncio.timeout(30):
+            assert await asyncio.to_thread(opened.read) == ""
+
+
+def until_ended(stat: Path) -> None:
+    """Until a process has ended that nobody has waited for."""
+    until = time.monotonic() + 30
+    while ") Z " not in stat.read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+async def test_what_a_command_left_behind_ends_with_a_cancelled_one(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    text = f"exec 9> {pipe}; echo $$ >&9; sleep 600 &"  # ends at once; its pipes stay open
+    running = asyncio.create_task(command(text).arun())
+    opened = await asyncio.to_thread(pipe.open)
+    with opened:
+        shell = Path("/proc") / (await asyncio.to_thread(opened.readline)).strip() / "stat"
+        await asyncio.to_thread(until_ended, shell)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        async with asyncio.timeout(20):
             assert await asyncio.to_thread(opened.read) == ""
 
 
@@ -202,6 +232,7 @@ def test_other_keys_do_not_say_when_they_end(key: str) -> None:
 def test_the_end_of_a_web_token() -> None:
     assert ends_at(web_token(1_800_000_000)) == 1_800_000_000.0
     assert ends_at("ya29.a0AfH6SMC") is None
+    assert ends_at(web_token(10**400)) is None
 
 
 @asynccontextmanager
