@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import told
 from hypothesis import given, settings
@@ -182,6 +183,9 @@ def test_an_atropos_group_becomes_a_group(tmp_path: Path) -> None:
     assert run.trajectories["group_id"].nunique() == 2
     assert list(run.trajectories["member"]) == [0, 1, 0, 1]
     assert list(run.trajectories["turns"]) == [2, 1, 2, 1]
+    assert run.groups["n_valid"].tolist() == [2, 2]
+    rows = pq.read_table(export_run(tmp_path / "run", "trl-grpo").out).to_pylist()
+    assert [row["advantage"] > 0 for row in rows] == [True, False, True, False]
     report = export_run(tmp_path / "run", "atropos")
     one, two = map(json.loads, Path(report.out).read_text(encoding="utf-8").splitlines())
     for name in ("tokens", "masks", "scores", "inference_logprobs", "generation_params"):

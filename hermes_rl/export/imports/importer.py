@@ -56,7 +56,7 @@ def import_file(
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        count = asyncio.run(write_run(temporary, identity, rows))
+        count = asyncio.run(write_run(temporary, identity, rows, grouped=True))
         if not count:
             raise UserError(f"{path} holds no rollout")
         temporary.rename(target)
