@@ -101,8 +101,11 @@ class PlainSandbox(ShellSandbox):
         self._error = self._error or SandboxDied("the sandbox is closed")
         self._background.close()
         idle = self._shell.idle
-        self._shell.release()
-        await asyncio.to_thread(_clear, self._running, idle)
+        self._shell.close()
+        try:
+            await asyncio.to_thread(_clear, self._running, idle)
+        finally:
+            self._shell.release()
 
 
 class Tree:

@@ -337,7 +337,6 @@ class Shell:
             return
         self.lost.set()
         self._loop.remove_reader(self._channel.fileno())
-        self._channel.close()
         error = ShellLost(self._last_words())
         for future in (self._ready, self._waiter):
             if future is not None and not future.done():
@@ -348,8 +347,13 @@ class Shell:
             pipe.close()
 
     def release(self) -> None:
-        """Close what is left; after `close`, when no command waits any more."""
+        """Close what is left; after `close`, when no command waits any more.
+
+        The channel among it, at whose end the supervisor ends: its children are anybody's then, so
+        they are ended before.
+        """
         self.close()
+        self._channel.close()
         if self._watch is not None:
             self._watch.stop()
         self._pipe.close()

@@ -71,6 +71,62 @@ async def test_closing_leaves_nothing(bubblewrap: Bubblewrap, state: Path) -> No
     assert groups(owner) == []
 
 
+def daemon() -> str:
+    """A command that lives on with nothing of its parents but their life line."""
+    return f"sleep {970_000 + os.getpid()}"
+
+
+def living(command: str) -> Iterator[processes.Proc]:
+    """Processes of this machine with this command line."""
+    for pid in warden.tagged(command.split()[1].encode()):
+        found = processes.find(pid)
+        if found is not None and found.alive():
+            yield found
+
+
+@pytest.mark.parametrize(
+    ("command", "left"),
+    [
+        (":", 0),
+        ("mkdir -p a/b/c; touch f a/g a/b/c/h", 0),
+        ("ln -s / there; mkfifo p; mkdir -p d; ln -s ../.. d/up; mkdir locked; chmod 0 locked", 0),
+        (f"(setsid {daemon()} &); {daemon()} & disown", 2),
+    ],
+)
+async def test_closing_an_idle_shell_leaves_nothing(
+    plain: Subprocess, state: Path, tmp_path: Path, command: str, left: int
+) -> None:
+    """Nothing is searched for where nothing can be; whatever is there goes, and nothing beside."""
+    (tmp_path / "kept").write_text("x")
+    box = await plain.lease(SandboxSpec(lease="idle"))
+    done = await box.run(f"ln -s {tmp_path} out; {command}", timeout_s=20)
+    assert done.exit_code == 0
+    [owner] = owners(state, os.getpid())
+    for _ in range(2000):
+        if len([*living(daemon())]) == left:
+            break
+        await asyncio.sleep(0.01)
+    else:
+        raise AssertionError("the daemons did not start")
+    await box.aclose()
+    assert [*living(daemon())] == []
+    assert (tmp_path / "kept").read_text() == "x"
+    assert [path.name for path in (state / "boxes").iterdir()] == [f"{owner}.1"]  # what is shared
+    assert [*Path(warden.memory_folder(str(state))).iterdir()] == []
+
+
+async def test_closing_ends_a_background_process_that_holds_nothing(plain: Subprocess) -> None:
+    """Without the life line and without the mark it is known only as a child of the shell."""
+    closing = "for fd in /proc/self/fd/*; do n=${fd##*/}; ((n > 2 && n < 255)) && exec {n}>&-; done"
+    for _ in range(40):
+        box = await plain.lease(SandboxSpec(lease="child"))
+        process = await box.start_process(f"exec bash -c '{closing}; exec env -i {daemon()}'")
+        found = processes.find(process.pid)
+        await box.aclose()
+        assert found is not None
+        assert not found.alive()
+
+
 async def test_slots_are_used_again(bubblewrap: Bubblewrap) -> None:
     if os.geteuid() != 0:
         return  # only root has slots
