@@ -98,6 +98,7 @@ def test_any_header_is_survived(headers):
     for quota in read_quotas(headers, NOW):
         for number in (quota.limit, quota.remaining, quota.reset_s, quota.per_s(60.0)):
             assert number is None or (number >= 0 and math.isfinite(number))
+        assert (quota.per_s(60.0) or 1.0) >= 1 / 60, "no header stops a run"
 
 
 def test_rates_follow_from_limit_and_reset():
@@ -105,6 +106,7 @@ def test_rates_follow_from_limit_and_reset():
     # A second's limit that calls itself one of a minute is not throttled sixtyfold.
     assert Quota(kind="requests", limit=10, remaining=5, reset_s=0.5).per_s(60) == 10
     assert Quota(kind="requests", limit=10, remaining=5).per_s(60) is None
+    assert Quota(kind="requests", limit=1e-9, remaining=0, reset_s=5).per_s(60) is None
 
 
 def test_a_bucket_fills_and_a_debt_is_worked_off():

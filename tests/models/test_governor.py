@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hermes_rl.errors import Overloaded, RateLimited
 from hermes_rl.models.limits.allotment import alone_share, fair_shares, with_headroom
+from hermes_rl.models.limits.buckets import Estimate
 from hermes_rl.models.limits.governor import Governor
 from hermes_rl.models.limits.governor_wire import (
     Charter,
@@ -380,3 +381,21 @@ async def test_a_lane_without_governor_adapts_its_own_part():
     assert lane.report().held == 16
     exchange()
     assert governor.lanes[LANE].controller.limit == 16
+
+
+async def test_a_request_larger_than_a_bucket_begins_when_it_is_full_and_leaves_a_debt():
+    clock, began = Clock(), []
+    governor = govern(clock, rates={"input_tokens": 600.0})  # a bucket of 50
+    lane, exchange = lane_of(governor, clock)
+
+    async def call():
+        async with lane.slot(Estimate(1000)):
+            began.append(clock.now)
+
+    tasks = [asyncio.create_task(call()) for _ in range(2)]
+    for _ in range(600):
+        await asyncio.sleep(0)
+        exchange()
+        clock.now += 0.25
+    await asyncio.gather(*tasks)
+    assert 99 <= began[1] - began[0] <= 101

@@ -40,7 +40,7 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True):
         limit over shorter windows says a short one. Without a reset the window is unknown, and a
         limit alone is not believed: a limit of one second would be taken for one of a minute.
         """
-        if self.limit is None or self.limit <= 0 or self.reset_s is None:
+        if self.limit is None or self.limit < 1 or self.reset_s is None:
             return None
         used = self.limit - (self.limit if self.remaining is None else self.remaining)
         by_reset = used / self.reset_s if self.reset_s > 0 and used > 0 else 0.0
