@@ -193,6 +193,15 @@ def test_an_atropos_group_becomes_a_group(tmp_path: Path) -> None:
     assert [[m["content"] for m in s] for s in one["messages"]] == [["q", "a"], ["q", "b"]]
 
 
+def test_the_check_of_tokens_finds_no_fault_in_imported_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_file(write(tmp_path / "g.jsonl", GROUP), "atropos", tmp_path / "run", exact=True)
+    assert main(["check", str(tmp_path / "run"), "--tokens"]) == 0
+    assert "3 of 3 calls with ids, 2 segments, 2 trainable" in capsys.readouterr().out
+    assert load_run(tmp_path / "run").stats["exact_tokens"]["fork_rate"] == 0.0
+
+
 def test_tokens_of_unknown_origin_go_to_no_rl_trainer_unasked(tmp_path: Path) -> None:
     import_file(write(tmp_path / "g.jsonl", GROUP), "atropos", tmp_path / "run")
     with pytest.raises(UserError, match="2 token segments that were tokenized again"):

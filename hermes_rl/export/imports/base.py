@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from hermes_rl import events as ev
 from hermes_rl.identity import digest, group_id, trajectory_id, unit_id
 from hermes_rl.messages import AssistantMessage, Message, UserMessage, text_of
@@ -105,7 +107,13 @@ def finished(told: Told, begun: ev.Begun, segments: Sequence[Segment] = ()) -> F
     if told.reward is not None:
         stream.append(ev.Graded(reward=told.reward))
     stream.append(ev.Ended(finished_at=told.at, end_reason=told.end_reason))
-    return Finished(key=begun.key, row=fold(stream), segments=tuple(segments))
+    row = fold(stream)
+    if segments:  # one branch each: every call but the first goes on from the one before
+        calls = sum(len(segment.call_ids) for segment in segments)
+        counted = {"captured_calls": calls, "followed_calls": calls - len(segments)}
+        metrics = {name: float(max(0, count)) for name, count in counted.items()}
+        row = msgspec.structs.replace(row, metrics={**row.metrics, **metrics, "forked_calls": 0.0})
+    return Finished(key=begun.key, row=row, segments=tuple(segments))
 
 
 def call_id(turn: int) -> str:
