@@ -385,8 +385,7 @@ async def test_a_lane_without_governor_adapts_its_own_part():
 
 async def test_a_request_larger_than_a_bucket_begins_when_it_is_full_and_leaves_a_debt():
     clock, began = Clock(), []
-    governor = govern(clock, rates={"input_tokens": 600.0})  # a bucket of 50
-    lane, exchange = lane_of(governor, clock)
+    lane, exchange = lane_of(govern(clock, rates={"input_tokens": 600.0}), clock)  # a bucket of 50
 
     async def call():
         async with lane.slot(Estimate(1000)):
