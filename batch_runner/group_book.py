@@ -42,10 +42,10 @@ async def _scoring(
     """
     from hermes_rl.rl.scoring import open_scorer
 
-    config, run_dir = settings.config, driver.run_dir
+    config, run_dir, keys = settings.config, driver.run_dir, settings.keys
     async with (
         within_budgets(config, run_dir, SCORED_AT_ONCE, governed) as share,
-        open_scorer(config, run_dir, driver.run_id, share, settings.hosts.open) as scorer,
+        open_scorer(config, run_dir, driver.run_id, share, settings.hosts.open, keys) as scorer,
     ):
         yield scorer
 

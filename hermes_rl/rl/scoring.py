@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,13 +188,20 @@ def _in_order(ready: Ready, scores: Sequence[Rewards]) -> list[Rewards | None]:
 
 @asynccontextmanager
 async def open_scorer(
-    config: RunConfig, run_dir: RunDir, run_id: str, share: Common, opens: OpensHost = open_host
+    config: RunConfig,
+    run_dir: RunDir,
+    run_id: str,
+    share: Common,
+    opens: OpensHost = open_host,
+    keys: Mapping[str, str] | None = None,
 ) -> AsyncIterator[EnvScorer]:
     """The scorer of a run's environment; the policy itself is never asked.
 
     Args:
         share: limiters, and what is left of the run's budgets.
         opens: the environment.
+        keys: API keys by variable, as the run began with them; None finds them. A command that
+            prints keys is then only run when one is refused.
 
     Raises: UserError.
     """
@@ -202,7 +209,9 @@ async def open_scorer(
     if plain.env is None:
         raise UserError("a run without an environment has no score_group")
     async with (
-        open_workshop(plain, run_id=run_id, concurrency=SCORED_AT_ONCE, share=share) as workshop,
+        open_workshop(
+            plain, run_id=run_id, concurrency=SCORED_AT_ONCE, share=share, keys=keys
+        ) as workshop,
         opens(plain.env) as host,
     ):
         yield EnvScorer.over(host, workshop, run_dir)
