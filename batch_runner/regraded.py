@@ -246,10 +246,11 @@ def due_again(run_dir: RunDir, judged_by: Mapping[str, str]) -> list[Regrouped]:
 
 
 def _judged(member: Member, reward: float | None) -> Member:
-    """A member as a regrade leaves it: one that could not be judged before may have a rollout."""
-    if member.unjudged is None or reward is None:
-        return member
-    return replace(member, trajectory_id=member.unjudged, reward=reward, why_invalid=None)
+    """A member as a regrade leaves it: valid when it has a grade, whatever it was before."""
+    if reward is None:
+        return replace(member, reward=None, why_invalid=member.why_invalid or "not graded")
+    own = member.trajectory_id or member.unjudged
+    return replace(member, trajectory_id=own, reward=reward, why_invalid=None)
 
 
 @dataclass(frozen=True)
@@ -272,7 +273,9 @@ class _Shown:
     def shows(self, grade_id: str, ids: list[str | None], rewards: list[float | None]) -> bool:
         if (self.grade_id, self.ids) != (grade_id, ids):
             return False
-        return self.scored or self.rewards == rewards
+        if self.scored:
+            return [r is None for r in self.rewards] == [r is None for r in rewards]
+        return self.rewards == rewards
 
 
 def _listed(rewards: Iterable[float | None]) -> list[float | None]:

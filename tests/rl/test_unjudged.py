@@ -160,3 +160,44 @@ async def test_nothing_is_kept_where_the_run_keeps_nothing(
     assert not (tmp_path / "run" / "workspaces").exists()
     (failed,) = table(tmp_path / "run", "failures")
     assert json.loads(failed["messages"][-1])["content"] == "cut"
+
+
+AWAY = """
+class Config(EnvConfig):
+    sandboxed: bool = False
+    second: bool = False
+
+def tasks(self, split, seed):
+    yield make_task("task", id="t", toolsets=["none"], oracle='["done"]')
+
+async def compute_reward(self, task, trajectory, ctx):
+    if self.config.second and ctx.member == 1 and AWAY.exists():
+        raise CannotJudge("away")
+    return 0.5
+
+async def score_group(self, task, members, ctx):
+    return [member.member / 10 for member in members]
+"""
+
+
+async def test_members_that_a_regrade_cannot_judge_are_not_compared(
+    tmp_path: Path, write_env: Write
+) -> None:
+    """As in a run: `score_group` gets those that have a grade; and the others once they have."""
+    head = f"from pathlib import Path\nAWAY = Path({str(tmp_path / 'away')!r})\n"
+    env, out = write_env(AWAY, head).path, tmp_path / "run"
+    await ran(env, out, run={"keep_workspaces": True}, dataset={"limit": None})
+    (tmp_path / "away").touch()
+    first = await regrade(out, [("env.config.second", True)])
+    assert (first.graded, first.failed, first.groups) == (3, 1, 1)
+    (group,) = load_run(out).groups.to_dict("records")
+    assert list(group["valid"]) == [True, False, True, True]
+    assert (group["n_valid"], group["why_invalid"][1]) == (3, "not graded")
+    assert (group["scored_by"], group["rewards"][3]) == ("score_group", 0.3)
+
+    (tmp_path / "away").unlink()
+    again = await regrade(out, [("env.config.second", True)])
+    assert (again.graded, again.known, again.groups) == (1, 3, 1)
+    (group,) = load_run(out).groups.to_dict("records")
+    assert list(group["rewards"]) == [0.0, 0.1, 0.2, 0.3]
+    assert (await regrade(out, [("env.config.second", True)])).groups == 0
