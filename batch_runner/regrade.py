@@ -19,7 +19,7 @@ import msgspec
 from batch_runner.at_once import at_once
 from batch_runner.governing import refuse_unpriced
 from batch_runner.manifest import read_manifest
-from batch_runner.regraded import Regraded, Regrouped, StoredRows, due_again
+from batch_runner.regraded import Regraded, Regrouped, StoredRows, due_again, graded_metrics
 from batch_runner.within import within_budgets
 from hermes_rl.config import RunConfig, load_config, parse_config, set_key
 from hermes_rl.errors import UserError, cause_of
@@ -148,9 +148,17 @@ class _Work:
             self.done.groups += len(groups)
             return
         graded = {one.gathered.facts["group_id"]: one.scoring for one in groups}
+        metrics = await asyncio.to_thread(graded_metrics, scorer.rows.run_dir)
 
         async def score(ready: Ready) -> bool:
             by_members = graded[ready.gathered.facts["group_id"]]
+            # What compute_reward noted this time, and not what it noted in the run.
+            keys = [(row["trajectory_id"], by_members.grade_id or "") for row in ready.rows]
+            rows = tuple(
+                {**row, "metrics": {**row["metrics"], **metrics.get(key, {})}}
+                for row, key in zip(ready.rows, keys, strict=True)
+            )
+            ready = replace(ready, rows=rows)
             cut = make_group(ready.gathered, replace(by_members, by="score_group", error=CUT))
             question = self.book.ask(Derived(groups=(cut,)))
             scored = await scorer.score(ready, question)

@@ -211,6 +211,17 @@ def _rewards(run: Run) -> dict[tuple[str, str], float | None]:
     return {(g["trajectory_id"], g["grade_id"]): g["reward"] for g in grades}
 
 
+def graded_metrics(run_dir: RunDir) -> dict[tuple[str, str], dict[str, float]]:
+    """(trajectory, grader) -> the metrics of the newest grade. Blocking."""
+    columns = ["trajectory_id", "grade_id", "metrics", "graded_at"]
+    grades = Run(run_dir).arrow("grades", columns).to_pylist()
+    grades.sort(key=lambda grade: grade["graded_at"])
+    return {
+        (g["trajectory_id"], g["grade_id"]): {m["name"]: m["value"] for m in g["metrics"] or ()}
+        for g in grades
+    }
+
+
 @dataclass(frozen=True)
 class Regrouped:
     """A group whose members have grades."""

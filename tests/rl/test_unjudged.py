@@ -173,9 +173,10 @@ def tasks(self, split, seed):
 async def compute_reward(self, task, trajectory, ctx):
     if self.config.second and ctx.member == 1 and AWAY.exists():
         raise CannotJudge("away")
-    return 0.5
+    return Rewards([part("own", 0.5)], {"noted": 0.5 if self.config.second else 0.25})
 
 async def score_group(self, task, members, ctx):
+    assert all(m.metrics["noted"] == 0.5 for m in members) or not self.config.second
     return [member.member / 10 for member in members]
 """
 
@@ -183,7 +184,8 @@ async def score_group(self, task, members, ctx):
 async def test_members_that_a_regrade_cannot_judge_are_not_compared(
     tmp_path: Path, write_env: Write
 ) -> None:
-    """As in a run: `score_group` gets those that have a grade; and the others once they have."""
+    """As in a run: `score_group` gets those that have a grade, with what was noted for that; and
+    the others once they have one."""
     head = f"from pathlib import Path\nAWAY = Path({str(tmp_path / 'away')!r})\n"
     env, out = write_env(AWAY, head).path, tmp_path / "run"
     await ran(env, out, run={"keep_workspaces": True}, dataset={"limit": None})
