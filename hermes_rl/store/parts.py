@@ -97,13 +97,20 @@ def to_arrow(rows: list[dict[str, Any]], schema: Any) -> Any:
     columns = [_columns(row) for row in rows]
     try:
         return table_of(columns, schema)
+    except (TypeError, ValueError, OverflowError):  # a row is strange: the others lose nothing
+        return pa.concat_tables([_alone(row, schema) for row in columns])
+
+
+def _alone(row: dict[str, Any], schema: Any) -> Any:
+    try:
+        return table_of([row], schema)
     except (TypeError, ValueError, OverflowError):
         pass  # such a row is rare, and pyarrow knows more ways to fit one
     plain = storage_schema(schema)
     try:
-        table = pa.Table.from_pylist(columns, schema=plain)
+        table = pa.Table.from_pylist([row], schema=plain)
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
-        table = pa.Table.from_pylist([_fitted(row, plain) for row in columns], schema=plain)
+        table = pa.Table.from_pylist([_fitted(row, plain)], schema=plain)
     return table.cast(schema)
 
 

@@ -122,3 +122,17 @@ def test_a_value_that_does_not_fit_is_said_and_stops_nothing() -> None:
     assert rows[1]["usage"] is None
     assert rows[1]["error"] == "store: usage, row_index did not fit the column"
     assert rows[1]["unit_id"] == made_up.unit(2)
+
+
+def test_a_row_that_does_not_fit_costs_its_neighbour_nothing() -> None:
+    """A metric may be a whole number that no float is equal to."""
+    plain = dict.fromkeys(TRAJECTORIES.names)
+    large = {**plain, "metrics": {"seen": 2**60 + 1, "half": 0.5}}
+    strange = {**plain, "metrics": {}, "seed": 2**70}
+    rows = to_arrow([large, strange], TRAJECTORIES).to_pylist()
+    assert rows[0]["metrics"] == [
+        {"name": "seen", "value": float(2**60)},
+        {"name": "half", "value": 0.5},
+    ]
+    assert [row["seed"] for row in rows] == [None, None]
+    assert [row["error"] for row in rows] == [None, "store: seed did not fit the column"]
