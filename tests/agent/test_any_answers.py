@@ -146,7 +146,8 @@ def check_calls(row: Trajectory) -> None:
     """Each answer in the conversation is that of exactly one call of its turn; every other call
     failed, or its answer is said to be thrown away."""
     said = Counter(i.turn for i in row.message_info if i.role == "assistant" and not i.synthetic)
-    kept = Counter(c.turn for c in row.calls if c.error is None and c.outcome == "ok")
+    asked = [c for c in row.calls if c.purpose != "probe"]
+    kept = Counter(c.turn for c in asked if c.error is None and c.outcome == "ok")
     begun = Counter(c.turn for c in row.calls if (c.error or "").startswith("BrokenOff: "))
     assert said == kept + begun
 

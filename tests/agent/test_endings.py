@@ -13,7 +13,7 @@ from hermes_rl.errors import (
     AuthError,
     Interrupted,
     Outage,
-    ServerError,
+    Overloaded,
     Stalled,
     ToolError,
     UserError,
@@ -190,8 +190,8 @@ async def test_infrastructure_errors_come_out_typed(rig: Any) -> None:
     with pytest.raises(AuthError):
         await rig.play(LS, {"fault": "auth"})
     with pytest.raises(Outage) as caught:
-        await rig.play({"fault": "server_error"})
-    assert isinstance(caught.value.__cause__, ServerError)
+        await rig.play({"fault": "overloaded"})
+    assert isinstance(caught.value.__cause__, Overloaded)
     outcomes = [e.outcome for e in rig.tape.events if hasattr(e, "outcome")]
     assert len(outcomes) > 1  # every request of the failed step is in the record
     assert set(outcomes) == {"refused"}
