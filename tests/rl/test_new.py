@@ -23,21 +23,21 @@ def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["env", "new", "word_hunt", "--in", str(tmp_path)]) == 0
+    assert main(["env", "new", "letter_hunt", "--in", str(tmp_path)]) == 0
     assert "env process" in capsys.readouterr().out
-    package = tmp_path / "word_hunt"
+    package = tmp_path / "letter_hunt"
     assert sorted(path.name for path in package.iterdir()) == [
         "README.md", "__init__.py", "__main__.py", "config.yaml", "environment.py",
-        "test_word_hunt.py",
+        "test_letter_hunt.py",
     ]  # fmt: skip
-    assert load_environment(str(package)).cls.name == "word_hunt"
+    assert load_environment(str(package)).cls.name == "letter_hunt"
     assert len({task.prompt_text for task in first_tasks(package, 20)}) > 1
     longest = max(len(line) for f in package.glob("*.py") for line in f.read_text().splitlines())
     assert longest <= 100
     bare = {"sandbox": {"backend": "none"}, "run": {"allow_unsandboxed": True}}
     for model, reward in (("oracle", 1.0), ("noop", 0.0)):
         assert rewards_of(package, model, tasks=4, sections=bare) == [reward] * 4
-    for again, says in (("word_hunt", "exists already"), ("class", "not a Python name")):
+    for again, says in (("letter_hunt", "exists already"), ("class", "not a Python name")):
         with pytest.raises(UserError, match=says):
             write_environment(again, tmp_path)
     for taken in ("random", "numpy", "pytest", "swe_bugs", "environments"):
@@ -47,21 +47,21 @@ def test_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.slow
 def test_it_passes_its_own_test_and_runs_as_a_module(tmp_path: Path) -> None:
-    package = write_environment("word_hunt", tmp_path)
+    package = write_environment("letter_hunt", tmp_path)
     tested = python("-m", "pytest", "-q", str(package), cwd=tmp_path)
     assert tested.returncode == 0, tested.stdout[-2000:]
     assert "3 passed" in tested.stdout
-    ran = python("-m", "word_hunt", "process", "--model", "noop", *BARE, cwd=tmp_path)
+    ran = python("-m", "letter_hunt", "process", "--model", "noop", *BARE, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-2000:]
     told = [json.loads(line) for line in ran.stdout.splitlines()]
     assert [event["mean_reward"] for event in told if event["event"] == "report"] == [0]
     config = str(package / "config.yaml")
-    arguments = ("-m", "word_hunt", "evaluate", "--model", "oracle", "--config", config, *BARE)
+    arguments = ("-m", "letter_hunt", "evaluate", "--model", "oracle", "--config", config, *BARE)
     ran = python(*arguments, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    out = tmp_path / "runs" / "word_hunt-oracle-eval"
+    out = tmp_path / "runs" / "letter_hunt-oracle-eval"
     metrics = json.loads((out / "metrics.json").read_bytes())
-    assert metrics["results"]["atropos|word_hunt_eval|0"] == metrics["results"]["all"]
+    assert metrics["results"]["atropos|letter_hunt_eval|0"] == metrics["results"]["all"]
     assert metrics["results"]["all"]["reward"] == 1.0
 
 
