@@ -78,21 +78,3 @@ class WorkSource(Protocol):
     async def receive(self, receipt: Receipt) -> None:
         """Take the receipt of a finished attempt."""
         ...
-
-
-class Executor(Protocol):
-    """Runs a source's work to its end."""
-
-    async def run(self, source: WorkSource) -> None:
-        """Return when the source is done. Raises: StoreError, Interrupted."""
-        ...
-
-
-class SpawnAgent(Protocol):
-    """Lets a tool run a sub-agent without knowing the agent."""
-
-    async def __call__(
-        self, goal: str, *, context: str = "", toolsets: tuple[str, ...] = ()
-    ) -> str:
-        """Run a sub-agent to its end and return its final text."""
-        ...

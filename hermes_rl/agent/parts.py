@@ -14,7 +14,7 @@ from hermes_rl.events import AnswerDiscarded, MessageAdded, Purpose
 from hermes_rl.messages import AssistantMessage, Message, call_ids, with_new_ids
 from hermes_rl.models.base import CacheTime, Completion, Conversation, ModelRequest, Sampling
 from hermes_rl.models.unparsed import looks_unparsed
-from hermes_rl.ports import Recorder, SpawnAgent
+from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.tools.base import Tool
 from hermes_rl.tools.registry import schemas
@@ -65,7 +65,6 @@ class AgentParts:
     cache: CacheTime | None = "5m"
     """How long a provider that wants cache markers keeps the head of the conversation; None sends
     no markers."""
-    spawn: SpawnAgent | None = None
     reply: Callable[[Sequence[Message]], Awaitable[Message | None]] | None = None
     """Asked for what the user says to an answer, where the run would end as `answered`; the run
     ends when it gives None. Sees the whole conversation, the system message first."""

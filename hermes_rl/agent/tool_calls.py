@@ -101,7 +101,6 @@ class _Turn:
             sandbox=run.parts.sandbox,
             state=run.tool_state,
             max_timeout_s=run.time_left(MAX_TOOL_S),
-            spawn=run.parts.spawn,
             env=run.parts.env,
         )
         try:

@@ -27,12 +27,8 @@ COMMANDS = {
     "check": "find bad rows before a token is spent; check a run's books",
     "export": "a run in another format, with a loss report",
     "import": "another program's trajectories as a run",
-    "compress": "fit long trajectories into a token budget",
     "env": "RL environments: process, evaluate, regrade, new",
-    "eval": "evaluate and compare runs",
-    "api": "the trajectory API server",
     "doctor": "what is there, what works on this machine, what to install",
-    "chat": "talk to the agent",
 }
 """Command -> its line in `hermes-rl --help`; a command without a module is not offered."""
 

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hermes_rl.ports import SpawnAgent
 from hermes_rl.sandboxes.base import Sandbox
 
 
@@ -24,7 +23,6 @@ class ToolContext:
     """State of this rollout's tools (read markers, todo lists); dies with the rollout."""
     max_timeout_s: float = 600.0
     """What is left of the rollout's active time, at most the tool's own limit."""
-    spawn: SpawnAgent | None = None
     env: dict[str, Any] = field(default_factory=dict)
     """State of the environment's rollout (`hermes_rl.rl.RolloutContext.state`)."""
 
