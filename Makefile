@@ -20,7 +20,7 @@ PYTEST_ARGS ?=
 consume = $(1)/bin/python -m pytest -c tests/consumers/pytest.ini $(2) --producer=$(CURDIR)/$(RUN) $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-atropos chaos test-consumers lock clean demo-venv dev-venv
+.PHONY: help demo test lint size bench bench-atropos chaos test-consumers lock clean demo-venv dev-venv
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ lint: dev-venv ## ruff, formatting and strict types
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
+
+size: ## lines, files and Python tokens per package, beside their budgets
+	@$(PYTHON) scripts/size.py
 
 bench: dev-venv ## the numbers of the README, measured beside bare loops
 	@$(RUN) tests/bench/run.py
