@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from batch_runner.pilot import CostForecast, Pilot, forecast_costs
-from batch_runner.plan import Counts, PlanRules, survey
+from batch_runner.plan import Counts, PlanRules, open_reader, refuse_other_dataset, survey
 from batch_runner.progress import Progress
 from batch_runner.report import Report
-from batch_runner.runner import open_reader, run_batch
+from batch_runner.runner import run_batch
 from batch_runner.settings import Settings, settle
 from hermes_rl.config import RunConfig
 from hermes_rl.doors import run_sync
@@ -86,6 +86,7 @@ async def dry_run(config: RunConfig) -> Forecast:
     await asyncio.to_thread(reader.prime)
     run_dir = RunDir(settings.out)
     ledger = await asyncio.to_thread(_ledger, run_dir, settings)
+    await asyncio.to_thread(refuse_other_dataset, settings, run_dir, ledger)
     rules = PlanRules(settings.config_hash, config.agent.seed, epoch=0)
     counts = await survey(reader, rules, ledger)
     return _forecast(settings, counts, run_dir, len(ledger))

@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
+from batch_runner.manifest import read_manifest
+from batch_runner.settings import Settings
 from batch_runner.units import Unit, UnitReader
+from hermes_rl.errors import UserError
 from hermes_rl.identity import group_id, unit_seed
 from hermes_rl.ports import WorkItem
+from hermes_rl.sources import read_rows
 from hermes_rl.store.ledger import Ledger
+from hermes_rl.store.rundir import RunDir
 
 ALONE_AFTER = 2
 """After so many lost workers a unit runs alone in a fresh one."""
@@ -114,6 +120,50 @@ class Plan:
             alone=self._ledger.lost_workers(unit.unit_id) >= ALONE_AFTER,
             fatal_commands=self._ledger.fatal_commands(unit.unit_id),
         )
+
+
+def open_reader(settings: Settings) -> UnitReader:
+    """The units of the run's dataset, or of its environment's tasks."""
+    dataset = settings.config.dataset
+    if settings.opened is not None:
+        from hermes_rl.rl.opening import env_rows
+
+        rows = env_rows(settings.opened, dataset.limit)
+    else:
+        rows = read_rows(dataset.path, columns=dataset.map, limit=dataset.limit)
+    return UnitReader(rows, settings.config_hash, dataset.repeats, dataset.path)
+
+
+def refuse_other_dataset(settings: Settings, run_dir: RunDir, ledger: Ledger) -> None:
+    """A run goes on with a dataset that grew or changed, but not with another one. Blocking.
+
+    Raises: UserError when the run knows units, and none of them is in the dataset.
+    """
+    path = settings.config.dataset.path
+    known = read_manifest(run_dir).get("dataset")
+    before = known.get("path") if isinstance(known, dict) else None
+    local = Path(path).expanduser().exists()
+    if settings.opened is not None or not len(ledger) or (path == before and not local):
+        return  # an environment has its own tasks; the hub is not asked twice for one dataset
+    if not _shares_units(open_reader(settings), ledger):
+        raise UserError(
+            f"{settings.out} was made from {before or 'another dataset'}, and no unit of {path} is "
+            "in it. "
+            "Choose another --out"
+        )
+
+
+def _shares_units(reader: UnitReader, ledger: Ledger) -> bool:
+    """Whether the run knows any unit of a dataset, which is read up to the first such unit.
+    Blocking.
+
+    Raises: UserError when the dataset cannot be read.
+    """
+    while not reader.ended:
+        units = reader.take(_STEP, done=ledger.is_done)
+        if reader.passed or any(ledger.next_attempt(unit.unit_id) for unit in units):
+            return True
+    return False
 
 
 async def survey(reader: UnitReader, rules: PlanRules, ledger: Ledger) -> Counts:

@@ -26,7 +26,7 @@ from batch_runner.hosts import Hosts, own_or
 from batch_runner.interrupts import Interrupts
 from batch_runner.manifest import capabilities, start_meta, write_manifest
 from batch_runner.pilot import Pilot, PilotPlan
-from batch_runner.plan import Plan, PlanRules
+from batch_runner.plan import Plan, PlanRules, open_reader, refuse_other_dataset
 from batch_runner.progress import Progress, View, default_progress
 from batch_runner.report import Report
 from batch_runner.settings import Settings, as_config, settle
@@ -42,7 +42,6 @@ from hermes_rl.doors import run_sync
 from hermes_rl.errors import DiskFull, cause_of
 from hermes_rl.models.limits.governor_wire import Charter
 from hermes_rl.models.tokens.plan import TokenPlan
-from hermes_rl.sources import read_rows
 from hermes_rl.store.commit import read_commit
 from hermes_rl.store.driver import Driver, OpenOptions, open_run
 from hermes_rl.store.stats import compute_stats, write_stats
@@ -102,18 +101,6 @@ async def arun_batch(
         return await run.run()
 
 
-def open_reader(settings: Settings) -> UnitReader:
-    """The units of the run's dataset, or of its environment's tasks."""
-    dataset = settings.config.dataset
-    if settings.opened is not None:
-        from hermes_rl.rl.opening import env_rows
-
-        rows = env_rows(settings.opened, dataset.limit)
-    else:
-        rows = read_rows(dataset.path, columns=dataset.map, limit=dataset.limit)
-    return UnitReader(rows, settings.config_hash, dataset.repeats, dataset.path)
-
-
 class _Run:
     """One start of a run: the parts, and how they are put together."""
 
@@ -153,6 +140,8 @@ class _Run:
 
     async def run(self) -> Report:
         """Work to the end, write what the driver writes, and report."""
+        run_dir, ledger = self.driver.run_dir, self.driver.ledger
+        await asyncio.to_thread(refuse_other_dataset, self.settings, run_dir, ledger)
         await asyncio.to_thread(self._write_start)
         dataset = self.settings.config.dataset
         estimate = await asyncio.to_thread(estimate_units, dataset)

@@ -19,7 +19,7 @@ from batch_runner.books import Books
 from batch_runner.plan import ALONE_AFTER, Plan
 from batch_runner.sink import Sink
 from batch_runner.stops import Stop
-from hermes_rl.errors import CAUSES
+from hermes_rl.errors import CAUSES, UserError
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.store.ledger import Ledger
 
@@ -57,26 +57,20 @@ class RunSource:
         self._changed.set()
 
     async def has_work(self) -> bool:
-        """Whether there is an attempt to make: a finished run then ends without starting workers.
-
-        Raises: UserError when the dataset cannot be read.
-        """
+        """Whether there is an attempt to make; where there is none, no worker is started."""
         while not self._buffer and not self._plan.counts.complete and self.stop is None:
-            self._buffer.extend(await self._plan.take())
+            await self._read()
         return bool(self._buffer)
 
     async def next(self) -> WorkItem | None:
-        """The next attempt; waits while some may still come; None when done or stopped.
-
-        Raises: UserError when the dataset cannot be read.
-        """
+        """The next attempt; waits while some may still come; None when done or stopped."""
         while self.stop is None:
             item = self._due_retry() or (self._buffer.popleft() if self._buffer else None)
             if item is not None:
                 self.in_flight[item.unit_id] = item
                 return item
             if not self._plan.counts.complete and len(self._retries) < self._window:
-                self._buffer.extend(await self._plan.take())
+                await self._read()
             elif self._retries or self.in_flight:
                 await self._wait()
             else:
@@ -94,6 +88,13 @@ class RunSource:
         elif item is not None and disposition == "open" and _again(receipt.cause):
             self._retry(item, receipt.cause or "")
         self._changed.set()
+
+    async def _read(self) -> None:
+        """Read on in the dataset. When it cannot be read, the run stops: what runs ends first."""
+        try:
+            self._buffer.extend(await self._plan.take())
+        except UserError as error:
+            self.halt(Stop("dataset", str(error)))
 
     def _retry(self, item: WorkItem, cause: str) -> None:
         unit = item.unit_id

@@ -17,8 +17,9 @@ _MENDS = {
     "outage": "Wait until the provider answers again",
     "disk": "Free some space",
     "cost_limit": "Raise the budget",
+    "dataset": "Fix that",
 }
-"""For each cause that opens the breaker, but a key that is refused."""
+"""For each cause of a stop, but a key that is refused."""
 
 _OF_THE_MODEL = ("auth", "billing", "model_not_found")
 
@@ -28,7 +29,7 @@ class Stop:
     """Why nothing more is handed out."""
 
     cause: str
-    """Key of `errors.CAUSES`."""
+    """Key of `errors.CAUSES`, or `dataset`: its next rows cannot be read."""
     detail: str
     """What happened, one line."""
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hermes_rl.errors import UserError
+from hermes_rl.errors import HermesError, UserError
 from hermes_rl.rows import LazyRow, lazy_rows
 from hermes_rl.tasks import Columns, RawRow, TaskRow, decoded, renamed, task_row
 
@@ -82,7 +82,7 @@ def mapped_rows(
 def _rows(
     dataset: str | Iterable[Mapping[str, Any]], columns: Columns | None, limit: int | None
 ) -> Source:
-    source = _open(dataset) if isinstance(dataset, str) else _from_rows(dataset)
+    source = _checked(dataset) if isinstance(dataset, str) else _from_rows(dataset)
     if limit is not None:
         source = itertools.islice(source, limit)
     return _with_columns(source, columns) if columns else source
@@ -116,6 +116,21 @@ def _from_rows(rows: Iterable[Mapping[str, Any]]) -> Source:
             yield row, f"row {number}"
         else:
             yield f"a row must be a mapping, not {type(row).__name__}", f"row {number}"
+
+
+def _checked(dataset: str) -> Source:
+    """The rows of a named dataset. Raises: UserError, whatever its reader raises."""
+    place = None
+    try:
+        for raw, place in _open(dataset):
+            yield raw, place
+    except HermesError:
+        raise
+    except Exception as error:  # a boundary: files, Arrow and the hub's client raise many classes
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        if place is None:
+            raise UserError(f"{dataset}: cannot be read ({reason}). Check the file") from error
+        raise UserError(f"{place}: no row after this one can be read ({reason})") from error
 
 
 def _open(dataset: str) -> Source:

@@ -42,11 +42,14 @@ class Findings:
 
 
 def look(rows: Iterable[TaskRow]) -> Findings:
-    """Read every row: bad rows, unknown tools, scripts that bash cannot parse, needed programs."""
+    """Read every row: bad rows, unknown tools, scripts that bash cannot parse, needed programs, and
+    ids that two different rows have."""
     found = Findings()
     seen: set[bytes] = set()
+    ids: dict[str, tuple[bytes, str]] = {}
     for row in rows:
         _count(row, found, seen)
+        found.faults += duplicate_id(row, ids)
         found.faults += [f"{row.place}: {fault}" for fault in unknown_tools(row.task)]
         found.faults += [f"{row.place}: {fault}" for fault in unparsable(row)]
     return found
@@ -65,6 +68,20 @@ def _count(row: TaskRow, found: Findings, seen: set[bytes]) -> None:
         found.unplaced.append(row.place)
     found.oracles += row.task.oracle is not None
     found.requires.update(row.task.requires)
+
+
+def duplicate_id(row: TaskRow, ids: dict[str, tuple[bytes, str]]) -> Iterator[str]:
+    """Whether an earlier row of other content has the row's id.
+
+    Args:
+        ids: of the earlier rows: content and place of the first row with the id.
+    """
+    if row.task is None:
+        return
+    content = bytes.fromhex(row.task_hash[:32])
+    first, place = ids.setdefault(row.task.id, (content, row.place))
+    if first != content:
+        yield f"{row.place}: id {row.task.id!r} is also that of {place}. Give each task its own id"
 
 
 def _names_workspace(verifier: Verify) -> bool:
@@ -226,7 +243,7 @@ def _run(
     report = run_batch(config, progress=progress)
     if report.exit_code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
-    if report.exit_code == ExitCode.STOPPED:
+    if report.stopped is not None:
         raise UserError(f"{play.name}: stopped before all tasks were played: {report.stopped}")
     run = load_run(out / "run")
     rewards: dict[str, tuple[float | None, str | None]] = {}

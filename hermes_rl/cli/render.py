@@ -233,12 +233,14 @@ def totals(rows: Sequence[Row]) -> str:
         name: sum(r["usage"][name] or 0 for r in rows) for name in ("input_tokens", "output_tokens")
     }
     unknown = sum(r["usage"]["unknown_calls"] for r in rows)
+    usd = sum(r["cost_usd"] or r.get("known_cost_usd") or 0.0 for r in rows)
+    unpriced = sum(r["unpriced_calls"] or 0 for r in rows)
     spent = f"{tokens['input_tokens']:,} in, {tokens['output_tokens']:,} out"
     of_what = f"{solved} of {len(final)} solved, " if final else ""
     lines = [
         f"{of_what}{sum(r['turns'] for r in rows):,} turns, {spent}"
         + (f", {unknown} calls of unknown usage" if unknown else "")
-        + f", cost {cost(rows)}"
+        + f", cost {cost(usd, unpriced)}"
         + (f"; {failed} attempts without a verdict" if failed else "")
     ]
     parts = ("sandbox_s", "model_s", "tool_s", "waiting_s", "verify_s")
@@ -257,14 +259,8 @@ def models(rows: Sequence[Row]) -> str:
     return f"attempts by model: {_counted(asked)}; answered by: {_counted(served) or 'none'}"
 
 
-def cost(rows: Iterable[Row]) -> str:
-    """The sum of costs, or `unpriced` where a price is not known."""
-    costs, unpriced = 0.0, 0
-    for row in rows:
-        unpriced += row["unpriced_calls"] or 0
-        costs += row["cost_usd"] or row.get("known_cost_usd") or 0.0
+def cost(usd: float, unpriced: int) -> str:
+    """A known cost and the number of calls beside it that have no price."""
     if unpriced:
-        return (
-            f"unpriced ({unpriced:,} calls)" if not costs else f"${costs:.4f} + {unpriced} unpriced"
-        )
-    return f"${costs:.4f}"
+        return f"unpriced ({unpriced:,} calls)" if not usd else f"${usd:.4f} + {unpriced} unpriced"
+    return f"${usd:.4f}"

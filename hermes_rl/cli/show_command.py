@@ -126,7 +126,7 @@ def find(rows: list[Row], wanted: str, run: Path) -> Row:
         raise UserError(f"{run}: nothing begins with {wanted!r}. `hermes-rl show {run}` lists ids")
     if len(units) > 1:
         ids = ", ".join(sorted(u[:12] for u in units)[:6])
-        raise UserError(f"{wanted!r} names {len(units)} units ({ids}). Give more of the id")
+        raise UserError(f"{wanted!r} names {len(units)} units. Give the id of one of them: {ids}")
     # The final row says most: trajectories before failures, later attempts before earlier ones.
     return max(matches, key=lambda r: (r["status"] == "ok", r["attempt"]))
 

@@ -14,7 +14,6 @@ from typing import Annotated
 import typer
 
 from hermes_rl.cli import render
-from hermes_rl.cli.known_costs import rows_of
 from hermes_rl.errors import ExitCode, UserError
 
 FOLLOW_EVERY_S = 2.0
@@ -84,10 +83,9 @@ def look(path: Path) -> Status:
     from hermes_rl.store.watch import driver_of, in_flight
 
     run = load_run(path)
-    rows = [row for table in ("trajectories", "failures") for row in rows_of(run, table, _COLUMNS)]
-    final = [row for row in rows if row["status"] == "ok"]
+    stats = run.stats
     holder = driver_of(run.run_dir)
-    plan = run.stats["plan"]
+    plan = stats["plan"]
     known = plan.get("units") is not None
     local = holder is not None and holder.local
     return Status(
@@ -95,18 +93,15 @@ def look(path: Path) -> Status:
         driver=holder.pid if holder is not None and local else None,
         host=holder.host if holder is not None and not local else None,
         units=plan["units"] + plan.get("left", 0) if known else None,
-        done=len(final),
-        solved=sum((row["reward"] or 0.0) >= 1.0 for row in final),
-        given_up=run.ledger.given_up,
+        done=stats["units"]["done"],
+        solved=stats["reward"]["solved"],
+        given_up=stats["units"]["given_up"],
         running=len(in_flight(run.run_dir)) if holder is not None else 0,
-        failed_attempts=len(rows) - len(final),
-        input_tokens=sum(row["usage"]["input_tokens"] or 0 for row in rows),
-        output_tokens=sum(row["usage"]["output_tokens"] or 0 for row in rows),
-        cost=render.cost(rows),
+        failed_attempts=stats["attempts"]["failed"],
+        input_tokens=stats["tokens"]["input_tokens"] or 0,
+        output_tokens=stats["tokens"]["output_tokens"] or 0,
+        cost=render.cost(stats["known_cost_usd"] or 0.0, stats["calls"]["unpriced"]),
     )
-
-
-_COLUMNS = ["trajectory_id", "status", "reward", "usage", "cost_usd", "unpriced_calls"]
 
 
 def _stop(path: Path) -> int:

@@ -26,15 +26,15 @@ def bootstrap(values: Sequence[float], *, level: float = 0.95, seed: int = 0) ->
     """Mean of per-task values with a percentile bootstrap interval over tasks.
 
     Args:
-        values: one value per task.
+        values: one value per task, in any order: the interval is a function of the values alone.
         level: coverage of the interval.
-        seed: of the resampling, so that a report is a function of its data.
+        seed: of the resampling.
 
     Returns: NaN bounds for fewer than two tasks, NaN everywhere for none.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
     """
-    data = np.asarray(values, dtype=float)
+    data = np.sort(np.asarray(values, dtype=float))
     if data.size == 0:
         return Interval(float("nan"), float("nan"), float("nan"))
     mean = float(data.mean())

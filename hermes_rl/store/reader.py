@@ -5,7 +5,7 @@ Published parts, and rows that are finished but not published yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hermes_rl.errors import UserError
-from hermes_rl.store.commit import read_commits, rows_of
+from hermes_rl.store.commit import Commit, Tally, read_commits, rows_of
 from hermes_rl.store.frames import call_frame, message_frame, run_frame
 from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.lines import payloads
 from hermes_rl.store.replay import journal_files
 from hermes_rl.store.rundir import RunDir, sequence_of
 from hermes_rl.store.stats import compute_stats
-from hermes_rl.store.version import TABLES
+from hermes_rl.store.version import SCHEMA_VERSION, TABLES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -155,14 +155,22 @@ class Run:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Dispositions of all units in committed batches."""
+        """Dispositions of all units, from committed batches and from those that wait for it."""
         ledger = Ledger(self._max_attempts)
-        ledger.load(read_commits(self.run_dir))
+        ledger.load(self._batches())
         return ledger
+
+    def _batches(self) -> Iterator[Commit]:
+        # The journals first: a batch that is published meanwhile is found in both places.
+        waiting = _pending_batches(self.run_dir) if self._pending else {}
+        for commit in read_commits(self.run_dir):
+            waiting.pop(commit.stem, None)
+            yield commit
+        yield from waiting.values()
 
     @cached_property
     def stats(self) -> dict[str, Any]:
-        """The content of stats.json, computed anew from the commits."""
+        """The content of stats.json, computed from the same batches as the ledger."""
         return compute_stats(self.ledger.summary, self.ledger, self._plan())
 
     def _plan(self) -> Mapping[str, Any]:
@@ -201,18 +209,42 @@ def _pending_rows(run_dir: RunDir, tables: Sequence[str]) -> dict[str, dict[str,
     from hermes_rl.store.schema import schema_of
 
     found: dict[str, dict[str, pa.Table]] = {table: {} for table in tables}
+    for stem, lines in _pending_lines(run_dir):
+        for table in tables:
+            rows = [row for line in lines for name, row in rows_of(line) if name == table]
+            if rows:
+                found[table][stem] = to_arrow(rows, schema_of(table))
+    return found
+
+
+def _pending_batches(run_dir: RunDir) -> dict[str, Commit]:
+    """Stem -> the commit, without its parts, that the batch of a `done` file will have."""
+    found = {}
+    for stem, lines in _pending_lines(run_dir):
+        tally = Tally()
+        for line in lines:
+            if "row" in line:
+                tally.add(line)
+        found[stem] = Commit(
+            stem=stem,
+            schema_version=SCHEMA_VERSION,
+            committed_at=0.0,
+            keys=tally.keys(),
+            parts=[],
+            summary=tally.summary,
+        )
+    return found
+
+
+def _pending_lines(run_dir: RunDir) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The lines of each `done` file, with the stem of its batch."""
     for writer in run_dir.writers():
         for done in journal_files(run_dir.writer_path(writer), "done"):
             try:
                 lines = [_loads(payload) for payload in payloads(done, sound=False)]
             except FileNotFoundError:
-                continue
-            for table in tables:
-                rows = [row for line in lines for name, row in rows_of(line) if name == table]
-                if rows:
-                    stem = f"{writer}-{sequence_of(done)}"
-                    found[table][stem] = to_arrow(rows, schema_of(table))
-    return found
+                continue  # published meanwhile
+            yield f"{writer}-{sequence_of(done)}", lines
 
 
 def _empty(schema: pa.Schema) -> pa.Table:

@@ -4,10 +4,16 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import kit
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
 
+from hermes_rl.cli import status_command
+from hermes_rl.store.reader import load_run
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan
 
@@ -139,23 +145,88 @@ async def test_a_wrong_key_stops_and_the_right_one_resumes(tmp_path: Path) -> No
         assert path.is_dir() or b"wrong-canary" not in path.read_bytes()
 
 
-async def test_a_dataset_that_breaks_lets_what_runs_end(tmp_path: Path) -> None:
+def no_parquet(path: Path) -> None:
+    path.write_bytes(b"no parquet")
+
+
+def damaged_page(path: Path) -> None:
+    """A Parquet file whose footer is sound: what is wrong shows when its rows are read."""
+    table = pa.table({"prompt": [f"q{n}" for n in range(300)]})
+    pq.write_table(table, path, compression="none", use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    data[4:64] = bytes(60)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [no_parquet, damaged_page])
+async def test_a_dataset_that_breaks_lets_what_runs_end(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     kit.write(folder / "a.jsonl", [{"prompt": f"p{n}"} for n in range(300)])
-    (folder / "b.parquet").write_bytes(b"no parquet")
+    damage(folder / "b.parquet")
     out = tmp_path / "run"
     free = ("--sandbox", "none", "--allow-unsandboxed", "--out", out, *HERE)
     broken = await kit.finish(folder, "--model", "noop", *free)
-    assert broken.process.returncode == 2
-    assert "b.parquet" in broken.errors.splitlines()[-1]
+    assert broken.process.returncode == 2, broken.errors
+    assert "Traceback" not in broken.errors
+    report = broken.report()
+    assert (report["stopped"], report["exit_code"]) == ("dataset", 2)
+    assert "b.parquet" in report["detail"] or "a.jsonl:300: " in report["detail"]
     done = len(kit.final_rows(out))
     assert done >= 256, "rows before the damage were thrown away"
+    assert json.loads((out / "stats.json").read_bytes())["units"]["done"] == done
     assert kit.table(out, "failures") == []
     (folder / "b.parquet").unlink()
-    mended = await kit.finish(folder, "--model", "noop", *free)
-    assert mended.report()["done"] == 300
+    repaired = await kit.finish(folder, "--model", "noop", *free)
+    assert repaired.report()["done"] == 300
     assert {row["attempt"] for row in kit.final_rows(out).values()} == {0}
+
+
+async def test_another_dataset_needs_a_run_of_its_own(tmp_path: Path) -> None:
+    """`a/train.jsonl` and `b/train.jsonl` have the same default folder."""
+    free = ("--sandbox", "none", "--allow-unsandboxed", "--out", tmp_path / "run", *HERE)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        kit.write(tmp_path / name / "train.jsonl", [{"prompt": f"{name}{n}"} for n in range(3)])
+
+    async def run(name: str, *more: str) -> kit.Process:
+        return await kit.finish(tmp_path / name / "train.jsonl", "--model", "noop", *free, *more)
+
+    assert (await run("a")).report()["done"] == 3
+    recorded = (tmp_path / "run" / "run.yaml").read_bytes()
+    for more in ((), ("--dry-run",)):
+        refused = await run("b", *more)
+        assert refused.process.returncode == 2
+        assert refused.errors.count("\n") == 1
+        assert f"{tmp_path}/a/train.jsonl, and no unit of {tmp_path}/b/train" in refused.errors
+        assert "Choose another --out" in refused.errors
+    assert len(kit.final_rows(tmp_path / "run")) == 3
+    assert (tmp_path / "run" / "run.yaml").read_bytes() == recorded
+    shared = [{"prompt": p} for p in ("new", "b0", "a2")]
+    kit.write(tmp_path / "b" / "train.jsonl", shared)
+    report = (await run("b")).report()
+    assert (report["units"], report["done"], report["left"]) == (3, 3, 2)
+
+
+async def test_a_killed_run_has_the_same_figures_everywhere(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    """What is finished and not yet published counts for `status` and for `check`."""
+    rows = [kit.task(n) for n in range(1, 5)] + [kit.task(9, latency_s=60.0)]
+    dataset, out = kit.write(tmp_path / "tasks.jsonl", rows), tmp_path / "run"
+    run = await kit.launch(*kit.played(dataset, out, server.base_url, *HERE))
+    await kit.until_done(run, 4)
+    kit.kill(run.pid)
+    await run.wait()
+    assert not list((out / "commits").iterdir()), "it was published: this test shows nothing"
+    status, stats = status_command.look(out), load_run(out).stats
+    assert (status.done, status.solved, status.given_up, status.failed_attempts) == (4, 3, 0, 0)
+    assert (stats["units"]["done"], stats["reward"]["solved"]) == (4, 3)
+    assert status.output_tokens == stats["tokens"]["output_tokens"] > 0
+    table = load_run(out).trajectories
+    assert (len(table), int((table["reward"] >= 1).sum())) == (4, 3)
 
 
 async def test_mixed_faults_are_ridden_out(tmp_path: Path) -> None:

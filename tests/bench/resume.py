@@ -41,7 +41,7 @@ def config(folder: str) -> dict[str, object]:
 
 def make(folder: str, units: int) -> None:
     """A dataset and its run directory, all done; one unit in ten took a second attempt."""
-    from batch_runner.runner import open_reader
+    from batch_runner.plan import open_reader
     from batch_runner.settings import settle
     from hermes_rl.config import parse_config
 

@@ -184,6 +184,25 @@ def test_check_a_dataset(tmp_path: Path) -> None:
     assert hermes("check", "smoke", "--json", cwd=tmp_path).json()["bad"] == []
 
 
+def test_check_names_each_id_that_two_tasks_have(tmp_path: Path) -> None:
+    """Identical rows are repeats of one task: their id is its name."""
+    twice = {"id": "a", "prompt": "x"}
+    other, same = {"id": "a", "prompt": "y"}, {"id": "b", "prompt": "x"}
+    write(tmp_path / "t.jsonl", twice, twice, other, same)
+    said = hermes("check", "t.jsonl", cwd=tmp_path)
+    assert said.code == 2
+    assert said.err == (
+        "error: t.jsonl:3: id 'a' is also that of t.jsonl:1. Give each task its own id\n"
+    )
+    here = ("--model", "noop", "--out", "r", "--workers", "0")
+    assert hermes("run", "t.jsonl", *here, cwd=tmp_path).code == 0
+    several = hermes("show", "r", "a", cwd=tmp_path)
+    assert several.code == 2
+    first = several.err.rpartition(": ")[2].split(",")[0]
+    assert "'a' names 3 units. Give the id of one of them: " in several.err
+    assert hermes("show", "r", first, cwd=tmp_path).code == 0
+
+
 def test_check_finds_what_would_end_a_run_or_its_units(tmp_path: Path) -> None:
     """Names of tools that nobody knows, and datasets without rows."""
     write(tmp_path / "t.jsonl", {"prompt": "x", "toolsets": ["shel"]}, {"prompt": "x"})

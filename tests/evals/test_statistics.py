@@ -58,6 +58,12 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
     assert 0.91 <= hits / 300 <= 0.98
 
 
+def test_the_interval_does_not_depend_on_the_order_of_the_values() -> None:
+    values = [1.0] * 13 + [0.0] * 7 + [0.1, 0.7]
+    shuffled = np.random.default_rng(1).permutation(values).tolist()
+    assert bootstrap(values) == bootstrap(values[::-1]) == bootstrap(shuffled)
+
+
 def test_few_tasks_give_no_false_bounds() -> None:
     assert np.isnan(bootstrap([]).mean)
     one = bootstrap([1.0])
