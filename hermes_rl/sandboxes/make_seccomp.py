@@ -32,6 +32,11 @@ NAMESPACES = (0x80, 0x20000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x2
 """CLONE_NEW* flags of clone; clone3 hides its flags in memory and is answered with ENOSYS."""
 TERMINAL = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX: put characters into another process's terminal."""
+ALLOCATE = (0x40305828, 0x4030582A, 0x40305839)
+"""FS_IOC_RESVSP, FS_IOC_RESVSP64 and FS_IOC_ZERO_RANGE: fallocate by another name."""
+SEGMENT_BYTES = 64 << 10
+"""Largest System V shared memory segment: with the kernel's limit of 4,096 segments for each
+namespace, 256 MiB in all, which no other limit would bound. Larger ones are for /dev/shm."""
 FAMILIES = {1, 2, 10, 16}
 """UNIX, INET, INET6, NETLINK; any other family is refused, AF_VSOCK (the way to a VM's host) and
 AF_PACKET among them."""
@@ -56,6 +61,15 @@ def make(arch: str) -> Any:
     for request in TERMINAL:
         rule = sec.Arg(1, sec.MASKED_EQ, 0xFFFFFFFF, request)
         filter_.add_rule(sec.ERRNO(errno.EPERM), "ioctl", rule)
+    # fallocate reserves gigabytes in no time, past RLIMIT_FSIZE too. libc's posix_fallocate writes
+    # the bytes itself after this answer.
+    without = sec.ERRNO(errno.EOPNOTSUPP)
+    filter_.add_rule(without, "fallocate")
+    for request in ALLOCATE:
+        filter_.add_rule(without, "ioctl", sec.Arg(1, sec.MASKED_EQ, 0xFFFFFFFF, request))
+    # The limits of another process: those of a verifier, for a program that it runs.
+    filter_.add_rule(sec.ERRNO(errno.EPERM), "prlimit64", sec.Arg(0, sec.NE, 0))
+    filter_.add_rule(sec.ERRNO(errno.EINVAL), "shmget", sec.Arg(1, sec.GT, SEGMENT_BYTES))
     refuse = sec.ERRNO(errno.EAFNOSUPPORT)
     filter_.add_rule(refuse, "socket", sec.Arg(0, sec.GT, max(FAMILIES)))
     for family in sorted(set(range(max(FAMILIES))) - FAMILIES):

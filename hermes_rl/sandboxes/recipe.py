@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -120,6 +121,11 @@ def _copy_folder(source: Path, target: Path) -> None:
 def image_layers(image: str) -> Sequence[Path]:
     """The directory that an image name means. Raises: TaskFault."""
     path = Path(image)
+    if path.resolve() == Path("/"):
+        raise TaskFault(
+            f"image {image!r} is this machine's own root, with your files in it: leave the image "
+            "out to show agents this machine's programs, or name a folder with a root file system"
+        )
     if not path.is_dir():
         raise TaskFault(f"image {image!r} is not a directory: bubblewrap takes a root file system")
     if not (path / "bin" / "bash").exists() and not (path / "usr" / "bin" / "bash").exists():
@@ -149,7 +155,9 @@ def arguments(box: Box, descriptors: Mapping[str, int]) -> list[str]:
         *(("--bind", str(box.workspace), WORKSPACE) if box.workspace is not None else ()),
         *("--ro-bind", str(box.control), CONTROL),
         *box.mounts,
-        *("--remount-ro", "/dev"),
+        # Memory of other processes can be written there: of process 1, which has no limits, and of
+        # a verifier by the programs that it runs.
+        *("--remount-ro", "/proc", "--remount-ro", "/dev"),
         *(() if box.layers.lower else ("--remount-ro", "/")),
         *("--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--cap-drop", "ALL"),
         *("--clearenv", "--setenv", "LANG", LANG, "--chdir", box.cwd),
@@ -238,6 +246,17 @@ def ulimits(limits: SandboxLimits) -> list[str]:
         *("-u", str(limits.processes), "-v", str(limits.memory_bytes >> 10)),
         *("-f", str(limits.file_bytes >> 10), "-n", str(OPEN_FILES), "-c", "0"),
     ]
+
+
+def rlimits(limits: SandboxLimits) -> dict[int, int]:
+    """The same for process 1, which the host sets: bubblewrap itself knows no limits."""
+    return {
+        resource.RLIMIT_NPROC: limits.processes,
+        resource.RLIMIT_AS: limits.memory_bytes,
+        resource.RLIMIT_FSIZE: limits.file_bytes,
+        resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_CORE: 0,
+    }
 
 
 def environment(home: str, extra: Mapping[str, str]) -> dict[str, str]:

@@ -58,11 +58,16 @@ def _libc() -> ctypes.CDLL:
 
 
 @contextmanager
-def _identity(uid: int, calls: _Calls) -> Iterator[None]:
-    """This thread as user and group `uid`, without any other group; root before and after.
+def identity(uid: int | None) -> Iterator[None]:
+    """This thread as user and group `uid`, without any other group; root before and after. None,
+    or a machine whose system calls' numbers are not known, changes nothing.
 
     The saved ids stay 0, which is the way back; a program that is started loses them at its exec.
     """
+    calls = _CALLS.get(platform.machine())
+    if uid is None or calls is None:
+        yield
+        return
     libc = _libc()
     groups = os.getgroups()
 
@@ -110,14 +115,11 @@ def start(launch: Launch, stdio: socket.socket) -> subprocess.Popen[bytes]:
     """Start a process with its own session, and all three standard
     descriptors on `stdio`. Call it in a Spawner's thread.
     """
-    if launch.uid is None:
-        return _popen(launch.argv, launch, stdio)
-    calls = _CALLS.get(platform.machine())
-    if calls is None:
+    if launch.uid is not None and platform.machine() not in _CALLS:
         prefix = _setpriv(launch.uid)
         whole = [*prefix, launch.executable, *launch.argv[1:]]
         return _popen(whole, replace(launch, executable=prefix[0]), stdio)
-    with _identity(launch.uid, calls):
+    with identity(launch.uid):
         return _popen(launch.argv, launch, stdio)
 
 

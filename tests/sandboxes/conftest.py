@@ -77,7 +77,8 @@ def code() -> Iterator[Path]:
     shared = Path("/tmp") / f"hermes-code-{os.getpid()}-{os.urandom(4).hex()}"
     shared.mkdir(mode=0o755)
     package = shutil.copytree(ROOT / "hermes_rl", shared / "hermes_rl")
-    shutil.copyfile(HERE / "launcher.py", shared / "launcher.py")
+    for name in ("launcher.py", "escapes.py"):
+        shutil.copyfile(HERE / name, shared / name)
     for path in [package, *package.rglob("*")]:
         path.chmod(0o755)
     reachable(find_binary(), shared)

@@ -142,6 +142,9 @@ async def test_a_missing_image_is_the_tasks_fault(bubblewrap: Bubblewrap, state:
     for name in (state / "missing", state / "empty"):
         with pytest.raises(TaskFault, match="image"):
             await bubblewrap.lease(SandboxSpec(lease="image", image=str(name)))
+    for itself in ("/", "//usr/.."):
+        with pytest.raises(TaskFault, match="this machine's own root"):
+            await bubblewrap.lease(SandboxSpec(lease="image", image=itself))
 
 
 async def test_the_network_is_a_choice(bubblewrap: Bubblewrap) -> None:

@@ -11,19 +11,21 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-NAMES = [
-    line.strip().rstrip(",")
-    for line in (HERE / "escapes.py").read_text().partition("CHECKS = (")[2].splitlines()
+CHECKS = [
+    (file, line.strip().rstrip(","))
+    for file in ("escapes.py", "escapes_calls.py")
+    for line in (HERE / file).read_text().partition("CHECKS = (")[2].splitlines()
     if line.startswith("    ")
 ]
+each = pytest.mark.parametrize(("file", "name"), CHECKS, ids=[name for _, name in CHECKS])
 Run = Callable[[Path, str], None]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_as_we_are(as_we_are: Run, name: str) -> None:
-    as_we_are(HERE / "escapes.py", name)
+@each
+def test_as_we_are(as_we_are: Run, file: str, name: str) -> None:
+    as_we_are(HERE / file, name)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_as_an_ordinary_user(as_ordinary_user: Run, name: str) -> None:
-    as_ordinary_user(HERE / "escapes.py", name)
+@each
+def test_as_an_ordinary_user(as_ordinary_user: Run, file: str, name: str) -> None:
+    as_ordinary_user(HERE / file, name)

@@ -54,3 +54,29 @@ async def test_the_verifiers_files_cannot_be_changed(bubblewrap: Bubblewrap) -> 
         await box.write_file("deed.sh", deed.encode())
         spec = GradingSpec('bash "$WORKSPACE/deed.sh" 2>/dev/null', files={"key": b"42"})
         assert (await box.grade(spec)).output == "42"
+
+
+LOWERED = ("NOFILE", "AS", "STACK", "CPU", "FSIZE")
+"""Limits without which the verifier's next program cannot start, or ends before it has found
+anything."""
+
+
+async def test_a_program_cannot_lower_the_limits_of_its_verifier(bubblewrap: Bubblewrap) -> None:
+    """Else a check that finds what is wrong fails for another reason, and passes."""
+    deed = """
+import os, resource, sys
+for pid in (os.getppid(), 1, 2, 3):
+    try:
+        resource.prlimit(pid, getattr(resource, "RLIMIT_" + sys.argv[1]), (0, 0))
+        print("lowered", pid)
+    except (PermissionError, ProcessLookupError):
+        pass
+"""
+    check = 'sort "$WORKSPACE/answer" >sorted; if grep -q wrong sorted; then exit 1; fi; exit 0'
+    async with await bubblewrap.lease(SandboxSpec(lease="lower")) as box:
+        await box.write_file("deed.py", deed.encode())
+        await box.write_file("answer", b"wrong\n")
+        for name in LOWERED:
+            script = f'python3 "$WORKSPACE/deed.py" {name}; {check}'
+            result = await box.grade(GradingSpec(script))
+            assert (result.exit_code, result.output) == (1, ""), (name, result)
