@@ -20,7 +20,8 @@ The model, in four points:
     │   ├── ProtocolError · ModelAborted                        like these, worth another try
     │   ├── BadRequest · ContentFiltered
     │   ├── Outage                                              no answer within the retry budget
-    │   └── ContextOverflow · PayloadTooLarge                   the policy filled its window
+    │   └── ContextOverflow · PayloadTooLarge                   the policy filled its window, or
+    │                                                           the task's prompt is too long
     ├── SandboxError
     │   ├── SandboxStartError · SandboxDied                     infrastructure
     │   └── SandboxKilled                                       the agent's own deed
@@ -284,7 +285,8 @@ class ModelAborted(ModelError):
 
 
 class ContextOverflow(ModelError):
-    """The request does not fit the model's window: ends as `context_overflow`, graded."""
+    """The request does not fit the model's window. After the model's first answer the run ends as
+    `context_overflow`, graded; before it the cause is `task`: the prompt does not fit."""
 
     cause = "model_protocol"
     reason: Reason = "context_overflow"

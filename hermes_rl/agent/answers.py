@@ -59,9 +59,13 @@ async def _ask(run: RunState) -> Completion:
     try:
         completion = await run.parts.caller.call(request, turn=run.turn)
     except (ContextOverflow, PayloadTooLarge) as error:
+        if not run.answers:  # nothing was sampled yet: it is the prompt that does not fit
+            error.cause = "task"
+            raise
         raise Finish("context_overflow") from error
     except BrokenOff as error:
-        return continuation.beginning(error)
+        completion = continuation.beginning(error)
+    run.answers += 1
     run.count(completion.usage)
     return completion
 

@@ -116,6 +116,8 @@ class RunState:
     given: int = 0
     """Messages of the prompt, the system message included."""
     turn: int = 0
+    answers: int = 0
+    """Answers of the model so far, also those that were thrown away."""
     tokens: int = 0
     """Known input and output tokens of all calls."""
     active_s: float = 0.0

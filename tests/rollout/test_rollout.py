@@ -132,10 +132,23 @@ async def test_refusals_of_the_model_are_infrastructure(stage: Open, kind: str, 
     assert [c.outcome for c in got.calls] == ["refused"]
 
 
-async def test_an_overflow_is_the_policys_and_graded(stage: Open) -> None:
-    s = await stage(backend="none", model={"name": "fault-context_overflow"})
-    got = await s.attempt({"prompt": "p", "verify": "true"})
+@pytest.mark.parametrize("fault", ["context_overflow", "too_large"])
+async def test_an_overflow_after_the_first_answer_is_the_policys_and_graded(
+    stage: Open, fault: str
+) -> None:
+    s = await stage(backend="none")
+    prompt = script(WRITE, {"text": "never", "fault": fault})
+    got = await s.attempt({"prompt": prompt, "verify": "true"})
     assert (got.end_reason, got.truncated, got.reward) == ("context_overflow", True, 1.0)
+    assert (got.owner, got.cause) == ("policy", None)
+
+
+@pytest.mark.parametrize("fault", ["context_overflow", "too_large"])
+async def test_an_overflow_before_the_first_answer_is_the_tasks(stage: Open, fault: str) -> None:
+    s = await stage(backend="none", model={"name": f"fault-{fault}"})
+    got = await s.attempt({"prompt": "p", "verify": "true"})
+    assert (got.status, got.cause, got.owner, got.reward) == ("failed", "task", "task", None)
+    assert (got.end_reason, got.truncated, len(got.calls)) == ("error", False, 1)
 
 
 async def test_the_tasks_own_limits_bind(stage: Open) -> None:
