@@ -87,7 +87,7 @@ async def dry_run(config: RunConfig) -> Forecast:
     run_dir = RunDir(settings.out)
     ledger = await asyncio.to_thread(_ledger, run_dir, settings)
     await asyncio.to_thread(refuse_other_dataset, settings, run_dir, ledger)
-    rules = PlanRules(settings.config_hash, config.agent.seed, epoch=0)
+    rules = PlanRules(settings.config_hash, config.agent.base_seed, epoch=0)
     counts = await survey(reader, rules, ledger)
     return _forecast(settings, counts, run_dir, len(ledger))
 

@@ -77,6 +77,9 @@ class Report:
         lines += exact_lines(self.stats.get("exact_tokens"), self.path)
         if unparsed := self.stats.get("calls", {}).get("suspected_unparsed"):
             lines.append(_unparsed_line(unparsed))
+        if unsent := self.stats.get("calls", {}).get("unsent"):
+            refused = ", ".join(f"{name} ({rows:,} attempts)" for name, rows in unsent.items())
+            lines.append(f"warning: not sent, since the endpoint refused it: {refused}")
         lines += [text for lane in self.governed.get("rate_limits", ()) if (text := _limit(lane))]
         lines += [_budget(*pot) for pot in self.governed.get("budgets", {}).items()]
         if self.causes:

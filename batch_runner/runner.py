@@ -128,7 +128,7 @@ class _Run:
         """Units of earlier starts."""
         self.solved_before = driver.ledger.summary.counts.get("solved", 0)
         self.committed = frozenset(driver.run_dir.commit_stems())
-        seed = settings.config.agent.seed
+        seed = settings.config.agent.base_seed
         rules = PlanRules(settings.config_hash, seed, driver.epoch)
         self.plan = Plan(reader, rules, driver.ledger)
         if pilot is not None:

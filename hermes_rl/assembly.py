@@ -31,12 +31,15 @@ class OpenLink:
 
     def __init__(self, config: ModelConfig, models: Routes, stack: AsyncExitStack) -> None:
         self.model = config.name
-        self.api_mode, self.endpoint = models.seen(config.name)
+        seen = models.seen(config.name)
+        self.api_mode, self.endpoint = seen.api_mode, seen.endpoint
         self.sampling = Sampling(
             temperature=config.temperature,
             top_p=config.top_p,
+            top_k=config.top_k,
             max_tokens=config.max_tokens,
             reasoning=config.reasoning,
+            stop=config.stop,
         )
         self._models, self._stack = models, stack
 
@@ -85,7 +88,7 @@ class RealAssembly:
             api_mode=config.api_mode,
             transport=config.transport,
         )
-        targets = targets_of(where, extra=config.extra_body)
+        targets = targets_of(where, extra=config.extra_body, stop=config.stop)
         keys = {_GIVEN_KEY: key} if key else {}
         if key is None and asks_endpoint(config.name, where):
             places = [targets[0].place]

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from hermes_rl.config_agent import AgentSection, Positive
 from hermes_rl.config_endpoint import (
@@ -30,6 +38,12 @@ from hermes_rl.errors import UserError
 
 Dollar = Annotated[float, Field(gt=0, le=1_000_000_000, allow_inf_nan=False)]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+TopK = Annotated[int, Field(ge=-1)]
+Stops = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    BeforeValidator(lambda given: (given,) if isinstance(given, str) else given),
+]
 
 PLAYED_MODELS = ("oracle", "noop")
 """Models that are played by the harness: no endpoint, no tokens."""
@@ -65,6 +79,10 @@ class ModelSection(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     max_tokens: Positive | None = None
     """Output tokens per call."""
+    top_k: TopK | None = None
+    """-1 is no limit."""
+    stop: Stops = ()
+    """Texts that end an answer; one, or several as a list."""
     reasoning: str | None = None
     """Reasoning effort, as the provider spells it."""
     extra_body: ExtraBody = Field(default_factory=dict)
@@ -233,6 +251,8 @@ class ModelConfig(Section):
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     max_tokens: Positive | None = None
+    top_k: TopK | None = None
+    stop: Stops = ()
     reasoning: str | None = None
     extra_body: ExtraBody = Field(default_factory=dict)
 

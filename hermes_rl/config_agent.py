@@ -57,7 +57,14 @@ class AgentSection(Section):
     """OpenAI messages that every request holds behind the system prompt, and no row; `@FILE` reads
     them from a JSON file."""
     limits: LimitsSection = LimitsSection()
-    seed: int = 0
+    seed: int | None = None
+    """The seeds of all units derive from it; None draws as 0 does. Only a seed that is set here is
+    sent to the model."""
+
+    @property
+    def base_seed(self) -> int:
+        """What the seeds of units derive from."""
+        return 0 if self.seed is None else self.seed
 
     @field_validator("system_prompt")
     @classmethod

@@ -115,6 +115,8 @@ class ProviderSection(Section):
     """It takes `stream_options.include_usage`."""
     top_k: bool | None = None
     """It takes `top_k` and `min_p`."""
+    seed: bool | None = None
+    """It takes `seed`."""
     cache_marks: bool | None = None
     """Chat Completions with cache markers, for models whose name holds `claude`."""
     cache_key: bool | None = None

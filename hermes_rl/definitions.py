@@ -44,15 +44,24 @@ def policy_of(config: RunConfig) -> Policy:
 
 
 def sampling_of(config: RunConfig, seed: int) -> Sampling:
-    """What the configuration says of sampling, with the unit's seed."""
+    """The sampling that the configuration sets, with the unit's seed where it is sent."""
     model = config.model
     return Sampling(
         temperature=model.temperature,
         top_p=model.top_p,
+        top_k=model.top_k,
         max_tokens=model.max_tokens,
         reasoning=model.reasoning,
-        seed=seed,
+        stop=model.stop,
+        seed=sent_seed(config, seed),
     )
+
+
+def sent_seed(config: RunConfig, seed: int) -> int | None:
+    """A unit's seed where the user set one; None otherwise, since many endpoints refuse the
+    parameter. The embedded model always gets it."""
+    embedded = config.model.name in LOCAL_MODELS and config.endpoint.base_url is None
+    return seed if embedded or config.agent.seed is not None else None
 
 
 def extra_body_of(config: RunConfig, model: str) -> dict[str, Any]:
@@ -111,7 +120,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
             "texts": digest(list(TEXTS)),
             **_sent_only(agent),
             "limits": agent.limits.model_dump(),
-            "seed": agent.seed,
+            "seed": agent.base_seed,
         },
         "sandbox": {
             "backend": config.sandbox.backend,

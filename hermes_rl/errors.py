@@ -20,8 +20,7 @@ The model, in four points:
     │   ├── ProtocolError · ModelAborted                        like these, worth another try
     │   ├── BadRequest · ContentFiltered
     │   ├── Outage                                              no answer within the retry budget
-    │   └── ContextOverflow · PayloadTooLarge                   the policy filled its window, or
-    │                                                           the task's prompt is too long
+    │   └── ContextOverflow · PayloadTooLarge                   the policy's, or the prompt's
     ├── SandboxError
     │   ├── SandboxStartError · SandboxDied                     infrastructure
     │   └── SandboxKilled                                       the agent's own deed
@@ -285,8 +284,7 @@ class ModelAborted(ModelError):
 
 
 class ContextOverflow(ModelError):
-    """The request does not fit the model's window. After the model's first answer the run ends as
-    `context_overflow`, graded; before it the cause is `task`: the prompt does not fit."""
+    """The window is full: graded (`context_overflow`); before any answer the cause is `task`."""
 
     cause = "model_protocol"
     reason: Reason = "context_overflow"

@@ -143,6 +143,8 @@ class CallStarted(_Event, frozen=True, kw_only=True, tag="call_start"):
     """Upper bound of the prompt's tokens: the request's bytes."""
     max_output_tokens: int | None = None
     """The output cap that was sent; None when none was."""
+    unsent: tuple[str, ...] = ()
+    """Sampling parameters that it went without, since the endpoint refused them by name."""
 
 
 class CallEnded(_Event, frozen=True, kw_only=True, tag="call_end"):

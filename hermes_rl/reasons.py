@@ -28,5 +28,7 @@ class Facts:
     """How many tokens the prompt has."""
     no_images: bool = False
     """The model takes no images at all."""
+    refused: tuple[str, ...] = ()
+    """Sampling parameters that are refused by name, whatever their value (names of `Sampling`)."""
     completion_cap: bool = False
     """The bound of an answer has to be called `max_completion_tokens`."""

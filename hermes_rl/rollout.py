@@ -143,7 +143,7 @@ def _begun(workshop: Workshop, item: WorkItem, draw: Draw, env_name: str | None)
         api_mode=draw.api_mode,
         endpoint=draw.endpoint,
         toolsets=draw.toolsets,
-        sampling={**workshop.sent(draw.sampling).as_dict(), **draw.extra},
+        sampling={**workshop.sent(draw).as_dict(), **draw.extra},
         split=_text(item.task, "split"),
         env_name=env_name,
         metadata=item.task.metadata if item.task else {},

@@ -37,6 +37,9 @@ from hermes_rl.record import (
 )
 from hermes_rl.usage import Usage, total_usage
 
+UNSENT = "unsent_"
+"""Prefix of metrics: a sampling parameter that calls went without, since an endpoint refused it."""
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -140,12 +143,19 @@ class _Fold:
         )
 
     def _sampling(self) -> dict[str, Any]:
-        """What was asked for, and the output bound of the first call where a budget set one."""
-        own = (s for s in self.starts if s.purpose == "agent" and s.agent == "main")
-        first = next(own, None)
-        if first is None or first.max_output_tokens is None:
-            return self.begun.sampling
-        return {"max_tokens": first.max_output_tokens, **self.begun.sampling}
+        """What was sent: what was asked for without parameters that the endpoint refused, and the
+        output bound of the first call where a budget set one."""
+        own = [s for s in self.starts if s.purpose == "agent" and s.agent == "main"]
+        sampling = {k: v for k, v in self.begun.sampling.items() if k not in self._unsent(own)}
+        if not own or own[0].max_output_tokens is None:
+            return sampling
+        return {"max_tokens": own[0].max_output_tokens, **sampling}
+
+    def _unsent(self, own: list[ev.CallStarted]) -> tuple[str, ...]:
+        """What the first answered call went without; the last one where none was answered."""
+        answered = (s for s in own if (end := self.ends.get(s.call_id)) and end.outcome == "ok")
+        call = next(answered, own[-1] if own else None)
+        return call.unsent if call is not None else ()
 
     def _ending(self, cause: str | None) -> dict[str, Any]:
         reason = self.ended.end_reason if cause is None else end_reason_of(cause)
@@ -153,7 +163,8 @@ class _Fold:
         last = graded[-1] if graded and cause is None else None
         owner = "policy" if cause is None else CAUSES[cause].owner
         ok = cause is None
-        metrics = {**call_bounds(self.stream), **self.ended.metrics}
+        unsent = {f"{UNSENT}{name}": 1.0 for s in self.starts for name in s.unsent}
+        metrics = {**call_bounds(self.stream), **unsent, **self.ended.metrics}
         return {
             "status": "ok" if ok else ("cancelled" if owner == "operator" else "failed"),
             "end_reason": reason,

@@ -40,6 +40,7 @@ from hermes_rl.models.played import NoopClient, OracleClient, free
 from hermes_rl.models.providers.exact import embedded_clients, exact_clients, find_plan
 from hermes_rl.models.providers.others import all_keys, other_targets, others_of, reach_others
 from hermes_rl.models.providers.probe import Probed
+from hermes_rl.models.providers.quirks import sendable
 from hermes_rl.models.providers.reach import reach_models
 from hermes_rl.models.providers.routing import (
     Alone,
@@ -151,9 +152,14 @@ class Workshop:
             extra={"extra_body": extra} if extra else {},
         )
 
-    def sent(self, sampling: Sampling) -> Sampling:
-        """The sampling of a draw as the run's model is sent it."""
-        return spelled_out(sampling) if self.exact else sampling
+    def sent(self, draw: Draw) -> Sampling:
+        """The sampling of a draw as its model is sent it."""
+        if self.exact:
+            return spelled_out(draw.sampling)
+        if self.models is None:
+            return draw.sampling
+        seen = self.models.seen(draw.model)
+        return sendable(draw.sampling, seen.api_mode, seen.quirks)
 
     def caller(
         self, task: Task, recorder: Recorder, model: str, budget: Budget | None

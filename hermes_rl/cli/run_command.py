@@ -94,7 +94,10 @@ Preset = Annotated[
 MaxTurns = Annotated[_Whole, option("--max-turns", text="Model calls per unit [30]")]
 Temperature = Annotated[_Number, option("--temperature", text="Sampling temperature")]
 MaxTokens = Annotated[_Whole, option("--max-tokens", text="Output tokens per call")]
-Seed = Annotated[_Whole, option("--seed", text="All units' seeds derive from it [0]")]
+Seed = Annotated[
+    _Whole,
+    option("--seed", text="All units' seeds derive from it, and are sent to the model [not sent]"),
+]
 Workers = Annotated[_Whole, option("--workers", text="Ray workers; 0 runs here, without Ray")]
 Concurrency = Annotated[
     _Whole, option("--concurrency", text="Rollouts in flight over all workers [64]")

@@ -8,7 +8,7 @@ and
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from hermes_rl.events import ForkReason as ForkReason
@@ -95,6 +95,11 @@ class Sampling:
     stop: tuple[str, ...] = ()
     reasoning: str | None = None
     """Reasoning effort as the provider spells it (`low`, `medium`, `high`)."""
+
+    def without(self, names: Iterable[str]) -> Sampling:
+        """The same with these parameters unset."""
+        unset: dict[str, Any] = {name: () if name == "stop" else None for name in names}
+        return replace(self, **unset)
 
     def as_dict(self) -> dict[str, Any]:
         """The parameters that are set."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from hermes_rl.agent.parts import AgentResult, Caller
 from hermes_rl.config_env import EnvSection, ModelPlace
+from hermes_rl.definitions import sent_seed
 from hermes_rl.episode import Stage, Tape
 from hermes_rl.errors import (
     CannotJudge,
@@ -86,7 +87,7 @@ def _calls(
         top_p=place.top_p,
         max_tokens=place.max_tokens,
         reasoning=place.reasoning,
-        seed=stage.item.seed,
+        seed=sent_seed(stage.workshop.config, stage.item.seed),
     )
     tape = stage.tape
     caller = stage.workshop.other_caller(purpose, tape, place.name, stage.budget)

@@ -161,7 +161,7 @@ class EnvScorer:
         members = [Rollout.of_row(row) for row in ready.rows]
         # The group stands in the place of a unit: it has a seed of its own.
         group_id = ready.gathered.facts["group_id"]
-        seed = unit_seed(self.workshop.config.agent.seed, group_id)
+        seed = unit_seed(self.workshop.config.agent.base_seed, group_id)
         item = msgspec.structs.replace(
             item_of(ready.rows[0], task), unit_id=group_id, attempt=0, repeat=0, seed=seed
         )

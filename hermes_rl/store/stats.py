@@ -11,6 +11,7 @@ from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.page import page
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.store.summary import REWARD_EDGES, UNPARSED_COUNT, Summary, known_causes
+from hermes_rl.trajectory import UNSENT
 
 _TOKENS = (
     "input_tokens",
@@ -67,6 +68,7 @@ def compute_stats(summary: Summary, ledger: Ledger, plan: Mapping[str, Any]) -> 
             "unknown": counts.get("unknown_calls", 0),
             "unpriced": counts.get("unpriced_calls", 0),
             "suspected_unparsed": counts.get(UNPARSED_COUNT, 0),
+            "unsent": _prefixed(counts, UNSENT),
         },
         "tokens": {name: counts.get(name) for name in _TOKENS},
         "cache": cache_shares(counts),

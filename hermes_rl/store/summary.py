@@ -9,6 +9,7 @@ import msgspec
 
 from hermes_rl.errors import CAUSES
 from hermes_rl.store.caching import cache_counts
+from hermes_rl.trajectory import UNSENT
 
 REWARD_EDGES = tuple(i / 10 for i in range(11))
 """Upper ends of the reward buckets; one more bucket takes what lies above."""
@@ -35,9 +36,9 @@ class Summary(msgspec.Struct, kw_only=True):
 
     counts: dict[str, int] = {}
     """`trajectories`, `failures`, `end.REASON`, `cause.CAUSE`, `owner.OWNER`, `graded`, `solved`,
-    `turns`, `tool_calls`, `calls`, token sums (those of `caching` too), `UNPARSED_COUNT`, and of
-    exact tokens `TOKEN_COUNTS`, `segments`, `trainable_segments`, `trained_tokens`. A key that
-    nothing reported is absent, not 0."""
+    `turns`, `tool_calls`, `calls`, token sums (those of `caching` too), `UNPARSED_COUNT`, rows
+    by parameter that an endpoint refused (`UNSENT`), and of exact tokens `TOKEN_COUNTS`,
+    `segments`, `trainable_segments`, `trained_tokens`. A key that nothing reported is absent."""
     sums: dict[str, float] = {}
     """`reward`, `cost_usd` (of priced rows), `known_cost_usd` (of priced calls) and seconds by
     part."""
@@ -65,6 +66,9 @@ class Summary(msgspec.Struct, kw_only=True):
         for name in (*TOKEN_COUNTS, UNPARSED_COUNT):
             if name in row["metrics"]:
                 self._count(name, int(row["metrics"][name]))
+        for name in row["metrics"]:
+            if name.startswith(UNSENT):
+                self._count(name, 1)
         self._sum("cost_usd", row["cost_usd"])
         self._sum("known_cost_usd", known_cost(row))
         for name in _TIMES:

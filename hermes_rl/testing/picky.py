@@ -94,6 +94,19 @@ PICKY: dict[str, Picky] = {
         ),
         lambda request, body: b'"max_tokens"' in body,
     ),
+    "seed": Picky(
+        _refuse(
+            "Unsupported parameter: 'seed' is not supported with this model.",
+            code="unsupported_parameter",
+        ),
+        lambda request, body: b'"seed"' in body,
+    ),
+    "sampling": Picky(
+        _refuse("Unrecognized request arguments supplied: temperature, top_k, top_p"),
+        lambda request, body: any(
+            name in body for name in (b'"temperature"', b'"top_p"', b'"top_k"')
+        ),
+    ),
     "over_cap": Picky(
         _refuse(
             "max_tokens is too large: 99999. This model supports at most"

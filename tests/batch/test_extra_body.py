@@ -86,6 +86,79 @@ async def test_every_request_holds_the_fields_and_every_row_says_so(
     assert written["model"]["extra_body"] == PINNED
 
 
+TASKS = [{"prompt": f"Task {number}."} for number in range(3)]
+
+
+async def rows_of(
+    tmp_path: Path, server: FakeServer, model: dict[str, Any], **agent: Any
+) -> tuple[list[dict[str, Any]], Any]:
+    """The rows and the report of a run of three tasks."""
+    out = tmp_path / "run"
+    made = config(
+        model,
+        {"base_url": server.base_url},
+        dataset={"path": str(kit.write(tmp_path / "tasks.jsonl", TASKS))},
+        agent={"toolsets": ["terminal"], **agent},
+        sandbox={"backend": "none"},
+        run={"out": str(out), "workers": 0, "allow_unsandboxed": True, "concurrency": 1},
+    )
+    report = await arun_batch(made, progress=JsonEvents(io.StringIO()))
+    return [*kit.table(out, "trajectories"), *kit.table(out, "failures")], report
+
+
+async def test_only_sampling_that_was_set_is_sent_and_recorded(tmp_path: Path) -> None:
+    async with Keeping() as server:
+        rows, _ = await rows_of(tmp_path, server, {})
+    names = {"seed", "temperature", "top_p", "top_k", "stop", "max_tokens"}
+    assert [body.keys() & names for body in server.bodies] == [set()] * len(server.bodies)
+    assert {row["sampling"] for row in rows} == {"{}"}
+    assert len({row["seed"] for row in rows}) == 3  # of the units, for what is drawn
+
+
+async def test_a_seed_top_k_and_stop_texts_are_sent_where_they_are_set(tmp_path: Path) -> None:
+    async with Keeping() as server:
+        rows, _ = await rows_of(tmp_path, server, {"top_k": 20, "stop": "END"}, seed=3)
+    sent = [(body["seed"], body["top_k"], body["stop"]) for body in server.bodies]
+    assert {(top_k, *stop) for _, top_k, stop in sent} == {(20, "END")}
+    assert {seed for seed, _, _ in sent} == {row["seed"] for row in rows}
+    for row in rows:
+        wanted = {"seed": row["seed"], "top_k": 20, "stop": ["END"]}
+        assert json.loads(row["sampling"]) == wanted
+
+
+async def test_a_seed_that_the_endpoint_refuses_costs_one_request_and_is_reported(
+    tmp_path: Path,
+) -> None:
+    async with Keeping() as server:
+        rows, report = await rows_of(tmp_path, server, {"name": "fault-seed"}, seed=3)
+    assert ["seed" in body for body in server.bodies] == [True, False, False, False]
+    assert [(row["status"], row["sampling"]) for row in rows] == [("ok", "{}")] * 3
+    assert sorted(len(row["calls"]) for row in rows) == [1, 1, 2]
+    assert {metric["value"] for row in rows for metric in row["metrics"]} == {1.0}
+    assert "not sent, since the endpoint refused it: seed (3 attempts)" in "\n".join(report.lines())
+
+
+async def test_exact_sampling_that_is_refused_fails_and_says_by_what(tmp_path: Path) -> None:
+    async with Keeping() as server:
+        rows, _ = await rows_of(tmp_path, server, {"name": "fault-sampling"}, preset="rl")
+    assert {row["cause"] for row in rows} == {"model_protocol"}
+    assert all("temperature, top_k, top_p" in row["error"] for row in rows)
+    wanted = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+    assert [json.loads(row["sampling"]) for row in rows] == [wanted] * len(rows)
+
+
+def test_runs_without_the_newer_sampling_keys_are_what_they_were() -> None:
+    plain = identity_of(config({}))
+    assert not {"top_k", "stop"} & plain["model"].keys()
+    assert (plain["model"]["seed"], plain["agent"]["seed"]) == (None, 0)
+    assert identity_of(config({}, agent={"seed": 0})) == plain
+    assert identity_of(config({"top_k": 20, "stop": "E"}))["model"] == {
+        **plain["model"],
+        "top_k": 20,
+        "stop": ["E"],
+    }
+
+
 def test_the_fields_are_part_of_what_a_run_is_where_there_are_any() -> None:
     plain = identity_of(config({}))
     assert "extra_body" not in plain["model"]

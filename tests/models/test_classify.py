@@ -19,7 +19,7 @@ BODIES = [
 ]
 """One error of a provider a line: `status` (200: inside an answer), `body`, `headers`, and what is
 to be found: `reason`, `kind` where it is not the reason's own class, `retry_after`, and the facts
-`output`, `context`, `prompt`, `images`, `renamed`."""
+`output`, `context`, `prompt`, `images`, `refused`, `renamed`."""
 
 
 def found_in(row):
@@ -43,6 +43,7 @@ def test_the_reason_of_each_body(row):
         context_limit=row.get("context"),
         prompt_tokens=row.get("prompt"),
         no_images=row.get("images", False),
+        refused=tuple(row.get("refused", ())),
         completion_cap=row.get("renamed", False),
     )
     assert error.retry_after_s == row.get("retry_after")

@@ -60,6 +60,8 @@ class Label:
     agent: str = "main"
     retries: int = 0
     """How many earlier requests the same call had already made."""
+    unsent: tuple[str, ...] = ()
+    """Sampling parameters that it goes without, since the endpoint refused them by name."""
 
 
 @dataclass
@@ -147,6 +149,7 @@ class Attempts:
                     started_at=self._clock.time(),
                     max_input_tokens=bound,
                     max_output_tokens=most,
+                    unsent=label.unsent,
                 )
             )
             sent = _Sent(

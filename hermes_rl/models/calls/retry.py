@@ -114,10 +114,16 @@ class ModelCaller:
             bounded = self._attempts.bounded(request, route)
             imposed = bounded is not request
             asked = recovery.fit(bounded, account.client.bound if imposed else None)
-            label = Label(turn, purpose, agent, retries)
+            unsent = route.unsent(asked.sampling)
+            if unsent:
+                asked = replace(asked, sampling=asked.sampling.without(unsent))
+            label = Label(turn, purpose, agent, retries, unsent)
             try:
                 return await self._attempts.send(asked, route, account, label, imposed=imposed)
             except ModelError as error:
+                if route.drop(error, asked):
+                    retries += 1
+                    continue
                 rotated = route.accounts.rest(account, error)
                 failed = _Failed(error, account, asked, recovery, imposed)
                 action = recovery.decide(error, self._situation(failed, rotated=rotated))

@@ -6,16 +6,20 @@ fallbacks. Each route has accounts, one per key; the pool says which is next and
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hermes_rl.errors import ModelError
-from hermes_rl.models.base import ModelClient
+from hermes_rl.models.base import ModelClient, ModelRequest, Sampling
 from hermes_rl.models.calls.traffic import Traffic
 from hermes_rl.models.key_command import KeyRenewed
 from hermes_rl.models.limits.limiter import Limiter
 from hermes_rl.models.providers.prices import PriceTable
+from hermes_rl.models.providers.quirks import NO_LIMIT
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,29 @@ class Route:
     """What calls cost here; None where the caller is told otherwise."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of each request's body, the user's own."""
+    refused: list[str] = field(default_factory=list, compare=False)
+    """Sampling parameters that the endpoint refused by name: no rollout sends them any more."""
+
+    def unsent(self, sampling: Sampling) -> tuple[str, ...]:
+        """The parameters of a sampling that the endpoint refused by name."""
+        return tuple(name for name in self.refused if name in sampling.as_dict())
+
+    def drop(self, error: ModelError, request: ModelRequest) -> bool:
+        """Stop sending the parameters of a request that its refusal names. An exact request loses
+        only what does not change the distribution: the seed, and filters that cut nothing off.
+
+        Returns: whether the request is worth sending again without them.
+        """
+        sent = request.sampling.as_dict()
+        names = [name for name in error.facts.refused if name in sent]
+        harmless = {"seed", *(name for name, value in NO_LIMIT if sent.get(name) == value)}
+        if not names or (request.exact and not harmless.issuperset(names)):
+            return False
+        for name in names:
+            if name not in self.refused:
+                self.refused.append(name)
+                _log.warning("%s does not take %r: no longer sent (%s)", request.model, name, error)
+        return True
 
     @classmethod
     def single(cls, model: str, client: ModelClient, limiter: Limiter) -> Route:

@@ -10,6 +10,10 @@ from hermes_rl.errors import UserError
 _SAID_ELSEWHERE = {
     "temperature": "model.temperature",
     "top_p": "model.top_p",
+    "top_k": "model.top_k",
+    "stop": "model.stop",
+    "stop_sequences": "model.stop",
+    "seed": "agent.seed",
     "stream": "endpoint.stream",
     "reasoning_effort": "model.reasoning",
     "reasoning": "model.reasoning",

@@ -112,11 +112,17 @@ def _walk(form: Any, fault: Fault, depth: int) -> Iterator[str]:
         for key in _SAYS:
             if isinstance(low.get(key), str):
                 yield from _text(low[key], fault, depth)
+        yield from _place(low.get("loc"))
         named = [key for key in low if key.endswith("exception")]  # an event's name is its code
         fault.codes.update(named[:5])
         for key in (*_HOLDS, *named[:5]):
             if isinstance(low.get(key), Mapping | list):
                 yield from _walk(low[key], fault, depth - 1)
+
+
+def _place(loc: Any) -> list[str]:
+    """Which field pydantic means: `at body.seed`."""
+    return [f"at {'.'.join(map(str, loc[:9]))}"] if isinstance(loc, list) else []
 
 
 def _text(text: str, fault: Fault, depth: int) -> Iterator[str]:

@@ -31,6 +31,35 @@ _SUM = rf"exceed context limit: {_N} \+ [\d,]+ > {_N}"
 _RENAMED = r"max_tokens\W.{0,80}\buse \W?max_completion_tokens"
 """OpenAI, and gateways to its models."""
 
+_PARAMETERS = {
+    **{n: n for n in ("seed", "temperature", "top_p", "top_k", "min_p", "stop")},
+    "stop_sequences": "stop",
+    "reasoning_effort": "reasoning",
+    "reasoning": "reasoning",
+}
+"""Field of a request -> sampling parameter that it carries."""
+_FIELD = rf"(?<![.\w\]])(?:{'|'.join(sorted(_PARAMETERS, key=len, reverse=True))})\b(?!\.\w|\[)"
+"""Not within a longer path: `tools.0.input_schema.properties.seed` is another field."""
+_QUOTE = r"[\s\[({'\"`:]{0,4}"
+_LIST = rf"(?:{_QUOTE}{_FIELD}['\"`,\]]{{0,3}}){{1,9}}"
+"""One field or several, quoted or not, as a list or not."""
+_BAD = r"(?:unsupported|unknown|unrecognized|unexpected|extraneous|deprecated|not supported)"
+_NOT = r"(?:(?:is|are) )?(?:not|no longer) (?:supported|permitted|allowed|accepted|recognized)"
+_THING = r"(?:parameter|argument|field|key|keyword|property|name|option|input|param)s?"
+_REFUSED = (
+    rf"{_BAD} (?:[a-z]+ ){{0,2}}{_THING}(?: supplied| \S*)?{_LIST}",
+    rf"(?:does not|doesn't|do not|don't|cannot) (?:support|accept|allow|take|recognize)"
+    rf"(?: the| these| this)?(?: {_THING})?{_LIST}",
+    rf"{_FIELD}['\"`\]]{{0,2}}(?: {_THING})?:? (?:{_NOT}|(?:is|are) (?:{_BAD}))",
+    rf"{_FIELD}['\"`]{{0,2}}: extra (?:inputs|fields) (?:are )?not permitted",
+    rf"extra (?:inputs|fields) (?:are )?not permitted[^a-z]{{0,4}}(?:{_THING})?{_LIST}",
+    rf"extra (?:inputs|fields) (?:are )?not permitted at body\.(?:{'|'.join(_PARAMETERS)})(?=\s|$)",
+    rf"(?:argument|parameter) not supported on this model{_LIST}",
+    rf"{_FIELD}.{{0,40}}only the default \(\S{{1,8}}\) value is supported",
+)
+"""How servers say that they do not take a field at all: OpenAI and its kin, LiteLLM, Google, xAI,
+Groq, Mistral, Fireworks, and the validators pydantic and serde."""
+
 _REQUESTED = rf"requested (?:about )?{_N} tokens \(.{{0,160}}?\b{_N} in the (?:output|completion)"
 """OpenAI, vLLM, OpenRouter: prompt and answer together, then the parts of the prompt and what was
 asked for."""
@@ -96,12 +125,20 @@ def facts_of(
     if output is None and window and prompt and prompt < window:
         output = window - prompt
     return Facts(
+        refused=refused_parameters(text),
         max_output_tokens=output if output and output > 0 else None,
         context_limit=window,
         prompt_tokens=prompt,
         no_images=no_images,
         completion_cap=bool(re.search(_RENAMED, text, re.IGNORECASE)),
     )
+
+
+def refused_parameters(text: str) -> tuple[str, ...]:
+    """Sampling parameters that an error's text refuses by name (names of `Sampling`)."""
+    found = (m[0] for pattern in _REFUSED for m in re.finditer(pattern, text, re.IGNORECASE))
+    named = (name for part in found for name in re.findall(r"\w+", part) if name in _PARAMETERS)
+    return tuple(dict.fromkeys(_PARAMETERS[name] for name in named))
 
 
 _WAIT = re.compile(

@@ -23,6 +23,7 @@ from hermes_rl.models.limits.limiter import InProcessLimiter, Limiter
 from hermes_rl.models.limits.rests import Rests
 from hermes_rl.models.providers.pool import KeyPool, Strategy
 from hermes_rl.models.providers.prices import PriceTable
+from hermes_rl.models.providers.quirks import Quirks
 from hermes_rl.models.providers.table import Place
 
 NO_KEY = "no-key"
@@ -148,6 +149,7 @@ class Seen(NamedTuple):
     api_mode: str
     endpoint: str
     """Host (and port)."""
+    quirks: Quirks = Quirks()
 
 
 class Routes(Protocol):
@@ -234,7 +236,7 @@ class Routing:
         """See `Routes.seen`."""
         place = self._of(model)[0].place
         client = next(c for (at, _), c in self._clients.items() if at == place)
-        return Seen(client.api_mode, client.endpoint)
+        return Seen(client.api_mode, client.endpoint, place.quirks)
 
     def _of(self, model: str) -> tuple[Target, ...]:
         return self._targets.get(model) or next(iter(self._targets.values()))

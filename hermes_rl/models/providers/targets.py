@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -17,9 +17,11 @@ from hermes_rl.config_endpoint import (
     ProviderSection,
     extra_of,
 )
+from hermes_rl.errors import UserError
 from hermes_rl.models.dialects.own_fields import refuse_own
 from hermes_rl.models.endpoint import Endpoint, Timeouts
 from hermes_rl.models.providers.prices import ModelPrice, PriceTable, price_table, read_price
+from hermes_rl.models.providers.quirks import NO_FIELD
 from hermes_rl.models.providers.routing import Target, find_keys
 from hermes_rl.models.providers.table import Place, Provider, known_providers, resolve
 
@@ -36,6 +38,7 @@ def targets_of(
     own: Mapping[str, ProviderSection] | None = None,
     model: str | None = None,
     extra: Mapping[str, Any] = MappingProxyType({}),
+    stop: Sequence[str] = (),
 ) -> tuple[Target, ...]:
     """Where the calls of a unit go: its model's place first, then the fallbacks.
 
@@ -43,8 +46,10 @@ def targets_of(
         own: the user's providers.
         model: as it was drawn for the unit; without it the run's own place is first.
         extra: further body fields of the run's own endpoint (`model.extra_body`).
+        stop: the run's stop texts (`model.stop`).
 
-    Raises: UserError for a provider that is unknown or has no address, or fields that are not free.
+    Raises: UserError for a provider that is unknown or has no address, fields that are not free, or
+        stop texts where the wire has no field for them.
     """
     known = _providers(own)
     prices = _prices(where.prices)
@@ -53,6 +58,11 @@ def targets_of(
         place = _place(where, said, known)
         own_extra = extra_of(extra, said)
         refuse_own(own_extra, place.api_mode)
+        if stop and "stop" in NO_FIELD.get(place.api_mode, ()):
+            raise UserError(
+                f"'model.stop' has no field in {place.api_mode}. Take it out, or use "
+                "--api-mode chat_completions"
+            )
         name = said.model if said else None
         targets.append(Target(place, name, _table(place, prices), own_extra))
     return tuple(targets)
@@ -73,8 +83,8 @@ def _place(
 def targets_by_model(config: RunConfig) -> dict[str, tuple[Target, ...]]:
     """`targets_of` for each model that a run may draw."""
     models = config.model.mix or (config.model.name,)
-    extra = config.model.extra_body
-    return {n: targets_of(config.endpoint, config.providers, n, extra) for n in models}
+    own, extra, stop = config.providers, config.model.extra_body, config.model.stop
+    return {n: targets_of(config.endpoint, own, n, extra, stop) for n in models}
 
 
 def keys_of(config: RunConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

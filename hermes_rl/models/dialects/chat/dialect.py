@@ -17,7 +17,7 @@ from hermes_rl.models.dialects.decoding import decoder_for, fitting_id
 from hermes_rl.models.dialects.heads import ToolField, bearer_headers
 from hermes_rl.models.dialects.lenient import encode_json
 from hermes_rl.models.pipeline import cache_marks, outgoing
-from hermes_rl.models.providers.quirks import NO_LIMIT, Quirks
+from hermes_rl.models.providers.quirks import Quirks, sendable
 from hermes_rl.models.providers.table import quirks_at
 
 NAME = "chat_completions"
@@ -114,9 +114,8 @@ class ChatCompletions:
             fields["stream"] = True
             if self._quirks.stream_options:
                 fields["stream_options"] = {"include_usage": True}
-        for name, value in request.sampling.as_dict().items():
-            if self._quirks.top_k or (name, value) not in NO_LIMIT:
-                fields[self._field(name, request)] = value
+        for name, value in sendable(request.sampling, NAME, self._quirks).as_dict().items():
+            fields[self._field(name, request)] = value
         if request.logprobs:
             fields["logprobs"] = True
         if request.token_ids:

@@ -24,7 +24,7 @@ from hermes_rl.models.dialects.responses.answer import read_body
 from hermes_rl.models.dialects.responses.items import REASONING, Piece, is_replayable, pieces_of
 from hermes_rl.models.dialects.responses.stream import StreamDecoder
 from hermes_rl.models.pipeline import outgoing
-from hermes_rl.models.providers.quirks import NO_LIMIT, Quirks
+from hermes_rl.models.providers.quirks import Quirks, sendable
 from hermes_rl.models.providers.table import quirks_at
 
 NAME = "codex_responses"
@@ -109,12 +109,12 @@ def _fields(request: ModelRequest, system: str | None, quirks: Quirks) -> dict[s
         fields["include"] = include
     if request.stream:
         fields["stream"] = True
-    for name, value in request.sampling.as_dict().items():
+    for name, value in sendable(request.sampling, NAME, quirks).as_dict().items():
         if name == "max_tokens":
             fields["max_output_tokens"] = value
         elif name == "reasoning":
             fields["reasoning"] = {"effort": value, "summary": "auto"}
-        elif quirks.top_k or (name, value) not in NO_LIMIT:
+        else:
             fields[name] = value
     if request.cache is not None and quirks.cache_key:
         fields["prompt_cache_key"] = outgoing(request).cache_key

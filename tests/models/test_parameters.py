@@ -1,0 +1,178 @@
+"""Sampling parameters: only what the user set is sent, and what an endpoint refuses by name is left
+out of all its calls."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from anthropic.types import message_create_params
+from openai.types.chat import completion_create_params
+from openai.types.responses import response_create_params
+from typed_body import misfits
+
+from hermes_rl.errors import BadRequest, UserError
+from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage
+from hermes_rl.models.base import Conversation, ModelRequest, Sampling
+from hermes_rl.models.client import DIALECTS
+from hermes_rl.models.dialects.anthropic.dialect import AnthropicMessages
+from hermes_rl.models.dialects.chat.dialect import ChatCompletions
+from hermes_rl.models.dialects.responses.dialect import Responses
+from hermes_rl.models.providers.table import shipped
+
+ALL = Sampling(
+    temperature=0.5, top_p=0.9, max_tokens=64, seed=7, stop=("END",), reasoning="low", top_k=-1
+)
+DOT = "data:image/png;base64,iVBORw0KGgo="
+HISTORY = [
+    SystemMessage(content="Be brief."),
+    UserMessage(
+        content=[
+            {"type": "text", "text": "What is this?"},
+            {"type": "image_url", "image_url": {"url": DOT}},
+        ]
+    ),
+    AssistantMessage(
+        content="I look.",
+        reasoning_content="hm",
+        tool_calls=(ToolCall(id="call_1", name="terminal", arguments='{"command":"ls"}'),),
+        reasoning_details=[
+            {"type": "thinking", "thinking": "hm", "signature": "c2ln"},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAA"},
+        ],
+    ),
+    ToolMessage(tool_call_id="call_1", name="terminal", content="a.txt"),
+    AssistantMessage(content="One file."),
+    UserMessage(content="And now?"),
+]
+OFFICIAL = {
+    "chat_completions": (ChatCompletions, "api.openai.com", completion_create_params),
+    "codex_responses": (Responses, "api.openai.com", response_create_params),
+    "anthropic_messages": (AnthropicMessages, "api.anthropic.com", message_create_params),
+}
+"""api_mode -> dialect, the host of the package's own provider, the package's declaration."""
+
+
+UNDECLARED = {
+    "chat_completions": {"body.messages.3.name is not declared"},
+    "codex_responses": set(),
+    "anthropic_messages": {"body.temperature is not declared", "body.top_p is not declared"},
+}
+"""What is sent all the same: the tool's name beside its result, which templates of engines read,
+and sampling of the API version 2023-06-01, which the package's newer one no longer has."""
+
+
+def body_of(mode, host=None, **fields):
+    dialect, official, _ = OFFICIAL[mode]
+    asked = ModelRequest(
+        model="m", conversation=Conversation(HISTORY), call_id="c", cache="5m", **fields
+    )
+    return json.loads(dialect(official if host is None else host).encode(asked))
+
+
+def declared(mode, stream):
+    module = OFFICIAL[mode][2]
+    names = {
+        "chat_completions": "CompletionCreateParams",
+        "codex_responses": "ResponseCreateParams",
+        "anthropic_messages": "MessageCreateParams",
+    }
+    return getattr(module, names[mode] + ("Streaming" if stream else "NonStreaming"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("mode", list(DIALECTS))
+def test_bodies_are_what_the_official_packages_declare(kit, mode, stream):
+    body = body_of(mode, tools=kit.TERMINAL, sampling=ALL, stream=stream)
+    assert set(misfits(body, declared(mode, stream))) <= UNDECLARED[mode]
+    plain = body_of(mode, stream=stream, sampling=Sampling(max_tokens=64))
+    assert set(misfits(plain, declared(mode, stream))) <= UNDECLARED[mode]
+    assert plain.keys() & {"seed", "temperature", "top_p", "top_k", "stop"} == set()
+
+
+def test_the_check_of_bodies_finds_what_is_not_declared(kit):
+    body = body_of("codex_responses", tools=kit.TERMINAL, sampling=ALL)
+    declaration = declared("codex_responses", stream=False)
+    assert misfits({**body, "seed": 1}, declaration) == ["body.seed is not declared"]
+    assert misfits({**body, "temperature": "hot"}, declaration) != []
+    assert misfits({**body, "input": [{"type": "nonsense", "id": 1}]}, declaration) != []
+
+
+@pytest.mark.parametrize(
+    ("mode", "left_out"),
+    [
+        ("chat_completions", set()),
+        ("codex_responses", {"seed", "stop"}),
+        ("anthropic_messages", {"seed", "stop", "top_k"}),
+    ],
+)
+def test_a_wire_without_a_field_for_a_parameter_does_not_get_it(mode, left_out):
+    body = body_of(mode, host="127.0.0.1", sampling=ALL)
+    assert {"seed", "stop", "top_k"} - body.keys() == left_out
+    assert ("stop_sequences" in body) is (mode == "anthropic_messages")
+
+
+def test_google_gets_no_seed():
+    google = ChatCompletions(quirks=shipped()["google"].quirks)
+    asked = ModelRequest(
+        model="m", conversation=Conversation(HISTORY), call_id="c", sampling=Sampling(seed=1)
+    )
+    assert "seed" not in json.loads(google.encode(asked))
+
+
+@pytest.mark.parametrize("mode", ["chat_completions", "codex_responses"])
+async def test_a_refused_parameter_is_dropped_for_all_calls_of_the_endpoint(
+    kit, stage, mode, caplog
+):
+    sampling = Sampling(seed=5, temperature=0.5, top_p=0.9, top_k=3)
+    async with stage() as s:
+        route = s.route(await s.server(), api_mode=mode)
+        for _ in range(2):  # two rollouts: the second one is not refused
+            asked = kit.request("hi", "fault-sampling", sampling=sampling)
+            assert (await s.caller(route).call(asked, turn=1)).message.content == "done"
+    assert s.outcomes == ["refused", "ok", "ok"]
+    gone = {"temperature", "top_p", "top_k"}
+    assert [set(start.unsent) for start in s.events.starts] == [set(), gone, gone]
+    assert len([r for r in caplog.records if "no longer sent" in r.message]) == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "sampling", "outcomes"),
+    [
+        ("seed", Sampling(seed=5, temperature=1.0), ["refused", "ok"]),
+        ("sampling", Sampling(temperature=1.0, top_p=1.0, top_k=-1), ["refused"]),
+    ],
+)
+async def test_an_exact_request_loses_its_seed_and_nothing_that_shapes_the_distribution(
+    kit, stage, fault, sampling, outcomes
+):
+    async with stage() as s:
+        route = s.route(await s.server())
+        asked = replace(kit.request("hi", f"fault-{fault}", sampling=sampling), exact=True)
+        if outcomes[-1] == "ok":
+            await s.caller(route).call(asked, turn=1)
+        else:
+            with pytest.raises(BadRequest, match="temperature, top_k, top_p"):
+                await s.caller(route).call(asked, turn=1)
+    assert s.outcomes == outcomes
+
+
+async def test_what_users_add_themselves_is_never_dropped(kit, stage):
+    async with stage() as s:
+        route = s.route(await s.server())
+        asked = kit.request("hi", "fault-sampling", extra={"top_k": 3})
+        with pytest.raises(BadRequest):
+            await s.caller(route).call(asked, turn=1)
+    assert s.outcomes == ["refused"]
+
+
+def test_stop_texts_are_refused_where_the_wire_has_no_field_for_them():
+    from hermes_rl.config import parse_config
+    from hermes_rl.models.providers.targets import targets_by_model
+
+    data = {
+        "dataset": {"path": "d.jsonl"},
+        "model": {"name": "m", "stop": "END"},
+        "endpoint": {"base_url": "http://127.0.0.1:1/v1", "api_mode": "codex_responses"},
+    }
+    with pytest.raises(UserError, match=r"'model\.stop' has no field in codex_responses"):
+        targets_by_model(parse_config(data))
