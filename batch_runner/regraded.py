@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import re
 from collections.abc import AsyncGenerator, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,10 +115,10 @@ class StoredRows:
                 yield stored
 
     def _all(self) -> Iterator[Stored]:
-        for part in sorted(self._run_dir.parts("trajectories"), key=_place):
+        for part in self._run_dir.parts("trajectories"):
             yield from self._of_part(part)
         unjudged = _unjudged(Run(self._run_dir))
-        for part in sorted(self._run_dir.parts("failures"), key=_place) if unjudged else ():
+        for part in self._run_dir.parts("failures") if unjudged else ():
             yield from self._of_part(part, unjudged)
 
     def _of_part(self, part: Path, only: Container[str] | None = None) -> Iterator[Stored]:
@@ -176,12 +175,6 @@ def _unjudged(run: Run) -> set[str]:
     return {row["trajectory_id"] for row in last.values() if row["cause"] == "verifier"}
 
 
-def _place(part: Path) -> tuple[int, str, int]:
-    """Parts of one writer in their order, in which the dataset's order is roughly kept."""
-    found = re.fullmatch(r"part-(\d+)-(.+)-(\d+)", part.stem)
-    return (int(found[1]), found[2], int(found[3])) if found else (0, part.stem, 0)
-
-
 def _task_of(row: Mapping[str, Any], lazy: LazyRow | None) -> tuple[Task | None, bool]:
     """The task that stands in a rollout's place of the dataset now, and whether it was edited; None
     when it is another one.
@@ -206,16 +199,13 @@ def _same_metadata(row: Mapping[str, Any], task: Task) -> bool:
 
 def _rewards(run: Run) -> dict[tuple[str, str], float | None]:
     """(trajectory, grader) -> the reward of the newest grade."""
-    grades = run.arrow("grades", ["trajectory_id", "grade_id", "reward", "graded_at"]).to_pylist()
-    grades.sort(key=lambda grade: grade["graded_at"])
+    grades = run.arrow("grades", ["trajectory_id", "grade_id", "reward"]).to_pylist()
     return {(g["trajectory_id"], g["grade_id"]): g["reward"] for g in grades}
 
 
 def graded_metrics(run_dir: RunDir) -> dict[tuple[str, str], dict[str, float]]:
     """(trajectory, grader) -> the metrics of the newest grade. Blocking."""
-    columns = ["trajectory_id", "grade_id", "metrics", "graded_at"]
-    grades = Run(run_dir).arrow("grades", columns).to_pylist()
-    grades.sort(key=lambda grade: grade["graded_at"])
+    grades = Run(run_dir).arrow("grades", ["trajectory_id", "grade_id", "metrics"]).to_pylist()
     return {
         (g["trajectory_id"], g["grade_id"]): {m["name"]: m["value"] for m in g["metrics"] or ()}
         for g in grades

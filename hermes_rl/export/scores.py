@@ -47,8 +47,7 @@ class Scores:
         valid = Counter(group for group, reward in graded if reward is not None)
         known: dict[str, Score] = {}
         columns = ["group_id", "trajectory_ids", "rewards", "n_valid", advantage]
-        newest = run.arrow("groups", [*columns, "created_at"]).sort_by("created_at")
-        for group in newest.select(columns).to_pylist():
+        for group in run.arrow("groups", columns).to_pylist():  # of a group's rows the last counts
             valid[group["group_id"]] = group["n_valid"]
             for trajectory, reward, worth in zip(
                 group["trajectory_ids"], group["rewards"], group[advantage], strict=True

@@ -248,9 +248,8 @@ def _of_groups(rows: pa.Table, only: pa.Array | None) -> pa.Table:
 
 
 def _known_rows(run: Run, only: pa.Array) -> dict[str, State]:
-    names = ["group_id", "unit_ids", "trajectory_ids", "error", "created_at"]
-    known = _of_groups(run.arrow("groups", names), only).to_pylist()
-    rows = sorted(known, key=lambda row: row["created_at"])
+    names = ["group_id", "unit_ids", "trajectory_ids", "error"]
+    rows = _of_groups(run.arrow("groups", names), only).to_pylist()
     return {
         row["group_id"]: list(zip(row["unit_ids"], row["trajectory_ids"], strict=True))
         for row in rows

@@ -6,6 +6,7 @@ A redo gives the same rows under the same names, so that it may be killed and re
 
 from __future__ import annotations
 
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import msgspec
 
 from hermes_rl.errors import StoreError
 from hermes_rl.store.lines import payloads
-from hermes_rl.store.rundir import RunDir
+from hermes_rl.store.rundir import RunDir, part_name
 from hermes_rl.store.summary import Summary
 from hermes_rl.store.version import SCHEMA_VERSION, TABLES
 
@@ -75,16 +76,56 @@ def publish_batch(run_dir: RunDir, done: Path, stem: str, *, sound: bool = True)
         sound: False passes over damaged lines (repair).
 
     Returns None when there is nothing to publish: no rows, or committed already.
-    Raises: DiskFull (the `done` file stays), DamagedFile.
+    Raises: DiskFull (the `done` file stays), DamagedFile, StoreError when what was published is
+    not what was written.
     """
     commit = None
-    if not run_dir.committed(stem):
-        commit = _commit(run_dir, payloads(done, sound=sound), stem)
-    else:  # maybe by a writer that was killed before the commit's name was on disk
+    if _published(run_dir, stem):  # maybe by a writer that was killed before the name was on disk
         run_dir.storage.sync_folder(run_dir.path / "commits")
+    else:
+        commit = _commit(run_dir, payloads(done, sound=sound), stem)
+    for part in commit.parts if commit is not None else ():
+        if fault := part_fault(run_dir, stem, part):
+            raise StoreError(f"{run_dir.part_path(part.table, stem)} {fault}; {done} is kept")
     done.unlink(missing_ok=True)
     run_dir.crash("publish-9-done")
     return commit
+
+
+def part_fault(run_dir: RunDir, stem: str, part: Part, *, content: bool = False) -> str | None:
+    """Why a part is not the file that was committed; None when it is.
+
+    Args:
+        content: also compare the digest, which reads the whole file.
+    """
+    path = run_dir.part_path(part.table, stem)
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return "is no file, but its batch is committed"
+        if status.st_size != part.size:
+            return f"has {status.st_size} bytes, committed were {part.size}"
+        if content:
+            from hermes_rl.store.parts import file_sha256
+
+            if file_sha256(path) != part.sha256:
+                return "is not the file that was committed: its sha256 is another"
+    except FileNotFoundError:
+        return "is missing, but its batch is committed"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return None
+
+
+def _published(run_dir: RunDir, stem: str) -> bool:
+    """Whether a batch is committed, and its parts hold what was committed."""
+    if not run_dir.committed(stem):
+        return False
+    try:
+        commit = read_commit(run_dir, stem)
+    except StoreError:
+        return False  # the rows are at hand: they are written again
+    return not any(part_fault(run_dir, stem, part, content=True) for part in commit.parts)
 
 
 def read_commits(run_dir: RunDir) -> Iterator[Commit]:
@@ -138,8 +179,7 @@ def publish_part(run_dir: RunDir, writer: PartWriter, table: str, stem: str) -> 
     from hermes_rl.store.parts import file_sha256
 
     digest, size = file_sha256(writer.path), writer.path.stat().st_size
-    name = f"{table}/part-{stem}.parquet"
-    run_dir.storage.put_file(name, writer.path, point="publish-7")
+    run_dir.storage.put_file(part_name(table, stem), writer.path, point="publish-7")
     return Part(table=table, rows=writer.rows, size=size, sha256=digest)
 
 
@@ -154,7 +194,7 @@ def _write_tables(
             line = msgspec.json.decode(payload)
             for table, row in rows_of(line):
                 if table not in writers:
-                    path = run_dir.path / "tmp" / f"{stem}.{table}.parquet"
+                    path = run_dir.storage.temporary(part_name(table, stem))
                     writers[table] = PartWriter(path, table, run_dir.crash)
                 writers[table].add(row, len(payload))
             if "row" in line:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Protocol
 
 from hermes_rl.errors import DiskFull
 from hermes_rl.store.crash import CrashHook
-from hermes_rl.store.lines import encode_line
+from hermes_rl.store.lines import encode_line, with_synced
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -126,8 +127,17 @@ class LocalStorage:
         if self._delay:
             time.sleep(self._delay)
 
+    def temporary(self, name: str) -> Path:
+        """A new empty file in tmp/, for what will be published as `name`. No other process or
+        thread has its path. Raises: DiskFull."""
+        local = self._root / "tmp" / f"{name.replace('/', '.')}.{secrets.token_hex(8)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with disk_errors():
+            os.close(os.open(local, flags, 0o644))
+        return local
+
     def _temporary(self, name: str, data: bytes) -> Path:
-        local = self._root / "tmp" / f"{os.getpid()}.{name.replace('/', '.')}"
+        local = self.temporary(name)
         with disk_errors():
             try:
                 local.write_bytes(data)
@@ -166,12 +176,14 @@ class AppendFile:
         self.path = path
         self.size = 0
         """Bytes of whole lines."""
+        self.synced = 0
+        """How many of them are known to be on disk."""
         self._crash = crash
         self._point = point
 
     def append(self, payload: bytes) -> None:
         """Append one framed line: plain write(2), no fsync. Raises: DiskFull."""
-        line = encode_line(payload)
+        line = encode_line(with_synced(payload, self.synced))
         if self._crash.due(f"{self._point}-torn"):
             os.write(self._fd, line[: len(line) // 2])
             self._crash.die()

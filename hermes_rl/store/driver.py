@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from hermes_rl.store.dispatch import Dispatched, DispatchJournal
 from hermes_rl.store.fence import GRACE_S, fence
 from hermes_rl.store.identity_check import refuse_changes
 from hermes_rl.store.ledger import Disposition, Ledger
+from hermes_rl.store.processes import Held
 from hermes_rl.store.recovery import (
     Outcome,
     Recovery,
@@ -59,7 +59,7 @@ class Driver:
     def __init__(
         self,
         run_dir: RunDir,
-        lock: int,
+        lock: Held,
         epoch: Epoch,
         ledger: Ledger,
         recovery: Recovery,
@@ -71,7 +71,7 @@ class Driver:
         self.run_id = epoch.run_id
         self.ledger = ledger
         self._info = epoch
-        self._lock = lock
+        self._lock: Held | None = lock
         self._recovery = recovery
         self._journal = DispatchJournal(run_dir, f"{epoch.epoch}-driver")
         self._in_flight: dict[AttemptKey, Dispatched] = {}
@@ -171,14 +171,15 @@ class Driver:
 
     async def aclose(self) -> None:
         """Let the run directory go. Attempts without a receipt are left to the next start."""
-        if self._lock >= 0:
+        if self._lock is not None:
             await in_thread(self._journal.close, not self._in_flight)
             self.release()
 
     def release(self) -> None:
         """Let LOCK go, whatever else is open."""
-        os.close(self._lock)
-        self._lock = -1
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
 
 async def open_run(
@@ -238,7 +239,7 @@ def open_run_blocking(
             ledger.reopen_given_up()
         run_dir.crash("recover-6-ready")
     except BaseException:
-        os.close(lock)
+        lock.release()
         raise
     return Driver(run_dir, lock, epoch, ledger, recovery, grace_s=options.grace_s)
 

@@ -20,7 +20,7 @@ from hermes_rl.identity import trajectory_id
 from hermes_rl.store.commit import Commit, Keys, Part, read_commit, write_commit
 from hermes_rl.store.disk import disk_errors
 from hermes_rl.store.parts import file_sha256
-from hermes_rl.store.rundir import RunDir
+from hermes_rl.store.rundir import RunDir, part_name
 from hermes_rl.store.schema import schema_of, storage_schema
 from hermes_rl.store.summary import Summary
 
@@ -106,13 +106,13 @@ def _rewrite(run_dir: RunDir, table: str, stem: str, rows: list[dict[str, Any]])
     if not rows:
         final.unlink(missing_ok=True)
         return None
-    local = run_dir.path / "tmp" / f"{stem}.{table}.parquet"
+    local = run_dir.storage.temporary(part_name(table, stem))
     schema = schema_of(table)
     content = pa.Table.from_pylist(rows, schema=storage_schema(schema)).cast(schema)
     with disk_errors():
         pq.write_table(content, local, compression="zstd", compression_level=3)
     part = _part(table, len(rows), local)
-    run_dir.storage.put_file(f"{table}/{final.name}", local)
+    run_dir.storage.put_file(part_name(table, stem), local)
     return part
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from hermes_rl.errors import StoreError
-from hermes_rl.store.processes import lock_within, read_holder
+from hermes_rl.store.processes import lock_within, read_holder, this_process
 from hermes_rl.store.rundir import RunDir
 
 GRACE_S = 10.0
@@ -30,7 +30,12 @@ def fence(run_dir: RunDir, writer: str, *, grace_s: float = GRACE_S) -> None:
         if lock_within(fd, grace_s):
             return
         holder = read_holder(fd)
-        if holder is not None and holder.pid != os.getpid():
+        if holder == this_process():
+            raise StoreError(
+                f"{run_dir.path}: writer {writer} of this process still waits for its disk. "
+                "What it finished is published when that answers, or by the next start"
+            )
+        if holder is not None:
             holder.kill()
         if not lock_within(fd, GRACE_S if holder and holder.local else LEASE_S):
             who = f"process {holder.pid} on {holder.host}" if holder else "another process"

@@ -21,7 +21,7 @@ from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey, Event
 from hermes_rl.ports import Recorder
 from hermes_rl.store.disk import AppendFile
-from hermes_rl.store.processes import try_lock, write_holder
+from hermes_rl.store.processes import Held, try_lock
 from hermes_rl.store.rows import Derived, Finished
 from hermes_rl.store.rundir import RunDir, epoch_of
 from hermes_rl.store.threads import in_thread, to_end
@@ -127,7 +127,9 @@ class GroupSync:
 
     def _sync(self, files: set[AppendFile]) -> None:
         for file in files:
+            size = file.size
             self._run_dir.storage.sync(file.fileno())
+            file.synced = size
         self._run_dir.crash("attempt-4-synced")
 
 
@@ -153,7 +155,8 @@ class JournalWriter:
         self.full = asyncio.Event()
         """Set when the open batch has reached the policy's size."""
         self._path = run_dir.writer_path(self.writer)
-        self._alive = -1
+        self.alive: Held | None = None
+        """The lock of `alive` while the journal is open; who writes for the writer holds it."""
         self._sequence = 0
         self._live_number = 0
         self._ordinal = 0
@@ -178,12 +181,12 @@ class JournalWriter:
 
     def _open(self) -> Batch:
         self._path.mkdir(exist_ok=True)
-        self._alive = hold_alive(self._path / "alive")
+        alive = hold_alive(self._path / "alive")
         epochs = self.run_dir.epochs()
         if epochs and epochs[-1] > epoch_of(self.writer):
-            os.close(self._alive)
-            self._alive = -1
+            alive.release()
             raise StoreError(f"writer {self.writer} comes too late: epoch {epochs[-1]} has begun")
+        self.alive = alive
         self.run_dir.storage.sync_folder(self._path.parent)
         return self._new_batch()
 
@@ -304,11 +307,12 @@ class JournalWriter:
         if [p.name for p in self._path.iterdir()] == ["alive"]:
             (self._path / "alive").unlink()
             self._path.rmdir()
-        os.close(self._alive)
+        if self.alive is not None:
+            self.alive.release()
 
 
-def hold_alive(path: Path) -> int:
-    """Make a writer's `alive` file and lock it for the life of the returned descriptor.
+def hold_alive(path: Path) -> Held:
+    """Make a writer's `alive` file and lock it.
 
     Raises: StoreError when a driver fenced this writer, or another process has its name.
     """
@@ -319,5 +323,4 @@ def hold_alive(path: Path) -> int:
     if not try_lock(fd):
         os.close(fd)
         raise StoreError(f"writer {path.parent.name} was fenced")
-    write_holder(fd)
-    return fd
+    return Held(fd)

@@ -1,8 +1,11 @@
 """Framed lines: `LENGTH CRC32 JSON\\n`, the one format of all journal files.
 
-Length is that of the JSON in bytes, the checksum stands in 8 hex digits. What a kill tears is the
-tail of
-a file; anything bad before the tail is damage, and is never skipped over in silence.
+Length is that of the JSON in bytes, the checksum is 8 hex digits. What a kill tears is the tail of
+a file. What a power loss tears are pages that were not yet on disk: they read as zeros, and later
+pages may be there. Anything else that is bad is damage, and is never skipped over in silence.
+
+A line says with `synced` how many bytes of its file were on disk when it was written: zeros before
+that are damage too.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from hermes_rl.errors import StoreError
 
@@ -37,6 +42,9 @@ class Line:
     """None when it is torn or damaged."""
     last: bool
     """Nothing follows it."""
+    zeros: bool = False
+    """It holds zeros, which no line has: the page was never written. A flipped bit makes one at
+    most."""
 
 
 def encode_line(payload: bytes) -> bytes:
@@ -68,21 +76,42 @@ def scan(path: Path) -> Iterator[Line]:
             # at, or the line that it is about to complete would pass for a damaged one.
             after = file.readline() if line.endswith(b"\n") else b""
             number += 1
-            yield Line(number, offset, decode_line(line), not after)
+            yield Line(number, offset, decode_line(line), not after, b"\0\0" in line)
             offset += len(line)
             line = after
 
 
 def payloads(path: Path, *, sound: bool = True) -> Iterator[bytes]:
-    """The payloads of a file without its torn tail.
+    """The payloads of a file without what a kill or a power loss tore.
 
     Args:
         sound: False passes over damaged lines (repair).
 
-    Raises: DamagedFile for a bad line that is not the tail, when `sound`.
+    Raises: DamagedFile for a bad line that is neither the tail nor an unwritten page, when `sound`.
     """
+    unwritten: Line | None = None
     for line in scan(path):
         if line.payload is not None:
+            if unwritten is not None and _synced(line.payload) > unwritten.offset:
+                raise DamagedFile(path, unwritten.number, unwritten.offset)
             yield line.payload
+        elif sound and line.zeros:
+            unwritten = unwritten or line
         elif sound and not line.last:
             raise DamagedFile(path, line.number, line.offset)
+
+
+class _Synced(msgspec.Struct):
+    synced: int = 0
+
+
+_decode_synced = msgspec.json.Decoder(_Synced).decode
+
+
+def with_synced(payload: bytes, synced: int) -> bytes:
+    """A JSON object that also says how many bytes of its file are on disk."""
+    return b'{"synced":%d,' % synced + payload[1:] if synced else payload
+
+
+def _synced(payload: bytes) -> int:
+    return _decode_synced(payload).synced

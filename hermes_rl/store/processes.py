@@ -6,10 +6,16 @@ import fcntl
 import os
 import signal
 import socket
+import threading
 import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+
+from hermes_rl.errors import StoreError
 
 
 class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +53,57 @@ def this_process() -> ProcessId:
     return ProcessId(
         pid=pid, started=_started(pid) or 0, host=socket.gethostname(), boot=_boot_id()
     )
+
+
+class Held:
+    """A lock file that this process holds until `release`. A forked child does not hold it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._users = 1
+        self._guard = threading.Lock()
+        write_holder(fd)
+        _held.add(self)
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Keep the lock until this is left, whoever releases it meanwhile.
+
+        Raises: StoreError when it was released before.
+        """
+        with self._guard:
+            if not self._users:
+                raise StoreError("the lock was released")
+            self._users += 1
+        try:
+            yield
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Unlock the file for everybody who shares its descriptor, and close it."""
+        with self._guard:
+            self._users -= 1
+            if not self._users and self._fd >= 0:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                os.close(self._fd)
+
+    def drop(self) -> None:
+        """Close the descriptor without unlocking the file: the parent process holds it."""
+        os.close(self._fd)
+        self._fd, self._users = -1, 0
+
+
+_held: weakref.WeakSet[Held] = weakref.WeakSet()
+
+
+def _drop_inherited() -> None:
+    for held in list(_held):
+        held.drop()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_drop_inherited)
 
 
 def try_lock(fd: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from hermes_rl.errors import StoreError
 from hermes_rl.store.commit import Commit, publish_batch
 from hermes_rl.store.journal import Batch, JournalWriter
 from hermes_rl.store.threads import in_thread, to_end
@@ -64,8 +65,16 @@ class Publisher:
                 self._sealed.pop(0)
 
     async def _publish(self, batch: Batch) -> None:
-        run_dir = self._journal.run_dir
-        commit = await in_thread(publish_batch, run_dir, batch.file.path, batch.stem)
+        commit = await in_thread(self._publish_alive, batch)
         await self._journal.committed(batch)
         if commit is not None and self._on_commit is not None:
             self._on_commit(commit)
+
+    def _publish_alive(self, batch: Batch) -> Commit | None:
+        """The thread holds `alive` itself: it may go on after its writer was closed, when the disk
+        stalls, and recovery must not touch the batch before it has ended."""
+        alive = self._journal.alive
+        if alive is None:
+            raise StoreError(f"writer {self._journal.writer} is closed")
+        with alive.shared():
+            return publish_batch(self._journal.run_dir, batch.file.path, batch.stem)

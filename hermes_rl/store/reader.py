@@ -18,7 +18,7 @@ from hermes_rl.store.frames import call_frame, message_frame, run_frame
 from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.lines import payloads
 from hermes_rl.store.replay import journal_files
-from hermes_rl.store.rundir import RunDir, sequence_of
+from hermes_rl.store.rundir import RunDir, order_of, sequence_of, stem_of
 from hermes_rl.store.stats import compute_stats
 from hermes_rl.store.version import SCHEMA_VERSION, TABLES
 
@@ -86,12 +86,12 @@ class Run:
 
         Of several rows of one group the newest.
         """
-        return _newest(self.frame("groups"), ["group_id"], "created_at")
+        return _newest(self.frame("groups"), ["group_id"])
 
     @cached_property
     def grades(self) -> pd.DataFrame:
         """One row per stored rollout and grader that judged it again."""
-        return _newest(self.frame("grades"), ["trajectory_id", "grade_id"], "graded_at")
+        return _newest(self.frame("grades"), ["trajectory_id", "grade_id"])
 
     @cached_property
     def calls(self) -> pd.DataFrame:
@@ -122,7 +122,8 @@ class Run:
         return frame
 
     def arrow(self, table: str, columns: Sequence[str] | None = None) -> pa.Table:
-        """A table as Arrow with the declared schema, JSON columns as text.
+        """A table as Arrow with the declared schema, JSON columns as text, in the order in which
+        its rows were written.
 
         Args:
             table: trajectories, failures, subagents, segments, groups or grades.
@@ -139,11 +140,11 @@ class Run:
 
         schema = schema_of(table)
         waiting = self.unpublished([table])[table]
-        parts = self.run_dir.parts(table)
-        published = {p.name.removeprefix("part-").removesuffix(".parquet") for p in parts}
         names = schema.names if columns is None else list(columns)
-        tables = [pq.read_table(part, schema=schema, columns=names) for part in parts]
-        tables += [t.select(names) for stem, t in waiting.items() if stem not in published]
+        found = {stem: rows.select(names) for stem, rows in waiting.items()}
+        for part in self.run_dir.parts(table):
+            found[stem_of(part)] = pq.read_table(part, schema=schema, columns=names)
+        tables = [found[stem] for stem in sorted(found, key=order_of)]
         return pa.concat_tables(tables) if tables else _empty(schema).select(names)
 
     def unpublished(self, tables: Sequence[str]) -> dict[str, dict[str, pa.Table]]:
@@ -193,10 +194,9 @@ def _in_pandas(table: pa.Table) -> pd.DataFrame:
     return ordered
 
 
-def _newest(frame: pd.DataFrame, key: list[str], moment: str) -> pd.DataFrame:
+def _newest(frame: pd.DataFrame, key: list[str]) -> pd.DataFrame:
     """Of rows with one key the newest, in the order in which they were written."""
-    ordered = frame.sort_values(moment, kind="stable")
-    return ordered.drop_duplicates(key, keep="last").reset_index(drop=True)
+    return frame.drop_duplicates(key, keep="last").reset_index(drop=True)
 
 
 def _pending_rows(run_dir: RunDir, tables: Sequence[str]) -> dict[str, dict[str, pa.Table]]:

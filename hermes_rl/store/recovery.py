@@ -24,7 +24,7 @@ from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.lines import DamagedFile, payloads
 from hermes_rl.store.replay import Lost, journal_files
 from hermes_rl.store.rows import Derived, Finished
-from hermes_rl.store.rundir import Epoch, RunDir, epoch_of, sequence_of
+from hermes_rl.store.rundir import Epoch, RunDir, epoch_of, sequence_of, stem_of
 from hermes_rl.store.version import TABLES
 from hermes_rl.usage import UsageTotal
 
@@ -149,7 +149,7 @@ class Recovery:
                 self.run_dir.crash("recover-4-unlinked")
         (folder / "alive").unlink(missing_ok=True)
         # A writer that stopped by itself with nothing to leave has removed its folder.
-        if folder.is_dir() and not any(folder.glob("done-*")):
+        if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
 
     def _lost_at_start(self, old: list[str], ledger: Ledger) -> Iterator[Finished]:
@@ -175,7 +175,8 @@ class Recovery:
 
     def _empty_tmp(self) -> None:
         for name in self.run_dir.storage.names("tmp"):
-            self.run_dir.storage.delete(f"tmp/{name}")
+            if not (self.run_dir.path / "tmp" / name).is_dir():  # we make no folders there
+                self.run_dir.storage.delete(f"tmp/{name}")
         self.run_dir.crash("recover-5-emptied")
 
     def _quarantine(self, writer: str) -> _Quarantine:
@@ -217,7 +218,7 @@ def foreign_parts(run_dir: RunDir) -> list[str]:
         f"{table}/{part.name}"
         for table in TABLES
         for part in run_dir.parts(table)
-        if part.name.removeprefix("part-").removesuffix(".parquet") not in stems
+        if stem_of(part) not in stems
     ]
 
 

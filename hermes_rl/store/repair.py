@@ -45,7 +45,7 @@ def repair_run(path: str | Path, *, grace_s: float = GRACE_S) -> RepairReport:
             _settle(run_dir, unit_id)
         return RepairReport(report, saved, report.twice)
     finally:
-        os.close(lock)
+        lock.release()
 
 
 def _give_back(run_dir: RunDir, damaged: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from hermes_rl.store.dispatch import DISPATCH_FILE, Dispatched
 from hermes_rl.store.journal import LiveLine
 from hermes_rl.store.lines import payloads
 from hermes_rl.store.rows import Finished
+from hermes_rl.store.rundir import sequence_of
 from hermes_rl.trajectory import fold
 
 _decode_live = msgspec.json.Decoder(LiveLine).decode
@@ -83,9 +85,10 @@ class Lost:
 
 
 def journal_files(folder: Path, kind: str) -> list[Path]:
-    """The `done`, `live` or `dispatch` files of a journal folder, in order of their numbers."""
+    """The `done`, `live`, `asked` or `dispatch` files of a journal folder, in order of their
+    numbers. Other files are not ours: a file system may leave some (`.nfs...`)."""
     if kind == "dispatch":
         path = folder / DISPATCH_FILE
         return [path] if path.exists() else []
-    found = folder.glob(f"{kind}-*.jsonl")
-    return sorted(found, key=lambda p: int(p.stem.rpartition("-")[2]))
+    found = [p for p in folder.glob(f"{kind}-*.jsonl") if re.fullmatch(r".*-\d+", p.stem)]
+    return sorted(found, key=sequence_of)

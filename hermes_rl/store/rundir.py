@@ -13,7 +13,7 @@ import msgspec
 from hermes_rl.errors import DiskFull, StoreError, UserError
 from hermes_rl.store.crash import CrashHook
 from hermes_rl.store.disk import LocalStorage
-from hermes_rl.store.processes import lock_within, read_holder, write_holder
+from hermes_rl.store.processes import Held, lock_within, read_holder
 from hermes_rl.store.version import SCHEMA_VERSION, TABLES
 
 _FOLDERS = ("epochs", "journal", "commits", "tmp", *TABLES)
@@ -86,8 +86,8 @@ class RunDir:
                 f"{self.path} cannot be written: {error.strerror}. Choose another --out"
             ) from error
 
-    def lock(self) -> int:
-        """Take LOCK for the life of the returned descriptor.
+    def lock(self) -> Held:
+        """Take LOCK.
 
         Raises: StoreError, naming the process that holds it.
         """
@@ -100,8 +100,7 @@ class RunDir:
                 f"{self.path} is in use by {who}; wait, or stop it with "
                 f"`hermes-rl status {self.path} --stop`"
             )
-        write_holder(fd)
-        return fd
+        return Held(fd)
 
     def epochs(self) -> list[int]:
         """All epochs so far, ascending."""
@@ -126,16 +125,18 @@ class RunDir:
     def writers(self) -> list[str]:
         """All writers that left a journal folder, oldest epoch first."""
         names = [n for n in self.storage.names("journal") if re.fullmatch(r"\d+-[\w.]+", n)]
-        return sorted(names, key=lambda n: (epoch_of(n), n))
+        folders = [n for n in names if self.writer_path(n).is_dir()]
+        return sorted(folders, key=lambda n: (epoch_of(n), n))
 
     def part_path(self, table: str, stem: str) -> Path:
         """The final name of a part."""
-        return self.path / table / f"part-{stem}.parquet"
+        return self.path / part_name(table, stem)
 
     def parts(self, table: str) -> list[Path]:
-        """All parts of a table."""
+        """All parts of a table, in the order in which they were written: see `order_of`."""
         names = self.storage.names(table)
-        return [self.path / table / n for n in names if re.fullmatch(r"part-.*\.parquet", n)]
+        found = [self.path / table / n for n in names if re.fullmatch(r"part-.*\.parquet", n)]
+        return sorted(found, key=lambda part: order_of(stem_of(part)))
 
     def commit_stems(self) -> list[str]:
         """The stems of all committed batches."""
@@ -155,3 +156,26 @@ def epoch_of(writer: str) -> int:
 def sequence_of(done: Path) -> int:
     """The number in `done-S.jsonl` or `live-K.jsonl`."""
     return int(done.stem.rpartition("-")[2])
+
+
+def part_name(table: str, stem: str) -> str:
+    """The name of a part within the run directory."""
+    return f"{table}/part-{stem}.parquet"
+
+
+def stem_of(part: Path) -> str:
+    """The stem in `part-STEM.parquet`."""
+    return part.stem.removeprefix("part-")
+
+
+def order_of(stem: str) -> tuple[int, int, str, int]:
+    """Sorts stems by epoch, then by writer, then by sequence. Rows that were made from others are
+    sorted by this and not by their time: a clock may go back between two starts.
+
+    The driver's own batches of an epoch come before those of its numbered writers.
+    """
+    found = re.fullmatch(r"(\d+)-(\D*)(\d*)(.*)-(\d+)", stem)
+    if found is None:
+        return 0, -1, stem, 0
+    epoch, kind, number, rest, sequence = found.groups()
+    return int(epoch), int(number or -1), kind + rest, int(sequence)

@@ -13,6 +13,7 @@ from scripted_driver import Plan
 
 from hermes_rl.errors import StoreError
 from hermes_rl.store.driver import OpenOptions, open_run
+from hermes_rl.store.journal import JournalWriter
 from hermes_rl.store.lines import encode_line
 from hermes_rl.store.reader import load_run
 from hermes_rl.store.repair import repair_run
@@ -164,3 +165,61 @@ async def test_rows_of_lost_attempts_keep_their_turns(play: Play, run_path: Path
     assert {call["outcome"] for call in calls} == {"ok", "unknown"}
     assert run.stats["calls"]["unknown"] >= 1
     assert max(len(m) for m in lost["messages"]) >= 1
+
+
+async def test_what_others_left_in_the_run_directory_stops_no_start(
+    play: Play, run_path: Path
+) -> None:
+    """A network file system keeps removed files that are open as `.nfs...`."""
+    cut_run(play, run_path)
+    folder = run_path / "journal" / "1-0"
+    (folder / ".nfs0001").write_bytes(b"x")
+    (folder / "done-x.jsonl").write_bytes(b"x")
+    (run_path / "journal" / "1-0.txt").write_bytes(b"x")
+    (run_path / "tmp" / ".nfs0002").mkdir()
+    (run_path / "tmp" / "half").write_bytes(b"x")
+    assert play(path=run_path) == 0
+    assert sorted(os.listdir(folder)) == [".nfs0001", "done-x.jsonl"]
+    assert os.listdir(run_path / "tmp") == [".nfs0002"]
+    assert load_run(run_path).trajectories["unit_id"].is_unique
+
+
+def zeros_in(path: Path, share: float = 0.4) -> int:
+    """Overwrite the middle of a line with zeros, as of a page that never came to the disk."""
+    content = bytearray(path.read_bytes())
+    lines = bytes(content).splitlines(keepends=True)
+    number = int(len(lines) * share)
+    at = sum(map(len, lines[:number])) + len(lines[number]) // 3
+    content[at : at + 60] = bytes(60)
+    path.write_bytes(content)
+    return at
+
+
+@pytest.mark.parametrize("kind", ["done", "live"])
+async def test_an_unwritten_page_is_taken_for_absent(play: Play, run_path: Path, kind: str) -> None:
+    """Power was lost: a later page of an unsynced tail is there, an earlier one is not."""
+    done = cut_run(play, run_path, "attempt-3-done:3")  # the third is not synced
+    if kind == "done":
+        lines = [encode_line(msgspec.json.encode(made_up.finished(n))) for n in (60, 61, 62)]
+        with done.open("ab") as file:
+            file.writelines(lines)
+    zeros_in(done.with_name(f"{kind}-0.jsonl"), share=0.8 if kind == "done" else 0.4)
+    run_path.with_name("run.books").unlink()
+    assert play(path=run_path) == 0
+    assert load_run(run_path).trajectories["unit_id"].is_unique
+    if kind == "done":
+        assert made_up.unit(62) in set(load_run(run_path).trajectories["unit_id"])
+
+
+async def test_an_unwritten_page_before_what_was_synced_is_damage(run_path: Path) -> None:
+    async with (
+        await open_run(run_path, made_up.CONFIG) as driver,
+        JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
+    ):
+        for number in range(4):
+            await made_up.attempt(driver, journal, number)
+    done = run_path / "journal" / "1-0" / "done-0.jsonl"
+    at = zeros_in(done, share=0.3)
+    with pytest.raises(StoreError, match=r"line 2 \(byte \d+\) is damaged"):
+        await open_run(run_path, made_up.CONFIG, None, OPTIONS)
+    assert at > 0

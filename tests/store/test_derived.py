@@ -192,3 +192,21 @@ async def publish_one(run_path: Path) -> None:
 
 if __name__ == "__main__":
     asyncio.run((fill_book if "book" in sys.argv else publish_one)(Path(sys.argv[1])))
+
+
+async def test_the_newest_row_is_the_last_written_whatever_the_clock_said(run_path: Path) -> None:
+    """Also of ten starts and more, whose names do not sort as numbers."""
+    for number in range(1, 12):
+        async with await open_run(run_path, made_up.CONFIG) as driver:
+            graded = msgspec.structs.replace(grade(1), reward=float(number), graded_at=50 - number)
+            rows = Derived(groups=(group(1, at=100 - number, size=number),), grades=(graded,))
+            if number == 11:
+                async with derived_book(driver) as book:
+                    await book.add(rows)
+            await driver.publish(Derived(groups=(group(1, at=1, size=99),))) if number < 3 else None
+            if number < 11:
+                await driver.publish(rows)
+    run = load_run(run_path)
+    assert run.groups["size"].tolist() == [11]
+    assert run.grades["reward"].tolist() == [11.0]
+    assert run.arrow("grades", ["reward"])["reward"].to_pylist() == [float(n) for n in range(1, 12)]

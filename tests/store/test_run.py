@@ -1,6 +1,9 @@
 """The ordinary way: dispatch, record, finish, publish, read; then resume."""
 
+import asyncio
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import made_up
@@ -137,3 +140,57 @@ async def test_readers_judge_by_the_attempts_that_the_run_allowed(tmp_path: Path
     run = load_run(tmp_path)
     assert run.ledger.disposition(made_up.unit(0)) == "given_up"
     assert run.stats["units"]["given_up"] == 1
+
+
+FORKED = """
+import asyncio, os, sys, made_up
+from hermes_rl.errors import StoreError
+from hermes_rl.store.driver import open_run
+
+async def main():
+    driver = await open_run(sys.argv[1], made_up.CONFIG)
+    done, told = os.pipe()
+    if not os.fork():
+        driver.release()  # as at the end of a process that inherited it
+        os.write(told, b"x")
+        os.close(1)
+        os.read(0, 1)
+        os._exit(0)
+    os.read(done, 1)
+    try:
+        await open_run(sys.argv[1], made_up.CONFIG)
+    except StoreError:
+        pass
+    else:
+        raise AssertionError("the child gave the lock away")
+    if sys.argv[2] == "killed":
+        os.kill(os.getpid(), 9)
+    await driver.aclose()
+
+asyncio.run(main())
+"""
+
+
+async def open_and_leave(path: Path) -> None:
+    async with await open_run(path, made_up.CONFIG):
+        pass
+
+
+@pytest.mark.parametrize(("how", "status"), [("closed", 0), ("killed", -9)])
+def test_a_forked_child_neither_holds_the_lock_nor_lets_it_go(
+    tmp_path: Path, how: str, status: int
+) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", FORKED, str(tmp_path / "run"), how],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert driver.stdin
+    assert driver.stdout
+    try:
+        assert driver.stdout.read() == b""
+        assert driver.wait(30) == status
+        asyncio.run(open_and_leave(tmp_path / "run"))
+    finally:
+        driver.stdin.close()  # its child ends
