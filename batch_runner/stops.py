@@ -14,12 +14,18 @@ from hermes_rl.models.providers.table import DEFAULT_PROVIDER, resolve, shipped
 _MENDS = {
     "billing": "Mend the account",
     "model_not_found": "Correct --model or --base-url",
-    "outage": "Wait until the provider answers again",
     "disk": "Free some space",
     "cost_limit": "Raise the budget",
     "dataset": "Fix that",
 }
 """For each cause of a stop, but a key that is refused."""
+
+_WAIT = "Wait until the provider answers again"
+_OF_OUTAGES = {
+    "nothing was answered within": "Look at the server, or raise endpoint.first_answer_seconds",
+    "refused in the same words": "Correct what the server refuses",
+}
+"""What an outage says that is not one of a provider that had answered -> what to do."""
 
 _OF_THE_MODEL = ("auth", "billing", "model_not_found")
 
@@ -60,11 +66,13 @@ class Stop:
 
     def mend(self, config: RunConfig) -> str:
         """What to do before the same command is run again."""
-        use = self._use
+        use, text = self._use, self._said
         if self.cause == "auth":
             return _mend_of_key(_endpoint_of(config, use), use)
         if self.cause == "model_not_found" and use:
             return f"Correct {use}.name or {use}.base_url"
+        if self.cause == "outage":
+            return next((mend for said, mend in _OF_OUTAGES.items() if said in text), _WAIT)
         if self.cause == "disk" and "is full" not in self.detail:
             return "Mend that"  # it cannot be written at all
         return _MENDS.get(self.cause, "Mend that")

@@ -13,7 +13,7 @@ from hermes_rl.config import ModelConfig
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.errors import UserError
 from hermes_rl.models.base import Sampling
-from hermes_rl.models.calls.retry import ModelCaller
+from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.played import NoopClient
 from hermes_rl.models.providers.routing import Alone, Keys, Routes, Sole, find_keys
 from hermes_rl.models.providers.targets import asks_endpoint, targets_of
@@ -21,6 +21,8 @@ from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
 from hermes_rl.wiring import BACKENDS, make_backend, open_models
 
+FIRST_ANSWER_S = 5.0
+"""Somebody waits: an endpoint that fails from the start is told soon."""
 _CALLS_AT_ONCE = 8
 _GIVEN_KEY = "api_key"
 """Stands for a variable's name where the key itself is given."""
@@ -45,7 +47,8 @@ class OpenLink:
 
     def caller(self, recorder: Recorder) -> ModelCaller:
         """See `Link.caller`."""
-        return ModelCaller(self._models.routes(self.model), recorder)
+        patience = RetryPolicy(first_answer_s=FIRST_ANSWER_S)
+        return ModelCaller(self._models.routes(self.model), recorder, patience)
 
     async def aclose(self) -> None:
         """See `Link.aclose`."""

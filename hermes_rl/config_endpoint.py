@@ -217,6 +217,9 @@ class EndpointSection(Section):
     rates: RatesSection = RatesSection()
     outage_seconds: Seconds = 1800.0
     """How long one call keeps trying through an outage."""
+    first_answer_seconds: Seconds = 60.0
+    """How long a run goes on while its endpoint has never given a sign of life: an answer, a
+    refusal with a reason, or a word that it is busy or loading (429, 503, 529)."""
     first_byte_seconds: Seconds = 600.0
     """How long a request waits for the first byte of its answer."""
 

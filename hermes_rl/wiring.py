@@ -68,6 +68,9 @@ from hermes_rl.tools.toolsets import resolve
 
 BACKENDS = ("bubblewrap", "none")
 
+REFUSALS = 10
+"""Calls refused in the same words, with no answer between them, after which a run stops."""
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -172,9 +175,9 @@ class Workshop:
         """
         models = self.models or Sole(_played(model, task), self.common)
         price = free if self.free else None
-        return ModelCaller(
-            models.routes(model), recorder, self._patience(), price=price, budget=budget
-        )
+        ours = not asks_endpoint(self.config.model.name, self.config.endpoint)
+        patience = self._patience(ours=ours)
+        return ModelCaller(models.routes(model), recorder, patience, price=price, budget=budget)
 
     def other_caller(
         self, purpose: str, recorder: Recorder, model: str, budget: Budget | None
@@ -183,8 +186,19 @@ class Workshop:
         routes = self.others[purpose].routes(model)
         return ModelCaller(routes, recorder, self._patience(), budget=budget)
 
-    def _patience(self) -> RetryPolicy:
-        return RetryPolicy(outage_s=self.config.endpoint.outage_seconds)
+    def _patience(self, *, ours: bool = False) -> RetryPolicy:
+        """How long calls go on.
+
+        Args:
+            ours: the model computes on this machine, under our eyes: it may be slow.
+        """
+        where = self.config.endpoint
+        return RetryPolicy(
+            outage_s=where.outage_seconds,
+            first_answer_s=where.first_answer_seconds,
+            silence_s=None if ours else where.first_answer_seconds,
+            refusals=REFUSALS,
+        )
 
     def budget(self) -> Budget | None:
         """What one attempt may spend: its own budget and the run's."""

@@ -10,9 +10,9 @@ from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Completion
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.calls.route import Route
-from hermes_rl.models.calls.traffic import Traffic
 from hermes_rl.models.client import Endpoint, connect
 from hermes_rl.models.limits.limiter import InProcessLimiter
+from hermes_rl.models.limits.traffic import Traffic
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan
 from hermes_rl.usage import Usage

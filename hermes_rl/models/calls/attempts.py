@@ -117,11 +117,14 @@ class Attempts:
         label: Label,
         *,
         imposed: bool = False,
+        queued: bool = True,
     ) -> Completion:
         """One answer.
 
         Args:
             imposed: its output bound is a budget's (`bounded`): no measure of what it will make.
+            queued: it waits for a slot, as all requests do that are not to find out why the
+                requests that hold the slots are not answered.
 
         Raises: ModelError; CostLimit before anything was sent; CancelledError at once.
         """
@@ -136,7 +139,7 @@ class Attempts:
         likely = 0 if imposed else request.sampling.max_tokens or 0
         async with (
             self._reserved(request, bound, route) as reservation,
-            account.limiter.slot(Estimate(bound, likely)) as slot,
+            account.limiter.slot(Estimate(bound, likely)) if queued else _beside() as slot,
         ):
             self.waited(slot.waited_s)
             self._recorder.record(
@@ -273,6 +276,20 @@ class Attempts:
                 policy_version=answer.policy_version if answer else None,
             )
         )
+
+
+class _NoSlot:
+    """In the place of a slot (`Slot`) for a request beside the queue."""
+
+    waited_s = 0.0
+
+    def report(self, *args: object, **kwargs: object) -> None:
+        """See `Slot.report`: it says nothing of the rate."""
+
+
+@asynccontextmanager
+async def _beside() -> AsyncIterator[_NoSlot]:
+    yield _NoSlot()
 
 
 class _Reserved:

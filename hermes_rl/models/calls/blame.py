@@ -25,6 +25,22 @@ def outage(error: ModelError, spent_s: float) -> Outage:
     )
 
 
+def no_first_answer(error: ModelError, seconds: float) -> Outage:
+    """The error that parks the run early: there never was a sign of life."""
+    return Outage(
+        f"nothing was answered within {seconds:g} s, the last error: {error}",
+        status=error.status,
+        request_id=error.request_id,
+        served=error.served,
+        reason=error.reason,
+    )
+
+
+def refused_alike(text: str, calls: int) -> Outage:
+    """The error that parks the run when no request is accepted."""
+    return Outage(f"{calls} calls were refused in the same words, none was answered: {text}")
+
+
 def waiting_helps(error: ModelError) -> bool:
     """The server says that it is too much for now, or is not there."""
     if isinstance(error, RateLimited | Overloaded):

@@ -16,6 +16,7 @@ order of the steps is the order of the cascade:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -33,7 +34,7 @@ from hermes_rl.errors import (
     Reason,
 )
 from hermes_rl.models.base import Adaptation, ModelRequest
-from hermes_rl.models.calls.blame import at_fault, outage, waiting_helps
+from hermes_rl.models.calls.blame import at_fault, no_first_answer, outage, waiting_helps
 from hermes_rl.models.calls.room import Room
 
 
@@ -43,6 +44,12 @@ class RetryPolicy:
 
     outage_s: float = 1800.0
     """Seconds after a call's first failure until it is given up, whatever the failures were."""
+    first_answer_s: float | None = None
+    """The same while there never was a sign of life (`Traffic.alive`); None is no difference."""
+    silence_s: float | None = None
+    """Such an endpoint may keep silent for so long; None leaves that to the client's timeouts."""
+    refusals: int | None = None
+    """After so many refusals in the same words, with no answer between them, nothing is sent."""
     max_attempts: int = 6
     """Failures of one request at a server that answers others, or that began to answer this one:
     each may have been served and billed, and the request itself is likely at fault."""
@@ -73,11 +80,12 @@ class Situation:
     """There is another model to fall back to."""
     answered_at: float | None = None
     """When the account last answered anybody."""
+    silent_since: float | None = None
+    """See `Account.silent_since`."""
     max_tokens: int | None = None
     """The output tokens that the failed request asked for."""
     imposed: bool = False
-    """That bound is a budget's, which nobody asked for: whatever the server has room for will do.
-    """
+    """That bound is a budget's, which nobody asked for: what the server has room for will do."""
     bound: int = 0
     """Of the failed request's prompt (`ModelClient.bound`)."""
     images: bool = False
@@ -148,8 +156,7 @@ _STAY: tuple[Reason, ...] = ("ssl_cert_verification", "provider_policy_blocked")
 _LEAST_OUTPUT = 256
 """With less room than this an answer is not worth asking for."""
 _UNTOLD = 4096
-"""Asked for instead of a budget's bound, when the window is too small and nobody says by how much.
-"""
+"""Asked for instead of a budget's bound, when a window is too small and nobody says by how much."""
 _RENEW_AFTER = 2
 _COMPRESSIONS = 3
 
@@ -301,7 +308,8 @@ class CallRecovery:
             return None
         if error.transient:
             soon = (error.retry_after_s or 0.0) <= self._policy.cap_s
-            if soon and self._failed.number < self._policy.fall_back_after:
+            early = self._failed.number < self._policy.fall_back_after
+            if soon and early and self._first_left(at) > 0:
                 return None
         elif isinstance(error, ContextOverflow | PayloadTooLarge):
             return None  # the policy filled its window: that ends as it would without fallbacks
@@ -318,7 +326,8 @@ class CallRecovery:
         policy, call = self._policy, self._failed
         if call.since is None:
             call.since = at.now
-        if at_fault(error) or self._others_answered(error, at):
+        silent = self._first_left(at) < math.inf  # then it is not the request's fault
+        if self._others_answered(error, at) or (at_fault(error) and not silent):
             call.counted += 1
         elif not waiting_helps(error):
             call.unexplained += 1
@@ -347,6 +356,12 @@ class CallRecovery:
             return False
         return at.answered_at > self._failed.last
 
+    def _first_left(self, at: Situation) -> float:
+        """Seconds left for a first sign of life; infinite once there was one."""
+        if self._policy.first_answer_s is None or at.silent_since is None:
+            return math.inf
+        return at.silent_since + self._policy.first_answer_s - at.now
+
     def _renewal(self, error: ModelError) -> bool:
         call = self._failed
         call.lost = call.lost + 1 if isinstance(error, ConnectionLost | ModelTimeout) else 0
@@ -357,6 +372,11 @@ class CallRecovery:
 
     def _in_time(self, wait: Wait, error: ModelError, at: Situation) -> Wait | GiveUp:
         """The pause, or the end when it is longer than the patience that is left."""
+        left = self._first_left(at)
+        if left <= 0:
+            return GiveUp(no_first_answer(error, self._policy.first_answer_s or 0.0))
+        if left < math.inf:
+            return replace(wait, seconds=min(wait.seconds, left))
         since = at.now if self._failed.since is None else self._failed.since
         spent = at.now - since
         if wait.seconds <= self._policy.outage_s - spent:

@@ -6,15 +6,18 @@ the other, and waits are waited.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-from hermes_rl.errors import ModelError
+from hermes_rl.errors import BadRequest, HermesError, ModelError, ModelTimeout
 from hermes_rl.events import Purpose
 from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampling
 from hermes_rl.models.calls.attempts import Attempts, Clock, Label, Price
+from hermes_rl.models.calls.blame import refused_alike
 from hermes_rl.models.calls.recovery import (
     Action,
     CallRecovery,
@@ -45,6 +48,16 @@ class Renewable(Protocol):
     async def renew(self) -> None:
         """Use new connections from now on; what is under way on the old ones goes on."""
         ...
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A request, and where it goes."""
+
+    request: ModelRequest
+    route: Route
+    account: Account
+    label: Label
 
 
 @dataclass(frozen=True)
@@ -118,20 +131,59 @@ class ModelCaller:
             if unsent:
                 asked = replace(asked, sampling=asked.sampling.without(unsent))
             label = Label(turn, purpose, agent, retries, unsent)
-            try:
-                return await self._attempts.send(asked, route, account, label, imposed=imposed)
-            except ModelError as error:
-                if route.drop(error, asked):
-                    retries += 1
-                    continue
-                rotated = route.accounts.rest(account, error)
-                failed = _Failed(error, account, asked, recovery, imposed)
-                action = recovery.decide(error, self._situation(failed, rotated=rotated))
-                request = await self._carry_out(action, failed, request)
-                if isinstance(action, Wait) and action.probe:
-                    retries += 1
-                    await self._probe(failed, route, replace(label, retries=retries))
+            with account.traffic.asking(self._clock.monotonic):
+                try:
+                    return await self._send(_Asked(asked, route, account, label), imposed=imposed)
+                except ModelError as error:
+                    account.traffic.failed(error, self._clock.monotonic())
+                    if route.drop(error, asked):
+                        retries += 1
+                        continue
+                    rotated = route.accounts.rest(account, error)
+                    failed = _Failed(error, account, asked, recovery, imposed)
+                    action = recovery.decide(error, self._situation(failed, rotated=rotated))
+                    request = await self._carry_out(action, failed, request)
+                    if isinstance(action, Wait) and action.probe:
+                        retries += 1
+                        await self._probe(failed, route, replace(label, retries=retries))
             retries += 1
+
+    async def _send(self, asked: _Asked, *, imposed: bool) -> Completion:
+        """One request; given up early where others were refused alike, or nothing is ever said."""
+        account, limit = asked.account, self._recovery.policy.refusals
+        if limit is not None and (words := account.traffic.refused_alike(limit)) is not None:
+            raise refused_alike(words, limit)
+        sending = self._attempts.send(
+            asked.request, asked.route, account, asked.label, imposed=imposed
+        )
+        if self._recovery.policy.silence_s is None or account.silent_since is None:
+            return await sending
+        task, word = asyncio.ensure_future(sending), None
+        try:
+            for share in (0.5, 1.0):
+                if await self._answered(task, account, share):
+                    return await task
+                if not account.traffic.probed:
+                    account.traffic.probed = True
+                    word = asyncio.ensure_future(self._ask_for_a_word(asked))
+        finally:
+            ending = [t for t in (task, word) if t is not None and not t.done()]
+            for one in ending:
+                one.cancel()
+            if ending:
+                await asyncio.wait(ending)
+        raise ModelTimeout(f"{account.client.endpoint} says nothing", served=True)
+
+    async def _answered(
+        self, task: asyncio.Task[Completion], account: Account, part: float
+    ) -> bool:
+        """Wait for a request for a part of `silence_s`; False when that went by in silence."""
+        since, silence_s = account.silent_since, self._recovery.policy.silence_s
+        if since is None or silence_s is None:
+            return True
+        left = since + part * silence_s - self._clock.monotonic()
+        await asyncio.wait((task,), timeout=max(0.0, left))
+        return task.done() or account.silent_since is None
 
     def fall_back(self) -> bool:
         """Leave the route in use, for the rest of the conversation: its answers are of no use.
@@ -149,6 +201,7 @@ class ModelCaller:
             rotated=rotated,
             routes_left=failed.recovery.route + 1 < len(self._routes),
             answered_at=account.answered_at,
+            silent_since=account.silent_since,
             max_tokens=asked.sampling.max_tokens,
             imposed=failed.imposed,
             bound=account.client.bound(asked) if failed.error.facts.context_limit else 0,
@@ -165,6 +218,8 @@ class ModelCaller:
         """Do what was decided; returns the request of the next try. Raises: the error to give up
         with."""
         if isinstance(action, GiveUp):
+            if isinstance(failed.error, BadRequest):
+                failed.account.traffic.refused(failed.error)
             if action.error is failed.error:
                 raise action.error
             raise action.error from failed.error
@@ -186,21 +241,21 @@ class ModelCaller:
     async def _probe(self, failed: _Failed, route: Route, label: Label) -> None:
         """Ask the same model for a word. Where it answers that and not the request, the request is
         at fault, and the run need not stop for it."""
-        asked = failed.asked
-        tiny = ModelRequest(
-            model=asked.model,
-            conversation=Conversation([UserMessage(content="Say yes.")]),
-            call_id="",
-            sampling=Sampling(max_tokens=_PROBE_TOKENS),
-            stream=asked.stream,
-            extra=asked.extra,
-            adaptations=asked.adaptations,
-        )
         try:
-            await self._attempts.send(tiny, route, failed.account, replace(label, purpose="probe"))
+            await self._attempts.send(
+                _tiny(failed.asked), route, failed.account, replace(label, purpose="probe")
+            )
         except ModelError:
             return  # it says no more than the request's failures
         failed.recovery.blame()
+
+    async def _ask_for_a_word(self, asked: _Asked) -> None:
+        """Find out whether a silent model is only slow: it answers something short then."""
+        label = replace(asked.label, purpose="probe")
+        with suppress(HermesError):  # it is as silent as before
+            await self._attempts.send(
+                _tiny(asked.request), asked.route, asked.account, label, queued=False
+            )
 
     async def _share(self, failed: _Failed) -> None:
         """Wait until a retry that may be paid twice has its share of the traffic."""
@@ -217,6 +272,19 @@ class ModelCaller:
             await self._clock.sleep(seconds)
         finally:
             self._attempts.waited(self._clock.monotonic() - began)
+
+
+def _tiny(asked: ModelRequest) -> ModelRequest:
+    """A request for a word, in the way of another one."""
+    return ModelRequest(
+        model=asked.model,
+        conversation=Conversation([UserMessage(content="Say yes.")]),
+        call_id="",
+        sampling=Sampling(max_tokens=_PROBE_TOKENS),
+        stream=asked.stream,
+        extra=asked.extra,
+        adaptations=asked.adaptations,
+    )
 
 
 def _shrinkable(failed: _Failed) -> bool:

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from hermes_rl.errors import ModelError
 from hermes_rl.models.base import ModelClient, ModelRequest, Sampling
-from hermes_rl.models.calls.traffic import Traffic
 from hermes_rl.models.key_command import KeyRenewed
 from hermes_rl.models.limits.limiter import Limiter
+from hermes_rl.models.limits.traffic import Traffic
 from hermes_rl.models.providers.prices import PriceTable
 from hermes_rl.models.providers.quirks import NO_LIMIT
 
@@ -30,14 +30,24 @@ class Account:
     """For records: the variable that holds the key, never the key."""
     client: ModelClient
     limiter: Limiter
-    traffic: Traffic = field(default_factory=Traffic, compare=False)
-    """What the calls of all rollouts see there."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """What the calls of all rollouts see there."""
+        return self.limiter.traffic
 
     @property
     def answered_at(self) -> float | None:
         """When it last answered anybody, here or at another worker of the run."""
         known = (self.traffic.answered_at, self.limiter.answered_at)
         return max((at for at in known if at is not None), default=None)
+
+    @property
+    def silent_since(self) -> float | None:
+        """Since when calls wait for it that never gave a sign of life; None once it gave one."""
+        if self.traffic.alive or self.limiter.answered_at is not None:
+            return None
+        return self.traffic.waiting_since
 
 
 class AccountPool(Protocol):

@@ -15,6 +15,22 @@ from hermes_rl.models.limits.quotas import Kind, Quota
 from hermes_rl.models.limits.rests import Rest
 
 
+class Unanswered(msgspec.Struct, frozen=True, kw_only=True):
+    """Calls of a lane wait for answers. In healthy traffic `since_s` is short."""
+
+    said: str = ""
+    """What the last request was told, for people: `answers 500 'injected'`; empty for silence."""
+    waiting: int
+    """Calls without an answer: in flight, queued, or pausing before their next try."""
+    since_s: float
+    """Seconds since the first failure after the last answer; where there was none since the last
+    answer, or since calls began to wait."""
+    never: bool = False
+    """Nobody was ever answered."""
+    alive: bool = True
+    """There was a sign of life, so that `endpoint.outage_seconds` holds."""
+
+
 class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
     """One lane, since the worker's last report that was answered."""
 
@@ -45,6 +61,7 @@ class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
     """What answers' headers said, latest by kind."""
     answered_s: float | None = None
     """Seconds since the last answer."""
+    unanswered: Unanswered | None = None
 
 
 class LaneGrant(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +119,7 @@ class LaneSummary(msgspec.Struct, frozen=True, kw_only=True):
     trouble: int
     alone: dict[str, int] = {}
     """Worker -> slots that it would use while no governor answers."""
+    unanswered: Unanswered | None = None
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):

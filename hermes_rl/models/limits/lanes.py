@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 
 from hermes_rl.models.limits.allotment import alone_share, fair_shares, with_headroom
 from hermes_rl.models.limits.buckets import Rates
-from hermes_rl.models.limits.governor_wire import Charter, LaneGrant, LaneReport, LaneSummary
+from hermes_rl.models.limits.governor_wire import (
+    Charter,
+    LaneGrant,
+    LaneReport,
+    LaneSummary,
+    Unanswered,
+)
 from hermes_rl.models.limits.quotas import Kind, Quota
 from hermes_rl.models.limits.regulator import News, Regulator
 
@@ -31,6 +37,7 @@ class _Part:
     heard: float = 0.0
     answered: float | None = None
     """When it was last answered."""
+    unanswered: Unanswered | None = None
     first: dict[Kind, float] = field(default_factory=dict)
     """What the first that waits there would use."""
     served: dict[Kind, float] = field(default_factory=lambda: defaultdict(float))
@@ -79,7 +86,7 @@ class Lane:
         part.slots = part.held = report.held
         part.running, part.heard = report.running, now
         part.peak, part.demand = report.peak, report.demand
-        part.alone = report.alone
+        part.alone, part.unanswered = report.alone, report.unanswered
         if report.answered_s is not None:
             part.answered = now - report.answered_s
         self.controller.started(sum(p.peak for p in self._parts.values()))
@@ -165,6 +172,23 @@ class Lane:
             throttled=self._throttled,
             trouble=self._trouble,
             alone={name: part.alone for name, part in self._parts.items()},
+            unanswered=self._unanswered(now),
+        )
+
+    def _unanswered(self, now: float) -> Unanswered | None:
+        """What all workers' calls wait for, as one; an answer anywhere counts for all."""
+        parts = self._parts.values()
+        found = [part.unanswered for part in parts if part.unanswered is not None]
+        if not found:
+            return None
+        longest = max(found, key=lambda t: (t.said != "", t.since_s))
+        answered = (now - part.answered for part in parts if part.answered is not None)
+        return Unanswered(
+            said=longest.said,
+            waiting=sum(t.waiting for t in found),
+            since_s=min((longest.since_s, *answered)),
+            never=all(part.answered is None for part in parts),
+            alive=any(t.alive for t in found),
         )
 
     def _answered_s(self, worker: str, now: float) -> float | None:

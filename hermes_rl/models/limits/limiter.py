@@ -17,6 +17,7 @@ from hermes_rl.models.limits.controller import signal_of
 from hermes_rl.models.limits.quotas import read_quotas
 from hermes_rl.models.limits.regulator import News, Regulator
 from hermes_rl.models.limits.slots import Ended, SlotQueue
+from hermes_rl.models.limits.traffic import Traffic
 from hermes_rl.usage import Usage
 
 __all__ = ["Estimate", "InProcessLimiter", "Limiter", "Rates", "Slot"]
@@ -49,6 +50,11 @@ class Limiter(Protocol):
     """Hands out slots."""
 
     @property
+    def traffic(self) -> Traffic:
+        """What the calls of this process see there."""
+        ...
+
+    @property
     def answered_at(self) -> float | None:
         """When another process was last answered, not later than it was; seconds of the clock. None
         where that is not known."""
@@ -79,6 +85,7 @@ class InProcessLimiter:
         clock: Callable[[], float] = time.monotonic,
         unix: Callable[[], float] = time.time,
     ) -> None:
+        self.traffic = Traffic()
         self._regulator = Regulator(maximum, clock(), start=start, rates=rates)
         self.controller = self._regulator.controller
         self.buckets = self._regulator.buckets

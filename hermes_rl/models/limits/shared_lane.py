@@ -13,6 +13,7 @@ from hermes_rl.models.limits.governor_wire import LaneGrant, LaneReport
 from hermes_rl.models.limits.limiter import Slot
 from hermes_rl.models.limits.quotas import Kind, Quota, read_quotas
 from hermes_rl.models.limits.slots import Ended, SlotQueue
+from hermes_rl.models.limits.traffic import Traffic
 
 STARVED_S = 60.0
 """A worker whose equal part is nothing (more workers than slots) helps itself to one slot after so
@@ -31,6 +32,7 @@ class SharedLane:
     """
 
     def __init__(self, name: str, hungry: Callable[[], None], clock: Callable[[], float]) -> None:
+        self.traffic = Traffic()
         self._name, self._hungry, self._clock = name, hungry, clock
         self._queue = SlotQueue(self, clock)
         self._expected = Expectation()
@@ -81,6 +83,7 @@ class SharedLane:
             first={kind: (self._queue.first() or {}).get(kind, 0.0) for kind in kinds},
             quotas=tuple(self._quotas.values()),
             answered_s=None if self._answered is None else self._clock() - self._answered,
+            unanswered=self.traffic.unanswered(self._clock()),
         )
 
     def granted(self, report: LaneReport, grant: LaneGrant, lease_s: float) -> None:

@@ -1,0 +1,23 @@
+"""`AIAgent` towards a server that is not there."""
+
+import time
+
+import pytest
+
+from hermes_rl import AIAgent
+from hermes_rl.config import ModelConfig
+from hermes_rl.errors import Outage
+from hermes_rl.testing.fake_server import FakeServer
+
+
+@pytest.mark.slow
+async def test_a_closed_port_fails_in_seconds_with_one_line() -> None:
+    async with FakeServer() as server:
+        url = server.base_url
+    began = time.monotonic()
+    async with AIAgent(ModelConfig(name="m", base_url=url), toolsets=()) as agent:
+        with pytest.raises(Outage) as raised:
+            await agent.run("Hello?")
+    assert time.monotonic() - began < 15
+    assert "Cannot connect to host 127.0.0.1" in str(raised.value)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,137 @@
+"""Endpoints that never answer anybody, and requests that are all refused alike."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+
+from hermes_rl import errors as e
+from hermes_rl.messages import UserMessage
+from hermes_rl.models.calls.recovery import RetryPolicy
+from hermes_rl.models.limits.traffic import Traffic
+from hermes_rl.testing.conditions import Conditions
+from hermes_rl.testing.fake_server import FakeServer
+from hermes_rl.testing.faults import FaultPlan
+
+FIRST = RetryPolicy(base_s=0.05, cap_s=0.2, outage_s=60.0, first_answer_s=1.0, silence_s=1.0)
+"""Where there never was a sign of life a call ends after a second, else after a minute."""
+
+
+def dead(kind):
+    """From the start, for ever."""
+    return Conditions(outages=((0, 1e9),), outage=kind)
+
+
+@pytest.mark.parametrize("fault", ["server_error", "garbage", "reset", "held"])
+async def test_what_never_answers_is_given_up_soon(kit, stage, fault):
+    """Errors, web pages, lost connections and silence alike, for all calls at once."""
+    config = {"hold_at": 1} if fault == "held" else {"faults": FaultPlan(rates={fault: 1.0})}
+    async with stage() as s:
+        calling = s.caller(s.route(await s.server(**config), "noop"), policy=FIRST)
+        began = time.monotonic()
+        ended = await asyncio.gather(
+            *(calling.call(kit.request(), turn=1) for _ in range(3)), return_exceptions=True
+        )
+        assert 0.8 < time.monotonic() - began < 10
+        assert {type(one) for one in ended} == {e.Outage}
+        assert all(str(one).startswith("nothing was answered within 1 s, the") for one in ended)
+
+
+async def test_a_closed_port_is_given_up_soon(kit, stage):
+    async with stage() as s:
+        async with FakeServer() as server:
+            route = s.route(server, "noop")
+        calling = s.caller(route, policy=replace(FIRST, silence_s=None))
+        with pytest.raises(e.Outage, match="Cannot connect to host"):
+            await calling.call(kit.request(), turn=1)
+
+
+@pytest.mark.parametrize("kind", ["unavailable", "overloaded", "rate_limit"])
+async def test_whoever_says_later_is_waited_for(kit, stage, kind):
+    """A model that is being loaded answers 503 for minutes: somebody is there."""
+    async with stage() as s:
+        server = await s.server(conditions=dead(kind))
+        calling = s.caller(s.route(server, "noop"), policy=replace(FIRST, first_answer_s=0.2))
+        task = asyncio.create_task(calling.call(kit.request(), turn=1))
+        await kit.until(lambda: server.requests >= 5)
+        await asyncio.sleep(0.5)
+        assert not task.done()
+        server.config = replace(server.config, conditions=Conditions())
+        assert await task
+
+
+async def test_once_answered_an_endpoint_has_the_patience_of_an_outage(kit, stage):
+    async with stage() as s:
+        server = await s.server()
+        calling = s.caller(s.route(server, "noop"), policy=replace(FIRST, first_answer_s=0.2))
+        await calling.call(kit.request(), turn=1)
+        server.config = replace(server.config, conditions=dead("server_error"))
+        task = asyncio.create_task(calling.call(kit.request(), turn=2))
+        await kit.until(lambda: server.requests >= 6)
+        await asyncio.sleep(0.5)
+        assert not task.done()
+        server.config = replace(server.config, conditions=Conditions())
+        assert await task
+
+
+async def test_a_slow_model_that_answers_a_word_is_waited_for(kit, stage):
+    """After half the time without a byte the model is asked for a word, once, beside the queue."""
+    slow = [UserMessage(content='SCRIPT: [{"text": "done", "latency_s": 1.5}]')]
+    async with stage() as s:
+        route = s.route(await s.server(), "noop")
+        calling = s.caller(route, policy=FIRST)
+        answers = await asyncio.gather(*(calling.call(kit.request(slow), turn=1) for _ in range(3)))
+        assert [a.message.content for a in answers] == ["done"] * 3
+        assert sorted(start.purpose for start in s.events.starts) == ["agent"] * 3 + ["probe"]
+
+
+async def test_a_cancelled_call_of_a_silent_model_ends_at_once_and_is_recorded(kit, stage):
+    async with stage() as s:
+        server = await s.server(hold_at=1)
+        calling = s.caller(s.route(server, "noop"), policy=replace(FIRST, silence_s=60.0))
+        task = asyncio.create_task(calling.call(kit.request(), turn=1))
+        await kit.until(lambda: server.requests == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 5)
+        assert s.outcomes == ["cancelled"]
+
+
+async def test_a_fallback_is_asked_when_the_first_model_never_answers(kit, stage):
+    async with stage() as s:
+        silent, sound = await s.server(hold_at=1), await s.server()
+        calling = s.caller(s.route(silent, "noop"), s.route(sound, "noop"), policy=FIRST)
+        assert await calling.call(kit.request(), turn=1)
+
+
+async def test_requests_that_are_all_refused_alike_are_not_sent_for_ever(kit, stage):
+    """Ten calls; then nothing is sent. An answer between them begins the count again."""
+    async with stage() as s:
+        server = await s.server()
+        route = s.route(server, "noop")
+        calling = s.caller(route, policy=replace(FIRST, refusals=10))
+        refuse = replace(server.config, faults=FaultPlan(rates={"bad_request": 1.0}))
+        for first in (9, 10):
+            server.config = refuse
+            for _ in range(first):
+                with pytest.raises(e.BadRequest, match="Invalid value"):
+                    await calling.call(kit.request(), turn=1)
+            if first == 9:
+                server.config = replace(refuse, faults=FaultPlan())
+                await calling.call(kit.request(), turn=1)
+        sent = server.requests
+        with pytest.raises(e.Outage, match=r"10 calls were refused in the same words.*: 400"):
+            await calling.call(kit.request(), turn=1)
+        assert server.requests == sent == 20
+
+
+def test_refusals_in_different_words_are_each_requests_own():
+    """Counts and request ids are no difference."""
+    traffic = Traffic()
+    for said in ("no tools", "no images", "too long", "bad role"):
+        traffic.refused(e.BadRequest(f"400: {said}"))
+    assert traffic.refused_alike(2) is None
+    for n in range(3):
+        traffic.refused(e.BadRequest(f"400: {n} tokens are too many (req-{n}f)"))
+    assert traffic.refused_alike(3) == "400: 2 tokens are too many (req-2f)"
