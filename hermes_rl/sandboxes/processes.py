@@ -17,6 +17,8 @@ GRACE_S = 0.1
 """Between SIGTERM and SIGKILL: time for a program to flush what it printed."""
 ROUNDS = 200
 """Rounds of SIGKILL, 5 ms apart, before a tree is called unkillable."""
+STOP_S = 10.0
+"""How long a tree may take to stop. A process stops when it next runs: on a busy machine, late."""
 RESTLESS = 10
 """Empty looks in a row that are believed even when strangers of the machine come and go."""
 
@@ -267,12 +269,14 @@ def _tree(root: Proc) -> Look:
 def stop_tree(root: Proc) -> None:
     """SIGSTOP a process and everything below it, so that nothing of it forks or leaves it.
 
-    For a tree whose orphans nobody would find. Who is in the middle of a fork stops after it: so
-    all have stopped before the look that must find nobody new. Blocks: call it in a thread.
+    For a tree whose orphans nobody would find. A process in the middle of a fork stops after it:
+    so all have stopped before the look that must find nothing new. Gives up after `STOP_S`, as
+    when a process hangs in the kernel. Blocks: call it in a thread.
     """
     told: set[Proc] = set()
     halted = False
-    for _ in range(ROUNDS):
+    deadline = time.monotonic() + STOP_S
+    while time.monotonic() < deadline:
         fresh = [proc for proc in _tree(root).alive if proc not in told]
         if halted and not fresh:
             return

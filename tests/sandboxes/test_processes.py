@@ -15,7 +15,17 @@ import pytest
 from hermes_rl.sandboxes.base import SandboxBackend, SandboxSpec
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 from hermes_rl.sandboxes.none import Subprocess
-from hermes_rl.sandboxes.processes import Calm, Jobs, Kin, Look, Proc, children, find, look
+from hermes_rl.sandboxes.processes import (
+    Calm,
+    Jobs,
+    Kin,
+    Look,
+    Proc,
+    children,
+    find,
+    look,
+    stop_tree,
+)
 
 IDS = int(Path("/proc/sys/kernel/pid_max").read_text())
 
@@ -147,6 +157,32 @@ async def test_no_program_hides_from_a_timeout(
             assert found.output == "0\n"
     finally:
         await backend.aclose()
+
+
+def test_a_tree_that_gets_little_cpu_time_is_stopped_all_the_same() -> None:
+    """A process stops when it next runs; one that has not stopped may fork before it is killed."""
+    cpu = str(max(os.sched_getaffinity(0)))
+    tree = "while :; do sleep 974 & sleep 0.002; done"
+    busy = "for i in 1 2 3 4; do (while :; do :; done) & done"
+    script = f"nice -n 19 bash -c '{tree}' & echo $!; read; {busy}; echo; wait"
+    command = ["taskset", "--cpu-list", cpu, "bash", "-c", script]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as shell:
+        assert shell.stdin is not None
+        assert shell.stdout is not None
+        try:
+            root = find(int(shell.stdout.readline()))
+            assert root is not None
+            while len(children(root.pid)) < 10:
+                time.sleep(0.005)
+            shell.stdin.write(b"\n")
+            shell.stdin.flush()
+            shell.stdout.readline()
+            stop_tree(root)
+            assert [proc for proc in look([root.pid]).alive if not proc.halted()] == []
+        finally:
+            os.killpg(shell.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("kind", [Bubblewrap, Subprocess])
