@@ -1,7 +1,6 @@
 # `make` lists the targets. Each one makes its own virtual environment ready first; that is quick when nothing changed.
 
-PYTHON ?= python3
-export PYTHON
+# PYTHON=/path/to/python3.11 names the interpreter of the virtual environments; scripts/venv.sh says what happens without it.
 # Tests start hundreds of interpreters: without bytecode each compiles the package anew, a quarter of a second.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -20,7 +19,7 @@ PYTEST_ARGS ?=
 consume = $(1)/bin/python -m pytest -c tests/consumers/pytest.ini $(2) --producer=$(CURDIR)/$(RUN) $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint size bench bench-atropos chaos test-consumers lock clean demo-venv dev-venv
+.PHONY: help demo test smoke lint size bench bench-atropos chaos test-consumers lock clean demo-venv dev-venv
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +29,10 @@ demo: demo-venv ## the whole product on ten small tasks (MODEL=... BASE_URL=... 
 
 test: dev-venv ## all tests, in two processes (PYTEST_ARGS='-k journal' for some, -n 0 for one process)
 	@$(RUN) -m pytest -n 2 --max-worker-restart 0 $(PYTEST_ARGS)
+
+smoke: dev-venv ## a small part of the tests, for another Python (PYTHON=/path/to/python3.13 VENV=.venv-3.13)
+	@$(VENV)/bin/hermes-rl --help >/dev/null
+	@$(RUN) -m pytest tests/house/test_imports.py tests/ground tests/tools tests/rollout/test_rollout.py tests/packaging
 
 lint: dev-venv ## ruff, formatting and strict types
 	@$(RUN) -m ruff check .
@@ -63,7 +66,7 @@ lock: ## write the lock files anew from pyproject.toml (newest versions: scripts
 	@bash scripts/lock.sh
 
 clean: ## remove the virtual environments, caches and build output; runs/ is kept
-	@rm -rf .venv .venv-consumers* .venv-atropos .make .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	@rm -rf .venv .venv-* .make .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 	@find hermes_rl batch_runner environments tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 demo-venv:

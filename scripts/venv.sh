@@ -4,8 +4,9 @@
 #   scripts/venv.sh FOLDER LOCK [--editable] [REQUIREMENT...]
 #
 # Everything in LOCK is installed with its hashes checked; --editable adds this checkout, built by the locked hatchling, without
-# a download; a REQUIREMENT is installed last and unhashed (torch, see scripts/lock.sh). PYTHON names the interpreter. pip's own
-# settings (index, proxy, certificates) are left as they are. A stamp in FOLDER holds what was installed.
+# a download; a REQUIREMENT is installed last and unhashed (torch, see scripts/lock.sh). PYTHON names the interpreter: a FOLDER
+# of another one is built again. Without it a FOLDER keeps its interpreter, and a new one gets python3. pip's own settings (index,
+# proxy, certificates) are left as they are. A stamp in FOLDER holds what was installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -31,21 +32,26 @@ if command -v flock >/dev/null; then flock 9; fi
 fingerprint() { # of everything that decides what the folder should hold
     { pwd; echo "$editable $*"; cat "$1" pyproject.toml; } | sha256sum | cut -d' ' -f1
 }
+identify() { # the interpreter; of a virtual environment, the one that it was made with
+    "$1" -c 'import sys; print(sys.base_prefix, sys.version)' 2>/dev/null || true
+}
+other=
+if [ -n "${PYTHON:-}" ] && [ "$(identify "$python")" != "$(identify "$folder/bin/python")" ]; then other=yes; fi
 stamp=$folder/.stamp-$(basename "$lock" .txt)
 want=$(fingerprint "$lock" "$@")
 # dev.txt holds all of demo.txt.
 for ready in "$stamp" "${stamp/-demo/-dev}"; do
     of=locks/${ready##*.stamp-}.txt
-    if [ -f "$ready" ] && [ "$(cat "$ready")" = "$(fingerprint "$of" "$@")" ] && [ -x "$folder/bin/python" ]; then
+    if [ -z "$other" ] && [ -f "$ready" ] && [ "$(cat "$ready")" = "$(fingerprint "$of" "$@")" ] && [ -x "$folder/bin/python" ]; then
         exit 0
     fi
 done
 
-command -v "$python" >/dev/null || die "no $python here. Install Python 3.11 or newer, or say make PYTHON=/path/to/python3.11"
+command -v "$python" >/dev/null || die "no $python here. Install Python 3.11 or newer, or use make PYTHON=/path/to/python3.11"
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2], int((3, 11) <= sys.version_info[:2] < (3, 15)))') ||
-    die "$python does not run. Say make PYTHON=/path/to/python3.11"
-[ "${version#* }" = 1 ] || die "$python is Python ${version% *}, this needs 3.11 to 3.14. Say make PYTHON=/path/to/python3.11"
-if ! "$folder/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    die "$python does not run. Use make PYTHON=/path/to/python3.11"
+[ "${version#* }" = 1 ] || die "$python is Python ${version% *}, this needs 3.11 to 3.14. Use make PYTHON=/path/to/python3.11"
+if [ -n "$other" ] || ! "$folder/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
     "$python" -c 'import venv, ensurepip' 2>/dev/null ||
         die "$python has no venv module. On Debian or Ubuntu: apt-get install python${version% *}-venv"
     "$python" -m venv --clear "$folder"
@@ -53,7 +59,7 @@ fi
 
 pip() {
     "$folder/bin/python" -m pip --disable-pip-version-check --no-input install -qq "$@" ||
-        die "pip could not install into $folder (its message is above). Mend that and run the same command again"
+        die "pip could not install into $folder (its message is above). Fix that, then run the same command"
 }
 started=$SECONDS
 echo "packages: $(grep -c '==' "$lock") from $lock into $folder (a minute or two the first time)"

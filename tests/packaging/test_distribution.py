@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
 import zipfile
 from importlib.metadata import Distribution, distribution
@@ -91,9 +90,9 @@ def test_every_environment_package_is_listed() -> None:
 def test_the_sdist_holds_no_junk_and_builds_the_same_wheel(
     built: Path, wheel: Path, tmp_path: Path
 ) -> None:
-    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
-        names = {member.name.split("/", 1)[1] for member in archive.getmembers()}
-        archive.extractall(tmp_path, filter="data")
+    archive = next(built.glob("*.tar.gz"))
+    names = {name.split("/", 1)[1] for name in command("tar", "-tzf", archive).splitlines()}
+    command("tar", "-xzf", archive, "-C", tmp_path)
     assert names - {"PKG-INFO"} <= tracked() | untracked()
     source = next(tmp_path.glob("hermes_rl-*"))
     command(
@@ -109,6 +108,33 @@ def test_the_sdist_holds_no_junk_and_builds_the_same_wheel(
     )
     again = next((source / "again").glob("*.whl"))
     assert set(zipfile.ZipFile(again).namelist()) == set(zipfile.ZipFile(wheel).namelist())
+
+
+@pytest.mark.slow
+def test_a_virtual_environment_of_another_python_is_built_again(tmp_path: Path) -> None:
+    """When PYTHON names one; else what is there is kept."""
+    for name in ("scripts/venv.sh", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "locks").mkdir()
+    (tmp_path / "locks/none.txt").touch()
+    venv = tmp_path / "venv"
+    unnamed = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+    named = {**unnamed, "PYTHON": sys.executable}
+
+    def make(variables: dict[str, str]) -> str:
+        words = ["bash", "scripts/venv.sh", "venv", "locks/none.txt"]
+        command(*words, place=Place(tmp_path, variables))
+        return command(venv / "bin/python", "-c", "import sys; print(sys.prefix)").strip()
+
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin/python").write_text("#!/bin/sh\necho another Python\n")
+    (venv / "bin/python").chmod(0o755)
+    assert make(unnamed) == "another Python"
+    assert make(named) == str(venv)
+    (venv / "kept").touch()
+    assert make(named) == make(unnamed) == str(venv)
+    assert (venv / "kept").exists()
 
 
 def untracked() -> set[str]:
