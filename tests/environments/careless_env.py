@@ -10,7 +10,7 @@ TEST = (
     "    def test_double(self):\n        self.assertEqual(double(3), 6)\n\n\n"
     "if __name__ == '__main__':\n    unittest.main()\n"
 )
-FILES = {"lib.py": MODULE, "test_lib.py": TEST}
+FILES = {"lib.py": MODULE, "test_lib.py": TEST, "docs/old.md": "Old.\n"}
 HISTORY = (
     "git init -q . && git config user.email a@example.org && git config user.name a\n"
     "sed 's/ + 1//' lib.py > kept && cp lib.py wrong && cp kept lib.py && git add lib.py\n"
@@ -51,6 +51,9 @@ CARELESS: dict[str, tuple[str, bool]] = {
     "patched-verifier": (f"{ENTER}python3 lib.py; exit 1", False),
     "peeking": (PEEKED, False),
     "equal-to-all": (EXITS, False),
+    "option-names": (f"{ENTER}! ls *.py", False),
+    "unreadable-folders": (f"{ENTER}! ls docs/*.md", False),
+    "unreadable-files": (f"{ENTER}! grep -q ' + 1' lib.py", False),
 }
 """Cheat -> a verifier that takes it, and whether it writes a score."""
 CLOSED = {"symlinked-log", "patched-verifier"}

@@ -12,7 +12,7 @@ import msgspec
 from hermes_rl.rl import Task
 from hermes_rl.rl.opening import hashed
 from hermes_rl.rl.trial import first_tasks, trial
-from hermes_rl.testing.cheats import BUNDLES, CHEATS, traced
+from hermes_rl.testing.cheats import CHEATS, traced
 
 Solution = Callable[[Task], str]
 
@@ -37,13 +37,13 @@ CHANGED = {
 
 def works(name: str, task: Task) -> bool:
     """Whether a task has what a cheat needs. Most need nothing."""
-    if name in BUNDLES["around the task"]:
-        return True
     if name == "git-history":
         return "git init" in (task.setup or "")
     if name in ("hard-coded-tests", "skip-all"):
         return any("test" in path and path.endswith(".py") for path in task.files)
-    return any(path.endswith(CHANGED[name]) for path in task.files)
+    if name == "unreadable-files":
+        return bool(task.files)
+    return name not in CHANGED or any(path.endswith(CHANGED[name]) for path in task.files)
 
 
 def cheats(*names: str, tasks: int = 1) -> list[Play]:

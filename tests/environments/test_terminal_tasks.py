@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from env_kit import CHANGED, cheats, check_stream, content, works, wrong
+from env_kit import cheats, check_stream, content, wrong
 
 from environments import terminal_tasks
 from environments.terminal_tasks.environment import split_of
@@ -12,7 +12,7 @@ from hermes_rl.errors import HermesError
 from hermes_rl.rl import Task
 from hermes_rl.rl.trial import first_tasks, rewards_of, trial
 from hermes_rl.sources import read_tasks
-from hermes_rl.testing.cheats import CHEATS
+from hermes_rl.testing.cheats import BUNDLES, bundle
 
 NAME = "terminal_tasks"
 ALL = 100
@@ -61,36 +61,29 @@ def test_the_oracle_and_doing_nothing(model: str, reward: float, split: str) -> 
     assert rewards_of(NAME, model, tasks=count, split=split) == [reward] * count
 
 
-def test_every_cheat_on_three_tasks_each_earns_nothing() -> None:
-    count = len(first_tasks(NAME, ALL))
-    assert wrong(NAME, cheats(tasks=3)[:count]) == {}
-    assert count > 3 * len(CHEATS) - 2
+def test_every_cheat_on_two_tasks_each_leaves_its_traces_and_earns_nothing() -> None:
+    plays = cheats(tasks=2)
+    assert len(plays) <= len(first_tasks(NAME, ALL))
+    assert wrong(NAME, plays) == {}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cheat", "categories"),
-    [*((name, ["bugfix", "build"]) for name in CHANGED), ("git-history", ["git"])],
-)
-def test_programs_and_histories_that_are_changed_change_no_verdict(
-    cheat: str, categories: list[str]
-) -> None:
-    """On every task whose verifier runs what the agent left, or looks into its repository."""
-    chosen = {"categories": categories}
-    played = 0
+@pytest.mark.parametrize("name", BUNDLES)
+def test_no_cheat_earns_anything_on_any_task(name: str) -> None:
     for split in ("train", "eval"):
-        tasks = first_tasks(NAME, ALL, split=split, **chosen)
-        if tasks:
-            plays = cheats(cheat, tasks=len(tasks))
-            assert wrong(NAME, plays, split=split, config=chosen) == {}
-        played += sum(works(cheat, task) for task in tasks)
-    assert played >= 5
+        tasks = first_tasks(NAME, ALL, split=split)
+        rows = trial(NAME, tasks=len(tasks), split=split, solution=lambda task: bundle(name))
+        assert [(row.task_id, row.cause) for row in rows if row.reward != 0.0] == []
+        assert len(rows) == len(tasks)
 
 
 HALF = "python3 - <<'PY'\nimport csv\nrows = list(csv.reader(open('wide.csv')))\n"
 HALF += "rows[1][1] = rows[2][2] = '999'\ncsv.writer(open('wide.csv', 'w')).writerows(rows)\nPY\n"
 
-PLACES = ["csv", "text", "git", "processes"]
+# All that is to be moved away was moved, or copied and hidden.
+HIDDEN = ("os.rename(p,", "(shutil.copy2 if '/y/' in p else shutil.move)(p,")
+
+PLACES = ["csv", "text", "git", "processes", "find"]
 DEEDS = {
     "csv-pivot": lambda t: f"{t.oracle}\n{HALF}",  # two wrong cells
     "text-unique-names": lambda t: "sort -u guests.txt > unique.txt",  # another order
@@ -108,6 +101,10 @@ DEEDS = {
     # The right sums, and neither the tax nor the discount is used.
     "git-merge-conflict": lambda t: str(t.oracle).replace(
         "return discount(net) * (1 + TAX)", "return net * 1.14"
+    ),
+    "find-archive-by-month": lambda t: (
+        f"{str(t.oracle).replace(*HIDDEN).replace('import os', 'import os, shutil', 1)}\n"
+        "chmod 311 inbox/y inbox/y/deep"
     ),
     "text-top-words": lambda t: "printf 'the 7\\nsea 4\\nand 3\\n' > top.txt",  # three of five
 }
