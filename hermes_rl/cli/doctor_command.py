@@ -127,6 +127,8 @@ def sandboxes() -> list[Finding]:
         apart = "user ids and namespaces" if p.root else "namespaces alone (not root: one user id)"
         found += [
             Finding("sandboxes", "limits", None, text),
+            Finding("sandboxes", "workspace", None, _workspace(p.no_disks)),
+            Finding("sandboxes", "memory", None, _memory(p.cgroups)),
             Finding("sandboxes", "overlay", None, images),
             Finding("sandboxes", "isolation", None, f"sandboxes are kept apart by {apart}"),
         ]
@@ -137,6 +139,21 @@ def sandboxes() -> list[Finding]:
     found.append(Finding("sandboxes", "none", None, none))
     later = "not in this version: docker, ssh, apptainer, modal"
     return [*found, Finding("sandboxes", "others", None, later)]
+
+
+def _workspace(no_disks: str) -> str:
+    if not no_disks:
+        return "limited by the kernel: each sandbox has a file system of its own"
+    return f"counted every few seconds, so a fast writer is stopped late ({no_disks})"
+
+
+def _memory(cgroups: bool) -> str:
+    if cgroups:
+        return "limited for each sandbox as a whole, by a control group"
+    return (
+        "NOT limited for a whole sandbox (no control groups here): only each process's address "
+        "space is, so many processes, memfd files and sockets can fill the machine's memory"
+    )
 
 
 def tools() -> list[Finding]:

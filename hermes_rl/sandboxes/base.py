@@ -7,7 +7,7 @@ its worker.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -29,6 +29,14 @@ class SandboxLimits:
     workspace_files: int = 200_000
     tmp_bytes: int = 256 << 20
     shm_bytes: int = 64 << 20
+
+    def doubled(self) -> SandboxLimits:
+        """Twice as much on the disk."""
+        return replace(
+            self,
+            workspace_bytes=2 * self.workspace_bytes,
+            workspace_files=2 * self.workspace_files,
+        )
 
 
 @dataclass(frozen=True)

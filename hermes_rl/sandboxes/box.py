@@ -19,6 +19,7 @@ from pathlib import Path
 from hermes_rl.errors import SandboxStartError
 from hermes_rl.sandboxes import limits, processes, recipe
 from hermes_rl.sandboxes.base import SandboxSpec
+from hermes_rl.sandboxes.disk import Room
 from hermes_rl.sandboxes.hostfolder import HostFolder
 from hermes_rl.sandboxes.privilege import is_host_root
 from hermes_rl.sandboxes.slots import Slot
@@ -41,6 +42,7 @@ class Lease:
 
     spec: SandboxSpec
     box: Path
+    room: Room
     slot: Slot | None
     layers: recipe.Layers
     cgroup: list[str] = field(default_factory=list)
@@ -67,21 +69,22 @@ class Lease:
 
     @property
     def workspace(self) -> Path:
-        """The workspace on the host."""
-        return self.box / "ws" if self.host is None else self.host.path
+        """The workspace, as this process finds it."""
+        return self.room.seen(self.bound) if self.host is None else self.host.path
+
+    @property
+    def bound(self) -> Path:
+        """The workspace, as bubblewrap finds it."""
+        return self.room.folder / "ws" if self.host is None else self.host.path
+
+    @property
+    def intact(self) -> bool:
+        """Whether its folders are there: nobody but the host can remove them."""
+        return self.workspace.is_dir() and self.box.is_dir()
 
     def make(self, name: str) -> Path:
-        """A folder in the box that the sandbox may write."""
-        path = self.box / name
-        path.mkdir(mode=0o700)
-        if self.uid is not None:
-            os.chown(path, self.uid, self.uid)
-        return path
-
-    def layer(self, name: str) -> recipe.Writable:
-        """A new, empty layer for writes, below a folder of the box."""
-        self.make(name)
-        return recipe.Writable(self.make(f"{name}/up"), self.make(f"{name}/work"))
+        """A folder that the sandbox may write, as bubblewrap finds it."""
+        return self.room.make(name, self.uid)
 
 
 class Inner:

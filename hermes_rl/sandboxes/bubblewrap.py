@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from hermes_rl.sandboxes import grading, hostfolder, limits, probe, recipe, ward
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxSpec
 from hermes_rl.sandboxes.binary import find_binary, reachable
 from hermes_rl.sandboxes.box import Lease, Outer, abandon, confined, launch
+from hermes_rl.sandboxes.disk import Disks, Room, find_disks
 from hermes_rl.sandboxes.gradingbox import GradingBox
 from hermes_rl.sandboxes.hostfolder import host_folder
 from hermes_rl.sandboxes.leased import BubblewrapSandbox
@@ -32,6 +34,8 @@ from hermes_rl.sandboxes.workspace import copy_tree, remove_tree
 
 WATCH_S = 3.0
 """Between two looks at sandboxes in which something runs."""
+DISK_S = 0.25
+"""Between two looks at the room on the disk."""
 
 
 class Bubblewrap:
@@ -70,13 +74,14 @@ class Bubblewrap:
         self._opening = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
         self._overlay = True
+        self._disks: Disks | None = None
 
     async def _open(self) -> Home:
         """Once: clean up after others that are gone, then make what all sandboxes share."""
         async with self._opening:
             if self._home is None:
                 self._home = await asyncio.to_thread(self._prepare)
-                self._watcher = asyncio.create_task(self._watch())
+                self._watcher = asyncio.create_task(self._watch(self._home))
             return self._home
 
     def _prepare(self) -> Home:
@@ -93,6 +98,8 @@ class Bubblewrap:
                 self._slots = Slots()
             self._shared = home.new_box()
             os.chmod(self._shared, 0o755)
+            made = self._spawner.run(lambda: find_disks(self._shared))
+            self._disks = made if isinstance(made, Disks) else None
             (self._shared / "supervisor").write_text(supervisor_text())
             (self._shared / "supervisor").chmod(0o644)
             self._etc = {
@@ -116,10 +123,14 @@ class Bubblewrap:
         slot = self._slots.take() if self._slots is not None and host is None else None
         layers = recipe.Layers(self._etc[spec.network], lower)
         owner = recipe.image_owner(lower) if slot is not None else None
-        lease = Lease(spec, home.new_box(), slot, layers, owner=owner, host=host)
+        box = home.new_box()
+        room = Room(box, self._disks if host is None else None, spec.limits)
+        lease = Lease(spec, box, room, slot, layers, owner=owner, host=host)
         try:
+            await self._mounting(room.enter)
             if lower:
-                lease = replace(lease, layers=replace(layers, upper=lease.layer("layer")))
+                upper = room.layer("layer", lease.uid)
+                lease = replace(lease, layers=replace(layers, upper=upper))
             outer, shell = await self._start(lease)
         except BaseException:
             await asyncio.shield(self.give_back(lease))
@@ -144,7 +155,7 @@ class Bubblewrap:
             control=control,
             limits=spec.limits,
             network=spec.network,
-            workspace=lease.workspace,
+            workspace=lease.bound,
             command=command,
         )
         ours, theirs = socket.socketpair()
@@ -162,6 +173,7 @@ class Bubblewrap:
             await shell.ready()
             name, memory = lease.box.name, spec.limits.memory_bytes
             await confined(lease.cgroup, name, memory, self._cgroups, outer.inner())
+            await self._mounting(lease.room.leave)
         except (ShellLost, TimeoutError, OSError, ValueError) as error:
             shell.release()
             await abandon(outer)
@@ -171,6 +183,11 @@ class Bubblewrap:
             await asyncio.shield(abandon(outer))
             raise
         return outer, shell
+
+    async def _mounting(self, work: Callable[[], None]) -> None:
+        """Enter or leave rooms, which only the spawner's thread can, and only with disks needs."""
+        if self._disks is not None:
+            await self._spawner.call(work)
 
     async def _launch(self, box: recipe.Box, uid: int | None, stdio: socket.socket) -> Outer:
         """Start a bubblewrap in the spawner's thread; a cancelled caller leaves none behind."""
@@ -188,7 +205,7 @@ class Bubblewrap:
         asked = lease.spec.limits
         found: dict[str, object] = {
             "processes": asked.processes,
-            "memory_bytes_per_process": asked.memory_bytes,
+            "address_space_bytes_per_process": asked.memory_bytes,
             "file_bytes": asked.file_bytes,
             "workspace_bytes": asked.workspace_bytes,
             "workspace_files": asked.workspace_files,
@@ -198,6 +215,8 @@ class Bubblewrap:
         }
         if lease.host is not None:
             del found["workspace_bytes"], found["workspace_files"]
+        else:
+            found["workspace_held_by"] = "kernel" if lease.room.sized else "watching"
         if lease.cgroup:
             found["memory_bytes"] = asked.memory_bytes
         return found
@@ -205,28 +224,41 @@ class Bubblewrap:
     async def grade(self, lease: Lease, spec: GradingSpec, number: int) -> GradingResult:
         """Run a verifier over what a lease left. Raises: SandboxStartError, SandboxDied, TaskFault
         when its image is missing."""
-        box = GradingBox(lease, f"grade{number}", self._cgroups)
+        name, asked = f"grade{number}", lease.spec.limits
+        # A copy of the workspace, where there are no overlays, takes as much again.
+        room = Room(lease.box / name, self._disks, asked if self._overlay else asked.doubled())
+        box = GradingBox(lease, name, self._cgroups, room)
         box.folder.mkdir(mode=0o711)
+
+        def enter() -> None:
+            lease.room.enter()
+            room.enter()
+
+        def leave() -> None:
+            lease.room.leave()
+            room.leave()
+
+        async def begin(stdio: socket.socket) -> grading.Running:
+            outer = await self._launch(stage, lease.uid, stdio)
+            return grading.Running(
+                ended=outer.ended,
+                kill=outer.kill,
+                standing=lambda: box.stand(outer),
+                excess=lambda: box.excess(outer),
+                close=outer.close,
+            )
+
         try:
-            stage = await asyncio.to_thread(self._stage, lease, spec, box.name)
-
-            async def begin(stdio: socket.socket) -> grading.Running:
-                outer = await self._launch(stage, lease.uid, stdio)
-                return grading.Running(
-                    ended=outer.ended,
-                    kill=outer.kill,
-                    standing=lambda: box.stand(outer),
-                    excess=lambda: box.excess(outer),
-                    close=outer.close,
-                )
-
+            await self._mounting(enter)
+            stage = await asyncio.to_thread(self._stage, lease, spec, box)
             return await grading.judge(spec, stage.control, begin)
         finally:
+            await asyncio.shield(self._mounting(leave))
             await asyncio.shield(asyncio.to_thread(box.remove))
 
-    def _stage(self, lease: Lease, spec: GradingSpec, name: str) -> recipe.Box:
+    def _stage(self, lease: Lease, spec: GradingSpec, graded: GradingBox) -> recipe.Box:
         """Everything that a grading box needs. Blocks: it may have to copy the workspace."""
-        control, verify = lease.box / name / "ctl", lease.box / name / "verify"
+        control, verify = graded.folder / "ctl", graded.folder / "verify"
         for path in (control, verify):
             path.mkdir(mode=0o755)
         paths = grading.Paths(recipe.CONTROL, grading.HOME, grading.VERIFY, recipe.WORKSPACE)
@@ -236,19 +268,19 @@ class Bubblewrap:
         grading.write_stage(control, verify, spec, start)
         mounts = ["--ro-bind", str(verify), grading.VERIFY]
         mounts += ["--size", str(lease.spec.limits.tmp_bytes), "--tmpfs", grading.HOME]
-        workspace = None
+        workspace, room = None, graded.room
         if self._overlay:
-            layer = lease.layer(f"{name}/layer")
-            below = ["--overlay-src", str(lease.workspace)]
+            layer = room.layer("layer", lease.uid)
+            below = ["--overlay-src", str(lease.bound)]
             mounts += [*below, *layer.arguments(), recipe.WORKSPACE]
         else:
-            workspace = lease.box / name / "ws"
+            workspace = room.folder / "ws"
             try:
-                copy_tree(lease.workspace, workspace, lease.uid)
+                copy_tree(lease.workspace, room.seen(workspace), lease.uid)
             except OSError as error:
                 raise SandboxStartError(f"the workspace cannot be copied: {error}") from error
         return recipe.Box(
-            layers=self._grading_layers(lease, spec, name),
+            layers=self._grading_layers(lease, spec, room),
             control=control,
             limits=lease.spec.limits,
             workspace=workspace,
@@ -257,27 +289,39 @@ class Bubblewrap:
             command=["bash", "--norc", "--noprofile", f"{recipe.CONTROL}/start", lease.tag],
         )
 
-    def _grading_layers(self, lease: Lease, spec: GradingSpec, name: str) -> recipe.Layers:
+    def _grading_layers(self, lease: Lease, spec: GradingSpec, room: Room) -> recipe.Layers:
         """The root of a grading box: the verifier's own image, or the agent's as it left it."""
         lower = [*lease.layers.lower]
         if spec.image is not None:
             lower = [*recipe.image_layers(spec.image)]
         elif lease.layers.upper is not None:
             lower.append(lease.layers.upper.up)
-        upper = lease.layer(f"{name}/root") if lower else None
+        upper = room.layer("root", lease.uid) if lower else None
         return recipe.Layers(self._etc[False], lower, upper)
 
-    async def _watch(self) -> None:
+    async def _watch(self, home: Home) -> None:
         """Look at sandboxes in which something runs: a limit may be exceeded at any time."""
+        clock = asyncio.get_running_loop().time
+        reserve, look = limits.Reserve(home.boxes), clock() + WATCH_S
         while True:
-            await asyncio.sleep(WATCH_S)
-            for sandbox in [*self._live]:
-                if sandbox.due():
-                    with contextlib.suppress(SandboxError, OSError, ValueError):
-                        await sandbox.check()
+            await asyncio.sleep(DISK_S)
+            try:
+                due = reserve.fell() or clock() >= look
+                left = reserve.short(lambda: sum(sandbox.held() for sandbox in self._live))
+            except OSError:  # out of descriptors, or the disk is gone
+                continue
+            if due or left is not None:
+                look = clock() + WATCH_S
+                for sandbox in [*self._live]:
+                    if left is not None or sandbox.due():
+                        with contextlib.suppress(SandboxError, OSError, ValueError):
+                            await sandbox.check()
+            if left is not None and self._live:
+                await max(self._live, key=BubblewrapSandbox.held).relieve(left)
 
     async def give_back(self, lease: Lease, sandbox: BubblewrapSandbox | None = None) -> None:
         """Remove a lease's folders and group, free its slot."""
+        await self._mounting(lease.room.leave)
         await asyncio.to_thread(_remove, lease)
         if lease.slot is not None and self._slots is not None:
             self._slots.give_back(lease.slot)
@@ -308,4 +352,5 @@ class Bubblewrap:
 def _remove(lease: Lease) -> None:
     for path in lease.cgroup:
         warden.remove_cgroup(path)
+    lease.room.close()
     remove_tree(lease.box)

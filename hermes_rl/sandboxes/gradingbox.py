@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hermes_rl.errors import SandboxStartError
 from hermes_rl.sandboxes import grading, limits, warden
 from hermes_rl.sandboxes.box import Lease, Outer, confined
+from hermes_rl.sandboxes.disk import Room
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.workspace import TEMPORARY, measure, remove_tree
 
@@ -31,6 +32,8 @@ class GradingBox:
     name: str
     """Of its folder in the lease's box."""
     groups: limits.Cgroups
+    room: Room
+    """What is written in it; entered by whoever starts the box."""
     cgroup: list[str] = field(default_factory=list)
     """The path of its control group, once there is one."""
 
@@ -49,25 +52,20 @@ class GradingBox:
 
     async def excess(self, outer: Outer) -> str | None:
         """Which limit is exceeded by what was written in it, in words."""
-        asked, copy = self.lease.spec.limits, self.folder / "ws"
-        if copy.is_dir():  # it holds what the agent left as well
-            asked = replace(
-                asked,
-                workspace_bytes=2 * asked.workspace_bytes,
-                workspace_files=2 * asked.workspace_files,
-            )
-        written = (copy, self.folder / "layer" / "up", self.folder / "root" / "up")
-        folders = [Beneath(path, self.lease.uid) for path in written if path.is_dir()]
-        root = f"/proc/{outer.inner().init}/root"
+        room = self.room
+        paths = [room.folder / name for name in ("ws", "layer/up", "root/up")]
+        folders = [Beneath(path, self.lease.uid) for path in map(room.seen, paths) if path.is_dir()]
+        inner = outer.inner().init
         try:
-            usage = await asyncio.to_thread(measure, folders, asked, root, _TEMPORARY)
+            usage = await asyncio.to_thread(measure, room, folders, inner, _TEMPORARY)
         except OSError as error:  # out of descriptors: the next look comes soon
             _log.warning("cannot look at a grading box: %s", error)
             return None
-        return usage.excess(asked)
+        return usage.excess(room.limits)
 
     def remove(self) -> None:
         """Remove all of it. Blocks."""
         for path in self.cgroup:
             warden.remove_cgroup(path)
+        self.room.close()
         remove_tree(self.folder)

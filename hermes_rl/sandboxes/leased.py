@@ -56,6 +56,7 @@ class BubblewrapSandbox(ShellSandbox):
         self._machine_kills = 0 if lease.cgroup else limits.machine_kills()
         self._looked = asyncio.get_running_loop().time()
         self._slack = Usage(0, 0).slack_s(lease.spec.limits)
+        self._bytes = 0
 
     @property
     def host_pid(self) -> int:
@@ -88,9 +89,11 @@ class BubblewrapSandbox(ShellSandbox):
             self._raise_if_dead()
             return
         asked = self._lease.spec.limits
-        root = f"/proc/{self._outer.inner().init}/root"
+        lease, inner = self._lease, self._outer.inner().init
         try:
-            usage = await asyncio.to_thread(measure, self._written(), asked, root)
+            if not lease.intact:
+                raise FileNotFoundError
+            usage = await asyncio.to_thread(measure, lease.room, self._written(), inner)
         except FileNotFoundError:
             await self._end(SandboxDied("the workspace vanished"))
         except OSError as error:
@@ -99,15 +102,29 @@ class BubblewrapSandbox(ShellSandbox):
         else:
             self._looked = asyncio.get_running_loop().time()
             self._slack = usage.slack_s(asked)
+            self._bytes = usage.bytes
             excess = usage.excess(asked)
             if excess is not None:
                 await self._end(SandboxKilled(f"the sandbox exceeded its limits: {excess}"))
         self._raise_if_dead()
 
+    def held(self) -> int:
+        """Bytes that it has on the disk while something may write more of them."""
+        if self._shell.lost.is_set():
+            return 0
+        return max(self._bytes, self._lease.room.used())
+
+    async def relieve(self, left: int) -> None:
+        """End it, the one that holds most of the machine's disk, before that is full."""
+        if (held := self.held()) >= limits.STEP_BYTES:
+            why = f"the machine's disk is nearly full, and the sandbox holds {held >> 20} MiB of it"
+            _log.warning("%d MiB left on the disk: ending the largest sandbox", left >> 20)
+            await self._end(SandboxKilled(why))
+
     def _written(self) -> list[Beneath]:
         """The folders of the disk that its commands write."""
         upper = self._lease.layers.upper
-        layer = [] if upper is None else [Beneath(upper.up, self._lease.uid)]
+        layer = [] if upper is None else [Beneath(self._lease.room.seen(upper.up), self._lease.uid)]
         return [self._place.files, *layer]
 
     async def _end(self, error: SandboxError) -> None:
@@ -132,7 +149,7 @@ class BubblewrapSandbox(ShellSandbox):
             return SandboxDied("the channel to the sandbox closed while it was running")
         if code < 0:
             return SandboxDied(f"bubblewrap was ended by signal {-code} from outside")
-        if not self._lease.workspace.is_dir() or not self._shell.paths.control.is_dir():
+        if not self._lease.intact or not self._shell.paths.control.is_dir():
             return SandboxDied("the folders of the sandbox vanished")
         if any(limits.out_of_memory(path) for path in self._lease.cgroup):
             return SandboxKilled("the sandbox ran out of memory")
@@ -152,7 +169,7 @@ class BubblewrapSandbox(ShellSandbox):
         if self._closing is not None:
             self._raise_if_dead()
         await self._end(SandboxDied("the session is over: the sandbox was graded"))
-        if not self._lease.workspace.is_dir():
+        if not self._lease.intact:
             raise SandboxDied("the workspace vanished")
 
     async def grade(self, spec: GradingSpec) -> GradingResult:

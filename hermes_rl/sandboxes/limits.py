@@ -1,12 +1,73 @@
-"""Limits that need the machine's consent: memory of a whole sandbox by a control group."""
+"""Limits of the machine: memory of a whole sandbox by a control group, room on the disk."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from hermes_rl.sandboxes import warden
+
+RESERVE_BYTES = 1 << 30
+STEP_BYTES = 64 << 20
+"""A further fall of the free space that is worth ending another sandbox, and what one must hold."""
+FALL_BYTES = 256 << 20
+"""A fall of the free space that is worth a look at once."""
+
+
+class Reserve:
+    """Room on the disk where sandboxes write: the run's own files may be there too.
+
+    What is kept free is 1 GiB, less on a small or nearly full disk.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        found = os.statvfs(folder)
+        self._seen = free = found.f_bavail * found.f_frsize
+        self._least = self._level = min(
+            RESERVE_BYTES, found.f_blocks * found.f_frsize // 20, free // 2
+        )
+
+    def fell(self) -> bool:
+        """Whether somebody wrote much since the last time that this was true."""
+        free = self._free()
+        fell = free < self._seen - FALL_BYTES
+        self._seen = free if fell else max(free, self._seen)
+        return fell
+
+    def short(self, held: Callable[[], int]) -> int | None:
+        """Bytes that are free, when they are fewer than is kept free and no ended sandbox is about
+        to give some back.
+
+        Args:
+            held: bytes in the file systems of sandboxes, of which some are yet to be written.
+        """
+        free = self._free()
+        unwritten = _unwritten()
+        if free - unwritten < self._level:
+            free -= min(unwritten, held())
+        if free >= self._least:
+            self._level = self._least
+        if free >= self._level:
+            return None
+        self._level = free - STEP_BYTES
+        return max(free, 0)
+
+    def _free(self) -> int:
+        found = os.statvfs(self._folder)
+        return found.f_bavail * found.f_frsize
+
+
+def _unwritten() -> int:
+    """Bytes of files that are in memory alone; 0 where the machine does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    kinds = ("Dirty:", "Writeback:")
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(kinds))
 
 
 @dataclass(frozen=True)

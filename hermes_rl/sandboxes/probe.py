@@ -6,12 +6,14 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hermes_rl.errors import SandboxStartError
 from hermes_rl.sandboxes import limits, spawn
 from hermes_rl.sandboxes.binary import find_binary, reachable
+from hermes_rl.sandboxes.disk import find_disks
 from hermes_rl.sandboxes.privilege import FIRST_SLOT_UID, has_slots, is_host_root
 from hermes_rl.sandboxes.slots import default_state_dir, own_folder
 
@@ -36,7 +38,9 @@ class Probe:
     root: bool = False
     """Each sandbox has a user id of its own; otherwise all of them share ours."""
     limits: dict[str, bool] = field(default_factory=dict)
-    """Limit -> whether it can be enforced."""
+    """Limit -> whether the kernel enforces it; those of the workspace are in `no_disks`."""
+    no_disks: str = ""
+    """Why no sandbox has a file system of its own; empty where each has one."""
 
 
 def options(binary: str) -> str:
@@ -78,7 +82,8 @@ def probe(binary: str | None = None) -> Probe:
     if is_host_root() and not root:
         return Probe(False, "root here has no other user ids: start as an ordinary user")
     try:
-        found = reachable(binary or find_binary(), own_folder(default_state_dir(), 0o711))
+        state = own_folder(default_state_dir(), 0o711)
+        found = reachable(binary or find_binary(), state)
     except SandboxStartError as error:
         return Probe(False, str(error), root=root)
     listed = options(found)
@@ -98,8 +103,10 @@ def probe(binary: str | None = None) -> Probe:
         except BlockingIOError:
             said = ""
     groups = limits.detect()
-    enforced = dict.fromkeys(("processes", "file_bytes", "workspace_bytes", "tmp_bytes"), code == 0)
-    enforced |= {"memory_bytes_per_process": code == 0, "memory_bytes": groups.works}
+    names = ("processes", "file_bytes", "tmp_bytes", "shm_bytes", "address_space_bytes_per_process")
+    enforced = dict.fromkeys(names, code == 0) | {"memory_bytes": groups.works}
+    with ThreadPoolExecutor(1) as thread:  # whose mounts end with it
+        made = thread.submit(find_disks, state).result()
     who = "a user id for each sandbox" if root else "all sandboxes share your user id"
     message = f"works; {who}" if code == 0 else ""
     return Probe(
@@ -111,4 +118,5 @@ def probe(binary: str | None = None) -> Probe:
         cgroups=groups.works,
         root=root,
         limits=enforced,
+        no_disks=made if isinstance(made, str) else "",
     )

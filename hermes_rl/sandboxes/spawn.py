@@ -106,6 +106,10 @@ class Spawner:
         """Run something short in the thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
+    def run(self, work: Callable[[], T]) -> T:
+        """The same, for another thread, which waits for it."""
+        return self._thread.submit(work).result()
+
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False)

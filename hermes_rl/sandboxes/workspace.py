@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
@@ -9,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hermes_rl.sandboxes import warden
+from hermes_rl.sandboxes import processes, warden
 from hermes_rl.sandboxes.base import SandboxLimits
+from hermes_rl.sandboxes.disk import Room
 from hermes_rl.sandboxes.files import Beneath, Look
 
 BYTES_PER_S = 8e9
@@ -45,20 +47,37 @@ class Usage:
 
 
 def measure(
-    folders: Sequence[Beneath],
-    limits: SandboxLimits,
-    root: str,
-    temporary: Sequence[str] = TEMPORARY,
+    room: Room, folders: Sequence[Beneath], init: int, temporary: Sequence[str] = TEMPORARY
 ) -> Usage:
-    """Look through what a sandbox writes on the disk, no further than its limits, and at the
-    temporary file systems of the sandbox whose process 1 sees `root`. Blocks.
+    """Look at what a sandbox writes, no further than its limits: on the disk, unless the kernel
+    holds it to its size there, and in the temporary file systems. Blocks.
 
     Args:
+        room: where it writes on the disk.
         folders: the workspace, and the layer over an image.
-        temporary: where those are, below `root`.
+        init: process 1 of the sandbox.
+        temporary: where the temporary file systems are, in the sandbox.
 
-    Raises: FileNotFoundError when one vanished; OSError without a descriptor to look with.
+    Raises: FileNotFoundError when a folder vanished; OSError without a descriptor to look with.
     """
+    root = f"/proc/{init}/root"
+    if room.sized:
+        total, files = min(room.used(), room.limits.workspace_bytes), 0
+    else:
+        total, files = _walk(room.limits, folders)
+        devices = [os.stat(f"{root}/{name}").st_dev for name in ("", "workspace")]
+        total += _unlinked(init, devices)
+    for name in temporary:
+        try:
+            found = os.statvfs(f"{root}/{name}")
+        except OSError:
+            continue
+        files = max(files, found.f_files - found.f_ffree)
+    return Usage(total, files)
+
+
+def _walk(limits: SandboxLimits, folders: Sequence[Beneath]) -> tuple[int, int]:
+    """Bytes and files below folders, counted until a limit is exceeded."""
     total = files = 0
     for beneath in folders:
         os.stat(beneath.folder)
@@ -71,13 +90,20 @@ def measure(
                 files += 1
                 if is_folder:
                     todo.append((beneath, name))
-    for name in temporary:
-        try:
-            found = os.statvfs(f"{root}/{name}")
-        except OSError:
-            continue
-        files = max(files, found.f_files - found.f_ffree)
-    return Usage(total, files)
+    return total, files
+
+
+def _unlinked(init: int, devices: Sequence[int]) -> int:
+    """Bytes of files on these devices that have no name any more, and are held open."""
+    found: dict[tuple[int, int], int] = {}
+    for proc in processes.descendants(init):
+        with contextlib.suppress(OSError), os.scandir(f"/proc/{proc.pid}/fd") as opened:
+            for entry in opened:
+                with contextlib.suppress(OSError):
+                    file = entry.stat()
+                    if file.st_nlink == 0 and file.st_dev in devices and stat.S_ISREG(file.st_mode):
+                        found[file.st_dev, file.st_ino] = file.st_blocks * 512
+    return sum(found.values())
 
 
 def copy_tree(source: Path, target: Path, uid: int | None = None) -> None:

@@ -245,29 +245,31 @@ async def disk_is_bounded(backend: Bubblewrap) -> None:
     many = "for i in 1 2 3 4 5; do head -c 6M /dev/zero >f$i; done; chmod 000 ."
     hidden = "mkdir h; for i in 1 2 3 4 5; do head -c 6M /dev/zero >h/f$i; done; chmod 000 h"
     for command in (many, hidden):
-        await killed(backend, command, workspace_bytes=20 * MB)
+        await stopped(backend, command, workspace_bytes=20 * MB)
 
 
 async def files_are_bounded(backend: Bubblewrap) -> None:
     """Empty files cost kernel memory: in the workspace and in the temporary file systems."""
     for folder in (".", "/tmp", "/dev/shm"):
         program = f"import os\nfor i in range(8000): open('{folder}/f%d' % i, 'w').close()"
-        await killed(backend, f'python3 -c "{program}"', workspace_files=5_000)
+        await stopped(backend, f'python3 -c "{program}"', workspace_files=5_000)
 
 
 async def limits_hold_in_mid_command(backend: Bubblewrap) -> None:
     """One command that goes on writing is ended within seconds, without reaching its end."""
-    loop = "while :; do head -c 1M /dev/zero >>f; done"
-    await killed(backend, f"{loop} & sleep 50", workspace_bytes=20 * MB)
+    loop = "while head -c 1M /dev/zero >f$i; do i=$((i+1)); done"
+    await stopped(backend, f"i=0; {loop}", workspace_bytes=20 * MB)
 
 
-async def killed(backend: Bubblewrap, command: str, **limits: int) -> None:
+async def stopped(backend: Bubblewrap, command: str, **limits: int) -> None:
+    """The kernel refuses to write more, or a look finds too much and the sandbox ends."""
     async with await lease(backend, **limits) as box:
         try:
             result = await box.run(command, timeout_s=45)
         except SandboxKilled:
             return
-        raise AssertionError(f"not ended: {command}: {result}")
+        assert "No space left" in result.output, f"not stopped: {command}: {result}"
+        assert box.info.limits["workspace_held_by"] == "kernel"
 
 
 async def memory_is_bounded(backend: Bubblewrap) -> None:

@@ -5,7 +5,7 @@ Run by test_escapes as those of `escapes` are.
 
 from __future__ import annotations
 
-from escapes import lease, python, sh
+from escapes import lease, python, sh, stopped
 
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 
@@ -107,10 +107,25 @@ print(libc.shmget(0, 64 << 10, 0o1600) >= 0)
         assert (await python(box, program)).split() == ["-1", "-1", "True", "[0]"]
 
 
+async def files_without_a_name_are_bounded(backend: Bubblewrap) -> None:
+    """A file that was unlinked is in no folder."""
+    program = """
+import os, time
+opened = [os.open(f"f{i}", os.O_CREAT | os.O_RDWR) for i in range(6)]
+for i, file in enumerate(opened):
+    os.unlink(f"f{i}")
+    os.write(file, bytes(8 << 20))
+    os.posix_fallocate(file, 0, 8 << 20)
+time.sleep(40)
+"""
+    await stopped(backend, f"python3 -c '{program}'", workspace_bytes=30 << 20)
+
+
 CHECKS = (
     no_memory_of_other_processes,
     proc_still_serves,
     no_limits_of_other_processes,
     no_space_without_writing,
     shared_segments_are_bounded,
+    files_without_a_name_are_bounded,
 )

@@ -2,19 +2,16 @@
 
 import asyncio
 
+import pytest
+
 from hermes_rl.sandboxes import probe
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxLimits, SandboxSpec
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 from hermes_rl.verify import judge
 
-FILLS = {
-    # A fast disk meets the limit of one file before anybody looks: bash would say so each time.
-    "its files hold more than 20971520 bytes": (
-        "exec 2>/dev/null; while :; do head -c 1M /dev/zero >>f; done"
-    ),
-    "more than 5000 files": "cd; for i in $(seq 20000); do : >f$i; done; sleep 50",
-}
-"""What a program of the agent's does, the second in the verifier's own HOME -> what is said."""
+FILL = "exec 2>/tmp/err; for i in $(seq 40); do head -c 1M /dev/zero >f$i || exit 1; done; sleep 50"
+MANY = "cd; for i in $(seq 20000); do : >f$i; done; sleep 50"
+"""What programs of the agent's do, the second in the verifier's own HOME."""
 
 
 async def test_a_program_that_fills_its_disk_or_memory_is_ended(bubblewrap: Bubblewrap) -> None:
@@ -24,16 +21,34 @@ async def test_a_program_that_fills_its_disk_or_memory_is_ended(bubblewrap: Bubb
         spec = SandboxSpec(lease="fills", limits=limits)
         async with await bubblewrap.lease(spec) as box:
             await box.write_file("fill.sh", program.encode())
-            script = "echo begin; cd $WORKSPACE; bash fill.sh; exit 0"
+            script = "echo begin; cd $WORKSPACE; bash fill.sh; cat /tmp/err; exit 0"
             result = await box.grade(GradingSpec(script, timeout_s=60))
             again = await box.grade(GradingSpec("ls $WORKSPACE ~"))
             assert again.output == "/grading:\n\n/workspace:\nfill.sh\n", again
         return result
 
-    for said, result in zip(FILLS, await asyncio.gather(*map(graded, FILLS.values())), strict=True):
-        assert (result.exit_code, result.timed_out) == (137, False), result
-        assert result.output == f"begin\n\n[ended: {said}]"
-        assert judge(result, score=False) == 0.0
+    fill, many = await asyncio.gather(graded(FILL), graded(MANY))
+    if "No space left" not in fill.output:  # nothing but a look can hold it then
+        assert fill.output == "begin\n\n[ended: its files hold more than 20971520 bytes]"
+        assert (fill.exit_code, fill.timed_out) == (137, False), fill
+    assert (many.exit_code, many.timed_out) == (137, False), many
+    assert many.output == "begin\n\n[ended: more than 5000 files]"
+    assert judge(many, score=False) == 0.0
+
+
+async def test_an_agent_that_filled_its_disk_leaves_room_for_its_verifier(
+    bubblewrap: Bubblewrap,
+) -> None:
+    """Else a check that cannot write down what is wrong finds nothing wrong."""
+    limits = SandboxLimits(workspace_bytes=8 << 20)
+    async with await bubblewrap.lease(SandboxSpec(lease="full", limits=limits)) as box:
+        if box.info.limits["workspace_held_by"] == "kernel":
+            full = await box.run("cat /dev/zero >rest", timeout_s=60)
+            assert "No space left" in full.output, full
+            with pytest.raises(OSError, match="No space left"):
+                await box.write_file("more", bytes(4 << 20))
+        result = await box.grade(GradingSpec('cd "$WORKSPACE"; head -c 6M /dev/zero >room'))
+        assert (result.exit_code, result.output) == (0, ""), result
 
 
 async def test_its_memory_is_bounded_as_a_whole(bubblewrap: Bubblewrap) -> None:

@@ -1,0 +1,111 @@
+"""The file system that root gives each sandbox, and room on the disk of the machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hermes_rl.cli import doctor_command
+from hermes_rl.errors import SandboxKilled
+from hermes_rl.sandboxes import probe
+from hermes_rl.sandboxes.base import GradingSpec, SandboxSpec
+from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def devices(state: Path) -> list[str]:
+    """Loop devices on files below a folder."""
+    found = []
+    for path in Path("/sys/block").glob("loop*/loop/backing_file"):
+        try:
+            found.append(path.read_text())
+        except OSError:  # given back just now
+            continue
+    return [name for name in found if name.startswith(f"{state}/")]
+
+
+def given_back(state: Path) -> bool:
+    deadline = time.monotonic() + 20
+    while devices(state) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return devices(state) == []
+
+
+async def test_a_sandbox_has_a_file_system_that_ends_with_it(
+    bubblewrap: Bubblewrap, state: Path
+) -> None:
+    """No other process sees it mounted, and its file has no name."""
+    async with await bubblewrap.lease(SandboxSpec(lease="disk")) as box:
+        assert box.info.limits["workspace_held_by"] == "kernel"
+        assert len(devices(state)) == 1
+        assert str(state) not in Path("/proc/self/mounts").read_text()
+        await box.write_file("a/b", b"1")
+        assert (await box.run("cat a/b; echo 2 >c; sync c", timeout_s=20)).output == "1"
+        assert await box.read_file("c") == b"2\n"
+        for _ in range(2):
+            assert (
+                await box.grade(GradingSpec("cat $WORKSPACE/c; rm $WORKSPACE/c"))
+            ).output == "2\n"
+        assert await box.read_left("c") == b"2\n"
+        assert len(devices(state)) == 1
+    assert given_back(state)
+
+
+def test_a_killed_worker_leaves_no_device(state: Path) -> None:
+    command = [sys.executable, str(WORKER), str(state), "2", "bubblewrap"]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    assert [next(worker.stdout) for _ in range(2)] == ["starting\n", "ready\n"]
+    assert len(devices(state)) == 2
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    worker.stdout.close()
+    assert given_back(state)
+    deadline = time.monotonic() + 20  # the warden cleans up
+    while any(state.glob("owners/*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def small_disk(state: Path) -> Iterator[Path]:
+    """A state folder on a disk of 160 MB."""
+    folder = state / "small"
+    folder.mkdir(mode=0o711)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=160M,mode=0711", "tmpfs", str(folder)]
+    subprocess.run(mount, check=True)
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+    folder.rmdir()
+
+
+async def test_one_sandbox_does_not_fill_the_machines_disk(small_disk: Path) -> None:
+    """It ends while there is room for the files of others, who go on; it is marked on its files."""
+    write = "for i in $(seq 20000); do head -c 1M /dev/zero; sleep 0.04; done >big"
+    backend = Bubblewrap(state_dir=small_disk)
+    spec = SandboxSpec(lease="small")
+    async with await backend.lease(spec) as greedy, await backend.lease(spec) as modest:
+        await modest.run("head -c 20M /dev/zero >file", timeout_s=20)
+        await greedy.run("head -c 80M /dev/zero >first", timeout_s=20)
+        with pytest.raises(SandboxKilled, match="disk is nearly full"):
+            await greedy.run(write, timeout_s=60)
+        found = os.statvfs(small_disk)
+        assert found.f_bavail * found.f_frsize > 1 << 20
+        assert (await modest.run("ls", timeout_s=20)).output == "file\n"
+        assert (await greedy.grade(GradingSpec("ls $WORKSPACE"))).output == "big\nfirst\n"
+    await backend.aclose()
+
+
+async def test_doctor_says_who_holds_the_workspace_to_its_size() -> None:
+    assert (await asyncio.to_thread(probe.probe)).no_disks == ""
+    lines = {found.name: found.text for found in doctor_command.sandboxes()}
+    assert lines["workspace"].startswith("limited by the kernel")
