@@ -142,6 +142,17 @@ class PlainLines:
             self.tick(view)
 
 
+def wrapped(line: str, width: int) -> str:
+    """A progress line on as many lines as a narrow terminal needs, cut between its parts."""
+    lines: list[str] = []
+    for part in line.split(" | "):
+        if lines and len(lines[-1]) + len(part) + 3 <= width:
+            lines[-1] += f" | {part}"
+        else:
+            lines.append(part)
+    return "\n".join(lines)
+
+
 class LiveLine:
     """One line on a terminal that is written anew."""
 
@@ -166,7 +177,8 @@ class LiveLine:
         if not self._started:
             self._started = True
             self._live.start()
-        self._live.update(Text(view.line(), no_wrap=True, overflow="ellipsis"), refresh=True)
+        line = wrapped(view.line(), self._console.width)
+        self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def close(self, view: View | None) -> None:
         if view is not None:

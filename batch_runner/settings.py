@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batch_runner.hosts import Hosts
-from hermes_rl.config import LOCAL_MODELS, RunConfig, parse_config
+from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig, parse_config
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
+from hermes_rl.input_errors import nearest
 from hermes_rl.models.providers.others import all_keys
 from hermes_rl.sources import dataset_name
 from hermes_rl.store.rundir import RunDir
@@ -79,7 +80,7 @@ def settle(config: RunConfig) -> Settings:
     """
     config, opened = _with_env(config)
     local = config.model.name in LOCAL_MODELS
-    keys = all_keys(config)
+    keys = _keys(config)
     identity = identity_of(config)
     if opened is not None:
         identity["env"] = opened.identity
@@ -101,6 +102,18 @@ def settle(config: RunConfig) -> Settings:
         keys=keys,
         opened=opened,
     )
+
+
+def _keys(config: RunConfig) -> dict[str, str]:
+    """Raises: UserError for a key that is not set; a model that is nearly one of ours is named."""
+    try:
+        return all_keys(config)
+    except UserError as error:
+        near = nearest(config.model.name, (*PLAYED_MODELS, *LOCAL_MODELS), 0.75)
+        where = config.endpoint
+        if near is None or where.provider or where.base_url:
+            raise
+        raise UserError(f"{error} (did you mean --model {near}?)") from None
 
 
 def _with_env(config: RunConfig) -> tuple[RunConfig, Opened | None]:

@@ -7,13 +7,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     Field,
     SecretStr,
@@ -34,7 +33,9 @@ from hermes_rl.config_endpoint import (
     join_names,
 )
 from hermes_rl.config_env import EnvSection
+from hermes_rl.config_yaml import LineOf, read_mapping
 from hermes_rl.errors import UserError
+from hermes_rl.input_errors import Fault, describe
 
 Dollar = Annotated[float, Field(gt=0, le=1_000_000_000, allow_inf_nan=False)]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -207,7 +208,7 @@ class RunConfig(Section):
             text.encode()
         except UnicodeEncodeError as error:
             near = text[max(0, error.start - 30) : error.end]
-            raise UserError(f"no UTF-8 text: {near!a}. Write it in UTF-8") from None
+            raise UserError(f"not valid UTF-8 text: {near!a}. Write it in UTF-8") from None
 
     def _refuse_models(self) -> None:
         """Models that cannot stand where they do."""
@@ -267,93 +268,76 @@ class ModelConfig(Section):
         return join_names(given)
 
 
-def parse_config(data: Mapping[str, Any], place: str = "config") -> RunConfig:
+def parse_config(
+    data: Mapping[str, Any], place: str = "config", written: Mapping[str, str] | None = None
+) -> RunConfig:
     """A configuration from plain data.
 
     Args:
         place: what the data came from, for the message.
+        written: dotted key -> what the user typed for it, such as `--repeats 0`; it names the place
+            of that key better.
 
     Raises: UserError, one line: place, key and what is wrong with it.
     """
     try:
-        config = RunConfig.model_validate(data)
+        return RunConfig.model_validate(data)
     except ValidationError as error:
-        own = error.errors()[0].get("ctx", {}).get("error")
-        raise (
-            own if isinstance(own, UserError) else UserError(f"{place}: {_first(error)}")
-        ) from None
-    return config
+        raise _refusal(error.errors(), place, written) from None
 
 
-def _first(error: ValidationError) -> str:
-    first = error.errors()[0]
-    key = ".".join(str(p) for p in first["loc"])
-    if first["type"] == "extra_forbidden":
-        known = ", ".join(_fields_at(first["loc"][:-1]))
-        return f"unknown key '{key}' (known here: {known})"
-    if first["type"] == "missing":
-        return f"'{key}' is missing"
-    return f"'{key}' {first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}"
+def check_keys(
+    data: Mapping[str, Any],
+    place: str = "config",
+    written: Mapping[str, str] | None = None,
+    line_of: LineOf | None = None,
+) -> None:
+    """Refuse unknown keys and wrong values, and nothing that is only missing as yet.
+
+    Args:
+        line_of: the line of a dotted key in the file that the data came from.
+
+    Raises: UserError, as `parse_config`.
+    """
+    try:
+        RunConfig.model_validate(data)
+    except ValidationError as error:
+        faults = [one for one in error.errors() if one["loc"] and one["type"] != "missing"]
+        if faults:
+            raise _refusal(faults, place, written, line_of) from None
 
 
-def _fields_at(path: Iterable[str | int]) -> list[str]:
-    """The keys of the section at a place; a name or a number within a mapping or a list leads to
-    what it holds."""
-    section: type[BaseModel] = RunConfig
-    for name in path:
-        known = section.model_fields.get(str(name))
-        if known is not None:
-            section = _section_in(known.annotation) or section
-    return list(section.model_fields)
-
-
-def _section_in(kind: Any) -> type[BaseModel] | None:
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return kind
-    return next((found for part in get_args(kind) if (found := _section_in(part))), None)
-
-
-class _KeyTwice(yaml.MarkedYAMLError):
-    """A mapping names a key a second time."""
-
-
-class _EachKeyOnce(yaml.SafeLoader):
-    """Refuses a key given twice, where YAML itself would drop the first value in silence."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    where = key.start_mark
-                    raise _KeyTwice(None, None, f"'{key.value}' stands here again", where)
-                seen.add(key.value)
-        return node
+def _refusal(
+    faults: Sequence[Fault],
+    place: str,
+    written: Mapping[str, str] | None = None,
+    line_of: LineOf | None = None,
+) -> UserError:
+    own = faults[0].get("ctx", {}).get("error")
+    if isinstance(own, UserError):
+        return own
+    key, text = describe(faults, RunConfig)
+    for dotted, typed in (written or {}).items():
+        if f"{dotted}.".startswith(f"{key}.") or f"{key}.".startswith(f"{dotted}."):
+            named = typed.startswith("--set") or not text.startswith(f"'{key}' ")
+            return UserError(f"{typed}: {text if named else text.removeprefix(f'{key!r} ')}")
+    line = line_of(key) if line_of is not None else None
+    return UserError(f"{place}{f':{line}' if line else ''}: {text}")
 
 
 def load_config(path: Path) -> dict[str, Any]:
     """The plain data of a YAML file, for `parse_config`.
 
-    Raises: UserError when the file is absent, no YAML, or no mapping.
+    Raises: UserError when the file is absent, not YAML, or not a mapping, and for keys and values
+    that no configuration can have; with the line.
     """
-    try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _EachKeyOnce)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}. Check --config") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: no UTF-8 text. Check --config") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        twice = error.problem if isinstance(error, _KeyTwice) else "not valid YAML"
-        raise UserError(f"{path}{line}: {twice}. Mend that line") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: must hold sections such as 'dataset:' and 'model:'")
+    data, line_of = read_mapping(path)
     for name, value in data.items():
         if name in RunConfig.model_fields and not isinstance(value, dict | None):
             raise UserError(f"{path}: '{name}' is no section. Put its keys below it")
-    return {name: value for name, value in data.items() if value is not None}
+    data = {name: value for name, value in data.items() if value is not None}
+    check_keys(data, str(path), line_of=line_of)
+    return data
 
 
 def set_key(data: dict[str, Any], dotted: str, value: Any) -> None:

@@ -164,7 +164,7 @@ def _read(path: str, check: str) -> str:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}. Check {check}") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path}: no UTF-8 text. Check {check}") from None
+        raise UserError(f"{path}: not valid UTF-8 text. Check {check}") from None
 
 
 def _json_file(given: str) -> tuple[str, Any]:

@@ -2,8 +2,7 @@
 
 The model, in four points:
 
-1. An error is named after the boundary that it crossed (model, sandbox, verifier, task, store), not
-   after the call.
+1. An error is named after the boundary that it crossed (model, sandbox, task, ...), not the call.
 2. Each class names its `cause`; `CAUSES` maps the cause to what follows: who owns it, whether the
    attempt is tried again, whether it counts against `max_attempts`, and whether it stops dispatch
    (the breaker).
@@ -134,6 +133,10 @@ class HermesError(Exception):
 
     cause: str = "harness"
     """Key of `CAUSES`; `harness` marks a bug of ours."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What notebooks show: the message says what to do, a traceback would hide it."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 class UserError(HermesError, ValueError):
@@ -321,8 +324,8 @@ class SandboxStartError(SandboxError):
 
 
 class SandboxDied(SandboxError):
-    """The sandbox was lost by a fault of its backend or host; when that happens to a unit under one
-    command twice, the second time ends as `sandbox_killed`, graded."""
+    """Lost by a fault of its backend or host; a second time under the same command of a unit ends
+    as `sandbox_killed`, graded."""
 
     command: str | None = None
     """Names the tool call that was running (`agent.tool_calls`)."""
@@ -345,8 +348,7 @@ class VerifierFault(HermesError):
 
 
 class CannotJudge(VerifierFault):
-    """Raised by an environment's `compute_reward` that cannot judge: never a reward of 0. It is
-    asked again twice, on the same workspace."""
+    """Raised by `compute_reward`: no reward, not 0. It is called twice more on the workspace."""
 
 
 class Stalled(HermesError):
@@ -380,14 +382,12 @@ class Interrupted(HermesError):
 
 
 class StoreError(HermesError):
-    """A run directory is corrupt, foreign, locked, newer or of another configuration."""
-
-    # Not of cause `disk`: nobody should be told to free space for it.
+    """A run directory is corrupt, foreign, locked, newer or of another configuration. Its cause is
+    not `disk`: free space would not help."""
 
 
 def cause_of(error: BaseException) -> str:
-    """The cause (a key of `CAUSES`) of any exception; what is not ours is `harness`, a full disk
-    `disk`."""
+    """The cause (key of `CAUSES`) of any exception: `disk` for a full disk, else `harness`."""
     if isinstance(error, HermesError):
         return error.cause
     if isinstance(error, OSError) and error.errno in (28, 122):  # ENOSPC, EDQUOT

@@ -9,19 +9,28 @@ row that cannot be read, so that bad rows become failed units and never stop a r
 from __future__ import annotations
 
 import csv
+import glob
+import gzip
 import importlib.resources
+import io
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from hermes_rl.errors import HermesError, UserError
+from hermes_rl.input_errors import did_you_mean, nearest, nearest_file
 from hermes_rl.rows import LazyRow, lazy_rows
 from hermes_rl.tasks import Columns, RawRow, TaskRow, decoded, renamed, task_row
 
+RUNS = "runs"
+"""The folder of run directories, unless `--out` names another."""
+
 BUNDLED = ("smoke", "terminal_tasks")
 """Datasets that ship with the package."""
+
+_CHECK = f". Check the path (bundled: {', '.join(BUNDLED)})"
 
 Source = Iterator[tuple[RawRow, str]]
 
@@ -29,6 +38,8 @@ _BATCH_ROWS = 256
 _HUB_S = 10.0
 _FIELD_CHARS = 1 << 30
 """Of one field of a CSV file: a column may hold whole files."""
+_SURELY = 0.8
+"""A name this much like a bundled one (as `difflib` measures) is not looked up at the hub."""
 _LOOKED_AT = 100
 """Rows that are searched for the columns of `--map`."""
 
@@ -98,16 +109,17 @@ def _with_columns(source: Source, columns: Columns) -> Source:
     found = dict.fromkeys(str(k) for row in rows if not isinstance(row, str) for k in row)
     for ours, theirs in columns.items():
         if found and theirs not in found:
+            some = f" (found: {', '.join(list(found)[:8])})"
             raise UserError(
-                f"{first[0][1]}: no column {theirs!r} (found: {', '.join(list(found)[:8])}). "
-                f"Mend --map {ours}={theirs}"
+                f"{first[0][1]}: no column {theirs!r}{did_you_mean(theirs, found, some)}. "
+                f"Fix --map {ours}={theirs}"
             )
     return itertools.chain(first, source)
 
 
 def dataset_name(dataset: str) -> str:
     """A short name for a run directory: `data/my.jsonl` -> `my`."""
-    return Path(dataset.partition(":")[0]).stem or "dataset"
+    return Path(dataset.partition(":")[0].removesuffix(".gz")).stem or "dataset"
 
 
 def _from_rows(rows: Iterable[Mapping[str, Any]]) -> Source:
@@ -141,9 +153,31 @@ def _open(dataset: str) -> Source:
         return _folder(path)
     if path.is_file():
         return _file(path)
-    if path.suffix or dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
-        raise UserError(f"{dataset}: no such file. Check the path (bundled: {', '.join(BUNDLED)})")
+    if _is_path(dataset) or nearest(dataset, BUNDLED, _SURELY):
+        raise UserError(f"{dataset}: no such file or dataset{_instead(dataset)}")
     return _hub(dataset)
+
+
+def _is_path(dataset: str) -> bool:
+    """Whether what does not exist can only be meant as a path: then the hub is not asked."""
+    path = Path(dataset).expanduser()
+    folder = dataset.partition("/")[0]
+    return bool(
+        path.suffix
+        or dataset.startswith((".", "/", "~"))
+        or dataset.count("/") > 1
+        or ("/" in dataset and (folder == RUNS or Path(folder).is_dir()))
+        or next(path.parent.glob(f"{glob.escape(path.name)}.*"), None)
+    )
+
+
+def _instead(dataset: str, otherwise: str = _CHECK) -> str:
+    """What was probably meant, beside a path or among the bundled datasets."""
+    bundled = nearest(dataset, BUNDLED)
+    if bundled is not None:
+        return f" (did you mean {bundled!r}?)"
+    name = nearest_file(Path(dataset).expanduser())
+    return otherwise if name is None else f" (did you mean {str(Path(dataset).with_name(name))!r}?)"
 
 
 def bundled_path(name: str) -> Path:
@@ -157,18 +191,21 @@ def bundled_path(name: str) -> Path:
 
 
 def _file(path: Path) -> Source:
-    readers = {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv}
-    readers[".parquet"] = _parquet
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        known = ", ".join(readers)
-        raise UserError(f"{path}: unknown kind of file. Use one of {known}")
+    name = path.name.lower()
+    reader = _READERS.get(Path(name.removesuffix(".gz")).suffix)
+    if reader is None or (reader is _parquet and name.endswith(".gz")):
+        raise UserError(f"{path}: unknown kind of file. Use one of {KINDS}")
     return reader(path)
+
+
+def _binary(path: Path) -> BinaryIO:
+    """A file's content, unpacked where its name ends in `.gz`."""
+    return cast(BinaryIO, gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
 
 
 def _jsonl(path: Path) -> Source:
     name = str(path)
-    with path.open("rb") as lines:
+    with _binary(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.isspace():
                 yield line, f"{name}:{number}"
@@ -176,7 +213,8 @@ def _jsonl(path: Path) -> Source:
 
 def _json(path: Path) -> Source:
     try:
-        data = json.loads(path.read_bytes())
+        with _binary(path) as file:
+            data = json.loads(file.read())
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: not valid JSON: {error}. For one object a line use .jsonl"
@@ -188,7 +226,10 @@ def _json(path: Path) -> Source:
 
 
 def _csv(path: Path) -> Source:
-    with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as lines:
+    with (
+        _binary(path) as file,
+        io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="") as lines,
+    ):
         csv.field_size_limit(_FIELD_CHARS)  # of the module: no reader of its own has one
         # Strict: a quote that nothing closes would else swallow all rows behind it.
         reader = csv.DictReader(lines, strict=True)
@@ -213,7 +254,7 @@ def _readable(reader: csv.DictReader[str]) -> Iterator[dict[str, Any] | str]:
         except StopIteration:
             return
         except csv.Error as error:
-            yield f"not valid CSV: {error}. Mend the quotes of the row that begins in line {begins}"
+            yield f"not valid CSV: {error}. Fix the quotes of the row that begins in line {begins}"
 
 
 def _named_once(columns: Iterable[str], path: Path) -> None:
@@ -246,7 +287,7 @@ def _parquet(path: Path) -> Source:
 
     try:
         file = pq.ParquetFile(path)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable Parquet file: {error}") from None
     with file:
         number = 0
@@ -256,13 +297,19 @@ def _parquet(path: Path) -> Source:
                 number += 1
 
 
+_READERS = {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+_ENDS = (*_READERS, *(f"{end}.gz" for end in _READERS if end != ".parquet"))
+KINDS = f"{', '.join(_READERS)}; all but Parquet also with .gz"
+"""The kinds of files that are read, for messages."""
+
+
 def _folder(path: Path) -> Source:
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
         yield from _saved(path)
         return
-    files = sorted(p for p in path.iterdir() if p.suffix in (".jsonl", ".json", ".csv", ".parquet"))
+    files = sorted(p for p in path.iterdir() if p.name.lower().endswith(_ENDS))
     if not files:
-        raise UserError(f"{path}: holds no .jsonl, .json, .csv or .parquet file")
+        raise UserError(f"{path}: holds no file of a dataset ({KINDS})")
     for file in files:
         yield from _file(file)
 
@@ -281,18 +328,18 @@ def _saved(path: Path) -> Source:
 
 
 def _hub(name: str) -> Source:
-    from datasets import load_dataset
-
     repo, _, rest = name.partition(":")
     config, _, split = rest.partition(":")
     try:
         _ask_hub(repo)
+        from datasets import load_dataset  # seconds, which a name that is not there need not wait
+
         data = load_dataset(repo, config or None, split=split or "train", streaming=True)
     except Exception as error:  # a boundary: the hub's client raises many unrelated classes
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
             f"{name}: no such file, no bundled dataset ({', '.join(BUNDLED)}), and no Hugging Face "
-            f"dataset that can be reached: {reason}"
+            f"dataset that can be reached: {reason}{_instead(name, otherwise='')}"
         ) from None
     for number, row in enumerate(data):
         yield _plain(row), f"{name} row {number}"

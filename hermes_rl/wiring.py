@@ -30,6 +30,7 @@ from hermes_rl.definitions import identity_of as identity_of
 from hermes_rl.definitions import policy_of as policy_of
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
+from hermes_rl.input_errors import unknown
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import ModelClient, Sampling
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
@@ -298,7 +299,7 @@ def _open_others(
 def make_backend(name: str, state_dir: Path | None = None) -> SandboxBackend:
     """A sandbox backend by name. Raises: UserError for an unknown one."""
     if name not in BACKENDS:
-        raise UserError(f"unknown sandbox {name!r} (known: {', '.join(BACKENDS)})")
+        raise UserError(unknown("sandbox", name, BACKENDS))
     if name == "none":
         from hermes_rl.sandboxes.none import Subprocess
 
@@ -357,6 +358,10 @@ async def reach(config: RunConfig, keys: Mapping[str, str] | None = None) -> Pro
     Returns what the endpoint says of itself; None when it was not asked or refused the key.
     Raises: UserError when nobody answers at its address, or the key is not set; SandboxStartError.
     """
+    if config.endpoint.model_path is not None:
+        from hermes_rl.models.local import check_gguf
+
+        await asyncio.to_thread(check_gguf, Path(config.endpoint.model_path))
     if not (config.run.workers != 0 and os.environ.get("RAY_ADDRESS")):
         await _start_a_sandbox(config.sandbox.backend)
     held = Keys(await asyncio.to_thread(all_keys, config) if keys is None else keys)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from hermes_rl.errors import UserError
+from hermes_rl.input_errors import unknown
 from hermes_rl.models.base import Sampling
 
 
@@ -86,7 +87,7 @@ class Policy:
         known = {f.name: f.type for f in fields(self) if f.name not in ("name", "sampling")}
         for name, value in changes.items():
             if name not in known:
-                raise UserError(f"unknown switch {place}.{name} (known: {', '.join(known)})")
+                raise UserError(f"{place}: {unknown('switch', name, known)}")
             if fault := _fault(str(known[name]), value):
                 raise UserError(f"{place}.{name} must be {fault}, not {value!r}")
         return replace(self, **changes) if changes else self
@@ -134,5 +135,5 @@ def preset(name: str | Policy) -> Policy:
     if isinstance(name, Policy):
         return name
     if name not in PRESETS:
-        raise UserError(f"unknown preset {name!r} (known: {', '.join(PRESETS)})")
+        raise UserError(unknown("preset", name, PRESETS))
     return PRESETS[name]

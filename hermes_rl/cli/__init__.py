@@ -13,7 +13,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         from hermes_rl.cli.app import run_app
+        from hermes_rl.cli.output import escape_unprintable
 
+        escape_unprintable()
         return run_app(argv)
     except KeyboardInterrupt:  # while modules are loaded; commands see to theirs themselves
         return 130

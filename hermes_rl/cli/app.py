@@ -6,8 +6,8 @@ that returns the exit code (None is 0), or `app`, a `typer.Typer` of subcommands
 
 from __future__ import annotations
 
-import difflib
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -27,7 +27,7 @@ COMMANDS = {
     "check": "find bad rows before a token is spent; check a run's books",
     "export": "a run in another format, with a loss report",
     "import": "another program's trajectories as a run",
-    "env": "RL environments: process, evaluate, regrade, new",
+    "env": "RL environments: list, process, evaluate, regrade, new",
     "doctor": "what is there, what works on this machine, what to install",
 }
 """Command -> its line in `hermes-rl --help`; a command without a module is not offered."""
@@ -40,14 +40,26 @@ Agent trajectories from a prompt dataset and a model endpoint.
 Commands:
 {commands}
 
-Each command explains itself: hermes-rl run --help
+Options:
+  --version             print the version
+  --install-completion  complete commands and options in this shell (--show-completion prints how)
+  -h, --help            print this; each command has its own: hermes-rl run --help
+
 Example: hermes-rl run tasks.jsonl --model gpt-5-mini --repeats 4
 """
+
+
+_COMPLETE = "_HERMES_RL_COMPLETE"
+"""Set by a shell that wants a line completed."""
+
+_COMPLETION_OPTIONS = ("--install-completion", "--show-completion")
 
 
 def run_app(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if _COMPLETE in os.environ or (words and words[0] in _COMPLETION_OPTIONS):
+        return _complete(words)
     if not words or words[0] in ("-h", "--help", "help"):
         print(_help(), end="")
         return ExitCode.DONE
@@ -61,6 +73,28 @@ def run_app(argv: Sequence[str] | None = None) -> int:
     from hermes_rl.cli.errors import guarded
 
     return guarded(_command(name, rest), f"{PROGRAM} {name}")
+
+
+def _complete(words: list[str]) -> int:
+    """Answer the shell that completes a line, or set completion up: typer does both."""
+    import typer
+
+    typed = os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()
+    app = typer.Typer(rich_markup_mode=None)
+    for name in available():
+        if name not in typed[1:2]:  # its options are not wanted: its module is not imported
+            app.command(name, help=COMMANDS[name])(lambda: None)
+            continue
+        module = importlib.import_module(_module(name))
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name)(module.command)
+    try:
+        typer.main.get_command(app).main(words, prog_name=PROGRAM)
+    except SystemExit as end:
+        return int(end.code or ExitCode.DONE)
+    return ExitCode.DONE
 
 
 def available() -> list[str]:
@@ -101,7 +135,8 @@ def _help() -> str:
 
 
 def _unknown(name: str) -> str:
-    close = difflib.get_close_matches(name, available(), n=1)
-    hint = f" (did you mean '{close[0]}'?)" if close else ""
-    kind = "option" if name.startswith("-") else "command"
-    return f"no {kind} {name!r}{hint}"
+    from hermes_rl.input_errors import did_you_mean
+
+    if name.startswith("-"):
+        return f"no option {name!r}" + did_you_mean(name, ("--help", "--version"))
+    return f"no command {name!r}" + did_you_mean(name, available())

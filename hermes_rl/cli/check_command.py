@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hermes_rl.cli.columns import column_map
 from hermes_rl.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from hermes_rl.tasks import TaskRow
+
+COUNTED_EVERY_S = 2.0
+"""How often a long check says how far it is."""
 
 SHOWN = 50
 """Faults that are printed one by one."""
@@ -73,7 +81,7 @@ def _check_dataset(
     from hermes_rl.cli import check_dataset
     from hermes_rl.sources import read_tasks
 
-    found = check_dataset.look(read_tasks(dataset, columns=columns, limit=limit))
+    found = check_dataset.look(_counted(read_tasks(dataset, columns=columns, limit=limit)))
     if not found.rows:
         raise UserError(f"{dataset}: the dataset holds no rows. Check the file, or --limit")
     found.absent = asyncio.run(check_dataset.absent_programs(found.requires))
@@ -93,7 +101,9 @@ def _check_dataset(
     good = not found.faults
     if run:
         result["played"] = {}
-        for played in check_dataset.play_all(dataset, columns, limit):
+        from hermes_rl.cli.check_play import play_all
+
+        for played in play_all(dataset, columns, limit):
             name = played.play.name
             result["played"][name] = {"tasks": played.tasks, "wrong": played.wrong}
             good = good and not played.wrong
@@ -102,6 +112,16 @@ def _check_dataset(
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
     return ExitCode.DONE if good else ExitCode.BAD_INPUT
+
+
+def _counted(rows: Iterator[TaskRow]) -> Iterator[TaskRow]:
+    """The same rows; how many there were so far is printed now and then."""
+    due = time.monotonic() + COUNTED_EVERY_S
+    for number, row in enumerate(rows, start=1):
+        yield row
+        if time.monotonic() > due:
+            print(f"{number:,} rows checked", file=sys.stderr, flush=True)
+            due = time.monotonic() + COUNTED_EVERY_S
 
 
 def _say_faults(faults: list[str]) -> None:

@@ -1,27 +1,21 @@
-"""Looking at a dataset before a token is spent: bad rows, scripts, programs; and playing it."""
+"""Looking at a dataset before a token is spent: bad rows, scripts, programs."""
 
 from __future__ import annotations
 
-import json
+import re
 import subprocess
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from batch_runner import run_batch
-from batch_runner.progress import Progress, Silent
-from hermes_rl.config import parse_config
-from hermes_rl.errors import ExitCode, UserError
-from hermes_rl.sandboxes.base import SandboxSpec
-from hermes_rl.sources import mapped_rows
-from hermes_rl.store.reader import load_run
+from hermes_rl.errors import UserError
 from hermes_rl.tasks import Task, TaskRow, Verify
-from hermes_rl.testing.cheats import BUNDLES, CHEATS, bundle
 from hermes_rl.tools.distributions import get_distribution
 from hermes_rl.tools.toolsets import tool_names
-from hermes_rl.wiring import make_backend
+
+_SCRIPTS_AT_ONCE = 512
+"""Scripts that one bash parses."""
+
+_DOCUMENT = re.compile(r"<<-?[ \t]*(['\"]?)\\?([A-Za-z_]\w*)\1")
 
 
 @dataclass
@@ -47,21 +41,28 @@ def look(rows: Iterable[TaskRow]) -> Findings:
     found = Findings()
     seen: set[bytes] = set()
     ids: dict[str, tuple[bytes, str]] = {}
+    faults: list[tuple[int, str]] = []
+    kept: list[tuple[int, str, str, str]] = []
     for row in rows:
-        _count(row, found, seen)
-        found.faults += duplicate_id(row, ids)
-        found.faults += [f"{row.place}: {fault}" for fault in unknown_tools(row.task)]
-        found.faults += [f"{row.place}: {fault}" for fault in unparsable(row)]
+        _count(row, found, seen, faults)
+        faults += [(row.index, fault) for fault in duplicate_id(row, ids)]
+        faults += [(row.index, f"{row.place}: {fault}") for fault in unknown_tools(row.task)]
+        kept += [(row.index, row.place, name, script) for name, script in scripts(row.task)]
+        if len(kept) >= _SCRIPTS_AT_ONCE:
+            faults += _unparsable(kept)
+            kept.clear()
+    faults += _unparsable(kept)
+    found.faults = [text for _, text in sorted(faults, key=lambda fault: fault[0])]
     return found
 
 
-def _count(row: TaskRow, found: Findings, seen: set[bytes]) -> None:
+def _count(row: TaskRow, found: Findings, seen: set[bytes], faults: list[tuple[int, str]]) -> None:
     found.rows += 1
     key = bytes.fromhex(row.task_hash[:32])
     found.repeated += key in seen
     seen.add(key)
     if row.task is None:
-        found.faults.append(f"{row.place}: {row.error}")
+        faults.append((row.index, f"{row.place}: {row.error}"))
         return
     found.verified += row.task.verify is not None
     if row.task.verify is not None and not _names_workspace(row.task.verify):
@@ -101,14 +102,67 @@ def unknown_tools(task: Task | None) -> Iterator[str]:
         yield str(error)
 
 
-def unparsable(row: TaskRow) -> Iterator[str]:
-    """What `bash -n` says of scripts that it refuses."""
-    for name, script in scripts(row.task):
-        text = script.encode("utf-8", "replace")
-        result = subprocess.run(["bash", "-n"], input=text, capture_output=True)
-        if result.returncode:
-            said = result.stderr.decode("utf-8", "replace").strip().splitlines() or ["refused"]
-            yield f"'{name}' is no bash script: {said[0]}"
+def _unparsable(kept: Iterable[tuple[int, str, str, str]]) -> Iterator[tuple[int, str]]:
+    """What bash says of scripts that it refuses.
+
+    Args:
+        kept: row number, place, column and script.
+    """
+    kept = list(kept)
+    refused = refusals(dict.fromkeys(script for *_, script in kept))
+    for index, place, name, script in kept:
+        if script in refused:
+            yield index, f"{place}: '{name}' is not a bash script: {refused[script]}"
+
+
+def refusals(many: Iterable[str]) -> dict[str, str]:
+    """Script -> why `bash -n` refuses it, for those that it refuses.
+
+    Starting bash costs more than parsing: scripts are parsed together as long as all are good.
+    """
+    together: list[str] = []
+    alone: list[str] = []
+    for script in many:
+        (together if _ends_its_documents(script) else alone).append(script)
+    refused = {script: why for script in alone if (why := _refusal(script))}
+    groups = [together]
+    while groups:
+        group = groups.pop()
+        # Of some errors bash only speaks, and exits with 0.
+        if len(group) > 1 and _bash_reads("".join(map(_framed, group))).stderr:
+            groups += [group[: len(group) // 2], group[len(group) // 2 :]]
+        elif len(group) == 1 and (why := _refusal(group[0])):
+            refused[group[0]] = why
+    return refused
+
+
+def _framed(script: str) -> str:
+    """A script that its neighbours cannot complete: whatever it leaves open (a loop, a bracket, a
+    quote) meets an end that does not fit, or a parenthesis where none may stand."""
+    return f"(\nwhile :\ndo :\n{script}\n# )) ) ( }} (\ndone\n)\n: 'a (' \"b (\" `c (`\n"
+
+
+def _ends_its_documents(script: str) -> bool:
+    """Whether each here-document surely ends within the script: else it would swallow the next."""
+    text = script.replace("<<<", "")
+    begun = list(_DOCUMENT.finditer(text))
+    return text.count("<<") == len(begun) and all(
+        re.search(rf"^\t*{re.escape(one[2])}$", text[one.end() :], re.MULTILINE) for one in begun
+    )
+
+
+def _refusal(script: str) -> str | None:
+    done = _bash_reads(script)
+    if not done.returncode:
+        return None
+    lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    return lines[0].removeprefix("bash: ") if lines else "refused"
+
+
+def _bash_reads(text: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        ["bash", "-n"], input=text.encode("utf-8", "replace"), capture_output=True
+    )
 
 
 def scripts(task: Task | None) -> list[tuple[str, str]]:
@@ -125,6 +179,9 @@ async def absent_programs(programs: Iterable[str]) -> list[str]:
     wanted = sorted(programs)
     if not wanted:
         return []
+    from hermes_rl.sandboxes.base import SandboxSpec
+    from hermes_rl.wiring import make_backend
+
     backend = make_backend("bubblewrap")
     try:
         async with await backend.lease(SandboxSpec(lease="check-requires")) as sandbox:
@@ -136,146 +193,3 @@ async def absent_programs(programs: Iterable[str]) -> list[str]:
             return missing
     finally:
         await backend.aclose()
-
-
-@dataclass(frozen=True)
-class Play:
-    """One way of playing every task, and the reward that each must then have."""
-
-    name: str
-    model: str
-    wanted: float
-    scripts: Mapping[str, str] = field(default_factory=dict)
-    """Played in place of the task's oracle, each of them on every task."""
-
-
-def plays() -> list[Play]:
-    """Oracle 1, no-op 0, cheats 0."""
-    bundles = {name: bundle(name) for name in BUNDLES}
-    cheats = Play(f"{len(CHEATS)} cheats", "oracle", 0.0, bundles)
-    return [Play("oracle", "oracle", 1.0), Play("no-op", "noop", 0.0), cheats]
-
-
-@dataclass(frozen=True)
-class Played:
-    """What one way of playing gave."""
-
-    play: Play
-    tasks: int
-    wrong: list[str]
-    """`task: what it should be and what it was`."""
-
-
-def play_all(
-    dataset: str, columns: dict[str, str], limit: int | None, progress: Progress | None = None
-) -> Iterator[Played]:
-    """Play every verified task in every way, through the real pipeline.
-
-    Raises: SandboxStartError, UserError.
-    """
-    rows = [
-        r for r in mapped_rows(dataset, columns=columns, limit=limit) if r.get("verify") is not None
-    ]
-    with tempfile.TemporaryDirectory(prefix="hermes-rl-check-") as scratch:
-        for number, play in enumerate(plays()):
-            out = Path(scratch) / str(number)
-            chosen = [r for r in rows if play.name != "oracle" or r.get("oracle")]
-            yield _play(chosen, play, out, progress or Silent())
-
-
-def _play(rows: list[dict[str, Any]], play: Play, out: Path, progress: Progress) -> Played:
-    if not rows:
-        return Played(play, 0, [])
-    wrong = _wrong(_with_scripts(rows, play.scripts), play, out, progress)
-    if play.scripts and wrong:
-        # Now each cheat of its own, on the tasks that one of the bundles got the better of.
-        suspects = [r for r in rows if any(w.startswith(f"{r.get('id')} (") for w in wrong)]
-        alone = _with_scripts(suspects, CHEATS) if suspects else []
-        wrong = (_wrong(alone, play, out / "alone", Silent()) if alone else []) or wrong
-    if play.name == "oracle" and wrong:
-        wrong = _explain(rows, wrong, out)
-    return Played(play, len(rows), wrong)
-
-
-def _with_scripts(rows: list[dict[str, Any]], scripts: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Every row with every script as its oracle, which its id then names; without scripts the
-    rows."""
-    if not scripts:
-        return rows
-    return [
-        {**row, "id": f"{row.get('id', number)} ({name})", "oracle": script}
-        for number, row in enumerate(rows)
-        for name, script in scripts.items()
-    ]
-
-
-def _wrong(rows: list[dict[str, Any]], play: Play, out: Path, progress: Progress) -> list[str]:
-    rewards = _run(rows, play, out, progress)
-    return [
-        f"{task}: {why or f'reward {reward}, wanted {play.wanted}'}"
-        for task, (reward, why) in rewards.items()
-        if reward != play.wanted
-    ]
-
-
-def _run(
-    rows: list[dict[str, Any]], play: Play, out: Path, progress: Progress
-) -> dict[str, tuple[float | None, str | None]]:
-    """Task -> (reward, error), over one run of the batch runner.
-
-    Raises: KeyboardInterrupt, UserError: the run stopped early, so tasks that nobody played would
-    pass for right.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "tasks.jsonl"
-    with path.open("w") as file:
-        for row in rows:
-            own = {k: v for k, v in row.items() if k not in ("repeats", "toolsets", "distribution")}
-            file.write(json.dumps(own) + "\n")
-    config = parse_config(
-        {
-            "dataset": {"path": str(path)},
-            "model": {"name": play.model},
-            "agent": {"toolsets": ["terminal"]},
-            "run": {"out": str(out / "run"), "workers": 0, "concurrency": 8, "max_attempts": 1},
-        }
-    )
-    report = run_batch(config, progress=progress)
-    if report.exit_code == ExitCode.INTERRUPTED:
-        raise KeyboardInterrupt
-    if report.stopped is not None:
-        raise UserError(f"{play.name}: stopped before all tasks were played: {report.stopped}")
-    run = load_run(out / "run")
-    rewards: dict[str, tuple[float | None, str | None]] = {}
-    for table in ("failures", "trajectories"):
-        for row in run.arrow(table).to_pylist():
-            rewards[row["task_id"]] = (row["reward"], row["error"])
-    return rewards
-
-
-def _explain(rows: list[dict[str, Any]], wrong: list[str], out: Path) -> list[str]:
-    """Say of which failing oracles the verifier holds in the agent's own sandbox."""
-    failing = {line.partition(":")[0] for line in wrong}
-    suspects = [r for r in rows if str(r.get("id")) in failing and _plain_script(r)]
-    if not suspects:
-        return wrong
-    replayed = [
-        {**r, "oracle": _in_session(r), "verify": 'test -e "$WORKSPACE/.passed"'} for r in suspects
-    ]
-    rewards = _run(replayed, Play("in session", "oracle", 1.0), out / "again", Silent())
-    hint = " (it passes in the agent's sandbox: /tmp and services do not reach the grading box)"
-    return [
-        line + hint if rewards.get(line.partition(":")[0], (0.0, None))[0] == 1.0 else line
-        for line in wrong
-    ]
-
-
-def _plain_script(row: dict[str, Any]) -> bool:
-    return isinstance(row["verify"], str)
-
-
-def _in_session(row: dict[str, Any]) -> str:
-    """The oracle, then the verifier where the oracle ran; home is the workspace there."""
-    quoted = "'" + row["verify"].replace("'", "'\\''") + "'"
-    verified = f"(cd / && bash -c {quoted})"
-    return f'export WORKSPACE=~\n{row["oracle"]}\n{verified} && touch "$WORKSPACE/.passed"'

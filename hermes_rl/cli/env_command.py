@@ -128,6 +128,25 @@ app.command("evaluate")(
 )
 
 
+@app.command("list")
+def list_environments(as_json: run.AsJson = False) -> int:
+    """The environments that are installed. A package, folder or file needs no entry here.
+
+    Example: hermes-rl env list
+    """
+    import json
+
+    from hermes_rl.rl.loading import known_environments
+
+    known = known_environments()
+    if as_json:
+        typer.echo(json.dumps(known))
+    else:
+        width = max(map(len, known), default=0)
+        typer.echo("\n".join(f"{name.ljust(width)}  {about}" for name, about in known.items()))
+    return ExitCode.DONE
+
+
 @app.command("new")
 def new(
     name: Annotated[str, typer.Argument(help="a Python name: letters, digits and _")],
@@ -197,10 +216,11 @@ def _find_modules_here() -> None:
 
 def _config(mode: Mode, given: dict[str, Any], file: Path | None, settings: list[str]) -> RunConfig:
     """Flags before --set before --config before what the environment says. Raises: UserError."""
-    from hermes_rl.config import parse_config
+    from hermes_rl.config import check_keys, parse_config
 
     _find_modules_here()
-    data = run.merged(given, FLAGS, file, settings)
+    data, written = run.merged(given, FLAGS, file, settings)
+    check_keys(data, f"env {mode}", written)
     env = data.get("env")
     example = f"hermes-rl env {mode} my_env --model my-model"
     if not isinstance(env, dict) or not env.get("name"):
@@ -218,7 +238,7 @@ def _config(mode: Mode, given: dict[str, Any], file: Path | None, settings: list
         )
     if mode == "evaluate":
         env.setdefault("split", "eval")
-    return parse_config(data, str(file) if file is not None else f"env {mode}")
+    return parse_config(data, str(file) if file is not None else f"env {mode}", written)
 
 
 def _carry_out(mode: Mode, config: RunConfig, as_json: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 
@@ -12,6 +13,14 @@ from hermes_rl.errors import ExitCode, HermesError, Outage
 
 _CommandLineError: type[BaseException] = typer.BadParameter.__mro__[2]
 """Root of what typer raises for a wrong command line; typer has no public name for it."""
+
+
+_REWORDED = {
+    "Input should be a valid integer, .*": "must be a whole number",
+    "Input should be a valid number, .*": "must be a number",
+    "Value error, ": "",
+}
+"""What typer says of values, in the words of our own messages."""
 
 
 def guarded(command: Callable[[], int], program: str) -> int:
@@ -50,5 +59,8 @@ def _usage_line(error: BaseException, program: str) -> str:
     context = getattr(error, "ctx", None)
     where = context.command_path if context is not None else program
     format_message: Callable[[], str] = getattr(error, "format_message", lambda: str(error))
-    line = " ".join(format_message().split()).rstrip(".")
-    return f"{line}. See {where} --help"
+    line = " ".join(format_message().split())
+    for theirs, ours in _REWORDED.items():
+        line = re.sub(theirs, ours, line)
+    line = line.rstrip(".")
+    return f"{line}{'' if line.endswith('?') else '.'} See {where} --help"

@@ -186,36 +186,45 @@ command.__doc__ = f"{command.__doc__}\n\n{_EPILOG}"
 
 def _config(given: dict[str, Any], file: Path | None, settings: Any, columns: Any) -> RunConfig:
     """Flags before --set before --config before defaults. Raises: UserError."""
-    from hermes_rl.config import parse_config, set_key
+    from hermes_rl.config import check_keys, parse_config, set_key
 
-    data = merged(given, FLAGS, file, settings)
+    data, written = merged(given, FLAGS, file, settings)
     for text in columns:
         ours, sign, theirs = text.partition("=")
         if not sign or not ours or not theirs:
             raise UserError(f"--map {text}: write --map prompt=COLUMN")
         set_key(data, f"dataset.map.{ours}", theirs)
+    check_keys(data, "run", written)
     _require(data)
-    return parse_config(data, str(file) if file is not None else "run")
+    return parse_config(data, str(file) if file is not None else "run", written)
 
 
 def merged(
     given: dict[str, Any], flags: dict[str, str], file: Path | None, settings: Sequence[str]
-) -> dict[str, Any]:
-    """Plain data of a configuration: flags before --set before --config. Raises: UserError.
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Plain data of a configuration: flags before --set before --config.
 
     Args:
         given: option -> value; None was not given.
         flags: option -> the key that it sets.
+
+    Returns: the data, and dotted key -> what was typed for it.
+
+    Raises: UserError.
     """
     from hermes_rl.config import load_config, parse_assignment, set_key
 
     data: dict[str, Any] = load_config(file) if file is not None else {}
+    written: dict[str, str] = {}
     for text in settings:
-        set_key(data, *parse_assignment(text))
+        key, value = parse_assignment(text)
+        set_key(data, key, value)
+        written[key] = f"--set {text}"
     for flag, key in flags.items():
         if given[flag] is not None:
             set_key(data, key, _value(flag, given[flag]))
-    return data
+            written[key] = f"--{flag.replace('_', '-')} {given[flag]}"
+    return data, written
 
 
 def _value(flag: str, value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from hermes_rl.errors import HermesError, UserError
+from hermes_rl.input_errors import unknown
 from hermes_rl.rl.environment import EnvConfig, Environment
 from hermes_rl.rl.faults import raised_in
 
@@ -77,20 +79,29 @@ def load_environment(name: str) -> Loaded:
     for dotted in (f"{BUNDLED}.{where}", where):
         if _exists(dotted):
             return _from_module(_import(dotted), wanted)
-    known = ", ".join(known_environments()) or "none"
     raise UserError(
-        f"no environment {where!r} (known: {known}). "
+        f"{unknown('environment', where, known_environments())}. "
         "Give package.module:Class, a folder or file.py:Class"
     )
 
 
-def known_environments() -> list[str]:
-    """Names of entry points and of bundled packages, sorted."""
-    names = {entry.name for entry in entry_points(group=GROUP)}
+def known_environments() -> dict[str, str]:
+    """Entry points and bundled packages by name, and what each is: the first line of a package's
+    docstring, or the class that an entry point names. Nothing is imported."""
+    known = {entry.name: entry.value for entry in entry_points(group=GROUP)}
     spec = importlib.util.find_spec(BUNDLED) if _exists(BUNDLED) else None
     for folder in spec.submodule_search_locations or () if spec else ():
-        names |= {p.parent.name for p in Path(folder).glob("*/__init__.py")}
-    return sorted(names)
+        for path in Path(folder).glob("*/__init__.py"):
+            known[path.parent.name] = _first_line(path)
+    return dict(sorted(known.items()))
+
+
+def _first_line(path: Path) -> str:
+    try:
+        about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    except (OSError, ValueError, SyntaxError):
+        return f"cannot be read: {path}"
+    return about.partition("\n")[0]
 
 
 def load_module(name: str, file: str) -> ModuleType:

@@ -13,10 +13,11 @@ from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.config_env import EnvSection
 from hermes_rl.errors import HermesError, UserError
 from hermes_rl.identity import digest
+from hermes_rl.input_errors import describe, unknown
 from hermes_rl.messages import to_openai
 from hermes_rl.models.providers.others import USES
 from hermes_rl.rl import faults
-from hermes_rl.rl.environment import EnvConfig, Environment
+from hermes_rl.rl.environment import Environment
 from hermes_rl.rl.loading import AnyEnvironment, Loaded, load_environment
 from hermes_rl.rows import LazyRow
 from hermes_rl.tasks import Task, TaskRow
@@ -67,7 +68,9 @@ def open_environment(section: EnvSection, *, to_run: bool = True) -> Opened:
     try:
         config = cls.Config.model_validate(section.config)
     except ValidationError as error:
-        raise UserError(f"environment {name}: env.config: {_first(error, cls.Config)}") from None
+        raise UserError(
+            f"environment {name}: env.config: {describe(error.errors(), cls.Config)[1]}"
+        ) from None
     except HermesError:
         raise
     except Exception as error:  # a boundary: a validator of the user's
@@ -79,9 +82,7 @@ def open_environment(section: EnvSection, *, to_run: bool = True) -> Opened:
     except Exception as error:  # a boundary: code of the user's
         raise UserError(faults.said(name, cls.__init__, error)) from error
     if section.split not in env.splits:
-        raise UserError(
-            f"environment {name} has no split {section.split!r} (known: {', '.join(env.splits)})"
-        )
+        raise UserError(f"environment {name}: {unknown('split', section.split, env.splits)}")
     if to_run:
         _refuse_models(env, section)
     return Opened(env, loaded, section)
@@ -102,15 +103,6 @@ def _refuse_models(env: AnyEnvironment, section: EnvSection) -> None:
                 f"environment {env.name} asks no model as {use} as it is configured. Leave out "
                 f"env.{use} (--{use}); one that does so names it in `uses` or `can_use`"
             )
-
-
-def _first(error: ValidationError, config: type[EnvConfig]) -> str:
-    first = error.errors()[0]
-    key = ".".join(str(p) for p in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return f"unknown key '{key}' (known: {', '.join(config.model_fields)})"
-    said = first["msg"].removeprefix("Value error, ")
-    return f"'{key}' {said[0].lower()}{said[1:]}" if key else said
 
 
 def settle_env(config: RunConfig) -> tuple[RunConfig, Opened | None]:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 
 from hermes_rl.errors import UserError
+from hermes_rl.input_errors import unknown
 
 Distribution = Mapping[str, float]
 """Toolset -> the percentage of units that have it."""
@@ -26,8 +27,7 @@ DISTRIBUTIONS: dict[str, Distribution] = {
 def get_distribution(name: str) -> Distribution:
     """The definition of a distribution. Raises: UserError that lists the known ones."""
     if name not in DISTRIBUTIONS:
-        known = ", ".join(DISTRIBUTIONS)
-        raise UserError(f"unknown distribution {name!r} (known: {known})")
+        raise UserError(unknown("distribution", name, DISTRIBUTIONS))
     return DISTRIBUTIONS[name]
 
 

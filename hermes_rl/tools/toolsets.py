@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hermes_rl.errors import UserError
+from hermes_rl.input_errors import unknown
 from hermes_rl.tools.base import Tool
 from hermes_rl.tools.registry import get_tools
 
@@ -46,7 +47,7 @@ def tool_names(toolsets: Iterable[str]) -> set[str]:
             continue
         seen.add(name)
         if name not in TOOLSETS:
-            raise UserError(f"unknown toolset {name!r} (known: {', '.join(TOOLSETS)})")
+            raise UserError(unknown("toolset", name, TOOLSETS))
         names |= set(TOOLSETS[name].tools)
         waiting += TOOLSETS[name].includes
     return names

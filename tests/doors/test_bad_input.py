@@ -14,11 +14,39 @@ KEYED = ("--model", "m", "--base-url", "https://example.invalid/v1", "--workers"
 
 REFUSED: dict[str, tuple[list[str], str]] = {
     "missing file": (
-        ["run", "nothere.jsonl", *PLAYED],
-        "error: nothere.jsonl: no such file. Check the path (bundled: smoke, terminal_tasks)",
+        ["run", "absent.jsonl", *PLAYED],
+        "error: absent.jsonl: no such file or dataset. Check the path (bundled: smoke, terminal_",
     ),
-    "missing file to check": (["check", "nothere.jsonl"], "error: nothere.jsonl: no such file. "),
-    "missing file to play": (["play", "nothere.jsonl", "1"], "error: nothere.jsonl: no such file."),
+    "missing file to check": (["check", "absent.jsonl"], "error: absent.jsonl: no such file or "),
+    "missing file to play": (["play", "absent.jsonl", "1"], "error: absent.jsonl: no such file"),
+    "nearly a file": (
+        ["run", "goood.jsonl", *PLAYED],
+        "error: goood.jsonl: no such file or dataset (did you mean 'good.jsonl'?)",
+    ),
+    "a file without its ending": (
+        ["check", "question"],
+        "error: question: no such file or dataset (did you mean 'question.jsonl'?)",
+    ),
+    "nearly a bundled dataset": (
+        ["run", "smoek", *PLAYED],
+        "error: smoek: no such file or dataset (did you mean 'smoke'?)",
+    ),
+    "no run to check": (["check", "runs/missing"], "error: runs/missing: no such file or dataset."),
+    "nothing in a folder that is there": (["check", "other/x"], "error: other/x: no such file or "),
+    "no rows": (["check", "empty.jsonl"], "error: empty.jsonl: the dataset holds no rows. "),
+    "a folder of something else": (
+        ["check", "other"],
+        "error: other: holds no file of a dataset (.jsonl, .ndjson, .json, .csv, .parquet; all but",
+    ),
+    "unknown kind of file": (
+        ["check", "flat.yaml"],
+        "error: flat.yaml: unknown kind of file. Use one of .jsonl, ",
+    ),
+    "not Parquet": (
+        ["check", "garbage.parquet"],
+        "error: garbage.parquet: not a readable Parquet file: ",
+    ),
+    "not gzip": (["check", "plain.jsonl.gz"], "error: plain.jsonl.gz: cannot be read (Not a gzip"),
     "no dataset": (["run", "--model", "oracle"], "error: no dataset. Name one: hermes-rl run "),
     "no model": (["run", "good.jsonl"], "error: no model. Name one: hermes-rl run "),
     "no prompt column": (
@@ -29,17 +57,47 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["check", "good.jsonl", "--map", "prompt"],
         "error: --map prompt: write --map prompt=COLUMN",
     ),
+    "map of a column that is nearly one": (
+        ["run", "question.jsonl", *PLAYED, "--map", "prompt=qestion"],
+        "error: question.jsonl:1: no column 'qestion' (did you mean 'question'?). Fix --map ",
+    ),
     "unknown toolset": (
         ["run", "good.jsonl", *PLAYED, "--toolsets", "termnal"],
-        "error: unknown toolset 'termnal' (known: terminal, file, ",
+        "error: unknown toolset 'termnal' (did you mean 'terminal'?)",
+    ),
+    "a toolset like no other": (
+        ["run", "good.jsonl", *PLAYED, "--toolsets", "xyz"],
+        "error: unknown toolset 'xyz' (known: terminal, file, ",
     ),
     "unknown distribution": (
-        ["run", "good.jsonl", *PLAYED, "--distribution", "nosuch"],
-        "error: unknown distribution 'nosuch' (known: default, ",
+        ["run", "good.jsonl", *PLAYED, "--distribution", "defualt"],
+        "error: unknown distribution 'defualt' (did you mean 'default'?)",
+    ),
+    "unknown preset": (
+        ["run", "good.jsonl", *PLAYED, "--preset", "datgen"],
+        "error: --preset datgen: must be 'interactive', 'datagen' or 'rl', not 'datgen' "
+        "(did you mean 'datagen'?)",
     ),
     "unknown sandbox": (
         ["run", "good.jsonl", *PLAYED, "--sandbox", "dockr"],
-        "'sandbox.backend' input should be 'bubblewrap' or 'none', not 'dockr'",
+        "error: --sandbox dockr: must be 'bubblewrap' or 'none', not 'dockr'",
+    ),
+    "unknown provider": (
+        ["run", "good.jsonl", "--model", "m", "--provider", "opnai"],
+        "error: unknown provider 'opnai' (did you mean 'openai'?). Add it under 'providers'",
+    ),
+    "nearly a model of ours": (
+        ["run", "good.jsonl", "--model", "orcale"],
+        "error: no key: the variable OPENAI_API_KEY is not set. Set it, then run again "
+        "(did you mean --model oracle?)",
+    ),
+    "no weights": (
+        ["run", "good.jsonl", "--model", "local", "--model-path", "nothere.gguf"],
+        "error: --model-path nothere.gguf: No such file or directory",
+    ),
+    "no image": (
+        ["run", "good.jsonl", *PLAYED, "--image", "/nothere"],
+        "error: --image /nothere: no such image: /nothere. Name a root file system directory",
     ),
     "no sandbox": (
         ["run", "good.jsonl", *PLAYED, "--sandbox", "none"],
@@ -47,7 +105,36 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "unknown key of the configuration": (
         ["run", "good.jsonl", *PLAYED, "--set", "model.temprature=1"],
-        "unknown key 'model.temprature' (known here: name, ",
+        "error: --set model.temprature=1: unknown key 'model.temprature' (did you mean "
+        "'model.temperature'?)",
+    ),
+    "unknown section, hidden by a missing model": (
+        ["run", "good.jsonl", "--set", "modle.name=oracle"],
+        "error: --set modle.name=oracle: unknown key 'modle' (did you mean 'model'?)",
+    ),
+    "a key outside its section": (
+        ["run", "good.jsonl", *PLAYED, "--config", "flat.yaml"],
+        "error: flat.yaml:1: unknown key 'temperature' (did you mean 'model.temperature'?)",
+    ),
+    "unknown key in a file": (
+        ["run", "good.jsonl", *PLAYED, "--config", "typo.yaml"],
+        "error: typo.yaml:4: unknown key 'agent.limits.max_truns' (did you mean 'agent.limits.max_",
+    ),
+    "unknown key in a file for doctor": (
+        ["doctor", "models", "--config", "typo.yaml"],
+        "error: typo.yaml:4: unknown key 'agent.limits.max_truns'",
+    ),
+    "unknown key in a file for an environment": (
+        ["env", "process", "gsm8k_python", "--model", "oracle", "--config", "typo.yaml"],
+        "error: typo.yaml:4: unknown key 'agent.limits.max_truns'",
+    ),
+    "wrong value in a file": (
+        ["run", "good.jsonl", *PLAYED, "--config", "kind.yaml"],
+        "error: kind.yaml:2: 'run.concurrency' must be a whole number, not 'many'",
+    ),
+    "not YAML": (
+        ["run", "good.jsonl", *PLAYED, "--config", "broken.yaml"],
+        "error: broken.yaml:2: not valid YAML. Fix that line",
     ),
     "setting that is no pair": (
         ["run", "good.jsonl", *PLAYED, "--set", "foo"],
@@ -55,7 +142,11 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "missing configuration": (
         ["run", "good.jsonl", *PLAYED, "--config", "none.yaml"],
-        "error: none.yaml: No such file or directory. Check --config",
+        "error: none.yaml: no such file or directory. Check --config",
+    ),
+    "nearly a configuration": (
+        ["run", "good.jsonl", *PLAYED, "--config", "typpo.yaml"],
+        "error: typpo.yaml: no such file or directory (did you mean 'typo.yaml'?). Check --config",
     ),
     "an endpoint that is no section": (
         ["doctor", "models", "--config", "list.yaml"],
@@ -63,17 +154,41 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "number out of range": (
         ["run", "good.jsonl", *PLAYED, "--repeats", "0"],
-        "'dataset.repeats' input should be greater than or equal to 1, not 0",
+        "error: --repeats 0: must be 1 or more, not 0",
+    ),
+    "negative temperature": (
+        ["run", "good.jsonl", *PLAYED, "--temperature", "-1"],
+        "error: --temperature -1.0: must be 0 or more, not -1.0",
+    ),
+    "option with a dash": (
+        ["run", "good.jsonl", *PLAYED, "--max-tokens", "0"],
+        "error: --max-tokens 0: must be 1 or more, not 0",
     ),
     "text for a number": (
         ["run", "good.jsonl", *PLAYED, "--repeats", "x"],
-        "error: Invalid value for '--repeats': ",
+        "error: Invalid value for '--repeats': must be a whole number. See hermes-rl run --help",
     ),
     "unknown option": (
         ["run", "good.jsonl", *PLAYED, "--repeat", "2"],
         "error: No such option: --repeat",
     ),
     "unknown command": (["shwo"], "error: no command 'shwo' (did you mean 'show'?). See hermes-rl"),
+    "unknown option of no command": (
+        ["--verison"],
+        "error: no option '--verison' (did you mean '--version'?). See hermes-rl --help",
+    ),
+    "unknown command of env": (
+        ["env", "evalute", "x"],
+        "error: No such command 'evalute'. Did you mean 'evaluate'? See hermes-rl env --help",
+    ),
+    "unknown environment": (
+        ["env", "process", "gsm8k", "--model", "oracle"],
+        "error: unknown environment 'gsm8k' (did you mean 'gsm8k_python'?). Give package.module:",
+    ),
+    "unknown format": (
+        ["export", "nothere", "--to", "shargpt"],
+        "error: unknown format 'shargpt' (did you mean 'sharegpt'?)",
+    ),
     "missing argument": (["show"], "error: Missing argument 'RUN'. See hermes-rl show --help"),
     "no run to show": (["show", "nothere"], "error: nothere is no run directory"),
     "no run to follow": (["status", "nothere"], "error: nothere is no run directory"),
@@ -115,6 +230,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("bad")
     write(made / "good.jsonl", {"prompt": "x"})
     write(made / "question.jsonl", {"question": "x", "answer": "y"})
+    (made / "empty.jsonl").touch()
+    (made / "garbage.parquet").write_bytes(b"PAR1 and no more")
+    (made / "plain.jsonl.gz").write_bytes(b'{"prompt": "x"}\n')
+    (made / "flat.yaml").write_text("temperature: 1\n")
+    (made / "typo.yaml").write_text("agent:\n  seed: 1\n  limits:\n    max_truns: 3\n")
+    (made / "kind.yaml").write_text("run:\n  concurrency: many\n")
+    (made / "broken.yaml").write_text("model: [1\n")
     (made / "list.yaml").write_text("endpoint: [1]\n")
     (made / "other").mkdir()
     (made / "other/thesis.tex").write_text("precious")
@@ -147,7 +269,7 @@ def test_every_bad_row_is_named_with_its_line(tmp_path: Path) -> None:
     lines = said.err.splitlines()
     assert [line.split(": ")[1] for line in lines] == [f"bad.jsonl:{n}" for n in range(2, 7)]
     assert "not valid JSON" in lines[0]
-    assert "'setup' is no bash script" in lines[3]
+    assert "'setup' is not a bash script" in lines[3]
     assert "max_trns" in lines[4]
     assert said.out.startswith("bad.jsonl: 6 rows, 5 bad")
 

@@ -16,11 +16,45 @@ RUN = "runs/smoke-oracle"
 def test_the_help_names_every_command_and_each_has_an_example(tmp_path: Path) -> None:
     said = hermes("--help", cwd=tmp_path)
     assert said == process("--help", cwd=tmp_path)
-    listed = [line.split()[0] for line in said.out.splitlines() if line.startswith("  ")]
+    commands = said.out.partition("Commands:")[2].partition("\n\n")[0]
+    listed = [line.split()[0] for line in commands.splitlines() if line]
+    assert "--version" in said.out
     assert {"demo", "run", "play", "show", "status", "check", "doctor"} <= set(listed)
     for name in listed:
         assert f"hermes-rl {name} " in hermes(name, "--help", cwd=tmp_path).out.split("Options")[0]
     assert hermes("--version", cwd=tmp_path).out.startswith("hermes-rl 0.")
+
+
+def test_a_terminal_without_unicode_is_no_traceback(tmp_path: Path) -> None:
+    write(tmp_path / "größe.jsonl", {"id": "日本 😀", "prompt": "x", "setup": "if true"})
+    env = {"PYTHONIOENCODING": "ascii"}
+    said = process("check", "größe.jsonl", cwd=tmp_path, env=env)
+    assert said.code == 2
+    assert said.out.startswith("gr\\u00f6\\u00dfe.jsonl: 1 rows, 1 bad")
+    # JSON stays JSON.
+    program = process("check", "größe.jsonl", "--json", cwd=tmp_path, env=env)
+    assert program.json()["bad"][0].startswith("größe.jsonl:1: 'setup' is not")
+
+
+def test_a_shell_completes_commands_and_options(tmp_path: Path) -> None:
+    def completed(line: str) -> list[str]:
+        words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+        env = {"_HERMES_RL_COMPLETE": "complete_bash", **words}
+        return hermes(cwd=tmp_path, env=env).out.split()
+
+    assert completed("hermes-rl r") == ["run"]
+    assert completed("hermes-rl run --wor") == ["--workers"]
+    assert {"list", "process", "evaluate"} <= set(completed("hermes-rl env "))
+    script = hermes("--show-completion", "bash", cwd=tmp_path)
+    assert script.code == 0
+    assert "complete -o default -F" in script.out
+
+
+def test_environments_are_listed(tmp_path: Path) -> None:
+    said = hermes("env", "list", cwd=tmp_path)
+    assert said.code == 0
+    assert "terminal_tasks    The bundled terminal tasks as an environment." in said.out
+    assert set(hermes("env", "list", "--json", cwd=tmp_path).json()) >= {"swe_bugs", "gsm8k_python"}
 
 
 def test_a_run_says_what_it_did_and_where_it_is(tmp_path: Path) -> None:

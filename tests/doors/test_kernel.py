@@ -86,6 +86,17 @@ async def test_the_agent_talks_in_a_kernel(kernel: Kernel, base_url: str) -> Non
     assert await kernel.run("import asyncio\nawait asyncio.sleep(0)\nagent.close()") == ""
 
 
+async def test_a_mistake_in_a_kernel_is_one_line(kernel: Kernel) -> None:
+    for code, line in (
+        ("import hermes_rl; hermes_rl.load_run('nothere')", "UserError: nothere is no run dire"),
+        ("from batch_runner import run_batch; run_batch({'modle': {}})", "unknown key 'modle'"),
+    ):
+        reply = await kernel.client.execute_interactive(code, timeout=60, allow_stdin=False)
+        (shown,) = reply["content"]["traceback"]
+        assert line in shown
+        assert "\n" not in shown
+
+
 def batch(base_url: str, workers: int) -> str:
     return (
         "import hermes_rl\n"

@@ -21,9 +21,9 @@ async def test_a_run_that_is_started_in_an_outage_is_resumable(tmp_path: Path) -
     said = await asyncio.to_thread(hermes, *command, *more, cwd=tmp_path)
     assert said.code == 3
     (line,) = said.err.splitlines()
-    assert line.startswith(f"stopped: 127.0.0.1:{port}: ")
-    assert line.endswith(
-        "Start the server, or set another base_url, then run the same command. (exit 3)"
+    assert line == (
+        f"stopped: 127.0.0.1:{port}: connection refused. Start the server, or set another "
+        "base_url, then run the same command. (exit 3)"
     )
     assert not out.exists()
     async with FakeServer(FakeConfig(port=port)):

@@ -105,7 +105,7 @@ def test_a_mapped_name_is_the_columns_and_no_other(tmp_path: Path) -> None:
 def test_a_column_to_map_that_is_not_there_is_said_with_those_that_are(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text('{"prompt": "p", "answer": "a"}\n')
-    says = r"q.jsonl:1: no column 'NOSUCH' \(found: prompt, answer\). Mend --map prompt=NOSUCH"
+    says = r"q.jsonl:1: no column 'NOSUCH' \(found: prompt, answer\). Fix --map prompt=NOSUCH"
     for read in (read_tasks, read_rows):
         with pytest.raises(UserError, match=says):
             list(read(str(path), columns={"prompt": "NOSUCH"}))

@@ -59,7 +59,7 @@ def test_they_can_be_set_on_the_command_line(tmp_path: Path) -> None:
         ({"ephemeral_system_prompt": " "}, "agent.ephemeral_system_prompt' is empty. Write"),
         ({"ephemeral_system_prompt": "@no.txt"}, "no.txt: No such file"),
         ({"ephemeral_system_prompt": "\ud800"}, "half a surrogate pair"),
-        ({"ephemeral_system_prompt": ["a"]}, "'agent.ephemeral_system_prompt' input should be"),
+        ({"ephemeral_system_prompt": ["a"]}, "'agent.ephemeral_system_prompt' must be"),
         ({"prefill": "shots.json"}, "write a list of messages, or @FILE"),
         ({"prefill": "@no.json"}, "no.json: No such file .*Check agent.prefill"),
         ({"prefill": {"role": "user"}}, "must be a list of messages"),
@@ -85,7 +85,7 @@ def test_bad_input_is_one_line(keys: dict[str, Any], says: str) -> None:
     ("content", "says"),
     [
         (b"[\n{]", r"shots.json:2: no JSON"),
-        (b"\xff", "no UTF-8 text"),
+        (b"\xff", "not valid UTF-8 text"),
         (b"[" * 100_000, "nested too deeply"),
         (b'[{"role": "tool"}]', r"shots.json message 1 answers no tool call"),
     ],

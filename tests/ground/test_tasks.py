@@ -3,6 +3,7 @@
 import base64
 import datetime
 import decimal
+import gzip
 import json
 import os
 import subprocess
@@ -50,6 +51,22 @@ def test_all_inputs_give_the_same_tasks(tmp_path: Path) -> None:
     assert [r.task_hash for r in read_tasks(str(tmp_path / "c.parquet"))] == expected[:2]
     assert [r.task_hash for r in read_tasks(str(tmp_path / "saved"))] == expected[:2]
     assert all(r.task is not None for r in read_tasks(ROWS))
+    for plain in (jsonl, as_json):
+        packed = tmp_path / f"{plain.name}.gz"
+        packed.write_bytes(gzip.compress(plain.read_bytes()))
+        assert [r.task_hash for r in read_tasks(str(packed))] == expected
+    places = [row.place for row in read_tasks(str(tmp_path / "a.jsonl.gz"))]
+    assert places == [f"{tmp_path}/a.jsonl.gz:{n}" for n in (1, 2, 3)]
+
+
+def test_a_packed_csv_that_breaks_off_is_refused_at_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv.gz"
+    packed = gzip.compress(b"prompt\n" + b"".join(b"%d\n" % n for n in range(100_000)))
+    path.write_bytes(packed)
+    assert sum(1 for _ in read_tasks(str(path))) == 100_000
+    path.write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(UserError, match=r"t\.csv\.gz:\d+: no row after this one can be read"):
+        list(read_tasks(str(path)))
 
 
 def test_csv_reads_json_columns(tmp_path: Path) -> None:
@@ -148,6 +165,7 @@ def test_an_unknown_kind_of_file_is_refused(tmp_path: Path) -> None:
 def test_names_for_run_directories() -> None:
     assert dataset_name("data/my.jsonl") == "my"
     assert dataset_name("smoke") == "smoke"
+    assert dataset_name("data/my.jsonl.gz") == "my"
     assert dataset_name("openai/gsm8k:main:test") == "gsm8k"
 
 
@@ -248,7 +266,7 @@ def test_an_open_quote_of_a_csv_is_told_with_its_line_and_takes_no_rows_in_silen
     path.write_text('prompt,id\nfirst,1\n"no end,2\nthird,3\n')
     rows = list(read_tasks(str(path)))
     assert [row.task is not None for row in rows] == [True, False]
-    assert "Mend the quotes of the row that begins in line 3" in str(rows[1].error)
+    assert "Fix the quotes of the row that begins in line 3" in str(rows[1].error)
     path.write_text('prompt,id\n"a "quoted" word",1\nlast,2\n')
     rows = list(read_tasks(str(path)))
     assert rows[0].place.endswith(":2")

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 # Names stand below hermes_rl unless they begin with a wing.
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
-        "errors reasons messages usage identity config config_agent config_endpoint config_env"
-        " tasks trajectory ports events record images rows sources doors",
+        "errors reasons input_errors messages usage identity config config_agent config_endpoint"
+        " config_env config_yaml tasks trajectory ports events record images rows sources doors",
     ),
     ("sandboxes",),
     ("models", "tools", "sessions"),

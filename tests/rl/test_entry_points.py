@@ -93,7 +93,7 @@ def test_an_installed_environment_runs_by_its_name_beside_broken_ones(
         ("torn_one", "torn_env: cannot be imported: ModuleNotFoundError: No module named 'no_such"),
         ("gone_one", "module_that_went: cannot be imported: ModuleNotFoundError"),
         ("no_class", "no_class_env: no Environment 'Gone' (found: Haggling)"),
-        ("nobody", "no environment 'nobody' (known: corner_shop, "),
+        ("nobody", "unknown environment 'nobody' (known: corner_shop, "),
     ],
 )
 def test_a_broken_one_is_said_in_one_line(site: Path, tmp_path: Path, name: str, says: str) -> None:

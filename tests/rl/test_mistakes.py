@@ -101,7 +101,7 @@ async def test_the_line_of_an_exception_is_the_users_own(tmp_path: Path, write_e
         ),
         (f"{GOOD_TASKS}\nuses = ('judge',)", "asks a model as judge: set env.judge.name"),
         (f"{GOOD_TASKS}\nendless = True", "no end of tasks. Say how many with --limit"),
-        (f"{GOOD_TASKS}\nsplits = ('test',)", "no split 'train' (known: test)"),
+        (f"{GOOD_TASKS}\nsplits = ('test',)", "unknown split 'train' (known: test)"),
     ],
 )
 async def test_what_cannot_work_is_said_before_anything_runs(
@@ -263,7 +263,7 @@ async def test_a_model_that_nobody_asks_is_said_before_its_key_is_looked_for(
 
 
 def test_a_name_that_is_wanted(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no environment 'nowhere' \(known: .*file.py:Class"):
+    with pytest.raises(UserError, match=r"unknown environment 'nowhere' \(known: .*file.py:Class"):
         load_environment("nowhere")
     with pytest.raises(UserError, match="no Python file and no package"):
         load_environment("some/folder")

@@ -46,7 +46,9 @@ def test_what_the_harness_says_is_part_of_it() -> None:
 
 def test_an_unknown_switch_is_refused_in_one_line() -> None:
     bad = config(switches={"continue": True})
-    with pytest.raises(UserError, match=r"unknown switch agent\.switches\.continue \(known: sum"):
+    with pytest.raises(
+        UserError, match=r"agent\.switches: unknown switch 'continue' \(did you mean"
+    ):
         identity_of(bad)
     with pytest.raises(UserError, match=r"'agent\.switches\.retry_empty"):
         config(switches={"retry_empty": "perhaps"})

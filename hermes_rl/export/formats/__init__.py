@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 
 from hermes_rl.errors import UserError
 from hermes_rl.export.base import Format
+from hermes_rl.input_errors import unknown
 
 FORMATS = {
     "trl": "trl",
@@ -28,9 +28,7 @@ FORMATS = {
 def format_named(name: str) -> Format:
     """A format by its name. Raises: UserError."""
     if name not in FORMATS:
-        close = difflib.get_close_matches(name, FORMATS, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise UserError(f"no format {name!r}{hint}; choose one of {', '.join(FORMATS)}")
+        raise UserError(unknown("format", name, FORMATS))
     module = importlib.import_module(f"hermes_rl.export.formats.{FORMATS[name]}")
     form: Format = module.FORMAT
     return form

@@ -9,7 +9,7 @@ from __future__ import annotations
 from hermes_rl.models.local.catalogue import LOCAL_MODELS, Weights, find_weights
 from hermes_rl.models.local.client import Endpoint, LocalServer, local_server
 from hermes_rl.models.local.fetching import WeightsUnavailable
-from hermes_rl.models.local.weights import ensure_weights
+from hermes_rl.models.local.weights import check_gguf, ensure_weights
 
 __all__ = [
     "LOCAL_MODELS",
@@ -17,6 +17,7 @@ __all__ = [
     "LocalServer",
     "Weights",
     "WeightsUnavailable",
+    "check_gguf",
     "ensure_weights",
     "find_weights",
     "local_server",

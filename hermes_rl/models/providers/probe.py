@@ -14,6 +14,7 @@ from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.failures.classify import classify, scrub
 from hermes_rl.models.providers.raw import whole
 from hermes_rl.models.tokens.plan import TokenPlan
+from hermes_rl.models.transports.base import connection_fault
 
 _MAX_BYTES = 4 << 20
 
@@ -61,6 +62,8 @@ async def probe(endpoint: Endpoint, *, seconds: float = 5.0) -> Probed:
         raise AuthError(f"cannot trust {endpoint.host}: {error.certificate_error}") from None
     except TimeoutError:
         raise _nobody(endpoint, f"no answer within {seconds:g} s") from None
+    except aiohttp.ClientConnectorError as error:
+        raise _nobody(endpoint, connection_fault(error)) from None
     except (aiohttp.ClientError, OSError) as error:
         raise _nobody(endpoint, str(error) or type(error).__name__) from None
     if response.status in (401, 403):

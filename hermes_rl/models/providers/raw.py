@@ -8,6 +8,7 @@ from hermes_rl.errors import ConnectionLost
 from hermes_rl.models.dialects.lenient import encode_json
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.failures.classify import classify, scrub
+from hermes_rl.models.transports.base import connection_fault
 
 if TYPE_CHECKING:
     from aiohttp import StreamReader
@@ -35,6 +36,8 @@ async def ask_raw(endpoint: Endpoint, path: str, body: dict[str, Any]) -> bytes:
             ) as response,
         ):
             answer = await whole(response.content, _MAX_BYTES)
+    except aiohttp.ClientConnectorError as error:
+        raise ConnectionLost(f"{endpoint.host}: {connection_fault(error)}") from None
     except (aiohttp.ClientError, OSError) as error:
         said = scrub(str(error) or type(error).__name__, endpoint.secrets)
         raise ConnectionLost(f"{endpoint.host}: {said}") from None

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import msgspec.yaml
 
 from hermes_rl.errors import UserError
+from hermes_rl.input_errors import unknown
 from hermes_rl.models.endpoint import check_address
 from hermes_rl.models.providers.quirks import Quirks
 
@@ -135,7 +136,7 @@ def _provider(asked: Asked, known: Mapping[str, Provider]) -> Provider | None:
     if asked.provider is not None:
         if asked.provider not in known:
             raise UserError(
-                f"unknown provider {asked.provider!r} (known: {', '.join(sorted(known))}). "
+                f"{unknown('provider', asked.provider, sorted(known))}. "
                 "Add it under 'providers' in the configuration, or give --base-url"
             )
         return known[asked.provider]

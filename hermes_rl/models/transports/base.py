@@ -6,14 +6,36 @@ are the client's matter.
 
 from __future__ import annotations
 
+import os
+import re
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from hermes_rl.errors import AuthError, ConnectionLost, ModelTimeout, ProtocolError
 
+_ERRNO = re.compile(r"\[Errno (\d+)\]")
+
 LINGER_S = 0.25
 """How long an answer that said it is complete may take to end, so that its connection is reused."""
+
+
+def connection_fault(error: Exception) -> str:
+    """Why a connection failed, in the words of the system: `connection refused`.
+
+    aiohttp's own text speaks of ssl for plain http too.
+    """
+    inner = getattr(error, "os_error", None) or error
+    if isinstance(inner, ssl.SSLError):  # its numbers are not the system's
+        return str(inner)
+    text = getattr(inner, "strerror", None) or str(inner) or type(inner).__name__
+    number = getattr(inner, "errno", None) or 0
+    if number <= 0 and (found := _ERRNO.search(text)):  # several addresses were tried
+        number = int(found[1])
+    if number > 0:
+        text = os.strerror(number)
+    return text[0].lower() + text[1:]
 
 
 class Reply(Protocol):

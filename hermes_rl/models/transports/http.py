@@ -18,6 +18,7 @@ from hermes_rl.models.transports.base import (
     Reply,
     broken,
     connect_timeout,
+    connection_fault,
     cut,
     first_byte_timeout,
     idle_timeout,
@@ -80,7 +81,7 @@ class HttpTransport:
         except aiohttp.ClientConnectorCertificateError as error:
             raise untrusted(host, str(error.certificate_error)) from None
         except aiohttp.ClientConnectorError as error:
-            raise not_connected(host, _reason(error)) from None
+            raise not_connected(host, connection_fault(error)) from None
         except (aiohttp.ClientError, OSError) as error:
             raise broken(host, _reason(error)) from None
 

@@ -1,0 +1,145 @@
+"""How mistakes in what people write are described: unknown names, and values of the wrong kind."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+Fault = Mapping[str, Any]
+"""One of pydantic's errors, as `ValidationError.errors` gives them."""
+
+_SHOWN = 60
+"""Characters of a refused value that are repeated."""
+
+_LOOKED_AT = 1000
+"""Names in a folder that are compared with one that is not there."""
+
+_WHOLE = "must be a whole number"
+_KINDS = {
+    "int_parsing": _WHOLE,
+    "int_type": _WHOLE,
+    "int_from_float": _WHOLE,
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "greater_than_equal": "must be {ge} or more",
+    "greater_than": "must be more than {gt}",
+    "less_than_equal": "must be {le} or less",
+    "literal_error": "must be {expected}",
+    "dict_type": "must be a section with keys",
+    "model_type": "must be a section with keys",
+    "model_attributes_type": "must be a section with keys",
+}
+"""Type of a pydantic error -> what it says here; `{}` are values of its context."""
+
+
+def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
+    """The known name that was probably meant, whatever its case.
+
+    Args:
+        likeness: ratio of `difflib` that it must reach.
+    """
+    import difflib
+
+    folded = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(name.lower(), folded, 1, likeness)
+    if not close and len(name) > 2:  # a name that was cut short
+        close = [one for one in folded if one.startswith(name.lower())]
+    return folded[close[0]] if close else None
+
+
+def nearest_file(path: Path) -> str | None:
+    """The name in the same folder that was probably meant; endings do not count."""
+    names = (one.name for one in itertools.islice(path.parent.glob("*"), _LOOKED_AT))
+    stems = {name.partition(".")[0]: name for name in names}
+    near = nearest(path.name.partition(".")[0], stems, 0.75)
+    return stems[near] if near is not None else None
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """` (did you mean 'NAME'?)` for the nearest known name, or the other text."""
+    near = nearest(name, known)
+    return f" (did you mean {near!r}?)" if near is not None else otherwise
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """`unknown toolset 'fle' (did you mean 'file'?)`, or with all known names where none is near.
+
+    Args:
+        what: the kind of thing, such as `toolset`.
+    """
+    names = list(known)
+    return f"unknown {what} {name!r}" + did_you_mean(name, names, f" (known: {', '.join(names)})")
+
+
+def describe(faults: Sequence[Fault], model: type[BaseModel]) -> tuple[str, str]:
+    """The most telling of pydantic's errors: its dotted key, and one line without the place.
+
+    Args:
+        model: what was validated, for the names of its keys.
+    """
+    ranks = {"extra_forbidden": 0, "missing": 2}
+    fault = min(faults, key=lambda one: ranks.get(one["type"], 1))
+    key = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        return key, f"unknown key '{key}'" + _known_instead(fault["loc"], model)
+    if fault["type"] == "missing":
+        return key, f"'{key}' is missing"
+    return key, f"'{key}' {_reason(fault)}" if key else _reason(fault)
+
+
+def _known_instead(path: Sequence[str | int], model: type[BaseModel]) -> str:
+    """The key that was probably meant: the nearest in the section, or the same in another one."""
+    *section, name = map(str, path)
+    known = _keys_at(section, model)
+    near = nearest(name, known)
+    meant = [".".join([*section, near])] if near else []
+    meant += [f"{other}.{name}" for other in model.model_fields if name in _keys_at([other], model)]
+    return f" (did you mean '{meant[0]}'?)" if meant else f" (known here: {', '.join(known)})"
+
+
+def _reason(fault: Fault) -> str:
+    context = fault.get("ctx", {})
+    text = str(fault["msg"])
+    if fault["type"] == "value_error":
+        text = text.removeprefix("Value error, ")
+        return text[0].lower() + text[1:]
+    if fault["type"] in ("too_short", "string_too_short"):
+        return "must not be empty"
+    kind = _KINDS.get(fault["type"])
+    plain = {name: str(value).removesuffix(".0") for name, value in context.items()}
+    text = kind.format(**plain) if kind else text
+    text = text[0].lower() + text[1:].replace("nput should be", "must be")
+    hint = ""
+    if fault["type"] == "literal_error":
+        hint = did_you_mean(str(fault["input"]), context["expected"].split("'")[1::2])
+    return f"{text}, not {_shown(fault['input'])}{hint}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
+
+def _keys_at(path: Iterable[str], model: type[BaseModel]) -> list[str]:
+    """The keys of the section at a place; a name or a number within a mapping or a list leads to
+    what it holds."""
+    section: type[BaseModel] | None = model
+    for name in path:
+        known = section.model_fields.get(name) if section else None
+        if known is not None:
+            section = _section_in(known.annotation)
+    return list(section.model_fields) if section else []
+
+
+def _section_in(kind: Any) -> type[BaseModel] | None:
+    if isinstance(kind, type) and hasattr(kind, "model_fields"):
+        return kind
+    return next((found for part in get_args(kind) if (found := _section_in(part))), None)
