@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from batch_runner.dispatcher import WorkerFactory
 from batch_runner.governing import GovernorHost, LocalGovernor
 from batch_runner.local import LocalFactory
+from batch_runner.ports import WorkerFactory
 from batch_runner.progress import Progress
 from batch_runner.settings import Settings
 from batch_runner.wire import WorkerSpec

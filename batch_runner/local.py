@@ -66,6 +66,10 @@ class LocalFactory:
     hosts: Hosts | None = None
     """Environments of this process, where more is done with them."""
 
+    def writer(self, worker: int) -> str:
+        """The name of a worker in the journal."""
+        return msgspec.structs.replace(self.spec, worker=worker).writer
+
     async def start(self, worker: int, capacity: int) -> LocalWorker:
         """Raises: HermesError when the model, the key, the sandbox or room cannot be had."""
         make_room(capacity)

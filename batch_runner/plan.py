@@ -14,11 +14,12 @@ from hermes_rl.errors import UserError
 from hermes_rl.identity import group_id, unit_seed
 from hermes_rl.ports import WorkItem
 from hermes_rl.sources import read_rows
-from hermes_rl.store.ledger import Ledger
+from hermes_rl.store.ledger import LOST_WORKERS_MAX, Ledger
 from hermes_rl.store.rundir import RunDir
 
-ALONE_AFTER = 2
-"""After so many lost workers a unit runs alone in a fresh one."""
+ALONE_AFTER = LOST_WORKERS_MAX - 1
+"""After so many lost workers, which may have died of a neighbour, a unit runs alone in a fresh one:
+the loss for which it is given up is its own."""
 
 _STEP = 256
 """Units looked up in one go: well under a millisecond of the loop."""

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from batch_runner.actor import Started, WorkerActor
-from batch_runner.dispatcher import WorkerLost
+from batch_runner.ports import WorkerLost
 from batch_runner.warden import Warden
 from batch_runner.wire import NAMESPACE, Reply, WorkerSpec, decode_reply, encode_item, encode_spec
 from hermes_rl.errors import UserError
@@ -68,13 +68,22 @@ class RayWorker:
             raise WorkerLost(_line(error)) from None
 
     async def close(self) -> Reply:
-        """Publish and end. Raises: WorkerLost."""
+        """Publish and end, however long that takes, as long as the worker is heard meanwhile.
+
+        Raises: WorkerLost.
+        """
         from ray.exceptions import RayError
 
+        closing = asyncio.ensure_future(self.actor.close.remote())
+        closing.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         try:
-            reply = decode_reply(await self.actor.close.remote())
+            while not (await asyncio.wait((closing,), timeout=self.spec.lease_s / 6))[0]:
+                await self.poll()
+            reply = decode_reply(closing.result())
         except RayError as error:
             raise WorkerLost(_line(error)) from None
+        finally:
+            closing.cancel()
         await self.kill()
         return reply
 
@@ -96,28 +105,39 @@ class RayFactory:
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     """API keys by variable: workers of a cluster do not have this process's environment."""
 
+    def writer(self, worker: int) -> str:
+        """The name of a worker in the journal."""
+        return msgspec.structs.replace(self.spec, worker=worker).writer
+
     async def start(self, worker: int, capacity: int) -> RayWorker:
         """Raises: UserError when the cluster has no room, or the worker cannot do its work."""
-        from ray.exceptions import RayError
-
         spec = msgspec.structs.replace(self.spec, worker=worker, capacity=capacity)
         handle = RayWorker(self._actor(worker, capacity), spec)
         try:
-            async with asyncio.timeout(START_S):
-                data = await handle.actor.start.remote(encode_spec(spec), dict(self.keys))
-        except TimeoutError:
+            started = await self._open(handle)
+            self._check(handle, started)
+        except BaseException:
             await handle.kill()
+            raise
+        if self.warden is not None:
+            self.warden.watch(started.pid)
+        return handle
+
+    async def _open(self, handle: RayWorker) -> Started:
+        from ray.exceptions import RayError
+
+        worker = handle.spec.worker
+        try:
+            async with asyncio.timeout(START_S):
+                opening = handle.actor.start.remote(encode_spec(handle.spec), dict(self.keys))
+                return msgspec.msgpack.decode(await opening, type=Started)
+        except TimeoutError:
             raise UserError(
                 f"Ray did not start worker {worker} within {START_S:g} s: the cluster has no room. "
                 "Give it a node, or use --workers 0"
             ) from None
         except RayError as error:
             raise UserError(f"worker {worker} could not be started: {_line(error)}") from None
-        started = msgspec.msgpack.decode(data, type=Started)
-        await self._check(handle, started)
-        if self.warden is not None:
-            self.warden.watch(started.pid)
-        return handle
 
     def _actor(self, worker: int, capacity: int) -> Any:
         import ray
@@ -133,13 +153,12 @@ class RayFactory:
         }
         return ray.remote(WorkerActor).options(**options).remote()
 
-    async def _check(self, handle: RayWorker, started: Started) -> None:
+    def _check(self, handle: RayWorker, started: Started) -> None:
         fault = started.fault
         alive = Path(self.spec.run_path) / "journal" / handle.writer / "alive"
         if fault is None and not alive.exists():
             fault = f"it writes to another {self.spec.run_path}: choose --out on shared storage"
         if fault is not None:
-            await handle.kill()
             here = os.uname().nodename == started.host
             raise UserError(fault if here else f"worker on {started.host}: {fault}")
 

@@ -58,7 +58,7 @@ class Report:
         """DESIGN 5.6: 0 done, 1 done with units given up, 3 stopped, 130 interrupted."""
         if self.stopped == "interrupted":
             return ExitCode.INTERRUPTED
-        if self.stopped == "dataset":
+        if self.stopped in ("dataset", "journal"):
             return ExitCode.BAD_INPUT
         if self.stopped is not None:
             return ExitCode.STOPPED

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from batch_runner.books import Books
-from batch_runner.dispatcher import Dispatcher, Fleet, WorkerFactory
+from batch_runner.dispatcher import Dispatcher, Fleet
 from batch_runner.estimate import estimate_units
 from batch_runner.factory import open_factory
 from batch_runner.governing import (
@@ -27,6 +27,7 @@ from batch_runner.interrupts import Interrupts
 from batch_runner.manifest import capabilities, start_meta, write_manifest
 from batch_runner.pilot import Pilot, PilotPlan
 from batch_runner.plan import Plan, PlanRules, open_reader, refuse_other_dataset
+from batch_runner.ports import WorkerFactory
 from batch_runner.progress import Progress, View, default_progress
 from batch_runner.report import Report
 from batch_runner.settings import Settings, as_config, settle
@@ -209,7 +210,8 @@ class _Run:
     async def _work(self, factory: WorkerFactory) -> None:
         settings = self.settings
         first = 1 if settings.workers else 0
-        fleet = Fleet(max(1, settings.workers), settings.concurrency, first)
+        lease_s = settings.config.run.lease_s
+        fleet = Fleet(max(1, settings.workers), settings.concurrency, first, lease_s)
         dispatcher = Dispatcher(factory, self.books, fleet, self)
         work = asyncio.create_task(dispatcher.run(self.source))
         with Interrupts(self._interrupted, lambda: _cancel(work)):
@@ -256,6 +258,10 @@ class _Run:
         self.progress.note(f"worker {writer} was lost ({why}); its units go back")
         if self.governor is not None:
             self.governor.forget(writer)
+
+    def note(self, text: str) -> None:
+        """Listener of the dispatcher."""
+        self.progress.note(text)
 
     def fault(self, cause: str, text: str) -> None:
         """Listener of the dispatcher."""

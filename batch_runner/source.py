@@ -50,6 +50,8 @@ class RunSource:
         self._retries: list[tuple[float, int, WorkItem]] = []
         self._order = itertools.count()
         self._changed = asyncio.Event()
+        self._left: str | None = None
+        """Why units were left to the next start."""
 
     def halt(self, stop: Stop) -> None:
         """Hand out nothing more. The first reason stands."""
@@ -73,6 +75,8 @@ class RunSource:
                 await self._read()
             elif self._retries or self.in_flight:
                 await self._wait()
+            elif self._left is not None:
+                self.halt(Stop("worker_lost", self._left))
             else:
                 return None
         return None
@@ -96,11 +100,18 @@ class RunSource:
         except UserError as error:
             self.halt(Stop("dataset", str(error)))
 
+    async def leave(self, unit_id: str, reason: str) -> None:
+        """An attempt was sent or waits, and will have no receipt in this run: its unit is left to
+        the next start, and the run stops once there is no other work."""
+        self.in_flight.pop(unit_id, None)
+        self._left = self._left or reason
+        self._changed.set()
+
     def _retry(self, item: WorkItem, cause: str) -> None:
         unit = item.unit_id
         failures = self._ledger.counted_failures(unit)
         lost = self._ledger.lost_workers(unit)
-        wait = 0.0 if cause == "worker_lost" else _backoff(failures)
+        wait = 0.0 if cause in ("worker_lost", "driver_lost") else _backoff(failures)
         again = msgspec.structs.replace(
             item,
             attempt=self._ledger.next_attempt(unit),

@@ -17,6 +17,8 @@ _MENDS = {
     "disk": "Free some space",
     "cost_limit": "Raise the budget",
     "dataset": "Fix that",
+    "worker_lost": "Fix that",
+    "journal": "Do that",
 }
 """For each cause of a stop, but a key that is refused."""
 
@@ -35,7 +37,8 @@ class Stop:
     """Why nothing more is handed out."""
 
     cause: str
-    """Key of `errors.CAUSES`, or `dataset`: its next rows cannot be read."""
+    """Key of `errors.CAUSES`; or `dataset`: its next rows cannot be read; or `journal`: that of a
+    lost worker is damaged."""
     detail: str
     """What happened, one line."""
 

@@ -226,7 +226,8 @@ async def open_worker(
     await asyncio.to_thread(_prove_sight, run_dir, spec)
     config = parse_config(json.loads(spec.config))
     async with AsyncExitStack() as stack:
-        journal = await stack.enter_async_context(JournalWriter(run_dir, spec.epoch, spec.worker))
+        writer = JournalWriter(run_dir, spec.epoch, spec.worker, lease_s=spec.lease_s)
+        journal = await stack.enter_async_context(writer)
         share = await stack.enter_async_context(Share(spec.writer, line, tuple(pots_of(config))))
         workshop = await stack.enter_async_context(
             open_workshop(

@@ -88,7 +88,7 @@ CAUSES: dict[str, Consequence] = {
     "tool": _INFRA,
     "verifier": Consequence("infrastructure", retry=False),  # judged in three boxes already
     "worker_lost": _UNCOUNTED,  # counted apart: three lost workers give a unit up
-    "driver_lost": _UNCOUNTED,
+    "driver_lost": _UNCOUNTED,  # the driver died, or did not run for a lease: no deed of the unit
     "disk": _BREAKER,
     "harness": _INFRA,
     "duplicate": _UNCOUNTED,

@@ -78,3 +78,7 @@ class WorkSource(Protocol):
     async def receive(self, receipt: Receipt) -> None:
         """Take the receipt of a finished attempt."""
         ...
+
+    async def leave(self, unit_id: str, reason: str) -> None:
+        """Expect no receipt for an attempt: its unit stays open for the next start."""
+        ...

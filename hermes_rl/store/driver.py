@@ -107,7 +107,7 @@ class Driver:
         attempt that died with it a row with this cause.
 
         Returns how its attempts ended of which the driver had no receipt; the ledger knows them.
-        Raises: StoreError when it cannot be fenced or its journal is damaged; DiskFull.
+        Raises: NotFenced when it still runs; StoreError when its journal is damaged; DiskFull.
         """
         return await to_end(self._take_over(writer, cause))
 
@@ -123,6 +123,8 @@ class Driver:
             await in_thread(self._recovery.publish_own, [derived])
 
     async def _take_over(self, writer: str, cause: str) -> list[Outcome]:
+        # Before the lock: nobody else waits for a process that is slow to end.
+        await asyncio.to_thread(fence, self.run_dir, writer, grace_s=self._grace_s)
         async with self._recovering:
             sent = {k: d for k, d in self._in_flight.items() if d.writer == writer}
             ended = await in_thread(self._recover_worker, writer, cause, sent)
@@ -137,7 +139,6 @@ class Driver:
     def _recover_worker(
         self, writer: str, cause: str, sent: dict[AttemptKey, Dispatched]
     ) -> list[Outcome]:
-        fence(self.run_dir, writer, grace_s=self._grace_s)
         figures = figures_in(self.run_dir, writer, sent)
         self._recovery.publish_finished(writer)
         stems = [s for s in self.run_dir.commit_stems() if s.rpartition("-")[0] == writer]

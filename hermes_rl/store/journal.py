@@ -143,11 +143,21 @@ def _settle(done: asyncio.Future[None], error: BaseException | None) -> None:
 class JournalWriter:
     """The journal of one writer, EPOCH-WORKER. An async context manager.
 
+    Args:
+        lease_s: the writer stops when it does not hear its driver for so long; None for a writer
+            that lives in its driver's process.
+
     Entering raises StoreError when the writer is too late: a newer driver took the run over.
     """
 
     def __init__(
-        self, run_dir: RunDir, epoch: int, worker: int | str, *, policy: SealPolicy | None = None
+        self,
+        run_dir: RunDir,
+        epoch: int,
+        worker: int | str,
+        *,
+        policy: SealPolicy | None = None,
+        lease_s: float | None = None,
     ) -> None:
         self.run_dir = run_dir
         self.writer = f"{epoch}-{worker}"
@@ -155,6 +165,7 @@ class JournalWriter:
         self.full = asyncio.Event()
         """Set when the open batch has reached the policy's size."""
         self._path = run_dir.writer_path(self.writer)
+        self._lease_s = lease_s
         self.alive: Held | None = None
         """The lock of `alive` while the journal is open; who writes for the writer holds it."""
         self._sequence = 0
@@ -181,7 +192,7 @@ class JournalWriter:
 
     def _open(self) -> Batch:
         self._path.mkdir(exist_ok=True)
-        alive = hold_alive(self._path / "alive")
+        alive = hold_alive(self._path / "alive", self._lease_s)
         epochs = self.run_dir.epochs()
         if epochs and epochs[-1] > epoch_of(self.writer):
             alive.release()
@@ -311,7 +322,7 @@ class JournalWriter:
             self.alive.release()
 
 
-def hold_alive(path: Path) -> Held:
+def hold_alive(path: Path, lease_s: float | None = None) -> Held:
     """Make a writer's `alive` file and lock it.
 
     Raises: StoreError when a driver fenced this writer, or another process has its name.
@@ -323,4 +334,4 @@ def hold_alive(path: Path) -> Held:
     if not try_lock(fd):
         os.close(fd)
         raise StoreError(f"writer {path.parent.name} was fenced")
-    return Held(fd)
+    return Held(fd, lease_s)

@@ -18,7 +18,8 @@ from hermes_rl.store.summary import Summary
 Disposition = Literal["done", "given_up", "open"]
 
 LOST_WORKERS_MAX = 3
-"""So many workers may die under one unit before it is given up."""
+"""A unit is given up when so many workers died under it. The last of them ran nothing else; the
+others may have died of a neighbour."""
 
 _DONE = 255
 """Code of an attempt that finished its unit; other codes are places in the table of causes."""

@@ -27,6 +27,8 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     boot: str
     """The kernel's boot id; another one means that the process is gone."""
+    lease_s: float | None = None
+    """Of a worker: it stops when it does not hear its driver for so many seconds."""
 
     @property
     def local(self) -> bool:
@@ -47,22 +49,26 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
                 pass
 
 
-def this_process() -> ProcessId:
+def this_process(lease_s: float | None = None) -> ProcessId:
     """The identity of the calling process."""
     pid = os.getpid()
     return ProcessId(
-        pid=pid, started=_started(pid) or 0, host=socket.gethostname(), boot=_boot_id()
+        pid=pid,
+        started=_started(pid) or 0,
+        host=socket.gethostname(),
+        boot=_boot_id(),
+        lease_s=lease_s,
     )
 
 
 class Held:
     """A lock file that this process holds until `release`. A forked child does not hold it."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, lease_s: float | None = None) -> None:
         self._fd = fd
         self._users = 1
         self._guard = threading.Lock()
-        write_holder(fd)
+        write_holder(fd, lease_s)
         _held.add(self)
 
     @contextmanager
@@ -125,10 +131,10 @@ def lock_within(fd: int, seconds: float) -> bool:
     return True
 
 
-def write_holder(fd: int) -> None:
+def write_holder(fd: int, lease_s: float | None = None) -> None:
     """Write into a lock file who holds it."""
     os.ftruncate(fd, 0)
-    os.pwrite(fd, msgspec.json.encode(this_process()), 0)
+    os.pwrite(fd, msgspec.json.encode(this_process(lease_s)), 0)
 
 
 def read_holder(fd: int) -> ProcessId | None:

@@ -5,6 +5,8 @@ the resume. One Ray cluster serves all drivers, but for the last test, which has
 """
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +133,8 @@ async def test_a_killed_driver_leaves_no_process(tmp_path: Path, server: FakeSer
 async def test_a_driver_that_is_stopped_loses_its_workers(
     tmp_path: Path, server: FakeServer, cluster: dict[str, str], unbroken: dict[str, Any]
 ) -> None:
-    """The lease: workers that do not hear their driver end and publish nothing."""
-    import os
-    import signal
-
+    """The lease: workers that do not hear their driver end and publish nothing. That is nothing
+    that their units did: it never counts, however often it happens."""
     dataset, out = kit.write(tmp_path / "tasks.jsonl", ROWS), tmp_path / "run"
     arguments = kit.played(dataset, out, server.base_url, *RAY, "--set", "run.lease_s=3")
     run = await kit.launch(*arguments, env=cluster)
@@ -149,3 +149,21 @@ async def test_a_driver_that_is_stopped_loses_its_workers(
     assert await run.wait() == 0, run.errors
     assert set(parts) <= set(out.glob("*/part-*.parquet"))
     await check_end(out, server, run.receipts(), unbroken)
+    assert {row["cause"] for row in kit.table(out, "failures")} <= {"driver_lost"}
+
+
+async def test_a_replacement_that_cannot_start_ends_nothing(
+    tmp_path: Path, server: FakeServer, cluster: dict[str, str], unbroken: dict[str, Any]
+) -> None:
+    """What the first replacement is to make in the journal is there already."""
+    dataset, out = kit.write(tmp_path / "tasks.jsonl", ROWS), tmp_path / "run"
+    one = ("--workers", "1", "--concurrency", "6")
+    run = await kit.launch(*kit.played(dataset, out, server.base_url, *one), env=cluster)
+    await kit.asked(server, 5, run)
+    (out / "journal" / "1-2").mkdir()
+    (out / "journal" / "1-2" / "alive").touch()
+    kit.kill(kit.alive_pids(out)[0])
+    assert await run.wait() == 0, run.errors
+    await check_end(out, server, run.receipts(), unbroken)
+    notes = [e["text"] for e in run.events if e["event"] == "note"]
+    assert any("worker 1-2 could not be started" in t for t in [*notes, run.errors]), run.errors

@@ -1,14 +1,19 @@
-"""A Ray that does not start: once more, then one line; nothing of it stays."""
+"""A Ray that does not start: once more, then one line; nothing of it stays. And workers that end
+slowly, or never."""
 
+import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from batch_runner.pool import connected
+from batch_runner.pool import RayWorker, connected
+from batch_runner.ports import WorkerLost
+from batch_runner.wire import Reply, WorkerSpec, encode_reply
 from hermes_rl.errors import UserError
 
 
@@ -71,3 +76,48 @@ def test_an_address_that_is_wrong_is_tried_once(
     with pytest.raises(UserError, match=r"cannot reach RAY_ADDRESS 127\.0\.0\.1:1: .* unset it"):
         connected(1).__enter__()
     assert len(bad_ray.asked) == 1
+
+
+class Actor(SimpleNamespace):
+    """Stands in for an actor handle: its `close` takes so long, and so does each `poll`."""
+
+    def __init__(self, close_s: float, poll_s: float) -> None:
+        def after(seconds: float) -> Any:
+            async def answer(*_: object) -> bytes:
+                await asyncio.sleep(seconds)
+                return encode_reply(Reply(requests=7))
+
+            return SimpleNamespace(remote=answer)
+
+        super().__init__(close=after(close_s), poll=after(poll_s))
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The actors that were killed."""
+    gone: list[object] = []
+    ray = SimpleNamespace(kill=lambda actor, no_restart: gone.append(actor))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", SimpleNamespace(RayError=RuntimeError))
+    return gone
+
+
+def worker(actor: Actor, lease_s: float) -> RayWorker:
+    spec = WorkerSpec(
+        run_path="/nowhere", run_id="r", epoch=1, worker=1, capacity=1, lease_s=lease_s,
+        publish_every_s=1.0, config=b"{}", config_hash="h",
+    )  # fmt: skip
+    return RayWorker(actor, spec)
+
+
+async def test_a_worker_may_publish_longer_than_its_lease(killed: list[object]) -> None:
+    actor = Actor(close_s=0.9, poll_s=0.01)
+    assert (await worker(actor, lease_s=0.3).close()).requests == 7
+    assert killed == [actor]
+
+
+async def test_a_worker_that_falls_silent_while_it_publishes_is_lost(killed: list[object]) -> None:
+    begun = time.monotonic()
+    with pytest.raises(WorkerLost, match=r"not heard for 0\.3 s"):
+        await worker(Actor(close_s=600.0, poll_s=600.0), lease_s=0.3).close()
+    assert time.monotonic() - begun < 5.0

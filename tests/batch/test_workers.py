@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 
 import hosts
 import kit
 import pytest
+import yaml
 
 from hermes_rl.testing.fake_server import FakeServer
 
@@ -100,10 +102,6 @@ async def test_run_batch_where_a_loop_runs(
     workers: int, tmp_path: Path, server: FakeServer, cluster: dict[str, str]
 ) -> None:
     """As in a notebook, where the cell itself runs on a loop."""
-    import os
-
-    import yaml
-
     dataset = kit.write(tmp_path / "tasks.jsonl", [kit.task(1), kit.task(2)])
     config = {
         "dataset": {"path": str(dataset)},
@@ -122,3 +120,67 @@ async def test_run_batch_where_a_loop_runs(
     first, again = json.loads(said)
     assert (first["done"], again["done"], again["exit_code"]) == (2, 2, 0)
     assert server.requests == 6
+
+
+_CLOSE = """
+import asyncio, json, os, signal, sys, time
+from pathlib import Path
+from batch_runner.factory import open_factory
+from batch_runner.governing import charter_of
+from batch_runner.ports import WorkerLost
+from batch_runner.progress import Silent
+from batch_runner.settings import settle
+from batch_runner.wire import WorkerSpec
+from hermes_rl.config import load_config, parse_config
+from hermes_rl.store.driver import OpenOptions, open_run
+
+async def main():
+    settings = settle(parse_config(load_config(Path(sys.argv[1]))))
+    soon = OpenOptions(grace_s=0.5)
+    async with await open_run(settings.out, settings.identity, None, soon) as driver:
+        spec = WorkerSpec(
+            run_path=str(settings.out), run_id=driver.run_id, epoch=1, worker=0, capacity=1,
+            lease_s=2.0, publish_every_s=1.0, config=settings.config.model_dump_json().encode(),
+            config_hash=settings.config_hash, governor="governor-of-close",
+        )
+        with open_factory(settings, spec, charter_of(settings.config, 1, {}), Silent()) as made:
+            async with made[1]:
+                worker = await made[0].start(1, 1)
+                pid = json.loads((settings.out / "journal/1-1/alive").read_bytes())["pid"]
+                os.kill(pid, signal.SIGSTOP)
+                begun = time.monotonic()
+                try:
+                    await worker.close()
+                except WorkerLost as error:
+                    await worker.kill()
+                    await driver.recover_worker(worker.writer)
+                    print(json.dumps([str(error), time.monotonic() - begun, pid]))
+
+asyncio.run(main())
+"""
+
+
+async def test_a_worker_that_is_stopped_while_it_closes_holds_nobody_up(
+    tmp_path: Path, server: FakeServer, cluster: dict[str, str]
+) -> None:
+    out = tmp_path / "run"
+    run = {"out": str(out), "workers": 1, "allow_unsandboxed": True}
+    config = {
+        "dataset": {"path": "smoke"},
+        "model": {"name": "fake"},
+        "sandbox": {"backend": "none"},
+        "endpoint": {"base_url": server.base_url},
+        "run": run,
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _CLOSE, str(tmp_path / "config.yaml"),
+        stdout=asyncio.subprocess.PIPE, env={**os.environ, **cluster},
+    )  # fmt: skip
+    async with asyncio.timeout(90):
+        said, _ = await process.communicate()
+    why, seconds, pid = json.loads(said.splitlines()[-1])  # Ray prints there too
+    assert why == "not heard for 2 s"
+    assert seconds < 20
+    await kit.check_gone([pid])
+    assert list((out / "journal").iterdir()) == []

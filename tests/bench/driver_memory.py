@@ -95,6 +95,9 @@ class StandIn:
 class StandIns:
     """Starts them."""
 
+    def writer(self, worker: int) -> str:
+        return f"1-{worker}"
+
     async def start(self, worker: int, capacity: int) -> StandIn:
         return StandIn(f"1-{worker}")
 
@@ -106,6 +109,9 @@ class Deaf:
 
     def lost(self, writer: str, why: str) -> None:
         raise AssertionError(why)
+
+    def note(self, text: str) -> None:
+        raise AssertionError(text)
 
     def fault(self, cause: str, text: str) -> None:
         raise AssertionError(text)

@@ -1,0 +1,87 @@
+"""What the dispatcher needs of workers, of their factory, of the journal and of who listens."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from batch_runner.wire import Reply
+from hermes_rl.ports import Receipt, WorkItem
+
+
+class WorkerLost(Exception):
+    """The worker died, or was not heard for the lease."""
+
+
+class WorkerHandle(Protocol):
+    """The driver's end of one worker."""
+
+    @property
+    def writer(self) -> str:
+        """Its name in the journal."""
+        ...
+
+    async def send(self, item: WorkItem) -> None:
+        """Give it an attempt. Raises: WorkerLost."""
+        ...
+
+    async def poll(self) -> Reply:
+        """What happened since the last poll; waits a few seconds at most. Raises: WorkerLost."""
+        ...
+
+    async def close(self) -> Reply:
+        """Publish and end; nothing is in flight. Raises: WorkerLost."""
+        ...
+
+    async def kill(self) -> None:
+        """End it at once; what it had in flight is left to recovery."""
+        ...
+
+
+class WorkerFactory(Protocol):
+    """Starts workers."""
+
+    def writer(self, worker: int) -> str:
+        """The name of a worker in the journal."""
+        ...
+
+    async def start(self, worker: int, capacity: int) -> WorkerHandle:
+        """Start worker number `worker`; nothing of it runs on when this fails or is cancelled.
+
+        Raises: HermesError when it cannot be started.
+        """
+        ...
+
+
+class RunJournal(Protocol):
+    """What the dispatcher needs of the run's journal."""
+
+    def dispatch(self, item: WorkItem, writer: str) -> None:
+        """Note an attempt before it is sent. Raises: DiskFull."""
+        ...
+
+    async def recover(self, writer: str, cause: str) -> list[Receipt]:
+        """Fence a dead worker; receipts of those of its attempts that had none yet.
+
+        Raises: NotFenced, DiskFull; StoreError when its journal is damaged.
+        """
+        ...
+
+
+class Listener(Protocol):
+    """Told what is nobody's receipt."""
+
+    def heard(self, requests: int, throttled: int) -> None:
+        """Model requests since the last time, and how many of them were refused with 429."""
+        ...
+
+    def lost(self, writer: str, why: str) -> None:
+        """A worker died; its attempts come again."""
+        ...
+
+    def note(self, text: str) -> None:
+        """One line that people should see."""
+        ...
+
+    def fault(self, cause: str, text: str) -> None:
+        """A worker, or the driver's own journal, can go on no longer."""
+        ...
