@@ -65,8 +65,7 @@ def measure(
         total, files = min(room.used(), room.limits.workspace_bytes), 0
     else:
         total, files = _walk(room.limits, folders)
-        devices = [os.stat(f"{root}/{name}").st_dev for name in ("", "workspace")]
-        total += _unlinked(init, devices)
+        total += _unlinked(init)
     for name in temporary:
         try:
             found = os.statvfs(f"{root}/{name}")
@@ -93,9 +92,13 @@ def _walk(limits: SandboxLimits, folders: Sequence[Beneath]) -> tuple[int, int]:
     return total, files
 
 
-def _unlinked(init: int, devices: Sequence[int]) -> int:
-    """Bytes of files on these devices that have no name any more, and are held open."""
-    found: dict[tuple[int, int], int] = {}
+def _unlinked(init: int) -> int:
+    """Bytes of files of the workspace, or over an image, that have no name any more and are held
+    open; 0 for a sandbox that is gone."""
+    devices, found = set(), dict[tuple[int, int], int]()
+    for folder in ("", "workspace"):
+        with contextlib.suppress(OSError):
+            devices.add(os.stat(f"/proc/{init}/root/{folder}").st_dev)
     for proc in processes.descendants(init):
         with contextlib.suppress(OSError), os.scandir(f"/proc/{proc.pid}/fd") as opened:
             for entry in opened:

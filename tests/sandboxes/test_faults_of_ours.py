@@ -12,6 +12,7 @@ import pytest
 from hermes_rl.errors import SandboxStartError, TaskFault
 from hermes_rl.sandboxes.base import GradingSpec, SandboxBackend, SandboxSpec
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+from hermes_rl.sandboxes.disk import Room
 from hermes_rl.sandboxes.files import Beneath, Look
 from hermes_rl.sandboxes.none import Subprocess
 from hermes_rl.sandboxes.workspace import copy_tree, measure
@@ -121,5 +122,6 @@ def test_all_folders_of_a_sandbox_are_measured(tmp_path: Path) -> None:
     layer.mkdir()
     (layer / "big").write_bytes(b"x" * 100_000)
     spec = SandboxSpec(lease="m")
-    usage = measure([Beneath(workspace), Beneath(layer)], spec.limits, "/nonexistent")
+    room = Room(tmp_path, None, spec.limits)
+    usage = measure(room, [Beneath(workspace), Beneath(layer)], os.getpid())
     assert usage.bytes >= 100_000
