@@ -141,6 +141,8 @@ class _Run:
 
     async def run(self) -> Report:
         """Work to the end, write what the driver writes, and report."""
+        for note in self.driver.report.notes():
+            self.progress.note(note)
         run_dir, ledger = self.driver.run_dir, self.driver.ledger
         await asyncio.to_thread(refuse_other_dataset, self.settings, run_dir, ledger)
         await asyncio.to_thread(self._write_start)

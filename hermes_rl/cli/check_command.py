@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hermes_rl.cli.columns import column_map
-from hermes_rl.errors import ExitCode, UserError
+from hermes_rl.errors import ExitCode, HermesError, UserError
+from hermes_rl.store.rundir import is_run
 
 if TYPE_CHECKING:
     from hermes_rl.tasks import TaskRow
@@ -59,7 +60,7 @@ def command(
     hermes-rl check runs/rl --masks --tokenizer Qwen/Qwen3-8B
     """
     path = Path(target)
-    if path.is_dir() and (path / "epochs").is_dir():
+    if is_run(path):
         if run or columns or limit is not None:
             name = "--run" if run else "--map" if columns else "--limit"
             raise UserError(f"{target} is a run directory; {name} is for datasets")
@@ -176,12 +177,17 @@ def _check_run(path: Path, repair: bool, as_json: bool) -> int:
         for line in said:
             print(line, file=sys.stderr if as_json else sys.stdout)
     faults = list(check_run.look(path))
-    stats = load_run(path).stats
+    stats, why = None, ""
+    try:
+        stats = load_run(path).stats
+    except (HermesError, OSError, ValueError) as error:  # damaged: the faults say what
+        why = f"{path}: cannot be added up ({error}); {len(faults) or 'no'} faults"
+        faults = faults or [why]
     if as_json:
         print(json.dumps({"faults": faults, "stats": stats}, ensure_ascii=False))
     else:
         _say_faults(faults)
-        print(_books_line(path, stats, len(faults)))
+        print(why if stats is None else _books_line(path, stats, len(faults)))
     return ExitCode.DONE if not faults else ExitCode.BAD_INPUT
 
 

@@ -1,4 +1,4 @@
-"""Looking at a run directory: schema, parts, books."""
+"""Looking at a run directory: its files, their schema, their sums."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hermes_rl.errors import CAUSES, ENDINGS
-from hermes_rl.store.commit import read_commits
-from hermes_rl.store.recovery import foreign_parts
+from hermes_rl.config import load_config, parse_config
+from hermes_rl.errors import CAUSES, ENDINGS, UserError
+from hermes_rl.store.integrity import file_faults
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.store.schema import LATER, schema_of
 from hermes_rl.store.version import TABLES
@@ -23,31 +23,39 @@ _TOKENS = (*_ALWAYS, "cache_read_tokens", "cache_write_tokens", "reasoning_token
 def look(path: Path) -> Iterator[str]:
     """Everything that is wrong with a run, one line each."""
     run_dir = RunDir(path)
-    yield from (f"{name}: belongs to no commit" for name in foreign_parts(run_dir))
-    yield from _missing_parts(run_dir)
+    bad = set()
+    for place, fault in file_faults(run_dir):
+        bad.add(place)
+        yield f"{place}: {fault}"
+    yield from _config_faults(run_dir.path / "run.yaml")
     seen: dict[str, str] = {}
     for table in TABLES:
         for part in run_dir.parts(table):
-            yield from _part(table, part, seen)
+            if part not in bad:
+                yield from _readable(table, part, seen)
 
 
-def _missing_parts(run_dir: RunDir) -> Iterator[str]:
-    for commit in read_commits(run_dir):
-        for part in commit.parts:
-            place = run_dir.part_path(part.table, commit.stem)
-            if not place.exists():
-                yield f"{place}: is missing, but its batch is committed"
-            elif place.stat().st_size != part.size:
-                yield f"{place}: has {place.stat().st_size} bytes, committed were {part.size}"
+def _config_faults(place: Path) -> Iterator[str]:
+    try:
+        if place.exists():
+            parse_config(load_config(place), str(place))
+        elif place.with_name("manifest.json").exists():
+            yield f"{place}: is missing"
+    except (UserError, ValueError, RecursionError) as error:
+        said = str(error).partition("\n")[0]
+        yield said if said.startswith(f"{place}") else f"{place}: {said}"
+
+
+def _readable(table: str, part: Path, seen: dict[str, str]) -> Iterator[str]:
+    """The faults of a part; what cannot be decoded is one too."""
+    try:
+        yield from _part(table, part, seen)
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        yield f"{part}: cannot be read: {str(error).partition(chr(10))[0]}"
 
 
 def _part(table: str, part: Path, seen: dict[str, str]) -> Iterator[str]:
-    try:
-        file = pq.ParquetFile(part)
-    except (pa.ArrowInvalid, OSError) as error:
-        yield f"{part}: not a readable Parquet file: {error}"
-        return
-    with file:
+    with pq.ParquetFile(part) as file:
         if not _as_declared(table, file.schema_arrow):
             yield f"{part}: does not have the declared schema of {table}"
             return

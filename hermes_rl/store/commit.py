@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hermes_rl.errors import StoreError
-from hermes_rl.store.lines import payloads
+from hermes_rl.store.lines import payloads, with_digest
 from hermes_rl.store.rundir import RunDir, part_name
 from hermes_rl.store.summary import Summary
 from hermes_rl.store.version import SCHEMA_VERSION, TABLES
@@ -129,23 +129,56 @@ def _published(run_dir: RunDir, stem: str) -> bool:
 
 
 def read_commits(run_dir: RunDir) -> Iterator[Commit]:
-    """All commits, one in memory at a time."""
+    """All commits, one in memory at a time. Units whose rows are gone are not done in them.
+
+    Raises: StoreError when one cannot be read.
+    """
     for stem in run_dir.commit_stems():
-        yield read_commit(run_dir, stem)
+        yield _as_found(run_dir, read_commit(run_dir, stem))
+
+
+def _as_found(run_dir: RunDir, commit: Commit) -> Commit:
+    """A commit without the finished units whose rows its part no longer holds: their attempts
+    count as lost with their driver."""
+    part = next((p for p in commit.parts if p.table == "trajectories"), None)
+    if part is None or part_fault(run_dir, commit.stem, part) is None:
+        return commit
+    keys = commit.keys
+    held = _keys_in(run_dir.part_path(part.table, commit.stem))
+    attempts = zip(keys.unit_id, keys.attempt, keys.table, strict=True)
+    gone = {n for n, (u, a, t) in enumerate(attempts) if t == "t" and (u, a) not in held}
+    names = [*keys.names, "driver_lost"]
+    found = msgspec.structs.replace(
+        keys,
+        table="".join("f" if n in gone else t for n, t in enumerate(keys.table)),
+        cause=[len(names) - 1 if n in gone else c for n, c in enumerate(keys.cause)],
+        names=names,
+    )
+    summary = commit.summary if held else Summary()
+    return msgspec.structs.replace(commit, keys=found, summary=summary)
+
+
+def _keys_in(part: Path) -> set[tuple[str, int]]:
+    """Unit and attempt of all rows of a part; empty when it cannot be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(part) as file:
+            rows = file.read(columns=["unit_id", "attempt"])
+    except (OSError, pa.ArrowException, ValueError, KeyError):
+        return set()
+    return set(zip(rows["unit_id"].to_pylist(), rows["attempt"].to_pylist(), strict=True))
 
 
 def read_commit(run_dir: RunDir, stem: str) -> Commit:
     """One commit. Raises: StoreError when it cannot be read."""
-    name = f"commits/{stem}.json"
-    try:
-        return _decode_commit(run_dir.storage.read(name))
-    except msgspec.DecodeError as error:
-        raise StoreError(f"{run_dir.path}/{name} is damaged: {error}") from error
+    return run_dir.read(f"commits/{stem}.json", _decode_commit)
 
 
 def write_commit(run_dir: RunDir, commit: Commit) -> None:
     """Step 8."""
-    data = msgspec.json.encode(commit)
+    data = with_digest(msgspec.json.encode(commit))
     run_dir.storage.put(f"commits/{commit.stem}.json", data, point="publish-8")
 
 

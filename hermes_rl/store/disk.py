@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from hermes_rl.errors import DiskFull
+from hermes_rl.errors import DiskFull, HermesError, StoreError
 from hermes_rl.store.crash import CrashHook
 from hermes_rl.store.lines import encode_line, with_synced
 
@@ -160,6 +160,17 @@ def disk_errors() -> Iterator[None]:
         if isinstance(error, DiskFull) or error.errno not in _FULL:
             raise
         raise DiskFull(f"the disk is full: {error}. Free some space and run again") from error
+
+
+@contextmanager
+def one_line_errors(run: Path) -> Iterator[None]:
+    """Turn errors of the file system, such as a folder in the place of a file, into StoreError."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, HermesError):
+            raise
+        raise StoreError(f"{run} cannot be used: {error}. See hermes-rl check {run}") from error
 
 
 class AppendFile:

@@ -17,10 +17,12 @@ from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.store.commit import read_commit
+from hermes_rl.store.disk import one_line_errors
 from hermes_rl.store.dispatch import Dispatched, DispatchJournal
 from hermes_rl.store.fence import GRACE_S, fence
 from hermes_rl.store.identity_check import refuse_changes
 from hermes_rl.store.ledger import Disposition, Ledger
+from hermes_rl.store.lines import with_digest
 from hermes_rl.store.processes import Held
 from hermes_rl.store.recovery import (
     Outcome,
@@ -224,25 +226,35 @@ def open_run_blocking(
     run_dir.create()
     lock = run_dir.lock()
     try:
-        run_dir.crash("recover-1-locked")
-        epoch = begin_epoch(run_dir, identity, meta, options.max_attempts)
-        if damaged := quarantined(run_dir):
-            raise StoreError(
-                f"{damaged[0]} waits for `hermes-rl check {run_dir.path} --repair`, "
-                "which saves its good lines"
-            )
-        recovery = Recovery(run_dir, epoch, itertools.count())
-        ledger = Ledger(options.max_attempts)
-        report = recovery.at_start(ledger, grace_s=options.grace_s)
-        if report.twice:
-            raise StoreError(twice_message(run_dir, report.twice[0]))
-        if options.retry_failed:
-            ledger.reopen_given_up()
-        run_dir.crash("recover-6-ready")
+        with one_line_errors(run_dir.path):
+            ledger, epoch, recovery = _recovered(run_dir, identity, meta, options)
     except BaseException:
         lock.release()
         raise
     return Driver(run_dir, lock, epoch, ledger, recovery, grace_s=options.grace_s)
+
+
+def _recovered(
+    run_dir: RunDir, identity: dict[str, Any], meta: dict[str, Any], options: OpenOptions
+) -> tuple[Ledger, Epoch, Recovery]:
+    """R1 to R5, under LOCK."""
+    run_dir.crash("recover-1-locked")
+    epoch = begin_epoch(run_dir, identity, meta, options.max_attempts)
+    if damaged := quarantined(run_dir):
+        raise StoreError(
+            f"{damaged[0]} waits for `hermes-rl check {run_dir.path} --repair`, "
+            "which saves its good lines"
+        )
+    recovery = Recovery(run_dir, epoch, itertools.count())
+    recovery.report.epochs_lost = epoch.epoch - len(run_dir.epochs())
+    ledger = Ledger(options.max_attempts)
+    report = recovery.at_start(ledger, grace_s=options.grace_s)
+    if report.twice:
+        raise StoreError(twice_message(run_dir, report.twice[0]))
+    if options.retry_failed:
+        ledger.reopen_given_up()
+    run_dir.crash("recover-6-ready")
+    return ledger, epoch, recovery
 
 
 def begin_epoch(
@@ -267,14 +279,15 @@ def begin_epoch(
         refuse_changes(run_dir.path, first.identity, identity)
     run_dir.crash("recover-1-compared")
     epoch = Epoch(
-        epoch=earlier[-1] + 1 if earlier else 1,
+        epoch=run_dir.last_epoch() + 1,
         schema_version=SCHEMA_VERSION,
         run_id=first.run_id if first else uuid.uuid4().hex,
         identity=(first.identity if first else identity) or {},
         max_attempts=max_attempts or (last.max_attempts if last else 3),
         meta=meta,
     )
-    if not run_dir.storage.put_new(f"epochs/{epoch.epoch}.json", msgspec.json.encode(epoch)):
+    data = with_digest(msgspec.json.encode(epoch))
+    if not run_dir.storage.put_new(f"epochs/{epoch.epoch}.json", data):
         raise StoreError(f"{run_dir.path}: another driver began epoch {epoch.epoch}")
     run_dir.crash("recover-1-epoch")
     return epoch

@@ -10,6 +10,7 @@ that are damage too.
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,8 +68,17 @@ def decode_line(line: bytes) -> bytes | None:
 
 
 def scan(path: Path) -> Iterator[Line]:
-    """All lines of a file, good and bad, one in memory at a time."""
-    with path.open("rb") as file:
+    """All lines of a file, good and bad, one in memory at a time.
+
+    Raises: FileNotFoundError; StoreError when it is no file, or cannot be opened.
+    """
+    try:
+        opened = path.open("rb")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}") from error
+    with opened as file:
         number, offset = 0, 0
         line = file.readline()
         while line:
@@ -99,6 +109,26 @@ def payloads(path: Path, *, sound: bool = True) -> Iterator[bytes]:
             unwritten = unwritten or line
         elif sound and not line.last:
             raise DamagedFile(path, line.number, line.offset)
+
+
+_DIGEST = b',"sha256":"'
+
+
+def with_digest(content: bytes) -> bytes:
+    """A JSON object that also has the digest of itself, as its last field."""
+    digest = hashlib.sha256(content).hexdigest().encode()
+    return content[:-1] + _DIGEST + digest + b'"}'
+
+
+def check_digest(content: bytes) -> bytes:
+    """The same content, as `with_digest` made it; one without a digest is an older version's.
+
+    Raises: ValueError when it was changed.
+    """
+    at = content.rfind(_DIGEST, -len(_DIGEST) - 66)
+    if at >= 0 and content != with_digest(content[:at] + b"}"):
+        raise ValueError("its content does not have the sha256 that it names")
+    return content
 
 
 class _Synced(msgspec.Struct):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hermes_rl.errors import UserError
+from hermes_rl.errors import StoreError, UserError
 from hermes_rl.store.commit import Commit, Tally, read_commits, rows_of
 from hermes_rl.store.frames import call_frame, message_frame, run_frame
 from hermes_rl.store.ledger import Ledger
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _loads = msgspec.json.decode
+
+
+class _Planned(msgspec.Struct):
+    plan: dict[str, int | None]
+
+
+_decode_planned = msgspec.json.Decoder(_Planned).decode
 
 
 def load_run(path: str | Path, *, pending: bool = True) -> Run:
@@ -118,7 +125,10 @@ class Run:
         frame = _in_pandas(self.arrow(table, columns))
         for name, decode in _DECODERS.items():
             if name in frame.columns:
-                frame[name] = [None if v is None else decode(v) for v in frame[name]]
+                try:
+                    frame[name] = [None if v is None else decode(v) for v in frame[name]]
+                except msgspec.DecodeError as error:
+                    raise self._unreadable(f"{name} of {table}", error) from error
         return frame
 
     def arrow(self, table: str, columns: Sequence[str] | None = None) -> pa.Table:
@@ -129,7 +139,7 @@ class Run:
             table: trajectories, failures, subagents, segments, groups or grades.
             columns: only these are read, which is quick in a large run; default all.
 
-        Raises: UserError for an unknown table.
+        Raises: UserError for an unknown table; StoreError for a file that cannot be read.
         """
         if table not in TABLES:
             raise UserError(f"no table {table!r}; choose one of {', '.join(TABLES)}")
@@ -143,9 +153,16 @@ class Run:
         names = schema.names if columns is None else list(columns)
         found = {stem: rows.select(names) for stem, rows in waiting.items()}
         for part in self.run_dir.parts(table):
-            found[stem_of(part)] = pq.read_table(part, schema=schema, columns=names)
+            try:
+                found[stem_of(part)] = pq.read_table(part, schema=schema, columns=names)
+            except (OSError, pa.ArrowException) as error:
+                raise self._unreadable(part.name, error) from error
         tables = [found[stem] for stem in sorted(found, key=order_of)]
         return pa.concat_tables(tables) if tables else _empty(schema).select(names)
+
+    def _unreadable(self, what: str, error: Exception) -> StoreError:
+        why = str(error).partition("\n")[0]
+        return StoreError(f"{self.path}: {what} cannot be read: {why}. See hermes-rl check")
 
     def unpublished(self, tables: Sequence[str]) -> dict[str, dict[str, pa.Table]]:
         """Rows that are finished but not published yet: table -> stem -> rows, of one moment.
@@ -176,10 +193,9 @@ class Run:
 
     def _plan(self) -> Mapping[str, Any]:
         try:
-            plan = _loads(self.run_dir.storage.read("stats.json"))["plan"]
-        except FileNotFoundError:
+            return _decode_planned(self.run_dir.storage.read("stats.json")).plan
+        except (OSError, msgspec.DecodeError):  # none yet, or damaged: `check` says so
             return {"units": None}
-        return dict(plan)
 
 
 def _in_pandas(table: pa.Table) -> pd.DataFrame:

@@ -17,14 +17,14 @@ import msgspec
 from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey
 from hermes_rl.store.asked import cut_questions
-from hermes_rl.store.commit import Commit, publish_batch, read_commits
+from hermes_rl.store.commit import Commit, part_fault, publish_batch, read_commits
 from hermes_rl.store.disk import AppendFile
 from hermes_rl.store.fence import GRACE_S, fence
 from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.lines import DamagedFile, payloads
 from hermes_rl.store.replay import Lost, journal_files
 from hermes_rl.store.rows import Derived, Finished
-from hermes_rl.store.rundir import Epoch, RunDir, epoch_of, sequence_of, stem_of
+from hermes_rl.store.rundir import Epoch, RunDir, epoch_of, part_name, sequence_of, stem_of
 from hermes_rl.store.version import TABLES
 from hermes_rl.usage import UsageTotal
 
@@ -43,6 +43,31 @@ class Report:
     """Parts that no commit knows: left alone."""
     twice: list[str] = field(default_factory=list)
     """Units that stand in `trajectories` more than once: the run must not go on."""
+    damaged: list[str] = field(default_factory=list)
+    """Parts that are not what was committed, and why. Units whose rows are gone are open."""
+    epochs_lost: int = 0
+    """Earlier starts that epochs/ does not know any more."""
+
+    def notes(self) -> list[str]:
+        """What a user should know before the run goes on, one line each."""
+        found = []
+        if self.damaged:
+            found.append(
+                f"{len(self.damaged)} published files are missing or damaged (first: "
+                f"{self.damaged[0]}). Units whose rows are gone run again; if you have the files, "
+                "stop (Ctrl-C) and put them back"
+            )
+        if self.foreign:
+            found.append(
+                f"{len(self.foreign)} files belong to no batch of this run (first: "
+                f"{self.foreign[0]}). They are left alone; take them away, or readers count them"
+            )
+        if self.epochs_lost:
+            found.append(
+                f"epochs/ lacks {self.epochs_lost} earlier starts: whether the configuration is "
+                "theirs could not be compared with them"
+            )
+        return found
 
 
 class Recovery:
@@ -78,7 +103,7 @@ class Recovery:
         crash("recover-2-fenced")
         for writer in old:
             self.publish_finished(writer)
-        self.report.twice = ledger.load(read_commits(self.run_dir))
+        self.report.twice = ledger.load(self._commits())
         crash("recover-5-loaded")
         for commit in self.publish_lost(self._lost_at_start(old, ledger)):
             _apply(ledger, commit)
@@ -151,6 +176,14 @@ class Recovery:
         # A writer that stopped by itself with nothing to leave has removed its folder.
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
+
+    def _commits(self) -> Iterator[Commit]:
+        for commit in read_commits(self.run_dir):
+            for part in commit.parts:
+                if fault := part_fault(self.run_dir, commit.stem, part):
+                    name = part_name(part.table, commit.stem)
+                    self.report.damaged.append(f"{name} {fault}")
+            yield commit
 
     def _lost_at_start(self, old: list[str], ledger: Ledger) -> Iterator[Finished]:
         attempts = Lost(

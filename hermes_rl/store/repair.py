@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hermes_rl.store.disk import one_line_errors
 from hermes_rl.store.driver import begin_epoch
 from hermes_rl.store.fence import GRACE_S
 from hermes_rl.store.ledger import Ledger
@@ -37,15 +38,20 @@ def repair_run(path: str | Path, *, grace_s: float = GRACE_S) -> RepairReport:
     run_dir = RunDir(path)
     lock = run_dir.lock()
     try:
-        epoch = begin_epoch(run_dir, None, {"repair": True})
-        saved = [_give_back(run_dir, damaged) for damaged in quarantined(run_dir)]
-        recovery = Recovery(run_dir, epoch, itertools.count(), sound=False)
-        report = recovery.at_start(Ledger(), grace_s=grace_s)
-        for unit_id in report.twice:
-            _settle(run_dir, unit_id)
-        return RepairReport(report, saved, report.twice)
+        with one_line_errors(run_dir.path):
+            return _repair(run_dir, grace_s)
     finally:
         lock.release()
+
+
+def _repair(run_dir: RunDir, grace_s: float) -> RepairReport:
+    epoch = begin_epoch(run_dir, None, {"repair": True})
+    saved = [_give_back(run_dir, damaged) for damaged in quarantined(run_dir)]
+    recovery = Recovery(run_dir, epoch, itertools.count(), sound=False)
+    report = recovery.at_start(Ledger(), grace_s=grace_s)
+    for unit_id in report.twice:
+        _settle(run_dir, unit_id)
+    return RepairReport(report, saved, report.twice)
 
 
 def _give_back(run_dir: RunDir, damaged: Path) -> str:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from hermes_rl.errors import DiskFull, StoreError, UserError
 from hermes_rl.store.crash import CrashHook
-from hermes_rl.store.disk import LocalStorage
+from hermes_rl.store.disk import LocalStorage, one_line_errors
+from hermes_rl.store.lines import check_digest
 from hermes_rl.store.processes import Held, lock_within, read_holder
 from hermes_rl.store.version import SCHEMA_VERSION, TABLES
 
-_FOLDERS = ("epochs", "journal", "commits", "tmp", *TABLES)
+FOLDERS = ("epochs", "journal", "commits", "tmp", *TABLES)
 _STEM = re.compile(r"(\d+-[A-Za-z0-9_.]+-\d+)")
 
 
@@ -36,6 +38,15 @@ class Epoch(msgspec.Struct, frozen=True, kw_only=True):
     """Counted failures after which a unit was given up: readers judge by it."""
     meta: dict[str, Any] = {}
     """For people: versions, host, command line."""
+
+
+class _Version(msgspec.Struct):
+    schema_version: int
+
+
+_decode_version = msgspec.json.Decoder(_Version).decode
+_decode_epoch = msgspec.json.Decoder(Epoch).decode
+_T = TypeVar("_T")
 
 
 class RunDir:
@@ -64,14 +75,14 @@ class RunDir:
         Raises: UserError when the place holds something else or cannot be written; DiskFull.
         """
         try:
-            if self.path.is_dir() and not (self.path / "epochs").is_dir():
-                others = {p.name for p in self.path.iterdir()} - {*_FOLDERS, "LOCK"}
+            if self.path.is_dir() and not is_run(self.path):
+                others = {p.name for p in self.path.iterdir()} - {*FOLDERS, "LOCK"}
                 if others:
                     raise UserError(
                         f"{self.path} holds other files ({min(others)}) and is no run directory. "
                         "Choose another --out"
                     )
-            for folder in _FOLDERS:
+            for folder in FOLDERS:
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
             self.storage.sync_folder(self.path)
             above = self.path.absolute().parent
@@ -91,7 +102,9 @@ class RunDir:
 
         Raises: StoreError, naming the process that holds it.
         """
-        fd = os.open(self.path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        with one_line_errors(self.path):
+            fd = os.open(self.path / "LOCK", flags, 0o644)
         if not lock_within(fd, _GLANCE_S):
             holder = read_holder(fd)
             os.close(fd)
@@ -107,16 +120,35 @@ class RunDir:
         names = self.storage.names("epochs")
         return sorted(int(n[:-5]) for n in names if re.fullmatch(r"\d+\.json", n))
 
+    def last_epoch(self) -> int:
+        """The highest epoch that any name carries, 0 for none. An epoch is never used again, also
+        where epochs/ was emptied: batches of two drivers would have one name."""
+        stems = [*self.commit_stems(), *(stem_of(p) for t in TABLES for p in self.parts(t))]
+        writers = [f"{name}-0" for name in (*self.writers(), *self.storage.names("quarantine"))]
+        return max([0, *self.epochs(), *(order_of(stem)[0] for stem in (*stems, *writers))])
+
     def epoch(self, number: int) -> Epoch:
-        """What epochs/NUMBER.json says. Raises: StoreError when it is of a newer version."""
-        data = self.storage.read(f"epochs/{number}.json")
-        raw = msgspec.json.decode(data)
-        if raw["schema_version"] > SCHEMA_VERSION:
+        """What epochs/NUMBER.json says.
+
+        Raises: StoreError when it is damaged, or of a newer version.
+        """
+        name = f"epochs/{number}.json"
+        version = self.read(name, _decode_version).schema_version
+        if version > SCHEMA_VERSION:
             raise StoreError(
-                f"{self.path} was written by a newer hermes_rl (schema {raw['schema_version']}, "
+                f"{self.path} was written by a newer hermes_rl (schema {version}, "
                 f"this one knows {SCHEMA_VERSION}). Upgrade hermes_rl, or choose another --out"
             )
-        return msgspec.convert(raw, Epoch)
+        return self.read(name, _decode_epoch)
+
+    def read(self, name: str, decode: Callable[[bytes], _T]) -> _T:
+        """A JSON file of the run. Raises: StoreError when it is damaged or cannot be read."""
+        try:
+            return decode(check_digest(self.storage.read(name)))
+        except OSError as error:
+            raise StoreError(f"{self.path}/{name} cannot be read: {error.strerror}") from error
+        except (msgspec.DecodeError, ValueError) as error:
+            raise StoreError(f"{self.path}/{name} is damaged: {error}") from error
 
     def writer_path(self, writer: str) -> Path:
         """The journal folder of a writer (EPOCH-WORKER)."""
@@ -146,6 +178,11 @@ class RunDir:
     def committed(self, stem: str) -> bool:
         """Whether a batch is committed."""
         return (self.path / "commits" / f"{stem}.json").exists()
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds a run, also one that lost some of its files."""
+    return sum((path / name).is_dir() for name in ("epochs", "commits", "journal")) > 1
 
 
 def epoch_of(writer: str) -> int:

@@ -1,0 +1,228 @@
+"""Any file of a run directory may be damaged in any way: `check` names it in one line, starts and
+readers refuse or go on, and nobody prints a traceback."""
+
+import asyncio
+import functools
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import made_up
+import msgspec
+import pytest
+
+from batch_runner import run_batch
+from batch_runner.progress import Silent
+from hermes_rl.cli.check_command import command
+from hermes_rl.cli.errors import guarded
+from hermes_rl.errors import ExitCode, HermesError
+from hermes_rl.store.driver import OpenOptions, open_run
+from hermes_rl.store.journal import JournalWriter
+from hermes_rl.store.reader import load_run
+from hermes_rl.store.rundir import RunDir
+
+HOW = ("flip", "flip", "flip", "half", "empty", "gone", "folder")
+OPTIONS = OpenOptions(grace_s=0.01)
+
+
+def check(path: Path) -> int:
+    """`hermes-rl check RUN`."""
+    flags = {"run": False, "repair": False, "tokens": False, "masks": False, "as_json": False}
+    return guarded(
+        lambda: command(str(path), columns=None, limit=None, tokenizer=None, **flags), "check"
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run that ended after two starts, and a copy of it that was killed in a third."""
+    folder = tmp_path_factory.mktemp("runs")
+    dataset, ended, killed = folder / "tasks.jsonl", folder / "ended", folder / "killed"
+    rows = [json.dumps({"id": f"t{n}", "prompt": f"Say {n}"}) for n in range(4)]
+    for some in (2, 4):
+        dataset.write_text("\n".join(rows[:some]) + "\n")
+        config = {
+            "dataset": {"path": str(dataset)},
+            "model": {"name": "noop"},
+            "sandbox": {"backend": "none"},
+            "run": {"out": str(ended), "workers": 0, "allow_unsandboxed": True},
+        }
+        run_batch(config, progress=Silent())
+
+    async def cut() -> None:
+        identity = RunDir(ended).epoch(1).identity
+        shutil.copytree(ended, folder / "cut")
+        async with (
+            await open_run(folder / "cut", identity) as driver,
+            JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
+        ):
+            for number in range(5):
+                await made_up.attempt(driver, journal, number)
+            driver.dispatch(made_up.item(9, 0, driver.epoch), journal.writer)
+            shutil.copytree(folder / "cut", killed)
+
+    asyncio.run(cut())
+    return {"ended": ended, "killed": killed}
+
+
+def files(run: Path) -> list[Path]:
+    found = [p.relative_to(run) for p in sorted(run.rglob("*")) if p.is_file()]
+    return [p for p in found if p.name not in ("LOCK", "alive", "report.html", "started")]
+
+
+def damage(path: Path, how: str, chance: random.Random) -> None:
+    content = path.read_bytes()
+    path.unlink()
+    if how == "folder":
+        path.mkdir()
+    elif how == "half":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "flip":
+        at = chance.randrange(len(content))
+        path.write_bytes(
+            content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :]
+        )
+
+
+def must_be_told(name: Path, how: str, before: bytes, now: Path) -> bool:
+    """What no one can miss; the rest is only to print no traceback."""
+    kind = name.parts[0]
+    if kind == "journal":
+        if how == "flip":  # a bad last line is what a kill leaves
+            return now.read_bytes().splitlines()[:-1] != before.splitlines()[:-1]
+        return how == "folder"
+    if how != "flip":
+        return name.name != "run.yaml" or how != "half"
+    if kind in ("epochs", "commits"):  # a flip in the digest's own name changes no data
+        return b',"sha256":"' in now.read_bytes()[-80:]
+    return name.suffix == ".parquet"
+
+
+@pytest.fixture
+def place(run_path: Path) -> Path:
+    run_path.parent.mkdir(exist_ok=True)
+    return run_path
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_damage_is_one_line(
+    runs: dict[str, Path], place: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chance = random.Random(seed)
+    for number in range(40):
+        original = runs[chance.choice(["ended", "killed"])]
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(original, place)
+        name, how = chance.choice(files(place)), chance.choice(HOW)
+        damage(place / name, how, chance)
+        case = f"{original.name} {name} {how} (seed {seed}, number {number})"
+
+        found = check(place)
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err, case
+        if must_be_told(name, how, (original / name).read_bytes(), place / name):
+            lines = [line for line in said.err.splitlines() if str(place / name) in line]
+            if name.parts[0] == "commits" and how == "gone":  # its parts are foreign now
+                lines = [line for line in said.err.splitlines() if "to no commit" in line][:1]
+            assert found == ExitCode.BAD_INPUT, case
+            assert len(lines) == 1, (case, said.err)
+        refused = [use(functools.partial(read, place))]
+        if number % 3 == 0:
+            identity = RunDir(original).epoch(1).identity
+            refused.append(use(functools.partial(start, place, identity)))
+        for line in filter(None, refused):
+            assert str(place) in line, case
+            assert "\n" not in line, case
+
+
+def read(path: Path) -> None:
+    assert load_run(path).trajectories is not None
+
+
+def start(path: Path, identity: dict[str, object]) -> None:
+    asyncio.run(open_and_leave(path, identity))
+
+
+def use(work: Callable[[], object]) -> str | None:
+    """Why a reader or a start refuses a run; None when it goes on."""
+    try:
+        work()
+    except HermesError as error:
+        return str(error)
+    return None
+
+
+async def open_and_leave(path: Path, identity: dict[str, object]) -> None:
+    async with await open_run(path, identity, None, OPTIONS):
+        pass
+
+
+def test_undamaged_runs_have_no_faults(
+    runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run in runs.values():
+        assert check(run) == ExitCode.DONE, capsys.readouterr().err
+
+
+def test_a_changed_file_of_sums_is_named(runs: dict[str, Path], place: Path, capsys) -> None:
+    shutil.copytree(runs["ended"], place)
+    stats = json.loads((place / "stats.json").read_bytes())
+    stats["reward"]["solved"] += 1
+    (place / "stats.json").write_text(json.dumps(stats))
+    assert check(place) == ExitCode.BAD_INPUT
+    assert "stats.json: is not what the commits add up to (reward)" in capsys.readouterr().err
+
+
+async def test_units_whose_rows_are_gone_run_again(runs: dict[str, Path], place: Path) -> None:
+    shutil.copytree(runs["ended"], place)
+    identity = RunDir(place).epoch(1).identity
+    (part,) = place.glob("trajectories/part-1-*.parquet")
+    kept = part.read_bytes()
+    foreign = part.with_name("part-1-7-7.parquet")
+    part.rename(foreign)
+    async with await open_run(place, identity) as driver:
+        assert driver.ledger.done == 2, "of four"
+        assert driver.report.damaged == [
+            f"trajectories/{part.name} is missing, but its batch is committed"
+        ]
+        missing, others = driver.report.notes()
+        assert "Units whose rows are gone run again" in missing
+        assert f"trajectories/{foreign.name}" in others
+    assert load_run(place).ledger.done == 2
+    part.write_bytes(kept[: len(kept) // 2])
+    foreign.unlink()
+    async with await open_run(place, identity) as driver:
+        assert driver.ledger.done == 2
+    part.write_bytes(kept)
+    async with await open_run(place, identity) as driver:
+        assert driver.ledger.done == 4
+        assert driver.report.notes() == []
+
+
+@pytest.mark.parametrize("left", ["commits", "trajectories", "journal"])
+async def test_an_emptied_epochs_folder_lets_no_epoch_be_used_again(
+    runs: dict[str, Path], place: Path, left: str
+) -> None:
+    """Whatever else is gone with it: one name that carries an epoch is enough."""
+    shutil.copytree(runs["killed" if left == "journal" else "ended"], place)
+    identity = RunDir(place).epoch(1).identity
+    for folder in {"epochs", "commits", "journal", "trajectories"} - {left}:
+        shutil.rmtree(place / folder)
+        (place / folder).mkdir()
+    async with await open_run(place, identity, None, OPTIONS) as driver:
+        assert driver.epoch == (4 if left == "journal" else 3)
+        assert driver.report.notes()[-1].startswith("epochs/ lacks")
+
+
+async def test_a_run_without_digests_is_read(runs: dict[str, Path], place: Path, capsys) -> None:
+    """As versions before wrote it."""
+    shutil.copytree(runs["ended"], place)
+    for file in (*place.glob("commits/*.json"), *place.glob("epochs/*.json")):
+        content = msgspec.json.decode(file.read_bytes())
+        assert content.pop("sha256")
+        file.write_bytes(msgspec.json.encode(content))
+    assert check(place) == ExitCode.DONE, capsys.readouterr().err
