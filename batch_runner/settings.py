@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from batch_runner.hosts import Hosts
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig, parse_config
+from hermes_rl.definitions import in_terms_of, with_switches_of
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
 from hermes_rl.input_errors import nearest
@@ -76,19 +77,23 @@ def settle(config: RunConfig) -> Settings:
     """Decide what the configuration leaves open, and refuse what cannot work.
 
     Raises: UserError for an absent key, for toolsets, distributions or images that do not exist,
-    and for an environment that cannot be opened.
+    and for an environment that cannot be opened; StoreError for a run whose beginning is damaged.
     """
     config, opened = _with_env(config)
     local = config.model.name in LOCAL_MODELS
     keys = _keys(config)
+    out = RunDir(config.run.out or default_out(config)).path
+    before = _identity_at(out)
+    config = with_switches_of(config, before)
     identity = identity_of(config)
     if opened is not None:
         identity["env"] = opened.identity
+    if before:
+        identity = in_terms_of(before, identity)
     concurrency = config.run.concurrency or (LOCAL_CONCURRENCY if local else CONCURRENCY)
     workers = config.run.workers
     if workers is None:
         workers = min(_cores(), math.ceil(concurrency / ROLLOUTS_PER_WORKER))
-    out = RunDir(config.run.out or default_out(config)).path
     run = config.run.model_copy(
         update={"out": str(out), "workers": workers, "concurrency": concurrency}
     )
@@ -114,6 +119,13 @@ def _keys(config: RunConfig) -> dict[str, str]:
         if near is None or where.provider or where.base_url:
             raise
         raise UserError(f"{error} (did you mean --model {near}?)") from None
+
+
+def _identity_at(out: Path) -> dict[str, Any]:
+    """The identity that a run was begun with; empty for a new one. Raises: StoreError."""
+    run_dir = RunDir(out)
+    epochs = run_dir.epochs()
+    return run_dir.epoch(epochs[0]).identity if epochs else {}
 
 
 def _with_env(config: RunConfig) -> tuple[RunConfig, Opened | None]:

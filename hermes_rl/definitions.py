@@ -8,7 +8,7 @@ from typing import Any
 
 from hermes_rl.agent.policy import Limits, Policy, preset
 from hermes_rl.agent.prompt import TEXTS, system_prompt
-from hermes_rl.config import LOCAL_MODELS, RunConfig
+from hermes_rl.config import LOCAL_MODELS, RunConfig, SandboxSection
 from hermes_rl.config_agent import AgentSection, LimitsSection
 from hermes_rl.config_endpoint import extra_of
 from hermes_rl.errors import TaskFault, UserError
@@ -128,6 +128,45 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
             "network": config.sandbox.network,
         },
     }
+
+
+def with_switches_of(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
+    """The configuration of a run that goes on: a switch that the version which began it did not
+    have is off, as everything was done then, unless the user sets it.
+
+    Args:
+        before: the identity that the run was begun with.
+    """
+    known = before.get("agent", {}).get("preset", {})
+    off = {k: v for k, v in _NO_SWITCH.items() if k not in known}
+    if not known or not off:
+        return config
+    agent = config.agent.model_copy(update={"switches": {**off, **config.agent.switches}})
+    return config.model_copy(update={"agent": agent})
+
+
+def in_terms_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity with the keys that an earlier version wrote: what it did not have and is not set
+    is left out, and what it had and is no more stays as it was. So a run goes on, under the same
+    hash, when nothing else differs.
+    """
+
+    def section(old: Any, new: Any, unset: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {k: new.get(k, v) for k, v in (old or {}).items()}
+        return kept | {k: v for k, v in new.items() if k not in kept and v != unset.get(k)}
+
+    then, agent = before.get("agent", {}), now["agent"]
+    inner = {
+        "preset": section(then.get("preset"), agent["preset"], _NO_SWITCH),
+        "limits": section(then.get("limits"), agent["limits"], LimitsSection().model_dump()),
+    }
+    sandbox = section(before.get("sandbox"), now["sandbox"], SandboxSection().model_dump())
+    return {**now, "agent": {**agent, **inner}, "sandbox": sandbox}
+
+
+_NO_SWITCH = {k: v for k, v in vars(Policy("")).items() if k not in ("name", "sampling")}
+"""Each switch as it is for a policy that does not name it: nothing is done that was not done before
+there was the switch."""
 
 
 def _sent_only(agent: AgentSection) -> dict[str, Any]:

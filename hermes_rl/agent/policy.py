@@ -29,6 +29,9 @@ class Limits:
 class Policy:
     """Named switches; `PRESETS` has the sets that are in use.
 
+    The default of a switch is what was done before it existed: a run that an earlier version began
+    goes on with it.
+
     An answer that a switch throws away is a recorded, paid call; what a switch writes itself is
     marked as synthetic.
     """

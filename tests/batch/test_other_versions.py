@@ -1,0 +1,82 @@
+"""A run that an earlier version began goes on, although configurations have other keys by now."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from batch_runner import run_batch
+from batch_runner.progress import Silent
+from batch_runner.settings import as_config, settle
+from hermes_rl.errors import StoreError
+from hermes_rl.store.reader import load_run
+from hermes_rl.store.rundir import Epoch
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def config(folder: Path, **agent: Any) -> dict[str, Any]:
+    dataset = folder / "tasks.jsonl"
+    dataset.write_text("".join(json.dumps({"prompt": f"Say {n}"}) + "\n" for n in range(3)))
+    return {
+        "dataset": {"path": str(dataset)},
+        "model": {"name": "noop"},
+        "agent": agent,
+        "sandbox": {"backend": "none"},
+        "run": {"out": str(folder / "run"), "workers": 0, "allow_unsandboxed": True},
+    }
+
+
+def begun(folder: Path, change: Change) -> dict[str, Any]:
+    """A run that a version with another identity began."""
+    identity = settle(as_config(config(folder))).identity
+    change(identity)
+    epoch = Epoch(epoch=1, schema_version=1, run_id="r" * 32, identity=identity)
+    (folder / "run" / "epochs").mkdir(parents=True)
+    (folder / "run" / "epochs" / "1.json").write_bytes(msgspec.json.encode(epoch))
+    return identity
+
+
+def older(identity: dict[str, Any]) -> None:
+    """It had a switch that is no more, and lacked two, a limit and a key of the sandbox."""
+    preset, agent = identity["agent"]["preset"], identity["agent"]
+    del preset["repair_history"], preset["tool_loop_limit"]
+    preset["removed_since"] = True
+    del agent["limits"]["wall_seconds"], identity["sandbox"]["network"]
+    agent["limits"]["max_sighs"] = 3
+
+
+def test_it_goes_on_with_the_same_units_and_its_own_behaviour(tmp_path: Path) -> None:
+    begun(tmp_path, older)
+    for _ in range(2):
+        settings = settle(as_config(config(tmp_path)))
+        switches = settings.config.agent.switches
+        assert switches == {"repair_history": False, "tool_loop_limit": None}
+        report = run_batch(config(tmp_path), progress=Silent())
+        assert (report.done, report.units) == (3, 3)
+    run = load_run(tmp_path / "run")
+    assert len(run.trajectories) == 3, "nothing ran twice"
+    assert set(run.trajectories["config_hash"]) == {settings.config_hash}
+
+
+@pytest.mark.parametrize(
+    ("agent", "says"),
+    [
+        ({"switches": {"repair_history": True}}, "made with repair_history none, now true. Keep"),
+        ({"limits": {"wall_seconds": 60}}, "made with wall_seconds none, now 60.0. Keep"),
+        ({"switches": {"nudge_empty": False}}, "made with nudge_empty true, now false. Keep true"),
+        ({"ephemeral_system_prompt": "x"}, "made with ephemeral_system_prompt none, now "),
+    ],
+)
+def test_what_the_user_changed_is_refused_alone(
+    tmp_path: Path, agent: dict[str, Any], says: str
+) -> None:
+    begun(tmp_path, older)
+    with pytest.raises(StoreError) as caught:
+        run_batch(config(tmp_path, **agent), progress=Silent())
+    assert says in str(caught.value)
+    assert "removed_since" not in str(caught.value)
+    assert ";" not in str(caught.value)
