@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from hermes_rl.config import load_config, parse_config
 from hermes_rl.errors import CAUSES, ENDINGS, UserError
-from hermes_rl.store.integrity import file_faults
+from hermes_rl.store.integrity import FOREIGN, file_faults
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.store.schema import LATER, schema_of
 from hermes_rl.store.version import TABLES
@@ -25,7 +25,8 @@ def look(path: Path) -> Iterator[str]:
     run_dir = RunDir(path)
     bad = set()
     for place, fault in file_faults(run_dir):
-        bad.add(place)
+        if fault != FOREIGN:
+            bad.add(place)
         yield f"{place}: {fault}"
     yield from _config_faults(run_dir.path / "run.yaml")
     seen: dict[str, str] = {}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hermes_rl.errors import StoreError
-from hermes_rl.store.lines import payloads, with_digest
+from hermes_rl.store.lines import check_digest, payloads, with_digest
 from hermes_rl.store.rundir import RunDir, part_name
 from hermes_rl.store.summary import Summary
 from hermes_rl.store.version import SCHEMA_VERSION, TABLES
@@ -173,7 +173,7 @@ def _keys_in(part: Path) -> set[tuple[str, int]]:
 
 def read_commit(run_dir: RunDir, stem: str) -> Commit:
     """One commit. Raises: StoreError when it cannot be read."""
-    return run_dir.read(f"commits/{stem}.json", _decode_commit)
+    return run_dir.read(f"commits/{stem}.json", lambda data: _decode_commit(check_digest(data)))
 
 
 def write_commit(run_dir: RunDir, commit: Commit) -> None:

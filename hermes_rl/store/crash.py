@@ -1,6 +1,7 @@
 """A hook for tests: the process kills itself at a named step of the commit protocol.
 
-`HERMES_RL_CRASH_AT=publish-7-renamed:2` dies (kill -9) at the second passing of that point. The
+`HERMES_RL_CRASH_AT=publish-7-renamed:2` dies (kill -9) at the second passing of that point;
+`publish-7-renamed:2:15` stalls there for 15 s, as a disk does that does not answer. The
 variable is read when a run directory is opened, never at import. Points are numbered after
 the steps of the protocol: attempt 1-5, publish 6-9, recovery R1-R6.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 CRASH_VARIABLE = "HERMES_RL_CRASH_AT"
 
@@ -50,17 +52,19 @@ class CrashHook:
     """Counts the passings of one point and dies at the wanted one.
 
     Args:
-        spec: `NAME` or `NAME:K` (K-th passing, 1-based); empty for never.
+        spec: `NAME` or `NAME:K` (K-th passing, 1-based), and `NAME:K:SECONDS` to stall there and
+            go on; empty for never.
 
-    Raises: ValueError for a name that is no crash point.
+    Raises: ValueError for a name that is no crash point, and for a stall in mid-write.
     """
 
     def __init__(self, spec: str = "") -> None:
-        name, _, nth = spec.partition(":")
-        if name and name not in CRASH_POINTS:
+        name, nth, seconds = [*spec.split(":"), "", ""][:3]
+        if name and (name not in CRASH_POINTS or (seconds and name.endswith("-torn"))):
             raise ValueError(f"{CRASH_VARIABLE}={spec}: no such crash point")
         self._name = name
         self._left = int(nth or 1)
+        self._stall_s = float(seconds or 0.0)
 
     @classmethod
     def from_environment(cls) -> CrashHook:
@@ -79,6 +83,10 @@ class CrashHook:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def __call__(self, name: str) -> None:
-        """Pass a point: die when it is due."""
-        if self.due(name):
+        """Pass a point: die or stall when it is due."""
+        if not self.due(name):
+            return
+        if self._stall_s:
+            time.sleep(self._stall_s)
+        else:
             self.die()

@@ -25,6 +25,8 @@ from hermes_rl.store.watch import driver_of
 
 Fault = tuple[Path, str]
 
+FOREIGN = "belongs to no commit"
+
 _JOURNAL = ("done", "live", "asked", "dispatch")
 
 
@@ -37,7 +39,7 @@ def file_faults(run_dir: RunDir) -> Iterator[Fault]:
     for stem in run_dir.commit_stems():
         yield from _commit_faults(run_dir, stem)
     for name in foreign_parts(run_dir):
-        yield run_dir.path / name, "belongs to no commit"
+        yield run_dir.path / name, FOREIGN
     yield from _journal_faults(run_dir)
     for path in quarantined(run_dir):
         yield path, "waits for --repair"

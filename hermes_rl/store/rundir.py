@@ -132,19 +132,22 @@ class RunDir:
 
         Raises: StoreError when it is damaged, or of a newer version.
         """
-        name = f"epochs/{number}.json"
-        version = self.read(name, _decode_version).schema_version
-        if version > SCHEMA_VERSION:
-            raise StoreError(
-                f"{self.path} was written by a newer hermes_rl (schema {version}, "
-                f"this one knows {SCHEMA_VERSION}). Upgrade hermes_rl, or choose another --out"
-            )
-        return self.read(name, _decode_epoch)
+
+        def decode(content: bytes) -> Epoch:
+            version = _decode_version(content).schema_version
+            if version > SCHEMA_VERSION:
+                raise StoreError(
+                    f"{self.path} was written by a newer hermes_rl (schema {version}, this one "
+                    f"knows {SCHEMA_VERSION}). Upgrade hermes_rl, or choose another --out"
+                )
+            return _decode_epoch(check_digest(content))
+
+        return self.read(f"epochs/{number}.json", decode)
 
     def read(self, name: str, decode: Callable[[bytes], _T]) -> _T:
         """A JSON file of the run. Raises: StoreError when it is damaged or cannot be read."""
         try:
-            return decode(check_digest(self.storage.read(name)))
+            return decode(self.storage.read(name))
         except OSError as error:
             raise StoreError(f"{self.path}/{name} cannot be read: {error.strerror}") from error
         except (msgspec.DecodeError, ValueError) as error:

@@ -3,9 +3,10 @@
     python tests/chaos/run.py --n 200 --seed 1 [--ray 0.25] [--keep FOLDER]
 
 Each round draws from its own seed how a run is disturbed, one to three times: kill -9 of the
-driver, of a worker or of both, a named crash point of the commit protocol, Ctrl-C once or twice, or
-its sandboxes killed. Prints a line per round and a report; exits 1 when a round broke a promise,
-and keeps its folder.
+driver, of a worker or of both, a named crash point of the commit protocol, Ctrl-C once or twice,
+its sandboxes killed, driver or workers stopped for longer than the lease (SIGSTOP), or a disk that
+does not answer for a while, then Ctrl-C twice. Prints a line per round and a report; exits 1 when a
+round broke a promise, and keeps its folder.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,16 @@ LATENCY_S = 0.02
 REQUESTS = 3 * kit.units_of(DISTINCT)
 COSTS = ("usage", "cost_usd", "unpriced_calls")
 """Columns that retried calls change."""
-DEEDS = ("driver", "driver", "driver", "crash", "crash", "interrupt", "twice", "sandboxes")
-RAY_DEEDS = (*DEEDS, "worker", "worker", "both", "both")
+DEEDS = (
+    *("driver", "driver", "driver", "crash", "crash", "interrupt", "twice", "sandboxes"),
+    *("stop", "stall", "stall"),
+)
+RAY_DEEDS = (*DEEDS, "worker", "worker", "both", "both", "stop", "stop worker", "stop worker")
+LEASE_S = 6.0
+STOP_S = LEASE_S + 3.0
+STALLS_S = (2, 14, 30)
+"""Within the patience of a second Ctrl-C, beyond that of rollouts, and beyond that of recovery."""
+STALL_POINTS = [p for p in CRASH_POINTS if p.startswith("publish-")]
 
 
 @dataclass
@@ -137,6 +146,7 @@ class Chaos:
     ) -> list[str | Path]:
         more = ("--workers", str(this.workers), "--concurrency", "6", "--max-attempts", "6")
         fast = ("--set", "run.publish_every_s=0.3", "--sandbox", this.sandbox)
+        fast += ("--set", f"run.lease_s={LEASE_S}")
         return [*kit.played(dataset, out, server.base_url, *more, *fast)]
 
     async def _start(
@@ -154,6 +164,9 @@ class Chaos:
             point = f"{chance.choice(CRASH_POINTS)}:{chance.randint(1, 4)}"
             env[CRASH_VARIABLE] = point
             this.deeds.append(f"crash {point}")
+        elif deed == "stall":
+            env[CRASH_VARIABLE] = f"{chance.choice(STALL_POINTS)}:1:{chance.choice(STALLS_S)}"
+            this.deeds.append(f"stall {env[CRASH_VARIABLE]}")
         elif disturb is not None:
             this.deeds.append(deed)
         run = await kit.launch(*arguments, env=env)
@@ -217,20 +230,32 @@ async def _reached(server: FakeServer, run: kit.Process, requests: int) -> bool:
 
 async def _do(deed: str, run: kit.Process, out: Path) -> None:
     workers = [pid for pid in kit.alive_pids(out) if pid != run.pid]
+    if deed in ("stop", "stop worker"):
+        await _stop([run.pid] if deed == "stop" else workers[:1])
     if deed in ("worker", "both"):
         for pid in workers[: 1 if deed == "worker" else None]:
             kit.kill(pid)
     if deed in ("driver", "both"):
         kit.kill(run.pid)
-    if deed in ("interrupt", "twice"):
+    if deed in ("interrupt", "twice", "stall"):
         run.process.send_signal(signal.SIGINT)
-    if deed == "twice":
+    if deed in ("twice", "stall"):
         await asyncio.sleep(0.05)
         if run.process.returncode is None:
             run.process.send_signal(signal.SIGINT)
     if deed == "sandboxes":
         for pid in kit.bwrap_pids(out):
             kit.kill(pid)
+
+
+async def _stop(pids: list[int]) -> None:
+    """Stop processes for longer than the lease, as Ctrl-Z or a preempted machine does."""
+    with suppress(ProcessLookupError):
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(STOP_S)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager
@@ -269,7 +294,9 @@ async def play_all(chaos: Chaos, rounds: list[Round]) -> None:
 
 def report(rounds: list[Round]) -> dict[str, Any]:
     """What the rounds add up to."""
-    deeds = Counter(deed.partition(":")[0] for r in rounds for deed in r.deeds)
+    deeds = Counter(
+        deed.partition(":")[0].partition(" publish-")[0] for r in rounds for deed in r.deeds
+    )
     return {
         "rounds": len(rounds),
         "failed": [r.number for r in rounds if r.fault],

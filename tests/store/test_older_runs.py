@@ -25,7 +25,7 @@ async def test_a_part_without_a_later_column(run_path: Path, table: str) -> None
     rows = [{"group_id": name, "created_at": 1} for name in ("one", "two")]
     new = to_arrow(rows[1:], schema_of(table))
     old = to_arrow(rows[:1], schema_of(table)).drop_columns(list(LATER[table]))
-    parts = [run_path / table / f"part-{epoch}-driver-0.parquet" for epoch in (1, 2)]
+    parts = [run_path / table / f"part-1-driver-{n}.parquet" for n in (0, 1)]
     for part, content in zip(parts, (old, new), strict=True):
         pq.write_table(content, part)
     assert faults(run_path) == []
