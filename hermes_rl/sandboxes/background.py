@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 from hermes_rl.sandboxes.output import HeadTail
-from hermes_rl.sandboxes.pipes import CHUNK
+from hermes_rl.sandboxes.pipes import CHUNK, make_fifo
 from hermes_rl.sandboxes.shell import END_S, Shell
 
 KEPT = 200_000
@@ -29,20 +28,24 @@ class BackgroundProcess:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._output = HeadTail(KEPT)
         control = shell.paths.control
-        self._in = _fifo(control / f"p{number}.in", os.O_RDWR, 0o644)
-        self._out = _fifo(control / f"p{number}.out", os.O_RDONLY, 0o622)
+        self._in = make_fifo(control / f"p{number}.in", os.O_RDWR, 0o640)
+        self._out = make_fifo(control / f"p{number}.out", os.O_RDONLY, 0o620)
         self._loop = asyncio.get_running_loop()
         self._pump()
 
-    def told(self, kind: bytes, value: int) -> None:
-        """The supervisor's word: P with the process id, X with the exit code."""
-        if kind == b"P":
+    def take(self, kind: bytes, value: int) -> None:
+        """Take what the supervisor reports: P with the process id, X with the exit code.
+
+        Raises: ValueError when it has reported that already.
+        """
+        if kind == b"P" and not self.started.done():
             self.pid = value
-            if not self.started.done():
-                self.started.set_result(None)
-        else:
+            self.started.set_result(None)
+        elif kind == b"X" and self.started.done() and self._code is None:
             self._code = value
             self._done.set()
+        else:
+            raise ValueError(f"process {self._number} once more")
 
     def lost(self) -> None:
         """The sandbox is gone."""
@@ -106,8 +109,11 @@ class BackgroundProcess:
         """End its whole process tree."""
         if await self.poll() is None:
             await asyncio.to_thread(self._end, self.pid)
-            async with asyncio.timeout(END_S):
-                await self._done.wait()
+            try:
+                async with asyncio.timeout(END_S):
+                    await self._done.wait()
+            except TimeoutError:  # the agent ended what would have reported it
+                self.lost()
 
     def close(self) -> None:
         """Close and remove its pipes."""
@@ -119,12 +125,6 @@ class BackgroundProcess:
             (self._shell.paths.control / f"p{self._number}.{kind}").unlink(missing_ok=True)
 
 
-def _fifo(path: Path, how: int, mode: int) -> int:
-    os.mkfifo(path)
-    os.chmod(path, mode)
-    return os.open(path, how | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
 class Background:
     """All background processes of one session."""
 
@@ -132,12 +132,13 @@ class Background:
         self._shell = shell
         self._processes: dict[int, BackgroundProcess] = {}
         self._made = 0
-        shell.on_process = self._told
+        shell.on_process = self._take
 
-    def _told(self, kind: bytes, number: int, value: int) -> None:
+    def _take(self, kind: bytes, number: int, value: int) -> None:
         process = self._processes.get(number)
-        if process is not None:
-            process.told(kind, value)
+        if process is None:
+            raise ValueError(f"process {number} is unknown")
+        process.take(kind, value)
 
     async def start(self, text: bytes, end: Callable[[int], None]) -> BackgroundProcess:
         """Start one in the session's present state. Raises: ShellLost."""

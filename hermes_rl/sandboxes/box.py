@@ -25,6 +25,9 @@ from hermes_rl.sandboxes.privilege import is_host_root
 from hermes_rl.sandboxes.slots import Slot
 from hermes_rl.sandboxes.spawn import Launch, exited, gone, identity, start
 
+END_S = 10.0
+"""How long a bubblewrap may take to end after its process 1."""
+
 
 @lru_cache(maxsize=1)
 def filter_path() -> Path:
@@ -81,6 +84,21 @@ class Lease:
     def intact(self) -> bool:
         """Whether its folders are there: nobody but the host can remove them."""
         return self.workspace.is_dir() and self.box.is_dir()
+
+    def admit_user(self) -> None:
+        """Open the box to the sandbox's user, and to nobody else but us."""
+        if self.uid is not None:
+            os.chown(self.box, -1, self.uid)
+            self.box.chmod(0o710)
+
+    def make_readable(self, name: str) -> Path:
+        """A folder in the box that the sandbox may read; what is made in it has its group."""
+        path = self.box / name
+        path.mkdir(mode=0o700)
+        if self.uid is not None:
+            os.chown(path, -1, self.uid)
+            path.chmod(0o2750)
+        return path
 
     def make(self, name: str) -> Path:
         """A folder that the sandbox may write, as bubblewrap finds it."""
@@ -152,33 +170,53 @@ class Outer:
             self._inner.bound(self._rlimits, self._uid)
         return self._inner
 
-    def kill(self) -> None:
-        """SIGKILL it and its process 1, with which all in the sandbox ends.
+    async def end(self) -> int:
+        """End all that runs in it. Its code, as `ended` has it.
 
-        Both, because die-with-parent does not hold yet in the first moments. Before process 1 is
-        known this blocks: call it in a thread then.
+        Process 1 is killed, with which all in the sandbox ends; bubblewrap waits for it and ends
+        too. Killed itself, it would leave process 1 to the machine's process 1.
         """
-        if self._inner is not None:
+        if self._inner is None:
+            await asyncio.to_thread(self._end_starting)
+        else:
             self._end_inner()
-            if self.process.poll() is None:
-                self.process.kill()
-            return
-        root = processes.find(self.process.pid)
-        if root is not None and self.process.poll() is None:
-            processes.stop_tree(root)
-            processes.end_tree(root)
+        try:
+            async with asyncio.timeout(END_S):
+                return await self.ended()
+        except TimeoutError:  # somebody stopped it
+            self.process.kill()
+            return await self.ended()
 
-    def _end_inner(self) -> None:
-        if self._inner is not None and self._inner.pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._inner.pidfd, signal.SIGKILL)
+    def _end_starting(self) -> None:
+        """The same before process 1 is known, when die-with-parent may not hold yet. Blocks."""
+        root = processes.find(self.process.pid)
+        if root is None or self.process.poll() is not None:
+            return
+        processes.stop_tree(root)
+        below = processes.descendants(root.pid)
+        for proc in below:
+            processes.end_tree(proc)
+        root.signal(signal.SIGCONT if below else signal.SIGKILL)
+
+    def _end_inner(self) -> bool:
+        """SIGKILL process 1. False when it is not there any more."""
+        if self._inner is None or self._inner.pidfd < 0:
+            return False
+        try:
+            signal.pidfd_send_signal(self._inner.pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
 
     async def ended(self) -> int:
         """Wait until it and all that ran in it are gone. Its code, negative after a signal."""
         code = await exited(self.process)
-        if self._inner is not None and self._inner.pidfd >= 0:
-            self._end_inner()
-            await gone(self._inner.pidfd)
+        if self._inner is not None and self._end_inner():
+            handle = os.dup(self._inner.pidfd)  # several may wait
+            try:
+                await gone(handle)
+            finally:
+                os.close(handle)
         return code
 
     def close(self) -> None:
@@ -225,8 +263,7 @@ def launch(binary: str, box: recipe.Box, uid: int | None, stdio: socket.socket) 
 
 async def abandon(outer: Outer) -> None:
     """End a bubblewrap that did not come up."""
-    await asyncio.to_thread(outer.kill)
-    await outer.ended()
+    await outer.end()
     outer.close()
 
 

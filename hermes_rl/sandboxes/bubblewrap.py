@@ -97,7 +97,7 @@ class Bubblewrap:
             if has_slots():
                 self._slots = Slots()
             self._shared = home.new_box()
-            os.chmod(self._shared, 0o755)
+            self._shared.chmod(0o700 if self._slots is None else 0o711)
             made = self._spawner.run(lambda: find_disks(self._shared))
             self._disks = made if isinstance(made, Disks) else None
             (self._shared / "supervisor").write_text(supervisor_text())
@@ -127,6 +127,7 @@ class Bubblewrap:
         room = Room(box, self._disks if host is None else None, spec.limits)
         lease = Lease(spec, box, room, slot, layers, owner=owner, host=host)
         try:
+            lease.admit_user()
             await self._mounting(room.enter)
             if lower:
                 upper = room.layer("layer", lease.uid)
@@ -143,20 +144,20 @@ class Bubblewrap:
         spec = lease.spec
         if lease.host is None:
             lease.make("ws")
-        control = lease.box / "ctl"
-        control.mkdir(mode=0o755)
+        control = lease.make_readable("ctl")
         os.link(self._shared / "supervisor", control / "supervisor")
         own_home = recipe.WORKSPACE if lease.host is None else hostfolder.HOME
         variables = recipe.environment(own_home, spec.env)
         (control / "env").write_text(environment_file(variables, recipe.WORKSPACE, spec.cwd))
-        command = recipe.shell_command(recipe.CONTROL, recipe.STATE, lease.tag, spec.limits)
+        supervisor = f"{recipe.CONTROL}/supervisor"
+        arguments = (recipe.CONTROL, recipe.STATE, lease.tag)
         box = recipe.Box(
             layers=lease.layers,
             control=control,
             limits=spec.limits,
             network=spec.network,
             workspace=lease.bound,
-            command=command,
+            command=recipe.command(supervisor, spec.limits, *arguments),
         )
         ours, theirs = socket.socketpair()
         try:
@@ -228,7 +229,7 @@ class Bubblewrap:
         # A copy of the workspace, where there are no overlays, takes as much again.
         room = Room(lease.box / name, self._disks, asked if self._overlay else asked.doubled())
         box = GradingBox(lease, name, self._cgroups, room)
-        box.folder.mkdir(mode=0o711)
+        box.folder.mkdir(mode=0o711)  # in the lease's box, which is closed to others
 
         def enter() -> None:
             lease.room.enter()
@@ -242,7 +243,7 @@ class Bubblewrap:
             outer = await self._launch(stage, lease.uid, stdio)
             return grading.Running(
                 ended=outer.ended,
-                kill=outer.kill,
+                end=outer.end,
                 standing=lambda: box.stand(outer),
                 excess=lambda: box.excess(outer),
                 close=outer.close,
@@ -258,13 +259,11 @@ class Bubblewrap:
 
     def _stage(self, lease: Lease, spec: GradingSpec, graded: GradingBox) -> recipe.Box:
         """Everything that a grading box needs. Blocks: it may have to copy the workspace."""
-        control, verify = graded.folder / "ctl", graded.folder / "verify"
-        for path in (control, verify):
-            path.mkdir(mode=0o755)
+        folders = (lease.make_readable(f"{graded.name}/{name}") for name in ("ctl", "verify"))
+        control, verify = folders
         paths = grading.Paths(recipe.CONTROL, grading.HOME, grading.VERIFY, recipe.WORKSPACE)
         variables = grading.environment(paths, recipe.PATH)
-        ulimits = recipe.ulimits(lease.spec.limits)
-        start = grading.starter(paths, variables, ulimits, spec.score)
+        start = grading.starter(paths, variables, spec.score)
         grading.write_stage(control, verify, spec, start)
         mounts = ["--ro-bind", str(verify), grading.VERIFY]
         mounts += ["--size", str(lease.spec.limits.tmp_bytes), "--tmpfs", grading.HOME]
@@ -286,7 +285,7 @@ class Bubblewrap:
             workspace=workspace,
             mounts=mounts,
             cwd=grading.HOME,
-            command=["bash", "--norc", "--noprofile", f"{recipe.CONTROL}/start", lease.tag],
+            command=recipe.command(f"{recipe.CONTROL}/start", lease.spec.limits, lease.tag),
         )
 
     def _grading_layers(self, lease: Lease, spec: GradingSpec, room: Room) -> recipe.Layers:

@@ -276,11 +276,15 @@ async def runs_background_processes(backend: SandboxBackend) -> None:
             raise AssertionError("writing to a process that has ended must fail")
 
 
+KILL_SHELL = "read -r _ _ _ shell _ </proc/$BASHPID/stat; kill -9 $shell"
+"""A command that kills the shell of its session."""
+
+
 async def names_the_culprit(backend: SandboxBackend) -> None:
     """A shell that its own commands kill is the agent's deed, and stays dead."""
     async with leased(backend) as box:
         await expect(box, "echo left >result", "")
-        for command in ("kill -9 $$", "echo not revived"):
+        for command in (KILL_SHELL, "echo not revived"):
             try:
                 await sh(box, command)
             except SandboxKilled:

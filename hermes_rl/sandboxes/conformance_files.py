@@ -10,7 +10,14 @@ from pathlib import Path
 
 from hermes_rl.errors import SandboxDied, SandboxKilled
 from hermes_rl.sandboxes.base import GradingSpec, Sandbox, SandboxBackend
-from hermes_rl.sandboxes.conformance import SESSION_CHECKS, Check, expect, leased, sh
+from hermes_rl.sandboxes.conformance import (
+    KILL_SHELL,
+    SESSION_CHECKS,
+    Check,
+    expect,
+    leased,
+    sh,
+)
 
 BIG = 100 << 20
 
@@ -54,6 +61,25 @@ async def says_what_is_wrong_with_a_path(backend: SandboxBackend) -> None:
             await fails(box.read_file(path), IsADirectoryError)
             await fails(box.write_file(path, b"x"), IsADirectoryError)
         await fails(box.read_file("pipe"), OSError)
+
+
+async def bounds_what_it_reads(backend: SandboxBackend) -> None:
+    """A file without an end is refused in seconds, over a link too, and leaves no half of it."""
+    endless = "/proc/self/pagemap"
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "target")
+        async with leased(backend) as box:
+            await sh(box, f"ln -s {endless} link; ln -s /dev/zero zero")
+            async with asyncio.timeout(30):
+                for path in ("link", "zero", endless, "/dev/zero"):
+                    await fails(box.read_file(path), OSError)
+                    await fails(box.download(path, target), OSError)
+                    assert not target.exists()
+                version = await box.read_file("/proc/version")
+                assert version.startswith(b"Linux")
+                await box.download("/proc/version", target)
+                assert target.read_bytes() == version
+            await expect(box, "echo still here", "still here\n")
 
 
 async def moves_large_files(backend: SandboxBackend) -> None:
@@ -131,7 +157,7 @@ async def reports_and_times_out(backend: SandboxBackend) -> None:
 async def grades_after_a_kill(backend: SandboxBackend) -> None:
     """What an agent left is graded even when it killed its own sandbox."""
     async with leased(backend) as box:
-        await fails(sh(box, "echo 42 >answer; kill -9 $$"), SandboxKilled)
+        await fails(sh(box, f"echo 42 >answer; {KILL_SHELL}"), SandboxKilled)
         result = await box.grade(GradingSpec("grep -qx 42 /workspace/answer"))
         assert result.exit_code == 0, result
 
@@ -151,6 +177,7 @@ async def nothing_runs_during_grading(backend: SandboxBackend) -> None:
 FILE_CHECKS: tuple[Check, ...] = (
     moves_bytes,
     says_what_is_wrong_with_a_path,
+    bounds_what_it_reads,
     moves_large_files,
     grades_what_was_left,
     reports_and_times_out,

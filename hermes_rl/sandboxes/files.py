@@ -23,6 +23,10 @@ LOCKED_MAX = 256
 """Folders that their owner locked and one look opens, at most: each costs us a descriptor."""
 READ_MAX = 256 << 20
 """Bytes of a file that is read into memory, at most: a sparse one costs its maker nothing."""
+DOWNLOAD_MAX = 1 << 30
+"""Bytes of a file that is copied out, at most: what a sandbox may write into one."""
+UNSIZED_MAX = 16 << 20
+"""Bytes of a file without a size, at most: some of /proc have no end."""
 UNSAFE = (errno.ELOOP, errno.EXDEV, errno.ENXIO, errno.ENOSYS, errno.EAGAIN)
 """Errors that mean: not a plain path. Such a file is read inside the sandbox instead."""
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from hermes_rl.errors import SandboxDied, SandboxStartError, TaskFault
 from hermes_rl.sandboxes.base import MAX_OUTPUT_BYTES, GradingResult, GradingSpec
 from hermes_rl.sandboxes.output import HeadTail
-from hermes_rl.sandboxes.pipes import DRAIN_PAUSE_S, Pipe
+from hermes_rl.sandboxes.pipes import DRAIN_PAUSE_S, LINE_MAX, Pipe
 
 HOME = "/grading"
 VERIFY = "/verify"
@@ -64,14 +64,14 @@ def environment(paths: Paths, path: str) -> dict[str, str]:
     }
 
 
-def starter(paths: Paths, variables: dict[str, str], ulimits: list[str], score: bool) -> str:
-    """The script that sets the stage, tells the channel that it stands, waits for the host's word,
-    and becomes the verifier."""
-    pairs = zip(ulimits[::2], ulimits[1::2], strict=True)
+def starter(paths: Paths, variables: dict[str, str], score: bool) -> str:
+    """The script that sets the stage, reports on the channel that it is ready, waits for the
+    host's answer, and becomes the verifier."""
     control = shlex.quote(paths.control)
     return "\n".join(
         [
-            *(f"ulimit {name} {value} || exit 125" for name, value in pairs),
+            "ulimit -c 0 || exit 125",
+            "trap - HUP INT QUIT TERM USR1 USR2",
             "{ printf 1000 >/proc/self/oom_score_adj; } 2>/dev/null",
             "unset BASH_ENV ENV OLDPWD",
             *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
@@ -117,7 +117,8 @@ class Running:
     ended: Callable[[], Awaitable[int]]
     """Waits for its end and for the end of all that it started; its code, negative after a signal
     from outside."""
-    kill: Callable[[], object]
+    end: Callable[[], Awaitable[int]]
+    """Ends it with all that it started; its code."""
     standing: Callable[[], Awaitable[object]]
     """Called once when the verifier is about to start."""
     excess: Callable[[], Awaitable[str | None]]
@@ -164,9 +165,7 @@ async def _judge(
         except TimeoutError:
             timed_out = True
         finally:
-            if end is None or not end.done():
-                await asyncio.to_thread(running.kill)
-            code = await asyncio.shield(end or asyncio.ensure_future(running.ended()))
+            code = await asyncio.shield(asyncio.ensure_future(_end(end, running)))
             running.close()
     out.read_into(kept, 4 << 20)
     report.read_into(told, 1 << 16)
@@ -179,6 +178,14 @@ async def _judge(
         report=told.parts()[0][:REPORT_BYTES] if spec.score else b"",
         seconds=time.monotonic() - began,
     )
+
+
+async def _end(end: asyncio.Future[int] | None, running: Running) -> int:
+    """The code of a verifier that has ended, or is ended now."""
+    if end is not None and not end.done():
+        end.cancel()
+        await asyncio.wait([end])
+    return await running.end() if end is None or end.cancelled() else end.result()
 
 
 async def _until(
@@ -209,7 +216,7 @@ async def _started(ours: socket.socket) -> None:
     said = b""
     try:
         async with asyncio.timeout(START_S):
-            while not said.endswith(b"R\n"):
+            while not said.endswith(b"R\n") and len(said) < LINE_MAX:
                 data = await loop.sock_recv(ours, 4096)
                 if not data:
                     break

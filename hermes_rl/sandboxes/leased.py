@@ -7,7 +7,7 @@ import logging
 from typing import Protocol
 
 from hermes_rl.errors import SandboxDied, SandboxError, SandboxKilled
-from hermes_rl.sandboxes import limits, processes, recipe
+from hermes_rl.sandboxes import limits, recipe
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo
 from hermes_rl.sandboxes.box import Lease, Outer
 from hermes_rl.sandboxes.files import Beneath
@@ -17,6 +17,8 @@ from hermes_rl.sandboxes.workspace import Usage, measure
 
 _log = logging.getLogger(__name__)
 
+GONE_S = 5.0
+"""How long a bubblewrap may take to end after its supervisor."""
 IDLE_S = 30.0
 """Between two looks at a sandbox in which no command runs."""
 
@@ -133,20 +135,14 @@ class BubblewrapSandbox(ShellSandbox):
         await self._end_processes()
 
     async def _classify(self, lost: ShellLost) -> SandboxError:
-        """Whose deed? The outer bubblewrap is out of the agent's reach: a signal to it is the
-        host's doing, its ordinary exit the sandbox's own."""
-        if not self._shell.lost.is_set():
-            stopped = processes.is_stopped(self._outer.inner().supervisor)
-            await self._end_processes()
-            if stopped:  # by the agent: the host has no reason to
-                return SandboxKilled(f"the sandbox was ended: {lost}")
-            return SandboxDied(f"the sandbox did not react: {lost}")
+        """Who ended it? The outer bubblewrap is out of the agent's reach: a signal to it is the
+        host's doing. While it runs, or when it has ended by itself, the agent did it."""
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(GONE_S if self._shell.lost.is_set() else 0):
                 code = await self._outer.ended()
         except TimeoutError:
             await self._end_processes()
-            return SandboxDied("the channel to the sandbox closed while it was running")
+            return SandboxKilled(f"the shell of the sandbox no longer answers: {lost}")
         if code < 0:
             return SandboxDied(f"bubblewrap was ended by signal {-code} from outside")
         if not self._lease.intact or not self._shell.paths.control.is_dir():
@@ -161,8 +157,7 @@ class BubblewrapSandbox(ShellSandbox):
         """End everything in the sandbox; returns once its process 1 is gone."""
         async with self._ending:
             self._background.close()
-            self._outer.kill()
-            await self._outer.ended()
+            await self._outer.end()
             self._shell.close()
 
     async def _end_session(self) -> None:

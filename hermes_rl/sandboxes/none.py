@@ -64,9 +64,7 @@ class PlainSandbox(ShellSandbox):
         if not (self._running.box / "ws").is_dir():
             return SandboxDied("the workspace vanished")
         if not self._shell.lost.is_set():
-            if processes.is_stopped(self._running.tree.process.pid):
-                return SandboxKilled(f"the shell was stopped: {lost}")
-            return SandboxDied(f"the shell did not react: {lost}")
+            return SandboxKilled(f"the shell no longer answers: {lost}")
         return SandboxKilled(f"the shell ended: {lost}")
 
     async def _after(self, ended: Ended) -> None:
@@ -286,12 +284,11 @@ class Subprocess:
         paths = grading.Paths(str(control), str(home), str(verify), str(workspace))
         variables = {**grading.environment(paths, recipe.PATH), MARK: str(box)}
         script = spec.script.replace("/workspace", paths.workspace).replace("/verify", paths.verify)
-        limits = ["-c", "0"]
         grading.write_stage(
             control,
             verify,
             GradingSpec(script=script, files=spec.files),
-            grading.starter(paths, variables, limits, spec.score),
+            grading.starter(paths, variables, spec.score),
         )
 
         async def begin(stdio: socket.socket) -> grading.Running:
@@ -303,9 +300,13 @@ class Subprocess:
                 await asyncio.to_thread(tree.end)
                 return 128 - code if code < 0 else code
 
+            async def end() -> int:
+                tree.process.kill()
+                return await ended()
+
             return grading.Running(
                 ended=ended,
-                kill=tree.process.kill,
+                end=end,
                 standing=_nothing,
                 excess=_nothing,
                 close=lambda: None,

@@ -14,6 +14,8 @@ class Sink(Protocol):
 
     total: int
     """Bytes taken so far."""
+    limit: int | None
+    """The command is ended when it has printed more bytes; None lets it go on."""
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes."""
@@ -21,12 +23,14 @@ class Sink(Protocol):
 
 
 class HeadTail:
-    """Keeps the first 40 % and the last 60 % of `limit` bytes, whatever arrives between them."""
+    """Keeps the first 40 % and the last 60 % of `kept` bytes, whatever arrives between them."""
 
-    def __init__(self, limit: int) -> None:
+    limit: int | None = None
+
+    def __init__(self, kept: int) -> None:
         self.total = 0
-        self._head_limit = int(limit * HEAD_SHARE)
-        self._tail_limit = limit - self._head_limit
+        self._head_limit = int(kept * HEAD_SHARE)
+        self._tail_limit = kept - self._head_limit
         self._head = b""
         self._tail = bytearray()
 
@@ -65,8 +69,9 @@ class HeadTail:
 class Everything:
     """Keeps every byte: for files, which are wanted whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
         self.total = 0
+        self.limit: int | None = limit
         self._data = bytearray()
 
     def feed(self, data: bytes) -> None:
@@ -82,8 +87,9 @@ class Everything:
 class IntoFile:
     """Writes every byte to a new file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limit: int) -> None:
         self.total = 0
+        self.limit: int | None = limit
         self._path = path
         path.write_bytes(b"")
 
@@ -98,6 +104,7 @@ class Nothing:
     """Takes output that nobody wants."""
 
     total = 0
+    limit: int | None = None
 
     def feed(self, data: bytes) -> None:
         """Drop it."""

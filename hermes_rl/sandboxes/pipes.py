@@ -13,15 +13,24 @@ DRAIN_PAUSE_S = 0.05
 """Between two looks at a pipe whose writer is silent, or whose output nobody wants."""
 
 
+LINE_MAX = 4096
+"""Bytes of one line of a control channel."""
+
+
+def make_fifo(path: Path, how: int, mode: int) -> int:
+    """Make a named pipe and open it without waiting for its other end."""
+    os.mkfifo(path)
+    os.chmod(path, mode)
+    return os.open(path, how | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
 class Pipe:
     """A named pipe that takes a command's output, open for reading on the host."""
 
     def __init__(self, control: Path, name: str) -> None:
         self.name = name
         self.path = control / name
-        os.mkfifo(self.path)
-        os.chmod(self.path, 0o622)
-        self.fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self.fd = make_fifo(self.path, os.O_RDONLY, 0o620)
 
     def shut(self) -> None:
         """Let nobody open it any more: who writes to it holds it already. So no program of the

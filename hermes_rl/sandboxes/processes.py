@@ -101,12 +101,6 @@ def find(pid: int) -> Proc | None:
     return Proc(found.start, pid) if found else None
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP and its like), or gone."""
-    found = _stat(pid)
-    return found is None or found.stopped or found.dead
-
-
 def children(pid: int) -> list[int]:
     """Ids of the direct children, oldest first. Empty for a process that is gone."""
     try:

@@ -146,7 +146,7 @@ def arguments(box: Box, descriptors: Mapping[str, int]) -> list[str]:
     share = ["--share-net"] if box.network else []
     return [
         *("--unshare-all", *share, "--unshare-user", "--disable-userns"),
-        *("--die-with-parent", "--new-session"),
+        *("--die-with-parent", "--new-session", "--as-pid-1"),
         *_root(box.layers),
         *("--proc", "/proc", "--dev", "/dev"),
         *("--size", str(limits.shm_bytes), "--perms", "1777", "--tmpfs", "/dev/shm"),
@@ -233,15 +233,28 @@ def _links() -> tuple[str, ...]:
     return tuple(found)
 
 
-def shell_command(control: str, state: str, tag: str, limits: SandboxLimits) -> list[str]:
-    """The supervisor with its limits: bash sets them on itself, inside the user namespace, where
-    the number of processes counts per sandbox. `tag` names the lease to the reaper."""
-    supervisor = f"{control}/supervisor"
-    return ["bash", "--norc", "--noprofile", supervisor, control, state, *ulimits(limits), tag]
+def command(script: str, limits: SandboxLimits, *arguments: str) -> list[str]:
+    """A command that runs `script` in a bash of its own, process 2 of the sandbox.
+
+    Process 1 is a bash that bounds itself, starts the script and ends with it, and bubblewrap
+    (`--as-pid-1`) waits for it. bubblewrap's own process 1 would be left for the machine's
+    process 1 to wait for, and that of a container may wait for nothing. The limits are set inside
+    the user namespace, where the number of processes counts per sandbox.
+
+    Args:
+        script: a file of the control directory, as the sandbox sees it.
+        arguments: of the script; the last one names the lease to the reaper.
+    """
+    init = f"ulimit {' '.join(ulimits(limits))} || exit 125; {_START_SCRIPT}"
+    return ["bash", "--norc", "--noprofile", "-c", init, script, *arguments]
+
+
+_START_SCRIPT = """trap '' HUP INT QUIT TERM USR1 USR2; . "$0" <&0 & exec <&- >&- 2>&-; wait $!"""
+"""The channel is closed in process 1, so that it ends with the script."""
 
 
 def ulimits(limits: SandboxLimits) -> list[str]:
-    """Pairs of arguments for bash's `ulimit`."""
+    """Arguments of bash's `ulimit`."""
     return [
         *("-u", str(limits.processes), "-v", str(limits.memory_bytes >> 10)),
         *("-f", str(limits.file_bytes >> 10), "-n", str(OPEN_FILES), "-c", "0"),

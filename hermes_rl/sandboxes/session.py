@@ -18,23 +18,27 @@ from typing import Self
 from hermes_rl.errors import SandboxError, SandboxStartError, TaskFault
 from hermes_rl.sandboxes.background import Background
 from hermes_rl.sandboxes.base import MAX_OUTPUT_BYTES, CommandResult, Process, SandboxInfo
-from hermes_rl.sandboxes.files import READ_MAX, UNSAFE, Beneath
+from hermes_rl.sandboxes.files import DOWNLOAD_MAX, READ_MAX, UNSAFE, UNSIZED_MAX, Beneath
 from hermes_rl.sandboxes.output import Everything, HeadTail, IntoFile, Sink
 from hermes_rl.sandboxes.packing import UNPACK, pack_folder
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost
 
 IN_THREAD = 1 << 18
 """Files above this size are read and written in a thread."""
-TRANSFER_S = 600.0
+TRANSFER_S = 120.0
+"""How long a file may take that is read or written inside."""
 _CODES: dict[int, type[OSError]] = {
     61: FileNotFoundError,
     62: IsADirectoryError,
     63: PermissionError,
     64: OSError,
 }
+_UNSIZED = 65
+"""The file has no size, as those of /proc: `UNSIZED_MAX` is its limit."""
 _READ = (
     "p={path}; if [[ -d $p ]]; then exit 62; elif [[ ! -e $p ]]; then exit 61; "
-    'elif [[ ! -f $p ]]; then exit 64; elif [[ ! -r $p ]]; then exit 63; fi; exec cat -- "$p"'
+    "elif [[ ! -f $p ]]; then exit 64; elif [[ ! -r $p ]]; then exit 63; fi; "
+    f'[[ -s $p ]] && exec cat -- "$p"; head -c {UNSIZED_MAX + 1} -- "$p" || exit 64; exit 65'
 )
 _WRITE = (
     "p={path}; if [[ -d $p ]]; then exit 62; elif [[ -e $p && ! -f $p ]]; then exit 64; fi; "
@@ -153,11 +157,11 @@ class ShellSandbox(ABC):
         beneath = self._beneath(path)
         if beneath is not None:
             try:
-                return await _read_all(self._place.files.open_read(beneath))
+                return await _read_all(self._place.files.open_read(beneath), path)
             except OSError as error:
                 if error.errno not in UNSAFE:
                     raise
-        sink = Everything()
+        sink = Everything(READ_MAX)
         await self._inside(_READ, path, sink)
         return sink.value()
 
@@ -203,9 +207,14 @@ class ShellSandbox(ABC):
                 if error.errno not in UNSAFE:
                     raise
             else:
-                await asyncio.to_thread(_copy_out, fd, local)
+                await asyncio.to_thread(_copy_out, fd, remote, local)
                 return
-        await self._inside(_READ, remote, IntoFile(local))
+        sink = IntoFile(local, DOWNLOAD_MAX)
+        try:
+            await self._inside(_READ, remote, sink)
+        except BaseException:
+            local.unlink(missing_ok=True)
+            raise
 
     async def read_left(self, path: str) -> bytes:
         """See `base.Sandbox.read_left`."""
@@ -213,8 +222,7 @@ class ShellSandbox(ABC):
         beneath = self._beneath(path)
         if beneath is None:
             raise OSError(errno.EXDEV, "not below the workspace", path)
-        fd = self._place.files.open_read(beneath)
-        return await _read_all(fd)
+        return await _read_all(self._place.files.open_read(beneath), path)
 
     async def pack_left(self, local: Path) -> None:
         """See `base.Sandbox.pack_left`."""
@@ -252,7 +260,12 @@ class ShellSandbox(ABC):
         whole = posixpath.join(self.workspace, path)
         text = script.format(path=shlex.quote(whole))
         ended = await self._execute("i", encode(text), sink, TRANSFER_S, stdin)
-        if ended.exit_code:
+        limit = UNSIZED_MAX if ended.exit_code == _UNSIZED else sink.limit
+        if limit is not None and sink.total > limit:
+            raise _too_large(path, limit)
+        if ended.timed_out:
+            raise OSError(f"{path}: took longer than {TRANSFER_S:g} s")
+        if ended.exit_code not in (0, _UNSIZED):
             kind = _CODES.get(ended.exit_code, OSError)
             raise kind(f"{path}: {_reason(kind)}")
 
@@ -321,18 +334,31 @@ def _reason(kind: type[OSError]) -> str:
     }.get(kind, "not a regular file, or it could not be read or written")
 
 
-async def _read_all(fd: int) -> bytes:
-    if os.fstat(fd).st_size > READ_MAX:
+def _too_large(path: str, limit: int) -> OSError:
+    more = ": download it instead" if limit == READ_MAX else ""
+    return OSError(f"{path}: more than {limit} bytes{more}")
+
+
+def _bounded_size(fd: int, path: str, limit: int) -> int:
+    """Size of an open file. Closes it and raises OSError when that is above the limit."""
+    size = os.fstat(fd).st_size
+    if size > limit:
         os.close(fd)
-        raise OSError(errno.EFBIG, f"more than {READ_MAX} bytes: download it instead")
-    if os.fstat(fd).st_size <= IN_THREAD:
-        return _read_fd(fd)
-    return await asyncio.to_thread(_read_fd, fd)
+        raise _too_large(path, limit)
+    return size
 
 
-def _read_fd(fd: int) -> bytes:
-    with open(fd, "rb", buffering=0) as file:
-        return file.readall()
+async def _read_all(fd: int, path: str) -> bytes:
+    size = _bounded_size(fd, path, READ_MAX)
+    if size <= IN_THREAD:
+        return _read_fd(fd, size)
+    return await asyncio.to_thread(_read_fd, fd, size)
+
+
+def _read_fd(fd: int, size: int) -> bytes:
+    """What was in the file when it was looked at: its owner may be writing on."""
+    with open(fd, "rb") as file:
+        return file.read(size)
 
 
 async def _write_all(fd: int, data: bytes) -> None:
@@ -351,6 +377,9 @@ def _copy_in(local: Path, fd: int) -> None:
         shutil.copyfileobj(source, target, 1 << 20)
 
 
-def _copy_out(fd: int, local: Path) -> None:
+def _copy_out(fd: int, path: str, local: Path) -> None:
+    left = _bounded_size(fd, path, DOWNLOAD_MAX)
     with open(fd, "rb") as source, open(local, "wb") as target:
-        shutil.copyfileobj(source, target, 1 << 20)
+        while data := source.read(min(left, 1 << 20)):
+            target.write(data)
+            left -= len(data)

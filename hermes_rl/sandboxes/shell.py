@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -26,13 +27,17 @@ from pathlib import Path
 from typing import Literal
 
 from hermes_rl.sandboxes.output import Nothing, Sink
-from hermes_rl.sandboxes.pipes import CHUNK, DRAIN_PAUSE_S, Pipe
+from hermes_rl.sandboxes.pipes import CHUNK, DRAIN_PAUSE_S, LINE_MAX, Pipe
 from hermes_rl.sandboxes.processes import Jobs
 from hermes_rl.sandboxes.watch import Watch
 
 END_S = 10.0
 """How long a killed command may take to be reported before the sandbox is given up."""
+LOOK_S = 2.0
+"""The most of it that one look for a killed command's processes counts."""
 START_S = 30.0
+_COMMAND_ENDED = re.compile(rb"E (\d{1,3}) ([-s0]?)")
+_PROCESS_EVENT = re.compile(rb"([PX]) (\d{1,9}) (\d{1,9})")
 
 Kind = Literal["r", "i"]
 """r: a command of the session; i: a command of the host's own, outside the session."""
@@ -95,9 +100,11 @@ class Shell:
         self._jobs = jobs
         self._loop = asyncio.get_running_loop()
         self._buffer = b""
+        self._messages = b""
         self._turn = asyncio.Lock()
         self._waiter: asyncio.Future[bool] | None = None
         self._answer: tuple[int, bytes] | None = None
+        self._awaited = False
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._ending: asyncio.Task[bool] | None = None
         self._watch: Watch | None = None
@@ -201,7 +208,7 @@ class Shell:
     async def _converse(
         self, kind: Kind, line: bytes, out: str, sink: Sink, timeout_s: float | None
     ) -> Ended:
-        self._answer = None
+        self._answer, self._awaited = None, True
         waiter = self._waiter = self._loop.create_future()
         watch = self._watch = Watch(self._loop, self._pipe, sink, waiter, timeout_s)
         try:
@@ -244,16 +251,18 @@ class Shell:
         """
         waiter = self._waiter = self._loop.create_future()
         watch.resume()
-        deadline = self._loop.time() + END_S
-        pause, gone = 0.002, self._answer is not None
+        waited, pause, gone = 0.0, 0.002, self._answer is not None
         while not (self._answer is not None and gone):
-            if self.lost.is_set() or self._loop.time() > deadline:
+            if self.lost.is_set() or waited > END_S:
                 break
+            began = self._loop.time()
             gone = await asyncio.to_thread(self._jobs.end)
             if self._answer is None and not self.lost.is_set():
                 # Killed a moment ago; or, on a busy machine, not even forked when we looked.
                 await asyncio.wait([waiter], timeout=pause)
                 pause = min(2 * pause, 0.05)
+            # A look that took longer says that we were stopped, and nothing about the sandbox.
+            waited += min(self._loop.time() - began, LOOK_S)
         if self._answer is None or not gone:
             watch.finish()
             return False
@@ -308,28 +317,33 @@ class Shell:
             self.close()
             return
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        for line in lines:
-            self._take(line)
+        try:
+            for line in lines:
+                self._take(line)
+            if len(self._messages) + len(self._buffer) > LINE_MAX:
+                raise ValueError("a line without an end")
+        except ValueError as error:
+            self._buffer = f"not the supervisor on the control channel: {error}".encode()
+            self.close()
 
     def _take(self, line: bytes) -> None:
-        """One line of the supervisor."""
-        words = line.split()
+        """One line of the supervisor. Raises: ValueError for any that it would not write now."""
         if not self._ready.done():
             if line == b"R":
                 self._ready.set_result(None)
-            else:
-                self._buffer = line + b"\n" + self._buffer
-            return
-        kind = words[0] if words else b""
-        if kind == b"E":
-            self._answer = (int(words[1]), words[2] if len(words) > 2 else b"")
+            else:  # what a sandbox that does not start has to say
+                self._messages += line + b"\n"
+        elif self._awaited and (ended := _COMMAND_ENDED.fullmatch(line)):
+            self._answer, self._awaited = (int(ended[1]), ended[2]), False
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(True)
-        elif kind in (b"P", b"X"):
-            self.on_process(kind, int(words[1]), int(words[2]))
+        elif event := _PROCESS_EVENT.fullmatch(line):
+            self.on_process(event[1], int(event[2]), int(event[3]))
+        else:
+            raise ValueError(repr(line[:40]))
 
     def _last_words(self) -> str:
-        return self._buffer.decode("utf-8", "replace").strip()
+        return (self._messages + self._buffer).decode("utf-8", "replace").strip()
 
     def close(self) -> None:
         """Give the supervisor up: every wait ends with ShellLost. Idempotent."""

@@ -94,10 +94,10 @@ class Home:
         raise SandboxStartError(f"cannot lock {self.owners / self.owner}")
 
     def new_box(self) -> Path:
-        """A new folder for one sandbox."""
+        """A new folder for one sandbox, closed to all other users."""
         self._made += 1
         box = self.boxes / f"{self.owner}.{self._made}"
-        box.mkdir(mode=0o711)
+        box.mkdir(mode=0o700)
         return box
 
     def memory_box(self, box: Path) -> Path:

@@ -48,7 +48,9 @@ while IFS=' ' read -r _hx_k _hx_n _hx_in _hx_src _hx_out <&3; do
     wait $!
     _hx_rc=$?
 @STOPPED@
-    IFS= read -r -d '' _hx_now <"$_hx_s/$_hx_out"
+    _hx_now=
+    # A command may have put a pipe there, at which this shell would wait.
+    [[ -f $_hx_s/$_hx_out ]] && IFS= read -r -d '' _hx_now <"$_hx_s/$_hx_out"
     case $_hx_now in
     "$_hx_first#$_hx_number"$'\n') _hx_now=- ;; # as at the start
     *"#$_hx_number"$'\n') _hx_now=s ;;

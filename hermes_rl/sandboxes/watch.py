@@ -12,7 +12,8 @@ QUIET_S = 0.005
 
 
 class Watch:
-    """Reads a command's pipe while it runs, and tells its waiter when the time is up (False)."""
+    """Reads a command's pipe while it runs, and tells its waiter when the time is up, or more was
+    printed than the sink takes (False)."""
 
     def __init__(
         self,
@@ -47,7 +48,12 @@ class Watch:
             self._loop.add_reader(self._pipe.fd, self._read)
 
     def _read(self) -> None:
-        if self._pipe.read_into(self._sink, 16 * CHUNK) is None:
+        more = self._pipe.read_into(self._sink, 16 * CHUNK)
+        if self._sink.limit is not None and self._sink.total > self._sink.limit:
+            self._unread()
+            if not self._waiter.done():
+                self._waiter.set_result(False)
+        elif more is None:
             # No writer, yet or any more: the selector would report that without end.
             self._unread()
             self._loop.call_later(DRAIN_PAUSE_S, self.resume)

@@ -81,7 +81,8 @@ async def no_keys(backend: Bubblewrap) -> None:
         assert canary not in said
         assert "boxes/" not in said
         assert "/.venv/" not in said
-        assert await sh(box, "tr '\\0' '\\n' </proc/1/environ") == "\n[0]"
+        first = await sh(box, "tr '\\0' '\\n' </proc/1/environ")
+        assert first == "LANG=C.UTF-8\nPWD=/workspace\n[0]", first
 
 
 async def no_host_processes(backend: Bubblewrap) -> None:

@@ -1,12 +1,21 @@
-"""An owner of sandboxes that begins while another process cleans up after owners that are gone."""
+"""Who owns the folders of sandboxes: while others clean up, and against other users."""
 
+import asyncio
 import fcntl
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from hermes_rl.sandboxes import warden
+from hermes_rl.sandboxes.base import GradingSpec, SandboxBackend, SandboxSpec
+from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+from hermes_rl.sandboxes.none import Subprocess
 from hermes_rl.sandboxes.slots import Home, lock
+
+STRANGER = 54322
+"""A user id that nobody has."""
 
 
 def test_a_reaper_between_open_and_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +33,47 @@ def test_a_reaper_between_open_and_lock(tmp_path: Path, monkeypatch: pytest.Monk
     os.close(reapers[0])
     assert lock(home.owners / home.owner) is None, "it lives, and is seen to live"
     home.close()
+
+
+@pytest.mark.parametrize("kind", [Bubblewrap, Subprocess])
+async def test_no_other_user_reaches_a_session_or_a_verdict(
+    state: Path, kind: type[Bubblewrap] | type[Subprocess]
+) -> None:
+    """Another user of the machine tries all paths of a sandbox, and of its verifier, that exist."""
+    backend: SandboxBackend = kind(state_dir=state)
+    try:
+        async with await backend.lease(SandboxSpec(lease="mine")) as box:
+            process = await box.start_process("sleep 60")
+            assert_closed([state, Path(warden.memory_folder(str(state)))])
+            await process.kill()
+            verifier = "touch $WORKSPACE/begun; sleep 60; exit 0"
+            grading = asyncio.create_task(box.grade(GradingSpec(verifier, score=True)))
+            while not any(state.glob("boxes/*/grade1/**/begun")):
+                assert not grading.done()
+                await asyncio.sleep(0.01)
+            assert_closed([state])
+            grading.cancel()
+            await asyncio.wait([grading])
+    finally:
+        await backend.aclose()
+
+
+def assert_closed(roots: list[Path]) -> None:
+    """No pipe, and no file of a sandbox, can be opened by others."""
+    paths = [path for root in roots for path in root.rglob("*")]
+    boxes = [path for path in paths if path.parent.name == "boxes" and (path / "ws").exists()]
+    assert [path.stat().st_mode & 0o007 for path in boxes] == [0]
+    pipes = [path for path in paths if path.is_fifo()]
+    assert pipes
+    assert [path for path in pipes if path.stat().st_mode & 0o007] == []
+    inside = [path for path in paths if any(box in path.parents for box in boxes)] + pipes
+    if os.geteuid() == 0:
+        found = subprocess.run(
+            ["setpriv", f"--reuid={STRANGER}", f"--regid={STRANGER}", "--clear-groups", "--"]
+            + ["sh", "-c", 'for p; do test -e "$p" && echo "$p"; done', "sh"]
+            + [str(path) for path in inside],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert found.stdout == ""

@@ -1,0 +1,59 @@
+"""The control channel: what the supervisor does not write ends the session at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from hermes_rl.sandboxes.background import Background
+from hermes_rl.sandboxes.output import HeadTail
+from hermes_rl.sandboxes.pipes import LINE_MAX
+from hermes_rl.sandboxes.processes import Jobs, Look
+from hermes_rl.sandboxes.shell import Shell, ShellLost, ShellPaths
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"x" * (LINE_MAX + 1),
+        b"E\n",
+        b"E zero s\n",
+        b"E " + b"9" * 3000 + b" s\n",
+        b"E 0 s\nE 0 s\n",
+        b"P 1 1\n",
+        b"X 7 0\n",
+        b"\n",
+        b"\xff\0 3 4\n",
+    ],
+)
+async def test_garbage_ends_the_session(tmp_path: Path, garbage: bytes) -> None:
+    """Also when it goes on for ever: nobody reads it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        paths = ShellPaths(tmp_path, "/hx", "/run/hx")
+        shell = Shell(ours, paths, Jobs(lambda: 0, lambda: Look([])))
+        theirs.send(b"R\n")
+        await shell.ready()
+        Background(shell)
+        command = asyncio.ensure_future(shell.execute("r", b"true", HeadTail(100)))
+        await asyncio.sleep(0)  # the command is on its way
+        theirs.setblocking(False)
+        theirs.send(garbage)
+        async with asyncio.timeout(20):
+            await shell.lost.wait()
+        with contextlib.suppress(ShellLost):  # an end that came before the garbage counts
+            await command
+        with pytest.raises(ShellLost, match="control channel"):
+            await shell.execute("r", b"true", HeadTail(100))
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                theirs.send(b"x" * 65536)
+        spent = time.process_time()
+        await asyncio.sleep(0.2)
+        assert time.process_time() - spent < 0.1
+        shell.release()
