@@ -7,11 +7,9 @@ import contextlib
 import json
 import os
 import platform
-import resource
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +21,7 @@ from hermes_rl.sandboxes.disk import Room
 from hermes_rl.sandboxes.hostfolder import HostFolder
 from hermes_rl.sandboxes.privilege import is_host_root
 from hermes_rl.sandboxes.slots import Slot
-from hermes_rl.sandboxes.spawn import Launch, exited, gone, identity, start
+from hermes_rl.sandboxes.spawn import Launch, exited, gone, start
 
 END_S = 10.0
 """How long a bubblewrap may take to end after its process 1."""
@@ -126,16 +124,11 @@ class Inner:
         alive = self._proc is not None and self._proc.alive()
         return processes.children(self.init) if alive else []
 
-    def bound(self, rlimits: Mapping[int, int], uid: int | None) -> None:
-        """Set what the sandbox cannot set itself, whose /proc is read-only: the limits of process
-        1, and that the kernel ends what the supervisor starts first when the machine is short of
-        memory. Raises: OSError."""
+    def expend(self) -> None:
+        """Have the kernel end what the supervisor starts first when the machine is short of memory.
+        A sandbox cannot ask for it itself: its /proc is read-only."""
         with contextlib.suppress(OSError):
             Path(f"/proc/{self.supervisor}/oom_score_adj").write_text("1000")
-        # As its user: root needs CAP_SYS_RESOURCE for it, which containers take away.
-        with identity(uid):
-            for number, most in rlimits.items():
-                resource.prlimit(self.init, number, (most, most))
 
     def end_process(self, inside: int) -> None:
         """End a background process by its id in the sandbox. Blocks."""
@@ -148,17 +141,9 @@ class Inner:
 class Outer:
     """A started bubblewrap."""
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        info: int,
-        rlimits: Mapping[int, int],
-        uid: int | None,
-    ) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], info: int) -> None:
         self.process = process
         self._info = info
-        self._rlimits = rlimits
-        self._uid = uid
         self._inner: Inner | None = None
 
     def inner(self) -> Inner:
@@ -167,7 +152,7 @@ class Outer:
             with open(self._info, "rb") as file:
                 self._info = -1
                 self._inner = Inner(int(json.loads(file.read())["child-pid"]))
-            self._inner.bound(self._rlimits, self._uid)
+            self._inner.expend()
         return self._inner
 
     async def end(self) -> int:
@@ -258,7 +243,7 @@ def launch(binary: str, box: recipe.Box, uid: int | None, stdio: socket.socket) 
             if fd >= 0:
                 os.close(fd)
         stdio.close()
-    return Outer(process, info, recipe.rlimits(box.limits), uid)
+    return Outer(process, info)
 
 
 async def abandon(outer: Outer) -> None:

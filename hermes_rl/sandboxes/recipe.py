@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -155,8 +154,8 @@ def arguments(box: Box, descriptors: Mapping[str, int]) -> list[str]:
         *(("--bind", str(box.workspace), WORKSPACE) if box.workspace is not None else ()),
         *("--ro-bind", str(box.control), CONTROL),
         *box.mounts,
-        # Memory of other processes can be written there: of process 1, which has no limits, and of
-        # a verifier by the programs that it runs.
+        # Memory of other processes can be written there: of a session's shell, and of a verifier by
+        # the programs that it runs.
         *("--remount-ro", "/proc", "--remount-ro", "/dev"),
         *(() if box.layers.lower else ("--remount-ro", "/")),
         *("--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--cap-drop", "ALL"),
@@ -259,17 +258,6 @@ def ulimits(limits: SandboxLimits) -> list[str]:
         *("-u", str(limits.processes), "-v", str(limits.memory_bytes >> 10)),
         *("-f", str(limits.file_bytes >> 10), "-n", str(OPEN_FILES), "-c", "0"),
     ]
-
-
-def rlimits(limits: SandboxLimits) -> dict[int, int]:
-    """The same for process 1, which the host sets: bubblewrap itself knows no limits."""
-    return {
-        resource.RLIMIT_NPROC: limits.processes,
-        resource.RLIMIT_AS: limits.memory_bytes,
-        resource.RLIMIT_FSIZE: limits.file_bytes,
-        resource.RLIMIT_NOFILE: OPEN_FILES,
-        resource.RLIMIT_CORE: 0,
-    }
 
 
 def environment(home: str, extra: Mapping[str, str]) -> dict[str, str]:
