@@ -46,9 +46,8 @@ async def test_no_other_user_reaches_a_session_or_a_verdict(
             process = await box.start_process("sleep 60")
             assert_closed([state, Path(warden.memory_folder(str(state)))])
             await process.kill()
-            verifier = "touch $WORKSPACE/begun; sleep 60; exit 0"
-            grading = asyncio.create_task(box.grade(GradingSpec(verifier, score=True)))
-            while not any(state.glob("boxes/*/grade1/**/begun")):
+            grading = asyncio.create_task(box.grade(GradingSpec("sleep 60", score=True)))
+            while not any(state.glob("boxes/*/grade1/ctl/report")):
                 assert not grading.done()
                 await asyncio.sleep(0.01)
             assert_closed([state])
@@ -61,7 +60,8 @@ async def test_no_other_user_reaches_a_session_or_a_verdict(
 def assert_closed(roots: list[Path]) -> None:
     """No pipe, and no file of a sandbox, can be opened by others."""
     paths = [path for root in roots for path in root.rglob("*")]
-    boxes = [path for path in paths if path.parent.name == "boxes" and (path / "ws").exists()]
+    boxes = [path for path in paths if path.parent.name == "boxes"]
+    boxes = [path for path in boxes if not (path / "supervisor").exists()]
     assert [path.stat().st_mode & 0o007 for path in boxes] == [0]
     pipes = [path for path in paths if path.is_fifo()]
     assert pipes
