@@ -106,6 +106,23 @@ class Buckets:
         waits = (b.wait_s(charge.get(kind, 0.0), now) for kind, b in self.by_kind.items())
         return max(waits, default=0.0)
 
+    def backlog_s(
+        self, requests: int, now: float, refill: Mapping[Kind, float] | None = None
+    ) -> float:
+        """Seconds until so many requests could have started, one after another.
+
+        Args:
+            refill: how fast each bucket fills, where its own rate is not meant.
+        """
+        longest = 0.0
+        for kind in ("requests", "pace"):
+            bucket = self.by_kind.get(kind)
+            missing = requests - bucket.fill(now) if bucket is not None else 0.0
+            if bucket is not None and missing > 1e-9:
+                per_s = bucket.per_s if refill is None else refill.get(kind, 0.0)
+                longest = max(longest, missing / per_s if per_s > 0 else math.inf)
+        return longest
+
     def take(self, charge: Charge) -> None:
         """A request starts."""
         for kind, bucket in self.by_kind.items():

@@ -60,6 +60,12 @@ class Limiter(Protocol):
         where that is not known."""
         ...
 
+    @property
+    def backlog_s(self) -> float:
+        """Seconds until one more request could start behind those that wait, by the request rate
+        that is known; 0 where it could start now or no rate is known."""
+        ...
+
     def slot(self, estimate: Estimate = Estimate()) -> AbstractAsyncContextManager[Slot]:
         """Waits for a slot and holds it."""
         ...
@@ -97,6 +103,11 @@ class InProcessLimiter:
     def answered_at(self) -> float | None:
         """See `Limiter.answered_at`: it knows of no other process."""
         return None
+
+    @property
+    def backlog_s(self) -> float:
+        """See `Limiter.backlog_s`."""
+        return self.buckets.backlog_s(self._queue.waiting + 1, self._clock())
 
     @property
     def in_flight(self) -> int:

@@ -66,6 +66,7 @@ class Share:
         pots: the budgets that there are.
         tick_s: between two reports.
         clock: seconds, monotonic.
+        unix: the time of day, for rests.
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class Share:
         *,
         tick_s: float = TICK_S,
         clock: Callable[[], float] = time.monotonic,
+        unix: Callable[[], float] = time.time,
     ) -> None:
-        self.rests = Rests()
+        self.rests = Rests(unix)
         """Accounts that must rest, here and at the other workers."""
         self._worker, self._line = worker, line
         self._tick_s, self._clock = tick_s, clock

@@ -54,6 +54,12 @@ class SharedLane:
         """See `Limiter.answered_at`."""
         return self._others_answered
 
+    @property
+    def backlog_s(self) -> float:
+        """See `Limiter.backlog_s`: by the worker's part of the rate."""
+        waiting = self._queue.waiting + 1
+        return self._purse.backlog_s(waiting, self._clock(), refill=self._refill)
+
     def slot(self, estimate: Estimate = Estimate()) -> AbstractAsyncContextManager[Slot]:
         """See `Limiter.slot`."""
         return self._queue.slot(estimate)

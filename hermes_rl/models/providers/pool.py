@@ -5,7 +5,9 @@
 
 A refused account rests: 5 minutes after a refused key (401, 403), and for the time that the
 provider names after anything else that speaks against the account (429, no credit): Retry-After,
-else the reset of the limit that is used up, else an hour.
+else the reset of the limit that is used up. Without either, one that is over its rate rests until
+its limiter would let another request start (a second at least), one without credit for an hour.
+Of the accounts that need not rest, those come first whose limiter lets a request start now.
 A refusal for the rate speaks of one model, the others of the whole account. What is nobody's
 account's fault (5xx, 529, a bad request) lets nobody rest. Rests are shared by all workers of a run
 (`hermes_rl.models.limits.rests`).
@@ -30,8 +32,9 @@ Strategy = Literal["fill_first", "round_robin", "random", "least_used"]
 
 AUTH_REST_S = 300.0
 REST_S = 3600.0
+"""Of an account without credit whose provider names no time."""
 LEAST_REST_S = 1.0
-"""Where a provider names no time at all (`Retry-After: 0`, or a date that has passed)."""
+"""A provider may name no time at all (`Retry-After: 0`, or a date that has passed)."""
 
 _OF_THE_ACCOUNT = ("auth", "auth_permanent", "billing")
 _OF_ITS_RATE = ("rate_limit",)
@@ -65,9 +68,17 @@ class KeyPool:
         """See `AccountPool.choose`."""
         left = [self._left_s(account) for account in self.accounts]
         ready = [i for i, seconds in enumerate(left) if seconds <= 0]
-        chosen = self._pick(ready) if ready else self._least_bad(left)
+        chosen = self._ready(ready) if ready else self._least_bad(left)
         self._used[chosen] += 1
         return self.accounts[chosen]
+
+    def _ready(self, ready: Sequence[int]) -> int:
+        """By the strategy, one whose rate lets a request start now; else the one that will first."""
+        if len(ready) == 1:
+            return ready[0]
+        backlog = {i: self.accounts[i].limiter.backlog_s for i in ready}
+        free = [i for i in ready if backlog[i] <= 0]
+        return self._pick(free) if free else min(ready, key=lambda i: backlog[i])
 
     def _least_bad(self, left: Sequence[float]) -> int:
         """The first to be back of those that only rest for their rate: a key that was refused will
@@ -82,7 +93,7 @@ class KeyPool:
         """See `AccountPool.rest`."""
         if isinstance(error, KeyRenewed):
             return True
-        seconds = self._seconds(error)
+        seconds = self._seconds(account, error)
         if seconds:
             of_rate = error.reason in _OF_ITS_RATE
             name = self._rate_of(account) if of_rate else account.name
@@ -93,7 +104,7 @@ class KeyPool:
             return any(self._rests.left_s(a.name) <= 0 for a in others)
         return any(self._left_s(a) <= 0 for a in others)
 
-    def _seconds(self, error: ModelError) -> float:
+    def _seconds(self, account: Account, error: ModelError) -> float:
         """How long an account rests for an error; 0: not at all."""
         if error.reason in ("auth", "auth_permanent"):
             return AUTH_REST_S
@@ -102,7 +113,9 @@ class KeyPool:
             told = error.retry_after_s
             if told is None:
                 told = resets_s(error.rate_limit, self._rests.now())
-            return REST_S if told is None else max(told, LEAST_REST_S)
+            if told is None:
+                told = min(account.limiter.backlog_s, REST_S) if of_rate else REST_S
+            return max(told, LEAST_REST_S)
         return 0.0
 
     def _pick(self, ready: Sequence[int]) -> int:
