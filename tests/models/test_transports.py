@@ -74,6 +74,42 @@ async def test_an_answer_that_ends_with_its_connection(kit, transport):
 
 
 @TRANSPORTS
+async def test_a_server_that_hangs_up_unannounced_after_a_stream_loses_no_call(kit, transport):
+    """As llama.cpp does; the next request comes at once."""
+    events = kit.stream_of({"content": "hi"})
+    lines = "content-type: text/event-stream", "transfer-encoding: chunked"
+    start = "\r\n".join(("HTTP/1.1 200 OK", *lines, "", "")).encode()
+    async with serving(start, b"%x\r\n%b\r\n0\r\n\r\n" % (len(events), events)) as url:
+        client = connect(Endpoint(url, transport=transport))
+        answers = [await client.complete(kit.request(stream=True)) for _ in range(50)]
+        await client.aclose()
+    assert {answer.message.content for answer in answers} == {"hi"}
+
+
+@TRANSPORTS
+async def test_connections_are_kept_for_answers_in_one_piece(kit, transport):
+    ports = set()
+
+    async def handle(reader, writer):
+        ports.add(writer.get_extra_info("peername"))
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while head_of := await reader.readuntil(b"\r\n\r\n"):
+                length = head_of.lower().partition(b"content-length: ")[2].partition(b"\r")[0]
+                await reader.readexactly(int(length))
+                writer.write(head(f"content-length: {len(ANSWER)}") + ANSWER)
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        client = connect(Endpoint(f"http://127.0.0.1:{port}/v1", transport=transport))
+        for _ in range(5):
+            await client.complete(kit.request())
+        await client.aclose()
+    assert len(ports) == 1
+
+
+@TRANSPORTS
 @pytest.mark.parametrize("reply", [b"", b"SSH-2.0-OpenSSH_9.6\r\n\r\n", b"HTTP/1.1 2"])
 async def test_no_http(kit, transport, reply):
     async with serving(reply) as url:

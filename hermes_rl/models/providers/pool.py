@@ -73,7 +73,7 @@ class KeyPool:
         return self.accounts[chosen]
 
     def _ready(self, ready: Sequence[int]) -> int:
-        """By the strategy, one whose rate lets a request start now; else the one that will first."""
+        """By the strategy, one whose rate lets a request start now; else the first to have room."""
         if len(ready) == 1:
             return ready[0]
         backlog = {i: self.accounts[i].limiter.backlog_s for i in ready}

@@ -40,7 +40,8 @@ class HttpTransport:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._host = endpoint.host
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}
+        """Whether connections are used once -> the session."""
 
     @asynccontextmanager
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[Reply]:
@@ -55,15 +56,16 @@ class HttpTransport:
 
     async def aclose(self) -> None:
         """Close all connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        sessions, self._sessions = self._sessions, {}
+        for session in sessions.values():
+            await session.close()
 
     async def _open(
         self, url: str, body: bytes, headers: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
         host, patience = self._host, self._endpoint.timeouts
-        session = self._session or self._connect()
+        once = headers.get("connection") == "close"
+        session = self._sessions.get(once) or self._connect(once)
         data = body if len(body) < _LARGE else io.BytesIO(body)
         try:
             async with asyncio.timeout(patience.first_byte_s):
@@ -85,24 +87,29 @@ class HttpTransport:
         except (aiohttp.ClientError, OSError) as error:
             raise broken(host, _reason(error)) from None
 
-    def _connect(self) -> aiohttp.ClientSession:
-        """Made at the first request: a session belongs to the loop that runs then."""
+    def _connect(self, once: bool) -> aiohttp.ClientSession:
+        """Made at the first request: a session belongs to the loop that runs then.
+
+        Args:
+            once: close connections after one answer, also where the server does not say so.
+        """
         endpoint = self._endpoint
         tls = endpoint.tls()
         connector = aiohttp.TCPConnector(
             limit=endpoint.pool_size,
             ssl=True if tls is None else tls,
-            keepalive_timeout=_IDLE_S["plain" if tls is None else "tls"],
+            force_close=once,
+            keepalive_timeout=None if once else _IDLE_S["plain" if tls is None else "tls"],
         )
         patience = aiohttp.ClientTimeout(total=None, sock_connect=endpoint.timeouts.connect_s)
-        self._session = aiohttp.ClientSession(
+        session = self._sessions[once] = aiohttp.ClientSession(
             connector=connector,
             timeout=patience,
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"User-Agent": "hermes-rl"},
             skip_auto_headers=("Accept-Encoding",),
         )
-        return self._session
+        return session
 
 
 class _HttpReply:
