@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hermes_rl.reasons import Facts as Facts
 from hermes_rl.reasons import Reason as Reason
@@ -133,6 +133,8 @@ class HermesError(Exception):
 
     cause: str = "harness"
     """Key of `CAUSES`; `harness` marks a bug of ours."""
+    result: dict[str, Any] | None = None
+    """Of the `AIAgent` run that it ended."""
 
     def _render_traceback_(self) -> list[str]:
         """What notebooks show: the message says what to do, a traceback would hide it."""
@@ -382,8 +384,7 @@ class Interrupted(HermesError):
 
 
 class StoreError(HermesError):
-    """A run directory is corrupt, foreign, locked, newer or of another configuration. Its cause is
-    not `disk`: free space would not help."""
+    """A run directory is corrupt, foreign, locked, newer or of another configuration."""
 
 
 def cause_of(error: BaseException) -> str:

@@ -14,11 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import msgspec
-
 from hermes_rl import events as ev
 from hermes_rl.agent.assembly import Assembly, Link
 from hermes_rl.agent.control import Control
+from hermes_rl.agent.endings import Ended, accounts_of, error_of
 from hermes_rl.agent.history import continuable, last_answer, sendable, split_system, with_user
 from hermes_rl.agent.hooks import Hooked, Hooks, OnEvent, SessionEnd, SessionStart, Tape, told
 from hermes_rl.agent.parts import AgentParts
@@ -28,11 +27,10 @@ from hermes_rl.agent.prompt import system_prompt
 from hermes_rl.agent.run import run_agent
 from hermes_rl.agent.session import Session, common_length, open_session
 from hermes_rl.doors import Home
-from hermes_rl.errors import Interrupted, UserError
+from hermes_rl.errors import HermesError, Interrupted, UserError, end_reason_of
 from hermes_rl.messages import Message, conversation_from_openai, to_openai, with_unique_ids
 from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.tools.toolsets import DEFAULT_TOOLSETS, resolve
-from hermes_rl.trajectory import fold
 
 INTERACTIVE_TURNS = 90
 
@@ -55,8 +53,10 @@ class AIAgent:
         session: where the conversation is kept between agents: a name, a `Path` of a file, or an
             object with `session_id`, `load`, `append` and `close`. The system prompt is not kept.
         hooks: callbacks before and after model calls and tools; see `Hooks`.
+        allow_unsandboxed: needed for the sandbox `none`, which runs commands as you.
 
-    Raises: UserError for an unknown toolset or preset, or a session that cannot be used.
+    Raises: UserError for an unknown toolset or preset, a session that cannot be used, or the
+        sandbox `none` that was not allowed.
     """
 
     assembly: ClassVar[Assembly | None] = None
@@ -75,7 +75,13 @@ class AIAgent:
         on_delta: Callable[[str], None] | None = None,
         session: str | Path | Session | None = None,
         hooks: Hooks | None = None,
+        allow_unsandboxed: bool = False,
     ) -> None:
+        if getattr(sandbox, "name", sandbox) == "none" and not allow_unsandboxed:
+            raise UserError(
+                "sandbox 'none' runs the model's commands as you, on this machine. "
+                "Use the default sandbox, or pass allow_unsandboxed=True"
+            )
         self.model, self.sandbox = model, sandbox
         self.toolsets = tuple(toolsets)
         self.session_id = uuid.uuid4().hex
@@ -100,9 +106,13 @@ class AIAgent:
     def chat(self, message: str) -> str:
         """Say something and get the answer; the conversation goes on from call to call.
 
-        Raises: as `run_conversation`.
+        Raises: as `run_conversation`; also the error that ended the run after its first request,
+            whose `result` is what `run_conversation` would have returned.
         """
-        return str(self.run_conversation(message)["final_response"] or "")
+        result, error = self._home.run(self._converse(message, None, None, None))
+        if error is not None:
+            raise error
+        return str(result["final_response"] or "")
 
     def run_conversation(
         self,
@@ -118,14 +128,17 @@ class AIAgent:
             conversation_history: OpenAI messages to go on from instead of the agent's own; `[]`
                 starts anew.
 
-        Returns: final_response, messages, completed, end_reason, usage, calls, cost_usd, model,
-            session_id, task_id.
+        Returns: final_response, messages, completed, end_reason, error, usage, calls, cost_usd,
+            model, session_id, task_id. An error after the first request is an ending too: `error`
+            then has its class, reason, cause and message, and the conversation keeps the turns
+            that the model took.
 
-        Raises: ModelError, SandboxError, Stalled, UserError. The conversation then stays as it was.
+        Raises: UserError, SandboxError and the like before the first request.
         """
-        return self._home.run(
+        result, _ = self._home.run(
             self._converse(user_message, system_message, conversation_history, task_id)
         )
+        return result
 
     async def run(
         self,
@@ -135,9 +148,10 @@ class AIAgent:
         task_id: str | None = None,
     ) -> dict[str, Any]:
         """See `run_conversation`; cancelling it ends the run at once."""
-        return await self._home.arun(
+        result, _ = await self._home.arun(
             self._converse(user_message, system_message, conversation_history, task_id)
         )
+        return result
 
     def interrupt(self, message: str | None = None) -> None:
         """End the running run now, from any thread; with a message, go on with that instead.
@@ -184,7 +198,8 @@ class AIAgent:
         system: str | None,
         history: Sequence[Mapping[str, Any]] | None,
         task_id: str | None,
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], HermesError | None]:
+        """The result of a run, and the error that ended it."""
         if self._running:
             raise UserError("this agent is already running; interrupt it, steer it, or wait")
         if not isinstance(text, str) or not isinstance(system, str | None):
@@ -203,7 +218,9 @@ class AIAgent:
         finally:
             self._running = False
 
-    async def _until_done(self, text: str, task_id: str) -> dict[str, Any]:
+    async def _until_done(
+        self, text: str, task_id: str
+    ) -> tuple[dict[str, Any], HermesError | None]:
         """Run; after an interrupt with a message, run on with that."""
         link = await self._open()
         await self._begin_session(link)
@@ -211,33 +228,46 @@ class AIAgent:
         tape.events.append(self._begun(link, text, task_id))
         while True:
             first, prompt = len(tape.events), with_user(self._history, text)
-            end_reason, said = await self._run_once(link, tape, prompt, task_id)
-            added = [e for e in tape.events[first:] if isinstance(e, ev.MessageAdded)]
-            messages = [e.message for e in added]
-            self._history = continuable(messages)
-            ended, self._control = self._control, Control()
-            for hint in ended.take_steers():
+            try:
+                ended = await self._run_once(link, tape, prompt, task_id)
+            except BaseException:  # cancelled, or a bug: what was paid for is kept all the same
+                self._remember(tape.events[first:], failed=True)
+                await asyncio.to_thread(self._save, "error")
+                raise
+            messages = self._remember(tape.events[first:], failed=ended.error is not None)
+            control, self._control = self._control, Control()
+            for hint in control.take_steers():
                 self._control.steer(hint)
-            if end_reason != "interrupted" or ended.message is None:
+            if ended.end_reason != "interrupted" or control.message is None:
                 break
-            text = ended.message
-        self._ended = end_reason
-        await asyncio.to_thread(self._save, end_reason)
-        return {
-            "final_response": said,
+            text = control.message
+        self._ended = ended.end_reason
+        await asyncio.to_thread(self._save, ended.end_reason)
+        result = {
+            "final_response": ended.final_response,
             "messages": [to_openai(m, details=True) for m in messages],
-            "completed": end_reason == "answered",
-            "end_reason": end_reason,
-            **_books(tape, end_reason),
+            "completed": ended.end_reason == "answered",
+            "end_reason": ended.end_reason,
+            "error": None if ended.error is None else error_of(ended.error),
+            **accounts_of(tape.events, ended),
             "model": link.model,
             "session_id": self.session_id,
             "task_id": task_id,
         }
+        if ended.error is not None:
+            ended.error.result = result
+        return result, ended.error
 
-    async def _run_once(
-        self, link: Link, tape: Tape, prompt: list[Message], task_id: str
-    ) -> tuple[str, str | None]:
-        """The end_reason and the answer."""
+    def _remember(self, events: Sequence[ev.Event], *, failed: bool) -> list[Message]:
+        """Take a run's messages over into the conversation, and return them. Of a failed run only
+        where the model took a turn: else the user may send the same message again."""
+        added = [event for event in events if isinstance(event, ev.MessageAdded)]
+        messages = [event.message for event in added]
+        if not failed or any(event.turn and not event.synthetic for event in added):
+            self._history = continuable(messages)
+        return messages
+
+    async def _run_once(self, link: Link, tape: Tape, prompt: list[Message], task_id: str) -> Ended:
         first = len(tape.events)
         hooked = Hooked(self.hooks, self.session_id, task_id)
         parts = AgentParts(
@@ -256,8 +286,12 @@ class AIAgent:
         try:
             result = await run_agent(parts, prompt, self._control)
         except Interrupted:
-            return "interrupted", last_answer(tape.events[first:])
-        return result.end_reason, result.final_response
+            return Ended("interrupted", last_answer(tape.events[first:]))
+        except HermesError as error:
+            if not any(isinstance(event, ev.CallStarted) for event in tape.events):
+                raise
+            return Ended(end_reason_of(error.cause), last_answer(tape.events[first:]), error)
+        return Ended(result.end_reason, result.final_response)
 
     async def _open(self) -> Link:
         if self.assembly is None:
@@ -289,7 +323,10 @@ class AIAgent:
         if self._session is None:
             return
         try:
-            kept = common_length(self._session.load(), self._history)
+            before = self._session.load()
+            if before == self._history:
+                return
+            kept = common_length(before, self._history)
             self._session.append(kept, self._history[kept:], end_reason)
         except Exception:  # also of a session that is not ours: the answer is paid for
             _log.exception("the conversation could not be saved")
@@ -334,12 +371,3 @@ class AIAgent:
             toolsets=self.toolsets,
             sampling=self._policy.complete(link.sampling).as_dict(),
         )
-
-
-def _books(tape: Tape, end_reason: str) -> dict[str, Any]:
-    """Usage, calls and cost, made by the same fold as the rows of a run."""
-    cause = end_reason if end_reason == "interrupted" else None
-    ended = ev.Ended(finished_at=time.time(), end_reason=end_reason, cause=cause)
-    row = fold([*tape.events, ended])
-    usage, calls = msgspec.to_builtins(row.usage), msgspec.to_builtins(row.calls)
-    return {"usage": usage, "calls": calls, "cost_usd": row.cost_usd}

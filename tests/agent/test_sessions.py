@@ -42,13 +42,28 @@ def server() -> Iterator[FakeServer]:
 def make(server: FakeServer) -> Make:
     def agent(key: str = "right", **more: Any) -> AIAgent:
         model = ModelConfig(name="echo", base_url=server.base_url, api_key=key)
-        return AIAgent(model, sandbox="none", **more)
+        return AIAgent(model, sandbox="none", allow_unsandboxed=True, **more)
 
     return agent
 
 
 def say(*steps: Any) -> str:
     return "Do it.\nSCRIPT: " + json.dumps(list(steps))
+
+
+def test_a_session_keeps_the_turns_of_a_run_that_an_error_ended(make: Make, tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    steps = {"run": "echo a"}, [{"fault": "billing"}, "Yes."]
+    with make(session=path) as agent:
+        ended = agent.run_conversation(say(*steps))
+        assert ended["error"]["class"] == "BillingError"
+    with make(session=path) as agent:
+        result = agent.run_conversation("SCRIPT is off")
+    assert [m["role"][0] for m in result["messages"]] == list("suatua")
+    lines = len(path.read_text().splitlines())
+    with make(key="wrong", session=path) as agent, pytest.raises(AuthError):
+        agent.chat("Nothing of this is kept.")
+    assert len(path.read_text().splitlines()) == lines
 
 
 def test_hooks_see_a_run(make: Make) -> None:
@@ -122,10 +137,12 @@ def picky(server: FakeServer) -> ModelConfig:
 
 def test_a_conversation_goes_on_from_its_messages_with_signed_thinking(picky: ModelConfig) -> None:
     step = {"run": "echo kept", "reasoning": "I look first.", "details": [THOUGHT]}
-    with AIAgent(picky, sandbox="none") as agent:
+    with AIAgent(picky, sandbox="none", allow_unsandboxed=True) as agent:
         first = agent.run_conversation(say(step, "Done.", "More."))
     sent: list[Any] = []
-    with AIAgent(picky, sandbox="none", hooks=Hooks(pre_llm_call=sent.append)) as agent:
+    with AIAgent(
+        picky, sandbox="none", allow_unsandboxed=True, hooks=Hooks(pre_llm_call=sent.append)
+    ) as agent:
         again = agent.run_conversation("And?", conversation_history=first["messages"])
     assert again["final_response"] == "More."
     (asked,) = sent
@@ -147,13 +164,15 @@ def test_a_history_with_one_id_twice_is_taken_by_a_strict_provider(
         {"role": "tool", "tool_call_id": "call_0", "content": "out"},
     ]
     history = [{"role": "user", "content": say("a", "b", "Fine.")}, *turn, *turn]
-    with AIAgent(picky, sandbox="none") as agent:
+    with AIAgent(picky, sandbox="none", allow_unsandboxed=True) as agent:
         result = agent.run_conversation("And?", conversation_history=history)
     assert result["final_response"] == "Fine."
     session = FileSession(tmp_path / "s.jsonl")
     session.append(0, [from_openai(form) for form in history], "answered")
     session.close()
-    with AIAgent(picky, sandbox="none", session=tmp_path / "s.jsonl") as agent:
+    with AIAgent(
+        picky, sandbox="none", allow_unsandboxed=True, session=tmp_path / "s.jsonl"
+    ) as agent:
         assert agent.chat("And?") == "Fine."
 
 

@@ -342,7 +342,7 @@ def test_the_agent_in_python_has_a_command_too(tmp_path: Path) -> None:
         server = FakeServer(FakeConfig(key="token-1"))
         home.run(server.__aenter__())
         model = ModelConfig(name="echo", base_url=server.base_url, key_command=f"cat {file}")
-        with AIAgent(model, sandbox="none", toolsets=()) as agent:
+        with AIAgent(model, sandbox="none", allow_unsandboxed=True, toolsets=()) as agent:
             assert agent.chat('Hi.\nSCRIPT: ["yes"]') == "yes"
             file.write_text("token-2")
             server.config = replace(server.config, key="token-2")
