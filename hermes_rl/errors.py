@@ -133,8 +133,7 @@ class HermesError(Exception):
 
     cause: str = "harness"
     """Key of `CAUSES`; `harness` marks a bug of ours."""
-    result: dict[str, Any] | None = None
-    """Of the `AIAgent` run that it ended."""
+    result: dict[str, Any] | None = None  # of the `AIAgent` run that it ended
 
     def _render_traceback_(self) -> list[str]:
         """What notebooks show: the message says what to do, a traceback would hide it."""

@@ -2,18 +2,22 @@
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from hermes_rl.agent.agent import AIAgent
+from hermes_rl.agent.assembly import Assembly
 from hermes_rl.agent.control import Control
 from hermes_rl.agent.hooks import Tape
+from hermes_rl.agent.parts import Caller
 from hermes_rl.agent.policy import PRESETS, Limits
 from hermes_rl.agent.run import AgentParts, AgentResult, run_agent
+from hermes_rl.doors import Home
 from hermes_rl.events import AttemptKey, Begun, CallEnded, CallStarted, Ended, Event, MessageAdded
 from hermes_rl.messages import Message, UserMessage
 from hermes_rl.models.base import ModelClient, Sampling
@@ -22,6 +26,7 @@ from hermes_rl.models.calls.route import Route
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.limits.limiter import InProcessLimiter
+from hermes_rl.ports import Recorder
 from hermes_rl.record import Trajectory
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
 from hermes_rl.sandboxes.none import Subprocess
@@ -160,3 +165,62 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
         stack.push_async_callback(backend.aclose)
         sandbox = await stack.enter_async_context(await backend.lease(SandboxSpec(lease="test")))
         yield Rig(server, client, sandbox, resolve(["terminal", "file"]))
+
+
+class Linked:
+    """A link to the fake server."""
+
+    api_mode = "chat_completions"
+    sampling = Sampling()
+
+    def __init__(self, model: str, client: ModelClient, log: list[str]) -> None:
+        self.model, self.client, self.log = model, client, log
+        self.endpoint = client.endpoint
+
+    def caller(self, recorder: Recorder) -> Caller:
+        return ModelCaller([Route.single("", self.client, InProcessLimiter(8))], recorder)
+
+    async def aclose(self) -> None:
+        await self.client.aclose()
+        self.log.append("link closed")
+
+
+class Assembled:
+    """Makes links to one server, and shells without a sandbox."""
+
+    def __init__(self, base_url: str, folder: Path) -> None:
+        self.base_url, self.backend = base_url, Subprocess(state_dir=folder)
+        self.log: list[str] = []
+
+    async def connect(self, model: object) -> Linked:
+        self.log.append(f"connect {model}")
+        return Linked(str(model), connect(Endpoint(self.base_url)), self.log)
+
+    async def lease(self, sandbox: object) -> Sandbox:
+        self.log.append(f"lease {sandbox}")
+        return await self.backend.lease(SandboxSpec(lease="agent-test"))
+
+
+@pytest.fixture
+def home() -> Iterator[Home]:
+    """A loop in another thread: the fake server lives there."""
+    with Home() as home:
+        yield home
+
+
+@pytest.fixture
+def assembled(home: Home, tmp_path: Path) -> Iterator[Assembled]:
+    server = FakeServer()
+    home.run(server.__aenter__())
+    assembled = Assembled(server.base_url, tmp_path)
+    yield assembled
+    home.run(assembled.backend.aclose())
+    home.run(server.aclose())
+
+
+@pytest.fixture
+def agent_class(assembled: Assembled) -> type[AIAgent]:
+    class Bound(AIAgent):
+        assembly: ClassVar[Assembly | None] = assembled
+
+    return Bound
