@@ -117,14 +117,14 @@ class _Scored:
     closed: Closed
 
     async def score(self, ready: Ready) -> bool:
-        """Score one and write its row. One that could not be scored has a row for what was paid:
-        it stays due. False when no other could be scored either."""
+        """Score one and write its row. One that could not be scored has a row that says why, and
+        stays due; no row when nothing was asked. False when no other could be scored either."""
         cut = make_group(ready.gathered, Scoring(by="score_group", error=CUT))
         question = self.book.ask(Derived(groups=(cut,)))
         scoring = await self.scores.score(ready, question)
         row = make_group(ready.gathered, scoring)
-        told = scoring.error is None or scoring.calls
-        await self.book.add(Derived(groups=(row,)) if told else None, question)
+        asked = scoring.stop is None or scoring.calls
+        await self.book.add(Derived(groups=(row,)) if asked else None, question)
         if scoring.error is None:
             self.closed.written += 1
         elif self.closed.stop is None and (scoring.stop is not None or not self.closed.why):

@@ -156,13 +156,16 @@ def new(
 
     Example: hermes-rl env new word_count
     """
+    from importlib.util import find_spec
+
     from hermes_rl.rl.template import write_environment
 
     made = write_environment(name, folder)
     where = os.path.relpath(made)
     typer.echo(f"wrote {where}")
     typer.echo(f"try it:  hermes-rl env process {where} --model oracle --limit 4")
-    typer.echo(f"test it: python -m pytest {where}")
+    first = "" if find_spec("pytest") else "pip install pytest && "
+    typer.echo(f"test it: {first}python -m pytest {where}")
     return ExitCode.DONE
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hermes_rl.errors import UserError
 from hermes_rl.export.base import ExportOptions, Format
-from hermes_rl.export.formats import format_named
+from hermes_rl.export.formats import FORMATS, format_named
 from hermes_rl.export.losses import LEFT_OUT, Losses, Report
 from hermes_rl.export.source import Source
 from hermes_rl.export.writing import JsonLines, ParquetRows, RowWriter, whole_file
@@ -30,8 +30,8 @@ def export_run(
         options: which rollouts and samples.
 
     Returns what was written, left out and lost.
-    Raises: UserError for an unknown format, a place that cannot be written, and when there is
-        nothing to write: a file that stands there stays then; DiskFull.
+    Raises: UserError for an unknown format, a place that cannot be written, an option that changes
+        nothing, and when there is nothing to write: an existing file is kept then; DiskFull.
     """
     form = format_named(to)
     path = Path(out) if out is not None else Path(run) / "exports" / f"{to}{form.suffix}"
@@ -40,6 +40,8 @@ def export_run(
     _spare(Path(run), path)
     losses = Losses(form.holds)
     source = Source(load_run(run), form, options or ExportOptions(), losses)
+    if source.options.allow_retokenized and (why := _no_use(source, form, str(run))):
+        raise UserError(f"--allow-retokenized changes nothing: {why}")
     with whole_file(path) as temporary:
         writer = _writer(form, source, temporary)
         for row in form.rows(source):
@@ -56,6 +58,19 @@ def _spare(run: Path, path: Path) -> None:
     own = {*TABLES, "journal", "commits", "epochs", "tmp"}
     if any(path.resolve().is_relative_to((run / name).resolve()) for name in own):
         raise UserError(f"{path} is within the run itself. Choose another --out")
+
+
+def _no_use(source: Source, form: Format, run: str) -> str | None:
+    """Why there is nothing that `allow_retokenized` could add; None when there may be."""
+    if not form.rl:
+        rl = ", ".join(name for name in FORMATS if format_named(name).rl)
+        return f"{form.name} leaves no such tokens out. Drop it, or choose {rl}"
+    if not source.has_segments:
+        return (
+            f"{run} has no table segments, so no tokens at all. They are recorded while a run is"
+            " made (docs/exact-tokens.md) or come with `hermes-rl import --from atropos`"
+        )
+    return None
 
 
 def _nothing(losses: Losses, run: str, to: str) -> str:

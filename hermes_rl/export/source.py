@@ -86,6 +86,11 @@ class Source:
         self.scores = Scores.of(run, self._facts() if format.rl else (), options.advantage)
         losses.leave_out("judged_later", self.scores.elsewhere if format.rl else 0)
 
+    @property
+    def has_segments(self) -> bool:
+        """Whether the run has any row of table `segments`."""
+        return bool(self._parts["segments"] or self._pending["segments"])
+
     def rollouts(self) -> Iterator[dict[str, Any]]:
         """Rows of `trajectories` that pass the filters, JSON decoded."""
         for stem in self._stems():

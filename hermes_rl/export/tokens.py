@@ -72,10 +72,12 @@ def refusal(item: TokenItem, *, rl: bool, retokenized: bool) -> str | None:
     segment = item.segment
     if broken(segment):
         return "broken"
+    if segment["exclude_reason"] in _THROWN_AWAY:
+        return "thrown_away"
     if not any(segment["loss_mask"]):
         return "nothing_to_train"
     if not rl:
-        return "thrown_away" if segment["exclude_reason"] in _THROWN_AWAY else None
+        return None
     if segment["token_source"] == "retokenized":
         return None if retokenized else "retokenized"
     if not segment["trainable"]:
@@ -131,7 +133,7 @@ def answers_of(segments: Iterable[Mapping[str, Any]]) -> dict[str, Answer]:
         if segment["token_source"] == "retokenized" or broken(segment):
             continue
         for call_id, run in zip(segment["call_ids"], runs_of(segment), strict=True):
-            if run.trained or call_id not in found:
+            if run.own or call_id not in found:
                 found[call_id] = Answer(segment, run.start, run.end)
     return found
 

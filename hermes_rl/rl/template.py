@@ -104,7 +104,7 @@ Written by `hermes-rl env new`; change it.
     hermes-rl env process ${name} --model oracle --limit 8      # plays the solution: reward 1
     hermes-rl env process ${name} --model noop --limit 8        # does nothing: reward 0
     hermes-rl env evaluate ${name} --config ${name}/config.yaml --model MODEL --base-url URL
-    python -m pytest ${name}
+    python -m pytest ${name}                                    # pip install pytest
 
 | file | what it holds |
 |---|---|
@@ -116,7 +116,6 @@ Written by `hermes-rl env new`; change it.
 _TEST = '''\
 """What must hold of every environment; change it along with the tasks."""
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -131,10 +130,9 @@ def test_the_solution_gets_1_and_doing_nothing_0(model: str, reward: float) -> N
     assert rewards_of(HERE, model, tasks=3) == [reward] * 3
 
 
-def test_the_same_seed_gives_the_same_tasks_and_no_two_alike() -> None:
+def test_the_same_seed_gives_the_same_tasks_and_eval_has_others() -> None:
     once, again = first_tasks(HERE, 50), first_tasks(HERE, 50)
     assert once == again
-    assert all(a != b for a, b in itertools.combinations(once, 2))
     assert not set(map(str, once)) & set(map(str, first_tasks(HERE, 50, split="eval")))
 '''
 

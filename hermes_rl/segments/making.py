@@ -114,7 +114,8 @@ class _Maker:
             version = version_number(call.policy_version)
             columns.calls.append(stretch.node)
             columns.starts.append(len(columns.ids))
-            columns.extend(ids, turn, version, sampled=True, loss=stretch.node in own)
+            loss = stretch.node in own and call.aside != "aborted"
+            columns.extend(ids, turn, version, sampled=True, loss=loss)
             _add_logprobs(columns, stretch, added)
         return columns
 

@@ -41,17 +41,17 @@ def _faults(segments: Sequence[Segment], graph: TokenGraph, calls: Calls) -> Ite
     for row in rows:
         yield from (f"branch {row['branch_index']}: {fault}" for fault in row_faults(row))
     yield from rollout_faults(rows)
-    trained: set[str] = set()
+    found: set[str] = set()
     for segment, row in zip(segments, rows, strict=True):
         packed = pack_ids(segment.input_ids)
         for place, (call_id, run) in enumerate(zip(segment.call_ids, runs_of(row), strict=True)):
-            if run.trained:
-                trained.add(call_id)
+            if run.own:
+                found.add(call_id)
                 yield from _answer_faults(segment, packed, run, call_id, graph)
             if (number := graph.index(call_id)) is not None:
                 added = graph.nodes[number].added
                 yield from _fact_faults(segment, place, run, calls[call_id], added)
-    missing = [n.added.call_id for n in graph.nodes if n.added.call_id not in trained]
+    missing = [n.added.call_id for n in graph.nodes if n.added.call_id not in found]
     yield from (f"call {call_id} is in no branch" for call_id in missing)
 
 

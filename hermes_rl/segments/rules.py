@@ -29,15 +29,19 @@ class Run(NamedTuple):
     start: int
     end: int
     trained: bool
+    own: bool
+    """The answer belongs to this row: it is trained here, or aborted and so trained nowhere."""
 
 
 def runs_of(row: Row) -> list[Run]:
     """The answers in a sound row, one per call, in the order of `call_ids`."""
     marks, loss, starts = bytes(row["sampled_mask"]), row["loss_mask"], row["call_starts"]
+    aborted = row["exclude_reason"] == "aborted"
     found: list[Run] = []
     for start, after in zip(starts, [*starts[1:], len(marks)], strict=True):
         end = marks.find(0, start, after)
-        found.append(Run(start, after if end < 0 else end, loss[start]))
+        own = loss[start] or (aborted and start == starts[-1])
+        found.append(Run(start, after if end < 0 else end, loss[start], own))
     return found
 
 
@@ -138,10 +142,10 @@ def rollout_faults(rows: Sequence[Row]) -> Iterator[str]:
         return
     if any(row["n_branches"] != len(rows) for row in rows):
         yield f"n_branches is not {len(rows)} in each of them"
-    trained = Counter(call for row in rows for call, run in _calls(row) if run.trained)
+    own = Counter(call for row in rows for call, run in _calls(row) if run.own)
     seen = {call for row in rows for call in row["call_ids"]}
-    yield from (f"call {c} is trained {n} times" for c, n in trained.items() if n > 1)
-    yield from (f"call {c} is trained in no branch" for c in sorted(seen - set(trained)))
+    yield from (f"call {c} is trained {n} times" for c, n in own.items() if n > 1)
+    yield from (f"call {c} is trained in no branch" for c in sorted(seen - set(own)))
     for row in rows:
         yield from _sharing_faults(row, by_number)
 
@@ -153,7 +157,7 @@ def _calls(row: Row) -> Iterator[tuple[str, Run]]:
 def _sharing_faults(row: Row, by_number: Mapping[int, Row]) -> Iterator[str]:
     """A branch shares its beginning with its parent: all that it does not train itself."""
     number, parent = row["branch_index"], row["parent_branch"]
-    shared = max((run.end for run in runs_of(row) if not run.trained), default=0)
+    shared = max((run.end for run in runs_of(row) if not run.own), default=0)
     if parent is None:
         if shared:
             yield f"branch {number} has sampled tokens of another, but no parent"
@@ -173,7 +177,7 @@ def book_faults(rows: Sequence[Row], calls: Sequence[Row]) -> Iterator[str]:
     billed = {call["call_id"]: call for call in calls}
     for row in rows:
         for call_id, run in _calls(row):
-            if not run.trained:
+            if not run.own:
                 continue
             call = billed.get(call_id)
             if call is None:

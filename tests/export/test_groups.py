@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import datasets
 import msgspec
 import pyarrow.parquet as pq
 import pytest
@@ -194,6 +196,42 @@ def test_no_member_is_sent_alone_for_want_of_the_others_tokens(name: str, tmp_pa
     report = export_run(told.write(tmp_path / "run", made), name)
     assert report.trained == 2
     assert report.left_out == {"small_group": 1, "retokenized": 1}
+
+
+def test_the_recipe_of_the_training_page_takes_one_branch_of_each_rollout(tmp_path: Path) -> None:
+    """In proportion to its trained tokens, so that over the epochs none of them is dropped."""
+    page = Path(__file__).parents[2] / "docs/training.md"
+    (code,) = re.findall(r"```python\n(import random\n.*?)```", page.read_text(), re.DOTALL)
+    recipe: dict[str, Any] = {}
+    exec(code, recipe)
+    made = []
+    for number in range(2):
+        forked = {"n_branches": 2, "parent_branch": 0, "branch_kind": "fork"}
+        later = told.segment(number, [1, 5, 2, 2, 2, 3], [2, 3, 4], branch_index=1, **forked)
+        segments = [told.segment(number, [1, 2], [1], n_branches=2), later]
+        made.append(told.finished(number, told.quoted(), segments=segments))
+    report = export_run(told.write(tmp_path / "run", made), "trl-grpo")
+    data = datasets.Dataset.from_parquet(str(report.out), cache_dir=str(tmp_path / "cache"))
+    drawn = [recipe["one_branch_each"](data, seed) for seed in range(200)]
+    assert all(len(set(rows["trajectory_id"])) == len(rows) == 2 for rows in drawn)
+    later_share = sum(sum(rows["branch_index"]) for rows in drawn) / 400
+    assert later_share == pytest.approx(3 / 4, abs=0.08)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("trl-grpo", "has no table segments, so no tokens at all"),
+        ("trl", "trl leaves no such tokens out. Drop it, or choose "),
+        ("trl-tokens", "trl-tokens leaves no such tokens out"),
+    ],
+)
+def test_allow_retokenized_is_refused_where_it_changes_nothing(
+    name: str, why: str, tmp_path: Path
+) -> None:
+    run = told.write(tmp_path / "run", [told.finished(0, told.simple())])
+    with pytest.raises(UserError, match=f"^--allow-retokenized changes nothing: .*{why}"):
+        export_run(run, name, options=ExportOptions(allow_retokenized=True))
 
 
 @pytest.mark.parametrize("name", RL)

@@ -45,6 +45,42 @@ def test_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             write_environment(taken, tmp_path)
 
 
+def test_it_says_how_to_get_pytest_where_it_is_not_installed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["env", "new", "letter_hunt", "--in", str(tmp_path)]) == 0
+    assert "test it: python -m pytest " in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "pytest", None)
+    assert main(["env", "new", "other_hunt", "--in", str(tmp_path)]) == 0
+    assert "test it: pip install pytest && python -m pytest " in capsys.readouterr().out
+
+
+REPEATS = """
+import itertools
+from hermes_rl.rl import EnvConfig, Environment, make_task
+
+class Repeats(Environment[EnvConfig]):
+    name, endless = "repeats", True
+    def tasks(self, split, seed):
+        for n in itertools.count():
+            yield make_task(f"{split} {n % 4}", id=f"{split}-{n % 4}", oracle="touch done")
+    async def compute_reward(self, task, trajectory, ctx):
+        try:
+            await ctx.grading.read_file("done")
+        except OSError:
+            return 0.0
+        return 1.0
+"""
+
+
+@pytest.mark.slow
+def test_its_test_allows_a_stream_that_repeats_its_tasks(tmp_path: Path) -> None:
+    package = write_environment("repeats", tmp_path)
+    (package / "environment.py").write_text(REPEATS)
+    tested = python("-m", "pytest", "-q", str(package), cwd=tmp_path)
+    assert "3 passed" in tested.stdout, tested.stdout[-2000:]
+
+
 @pytest.mark.slow
 def test_it_passes_its_own_test_and_runs_as_a_module(tmp_path: Path) -> None:
     package = write_environment("letter_hunt", tmp_path)

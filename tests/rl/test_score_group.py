@@ -96,7 +96,7 @@ def test_parts_and_metrics_that_score_group_gives_stand_in_the_groups_row(
     assert kept["scored_by"] == "compute_reward"
 
 
-def test_a_group_that_cannot_be_scored_waits_for_the_next_start(
+def test_a_group_that_cannot_be_scored_says_why_and_waits_for_the_next_start(
     tmp_path: Path, write_env: Callable[..., Written]
 ) -> None:
     flag = tmp_path / "mended"
@@ -107,17 +107,23 @@ def test_a_group_that_cannot_be_scored_waits_for_the_next_start(
         return 1.0
 
     async def score_group(self, task, members, ctx):
-        if task.id == "t1" and not Path({str(flag)!r}).exists():
-            raise CannotJudge("the judge is away")
+        if task.id != "t1" and not Path({str(flag)!r}).exists():
+            raise ValueError("the judge is away") if task.id == "t0" else CannotJudge("not now")
         return None
 """
     )
     env = write_env(body, head="from pathlib import Path").path
     run_batch(settings(env, tmp_path / "run"))
-    assert sorted(load_run(tmp_path / "run").groups["task_id"]) == ["t0", "t2"]
+    groups = load_run(tmp_path / "run").groups.set_index("task_id")
+    assert groups["error"]["t0"].startswith("VerifierFault: environment ")
+    assert "score_group() raised ValueError: the judge is away (" in groups["error"]["t0"]
+    assert groups["error"]["t2"] == "CannotJudge: not now"
+    assert dict(groups["n_valid"]) == {"t0": 0, "t1": 4, "t2": 0}
     flag.touch()
     run_batch(settings(env, tmp_path / "run"))
-    assert sorted(load_run(tmp_path / "run").groups["task_id"]) == ["t0", "t1", "t2"]
+    groups = load_run(tmp_path / "run").groups.set_index("task_id")
+    assert list(groups["error"].dropna()) == []
+    assert dict(groups["n_valid"]) == {"t0": 4, "t1": 4, "t2": 4}
 
 
 @pytest.mark.parametrize(
@@ -146,7 +152,9 @@ def test_wrong_scores_are_said_with_their_place(
     assert "3 groups could not be scored" in said
     assert why in said
     assert "score_group" in said
-    assert len(load_run(tmp_path / "run").groups) == 0
+    groups = load_run(tmp_path / "run").groups
+    assert len(groups) == 3
+    assert all(why in error for error in groups["error"])
 
 
 REGRADED = """

@@ -62,12 +62,14 @@ async def test_score_group_asks_no_judge_beyond_the_budget(
 
         await start(1_000_000)
         used = tokens(table(out))
-        assert (len(table(out)), table(out, "groups")) == (6, [])
+        unscored = table(out, "groups")
+        assert (len(table(out)), len(unscored)) == (6, 3)
+        assert all(row["error"] for row in unscored)
         ready.touch()
         await start(used + 1)
-        assert (judged, table(out, "groups")) == ([], [])
+        assert (judged, table(out, "groups")) == ([], unscored)
         await start(used + 1_000_000)
-        groups = table(out, "groups")
+        groups = [row for row in table(out, "groups") if row["error"] is None]
         assert [row["rewards"] for row in groups] == [[0.0, 1.0]] * 3
         assert len(judged) == 3
     spent = spent_before(RunDir(out), [RUN_TOKENS], lambda *_: None)

@@ -35,6 +35,7 @@ class Story:
         return self
 
     def end(self, name: str, prompt, sampled, *, agent="main", reason="stop", version=None, **more):
+        outcome = more.pop("outcome", "ok")
         told = {"logprobs": tuple(-0.5 for _ in sampled), "logprobs_kind": "sampling", **more}
         tokens = TokenCapture(prompt_ids=tuple(prompt), completion_ids=tuple(sampled), **told)
         request = ModelRequest(
@@ -45,7 +46,7 @@ class Story:
         usage = Usage(input_tokens=len(prompt), output_tokens=len(sampled))
         end = ev.CallEnded(
             call_id=name,
-            outcome="ok",
+            outcome=outcome,
             latency_s=0.1,
             finish_reason=reason,
             usage=usage,
@@ -127,6 +128,16 @@ def test_an_answer_that_was_thrown_away_stands_aside():
     assert aside.loss_mask == [False, False, False, True]
     assert (aside.branch_kind, aside.fork_reason, aside.parent_branch) == ("retry", "retry", 0)
     assert (aside.trainable, aside.exclude_reason) == (False, "discarded")
+
+
+def test_an_aborted_answer_is_trained_nowhere():
+    story = Story().call("one", 1, [1], [2]).call("cut", 2, [1, 2, 3], [4, 4], outcome="unknown")
+    main, aside = story.call("good", 2, [1, 2, 3], [5]).done()
+    assert (main.call_ids, main.trainable) == (["one", "good"], True)
+    assert (aside.input_ids, aside.call_ids) == ([1, 2, 3, 4, 4], ["one", "cut"])
+    assert aside.sampled_mask == [False, True, False, True, True]
+    assert aside.loss_mask == [False] * 5
+    assert (aside.trainable, aside.exclude_reason) == (False, "aborted")
 
 
 def test_calls_side_by_side_are_told_apart_by_their_ids():
