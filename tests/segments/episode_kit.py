@@ -17,6 +17,7 @@ from hermes_rl.models.base import Conversation, ModelRequest, Sampling
 from hermes_rl.models.calls.attempts import Clock
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.calls.route import Route
+from hermes_rl.models.limits.traffic import Traffic
 from hermes_rl.record import Segment, Trajectory
 from hermes_rl.segments import with_segments
 from hermes_rl.segments.rules import book_faults, rollout_faults, row_faults, runs_of
@@ -43,6 +44,9 @@ class _Slot:
 
 class NoLimits:
     answered_at: float | None = None
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
 
     @asynccontextmanager
     async def slot(self, estimate: Any = None) -> AsyncIterator[_Slot]:
