@@ -112,7 +112,10 @@ class Dispatcher:
         When this is cancelled the workers are killed and recovered: nothing finished is lost.
         Raises: HermesError when not one worker can be started.
         """
-        pulse = asyncio.create_task(self._pulse.beat())
+        watchers = [
+            asyncio.create_task(self._pulse.beat()),
+            asyncio.create_task(self._end_with(source)),
+        ]
         try:
             async with asyncio.TaskGroup() as group:
                 for slot in self._slots:
@@ -132,7 +135,8 @@ class Dispatcher:
                 await self._recover(writer, "interrupted", source)
             raise
         finally:
-            pulse.cancel()
+            for watcher in watchers:
+                watcher.cancel()
 
     async def _feed(self, source: WorkSource) -> None:
         """Hand out attempts, each to the worker with the most room, until there are no more."""
@@ -308,6 +312,11 @@ class Dispatcher:
             if slot.starting is not None:
                 slot.starting.reschedule(0.0)
         self._changed.set()
+
+    async def _end_with(self, source: WorkSource) -> None:
+        """A run that is stopped waits for no worker that is still to be started."""
+        await source.stopped()
+        self._end()
 
     async def _recover(
         self, writer: str, cause: str, source: WorkSource, units: Sequence[str] = ()

@@ -21,6 +21,9 @@ ALONE_AFTER = LOST_WORKERS_MAX - 1
 """After so many lost workers, which may have died of a neighbour, a unit runs alone in a fresh one:
 the loss for which it is given up is its own."""
 
+_REMOTE_ROWS = 1000
+"""Rows of a dataset on the hub that are searched for a unit of the run."""
+
 _STEP = 256
 """Units looked up in one go: well under a millisecond of the loop."""
 
@@ -140,16 +143,18 @@ def refuse_other_dataset(settings: Settings, run_dir: RunDir, ledger: Ledger) ->
 
     Raises: UserError when the run knows units, and none of them is in the dataset.
     """
-    path = settings.config.dataset.path
-    known = read_manifest(run_dir).get("dataset")
+    dataset, known = settings.config.dataset, read_manifest(run_dir).get("dataset")
     before = known.get("path") if isinstance(known, dict) else None
-    local = Path(path).expanduser().exists()
-    if settings.opened is not None or not len(ledger) or (path == before and not local):
+    local = Path(dataset.path).expanduser().exists()
+    if settings.opened is not None or not len(ledger) or (dataset.path == before and not local):
         return  # an environment has its own tasks; the hub is not asked twice for one dataset
-    if not _shares_units(open_reader(settings), ledger):
+    limit = None if local else _REMOTE_ROWS  # with a lower --limit it is still the same dataset
+    rows = read_rows(dataset.path, columns=dataset.map, limit=limit)
+    reader = UnitReader(rows, settings.config_hash, dataset.repeats, dataset.path)
+    if not _shares_units(reader, ledger):
+        made_from = "other rows of it" if dataset.path == before else before or "another dataset"
         raise UserError(
-            f"{settings.out} was made from {before or 'another dataset'}, and no unit of {path} is "
-            "in it. "
+            f"no unit of {dataset.path} is in {settings.out}, which was made from {made_from}. "
             "Choose another --out"
         )
 

@@ -50,13 +50,19 @@ class RunSource:
         self._retries: list[tuple[float, int, WorkItem]] = []
         self._order = itertools.count()
         self._changed = asyncio.Event()
+        self._stopped = asyncio.Event()
         self._left: str | None = None
         """Why units were left to the next start."""
 
     def halt(self, stop: Stop) -> None:
         """Hand out nothing more. The first reason stands."""
         self.stop = self.stop or stop
+        self._stopped.set()
         self._changed.set()
+
+    async def stopped(self) -> None:
+        """Return once the run is to stop."""
+        await self._stopped.wait()
 
     async def has_work(self) -> bool:
         """Whether there is an attempt to make; where there is none, no worker is started."""

@@ -75,6 +75,10 @@ class WorkSource(Protocol):
         """The next attempt; waits while some may still come; None when all is done."""
         ...
 
+    async def stopped(self) -> None:
+        """Return once nothing more will be handed out, because the run is to stop."""
+        ...
+
     async def receive(self, receipt: Receipt) -> None:
         """Take the receipt of a finished attempt."""
         ...

@@ -113,6 +113,7 @@ class Rig:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     """A start was tried, or a fault was told."""
+    halted: asyncio.Event = field(default_factory=asyncio.Event)
 
     def writer(self, worker: int) -> str:
         return f"1-{worker}"
@@ -160,6 +161,9 @@ class Rig:
 
     waiting: int = 0
     """Attempts that run alone and have not ended."""
+
+    async def stopped(self) -> None:
+        await self.halted.wait()
 
     async def receive(self, receipt: Receipt) -> None:
         self.received.append(receipt.unit_id)
@@ -270,6 +274,19 @@ async def test_a_start_that_takes_long_does_not_hold_up_the_end() -> None:
     assert len(rig.received) == 3
     assert cancelled == [3]
     assert ("1-3", "worker_lost") in rig.recovered
+
+
+async def test_a_run_that_is_stopped_waits_for_no_worker_that_cannot_start() -> None:
+    """The first Ctrl-C while all workers are lost."""
+    rig = Rig(
+        workers={1: Worker("1-1", mortal=True)},
+        refused={n: UserError("no room") for n in range(2, 100)},
+    )
+    run = asyncio.create_task(rig.run(workers=1, concurrency=1))
+    await rig.until(lambda: rig.started == 2)
+    rig.halted.set()
+    await run
+    assert (rig.started, rig.faults) == (2, [])
 
 
 async def test_a_worker_that_cannot_be_fenced_keeps_its_units_and_no_others() -> None:

@@ -200,14 +200,17 @@ async def test_another_dataset_needs_a_run_of_its_own(tmp_path: Path) -> None:
         refused = await run("b", *more)
         assert refused.process.returncode == 2
         assert refused.errors.count("\n") == 1
-        assert f"{tmp_path}/a/train.jsonl, and no unit of {tmp_path}/b/train" in refused.errors
-        assert "Choose another --out" in refused.errors
+        assert f"no unit of {tmp_path}/b/train.jsonl is in {tmp_path}/run, " in refused.errors
+        assert f"which was made from {tmp_path}/a/train.jsonl. Choose" in refused.errors
     assert len(kit.final_rows(tmp_path / "run")) == 3
     assert (tmp_path / "run" / "run.yaml").read_bytes() == recorded
     shared = [{"prompt": p} for p in ("new", "b0", "a2")]
     kit.write(tmp_path / "b" / "train.jsonl", shared)
+    assert (await run("b", "--limit", "1")).report()["done"] == 1, "it has units of the run"
     report = (await run("b")).report()
     assert (report["units"], report["done"], report["left"]) == (3, 3, 2)
+    kit.write(tmp_path / "b" / "train.jsonl", [{"prompt": "all new"}])
+    assert "made from other rows of it. Choose another --out" in (await run("b")).errors
 
 
 async def test_a_killed_run_has_the_same_figures_everywhere(
