@@ -12,7 +12,7 @@ from batch_runner.plan import Counts, PlanRules, open_reader, refuse_other_datas
 from batch_runner.progress import Progress
 from batch_runner.report import Report
 from batch_runner.runner import run_batch
-from batch_runner.settings import Settings, settle
+from batch_runner.settings import SMALL_UNITS, Settings, choose_workers, settle
 from hermes_rl.config import RunConfig
 from hermes_rl.doors import run_sync
 from hermes_rl.store.commit import read_commits
@@ -108,7 +108,7 @@ def _forecast(settings: Settings, counts: Counts, run_dir: RunDir, known: int) -
     return Forecast(
         path=str(settings.out),
         exists=bool(run_dir.epochs()),
-        workers=settings.workers,
+        workers=choose_workers(settings, counts.open < SMALL_UNITS),
         concurrency=settings.concurrency,
         rows=counts.rows,
         bad_rows=counts.bad_rows,

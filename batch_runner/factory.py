@@ -1,16 +1,26 @@
-"""What starts workers, and their governor."""
+"""What starts workers and their governor: this process, or Ray."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from batch_runner.governing import GovernorHost, LocalGovernor
 from batch_runner.local import LocalFactory
+from batch_runner.plan import open_reader
 from batch_runner.ports import WorkerFactory
 from batch_runner.progress import Progress
-from batch_runner.settings import Settings
+from batch_runner.settings import (
+    SMALL_S,
+    SMALL_UNITS,
+    Settings,
+    choose_workers,
+    may_be_small,
+    settle,
+)
 from batch_runner.wire import WorkerSpec
+from hermes_rl.config import RunConfig
 from hermes_rl.models.limits.governor_wire import Charter
 
 
@@ -19,7 +29,8 @@ def open_factory(
     settings: Settings, spec: WorkerSpec, charter: Charter, progress: Progress
 ) -> Iterator[tuple[WorkerFactory, GovernorHost]]:
     """Both for a run: this process without Ray, or a Ray cluster."""
-    if settings.workers == 0:
+    workers = settings.workers
+    if not workers:
         governor = LocalGovernor(charter)
         yield LocalFactory(spec, governor.line(), settings.keys, settings.hosts), governor
         return
@@ -29,11 +40,36 @@ def open_factory(
     def lost() -> None:
         progress.note("the governor was lost; its workers tell a new one what they know")
 
-    with connected(settings.workers) as warden:
+    with connected(workers) as warden:
         watch = warden.watch if warden is not None else _watch_nothing
         host = RayGovernor(charter, spec.governor, watch=watch, lost=lost)
-        yield RayFactory(spec, settings.workers, warden, settings.keys), host
+        yield RayFactory(spec, workers, warden, settings.keys), host
 
 
 def _watch_nothing(pid: int) -> None:
     """A cluster that was there before looks after its own processes."""
+
+
+@contextmanager
+def ray_on_this_thread(config: RunConfig) -> Iterator[None]:
+    """Where a loop is running, the run goes to another thread, and Ray is to start on this one."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        yield
+        return
+    settings = settle(config)
+    workers = choose_workers(settings, may_be_small(settings) and _is_small(settings))
+    if workers == 0:
+        yield
+        return
+    from batch_runner.pool import connected
+
+    with connected(workers):
+        yield
+
+
+def _is_small(settings: Settings) -> bool:
+    """Whether the whole dataset is small, whatever of it is done."""
+    reader = open_reader(settings)
+    return len(reader.take(SMALL_UNITS, SMALL_S)) < SMALL_UNITS and reader.ended

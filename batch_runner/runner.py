@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from batch_runner.books import Books
 from batch_runner.dispatcher import Dispatcher, Fleet
 from batch_runner.estimate import estimate_units
-from batch_runner.factory import open_factory
+from batch_runner.factory import open_factory, ray_on_this_thread
 from batch_runner.governing import (
     GovernorHost,
     Prices,
@@ -30,7 +29,15 @@ from batch_runner.plan import Plan, PlanRules, open_reader, refuse_other_dataset
 from batch_runner.ports import WorkerFactory
 from batch_runner.progress import Progress, View, default_progress
 from batch_runner.report import Report
-from batch_runner.settings import Settings, as_config, settle
+from batch_runner.settings import (
+    SMALL_S,
+    SMALL_UNITS,
+    Settings,
+    as_config,
+    choose_workers,
+    may_be_small,
+    settle,
+)
 from batch_runner.sink import Sink
 from batch_runner.source import RunSource
 from batch_runner.spent import spent_before
@@ -66,7 +73,7 @@ def run_batch(
     StoreError for a run directory that is in use, damaged or of another configuration.
     """
     config = as_config(config)
-    with _ray_on_this_thread(config):
+    with ray_on_this_thread(config):
         return run_sync(arun_batch(config, progress=progress, pilot=pilot))
 
 
@@ -152,8 +159,7 @@ class _Run:
         ticker = asyncio.create_task(self._tick())
         try:
             if await self.source.has_work():
-                if self.settings.workers:
-                    self.progress.note(f"starting {self.settings.workers} Ray workers")
+                await self._choose_workers()
                 charter = await asyncio.to_thread(self._charter)
                 with open_factory(self.settings, self.spec(), charter, self.progress) as (
                     factory,
@@ -166,6 +172,19 @@ class _Run:
         await self._close_groups()
         stats = await asyncio.to_thread(self._write_end)
         return self.report(stats)
+
+    async def _choose_workers(self) -> None:
+        """Settle where the work is done, and print what was chosen."""
+        settings, asked = self.settings, self.settings.workers
+        small = may_be_small(settings) and await self.source.fewer_than(SMALL_UNITS, SMALL_S)
+        workers = choose_workers(settings, small)
+        self.settings = replace(settings, workers=workers)
+        if workers:
+            self.progress.note(f"starting {workers} Ray workers")
+        elif asked is None:
+            self.progress.note(
+                f"running in this process: fewer than {SMALL_UNITS} units (--workers N starts Ray)"
+            )
 
     def _charter(self) -> Charter:
         """What the governor is told: blocking, because what was spent before is read."""
@@ -211,9 +230,8 @@ class _Run:
 
     async def _work(self, factory: WorkerFactory) -> None:
         settings = self.settings
-        first = 1 if settings.workers else 0
-        lease_s = settings.config.run.lease_s
-        fleet = Fleet(max(1, settings.workers), settings.concurrency, first, lease_s)
+        workers, lease_s = settings.workers or 0, settings.config.run.lease_s
+        fleet = Fleet(max(1, workers), settings.concurrency, 1 if workers else 0, lease_s)
         dispatcher = Dispatcher(factory, self.books, fleet, self)
         work = asyncio.create_task(dispatcher.run(self.source))
         with Interrupts(self._interrupted, lambda: _cancel(work)):
@@ -363,21 +381,3 @@ class _Run:
 
 def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
-
-
-@contextmanager
-def _ray_on_this_thread(config: RunConfig) -> Iterator[None]:
-    """Where a loop is running, the run goes to another thread, and Ray is to start on this one."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        yield
-        return
-    workers = settle(config).workers
-    if workers == 0:
-        yield
-        return
-    from batch_runner.pool import connected
-
-    with connected(workers):
-        yield

@@ -31,15 +31,24 @@ LOCAL_CONCURRENCY = 4
 
 ROLLOUTS_PER_WORKER = 32
 
+SMALL_UNITS = 200
+SMALL_CONCURRENCY = 64
+"""Fewer units, and at most so many of them in flight, are run in this process: Ray takes seconds to
+start."""
+
+SMALL_S = 2.0
+"""What is not known to be small after so long is not: the dataset may be a slow stream."""
+
 
 @dataclass(frozen=True)
 class Settings:
     """A run, settled."""
 
     config: RunConfig
-    """With `run.out`, `run.workers` and `run.concurrency` filled in."""
+    """With `run.out` and `run.concurrency` filled in."""
     out: Path
-    workers: int
+    workers: int | None
+    """None until it is known how much there is to do: see `choose_workers`."""
     concurrency: int
     identity: dict[str, Any]
     config_hash: str
@@ -91,22 +100,37 @@ def settle(config: RunConfig) -> Settings:
     if before:
         identity = in_terms_of(before, identity)
     concurrency = config.run.concurrency or (LOCAL_CONCURRENCY if local else CONCURRENCY)
-    workers = config.run.workers
-    if workers is None:
-        workers = min(_cores(), math.ceil(concurrency / ROLLOUTS_PER_WORKER))
-    run = config.run.model_copy(
-        update={"out": str(out), "workers": workers, "concurrency": concurrency}
-    )
+    workers = None if config.run.workers == "auto" else min(config.run.workers, concurrency)
+    run = config.run.model_copy(update={"out": str(out), "concurrency": concurrency})
     return Settings(
         config=config.model_copy(update={"run": run}),
         out=out,
-        workers=min(workers, concurrency),
+        workers=workers,
         concurrency=concurrency,
         identity=identity,
         config_hash=digest(identity),
         keys=keys,
         opened=opened,
     )
+
+
+def may_be_small(settings: Settings) -> bool:
+    """Whether the number of units decides between this process and Ray."""
+    cluster = bool(os.environ.get("RAY_ADDRESS"))
+    return settings.workers is None and settings.concurrency <= SMALL_CONCURRENCY and not cluster
+
+
+def choose_workers(settings: Settings, small: bool) -> int:
+    """The number of Ray workers of a run; 0 is this process.
+
+    Args:
+        small: there are fewer than `SMALL_UNITS` units to run.
+    """
+    if settings.workers is not None:
+        return settings.workers
+    if small and may_be_small(settings):
+        return 0
+    return min(_cores(), math.ceil(settings.concurrency / ROLLOUTS_PER_WORKER))
 
 
 def _keys(config: RunConfig) -> dict[str, str]:

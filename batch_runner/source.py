@@ -70,6 +70,16 @@ class RunSource:
             await self._read()
         return bool(self._buffer)
 
+    async def fewer_than(self, units: int, seconds: float) -> bool:
+        """Whether fewer attempts are to be made. Reads no further than that takes, and not longer
+        than `seconds`: then it is False."""
+        until = time.monotonic() + seconds
+        while len(self._buffer) < units and not self._plan.counts.complete and self.stop is None:
+            if time.monotonic() > until:
+                return False
+            await self._read()
+        return len(self._buffer) < units
+
     async def next(self) -> WorkItem | None:
         """The next attempt; waits while some may still come; None when done or stopped."""
         while self.stop is None:

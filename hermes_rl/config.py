@@ -53,6 +53,21 @@ LOCAL_MODELS = ("local", "local-tiny")
 """Embedded models: served from this machine, for trying the machinery."""
 
 
+def _workers(given: Any) -> Any:
+    if given is None or given == "auto":
+        return "auto"
+    try:
+        count = int(given)
+    except (TypeError, ValueError):
+        count = -1
+    if count < 0 or isinstance(given, bool | float):
+        raise ValueError(f"must be a whole number from 0 on, or auto, not {given!r}")
+    return count
+
+
+Workers = Annotated[int | Literal["auto"], BeforeValidator(_workers)]
+
+
 class DatasetSection(Section):
     """Which units."""
 
@@ -111,8 +126,8 @@ class RunSection(Section):
 
     out: str | None = None
     """Run directory; None is `runs/<dataset>-<model>`."""
-    workers: Annotated[int, Field(ge=0)] | None = None
-    """Ray workers; 0 runs in this process without Ray; None decides by cores and concurrency."""
+    workers: Workers = "auto"
+    """Ray workers; 0 runs in this process without Ray; `auto` does so while the work is small."""
     concurrency: Positive | None = None
     """Rollouts in flight over all workers; None is 64, or 4 with the embedded model."""
     max_attempts: Positive = 3

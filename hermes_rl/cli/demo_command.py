@@ -33,7 +33,9 @@ def command(
     ] = None,
     model_path: Annotated[str | None, typer.Option(help="weights for --model local")] = None,
     out: Annotated[Path, typer.Option(help="folder for its run directories")] = Path("runs"),
-    workers: Annotated[int, typer.Option(help="Ray workers; 0 runs without Ray")] = 2,
+    workers: Annotated[
+        str, typer.Option(help="Ray workers; 0 runs without Ray", metavar="N|auto")
+    ] = "auto",
 ) -> int:
     """The whole product on ten small tasks: a rehearsal with oracles, then a model.
 
@@ -57,7 +59,7 @@ def _refuse_unasked_key(model: str, base_url: str | None, api_key_env: str | Non
     )
 
 
-async def _demo(model: str, endpoint: dict[str, Any], out: Path, workers: int) -> int:
+async def _demo(model: str, endpoint: dict[str, Any], out: Path, workers: str) -> int:
     from hermes_rl.config import LOCAL_MODELS
 
     local = model in LOCAL_MODELS and not endpoint["base_url"]
@@ -97,7 +99,7 @@ def _name(model: str) -> str:
 
 
 def _config(
-    model: str, endpoint: dict[str, Any], out: Path, workers: int, repeats: int
+    model: str, endpoint: dict[str, Any], out: Path, workers: str, repeats: int
 ) -> dict[str, Any]:
     from hermes_rl.config import LOCAL_MODELS
 

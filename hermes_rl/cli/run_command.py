@@ -98,7 +98,10 @@ Seed = Annotated[
     _Whole,
     option("--seed", text="All units' seeds derive from it, and are sent to the model [not sent]"),
 ]
-Workers = Annotated[_Whole, option("--workers", text="Ray workers; 0 runs here, without Ray")]
+Workers = Annotated[
+    _Text,
+    option("--workers", text="Ray workers; 0: none [auto: 0 under 200 units]", value="N|auto"),
+]
 Concurrency = Annotated[
     _Whole, option("--concurrency", text="Rollouts in flight over all workers [64]")
 ]

@@ -37,10 +37,17 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["smoke"], "no model"),
         (["none.jsonl", "--model", "oracle"], "none.jsonl: no such file"),
         (["smoke", "--model", "oracle", "--wat"], "--wat"),
-        (["smoke", "--model", "oracle", "--workers", "x"], "--workers"),
-        (["smoke", "--model", "oracle", "--repeats", "0"], "dataset.repeats"),
+        (
+            ["smoke", "--model", "oracle", "--workers", "auot"],
+            "--workers auot: must be a whole number from 0 on, or auto, not 'auot'",
+        ),
+        (["smoke", "--model", "oracle", "--workers", "-1"], "--workers -1: must be a whole number"),
+        (["smoke", "--model", "oracle", "--repeats", "0"], "--repeats 0: must be 1 or more"),
         (["smoke", "--model", "oracle", "--sandbox", "none"], "--allow-unsandboxed"),
-        (["smoke", "--model", "oracle", "--sandbox", "jail"], "sandbox.backend"),
+        (
+            ["smoke", "--model", "oracle", "--sandbox", "jail"],
+            "--sandbox jail: must be 'bubblewrap' or",
+        ),
         (["smoke", "--model", "oracle", "--toolsets", "wand"], "wand"),
         (["smoke", "--model", "oracle", "--set", "run.wat=1"], "run.wat"),
         (["smoke", "--model", "oracle", "--set", "run"], "--set section.key=value"),
@@ -103,17 +110,53 @@ def test_default_run_directory(
     assert capsys.readouterr().out.startswith("runs/tasks-noop: new run, this process")
 
 
-def test_a_run_without_workers_loads_only_what_it_uses(tasks: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("units", "more", "cluster", "in_process"),
+    [
+        (199, (), None, True),
+        (200, (), None, False),
+        (199, ("--concurrency", "65"), None, False),
+        (199, (), "10.0.0.1:6379", False),
+        (199, ("--workers", "auto"), None, True),
+        (199, ("--workers", "3"), None, False),
+        (200, ("--workers", "0"), None, True),
+    ],
+)
+def test_small_work_is_done_in_this_process(
+    units: int,
+    more: tuple[str, ...],
+    cluster: str | None,
+    in_process: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if cluster is not None:
+        monkeypatch.setenv("RAY_ADDRESS", cluster)
+    dataset = tmp_path / "t.jsonl"
+    dataset.write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(units)))
+    assert main(["run", str(dataset), "--model", "noop", *more, "--dry-run", "--json"]) == 0
+    assert (json.loads(capsys.readouterr().out)["workers"] == 0) is in_process
+
+
+@pytest.mark.parametrize("asked", [FREE[:2], ()])
+def test_a_run_without_workers_loads_only_what_it_uses(
+    asked: tuple[str, ...], tasks: str, tmp_path: Path
+) -> None:
+    assert FREE[:2] == ("--workers", "0")
     code = (
         "import sys\nfrom hermes_rl.cli import main\n"
         f"code = main(['run', {tasks!r}, '--model', 'noop', '--out', {str(tmp_path / 'r')!r}, "
-        f"*{FREE!r}])\n"
+        f"*{(*asked, *FREE[2:])!r}])\n"
         "late = {'ray', 'pandas', 'hermes_rl.segments', 'hermes_rl.models.tokens.renderer'}\n"
         "late.add('hermes_rl.rl.groups')\n"
         "late &= set(sys.modules)\nassert not late, late\nsys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+    said = "running in this process: fewer than 200 units (--workers N starts Ray)"
+    assert (said in done.stderr) is (not asked)
 
 
 def test_help_is_light_and_has_an_example() -> None:

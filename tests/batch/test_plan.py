@@ -2,12 +2,15 @@
 
 import hashlib
 import random
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from batch_runner.plan import Plan, PlanRules
 from batch_runner.seen import OccurrenceCounter
+from batch_runner.source import RunSource
 from batch_runner.units import UnitReader
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest, group_id, unit_id
@@ -49,6 +52,27 @@ def test_order_of_rows_does_not_name_units() -> None:
 def test_members_of_a_group_are_adjacent() -> None:
     units = reader([{"prompt": "a"}, {"prompt": "b", "repeats": 2}], repeats=3).take(100, 60.0)
     assert [(u.row.index, u.repeat) for u in units] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+
+
+async def test_whether_work_is_small_is_known_without_reading_all_of_it() -> None:
+    read = 0
+
+    def endless() -> Iterator[dict[str, object]]:
+        nonlocal read
+        while True:
+            read += 1
+            yield {"prompt": f"p{read}"}
+
+    def source(rows: Iterable[dict[str, object]]) -> RunSource:
+        unused: Any = None  # neither a receipt nor a row comes by
+        plan = Plan(UnitReader(read_rows(rows), HASH, 1), PlanRules(HASH, 0, 1), Ledger(3))
+        return RunSource(plan, unused, unused, Ledger(3))
+
+    assert await source({"prompt": f"p{n}"} for n in range(199)).fewer_than(200, 60.0)
+    assert not await source({"prompt": f"p{n}"} for n in range(200)).fewer_than(200, 60.0)
+    assert not await source(endless()).fewer_than(200, 60.0)
+    assert read < 600
+    assert not await source(endless()).fewer_than(10**9, 0.0), "a stream that is not known to end"
 
 
 async def test_the_plan_leaves_out_what_is_done_or_given_up() -> None:

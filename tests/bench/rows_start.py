@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import meter
+import pyarrow.parquet as pq
 from setting import HERE, Bench, Row, median, spread
 
 BALLAST_MB = 400
@@ -58,6 +61,28 @@ def start_up(bench: Bench) -> Row:
         f"bare {spread(bare, 1)} s; inspect_ai 6; hermes-agent 41",
         _notes(),
         data={"without_s": alone, "with_ray_s": with_ray, "bare_ray_s": bare},
+    )
+
+
+def first_request(bench: Bench) -> Row:
+    """From the command line to the first request of a run of 20 tasks by default settings."""
+    waits: list[float] = []
+    with bench.server() as url:
+        for _ in range(bench.sizes.repeats):
+            out = Path(tempfile.mkdtemp(dir=bench.folder)) / "run"
+            words = [bench.dataset(20), "--out", out, "--model", "echo", "--base-url", url]
+            began = time.time()
+            meter.measure(meter.python("-m", "batch_runner", *words), name="ours")
+            calls = pq.read_table(out / "trajectories")["calls"].to_pylist()
+            first = min(call["started_at"] for row in calls for call in row)
+            waits.append(first.timestamp() - began)
+            bench.say(f"first request: {waits[-1]:.2f} s")
+    return Row(
+        "first request of `run` on 20 tasks by default settings",
+        f"{spread(waits)} s wall",
+        "1.5 s",
+        median(waits) <= 1.5,
+        data={"wall_s": waits},
     )
 
 

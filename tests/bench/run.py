@@ -39,6 +39,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "at-once": rows_memory.at_once,
     "sandbox": rows_start.sandbox_verbs,
     "start": rows_start.start_up,
+    "first": rows_start.first_request,
     "driver": rows_store.per_trajectory,
     "resume": rows_store.resume,
     "driver-memory": rows_store.driver_memory,

@@ -13,6 +13,7 @@ ROWS = (
     "turn-none",
     "turn-bubblewrap",
     "sandbox",
+    "first",
     "resume",
     "driver-memory",
     "reward-lag",
