@@ -374,9 +374,12 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     if not sign or not key:
         raise UserError(f"--set {text}: write --set section.key=value")
     try:
-        return key, yaml.safe_load(value)
+        parsed = yaml.safe_load(value)
     except yaml.YAMLError:
-        return key, value
+        parsed = value
+    if "." not in key and not isinstance(parsed, dict):
+        raise UserError(f"--set {text}: write --set section.key=value, such as model.name=NAME")
+    return key, parsed
 
 
 def to_yaml(config: RunConfig) -> str:

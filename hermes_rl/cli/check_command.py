@@ -34,7 +34,7 @@ def command(
     columns: Annotated[
         list[str] | None, typer.Option("--map", help="rename a column: prompt=COLUMN")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="only the first rows")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="only the first rows")] = None,
     repair: Annotated[
         bool, typer.Option("--repair", help="a run: save damaged journals, move duplicates")
     ] = False,

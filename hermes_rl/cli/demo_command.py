@@ -119,7 +119,8 @@ async def _run(data: dict[str, Any]) -> Report:
     from batch_runner.runner import arun_batch
     from hermes_rl.config import parse_config
 
-    return await arun_batch(parse_config(data, "demo"))
+    typed = {"run.workers": f"--workers {data['run']['workers']}"}
+    return await arun_batch(parse_config(data, "demo", typed))
 
 
 async def _fetch(model: str, model_path: str | None) -> None:

@@ -176,7 +176,7 @@ def regrade(
         list[str] | None,
         run.option("--set", text="A key of env, endpoint or a budget", value="A.B=C"),
     ] = None,
-    concurrency: Annotated[int, run.option("--concurrency", text="Grading at once [16]")] = 16,
+    concurrency: Annotated[int, typer.Option(min=1, help="grading at once")] = 16,
     as_json: run.AsJson = False,
 ) -> int:
     """Grade the stored rollouts of a run again, without a call of the policy's.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import typer
 
 from hermes_rl.errors import ExitCode, HermesError, Outage
+from hermes_rl.input_errors import did_you_mean
 
 _CommandLineError: type[BaseException] = typer.BadParameter.__mro__[2]
 """Root of what typer raises for a wrong command line; typer has no public name for it."""
@@ -18,9 +19,12 @@ _CommandLineError: type[BaseException] = typer.BadParameter.__mro__[2]
 _REWORDED = {
     "Input should be a valid integer, .*": "must be a whole number",
     "Input should be a valid number, .*": "must be a number",
+    "Input should be greater than or equal to ": "must be at least ",
     "Value error, ": "",
 }
 """What typer says of values, in the words of our own messages."""
+
+_CHOICE = re.compile("'([^']*)' is not one of (.*)")
 
 
 def guarded(command: Callable[[], int], program: str) -> int:
@@ -63,4 +67,6 @@ def _usage_line(error: BaseException, program: str) -> str:
     for theirs, ours in _REWORDED.items():
         line = re.sub(theirs, ours, line)
     line = line.rstrip(".")
+    if choice := _CHOICE.search(line):
+        line += did_you_mean(choice[1], choice[2].split("'")[1::2])
     return f"{line}{'' if line.endswith('?') else '.'} See {where} --help"

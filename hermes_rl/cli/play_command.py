@@ -13,6 +13,7 @@ import typer
 
 from hermes_rl.cli.columns import column_map
 from hermes_rl.errors import ExitCode, SandboxKilled, UserError
+from hermes_rl.input_errors import did_you_mean
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
 from hermes_rl.tasks import Task, TaskRow
 
@@ -95,11 +96,12 @@ def find(rows: Iterator[TaskRow], wanted: str, dataset: str) -> TaskRow:
         if wanted in (row.raw_id, row.task_hash):
             return row
         numbered = row if wanted == str(row.index) else numbered
-        ids += [row.raw_id] if len(ids) <= 10 else []
+        ids += [row.raw_id] if len(ids) <= 1000 else []
     if numbered is not None:
         return numbered
     some = ", ".join(ids[:10]) + (", ..." if len(ids) > 10 else "")
-    raise UserError(f"{dataset}: no task {wanted!r} (there are: {some})")
+    instead = did_you_mean(wanted, ids, f" (there are: {some})")
+    raise UserError(f"{dataset}: no task {wanted!r}{instead}")
 
 
 async def _play(task: Task, spec: SandboxSpec, save: Path | None) -> int:

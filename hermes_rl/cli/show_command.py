@@ -47,7 +47,7 @@ def command(
     ] = None,
     failed: Annotated[bool, typer.Option("--failed", help="attempts without a verdict")] = False,
     sort: Annotated[str, typer.Option(help=f"order by: {', '.join(SORTS)}")] = "row",
-    limit: Annotated[int, typer.Option(help="rows of the table; 0 is all")] = 200,
+    limit: Annotated[int, typer.Option(min=0, help="rows of the table; 0 is all")] = 200,
     web: Annotated[bool, typer.Option("--web", help="as a page in the browser")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="rows as JSON lines")] = False,
 ) -> int:

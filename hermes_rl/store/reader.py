@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hermes_rl.errors import StoreError, UserError
+from hermes_rl.input_errors import nearest_file
 from hermes_rl.store.commit import Commit, Tally, read_commits, rows_of
 from hermes_rl.store.frames import call_frame, message_frame, run_frame
 from hermes_rl.store.ledger import Ledger
@@ -48,7 +49,9 @@ def load_run(path: str | Path, *, pending: bool = True) -> Run:
     run_dir = RunDir(path)
     epochs = run_dir.epochs()
     if not epochs:
-        raise UserError(f"{path} is no run directory (no epochs/). Give the path of a run")
+        near = None if run_dir.path.exists() else nearest_file(run_dir.path)
+        instead = f" (did you mean '{run_dir.path.with_name(near)}'?)" if near else ""
+        raise UserError(f"{path} is no run directory (no epochs/){instead}. Give the path of a run")
     return Run(run_dir, pending=pending, max_attempts=run_dir.epoch(epochs[-1]).max_attempts)
 
 

@@ -28,7 +28,8 @@ def connection_fault(error: Exception) -> str:
     """
     inner = getattr(error, "os_error", None) or error
     if isinstance(inner, ssl.SSLError):  # its numbers are not the system's
-        return str(inner)
+        plain = inner.reason == "WRONG_VERSION_NUMBER"
+        return "the server does not speak TLS (use http:// there)" if plain else str(inner)
     text = getattr(inner, "strerror", None) or str(inner) or type(inner).__name__
     number = getattr(inner, "errno", None) or 0
     if number <= 0 and (found := _ERRNO.search(text)):  # several addresses were tried
