@@ -11,6 +11,7 @@ from typing import Any, cast
 from hermes_rl.agent.agent import AIAgent as UnboundAgent
 from hermes_rl.config import ModelConfig
 from hermes_rl.config_endpoint import EndpointSection
+from hermes_rl.config_reach import given_reach
 from hermes_rl.errors import UserError
 from hermes_rl.models.base import Sampling
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
@@ -82,20 +83,25 @@ class RealAssembly:
         if config.name == "oracle":
             raise UserError("model 'oracle' plays a task's solution; use `hermes-rl run` for it")
         key = config.api_key.get_secret_value() if config.api_key else None
-        own = key is not None or config.key_command is not None
+        own = bool(key) or config.key_command is not None
         where = EndpointSection(
             provider=config.provider,
             base_url=config.base_url,
-            api_key_env=_GIVEN_KEY if own else config.api_key_env,
+            api_key_env=_GIVEN_KEY if own else config.api_key_env if key is None else "",
             key_commands={_GIVEN_KEY: config.key_command} if config.key_command else {},
             api_mode=config.api_mode,
             transport=config.transport,
+            fallbacks=config.fallbacks,
+            first_byte_seconds=config.first_byte_seconds,
+            idle_seconds=config.idle_seconds,
+            **given_reach(config),
         )
         targets = targets_of(where, extra=config.extra_body, stop=config.stop)
-        keys = {_GIVEN_KEY: key} if key else {}
-        if key is None and asks_endpoint(config.name, where):
-            places = [targets[0].place]
-            keys = await asyncio.to_thread(find_keys, places, os.environ, where.key_commands)
+        keys: dict[str, str] = {}
+        if asks_endpoint(config.name, where):
+            places = [target.place for target in targets]
+            environ = {**os.environ, **({_GIVEN_KEY: key} if key else {})}
+            keys = await asyncio.to_thread(find_keys, places, environ, where.key_commands)
         held = Keys.renewed_by(where.key_commands, keys)
         common = Alone(_CALLS_AT_ONCE)
         async with AsyncExitStack() as stack:

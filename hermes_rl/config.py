@@ -26,6 +26,7 @@ from hermes_rl.config_endpoint import (
     ApiMode,
     EndpointSection,
     ExtraBody,
+    Fallbacks,
     ProviderSection,
     Seconds,
     Section,
@@ -33,6 +34,7 @@ from hermes_rl.config_endpoint import (
     join_names,
 )
 from hermes_rl.config_env import EnvSection
+from hermes_rl.config_reach import ReachSection
 from hermes_rl.config_yaml import LineOf, read_mapping
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import Fault, describe
@@ -252,7 +254,7 @@ class RunConfig(Section):
             )
 
 
-class ModelConfig(Section):
+class ModelConfig(ReachSection):
     """A model for `AIAgent`, with its endpoint."""
 
     name: str
@@ -264,6 +266,10 @@ class ModelConfig(Section):
     api_mode: ApiMode | None = None
     provider: str | None = None
     transport: Literal["http", "sdk"] = "http"
+    fallbacks: Fallbacks = ()
+    """Asked in this order when the model cannot answer."""
+    first_byte_seconds: Seconds = 600.0
+    idle_seconds: Seconds = 120.0
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     max_tokens: Positive | None = None

@@ -11,8 +11,10 @@ from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from hermes_rl.config_reach import ReachSection
+from hermes_rl.config_reach import Section as Section
 from hermes_rl.errors import UserError
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -48,17 +50,6 @@ def _names_in(value: Any) -> set[str]:
 
 ExtraBody = Annotated[dict[str, Any], AfterValidator(_json_body)]
 """Further fields for the body of each request."""
-
-
-class Section(BaseModel):
-    """A part of the configuration: unknown keys are refused."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=False,
-        hide_input_in_errors=True,  # it may be a key
-    )
 
 
 class LongPrice(Section):
@@ -137,7 +128,7 @@ class ProviderSection(Section):
         return join_names(given)
 
 
-class PlaceSection(Section):
+class PlaceSection(ReachSection):
     """Where one model is. What is left out is the run's, where the provider is the run's too."""
 
     model: str | None = None
@@ -177,7 +168,18 @@ class FallbackSection(PlaceSection):
     model: str
 
 
-class EndpointSection(Section):
+def _with_names(given: Any) -> Any:
+    listed = [given] if isinstance(given, str | Mapping) else given
+    if not isinstance(listed, list | tuple):
+        return given
+    return [{"model": one} if isinstance(one, str) else one for one in listed]
+
+
+Fallbacks = Annotated[tuple[FallbackSection, ...], BeforeValidator(_with_names)]
+"""One or several; a name alone is a model at the run's own endpoint."""
+
+
+class EndpointSection(ReachSection):
     """Where the model is; not identity."""
 
     provider: str | None = None
@@ -209,7 +211,7 @@ class EndpointSection(Section):
     """
     places: dict[str, PlaceSection] = Field(default_factory=dict)
     """Models of a mix that are somewhere else."""
-    fallbacks: tuple[FallbackSection, ...] = ()
+    fallbacks: Fallbacks = ()
     """Asked in this order when the model cannot answer; none with the preset `rl`."""
     prices: dict[str, PriceSection | None] = Field(default_factory=dict)
     """What models cost here, by `model` or `provider/model`; null is unpriced. `@FILE` reads it
@@ -222,6 +224,8 @@ class EndpointSection(Section):
     refusal with a reason, or a word that it is busy or loading (429, 503, 529)."""
     first_byte_seconds: Seconds = 600.0
     """How long a request waits for the first byte of its answer."""
+    idle_seconds: Seconds = 120.0
+    """How long an answer that began may stand still."""
 
     @property
     def key_names(self) -> tuple[str, ...]:
@@ -246,14 +250,6 @@ class EndpointSection(Section):
     @classmethod
     def _off(cls, given: Any) -> Any:
         return "off" if given is False else given  # YAML takes a bare `off` for false
-
-    @field_validator("fallbacks", mode="before")
-    @classmethod
-    def _name(cls, given: Any) -> Any:
-        listed = [given] if isinstance(given, str | Mapping) else given
-        if not isinstance(listed, list | tuple):
-            return given
-        return [{"model": one} if isinstance(one, str) else one for one in listed]
 
     @field_validator("prices", mode="before")
     @classmethod

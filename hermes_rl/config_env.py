@@ -14,11 +14,12 @@ from hermes_rl.config_endpoint import (
     check_address,
     join_names,
 )
+from hermes_rl.config_reach import ReachSection, given_reach
 
 Whole = Annotated[int, Field(ge=1, le=1_000_000_000)]
 
 
-class ModelPlace(Section):
+class ModelPlace(ReachSection):
     """A judge or a simulated user: name and sampling are identity, the place is not."""
 
     name: str
@@ -55,6 +56,7 @@ class ModelPlace(Section):
             api_key_env=self.api_key_env,
             api_mode=self.api_mode,
             extra_body=self.extra_body,
+            **given_reach(self),
         )
 
     @property

@@ -88,6 +88,11 @@ class AIAgent:
         self.hooks = hooks or Hooks()
         self._tools = resolve(self.toolsets)
         self._policy = policy_of(preset)
+        if self._policy.name == "rl" and getattr(model, "fallbacks", None):
+            raise UserError(
+                "fallbacks would mix two policies in one conversation. Take them out, or use "
+                "another preset than rl"
+            )
         self._limits = limits or Limits(max_turns=INTERACTIVE_TURNS)
         self._system = system or system_prompt(self._policy.name, self._tools)
         self._on_event, self._on_delta = on_event, on_delta

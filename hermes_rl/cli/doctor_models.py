@@ -148,8 +148,7 @@ def _explored(asked: Asked) -> list[Finding]:
     where = config.endpoint
     target = targets_of(where, config.providers, extra=config.model.extra_body)[0]
     keys = find_keys([target.place], os.environ, where.key_commands)
-    (_, key), *_ = Keys(keys).of(target.place)
-    endpoint = first_endpoint(where, target.place, key)
+    endpoint = first_endpoint(where, target.place, Keys(keys))
     try:
         found = run_sync(explore(endpoint, asked.model, target.prices, target.extra))
         exact = _exact(where, endpoint, asked.model)

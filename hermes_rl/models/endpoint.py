@@ -101,7 +101,12 @@ class Endpoint:
         """The TLS settings, made once per client; None for plain HTTP."""
         if not self.base_url.startswith("https:"):
             return None
-        context = ssl.create_default_context(cafile=self.ca_file)
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file)
+        except OSError as error:  # ssl.SSLError is one
+            own = isinstance(error, ssl.SSLError)
+            why = "not a file of certificates" if own else error.strerror
+            raise UserError(f"{self.ca_file}: {why}. Check endpoint.ca_file") from None
         if not self.verify:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
@@ -115,6 +120,8 @@ class Endpoint:
                 "the API key holds characters that no header can carry (a line break, a space?)."
                 " Set it again without them"
             )
+        if self.ca_file is not None:
+            self.tls()
         for name, value in self.headers.items():
             if not _printable(name) or any(c in value for c in "\r\n\0"):
                 raise UserError(f"header {name!r} holds characters that no header can carry")

@@ -321,7 +321,7 @@ def test_keys_at_the_start(tmp_path: Path) -> None:
     [
         ({"MINE": "echo k"}, r"holds MINE, which the run does not ask for \(VERTEX_ACCESS_TOKEN\)"),
         ({"no name": "echo k"}, "holds what is no name of a variable. Write NAME: command"),
-        ({"VERTEX_ACCESS_TOKEN": ""}, "VERTEX_ACCESS_TOKEN' string should have at least 1"),
+        ({"VERTEX_ACCESS_TOKEN": ""}, "VERTEX_ACCESS_TOKEN' must not be empty"),
     ],
 )
 def test_commands_that_can_never_be_of_use(commands: dict[str, str], said: str) -> None:

@@ -195,7 +195,7 @@ async def test_certificates_are_checked(kit, transport):
     server_side.load_cert_chain(TLS / "cert.pem", TLS / "key.pem")
     pieces = (head(f"content-length: {len(ANSWER)}"), ANSWER)
     async with serving(*pieces, tls=server_side) as url:
-        with pytest.raises(e.AuthError, match=r"cannot trust 127\.0\.0\.1.*Set ca_file"):
+        with pytest.raises(e.AuthError, match=r"cannot trust 127\.0\.0\.1.*Set endpoint\.ca_file"):
             await ask(kit, url, transport)
         known = await ask(kit, url, transport, ca_file=str(TLS / "cert.pem"))
         unchecked = await ask(kit, url, transport, verify=False)

@@ -169,7 +169,7 @@ def test_the_worked_example_of_the_docs_holds() -> None:
     page = Path(__file__).parents[2] / "docs" / "providers.md"
     blocks = page.read_text(encoding="utf-8").split("```yaml\n")[1:]
     forms = [yaml.safe_load(block.split("```")[0]) for block in blocks]
-    whole, vertex, azure, pinned, mix = forms
+    whole, reached, vertex, azure, pinned, mix = forms
     example = parse_config(whole)
     first, same, claude = targets_of(example.endpoint, example.providers)
     assert first.place.key_names == ("GATEWAY_KEY_A", "GATEWAY_KEY_B")
@@ -178,6 +178,9 @@ def test_the_worked_example_of_the_docs_holds() -> None:
     for target in (first, same, claude):
         assert target.prices.find(target.model or example.model.name) is not None
     assert drawn_model(parse_config({**mix, "dataset": {"path": "x"}}), 1) in mix["model"]["mix"]
+    internal = parse_config({**reached, "model": {"name": "m"}, "dataset": {"path": "x"}}).endpoint
+    (only,) = targets_of(internal)
+    assert only.place.variables == {"GATEWAY_TOKEN": "endpoint.headers.x-gateway-token"}
     for form in (vertex, azure):
         cloud = parse_config({**form, "model": {"name": "m"}, "dataset": {"path": "x"}}).endpoint
         (only,) = targets_of(cloud)

@@ -61,8 +61,7 @@ async def find_plan(config: RunConfig, keys: Keys) -> TokenPlan | None:
     routes = targets_by_model(config)
     model = min(routes)
     target = routes[model][0]
-    (_, key), *_ = keys.of(target.place)
-    endpoint = first_endpoint(config.endpoint, target.place, key)
+    endpoint = first_endpoint(config.endpoint, target.place, keys)
     renderer = await asyncio.to_thread(_renderer, config.endpoint)
     try:
         tools = config.agent.toolsets != () or config.agent.distribution is not None
@@ -87,6 +86,11 @@ def _fitting(plan: TokenPlan, config: RunConfig, targets: Sequence[Target] = ())
         raise UserError(
             "model.reasoning is not told with prompts of ids: there the chat template decides. "
             "Leave it out, or use endpoint.tokens=chat"
+        )
+    if config.model.stop:
+        raise UserError(
+            "model.stop is a text, and prompts of ids stop at token ids. Leave it out, or use "
+            "endpoint.tokens=chat"
         )
     if targets and targets[0].extra:
         raise UserError(

@@ -87,8 +87,7 @@ async def reach_others(config: RunConfig, keys: Keys) -> None:
     """
     asked = {targets[0].place for targets in other_targets(config).values()}
     for place in asked:
-        (_, key), *_ = keys.of(place)
         try:
-            await probe(first_endpoint(config.endpoint, place, key))
+            await probe(first_endpoint(config.endpoint, place, keys))
         except AuthError:
             pass  # the run itself stops for it, resumable

@@ -14,7 +14,7 @@ from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.failures.classify import classify, scrub
 from hermes_rl.models.providers.raw import whole
 from hermes_rl.models.tokens.plan import TokenPlan
-from hermes_rl.models.transports.base import connection_fault
+from hermes_rl.models.transports.base import connection_fault, proxy_refused, untrusted
 
 _MAX_BYTES = 4 << 20
 
@@ -59,7 +59,12 @@ async def probe(endpoint: Endpoint, *, seconds: float = 5.0) -> Probed:
         ):
             body = await whole(response.content, _MAX_BYTES)
     except aiohttp.ClientConnectorCertificateError as error:
-        raise AuthError(f"cannot trust {endpoint.host}: {error.certificate_error}") from None
+        raise untrusted(endpoint.host, str(error.certificate_error)) from None
+    except aiohttp.ClientHttpProxyError as error:
+        refused = proxy_refused(endpoint.host, error.status)
+        raise (
+            refused if isinstance(refused, AuthError) else _nobody(endpoint, str(refused))
+        ) from None
     except TimeoutError:
         raise _nobody(endpoint, f"no answer within {seconds:g} s") from None
     except aiohttp.ClientConnectorError as error:

@@ -42,8 +42,7 @@ async def reach_models(config: RunConfig, keys: Keys) -> Probed | None:
         for targets in routes.values():
             place = targets[0].place
             if place not in said:
-                (_, key), *_ = keys.of(place)
-                said[place] = await probe(first_endpoint(config.endpoint, place, key))
+                said[place] = await probe(first_endpoint(config.endpoint, place, keys))
     first = routes[model][0]
     if first.place not in said:
         return None
@@ -56,7 +55,6 @@ async def reach_models(config: RunConfig, keys: Keys) -> Probed | None:
 async def _explored(config: RunConfig, model: str, target: Target, keys: Keys) -> dict[str, Any]:
     from hermes_rl.models.providers.capabilities import explore
 
-    (_, key), *_ = keys.of(target.place)
-    endpoint = first_endpoint(config.endpoint, target.place, key)
+    endpoint = first_endpoint(config.endpoint, target.place, keys)
     found = await explore(endpoint, target.model or model, target.prices, target.extra)
     return {"model": model, **found.as_dict()}

@@ -13,6 +13,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+from hermes_rl.config_reach import check_proxy, variable_of
 from hermes_rl.errors import UserError
 from hermes_rl.models.base import ModelClient
 from hermes_rl.models.calls.route import Account, Route
@@ -103,6 +104,35 @@ class Keys:
         found = tuple((n, self.values[n]) for n in place.key_names if n in self.values)
         return found or ((NO_KEY, None),)
 
+    def read(self, text: str) -> str:
+        """A text as it is sent: `$NAME` is what that variable holds."""
+        name = variable_of(text)
+        return text if name is None else self.values[name]
+
+    def endpoint(self, base: Endpoint, place: Place, account: str | None = None) -> Endpoint:
+        """One account of a place.
+
+        Args:
+            base: what all endpoints have in common.
+            account: the variable of its key; None is the place's first.
+        """
+        held = dict(self.of(place))
+        name = next(iter(held)) if account is None else account
+        proxy = place.proxy and self.read(place.proxy)
+        if proxy:
+            check_proxy(proxy, f"the value of {place.proxy}")
+        return replace(
+            base,
+            base_url=place.base_url,
+            api_key=held[name],
+            live_key=self.live.get(name),
+            api_mode=place.api_mode,
+            quirks=place.quirks,
+            ca_file=place.ca_file,
+            proxy=proxy,
+            headers={header: self.read(text) for header, text in place.headers},
+        )
+
 
 def find_keys(
     places: Sequence[Place],
@@ -130,6 +160,10 @@ def find_keys(
                 found[name] = key
             elif place.key_needed:
                 raise UserError(f"no key: the variable {name} is not set. Set it, then run again")
+        for name, use in place.variables.items():
+            if not environ.get(name):
+                raise UserError(f"'{use}': the variable {name} is not set. Set it, then run again")
+            found[name] = environ[name]
     return found
 
 
@@ -204,17 +238,10 @@ class Routing:
     def _connect(self, place: Place) -> None:
         from hermes_rl.models.client import connect
 
-        for name, key in self._keys.of(place):
+        for name, _ in self._keys.of(place):
             if (place, name) in self._clients:
                 continue
-            endpoint = replace(
-                self._base,
-                base_url=place.base_url,
-                api_key=key,
-                live_key=self._keys.live.get(name),
-                api_mode=place.api_mode,
-                quirks=place.quirks,
-            )
+            endpoint = self._keys.endpoint(self._base, place, name)
             client = (self._make or connect)(endpoint)
             self._stack.push_async_callback(client.aclose)
             self._clients[place, name] = client

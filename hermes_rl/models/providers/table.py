@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec.yaml
 
+from hermes_rl.config_reach import variables_of
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import unknown
 from hermes_rl.models.endpoint import check_address
@@ -73,6 +74,12 @@ class Asked(Protocol):
     def api_key_env(self) -> str | None: ...
     @property
     def api_mode(self) -> Any: ...
+    @property
+    def ca_file(self) -> str | None: ...
+    @property
+    def proxy(self) -> str | None: ...
+    @property
+    def headers(self) -> Mapping[str, str]: ...
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,16 @@ class Place:
     key_needed: bool = False
     """Without a key it cannot be asked."""
     quirks: Quirks = field(default_factory=Quirks)
+    ca_file: str | None = None
+    proxy: str | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+    """As they are written: `$NAME` stands for what a variable holds."""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variable -> what it is for, of those that the proxy and the headers name."""
+        texts = {f"endpoint.headers.{name}": text for name, text in self.headers}
+        return variables_of({**texts, "endpoint.proxy": self.proxy or ""})
 
     @property
     def host(self) -> str:
@@ -121,6 +138,9 @@ def resolve(asked: Asked, providers: Mapping[str, Provider] | None = None) -> Pl
         base_url=address,
         api_mode=asked.api_mode or _mode(provider, address),
         quirks=provider.quirks if provider else Quirks(),
+        ca_file=asked.ca_file,
+        proxy=asked.proxy,
+        headers=tuple(sorted((name.lower(), text) for name, text in asked.headers.items())),
     )
     names, needed = _keys(asked, provider, place)
     return replace(place, key_names=names, key_needed=needed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,12 +16,13 @@ from hermes_rl.config_endpoint import (
     ProviderSection,
     extra_of,
 )
+from hermes_rl.config_reach import given_reach
 from hermes_rl.errors import UserError
 from hermes_rl.models.dialects.own_fields import refuse_own
 from hermes_rl.models.endpoint import Endpoint, Timeouts
 from hermes_rl.models.providers.prices import ModelPrice, PriceTable, price_table, read_price
 from hermes_rl.models.providers.quirks import NO_FIELD
-from hermes_rl.models.providers.routing import Target, find_keys
+from hermes_rl.models.providers.routing import Keys, Target, find_keys
 from hermes_rl.models.providers.table import Place, Provider, known_providers, resolve
 
 _MIX_STEPS = 1 << 52
@@ -76,7 +76,7 @@ def _place(
     if said.provider is not None or said.base_url is not None:
         return resolve(said, known)
     given = {"api_key_env": said.api_key_env, "api_mode": said.api_mode}
-    changes = {k: v for k, v in given.items() if v is not None}
+    changes = {k: v for k, v in given.items() if v is not None} | given_reach(said)
     return resolve(where.model_copy(update=changes), known)
 
 
@@ -105,19 +105,13 @@ def endpoint_base(where: EndpointSection) -> Endpoint:
     return Endpoint(
         base_url="",
         transport=where.transport,
-        timeouts=Timeouts(first_byte_s=where.first_byte_seconds),
+        timeouts=Timeouts(first_byte_s=where.first_byte_seconds, idle_s=where.idle_seconds),
     )
 
 
-def first_endpoint(where: EndpointSection, place: Place, key: str | None) -> Endpoint:
-    """The run's own endpoint with one of its keys."""
-    return replace(
-        endpoint_base(where),
-        base_url=place.base_url,
-        api_key=key,
-        api_mode=place.api_mode,
-        quirks=place.quirks,
-    )
+def first_endpoint(where: EndpointSection, place: Place, keys: Keys) -> Endpoint:
+    """A place with the first of its keys."""
+    return keys.endpoint(endpoint_base(where), place)
 
 
 def drawn_model(config: RunConfig, seed: int) -> str:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from hermes_rl.errors import AuthError, ConnectionLost, ModelTimeout, ProtocolError
+from hermes_rl.errors import AuthError, ConnectionLost, ModelError, ModelTimeout, ProtocolError
 
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
@@ -87,10 +87,18 @@ def not_connected(host: str, reason: str) -> ConnectionLost:
     return ConnectionLost(f"cannot reach {host}: {reason}")
 
 
+def proxy_refused(host: str, status: int) -> ModelError:
+    """The proxy let nothing through. What the packages say of it may hold its password."""
+    if status == 407:
+        text = f"the proxy for {host} refuses its user and password (407). Check endpoint.proxy"
+        return AuthError(text, status=status)
+    return not_connected(host, f"the proxy answered {status}")
+
+
 def untrusted(host: str, reason: str) -> AuthError:
     """The server cannot prove who it is: no key was sent, and no other attempt could do better."""
     return AuthError(
-        f"cannot trust {host}: {reason}. Set ca_file if its certificate is your own",
+        f"cannot trust {host}: {reason}. Set endpoint.ca_file if its certificate is your own",
         reason="ssl_cert_verification",
     )
 

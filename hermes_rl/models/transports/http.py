@@ -23,6 +23,7 @@ from hermes_rl.models.transports.base import (
     first_byte_timeout,
     idle_timeout,
     not_connected,
+    proxy_refused,
     untrusted,
 )
 
@@ -82,6 +83,8 @@ class HttpTransport:
             raise first_byte_timeout(host, patience.first_byte_s) from None
         except aiohttp.ClientConnectorCertificateError as error:
             raise untrusted(host, str(error.certificate_error)) from None
+        except aiohttp.ClientHttpProxyError as error:
+            raise proxy_refused(host, error.status) from None
         except aiohttp.ClientConnectorError as error:
             raise not_connected(host, connection_fault(error)) from None
         except (aiohttp.ClientError, OSError) as error:

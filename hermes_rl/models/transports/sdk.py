@@ -27,6 +27,7 @@ from hermes_rl.models.transports.base import (
     first_byte_timeout,
     idle_timeout,
     not_connected,
+    proxy_refused,
     untrusted,
 )
 
@@ -127,6 +128,9 @@ class SdkTransport:
             cause = error.__cause__ or error
             if "CERTIFICATE_VERIFY_FAILED" in str(cause):
                 raise untrusted(host, str(cause)) from None
+            if isinstance(cause, httpx2.ProxyError):
+                status = str(cause)[:3]
+                raise proxy_refused(host, int(status) if status.isdecimal() else 502) from None
             make = not_connected if isinstance(cause, httpx2.ConnectError) else broken
             raise make(host, f"{type(cause).__name__}: {cause}") from None
 

@@ -126,11 +126,18 @@ async def test_with_another_preset_nobody_is_asked_unless_it_is_said(tmp_path):
         assert (await reach(parse_config(form))).tokens.way == "chat"
 
 
-async def test_an_effort_of_reasoning_that_nobody_would_hear_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("reasoning", "high", r"model\.reasoning is not told with prompts of ids"),
+        ("stop", "END", r"model\.stop is a text, and prompts of ids stop at token ids"),
+    ],
+)
+async def test_sampling_that_prompts_of_ids_cannot_carry_is_refused(tmp_path, key, value, says):
     async with engine_at(tmp_path / "t") as engine:
         form = config_of(engine, tokenizer=str(engine.config.tokenizer)).model_dump()
-        form["model"]["reasoning"] = "high"
-        with pytest.raises(UserError, match=r"model\.reasoning is not told with prompts of ids"):
+        form["model"][key] = value
+        with pytest.raises(UserError, match=says):
             await reach(parse_config(form))
         form["endpoint"]["tokens"] = "chat"
         assert (await reach(parse_config(form))).tokens.way == "chat"
