@@ -320,7 +320,8 @@ class Bubblewrap:
 
     async def give_back(self, lease: Lease, sandbox: BubblewrapSandbox | None = None) -> None:
         """Remove a lease's folders and group, free its slot."""
-        await self._mounting(lease.room.leave)
+        if not lease.room.left:  # a start that failed, or was cancelled before its turn
+            await self._mounting(lease.room.leave)
         await asyncio.to_thread(_remove, lease)
         if lease.slot is not None and self._slots is not None:
             self._slots.give_back(lease.slot)

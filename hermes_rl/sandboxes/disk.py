@@ -10,7 +10,6 @@ Without root, loop devices or mkfs.ext4 it is a plain folder, which is looked at
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -143,15 +142,13 @@ def find_disks(folder: Path) -> Disks | str:
     try:
         unshare_mounts()
         trial.mkdir(mode=0o700)
+        try:
+            made.make(SandboxLimits(workspace_bytes=1 << 20, workspace_files=100), trial)
+            _libc().umount2(os.fsencode(trial), _MNT_DETACH)
+        finally:
+            trial.rmdir()
     except OSError as error:
-        return str(error)
-    try:
-        made.make(SandboxLimits(workspace_bytes=1 << 20, workspace_files=100), trial)
-        _libc().umount2(os.fsencode(trial), _MNT_DETACH)
-    except OSError as error:
-        return str(error)
-    finally:
-        trial.rmdir()
+        return f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
     return made
 
 
@@ -181,8 +178,6 @@ class Disks:
             mount(number, where)
         finally:
             os.close(device)  # which frees it, unless it is mounted
-        with contextlib.suppress(OSError):
-            os.rmdir(where / "lost+found")
         return number
 
 
@@ -235,6 +230,11 @@ class Room:
     def sized(self) -> bool:
         """The kernel holds it to its size."""
         return self._root >= 0
+
+    @property
+    def left(self) -> bool:
+        """It was entered, and nobody is in it."""
+        return self.sized and self._entered == 0
 
     @property
     def folder(self) -> Path:

@@ -109,3 +109,24 @@ async def test_doctor_says_who_holds_the_workspace_to_its_size() -> None:
     assert (await asyncio.to_thread(probe.probe)).no_disks == ""
     lines = {found.name: found.text for found in doctor_command.sandboxes()}
     assert lines["workspace"].startswith("limited by the kernel")
+
+
+def test_without_the_right_to_mount_the_workspace_is_watched() -> None:
+    """As in most containers. `doctor` says why, and the rows that it is so."""
+    program = """
+import asyncio
+from hermes_rl.sandboxes import probe
+from hermes_rl.sandboxes.base import SandboxSpec
+from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+async def main():
+    backend = Bubblewrap()
+    async with await backend.lease(SandboxSpec(lease="watched")) as box:
+        print((await box.run("echo 1 >a; cat a", timeout_s=20)).output, end="")
+        print(box.info.limits["workspace_held_by"])
+    await backend.aclose()
+asyncio.run(main())
+print(probe.probe().no_disks)
+"""
+    command = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"]
+    done = subprocess.run([*command, sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "1\nwatching\nunshare: Operation not permitted\n", done
