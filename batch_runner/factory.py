@@ -22,6 +22,8 @@ from batch_runner.settings import (
 from batch_runner.wire import WorkerSpec
 from hermes_rl.config import RunConfig
 from hermes_rl.models.limits.governor_wire import Charter
+from hermes_rl.models.tokens.plan import TokenPlan
+from hermes_rl.store.driver import Driver
 
 
 @contextmanager
@@ -73,3 +75,21 @@ def _is_small(settings: Settings) -> bool:
     """Whether the whole dataset is small, whatever of it is done."""
     reader = open_reader(settings)
     return len(reader.take(SMALL_UNITS, SMALL_S)) < SMALL_UNITS and reader.ended
+
+
+def spec_of(settings: Settings, driver: Driver, tokens: TokenPlan | None) -> WorkerSpec:
+    """What every worker of a run is told."""
+    run = settings.config.run
+    return WorkerSpec(
+        run_path=str(driver.run_dir.path.resolve()),
+        run_id=driver.run_id,
+        epoch=driver.epoch,
+        worker=0,
+        capacity=settings.concurrency,
+        lease_s=run.lease_s,
+        publish_every_s=run.publish_every_s,
+        config=settings.config.model_dump_json().encode(),
+        config_hash=settings.config_hash,
+        governor=f"governor-{driver.run_id}-{driver.epoch}",
+        tokens=tokens,
+    )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -28,10 +29,8 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            loop = asyncio.get_running_loop()
-            for number in _SIGNALS:
-                self._before[number] = signal.getsignal(number)
-                loop.add_signal_handler(number, self._hit)
+            self._before = {number: signal.getsignal(number) for number in _SIGNALS}
+            self._listen()
         return self
 
     def __exit__(
@@ -40,11 +39,35 @@ class Interrupts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        loop = asyncio.get_running_loop()
+        self._leave()
         for number, handler in self._before.items():
-            loop.remove_signal_handler(number)
             if handler is not None:
                 signal.signal(number, handler)
+
+    @contextmanager
+    def blocking(self) -> Iterator[None]:
+        """Around what blocks the loop: a signal is answered there, and raises KeyboardInterrupt."""
+        self._leave()
+        for number in self._before:
+            signal.signal(number, self._break_off)
+        try:
+            yield
+        finally:
+            self._listen()
+
+    def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in self._before:
+            loop.add_signal_handler(number, self._hit)
+
+    def _leave(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in self._before:
+            loop.remove_signal_handler(number)
+
+    def _break_off(self, number: int, frame: FrameType | None) -> None:
+        self._hit()
+        raise KeyboardInterrupt
 
     def _hit(self) -> None:
         self._count += 1

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass
+from textwrap import fill
 from typing import Any, Protocol, TextIO
 
 from batch_runner.report import Report
@@ -34,6 +35,12 @@ class View:
     tally: Tally
     """Of this start."""
     rates: Rates
+    trouble: tuple[str, ...] = ()
+    """What calls wait for, one line for each endpoint that does not answer."""
+
+    def lines(self) -> list[str]:
+        """The line, and what is wrong below it."""
+        return [self.line(), *self.trouble]
 
     def line(self) -> str:
         """`14/20 units  11 solved  0 failed  4 running | 24/min  0:15 left | ...`"""
@@ -62,6 +69,7 @@ class View:
             "cost_usd": self.tally.cost_usd,
             "requests": self.tally.requests,
             "throttled": self.tally.throttled,
+            "trouble": list(self.trouble),
         }
 
     def _left(self) -> str | None:
@@ -132,10 +140,10 @@ class PlainLines:
     def attempt(self, receipt: Receipt, disposition: Disposition) -> None: ...
 
     def tick(self, view: View) -> None:
-        line = view.line()
-        if line != self._last:
-            self.note(line)
-        self._last = line
+        text = "\n".join(view.lines())
+        if text != self._last:
+            self.note(text)
+        self._last = text
 
     def close(self, view: View | None) -> None:
         if view is not None:
@@ -177,8 +185,10 @@ class LiveLine:
         if not self._started:
             self._started = True
             self._live.start()
-        line = wrapped(view.line(), self._console.width)
-        self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        width = self._console.width
+        lines = [wrapped(view.line(), width), *(fill(text, width) for text in view.trouble)]
+        text = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
+        self._live.update(text, refresh=True)
 
     def close(self, view: View | None) -> None:
         if view is not None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
 from batch_runner.books import Books
 from batch_runner.dispatcher import Dispatcher, Fleet
 from batch_runner.estimate import estimate_units
-from batch_runner.factory import open_factory, ray_on_this_thread
+from batch_runner.factory import open_factory, ray_on_this_thread, spec_of
 from batch_runner.governing import (
     GovernorHost,
     Prices,
@@ -42,8 +43,8 @@ from batch_runner.sink import Sink
 from batch_runner.source import RunSource
 from batch_runner.spent import spent_before
 from batch_runner.stops import Stop
+from batch_runner.trouble import Trouble, Watch
 from batch_runner.units import UnitReader
-from batch_runner.wire import WorkerSpec
 from hermes_rl.config import RunConfig, to_yaml
 from hermes_rl.definitions import extra_body_of, policy_of, sampling_of
 from hermes_rl.doors import run_sync
@@ -132,6 +133,12 @@ class _Run:
         """What the governor had to say at the end: see `as_plain`."""
         self.estimate = 0
         """About how many units there are, as long as the dataset was not read to its end."""
+        self.watch = Watch(
+            settings.config.endpoint,
+            lambda: progress.tick(self.view()),
+            self._store_trouble,
+        )
+        self.work: asyncio.Task[None] | None = None
         self.known = len(driver.ledger)
         """Units of earlier starts."""
         self.solved_before = driver.ledger.summary.counts.get("solved", 0)
@@ -158,14 +165,10 @@ class _Run:
         self.estimate = estimate or 0
         ticker = asyncio.create_task(self._tick())
         try:
-            if await self.source.has_work():
-                await self._choose_workers()
-                charter = await asyncio.to_thread(self._charter)
-                with open_factory(self.settings, self.spec(), charter, self.progress) as (
-                    factory,
-                    self.governor,
-                ):
-                    await self._governed(factory)
+            with Interrupts(self._interrupted, self._end_at_once) as interrupts:
+                if await self.source.has_work():
+                    await self._choose_workers()
+                    await self._started(interrupts)
         finally:
             ticker.cancel()
             self.progress.close(self.view())
@@ -186,6 +189,24 @@ class _Run:
                 f"running in this process: fewer than {SMALL_UNITS} units (--workers N starts Ray)"
             )
 
+    async def _started(self, interrupts: Interrupts) -> None:
+        """Start what makes attempts, and work. Ctrl-C while Ray starts ends the start."""
+        charter = await asyncio.to_thread(self._charter)
+        with ExitStack() as stack:
+            opening = open_factory(
+                self.settings,
+                spec_of(self.settings, self.driver, self.tokens),
+                charter,
+                self.progress,
+            )
+            try:
+                with interrupts.blocking():
+                    factory, self.governor = stack.enter_context(opening)
+            except KeyboardInterrupt:
+                return
+            if self.source.stop is None:
+                await self._governed(factory)
+
     def _charter(self) -> Charter:
         """What the governor is told: blocking, because what was spent before is read."""
         config = self.settings.config
@@ -198,9 +219,12 @@ class _Run:
     async def _governed(self, factory: WorkerFactory) -> None:
         assert self.governor is not None
         async with self.governor:
+            watching = asyncio.create_task(self.watch.run(self.governor))
             try:
                 await self._work(factory)
             finally:
+                watching.cancel()
+                await asyncio.wait((watching,))
                 summary = await self.governor.summary()
                 self.governed = as_plain(summary, pots_of(self.settings.config))
 
@@ -233,15 +257,14 @@ class _Run:
         workers, lease_s = settings.workers or 0, settings.config.run.lease_s
         fleet = Fleet(max(1, workers), settings.concurrency, 1 if workers else 0, lease_s)
         dispatcher = Dispatcher(factory, self.books, fleet, self)
-        work = asyncio.create_task(dispatcher.run(self.source))
-        with Interrupts(self._interrupted, lambda: _cancel(work)):
-            try:
-                await work
-            except asyncio.CancelledError:
-                current = asyncio.current_task()
-                if current is not None and current.cancelling():
-                    raise
-                self.source.halt(Stop("interrupted", "interrupted"))
+        self.work = asyncio.create_task(dispatcher.run(self.source))
+        try:
+            await self.work
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            self.source.halt(Stop("interrupted", "interrupted"))
 
     def knows_tokens(self, plan: TokenPlan | None) -> None:
         """How token ids are had, where they are wanted; it is said."""
@@ -251,23 +274,6 @@ class _Run:
         extra = extra_body_of(config, config.model.name)
         for line in plan.lines(sampling, extra) if plan is not None else ():
             self.progress.note(line)
-
-    def spec(self) -> WorkerSpec:
-        """What every worker is told."""
-        run = self.settings.config.run
-        return WorkerSpec(
-            run_path=str(self.driver.run_dir.path.resolve()),
-            run_id=self.driver.run_id,
-            epoch=self.driver.epoch,
-            worker=0,
-            capacity=self.settings.concurrency,
-            lease_s=run.lease_s,
-            publish_every_s=run.publish_every_s,
-            config=self.settings.config.model_dump_json().encode(),
-            config_hash=self.settings.config_hash,
-            governor=f"governor-{self.driver.run_id}-{self.driver.epoch}",
-            tokens=self.tokens,
-        )
 
     def heard(self, requests: int, throttled: int) -> None:
         """Listener of the dispatcher."""
@@ -289,11 +295,30 @@ class _Run:
         self.source.halt(Stop(cause, f"the disk of {self.settings.out} is full" if full else text))
 
     def _interrupted(self) -> None:
+        """The first Ctrl-C. What was never answered has nothing to lose: it ends at once."""
         self.source.halt(Stop("interrupted", "interrupted"))
         running = len(self.source.in_flight)
-        self.progress.note(
-            f"stopping: {running} running rollouts end first (Ctrl-C again stops at once)"
-        )
+        unanswered = bool(self.watch.troubles) and not self.watch.answered
+        if unanswered:
+            self.progress.note(f"stopping: {running} rollouts without any answer are cancelled")
+        elif running:
+            self.progress.note(
+                f"stopping: {running} running rollouts end first (Ctrl-C again stops at once)"
+            )
+        else:
+            self.progress.note("stopping")
+        if unanswered or not (running or self.sink.tally.attempts):
+            self._end_at_once()
+
+    def _end_at_once(self) -> None:
+        if self.work is not None:
+            self.work.cancel()
+
+    async def _store_trouble(self, found: tuple[Trouble, ...]) -> None:
+        """For `status`."""
+        more = {**self.manifest, **({"trouble": found} if found else {})}
+        with suppress(DiskFull):  # the run meets it, too
+            await asyncio.to_thread(write_manifest, self.driver, self.settings, more)
 
     async def _tick(self) -> None:
         while True:
@@ -312,6 +337,7 @@ class _Run:
             running=len(self.source.in_flight),
             tally=tally,
             rates=self.sink.rates(),
+            trouble=tuple(trouble.line for trouble in self.watch.troubles),
         )
 
     def _write_start(self) -> None:
@@ -377,7 +403,3 @@ class _Run:
             stats=stats,
             governed=self.governed,
         )
-
-
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()

@@ -41,6 +41,8 @@ class Status:
     input_tokens: int
     output_tokens: int
     cost: str
+    trouble: tuple[str, ...] = ()
+    """What calls wait for, one line for each endpoint that does not answer."""
 
     def line(self) -> str:
         """As the live line of `run` has it."""
@@ -51,6 +53,7 @@ class Status:
             f"{self.done:,}/{total} units  {self.solved:,} solved  {self.given_up:,} given up  "
             f"{self.running:,} running | {self.failed_attempts:,} failed attempts | "
             f"{self.input_tokens:,} in, {self.output_tokens:,} out  {self.cost} | {state}"
+            + "".join(f"\n{line}" for line in self.trouble)
         )
 
 
@@ -79,6 +82,8 @@ def command(
 
 def look(path: Path) -> Status:
     """A run's state, from its files alone. Raises: UserError when there is no run."""
+    from batch_runner.manifest import read_manifest
+    from batch_runner.trouble import Trouble
     from hermes_rl.store.reader import load_run
     from hermes_rl.store.watch import driver_of, in_flight
 
@@ -87,6 +92,7 @@ def look(path: Path) -> Status:
     holder = driver_of(run.run_dir)
     plan = stats["plan"]
     known = plan.get("units") is not None
+    told = read_manifest(run.run_dir).get("trouble", ()) if holder is not None else ()
     local = holder is not None and holder.local
     return Status(
         path=str(path),
@@ -101,6 +107,7 @@ def look(path: Path) -> Status:
         input_tokens=stats["tokens"]["input_tokens"] or 0,
         output_tokens=stats["tokens"]["output_tokens"] or 0,
         cost=render.cost(stats["known_cost_usd"] or 0.0, stats["calls"]["unpriced"]),
+        trouble=tuple(Trouble(**one).line for one in told),
     )
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -304,6 +304,15 @@ async def asked(server: FakeServer, requests: int, run: Process, seconds: float 
         assert run.process.returncode is None, run.errors[-3000:]
         assert time.monotonic() < deadline, run.errors[-3000:]
         await asyncio.sleep(0.005)
+
+
+async def reported(run: Process, found: Callable[[Process], Any], seconds: float = 30.0) -> None:
+    """Wait until a run's events say something."""
+    deadline = time.monotonic() + seconds
+    while not found(run):
+        assert run.process.returncode is None, run.errors[-3000:]
+        assert time.monotonic() < deadline, run.errors[-3000:]
+        await asyncio.sleep(0.02)
 
 
 async def until_done(run: Process, units: int) -> None:

@@ -1,8 +1,10 @@
 """Ctrl-C: once lets the running rollouts end, twice ends the run at once; both can be resumed."""
 
+import asyncio
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import kit
@@ -101,3 +103,22 @@ async def test_sigterm_is_a_first_ctrl_c(tmp_path: Path, server: FakeServer) -> 
     run.process.terminate()
     assert await run.wait() == 130, run.errors
     assert len(kit.final_rows(out)) == ended_in_order(run)
+
+
+@pytest.mark.slow
+async def test_once_while_ray_starts(tmp_path: Path, server: FakeServer) -> None:
+    """Nothing runs yet: the run is acknowledged at once and ends, and leaves nothing."""
+    dataset, out = kit.write(tmp_path / "tasks.jsonl", ROWS), tmp_path / "run"
+    ray = ("--workers", "2", "--concurrency", "4")
+    run = await kit.launch(*kit.played(dataset, out, server.base_url, *ray))
+    await run.until("note")  # it starts the workers
+    await asyncio.sleep(1.0)  # in the middle of that
+    os.killpg(run.pid, signal.SIGINT)
+    began = time.monotonic()
+    await run.until("note", 2)
+    assert time.monotonic() - began < 2  # half a second where the machine has time for it
+    assert await run.wait(30) == 130, run.errors
+    assert [e["text"] for e in run.events if e["event"] == "note"][1:] == ["stopping"]
+    assert "Traceback" not in run.errors
+    assert server.requests == 0
+    await kit.check_nothing_left([run.mark], out)

@@ -1,10 +1,15 @@
 """Endpoints in trouble, as a run's terminal, its other terminals and its exit code tell of them."""
 
+import asyncio
+import re
+import signal
+import time
 from pathlib import Path
 
 import kit
 import pytest
 
+from hermes_rl.cli.status_command import look
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan
 
@@ -47,3 +52,39 @@ async def test_the_same_refusal_of_every_call_stops_the_run(tmp_path: Path) -> N
     )
     assert report["mend"] == "Correct what the server refuses"
     assert report["given_up"] == 0
+
+
+def first_trouble(run: kit.Process) -> list[str]:
+    lines = [e["trouble"] for e in run.events if e["event"] == "progress" and e["trouble"]]
+    return lines[0] if lines else []
+
+
+SAID = {"server_error": "answers 500 'Internal server error.'", "held": "does not answer"}
+
+
+@pytest.mark.parametrize("kind", SAID)
+async def test_trouble_is_reported_within_seconds_and_ctrl_c_ends_it(
+    tmp_path: Path, kind: str
+) -> None:
+    """By the run's events, by `status`, and by nobody any more when Ctrl-C has ended it at once."""
+    dataset, out = kit.write(tmp_path / "t.jsonl", [kit.task(n) for n in range(20)]), tmp_path / "r"
+    async with FakeServer(FakeConfig(hold_at=1) if kind == "held" else faulty(kind)) as server:
+        run = await kit.launch(*kit.played(dataset, out, server.base_url, *HERE))
+        await kit.asked(server, 1, run)
+        began = time.monotonic()
+        await kit.reported(run, first_trouble)
+        assert time.monotonic() - began < 8  # 5 where the machine has time for it
+        (line,) = first_trouble(run)
+        said, host = SAID[kind], f"127.0.0.1:{server.port}"
+        found = rf"{host} {re.escape(said)}; \d calls? waiting; gives up in \d+ s"
+        assert re.fullmatch(found, line)
+        status = await asyncio.to_thread(look, out)
+        assert said in status.line().splitlines()[1]
+        run.process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        assert await run.wait(20) == 130, run.errors
+        assert time.monotonic() - began < 10
+    (note,) = [e["text"] for e in run.events if e["event"] == "note"]
+    assert re.fullmatch(r"stopping: \d rollouts without any answer are cancelled", note)
+    assert {row["cause"] for row in kit.table(out, "failures")} == {"interrupted"}
+    assert (await asyncio.to_thread(look, out)).trouble == ()
