@@ -35,6 +35,8 @@ class View:
     tally: Tally
     """Of this start."""
     rates: Rates
+    graded: int = 0
+    """Graded units of earlier starts."""
     trouble: tuple[str, ...] = ()
     """What calls wait for, one line for each endpoint that does not answer."""
 
@@ -47,7 +49,7 @@ class View:
         units = f"{self.ended:,}/{'' if self.complete else '~'}{self.units:,} units"
         attempts = f" ({self.tally.failed:,} attempts)" if self.tally.failed else ""
         failed = f"{self.given_up:,} failed{attempts}"
-        counts = [units, f"{self.solved:,} solved", failed, f"{self.running:,} running"]
+        counts = [units, self._verdict(), failed, f"{self.running:,} running"]
         speed = [f"{self.rates.units_per_s * 60:.0f}/min"]
         speed += [f"{left} left"] if (left := self._left()) else []
         cost = cost_text(self.tally.cost_usd, self.tally.unpriced_calls)
@@ -71,6 +73,12 @@ class View:
             "throttled": self.tally.throttled,
             "trouble": list(self.trouble),
         }
+
+    def _verdict(self) -> str:
+        done = self.ended > self.given_up
+        if done and not (self.solved or self.graded or self.tally.graded):
+            return "not graded"
+        return f"{self.solved:,} solved"
 
     def _left(self) -> str | None:
         if self.units <= self.ended or not self.rates.units_per_s:

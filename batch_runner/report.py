@@ -95,7 +95,7 @@ class Report:
 
     def _units_line(self) -> str:
         total = "" if self.units is None else f"/{self.units:,}"
-        graded = f", {self.solved:,} solved" if self.graded else ""
+        graded = f", {self.solved:,} solved" if self.graded else ", not graded" * (self.done > 0)
         mean = f", mean reward {self.mean_reward:.3g}" if self.mean_reward is not None else ""
         given_up = f", {self.given_up:,} given up" if self.given_up else ""
         still = f", {self.open:,} open" if self.open else ""

@@ -141,7 +141,8 @@ class _Run:
         self.work: asyncio.Task[None] | None = None
         self.known = len(driver.ledger)
         """Units of earlier starts."""
-        self.solved_before = driver.ledger.summary.counts.get("solved", 0)
+        before = driver.ledger.summary.counts
+        self.solved_before, self.graded_before = before.get("solved", 0), before.get("graded", 0)
         self.committed = frozenset(driver.run_dir.commit_stems())
         seed = settings.config.agent.base_seed
         rules = PlanRules(settings.config_hash, seed, driver.epoch)
@@ -337,6 +338,7 @@ class _Run:
             running=len(self.source.in_flight),
             tally=tally,
             rates=self.sink.rates(),
+            graded=self.graded_before,
             trouble=tuple(trouble.line for trouble in self.watch.troubles),
         )
 

@@ -78,6 +78,7 @@ async def run_attempt(
     """
     fault: HermesError | None = None
     around: _Around | None = None
+    finished = False
     try:
         around = _around(workshop, item, tape, make)
         draw = workshop.draw(item, around.episode.tools() if around else None)
@@ -101,10 +102,14 @@ async def run_attempt(
                 final_response=result.final_response,
             )
         )
+        finished = True
     except DiskFull:
         raise
     except HermesError as error:
         tape.record(_failed(workshop, error))
+    finally:
+        if around is not None and around.stage.budget is not None:
+            around.stage.budget.end(finished=finished)
     return fold(tape.events)
 
 
@@ -120,7 +125,7 @@ def _around(workshop: Workshop, item: WorkItem, tape: Tape, make: MakeEpisode) -
     """None for a bad row."""
     if item.task is None:
         return None
-    stage = Stage(workshop, item, item.task, tape, workshop.budget())
+    stage = Stage(workshop, item, item.task, tape, workshop.budget(item))
     return _Around(stage, make(stage))
 
 

@@ -36,7 +36,7 @@ from hermes_rl.models.base import ModelClient, Sampling
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.limits.budget import Budget
-from hermes_rl.models.limits.spending import NANO, UNIT_TOKENS, UNIT_USD, UnitBudget
+from hermes_rl.models.limits.spending import NANO, NO_UNIT, UNIT_TOKENS, UNIT_USD, UnitBudget
 from hermes_rl.models.played import NoopClient, OracleClient, free
 from hermes_rl.models.providers.exact import embedded_clients, exact_clients, find_plan
 from hermes_rl.models.providers.others import all_keys, other_targets, others_of, reach_others
@@ -201,9 +201,10 @@ class Workshop:
             refusals=REFUSALS,
         )
 
-    def budget(self) -> Budget | None:
+    def budget(self, item: WorkItem | None = None) -> Budget | None:
         """What one attempt may spend: its own budget and the run's."""
-        run, shared = self.config.run, self.common.budget()
+        place = NO_UNIT if item is None else item.row_index << 20 | item.repeat
+        run, shared = self.config.run, self.common.budget(place)
         limits: dict[str, int] = {}
         if run.unit_budget_tokens is not None:
             limits[UNIT_TOKENS] = run.unit_budget_tokens

@@ -27,6 +27,7 @@ GROUPS = {
         "batch/test_governor.py",
         "batch/test_interrupt.py",
         "batch/test_kills.py",
+        "batch/test_small_budgets.py",
         "batch/test_workers.py",
         "bench/test_bench.py",
         "doors/test_kernel.py",

@@ -213,15 +213,41 @@ def _indented(text: str) -> list[str]:
 
 
 def causes(rows: Iterable[Row]) -> str:
-    """One line per cause of failed attempts: how many, and what the first one said."""
-    found: dict[str, list[str]] = {}
+    """One line for each way in which attempts failed: how many, what the first one said, and which
+    rows of the dataset they were."""
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for row in rows:
-        if row["status"] != "ok":
-            found.setdefault(row["cause"] or "?", []).append(row["error"] or "")
+        if row["status"] == "ok":
+            continue
+        placed = _PLACE.match(row["error"] or "") if row["cause"] == "task" else None
+        text = (row["error"] or "").removeprefix(placed[0] if placed else "")
+        where = f"line {placed[1]}" if placed else f"row {row['row_index'] + 1}"
+        key = row["cause"] or "?", _VARIES.sub("#", text)
+        found.setdefault(key, []).append((text, where))
     return "\n".join(
-        f"failed {len(errors)}x {cause}: {clip(errors[0], WIDTH)}"
-        for cause, errors in sorted(found.items(), key=lambda item: -len(item[1]))
+        f"failed {len(all_)}x {cause}: {clip(all_[0][0], WIDTH)} ({_places(w for _, w in all_)})"
+        for (cause, _), all_ in sorted(found.items(), key=lambda item: -len(item[1]))
     )
+
+
+_PLACE = re.compile(r"(?:\w+: )?\S+?:(\d+): ")
+"""Where a bad row is, at the beginning of what is wrong with it."""
+_VARIES = re.compile(r"\w*\d\w*")
+_PLACES = 12
+
+
+def _places(places: Iterable[str]) -> str:
+    """`lines 3, 7, 9`: each once, in order."""
+    numbers: dict[str, set[int]] = {}
+    for place in places:
+        kind, _, number = place.partition(" ")
+        numbers.setdefault(kind, set()).add(int(number))
+    parts = []
+    for kind, every in numbers.items():
+        listed = ", ".join(map(str, sorted(every)[:_PLACES]))
+        more = ", ..." if len(every) > _PLACES else ""
+        parts.append(f"{kind}{'s' * (len(every) > 1)} {listed}{more}")
+    return "; ".join(parts)
 
 
 def totals(rows: Sequence[Row]) -> str:
@@ -236,7 +262,8 @@ def totals(rows: Sequence[Row]) -> str:
     usd = sum(r["cost_usd"] or r.get("known_cost_usd") or 0.0 for r in rows)
     unpriced = sum(r["unpriced_calls"] or 0 for r in rows)
     spent = f"{tokens['input_tokens']:,} in, {tokens['output_tokens']:,} out"
-    of_what = f"{solved} of {len(final)} solved, " if final else ""
+    graded = sum(r["reward"] is not None for r in final)
+    of_what = f"{solved} of {graded} solved, " if graded else "not graded, " if final else ""
     lines = [
         f"{of_what}{sum(r['turns'] for r in rows):,} turns, {spent}"
         + (f", {unknown} calls of unknown usage" if unknown else "")

@@ -33,6 +33,7 @@ class Status:
     """Planned, and done although the dataset has them no longer; None while it was never read to
     its end."""
     done: int
+    graded: int
     solved: int
     given_up: int
     running: int
@@ -46,11 +47,12 @@ class Status:
 
     def line(self) -> str:
         """As the live line of `run` has it."""
+        verdict = f"{self.solved:,} solved" if self.graded or not self.done else "not graded"
         total = "?" if self.units is None else f"{self.units:,}"
         state = f"driver {self.driver}" if self.driver else "no driver"
         state = f"driver on {self.host}" if self.host else state
         return (
-            f"{self.done:,}/{total} units  {self.solved:,} solved  {self.given_up:,} given up  "
+            f"{self.done:,}/{total} units  {verdict}  {self.given_up:,} given up  "
             f"{self.running:,} running | {self.failed_attempts:,} failed attempts | "
             f"{self.input_tokens:,} in, {self.output_tokens:,} out  {self.cost} | {state}"
             + "".join(f"\n{line}" for line in self.trouble)
@@ -100,6 +102,7 @@ def look(path: Path) -> Status:
         host=holder.host if holder is not None and not local else None,
         units=plan["units"] + plan.get("left", 0) if known else None,
         done=stats["units"]["done"],
+        graded=stats["reward"]["graded"],
         solved=stats["reward"]["solved"],
         given_up=stats["units"]["given_up"],
         running=len(in_flight(run.run_dir)) if holder is not None else 0,

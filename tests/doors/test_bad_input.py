@@ -319,7 +319,7 @@ def test_a_bad_row_does_not_stop_a_run(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"prompt": "good"}\n{broken\n')
     said = hermes("run", "bad.jsonl", *PLAYED, *OUT, cwd=tmp_path)
     assert said.code == 1
-    assert "run: 1/2 units done, 1 given up" in said.out
+    assert "run: 1/2 units done, not graded, 1 given up" in said.out
     assert "1 bad rows: see run/failures, or hermes-rl check" in said.out
     assert (
         "bad.jsonl:2: not valid JSON"

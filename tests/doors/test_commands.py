@@ -1,6 +1,7 @@
 """What each command does for a user who types it."""
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -128,13 +129,19 @@ def test_show_says_why_attempts_failed(tmp_path: Path) -> None:
         tmp_path / "mine.jsonl",
         {"id": "good", "prompt": "x"},
         {"id": "bad", "prompt": "x", "setup": "echo no such luck >&2; exit 3"},
+        {"prompt": 3},
+        {"prompt": "x", "limits": {"max_trns": 3}},
+        {"prompt": 4},
     )
     assert hermes("run", "mine.jsonl", *PLAYED, "--out", "run", cwd=tmp_path).code == 1
     said = hermes("show", "run", "--failed", cwd=tmp_path)
-    _, table, cause, sums, *_ = said.out.splitlines()
-    assert "bad" in table
-    assert cause == "failed 1x task: TaskFault: setup failed with exit code 3: no such luck"
-    assert "1 attempts without a verdict" in sums
+    causes = [line for line in said.out.splitlines() if line.startswith("failed ")]
+    assert re.fullmatch(r"failed 2x task: .*prompt.* \(lines 3, 5\)", causes[0])
+    failed = "failed 1x task: TaskFault: setup failed with exit code 3: no such luck (row 2)"
+    assert failed in causes[1:]
+    assert any("max_trns" in cause and cause.endswith("(line 4)") for cause in causes[1:])
+    assert "4 attempts without a verdict" in said.out
+    assert "not graded, " in hermes("show", "run", cwd=tmp_path).out
     one = hermes("show", "run", "bad", cwd=tmp_path).out
     assert "error     TaskFault: " in one
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from hermes_rl.errors import ContentFiltered, ModelAborted, ModelError
 from hermes_rl.events import CallEnded, CallStarted, Outcome, Purpose, Waited
 from hermes_rl.models.base import Completion, ModelRequest
+from hermes_rl.models.calls.prompts import learn, prompt_bound
 from hermes_rl.models.calls.route import Account, Route
 from hermes_rl.models.failures.classify import classify_exception
 from hermes_rl.models.limits.buckets import Estimate
@@ -136,9 +137,12 @@ class Attempts:
             extra={**request.extra, **route.extra},
         )
         bound, most = account.client.bound(request), _named(request)
+        worst = bound
+        if self._budget is not None:
+            worst = prompt_bound(account.client, request, route.heads)
         likely = 0 if imposed else request.sampling.max_tokens or 0
         async with (
-            self._reserved(request, bound, route) as reservation,
+            self._reserved(request, worst, route) as reservation,
             account.limiter.slot(Estimate(bound, likely)) if queued else _beside() as slot,
         ):
             self.waited(slot.waited_s)
@@ -150,7 +154,7 @@ class Attempts:
                     agent=label.agent,
                     model=request.model,
                     started_at=self._clock.time(),
-                    max_input_tokens=bound,
+                    max_input_tokens=worst,
                     max_output_tokens=most,
                     unsent=label.unsent,
                 )
@@ -163,7 +167,10 @@ class Attempts:
                 reservation=reservation.handed_over(),
                 price=self._pricing(route),
             )
-            return await self._answer(request, account, sent, slot)
+            answer = await self._answer(request, account, sent, slot)
+        if self._budget is not None and answer.usage is not None:
+            learn(account.client, request, answer.usage.input_tokens, route.heads)
+        return answer
 
     def waited(self, seconds: float) -> None:
         """Note time that was spent waiting: never the agent's active time."""

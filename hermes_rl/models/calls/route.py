@@ -7,7 +7,7 @@ fallbacks. Each route has accounts, one per key; the pool says which is next and
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -78,6 +78,8 @@ class Route:
     """Further fields of each request's body, the user's own."""
     refused: list[str] = field(default_factory=list, compare=False)
     """Sampling parameters that the endpoint refused by name: no rollout sends them any more."""
+    heads: dict[Hashable, int] = field(default_factory=dict, compare=False)
+    """What is known of how prompts begin here (`calls.prompts`)."""
 
     def unsent(self, sampling: Sampling) -> tuple[str, ...]:
         """The parameters of a sampling that the endpoint refused by name."""

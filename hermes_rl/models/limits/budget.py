@@ -46,3 +46,11 @@ class Budget(Protocol):
         Raises: CostLimit when that much is not left.
         """
         ...
+
+    def end(self, *, finished: bool) -> None:
+        """The attempt that it belongs to has ended.
+
+        Args:
+            finished: its unit is done: what it cost says what others will cost.
+        """
+        ...

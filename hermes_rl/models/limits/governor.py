@@ -46,7 +46,7 @@ class Governor:
         now = clock()
         self.lanes: dict[str, Lane] = {}
         self.pots = {
-            name: Pot(name, limit, charter.spent.get(name, 0))
+            name: Pot(name, limit, charter.spent.get(name, 0), charter.maximum)
             for name, limit in charter.pots.items()
         }
         self._charter = charter

@@ -82,6 +82,23 @@ class LaneGrant(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since another worker was last answered."""
 
 
+class UnitSpending(msgspec.Struct, frozen=True, array_like=True):
+    """One unit's part of a budget."""
+
+    place: int
+    """In the dataset; below 0 for calls that belong to no unit."""
+    spent: int = 0
+    held: int = 0
+    """Reserved by its calls in flight."""
+    need: int = 0
+    """What its calls that wait would reserve."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has cost anything."""
+        return self.spent > 0 or self.held > 0
+
+
 class PotReport(msgspec.Struct, frozen=True, kw_only=True):
     """One budget, as it stands at a worker."""
 
@@ -90,10 +107,12 @@ class PotReport(msgspec.Struct, frozen=True, kw_only=True):
     """Since the worker's start."""
     held: int = 0
     """Of its lease: reserved by calls, or free."""
-    want: int = 0
-    """What it lacks for the calls that wait."""
-    first: int = 0
-    """What it lacks for the first of them."""
+    units: tuple[UnitSpending, ...] = ()
+    """Units at work there."""
+    finished: int = 0
+    """Units that were finished there."""
+    finished_spent: int = 0
+    """What those cost."""
 
 
 class PotGrant(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +123,10 @@ class PotGrant(msgspec.Struct, frozen=True, kw_only=True):
     """Goes to the worker's lease."""
     most: int
     """A call whose worst case is above this can never be made: so much is not spent yet."""
+    unit: int = 0
+    """What a unit costs on average: none begins when less than that is unspent. 0 if unknown."""
+    only: tuple[int, ...] | None = None
+    """Places of the units whose calls may begin; None for all."""
     recall: bool = False
     """Others wait: hand in what no call has reserved."""
 

@@ -23,7 +23,7 @@ from hermes_rl.models.limits.governor_wire import Charter, Grant, Memory, Report
 from hermes_rl.models.limits.limiter import Limiter
 from hermes_rl.models.limits.rests import Rests
 from hermes_rl.models.limits.shared_lane import SharedLane
-from hermes_rl.models.limits.spending import Lease, SharedBudget
+from hermes_rl.models.limits.spending import NO_UNIT, Lease, SharedBudget
 
 TICK_S = 0.25
 """Between two reports."""
@@ -98,9 +98,13 @@ class Share:
             self._lanes[name] = SharedLane(name, self._news.set, self._clock)
         return self._lanes[name]
 
-    def budget(self) -> SharedBudget | None:
-        """The run's budgets, for all calls of this process; None where there is none."""
-        return SharedBudget(self._leases) if self._leases else None
+    def budget(self, place: int = NO_UNIT) -> SharedBudget | None:
+        """The run's budgets, for the calls of one unit; None where there is none.
+
+        Args:
+            place: of the unit in the dataset: earlier ones have priority.
+        """
+        return SharedBudget(self._leases, place) if self._leases else None
 
     async def __aenter__(self) -> Self:
         self._tasks = asyncio.create_task(self._run()), asyncio.create_task(self._watch())

@@ -22,6 +22,7 @@ from hermes_rl.models.key_command import KeyCommand, LiveKey
 from hermes_rl.models.limits.budget import Budget
 from hermes_rl.models.limits.limiter import InProcessLimiter, Limiter
 from hermes_rl.models.limits.rests import Rests
+from hermes_rl.models.limits.spending import NO_UNIT
 from hermes_rl.models.providers.pool import KeyPool, Strategy
 from hermes_rl.models.providers.prices import PriceTable
 from hermes_rl.models.providers.quirks import Quirks
@@ -55,8 +56,12 @@ class Common(Protocol):
         """The limiter of one endpoint, account and model; the same at every call."""
         ...
 
-    def budget(self) -> Budget | None:
-        """What the run may spend; None is no limit."""
+    def budget(self, place: int = NO_UNIT) -> Budget | None:
+        """What the run may spend; None is no limit.
+
+        Args:
+            place: of the unit that spends, in the dataset.
+        """
         ...
 
 
@@ -79,7 +84,7 @@ class Alone:
             self._lanes[name] = InProcessLimiter(self._concurrency)
         return self._lanes[name]
 
-    def budget(self) -> Budget | None:
+    def budget(self, place: int = NO_UNIT) -> Budget | None:
         """See `Common.budget`."""
         return None
 
