@@ -23,7 +23,7 @@ from batch_runner.governing import (
     refuse_unpriced,
 )
 from batch_runner.hosts import Hosts, own_or
-from batch_runner.interrupts import Interrupts
+from batch_runner.interrupts import Interrupts, stopping
 from batch_runner.manifest import capabilities, start_meta, write_manifest
 from batch_runner.pilot import Pilot, PilotPlan
 from batch_runner.plan import Plan, PlanRules, open_reader, refuse_other_dataset
@@ -133,11 +133,7 @@ class _Run:
         """What the governor had to say at the end: see `as_plain`."""
         self.estimate = 0
         """About how many units there are, as long as the dataset was not read to its end."""
-        self.watch = Watch(
-            settings.config.endpoint,
-            lambda: progress.tick(self.view()),
-            self._store_trouble,
-        )
+        self.watch = Watch(settings.config.endpoint, self._show, self._store_trouble)
         self.work: asyncio.Task[None] | None = None
         self.known = len(driver.ledger)
         """Units of earlier starts."""
@@ -300,14 +296,7 @@ class _Run:
         self.source.halt(Stop("interrupted", "interrupted"))
         running = len(self.source.in_flight)
         unanswered = bool(self.watch.troubles) and not self.watch.answered
-        if unanswered:
-            self.progress.note(f"stopping: {running} rollouts without any answer are cancelled")
-        elif running:
-            self.progress.note(
-                f"stopping: {running} running rollouts end first (Ctrl-C again stops at once)"
-            )
-        else:
-            self.progress.note("stopping")
+        self.progress.note(stopping(running, unanswered=unanswered))
         if unanswered or not (running or self.sink.tally.attempts):
             self._end_at_once()
 
@@ -324,7 +313,10 @@ class _Run:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self.progress.every_s)
-            self.progress.tick(self.view())
+            self._show()
+
+    def _show(self) -> None:
+        self.progress.tick(self.view())
 
     def view(self) -> View:
         """The state now, for progress."""

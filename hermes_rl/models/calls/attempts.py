@@ -136,10 +136,9 @@ class Attempts:
             model=route.model or request.model,
             extra={**request.extra, **route.extra},
         )
-        bound, most = account.client.bound(request), _named(request)
-        worst = bound
-        if self._budget is not None:
-            worst = prompt_bound(account.client, request, route.heads)
+        client, known = account.client, route.heads
+        bound, most = client.bound(request), _named(request)
+        worst = bound if self._budget is None else prompt_bound(client, request, known)
         likely = 0 if imposed else request.sampling.max_tokens or 0
         async with (
             self._reserved(request, worst, route) as reservation,
@@ -169,7 +168,7 @@ class Attempts:
             )
             answer = await self._answer(request, account, sent, slot)
         if self._budget is not None and answer.usage is not None:
-            learn(account.client, request, answer.usage.input_tokens, route.heads)
+            learn(client, request, answer.usage.input_tokens, known)
         return answer
 
     def waited(self, seconds: float) -> None:
