@@ -12,6 +12,7 @@ from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.models.limits.governor_wire import LaneSummary, Summary
 
 LOOK_S = 0.5
+_VERBS = ("answers ", "does not answer")
 FAILING_S = 2.0
 """So long without an answer after a failure is trouble."""
 QUIET_S = 3.0
@@ -38,8 +39,9 @@ class Trouble:
     @property
     def line(self) -> str:
         """`127.0.0.1:8105 answers 500 'injected'; 20 calls waiting; gives up in 29 min`."""
-        said = self.said or "does not answer"
-        told = said if self.endpoint in said else f"{self.endpoint} {said}"
+        told = self.said or "does not answer"
+        if self.endpoint not in told:
+            told = f"{self.endpoint}{'' if told.startswith(_VERBS) else ':'} {told}"
         calls = "call" if self.waiting == 1 else "calls"
         parts = [told, f"{self.waiting:,} {calls} waiting"]
         if self.gives_up_at is not None:

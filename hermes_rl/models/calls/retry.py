@@ -172,7 +172,8 @@ class ModelCaller:
                 one.cancel()
             if ending:
                 await asyncio.wait(ending)
-        raise ModelTimeout(f"{account.client.endpoint} says nothing", served=True)
+        said = account.traffic.said or "does not answer"
+        raise ModelTimeout(f"{account.client.endpoint} {said}", served=True)
 
     async def _answered(
         self, task: asyncio.Task[Completion], account: Account, part: float

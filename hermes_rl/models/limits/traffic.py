@@ -63,7 +63,8 @@ class Traffic:
         self._waiting = 0
         self._idle_since = -math.inf
         self._failing_since: float | None = None
-        self._said = ""
+        self.said = ""
+        """What the last request was told, since the last answer."""
         self._refusals: Counter[str] = Counter()
         self._refusal = ""
         self._tokens = self.START
@@ -88,7 +89,7 @@ class Traffic:
     def answered(self, now: float) -> None:
         """A complete answer came."""
         self.answered_at, self.alive = now, True
-        self._failing_since, self._said = None, ""
+        self._failing_since, self.said = None, ""
         self._refusals.clear()
 
     def failed(self, error: ModelError, now: float) -> None:
@@ -96,7 +97,7 @@ class Traffic:
         if not isinstance(error, _NO_SIGN_OF_LIFE):
             self.alive = True
         if isinstance(error, (*_NO_SIGN_OF_LIFE, RateLimited, Overloaded, BadRequest)):
-            self._said = _report(error)
+            self.said = _report(error)
             if self._failing_since is None:
                 self._failing_since = now
 
@@ -120,7 +121,7 @@ class Traffic:
         elif self.answered_at is not None:
             since = max(since, self.answered_at)
         return Unanswered(
-            said=self._said,
+            said=self.said,
             waiting=self._waiting,
             since_s=max(0.0, now - since),
             never=self.answered_at is None,
