@@ -43,7 +43,7 @@ async def test_a_closed_port_is_given_up_soon(kit, stage):
         async with FakeServer() as server:
             route = s.route(server, "noop")
         calling = s.caller(route, policy=replace(FIRST, silence_s=None))
-        with pytest.raises(e.Outage, match="Cannot connect to host"):
+        with pytest.raises(e.Outage, match="cannot reach"):
             await calling.call(kit.request(), turn=1)
 
 
@@ -84,6 +84,17 @@ async def test_a_slow_model_that_answers_a_word_is_waited_for(kit, stage):
         answers = await asyncio.gather(*(calling.call(kit.request(slow), turn=1) for _ in range(3)))
         assert [a.message.content for a in answers] == ["done"] * 3
         assert sorted(start.purpose for start in s.events.starts) == ["agent"] * 3 + ["probe"]
+
+
+async def test_a_streamed_answer_is_a_sign_of_life_from_its_first_piece(kit, stage):
+    """It stalls in the middle for longer than silence may last, and is not taken for silence."""
+    plan = FaultPlan(rates={"stall_mid": 1.0}, stall_s=2.0)
+    async with stage() as s:
+        route = s.route(await s.server(script="echo", faults=plan), "noop")
+        calling = s.caller(route, policy=replace(FIRST, outage_s=0.1, max_attempts=1))
+        with pytest.raises(e.ModelError) as raised:
+            await calling.call(kit.request(stream=True), turn=1)
+        assert "nothing was answered within" not in str(raised.value)
 
 
 async def test_a_cancelled_call_of_a_silent_model_ends_at_once_and_is_recorded(kit, stage):

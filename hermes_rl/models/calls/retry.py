@@ -30,6 +30,7 @@ from hermes_rl.models.calls.recovery import (
 )
 from hermes_rl.models.calls.route import Account, Route
 from hermes_rl.models.limits.budget import Budget
+from hermes_rl.models.limits.traffic import Traffic
 from hermes_rl.models.pipeline.images import can_shrink
 from hermes_rl.ports import Recorder
 
@@ -153,10 +154,10 @@ class ModelCaller:
         account, limit = asked.account, self._recovery.policy.refusals
         if limit is not None and (words := account.traffic.refused_alike(limit)) is not None:
             raise refused_alike(words, limit)
-        sending = self._attempts.send(
-            asked.request, asked.route, account, asked.label, imposed=imposed
-        )
-        if self._recovery.policy.silence_s is None or account.silent_since is None:
+        silent = account.silent_since is not None and self._recovery.policy.silence_s is not None
+        request = _heard(asked.request, account.traffic) if silent else asked.request
+        sending = self._attempts.send(request, asked.route, account, asked.label, imposed=imposed)
+        if not silent:
             return await sending
         task, word = asyncio.ensure_future(sending), None
         try:
@@ -273,6 +274,18 @@ class ModelCaller:
             await self._clock.sleep(seconds)
         finally:
             self._attempts.waited(self._clock.monotonic() - began)
+
+
+def _heard(request: ModelRequest, traffic: Traffic) -> ModelRequest:
+    """The request; the first piece of its answer, where it is streamed, is a sign of life."""
+    told = request.on_delta
+
+    def hear(piece: str) -> None:
+        traffic.alive = True
+        if told is not None:
+            told(piece)
+
+    return replace(request, on_delta=hear) if request.stream else request
 
 
 def _tiny(asked: ModelRequest) -> ModelRequest:
