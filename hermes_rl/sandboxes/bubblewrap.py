@@ -23,6 +23,7 @@ from hermes_rl.sandboxes.disk import Disks, Room, find_disks
 from hermes_rl.sandboxes.gradingbox import GradingBox
 from hermes_rl.sandboxes.hostfolder import host_folder
 from hermes_rl.sandboxes.leased import BubblewrapSandbox
+from hermes_rl.sandboxes.packing import Packing, Unpackable, pack_in_thread
 from hermes_rl.sandboxes.privilege import has_slots
 from hermes_rl.sandboxes.processes import Jobs, look
 from hermes_rl.sandboxes.reaper import Warden, reap
@@ -30,7 +31,7 @@ from hermes_rl.sandboxes.session import environment_file, not_started
 from hermes_rl.sandboxes.shell import Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Home, Slots
 from hermes_rl.sandboxes.spawn import Spawner
-from hermes_rl.sandboxes.workspace import copy_tree, remove_tree
+from hermes_rl.sandboxes.workspace import remove_tree
 
 WATCH_S = 3.0
 """Between two looks at sandboxes in which something runs."""
@@ -251,13 +252,19 @@ class Bubblewrap:
 
         try:
             await self._mounting(enter)
-            stage = await asyncio.to_thread(self._stage, lease, spec, box)
+            stage = await pack_in_thread(
+                lease.workspace, lambda packing: self._stage(lease, spec, box, packing)
+            )
             return await grading.judge(spec, stage.control, begin)
+        except Unpackable as error:
+            return grading.refused(error)
         finally:
             await asyncio.shield(self._mounting(leave))
             await asyncio.shield(asyncio.to_thread(box.remove))
 
-    def _stage(self, lease: Lease, spec: GradingSpec, graded: GradingBox) -> recipe.Box:
+    def _stage(
+        self, lease: Lease, spec: GradingSpec, graded: GradingBox, packing: Packing
+    ) -> recipe.Box:
         """Everything that a grading box needs. Blocks: it may have to copy the workspace."""
         folders = (lease.make_readable(f"{graded.name}/{name}") for name in ("ctl", "verify"))
         control, verify = folders
@@ -275,7 +282,7 @@ class Bubblewrap:
         else:
             workspace = room.folder / "ws"
             try:
-                copy_tree(lease.workspace, room.seen(workspace), lease.uid)
+                packing.copy(room.seen(workspace), lease.uid)
             except OSError as error:
                 raise SandboxStartError(f"the workspace cannot be copied: {error}") from error
         return recipe.Box(

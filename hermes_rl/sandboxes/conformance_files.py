@@ -154,6 +154,44 @@ async def reports_and_times_out(backend: SandboxBackend) -> None:
         assert slow.seconds < 5
 
 
+LEFT = r"""
+python3 -c 'import os; [(os.mkdir("d"), os.chdir("d")) for _ in range(1500)]' || exit 1
+mkdir locked locked/in; echo secret >locked/in/file; echo text >$'new\nline \xff'; ln -s . loop
+ln locked/in/file twin; mkfifo pipe; mkdir $'sub\xff'; : >$'sub\xff/empty'
+truncate -s 900M sparse $'sub\xff/hole'
+printf middle | dd of=sparse bs=1M seek=400 conv=notrunc status=none || exit 2
+chmod 640 sparse; chmod 000 locked/in/file; chmod 000 locked/in locked
+"""
+FOUND = r"""
+python3 -c 'import os; [os.chdir("d") for _ in range(1500)]' || exit 1
+test "$(stat -c '%s %a' sparse)" = '943718400 640' && test $(stat -c %b sparse) -lt 100000 || exit 2
+test "$(dd if=sparse bs=1M skip=400 count=1 status=none | head -c 6)" = middle || exit 3
+test "$(stat -c %s $'sub\xff/hole')" = 943718400 && test -f $'sub\xff/empty' || exit 4
+test "$(stat -c %a locked)" = 0 || exit 5
+chmod 700 locked && chmod 700 locked/in && chmod 600 twin || exit 5
+test "$(cat locked/in/file)" = secret && test locked/in/file -ef twin || exit 6
+test "$(cat $'new\nline \xff')" = text && test -p pipe && test -L loop || exit 7
+"""
+
+
+async def keeps_whatever_was_left(backend: SandboxBackend) -> None:
+    """Deep folders, locked ones, files that are nothing but holes, odd names: in seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive = Path(folder, "archive")
+        async with leased(backend) as box:
+            done = await sh(box, LEFT)
+            assert done.exit_code == 0, done
+            async with asyncio.timeout(30):
+                await box.pack_left(archive)
+            assert archive.stat().st_size < 1 << 20
+            verdict = await box.grade(GradingSpec("exit $(stat -c %a /workspace/locked)"))
+            assert verdict.exit_code == 0, "locked again"
+        async with leased(backend) as box:
+            await box.unpack(archive)
+            found = await sh(box, FOUND)
+            assert found.exit_code == 0, found
+
+
 async def grades_after_a_kill(backend: SandboxBackend) -> None:
     """What an agent left is graded even when it killed its own sandbox."""
     async with leased(backend) as box:
@@ -182,6 +220,7 @@ FILE_CHECKS: tuple[Check, ...] = (
     grades_what_was_left,
     reports_and_times_out,
     grades_after_a_kill,
+    keeps_whatever_was_left,
     nothing_runs_during_grading,
 )
 CHECKS: tuple[Check, ...] = SESSION_CHECKS + FILE_CHECKS

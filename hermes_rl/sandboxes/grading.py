@@ -110,6 +110,11 @@ def write_stage(control: Path, verify: Path, spec: GradingSpec, start: str) -> N
         os.chmod(control / name, 0o644)
 
 
+def refused(reason: object) -> GradingResult:
+    """The result for a workspace that no verifier can be shown, by the agent's doing."""
+    return GradingResult(exit_code=KILLED, timed_out=False, output=f"[ended: {reason}]")
+
+
 @dataclass(frozen=True)
 class Running:
     """A started verifier."""

@@ -21,13 +21,14 @@ from hermes_rl.errors import SandboxDied, SandboxError, SandboxKilled, SandboxSt
 from hermes_rl.sandboxes import grading, processes, recipe
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
 from hermes_rl.sandboxes.files import Beneath
+from hermes_rl.sandboxes.packing import Unpackable, pack_in_thread
 from hermes_rl.sandboxes.reaper import Warden, reap
 from hermes_rl.sandboxes.session import Place, ShellSandbox, environment_file, not_started
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Home
 from hermes_rl.sandboxes.spawn import Launch, exited, start
 from hermes_rl.sandboxes.warden import MARK
-from hermes_rl.sandboxes.workspace import copy_tree, remove_tree
+from hermes_rl.sandboxes.workspace import remove_tree
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,6 @@ class PlainSandbox(ShellSandbox):
                 processes.end_tree(proc)
 
     async def _classify(self, lost: ShellLost) -> SandboxError:
-        if not (self._running.box / "ws").is_dir():
-            return SandboxDied("the workspace vanished")
         if not self._shell.lost.is_set():
             return SandboxKilled(f"the shell no longer answers: {lost}")
         return SandboxKilled(f"the shell ended: {lost}")
@@ -82,8 +81,8 @@ class PlainSandbox(ShellSandbox):
         self._shell.close()
         await self._end_processes()
         self._error = self._error or SandboxDied("the sandbox is being graded: its session is over")
-        if not (self._running.box / "ws").is_dir():
-            raise SandboxDied("the workspace vanished")
+        # Here an agent can remove its own workspace: then it left an empty one.
+        (self._running.box / "ws").mkdir(mode=0o700, parents=True, exist_ok=True)
 
     async def grade(self, spec: GradingSpec) -> GradingResult:
         """See `base.Sandbox.grade`; a fresh shell is all that keeps the verifier apart."""
@@ -278,7 +277,9 @@ class Subprocess:
             path.mkdir(mode=0o755)
         workspace = stage / "ws"
         try:
-            await asyncio.to_thread(copy_tree, box / "ws", workspace)
+            await pack_in_thread(box / "ws", lambda packing: packing.copy(workspace))
+        except Unpackable as error:
+            return grading.refused(error)
         except OSError as error:
             raise SandboxStartError(f"the workspace cannot be copied: {error}") from error
         paths = grading.Paths(str(control), str(home), str(verify), str(workspace))

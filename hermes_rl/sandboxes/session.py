@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import posixpath
 import shlex
@@ -20,8 +21,10 @@ from hermes_rl.sandboxes.background import Background
 from hermes_rl.sandboxes.base import MAX_OUTPUT_BYTES, CommandResult, Process, SandboxInfo
 from hermes_rl.sandboxes.files import DOWNLOAD_MAX, READ_MAX, UNSAFE, UNSIZED_MAX, Beneath
 from hermes_rl.sandboxes.output import Everything, HeadTail, IntoFile, Sink
-from hermes_rl.sandboxes.packing import UNPACK, pack_folder
+from hermes_rl.sandboxes.packing import UNPACK, Unpackable, pack_in_thread
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost
+
+_log = logging.getLogger(__name__)
 
 IN_THREAD = 1 << 18
 """Files above this size are read and written in a thread."""
@@ -227,7 +230,10 @@ class ShellSandbox(ABC):
     async def pack_left(self, local: Path) -> None:
         """See `base.Sandbox.pack_left`."""
         await self._end_session()
-        await asyncio.to_thread(pack_folder, self._place.files.folder, local)
+        try:
+            await pack_in_thread(self._place.files.folder, lambda packing: packing.pack(local))
+        except Unpackable as error:
+            _log.warning("what a rollout left is not kept: %s", error)
 
     async def unpack(self, local: Path) -> None:
         """See `base.Sandbox.unpack`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -107,52 +106,6 @@ def _unlinked(init: int) -> int:
                     if file.st_nlink == 0 and file.st_dev in devices and stat.S_ISREG(file.st_mode):
                         found[file.st_dev, file.st_ino] = file.st_blocks * 512
     return sum(found.values())
-
-
-def copy_tree(source: Path, target: Path, uid: int | None = None) -> None:
-    """Copy a folder as it is: links as links, times and modes kept, pipes and sockets left out;
-    the copy belongs to `uid`. What its owner locked is opened for the copy, which then is locked
-    as well. Nothing may run in it any more. Blocks. Raises: OSError.
-    """
-    locked = _unlock(source)
-
-    def copy(name: str, to: str) -> str:
-        if stat.S_ISREG(os.lstat(name).st_mode):
-            shutil.copy2(name, to, follow_symlinks=False)
-        return to
-
-    shutil.copytree(source, target, symlinks=True, copy_function=copy)
-    for path, mode in reversed(locked):
-        os.chmod(path, mode)
-        if os.path.lexists(copied := target / path.relative_to(source)):
-            os.chmod(copied, mode)
-    if uid is not None:
-        for folder, folders, names in os.walk(target):
-            for name in (".", *folders, *names):
-                os.lchown(os.path.join(folder, name), uid, uid)
-
-
-def _unlock(source: Path) -> list[tuple[Path, int]]:
-    """Open what an ordinary user locked for himself; returns paths with their former modes."""
-    locked: list[tuple[Path, int]] = []
-    if os.geteuid() == 0:
-        return locked
-
-    def unlock(path: Path, needed: int) -> None:
-        mode = stat.S_IMODE(path.lstat().st_mode)
-        if mode & needed != needed:
-            locked.append((path, mode))
-            path.chmod(mode | needed)
-
-    unlock(source, 0o700)
-    for folder, folders, names in os.walk(source):
-        for name in folders:
-            if not (path := Path(folder, name)).is_symlink():
-                unlock(path, 0o700)
-        for name in names:
-            if stat.S_ISREG((path := Path(folder, name)).lstat().st_mode):
-                unlock(path, 0o400)
-    return locked
 
 
 def remove_tree(path: Path) -> None:

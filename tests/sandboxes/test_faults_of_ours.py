@@ -15,7 +15,8 @@ from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 from hermes_rl.sandboxes.disk import Room
 from hermes_rl.sandboxes.files import Beneath, Look
 from hermes_rl.sandboxes.none import Subprocess
-from hermes_rl.sandboxes.workspace import copy_tree, measure
+from hermes_rl.sandboxes.packing import Packing
+from hermes_rl.sandboxes.workspace import measure
 
 KINDS = [Bubblewrap, Subprocess]
 Kind = type[Bubblewrap] | type[Subprocess]
@@ -106,7 +107,8 @@ def test_a_locked_folder_is_copied(tmp_path: Path) -> None:
     (source / "d" / "f").chmod(0)
     (source / "d").chmod(0)
     try:
-        copy_tree(source, tmp_path / "copy")
+        with Packing(source) as packing:
+            packing.copy(tmp_path / "copy")
         assert (tmp_path / "copy" / "d").stat().st_mode & 0o777 == 0
         (tmp_path / "copy" / "d").chmod(0o700)
         assert (tmp_path / "copy" / "d" / "f").stat().st_mode & 0o777 == 0
