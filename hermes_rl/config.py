@@ -352,7 +352,7 @@ def load_config(path: Path) -> dict[str, Any]:
     Raises: UserError when the file is absent, not YAML, or not a mapping, and for keys and values
     that no configuration can have; with the line.
     """
-    data, line_of = read_mapping(path)
+    data, line_of = read_mapping(path, RunConfig)
     for name, value in data.items():
         if name in RunConfig.model_fields and not isinstance(value, dict | None):
             raise UserError(f"{path}: '{name}' is no section. Put its keys below it")

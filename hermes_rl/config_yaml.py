@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel, ValidationError
 
+from hermes_rl import __version__
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import nearest_file
+
+_log = logging.getLogger(__name__)
 
 LineOf = Callable[[str], int | None]
 """Dotted key -> its line in the file, or that of the nearest section around it."""
@@ -35,8 +41,12 @@ class _EachKeyOnce(yaml.SafeLoader):
         return node
 
 
-def read_mapping(path: Path) -> tuple[dict[str, Any], LineOf]:
+def read_mapping(path: Path, model: type[BaseModel]) -> tuple[dict[str, Any], LineOf]:
     """The mapping in a YAML file.
+
+    Args:
+        model: what the file configures: of a run that another version wrote, keys that it does not
+            have are left out.
 
     Raises: UserError when the file is absent, not YAML, or not a mapping.
     """
@@ -55,7 +65,33 @@ def read_mapping(path: Path) -> tuple[dict[str, Any], LineOf]:
         raise UserError(f"{path}{line}: {twice}. Fix that line") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: must hold sections such as 'dataset:' and 'model:'")
+    if _of_another_version(path):
+        _take_out_unknown(data, model, path)
     return data, partial(_line_of, node)
+
+
+def _of_another_version(path: Path) -> bool:
+    """Whether it is the run.yaml of a run that another version of hermes_rl wrote."""
+    try:
+        manifest = json.loads(path.with_name("manifest.json").read_bytes())
+        return path.name == "run.yaml" and bool(manifest["versions"]["hermes_rl"] != __version__)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _take_out_unknown(data: dict[str, Any], model: type[BaseModel], path: Path) -> None:
+    """Take out the keys that this version does not have; each is named in a warning."""
+    try:
+        model.model_validate(data)
+    except ValidationError as error:
+        unknown = [one["loc"] for one in error.errors() if one["type"] == "extra_forbidden"]
+        for *sections, key in unknown:
+            inner: Any = data
+            for section in sections:
+                inner = inner[section]
+            del inner[key]
+            name = ".".join(map(str, (*sections, key)))
+            _log.warning("%s: '%s' is no key of this version and is left out", path, name)
 
 
 def _why(path: Path, error: OSError) -> str:

@@ -132,16 +132,18 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
 
 def with_switches_of(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
     """The configuration of a run that goes on: a switch that the version which began it did not
-    have is off, as everything was done then, unless the user sets it.
+    have is off, as everything was done then, unless the user sets it; one that only that version
+    has is left out.
 
     Args:
         before: the identity that the run was begun with.
     """
     known = before.get("agent", {}).get("preset", {})
-    off = {k: v for k, v in _NO_SWITCH.items() if k not in known}
-    if not known or not off:
+    if not known:
         return config
-    agent = config.agent.model_copy(update={"switches": {**off, **config.agent.switches}})
+    off = {k: v for k, v in _NO_SWITCH.items() if k not in known}
+    given = {k: v for k, v in config.agent.switches.items() if k in _NO_SWITCH or k not in known}
+    agent = config.agent.model_copy(update={"switches": {**off, **given}})
     return config.model_copy(update={"agent": agent})
 
 

@@ -40,22 +40,27 @@ def reap(state: Path, cgroups: str = "") -> list[str]:
 
 
 class Warden:
-    """The process that cleans up when this one is gone."""
+    """The process that cleans up when this one is gone.
+
+    It is no child of this one: Ray kills an actor's children together with the actor.
+    """
 
     def __init__(self, state: Path, owner: str, cgroups: str) -> None:
-        ours, theirs = os.pipe()
-        self._pipe = theirs
+        ours, self._pipe = os.pipe()
+        self._ended, theirs = os.pipe()
         command = [sys.executable, "-I", "-S", warden.__file__, str(state), owner, cgroups]
-        self._process = subprocess.Popen(
-            command,
+        subprocess.run(
+            ["/bin/sh", "-c", 'exec 3<&0; "$@" <&3 3<&- &', "sh", *command],
             stdin=ours,
-            stdout=subprocess.DEVNULL,
+            stdout=theirs,
             stderr=subprocess.DEVNULL,
             env={},
             cwd="/",
             start_new_session=True,
+            check=True,
         )
         os.close(ours)
+        os.close(theirs)
 
     def close(self) -> None:
         """All is cleaned up: let it go. Blocks a moment."""
@@ -64,4 +69,5 @@ class Warden:
                 os.write(self._pipe, b"closed")
             os.close(self._pipe)
             self._pipe = -1
-            self._process.wait()
+            os.read(self._ended, 1)  # end of file: it has ended
+            os.close(self._ended)

@@ -47,12 +47,14 @@ def file_faults(run_dir: RunDir) -> Iterator[Fault]:
 
 
 def _epoch_faults(run_dir: RunDir) -> Iterator[Fault]:
-    known, run_ids = set(run_dir.epochs()), set()
-    for number in range(1, run_dir.last_epoch() + 1):
+    known, run_ids = run_dir.epochs(), set()
+    gone = run_dir.last_epoch() - len(known)
+    if gone > 0:
+        first = next(n for n in range(1, len(known) + 2) if n not in known)
+        others = f", like {gone - 1} others" if gone > 1 else ""
+        yield run_dir.path / "epochs" / f"{first}.json", f"is missing{others}"
+    for number in known:
         place = run_dir.path / "epochs" / f"{number}.json"
-        if number not in known:
-            yield place, "is missing"
-            continue
         try:
             epoch = run_dir.epoch(number)
         except StoreError as error:

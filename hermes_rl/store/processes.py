@@ -92,12 +92,17 @@ class Held:
             self._users -= 1
             if not self._users and self._fd >= 0:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
-                os.close(self._fd)
+                self._close()
 
     def drop(self) -> None:
         """Close the descriptor without unlocking the file: the parent process holds it."""
-        os.close(self._fd)
-        self._fd, self._users = -1, 0
+        if self._fd >= 0:
+            self._close()
+        self._users = 0
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
 
 
 _held: weakref.WeakSet[Held] = weakref.WeakSet()

@@ -245,14 +245,16 @@ def quarantined(run_dir: RunDir) -> list[Path]:
 
 
 def foreign_parts(run_dir: RunDir) -> list[str]:
-    """Parts whose stem no commit names, as TABLE/NAME."""
-    stems = set(run_dir.commit_stems())
-    return [
-        f"{table}/{part.name}"
-        for table in TABLES
-        for part in run_dir.parts(table)
-        if stem_of(part) not in stems
-    ]
+    """Parts whose stem neither a commit nor a `done` file names, as TABLE/NAME."""
+    # Parts are listed first: a batch that is published meanwhile is found in one of the others.
+    parts = [(table, part) for table in TABLES for part in run_dir.parts(table)]
+    stems = {
+        f"{writer}-{sequence_of(done)}"
+        for writer in run_dir.writers()
+        for done in journal_files(run_dir.writer_path(writer), "done")
+    }
+    stems.update(run_dir.commit_stems())
+    return [f"{table}/{part.name}" for table, part in parts if stem_of(part) not in stems]
 
 
 def _apply(ledger: Ledger, commit: Commit) -> None:

@@ -214,7 +214,7 @@ def order_of(stem: str) -> tuple[int, int, str, int]:
 
     The driver's own batches of an epoch come before those of its numbered writers.
     """
-    found = re.fullmatch(r"(\d+)-(\D*)(\d*)(.*)-(\d+)", stem)
+    found = re.fullmatch(r"(\d{1,9})-(\D*)(\d{0,9})(.*)-(\d{1,9})", stem)
     if found is None:
         return 0, -1, stem, 0
     epoch, kind, number, rest, sequence = found.groups()

@@ -11,7 +11,8 @@ import pytest
 from batch_runner import run_batch
 from batch_runner.progress import Silent
 from batch_runner.settings import as_config, settle
-from hermes_rl.errors import StoreError
+from hermes_rl.cli import main
+from hermes_rl.errors import ExitCode, StoreError
 from hermes_rl.store.reader import load_run
 from hermes_rl.store.rundir import Epoch
 
@@ -80,3 +81,23 @@ def test_what_the_user_changed_is_refused_alone(
     assert says in str(caught.value)
     assert "removed_since" not in str(caught.value)
     assert ";" not in str(caught.value)
+
+
+def test_keys_of_another_version_are_left_out_of_its_run_yaml(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    begun(tmp_path, older)
+    run_batch(config(tmp_path), progress=Silent())
+    settings, manifest = tmp_path / "run" / "run.yaml", tmp_path / "run" / "manifest.json"
+    text = settings.read_text().replace("  switches:\n", "  switches:\n    removed_since: true\n")
+    settings.write_text(text.replace("run:\n", "run:\n  removed: 1\n"))
+    assert main(["run", "--config", str(settings)]) == ExitCode.BAD_INPUT
+    assert "run.removed" in capsys.readouterr().err, "a mistake of its user's"
+
+    content = json.loads(manifest.read_bytes())
+    content["versions"]["hermes_rl"] = "0.0.9"
+    manifest.write_text(json.dumps(content))
+    assert main(["run", "--config", str(settings)]) == ExitCode.DONE
+    assert "3/3 units done" in capsys.readouterr().out
+    assert "'run.removed' is no key of this version and is left out" in caplog.text
+    assert "removed" not in settings.read_text()

@@ -208,9 +208,9 @@ async def test_the_reaper_works_without_a_warden(worker_state: Path) -> None:
     worker = doomed(worker_state, 3)
     wait_for(worker, "ready")
     [owner] = owners(worker_state, worker.pid)
-    for pid in processes.children(worker.pid):
-        if b"warden.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            os.kill(pid, signal.SIGKILL)
+    theirs = {*warden.tagged(str(worker_state).encode())}
+    (pid,) = theirs.intersection(warden.tagged(warden.__file__.encode()))
+    os.kill(pid, signal.SIGKILL)
     worker.kill()
     worker.wait()
     assert [*(worker_state / "boxes").glob(f"{owner}.*")]
@@ -220,6 +220,20 @@ async def test_the_reaper_works_without_a_warden(worker_state: Path) -> None:
     assert warden.tagged(f"{owner}.".encode()) == []
     await box.aclose()
     await backend.aclose()
+
+
+async def test_a_worker_that_is_killed_with_its_children_leaves_nothing(worker_state: Path) -> None:
+    """So Ray does: the warden is no child of the worker, and cleans up."""
+    worker = doomed(worker_state, 3)
+    wait_for(worker, "ready")
+    for pid in processes.children(worker.pid):
+        os.kill(pid, signal.SIGKILL)
+    worker.kill()
+    worker.wait()
+    deadline = time.monotonic() + 20
+    while [*(worker_state / "boxes").iterdir(), *(worker_state / "owners").iterdir()]:
+        assert time.monotonic() < deadline, "the warden died with its worker"
+        await asyncio.sleep(0.02)
 
 
 @pytest.mark.slow
