@@ -314,7 +314,7 @@ class Bubblewrap:
             try:
                 due = reserve.fell() or clock() >= look
                 left = reserve.short(lambda: sum(sandbox.held() for sandbox in self._live))
-            except OSError:  # out of descriptors, or the disk is gone
+            except (OSError, ValueError):  # a sandbox that closes just now, or the disk is gone
                 continue
             if due or left is not None:
                 look = clock() + WATCH_S
@@ -323,7 +323,8 @@ class Bubblewrap:
                         with contextlib.suppress(SandboxError, OSError, ValueError):
                             await sandbox.check()
             if left is not None and self._live:
-                await max(self._live, key=BubblewrapSandbox.held).relieve(left)
+                with contextlib.suppress(SandboxError, OSError, ValueError):
+                    await max(self._live, key=BubblewrapSandbox.held).relieve(left)
 
     async def give_back(self, lease: Lease, sandbox: BubblewrapSandbox | None = None) -> None:
         """Remove a lease's folders and group, free its slot."""
