@@ -72,7 +72,6 @@ class WireClient:
         self._headers = self._headers_with(endpoint.api_key)
         self._secrets = endpoint.secrets
         self._answer_bytes = endpoint.answer_bytes
-        self._plain = endpoint.base_url.startswith("http:")
 
     async def complete(self, request: ModelRequest) -> Completion:
         """See `ModelClient.complete`. A key that a command prints may be replaced meanwhile; the
@@ -96,8 +95,6 @@ class WireClient:
 
     async def _send(self, request: ModelRequest, of_endpoint: Mapping[str, str]) -> Completion:
         headers = {**of_endpoint, CALL_ID_HEADER: request.call_id}
-        if self._plain and self._dialect.is_streamed(request):
-            headers["connection"] = "close"  # some engines close it unannounced after a stream
         body = self._dialect.encode(request)
         beginning = Beginning(request)
         line, start = self._line, bytearray()

@@ -58,10 +58,6 @@ class Dialect(Protocol):
         """Headers of every request."""
         ...
 
-    def is_streamed(self, request: ModelRequest) -> bool:
-        """Whether the answer is asked for as a stream."""
-        ...
-
     def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
         """A decoder for the answer to `request`."""
         ...

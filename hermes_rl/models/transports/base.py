@@ -6,10 +6,11 @@ are the client's matter.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -39,6 +40,11 @@ def connection_fault(error: Exception) -> str:
     return text[0].lower() + text[1:]
 
 
+WATCH_S, WATCHES = 0.05, 25
+"""How long and how often the end of a stream is watched: whoever hangs up after one does so at
+once."""
+
+
 class Reply(Protocol):
     """The head of an answer, and its body piece by piece."""
 
@@ -65,6 +71,43 @@ class Transport(Protocol):
     async def aclose(self) -> None:
         """Close all connections."""
         ...
+
+
+class KeepAlive:
+    """Whether a server keeps its connections after a stream. Some engines (llama.cpp) close them
+    without a word, and a request that meets the closing one is lost: so the first stream's end is
+    watched, and where the server hangs up, connections are used once.
+
+    Args:
+        plain: without TLS; with it nothing is watched.
+    """
+
+    def __init__(self, *, plain: bool) -> None:
+        self.once = False
+        """Use each connection for one request."""
+        self._plain = plain
+        self._known = not plain
+
+    def lost(self) -> None:
+        """A request was lost before any byte came back: watch again."""
+        self._known = not self._plain
+
+    async def watch(self, headers: Mapping[str, str], closed: Callable[[], bool]) -> None:
+        """Look whether a server hangs up after its answer.
+
+        Args:
+            headers: of the answer.
+            closed: whether its connection is closed by now.
+        """
+        streamed = "event-stream" in headers.get("content-type", "")
+        if self._known or self.once or not streamed:
+            return
+        for _ in range(WATCHES):
+            if closed():
+                break
+            await asyncio.sleep(WATCH_S / WATCHES)
+        self.once = self.once or closed()
+        self._known = True
 
 
 def connect_timeout(host: str, seconds: float) -> ModelTimeout:

@@ -15,6 +15,7 @@ from hermes_rl.models.dialects.lenient import clean
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.transports.base import (
     LINGER_S,
+    KeepAlive,
     Reply,
     broken,
     connect_timeout,
@@ -43,6 +44,7 @@ class HttpTransport:
         self._host = endpoint.host
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
         """Whether connections are used once -> the session."""
+        self._keep = KeepAlive(plain=endpoint.base_url.startswith("http:"))
 
     @asynccontextmanager
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[Reply]:
@@ -50,8 +52,10 @@ class HttpTransport:
         started = time.monotonic()
         response = await self._open(url, body, headers)
         try:
-            yield _HttpReply(response, time.monotonic() - started, self._endpoint)
+            reply = _HttpReply(response, time.monotonic() - started, self._endpoint)
+            yield reply
             await _settle(response)
+            await self._keep.watch(reply.headers, response.hung_up)
         finally:
             response.close()  # a no-op when the body was read to its end
 
@@ -61,22 +65,22 @@ class HttpTransport:
         for session in sessions.values():
             await session.close()
 
-    async def _open(
-        self, url: str, body: bytes, headers: Mapping[str, str]
-    ) -> aiohttp.ClientResponse:
+    async def _open(self, url: str, body: bytes, headers: Mapping[str, str]) -> _Response:
         host, patience = self._host, self._endpoint.timeouts
-        once = headers.get("connection") == "close"
+        once = self._keep.once
         session = self._sessions.get(once) or self._connect(once)
         data = body if len(body) < _LARGE else io.BytesIO(body)
         try:
             async with asyncio.timeout(patience.first_byte_s):
-                return await session.post(
+                response = await session.post(
                     url,
                     data=data,
                     headers=headers,
                     allow_redirects=False,
                     proxy=self._endpoint.proxy,
                 )
+                assert isinstance(response, _Response)
+                return response
         except aiohttp.ConnectionTimeoutError:
             raise connect_timeout(host, patience.connect_s) from None
         except TimeoutError:
@@ -88,6 +92,7 @@ class HttpTransport:
         except aiohttp.ClientConnectorError as error:
             raise not_connected(host, connection_fault(error)) from None
         except (aiohttp.ClientError, OSError) as error:
+            self._keep.lost()
             raise broken(host, _reason(error)) from None
 
     def _connect(self, once: bool) -> aiohttp.ClientSession:
@@ -107,12 +112,27 @@ class HttpTransport:
         patience = aiohttp.ClientTimeout(total=None, sock_connect=endpoint.timeouts.connect_s)
         session = self._sessions[once] = aiohttp.ClientSession(
             connector=connector,
+            response_class=_Response,
             timeout=patience,
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"User-Agent": "hermes-rl"},
             skip_auto_headers=("Accept-Encoding",),
         )
         return session
+
+
+class _Response(aiohttp.ClientResponse):
+    """Remembers its connection, which it gives back when it has ended."""
+
+    _way: asyncio.BaseTransport | None = None
+
+    async def start(self, connection: Any) -> aiohttp.ClientResponse:
+        self._way = connection.transport
+        return await super().start(connection)
+
+    def hung_up(self) -> bool:
+        """Whether its connection is closed by now."""
+        return self._way is None or self._way.is_closing()
 
 
 class _HttpReply:
@@ -147,7 +167,7 @@ class _HttpReply:
             raise cut(self._endpoint.host, _reason(error)) from None
 
 
-async def _settle(response: aiohttp.ClientResponse) -> None:
+async def _settle(response: _Response) -> None:
     """Read what is left of an answer that was complete before its connection was free."""
     if response.content.at_eof():
         return

@@ -20,6 +20,7 @@ import httpx2
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.transports.base import (
     LINGER_S,
+    KeepAlive,
     Reply,
     broken,
     connect_timeout,
@@ -74,7 +75,9 @@ class SdkTransport:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._host = endpoint.host
-        self._client: Any = None
+        self._clients: dict[bool, Any] = {}
+        """Whether connections are used once -> the client."""
+        self._keep = KeepAlive(plain=endpoint.base_url.startswith("http:"))
         self._sdk = _anthropic() if endpoint.api_mode == "anthropic_messages" else _openai()
 
     @asynccontextmanager
@@ -86,18 +89,20 @@ class SdkTransport:
             reply = _SdkReply(response, time.monotonic() - started, self._endpoint)
             yield reply
             await reply.settle()
+            await self._keep.watch(reply.headers, reply.hung_up)
         finally:
             await response.aclose()
 
     async def aclose(self) -> None:
         """Close all connections."""
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
+            await client.close()
 
     async def _open(self, url: str, body: bytes, headers: Mapping[str, str]) -> httpx2.Response:
         host, patience, sdk = self._host, self._endpoint.timeouts, self._sdk
-        client = self._client or self._connect()
+        once = self._keep.once
+        client = self._clients.get(once) or self._connect(once)
         # The packages put the key into a header of their own: the dialect's headers are all there
         # is.
         ours = {"Authorization": sdk.omit, **_titled(headers)}
@@ -132,28 +137,32 @@ class SdkTransport:
                 status = str(cause)[:3]
                 raise proxy_refused(host, int(status) if status.isdecimal() else 502) from None
             make = not_connected if isinstance(cause, httpx2.ConnectError) else broken
+            if make is broken:
+                self._keep.lost()
             raise make(host, f"{type(cause).__name__}: {cause}") from None
 
-    def _connect(self) -> Any:
+    def _connect(self, once: bool) -> Any:
         endpoint = self._endpoint
         tls = endpoint.tls()
         limit = endpoint.pool_size or None
         patience = httpx2.Timeout(None, connect=endpoint.timeouts.connect_s)
         http = httpx2.AsyncClient(
             timeout=patience,
-            limits=httpx2.Limits(max_connections=limit, max_keepalive_connections=limit),
+            limits=httpx2.Limits(
+                max_connections=limit, max_keepalive_connections=0 if once else limit
+            ),
             verify=True if tls is None else tls,
             proxy=endpoint.proxy,
             trust_env=False,
         )
-        self._client = self._sdk.client(
+        client = self._clients[once] = self._sdk.client(
             api_key=endpoint.api_key or "none",
             base_url=endpoint.base_url,
             max_retries=0,
             timeout=patience,
             http_client=http,
         )
-        return self._client
+        return client
 
 
 def _titled(headers: Mapping[str, str]) -> dict[str, str]:
@@ -186,6 +195,11 @@ class _SdkReply:
             raise idle_timeout(host, idle) from None
         except httpx2.HTTPError as error:
             raise cut(host, f"{type(error).__name__}: {error}") from None
+
+    def hung_up(self) -> bool:
+        """Whether its connection is closed by now."""
+        stream = self._response.extensions.get("network_stream")
+        return stream is None or bool(stream.get_extra_info("is_readable"))
 
     async def settle(self) -> None:
         """Read what is left of a complete answer, so that its connection is reused."""

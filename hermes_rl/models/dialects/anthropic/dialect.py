@@ -118,10 +118,6 @@ class AnthropicMessages:
         own = {"anthropic-version": VERSION, **betas}
         return {**JSON_HEADERS, **own, **_key_headers(self._host, api_key)}
 
-    def is_streamed(self, request: ModelRequest) -> bool:
-        """See `Dialect.is_streamed`; long answers always are (`LONGEST_WHOLE`)."""
-        return request.stream or (request.sampling.max_tokens or DEFAULT_MAX_TOKENS) > LONGEST_WHOLE
-
     def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
         """See `Dialect.decoder`."""
         return decoder_for(
@@ -129,7 +125,7 @@ class AnthropicMessages:
             head,
             body=read_body,
             stream=StreamDecoder,
-            streamed=self.is_streamed(request),
+            streamed=_is_streamed(request),
             secrets=self._secrets,
         )
 
@@ -137,7 +133,7 @@ class AnthropicMessages:
         sampling = request.sampling
         most = sampling.max_tokens or DEFAULT_MAX_TOKENS
         fields: dict[str, Any] = {"model": request.model, "max_tokens": most}
-        if self.is_streamed(request):
+        if _is_streamed(request):
             fields["stream"] = True
         signed = "no_signatures" not in request.adaptations
         thinking = thinking_config(request.model, sampling.reasoning, most, replayed=signed)
@@ -166,6 +162,11 @@ def _images(message: Message) -> int:
     if not isinstance(message, UserMessage) or isinstance(message.content, str):
         return 0
     return sum(part.get("type") != "text" for part in message.content)
+
+
+def _is_streamed(request: ModelRequest) -> bool:
+    """Whether the answer is asked for as a stream; see `LONGEST_WHOLE`."""
+    return request.stream or (request.sampling.max_tokens or DEFAULT_MAX_TOKENS) > LONGEST_WHOLE
 
 
 def _sampled(sampling: Sampling, thinks: bool) -> dict[str, float]:

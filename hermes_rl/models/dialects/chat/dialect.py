@@ -84,10 +84,6 @@ class ChatCompletions:
         """See `Dialect.headers`."""
         return bearer_headers(api_key)
 
-    def is_streamed(self, request: ModelRequest) -> bool:
-        """See `Dialect.is_streamed`."""
-        return request.stream
-
     def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
         """See `Dialect.decoder`."""
         return decoder_for(

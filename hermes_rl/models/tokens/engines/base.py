@@ -99,10 +99,6 @@ class TokenWire(ABC):
         """See `Dialect.headers`."""
         return bearer_headers(api_key)
 
-    def is_streamed(self, request: ModelRequest) -> bool:
-        """See `Dialect.is_streamed`: never."""
-        return False
-
     def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
         """See `Dialect.decoder`."""
         prompt = request.prompt_ids or ()
