@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -37,6 +37,7 @@ from hermes_rl.config_endpoint import (
 )
 from hermes_rl.config_env import EnvSection
 from hermes_rl.config_reach import ReachSection
+from hermes_rl.config_rows import rows_file
 from hermes_rl.config_yaml import LineOf, read_mapping
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import Fault, describe
@@ -79,13 +80,24 @@ class DatasetSection(Section):
 
     path: str
     """A file, a folder, a Hugging Face dataset name, or a bundled name (`smoke`, `terminal_tasks`).
-    """
+    A program may give an iterable of rows: they are kept in a file, whose path this is then."""
     map: dict[str, str] = Field(default_factory=dict)
     """Our column name -> the dataset's."""
     limit: Positive | None = None
     """Only the first rows."""
     repeats: Positive = 1
     """Units per row, unless the row says otherwise."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_rows(cls, given: Any) -> Any:
+        path = given.get("path") if isinstance(given, dict) else None
+        if isinstance(path, Path):
+            return {**given, "path": str(path)}
+        if isinstance(path, Iterable) and not isinstance(path, str | bytes | Mapping):
+            limit = given.get("limit")
+            return {**given, "path": rows_file(path, limit if isinstance(limit, int) else None)}
+        return given
 
 
 class ModelSection(Section):

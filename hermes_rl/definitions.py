@@ -8,7 +8,7 @@ from typing import Any
 
 from hermes_rl.agent.policy import Limits, Policy, preset
 from hermes_rl.agent.prompt import TEXTS, system_prompt
-from hermes_rl.config import LOCAL_MODELS, RunConfig, SandboxSection
+from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig, SandboxSection
 from hermes_rl.config_agent import AgentSection, LimitsSection
 from hermes_rl.config_endpoint import extra_of
 from hermes_rl.errors import TaskFault, UserError
@@ -18,10 +18,16 @@ from hermes_rl.tasks import Task
 from hermes_rl.tools.base import Tool
 from hermes_rl.tools.distributions import draw_toolsets, get_distribution
 from hermes_rl.tools.registry import schema_digest
+from hermes_rl.tools.terminal import DEFAULT_TIMEOUT_S
 from hermes_rl.tools.toolsets import DEFAULT_TOOLSETS, resolve
 
-LOCAL_SWITCHES = {"continue_output": False, "reask_cut_calls": False}
-"""An answer of a tiny model that was cut is a repetition, which more room would only prolong."""
+LOCAL_SWITCHES: dict[str, bool | int] = {
+    "continue_output": False,
+    "reask_cut_calls": False,
+    "command_timeout_s": 30,
+}
+"""An answer of a tiny model that was cut is a repetition, which more room would only prolong; a
+command of its own that runs long waits for input or never ends (`tail -f`)."""
 
 
 def toolsets_of(config: RunConfig, task: Task | None, seed: int) -> tuple[str, ...]:
@@ -39,8 +45,12 @@ def toolsets_of(config: RunConfig, task: Task | None, seed: int) -> tuple[str, .
 
 def policy_of(config: RunConfig) -> Policy:
     """The preset with the switches that the configuration sets. Raises: UserError."""
-    local = LOCAL_SWITCHES if config.model.name in LOCAL_MODELS else {}
-    return preset(config.agent.preset).switched({**local, **config.agent.switches})
+    own: dict[str, bool | int] = {}
+    if config.model.name in LOCAL_MODELS:
+        own = LOCAL_SWITCHES
+    elif config.model.name in PLAYED_MODELS:
+        own = {"command_timeout_s": DEFAULT_TIMEOUT_S}  # a solution may take long
+    return preset(config.agent.preset).switched({**own, **config.agent.switches})
 
 
 def sampling_of(config: RunConfig, seed: int) -> Sampling:

@@ -65,6 +65,7 @@ from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.sandboxes.base import SandboxBackend, SandboxSpec
 from hermes_rl.tasks import Task
 from hermes_rl.tools.base import Tool
+from hermes_rl.tools.terminal import with_timeout
 from hermes_rl.tools.toolsets import resolve
 
 BACKENDS = ("bubblewrap", "none")
@@ -135,7 +136,7 @@ class Workshop:
 
     def _draw(self, item: WorkItem, toolsets: tuple[str, ...], more: Mapping[str, Tool]) -> Draw:
         policy = policy_of(self.config)
-        tools = resolve(toolsets)
+        tools = with_timeout(resolve(toolsets), policy.command_timeout_s)
         if twice := sorted(tools.keys() & more.keys()):
             raise UserError(f"tool {twice[0]!r} is in a toolset and the environment's: rename it")
         tools = {**tools, **more}

@@ -69,6 +69,8 @@ class Policy:
     is: what is recorded stays the model's own."""
     tool_loop_limit: int | None = None
     """End as `tool_loop` when one call gave one result this often in a row; None never does."""
+    command_timeout_s: int = 180
+    """Seconds that a command of the tool `terminal` has when the model names none."""
     invalid_turn_limit: int = 3
     """End as `invalid_tool_calls` after so many turns in a row without one valid call."""
     sampling: Sampling = field(default_factory=Sampling)
@@ -121,16 +123,23 @@ _HELPED = Policy(
     drop_duplicate_calls=True,
     repair_history=True,
     tool_loop_limit=5,
+    command_timeout_s=60,
 )
 
 PRESETS: dict[str, Policy] = {
     "interactive": replace(
-        _HELPED, name="interactive", continue_cut_streams=True, reuse_prior_text=True
+        _HELPED,
+        name="interactive",
+        continue_cut_streams=True,
+        reuse_prior_text=True,
+        command_timeout_s=180,
     ),
     "datagen": _HELPED,
-    "rl": Policy("rl", sampling=Sampling(temperature=1.0, top_p=1.0, top_k=-1)),
+    "rl": Policy(
+        "rl", command_timeout_s=60, sampling=Sampling(temperature=1.0, top_p=1.0, top_k=-1)
+    ),
 }
-"""`rl` turns every switch off and samples from the policy as it is."""
+"""`rl` turns off every switch that helps the model, and samples from the policy as it is."""
 
 
 def preset(name: str | Policy) -> Policy:

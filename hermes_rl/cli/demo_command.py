@@ -8,6 +8,7 @@ the embedded model, or with any endpoint.
 from __future__ import annotations
 
 import asyncio
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -45,7 +46,12 @@ def command(
     """
     endpoint = {"base_url": base_url, "api_key_env": api_key_env, "model_path": model_path}
     _refuse_unasked_key(model, base_url, api_key_env)
-    return asyncio.run(_demo(model, endpoint, out, workers))
+    named = {"model": None if model == "local" else model, **endpoint}
+    words = [w for k, v in named.items() if v for w in (f"--{k.replace('_', '-')}", v)]
+    words += [] if out == Path("runs") else ["--out", str(out)]
+    words += [] if workers == 2 else ["--workers", str(workers)]
+    again = shlex.join(["hermes-rl", "demo", *words])
+    return asyncio.run(_demo(model, endpoint, out, workers, again))
 
 
 def _refuse_unasked_key(model: str, base_url: str | None, api_key_env: str | None) -> None:
@@ -59,7 +65,9 @@ def _refuse_unasked_key(model: str, base_url: str | None, api_key_env: str | Non
     )
 
 
-async def _demo(model: str, endpoint: dict[str, Any], out: Path, workers: str) -> int:
+async def _demo(
+    model: str, endpoint: dict[str, Any], out: Path, workers: str, again: str
+) -> int:
     from hermes_rl.config import LOCAL_MODELS
 
     local = model in LOCAL_MODELS and not endpoint["base_url"]
@@ -79,7 +87,7 @@ async def _demo(model: str, endpoint: dict[str, Any], out: Path, workers: str) -
         await weights
     _say("", f"2  the same tasks twice with {_name(model)}")
     report = await _run(_config(model, endpoint, out / _folder(model), workers, REPEATS))
-    _table(report)
+    _table(report, again)
     return report.exit_code
 
 
@@ -144,7 +152,7 @@ def _download_line() -> Callable[[int, int, str], None]:
     return progress
 
 
-def _table(report: Report) -> None:
+def _table(report: Report, again: str) -> None:
     from hermes_rl.cli import render
     from hermes_rl.cli.show_command import COLUMNS
     from hermes_rl.store.reader import load_run
@@ -160,7 +168,7 @@ def _table(report: Report) -> None:
         "next:",
         f"  hermes-rl show {report.path} {first}    one trajectory, turn by turn",
         "  hermes-rl run my.jsonl --model NAME --base-url URL    your tasks, your model",
-        f"  rm -r {report.path}; hermes-rl demo    then kill it half-way and run it again: "
+        f"  rm -r {report.path}; {again}    then kill it half-way and run it again: "
         "nothing is paid twice",
     )
 

@@ -7,10 +7,11 @@ import os
 import platform
 import shutil
 import sys
+import sysconfig
 from collections.abc import Callable
 from dataclasses import asdict
 from enum import StrEnum
-from importlib.util import find_spec
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,6 +94,12 @@ _SLOW_RAY = (
 """Ray imports jsonschema, and that this package, which compiles 38 grammars when it is imported."""
 
 
+_NO_BYTECODE = (
+    "PYTHONDONTWRITEBYTECODE is set and the packages are not compiled, so each start compiles them "
+    "again, about 2 s: unset it, or run `python -m compileall -q {folder}` once"
+)
+
+
 def machine() -> list[Finding]:
     """Python, cores, memory, disk, and the libraries of the base install."""
     version = platform.python_version()
@@ -107,6 +114,9 @@ def machine() -> list[Finding]:
     ]
     for name in ("ray", "pyarrow", "datasets", "aiohttp", "openai"):
         found.append(library("machine", name))
+    if sys.dont_write_bytecode and not Path(cache_from_source(__file__)).exists():
+        text = _NO_BYTECODE.format(folder=sysconfig.get_path("purelib"))
+        found.append(Finding("machine", "bytecode", None, text))
     if find_spec("rfc3987_syntax") is not None:
         found.append(Finding("machine", "ray start", None, _SLOW_RAY))
     return found

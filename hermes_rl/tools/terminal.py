@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 from hermes_rl.errors import ToolError
 from hermes_rl.sandboxes.base import CommandResult
-from hermes_rl.tools.base import ToolContext, ToolResult, tool
+from hermes_rl.tools.base import Tool, ToolContext, ToolResult, tool
 from hermes_rl.tools.shell import sandbox_of
 from hermes_rl.tools.text import cut_middle, json_result, strip_ansi
 
@@ -14,6 +17,10 @@ DEFAULT_TIMEOUT_S = 180
 MAX_TIMEOUT_S = 600
 MAX_OUTPUT_CHARS = 50_000
 MAX_RESULT_CHARS = 60_000
+
+
+def _timeout_text(seconds: int) -> str:
+    return f"Seconds until it is stopped. Default {seconds}, at most {MAX_TIMEOUT_S}."
 
 
 @tool(
@@ -29,8 +36,7 @@ MAX_RESULT_CHARS = 60_000
             "command": {"type": "string", "description": "The command."},
             "timeout": {
                 "type": "number",
-                "description": f"Seconds until it is stopped. Default {DEFAULT_TIMEOUT_S}, at most "
-                f"{MAX_TIMEOUT_S}.",
+                "description": _timeout_text(DEFAULT_TIMEOUT_S),
             },
             "workdir": {
                 "type": "string",
@@ -60,6 +66,21 @@ async def terminal(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
         ok=result.exit_code == 0 and not result.timed_out,
         data=fields,
     )
+
+
+def with_timeout(tools: Mapping[str, Tool], seconds: int) -> dict[str, Tool]:
+    """The tools, with another time for a command of `terminal` that names none."""
+    own = tools.get("terminal")
+    if own is None or seconds == DEFAULT_TIMEOUT_S:
+        return dict(tools)
+    seconds = min(seconds, MAX_TIMEOUT_S)
+
+    async def handler(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
+        return await own.handler(ctx, {"timeout": seconds, **args})
+
+    parameters = deepcopy(own.parameters)
+    parameters["properties"]["timeout"]["description"] = _timeout_text(seconds)
+    return {**tools, "terminal": replace(own, parameters=parameters, handler=handler)}
 
 
 def _fields(result: CommandResult, timeout_s: float) -> dict[str, Any]:

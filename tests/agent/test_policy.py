@@ -15,7 +15,7 @@ from hermes_rl.errors import UserError
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models.base import Sampling
 
-SETTINGS = ("name", "invalid_turn_limit", "sampling")
+SETTINGS = ("command_timeout_s", "name", "invalid_turn_limit", "sampling")
 
 
 def test_rl_turns_every_switch_off() -> None:

@@ -44,7 +44,7 @@ def begun(folder: Path, change: Change) -> dict[str, Any]:
 def older(identity: dict[str, Any]) -> None:
     """It had a switch that is no more, and lacked two, a limit and a key of the sandbox."""
     preset, agent = identity["agent"]["preset"], identity["agent"]
-    del preset["repair_history"], preset["tool_loop_limit"]
+    del preset["repair_history"], preset["tool_loop_limit"], preset["command_timeout_s"]
     preset["removed_since"] = True
     del agent["limits"]["wall_seconds"], identity["sandbox"]["network"]
     agent["limits"]["max_sighs"] = 3
@@ -55,7 +55,8 @@ def test_it_goes_on_with_the_same_units_and_its_own_behaviour(tmp_path: Path) ->
     for _ in range(2):
         settings = settle(as_config(config(tmp_path)))
         switches = settings.config.agent.switches
-        assert switches == {"repair_history": False, "tool_loop_limit": None}
+        off = {"repair_history": False, "tool_loop_limit": None, "command_timeout_s": 180}
+        assert switches == off
         report = run_batch(config(tmp_path), progress=Silent())
         assert (report.done, report.units) == (3, 3)
     run = load_run(tmp_path / "run")

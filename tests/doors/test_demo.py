@@ -76,6 +76,8 @@ async def test_an_endpoint_in_place_of_the_embedded_model(tmp_path: Path) -> Non
     assert shown is not None
     assert shown[1] in {unit[:8] for unit in rows.unit_id}
     assert commands[2].endswith("run it again: nothing is paid twice")
+    again = f"hermes-rl demo {' '.join(words)} --workers 0"
+    assert commands[2].startswith(f"  rm -r runs/demo-echo-1; {again}  ")
 
 
 @pytest.mark.slow

@@ -75,6 +75,15 @@ def test_doctor_without_user_namespaces(tmp_path: Path) -> None:
     assert MEND in said.out
 
 
+def test_doctor_says_that_every_start_compiles_the_packages(tmp_path: Path) -> None:
+    """As in an image that sets the variable and was built without bytecode."""
+    nowhere = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(tmp_path / "none")}
+    said = process("doctor", cwd=tmp_path, env=nowhere)
+    assert "PYTHONDONTWRITEBYTECODE is set and the packages are not compiled" in said.out
+    said = process("doctor", cwd=tmp_path, env={"PYTHONDONTWRITEBYTECODE": ""})
+    assert "bytecode" not in said.out
+
+
 def test_not_enough_disk_for_the_weights(tmp_path: Path) -> None:
     write(tmp_path / "good.jsonl", {"prompt": "x"})
     cache = tmp_path / "cache"
@@ -101,9 +110,9 @@ def pretend(folder: Path, change: str) -> Path:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ("sys.version_info = (3, 10, 4)", "is Python 3.10, this needs 3.11 to 3.14. Say make PYTH"),
+        ("sys.version_info = (3, 10, 4)", "is Python 3.10, this needs 3.11 to 3.14. Use make PYTH"),
         ('sys.modules["venv"] = None', "has no venv module. On Debian or Ubuntu: apt-get install"),
-        ("sys.exit(1)", "does not run. Say make PYTHON=/path/to/python3.11"),
+        ("sys.exit(1)", "does not run. Use make PYTHON=/path/to/python3.11"),
     ],
     ids=["too old", "no venv", "broken"],
 )

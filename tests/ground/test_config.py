@@ -1,5 +1,7 @@
 """Configuration: unknown keys are refused, and every message names place and mend."""
 
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,28 @@ def test_a_system_prompt_from_a_file(tmp_path: Path) -> None:
             parse_config({**GOOD, "agent": {"system_prompt": f"@{path}"}})
     with pytest.raises(UserError, match="Check --system-prompt"):
         parse_config({**GOOD, "agent": {"system_prompt": f"@{tmp_path / 'absent'}"}})
+
+
+def test_rows_in_place_of_a_path_are_kept_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which the run's own configuration then speaks; the same rows are the same file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rows = [{"prompt": "a"}, {"prompt": "b", "n": 1}]
+
+    def path(given: Any, **more: Any) -> str:
+        return RunConfig(dataset={"path": given, **more}, model={"name": "noop"}).dataset.path
+
+    kept = path(rows)
+    assert [json.loads(line) for line in Path(kept).read_text().splitlines()] == rows
+    assert path(iter(rows)) == path(tuple(rows)) == kept
+    endless = path(({"prompt": str(n)} for n in itertools.count()), limit=3)
+    assert len(Path(endless).read_text().splitlines()) == 3
+    assert path(Path("tasks.jsonl")) == "tasks.jsonl"
+    bad = [{"prompt": "a"}, {"prompt": {1}}]
+    with pytest.raises(UserError, match=r"dataset.path: row 2 is not JSON: .*set"):
+        parse_config({"dataset": {"path": bad}, "model": {"name": "noop"}})
+    assert sorted(p.suffix for p in (tmp_path / "hermes_rl/rows").iterdir()) == [".jsonl"] * 2
 
 
 def test_a_configuration_made_in_python_is_held_to_the_same(tmp_path: Path) -> None:

@@ -29,6 +29,25 @@ def test_a_switch_is_part_of_the_configuration() -> None:
     assert policy_of(config(preset="rl", switches={"tool_loop_limit": 7})).tool_loop_limit == 7
 
 
+def test_a_command_without_a_time_has_60_s_in_runs_and_180_s_where_it_had_before() -> None:
+    def seconds(model: str = "m", **agent: Any) -> int:
+        data = {"dataset": {"path": "x"}, "model": {"name": model}, "agent": agent}
+        return policy_of(parse_config(data)).command_timeout_s
+
+    assert (seconds(), seconds(preset="rl"), seconds(preset="interactive")) == (60, 60, 180)
+    assert (seconds("local"), seconds("oracle")) == (30, 180)
+    assert seconds("local", switches={"command_timeout_s": 90}) == 90
+
+
+async def test_that_time_bounds_a_command_and_the_model_is_told_of_it(stage: Open) -> None:
+    agent = {"toolsets": ["terminal"], "switches": {"command_timeout_s": 1}}
+    opened = await stage(backend="none", agent=agent)
+    row = await opened.attempt({"prompt": script({"run": "sleep 30"}, "done")})
+    assert row.end_reason == "answered"
+    assert "stopped after 1 s" in " ".join(row.messages)
+    assert "Default 1, at most 600." in str(row.tools)
+
+
 def test_the_embedded_model_is_not_asked_to_go_on_repeating_itself() -> None:
     def policy(**agent: Any) -> Any:
         data = {"dataset": {"path": "x"}, "model": {"name": "local-tiny"}, "agent": agent}
