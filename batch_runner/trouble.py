@@ -102,10 +102,13 @@ class Watch:
         self._stored_at = 0.0
 
     async def run(self, governor: GovernorHost) -> None:
-        """Until it is cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            await self.look(governor)
+        """Until it is cancelled; then nothing waits any more."""
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                await self.look(governor)
+        finally:
+            self.troubles = ()
 
     async def look(self, governor: GovernorHost) -> None:
         """Take in how things are now."""
