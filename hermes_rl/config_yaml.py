@@ -58,6 +58,8 @@ def read_mapping(path: Path, model: type[BaseModel]) -> tuple[dict[str, Any], Li
         raise UserError(f"{path}: {_why(path, error)}. Check --config") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not valid UTF-8 text. Check --config") from None
+    except RecursionError:
+        raise UserError(f"{path}: nested too deep. Check --config") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""

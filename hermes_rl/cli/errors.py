@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -15,6 +16,19 @@ from hermes_rl.input_errors import did_you_mean
 _CommandLineError: type[BaseException] = typer.BadParameter.__mro__[2]
 """Root of what typer raises for a wrong command line; typer has no public name for it."""
 
+
+_OF_A_PATH = (
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+)
+"""Errors that say something of the path that was given, wherever it is used first."""
+
+_PATH_SHOWN = 80
+"""Characters of a path that are repeated."""
 
 _REWORDED = {
     "Input should be a valid integer, .*": "must be a whole number",
@@ -35,6 +49,10 @@ def guarded(command: Callable[[], int], program: str) -> int:
     """
     try:
         return command()
+    except BrokenPipeError:
+        # The reader (`| head`) has gone; the interpreter must not stumble over it at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.DONE
     except Outage as error:
         fail(f"{error}, then run the same command. (exit {ExitCode.STOPPED})", "stopped")
         return ExitCode.STOPPED
@@ -44,12 +62,15 @@ def guarded(command: Callable[[], int], program: str) -> int:
     except _CommandLineError as error:
         fail(_usage_line(error, program))
         return ExitCode.BAD_INPUT
+    except OSError as error:
+        if error.errno not in _OF_A_PATH or error.filename is None:
+            raise
+        name = str(error.filename)
+        shown = name if len(name) <= _PATH_SHOWN else f"{name[:_PATH_SHOWN]}…"
+        fail(f"{shown}: {(error.strerror or '').lower()}. Check the path")
+        return ExitCode.BAD_INPUT
     except (KeyboardInterrupt, typer.Abort):
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        # The reader (`| head`) has gone; the interpreter must not stumble over it at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.DONE
 
 
 def fail(message: str, what: str = "error") -> None:

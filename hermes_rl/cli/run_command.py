@@ -232,7 +232,10 @@ def merged(
 
 def _value(flag: str, value: Any) -> Any:
     if flag == "toolsets":
-        return [name.strip() for name in value.split(",") if name.strip()]
+        names = [name.strip() for name in value.split(",") if name.strip()]
+        if not names:
+            raise UserError("--toolsets names no toolset. Use none for an agent without tools")
+        return names
     return value
 
 

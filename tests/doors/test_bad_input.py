@@ -209,6 +209,22 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["play", "smoke", "write-notes"],
         "error: smoke: no task 'write-notes' (did you mean 'write-note'?)",
     ),
+    "no toolset at all": (
+        ["run", "good.jsonl", *PLAYED, "--toolsets", ","],
+        "error: --toolsets names no toolset. Use none for an agent without tools",
+    ),
+    "YAML that is nested too deep": (
+        ["run", "good.jsonl", *PLAYED, "--config", "deep.yaml"],
+        "error: deep.yaml: nested too deep. Check --config",
+    ),
+    "a name that no file can have": (
+        ["check", "x" * 300],
+        f"error: {'x' * 80}…: file name too long. Check the path",
+    ),
+    "a run that no folder can be": (
+        ["run", "good.jsonl", *PLAYED, "--out", "x" * 300],
+        "file name too long. ",
+    ),
     "workers of a demo": (
         ["demo", "--workers", "x"],
         "error: --workers x: must be a whole number from 0 on, or auto, not 'x'",
@@ -278,6 +294,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "typo.yaml").write_text("agent:\n  seed: 1\n  limits:\n    max_truns: 3\n")
     (made / "kind.yaml").write_text("run:\n  concurrency: many\n")
     (made / "broken.yaml").write_text("model: [1\n")
+    (made / "deep.yaml").write_text(f"model: {'[' * 3000}{']' * 3000}\n")
     (made / "list.yaml").write_text("endpoint: [1]\n")
     (made / "other").mkdir()
     (made / "other/thesis.tex").write_text("precious")

@@ -32,6 +32,20 @@ async def test_a_run_that_is_started_in_an_outage_is_resumable(tmp_path: Path) -
     assert "1/1 units done" in said.out
 
 
+async def test_https_towards_a_plain_server_is_named(tmp_path: Path) -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        more = ("--base-url", f"https://{host}:{port}/v1", "--out", tmp_path / "run")
+        said = await asyncio.to_thread(hermes, *ASKED, *more, cwd=tmp_path)
+    assert said.code == 3
+    assert f"{host}:{port}: the server does not speak TLS (use http:// there)" in said.err
+
+
 @pytest.mark.parametrize("more", [(), ("--dry-run",), ("--api-key-env", "SOME_KEY")])
 @pytest.mark.parametrize("address", ["notaurl", "http://", "ftp://host/v1", "http://host:port/v1"])
 def test_what_is_no_address_is_said(tmp_path: Path, address: str, more: tuple[str, ...]) -> None:
