@@ -40,7 +40,7 @@ lint: dev-venv ## ruff, formatting and strict types
 	@$(RUN) -m mypy
 
 size: ## lines, files and Python tokens per package, beside their budgets
-	@$(PYTHON) scripts/size.py
+	@$(or $(PYTHON),python3) scripts/size.py
 
 bench: dev-venv ## the numbers of the README, measured beside bare loops
 	@$(RUN) tests/bench/run.py

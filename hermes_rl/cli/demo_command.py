@@ -49,7 +49,7 @@ def command(
     named = {"model": None if model == "local" else model, **endpoint}
     words = [w for k, v in named.items() if v for w in (f"--{k.replace('_', '-')}", v)]
     words += [] if out == Path("runs") else ["--out", str(out)]
-    words += [] if workers == 2 else ["--workers", str(workers)]
+    words += [] if workers == "auto" else ["--workers", workers]
     again = shlex.join(["hermes-rl", "demo", *words])
     return asyncio.run(_demo(model, endpoint, out, workers, again))
 
@@ -65,9 +65,7 @@ def _refuse_unasked_key(model: str, base_url: str | None, api_key_env: str | Non
     )
 
 
-async def _demo(
-    model: str, endpoint: dict[str, Any], out: Path, workers: str, again: str
-) -> int:
+async def _demo(model: str, endpoint: dict[str, Any], out: Path, workers: str, again: str) -> int:
     from hermes_rl.config import LOCAL_MODELS
 
     local = model in LOCAL_MODELS and not endpoint["base_url"]
