@@ -17,9 +17,8 @@ ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "errors reasons input_errors messages usage identity config config_agent config_endpoint"
-        " config_reach config_env config_rows config_yaml tasks trajectory ports events record images"
-        " rows"
-        " sources doors",
+        " config_reach config_env config_rows config_yaml tasks trajectory ports events record"
+        " images rows sources doors",
     ),
     ("sandboxes",),
     ("models", "tools", "sessions"),
