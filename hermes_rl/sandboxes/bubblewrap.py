@@ -150,6 +150,7 @@ class Bubblewrap:
         own_home = recipe.WORKSPACE if lease.host is None else hostfolder.HOME
         variables = recipe.environment(own_home, spec.env)
         (control / "env").write_text(environment_file(variables, recipe.WORKSPACE, spec.cwd))
+        (control / "env").chmod(0o644)
         supervisor = f"{recipe.CONTROL}/supervisor"
         arguments = (recipe.CONTROL, recipe.STATE, lease.tag)
         box = recipe.Box(
@@ -230,7 +231,8 @@ class Bubblewrap:
         # A copy of the workspace, where there are no overlays, takes as much again.
         room = Room(lease.box / name, self._disks, asked if self._overlay else asked.doubled())
         box = GradingBox(lease, name, self._cgroups, room)
-        box.folder.mkdir(mode=0o711)  # in the lease's box, which is closed to others
+        box.folder.mkdir()
+        box.folder.chmod(0o711)  # in the lease's box, which is closed to others
 
         def enter() -> None:
             lease.room.enter()

@@ -29,6 +29,8 @@ MAX_ENTRIES = 400_000
 MAX_BYTES = 4 << 30
 """Of data; holes are not counted. Both are twice what a sandbox may hold."""
 MAX_S = 300.0
+MAX_PATH = 3_500
+"""Bytes of a path: the machine's limit is 4,096, with the folders above the workspace."""
 CHUNK = 1 << 20
 _BLOCK = 512
 _REFUSED = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
@@ -119,6 +121,8 @@ class Packing:
         todo = [""]
         while todo:
             path = todo.pop()
+            if len(os.fsencode(path)) > MAX_PATH:
+                raise Unpackable(f"the workspace holds paths of more than {MAX_PATH} bytes")
             with _reading():
                 found = os.lstat(self._folder / path)
             if path:

@@ -114,6 +114,7 @@ class Shell:
         self._command = os.open(
             paths.control / "cmd", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
         )
+        os.fchmod(self._command, 0o644)  # whatever the umask took
         self._source = "-"
         self._flip = False
         self._files = 0

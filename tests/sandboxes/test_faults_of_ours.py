@@ -5,6 +5,7 @@ import contextlib
 import os
 import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 from hermes_rl.sandboxes.disk import Room
 from hermes_rl.sandboxes.files import Beneath, Look
 from hermes_rl.sandboxes.none import Subprocess
-from hermes_rl.sandboxes.packing import Packing
-from hermes_rl.sandboxes.workspace import measure
+from hermes_rl.sandboxes.packing import Packing, Unpackable
+from hermes_rl.sandboxes.workspace import measure, remove_tree
 
 KINDS = [Bubblewrap, Subprocess]
 Kind = type[Bubblewrap] | type[Subprocess]
@@ -99,6 +100,25 @@ def test_no_descriptor_is_no_word_about_a_workspace(tmp_path: Path) -> None:
         for fd in held:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("way", [Packing.pack, Packing.copy])
+def test_paths_as_long_as_the_machine_takes_are_the_agents_doing(
+    tmp_path: Path, way: Callable[[Packing, Path], None]
+) -> None:
+    """The copy's paths are longer than those that were found."""
+    source, back = tmp_path / "ws", os.getcwd()
+    source.mkdir()
+    os.chdir(source)
+    try:
+        for _ in range(2_000):
+            os.mkdir("d")
+            os.chdir("d")
+    finally:
+        os.chdir(back)
+    with Packing(source) as packing, pytest.raises(Unpackable, match="paths of more than"):
+        way(packing, tmp_path / ("longer" * 20))
+    remove_tree(source)
 
 
 def test_a_locked_folder_is_copied(tmp_path: Path) -> None:
