@@ -40,10 +40,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["check", "other"],
         "error: other: holds no file of a dataset (.jsonl, .ndjson, .json, .csv, .parquet; all but",
     ),
-    "unknown kind of file": (
-        ["check", "flat.yaml"],
-        "error: flat.yaml: unknown kind of file. Use one of .jsonl, ",
-    ),
     "not Parquet": (
         ["check", "garbage.parquet"],
         "error: garbage.parquet: not a readable Parquet file: ",
@@ -162,10 +158,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["run", "good.jsonl", *PLAYED, "--temperature", "-1"],
         "error: --temperature -1.0: must be 0 or more, not -1.0",
     ),
-    "option with a dash": (
-        ["run", "good.jsonl", *PLAYED, "--max-tokens", "0"],
-        "error: --max-tokens 0: must be 1 or more, not 0",
-    ),
     "text for a number": (
         ["run", "good.jsonl", *PLAYED, "--repeats", "x"],
         "error: Invalid value for '--repeats': must be a whole number. See hermes-rl run --help",
@@ -228,10 +220,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "workers of a demo": (
         ["demo", "--workers", "x"],
         "error: --workers x: must be a whole number from 0 on, or auto, not 'x'",
-    ),
-    "a configuration that is a folder": (
-        ["run", "good.jsonl", *PLAYED, "--config", "other"],
-        "error: other: is a directory. Check --config",
     ),
     "a Parquet page that is damaged": (
         ["check", "damaged.parquet"],
