@@ -209,9 +209,11 @@ async def test_a_stream_that_breaks_off_keeps_what_was_done(
     """
     written = write_env(textwrap.dedent(tasks) + GOOD_REWARD, head)
     noop: Any = {"model": {"name": "noop"}, "dataset": {"limit": None}}
-    with pytest.raises(UserError) as raised:
-        await ran(written.path, tmp_path / "run", **noop)
-    one_line(raised.value, "tasks() raised KeyError", f"made_up.py:{written.line('HERE')}")
+    report = await ran(written.path, tmp_path / "run", **noop)
+    assert (report.stopped, report.exit_code) == ("dataset", 2)
+    one_line(
+        UserError(report.detail), "tasks() raised KeyError", f"made_up.py:{written.line('HERE')}"
+    )
     done = len(table(tmp_path / "run"))
     assert done > 0
     whole: Any = {**noop, "dataset": {"limit": 600}}
