@@ -116,9 +116,13 @@ def test_paths_as_long_as_the_machine_takes_are_the_agents_doing(
             os.chdir("d")
     finally:
         os.chdir(back)
-    with Packing(source) as packing, pytest.raises(Unpackable, match="paths of more than"):
-        way(packing, tmp_path / ("longer" * 20))
-    remove_tree(source)
+    target = tmp_path / ("longer" * 20)
+    try:
+        with Packing(source) as packing, pytest.raises(Unpackable, match="paths of more than"):
+            way(packing, target)
+    finally:  # pytest cannot remove trees as deep as these
+        remove_tree(source)
+        remove_tree(target)
 
 
 def test_a_locked_folder_is_copied(tmp_path: Path) -> None:
