@@ -211,10 +211,18 @@ def test_a_package_whose_name_begins_as_ours_is_the_users() -> None:
         (
             "env: {judge: [one]}",
             ["--judge", "m"],
-            "'env.judge.name' cannot be set: 'judge' holds no keys",
+            "'env.judge' must be a section with keys, not ['one']",
         ),
-        ("env:\nmodel: {name: oracle}", ["--split", "no"], "has no split 'no'"),
-        ("env:\n  judge:\n  user:\n", ["--judge", "m", "--split", "no"], "has no split 'no'"),
+        (
+            "env:\nmodel: {name: oracle}",
+            ["--split", "no"],
+            "unknown split 'no' (known: train, eval)",
+        ),
+        (
+            "env:\n  judge:\n  user:\n",
+            ["--judge", "m", "--split", "no"],
+            "unknown split 'no' (known: train, eval)",
+        ),
     ],
 )
 def test_a_section_that_is_none_is_said_of_its_file(
