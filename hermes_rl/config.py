@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -22,7 +21,6 @@ from pydantic import (
     model_validator,
 )
 
-from hermes_rl import __version__
 from hermes_rl.config_agent import AgentSection, Positive
 from hermes_rl.config_endpoint import (
     ApiMode,
@@ -51,7 +49,6 @@ Stops = Annotated[
     BeforeValidator(lambda given: (given,) if isinstance(given, str) else given),
 ]
 
-_log = logging.getLogger(__name__)
 
 PLAYED_MODELS = ("oracle", "noop")
 """Models that are played by the harness: no endpoint, no tokens."""
@@ -373,34 +370,8 @@ def load_config(path: Path) -> dict[str, Any]:
         if name in RunConfig.model_fields and not isinstance(value, dict | None):
             raise UserError(f"{path}: '{name}' is no section. Put its keys below it")
     data = {name: value for name, value in data.items() if value is not None}
-    if _of_another_version(path):
-        _take_out_unknown(data, path)
     check_keys(data, str(path), line_of=line_of)
     return data
-
-
-def _of_another_version(path: Path) -> bool:
-    """Whether it is the run.yaml of a run that another version of hermes_rl wrote."""
-    try:
-        manifest = json.loads(path.with_name("manifest.json").read_bytes())
-        return path.name == "run.yaml" and bool(manifest["versions"]["hermes_rl"] != __version__)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _take_out_unknown(data: dict[str, Any], path: Path) -> None:
-    """Take out the keys that this version does not have; each is named in a warning."""
-    try:
-        RunConfig.model_validate(data)
-    except ValidationError as error:
-        unknown = [one["loc"] for one in error.errors() if one["type"] == "extra_forbidden"]
-        for *sections, key in unknown:
-            inner: Any = data
-            for section in sections:
-                inner = inner[section]
-            del inner[key]
-            name = ".".join(map(str, (*sections, key)))
-            _log.warning("%s: '%s' is no key of this version and is left out", path, name)
 
 
 def set_key(data: dict[str, Any], dotted: str, value: Any) -> None:
