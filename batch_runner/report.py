@@ -48,6 +48,8 @@ class Report:
     """What happened then."""
     mend: str | None = None
     """What to do about it."""
+    given_up_error: str | None = None
+    """Why the last unit of this start was given up."""
     stats: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """What stats.json holds."""
     governed: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -84,6 +86,8 @@ class Report:
         lines += [_budget(*pot) for pot in self.governed.get("budgets", {}).items()]
         if self.causes:
             lines.append(f"failed attempts: {self.failed_attempts} ({_causes(self.causes)})")
+        if self.given_up:
+            lines.append(self._given_up_line())
         if self.left:
             lines.append(f"{self.left} units are no longer in the dataset; their rows are kept")
         if self.bad_rows:
@@ -108,6 +112,12 @@ class Report:
         unknown = f", {self.unknown_calls} calls unknown" if self.unknown_calls else ""
         known = self.stats.get("known_cost_usd") if self.cost_usd is None else self.cost_usd
         return f"tokens: {tokens}{unknown} | cost: {cost_text(known, self.unpriced_calls)}"
+
+    def _given_up_line(self) -> str:
+        error = " ".join((self.given_up_error or "").split())[:300]
+        why = f" (the last one: {error})" if error else ""
+        more = f"hermes-rl show {self.path} --failed lists them, --retry-failed tries them again"
+        return f"given up: {self.given_up:,} units{why}; {more}"
 
     def _stop_line(self) -> str:
         if self.stopped == "interrupted":

@@ -394,6 +394,7 @@ class _Run:
             stopped=stop.cause if stop else None,
             detail=stop.explain(config, tally.attempts) if stop else None,
             mend=stop.mend(config) if stop else None,
+            given_up_error=tally.given_up_error,
             stats=stats,
             governed=self.governed,
         )

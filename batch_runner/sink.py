@@ -32,6 +32,8 @@ class Tally:
     failed: int = 0
     """Attempts that failed, retried or not."""
     given_up: int = 0
+    given_up_error: str | None = None
+    """Why the last unit was given up."""
     cancelled: int = 0
     causes: dict[str, int] = field(default_factory=dict)
     """Failed attempts by cause."""
@@ -110,7 +112,9 @@ class Sink:
             tally.cancelled += 1
         else:
             tally.failed += 1
-        tally.given_up += disposition == "given_up"
+        if disposition == "given_up":
+            tally.given_up += 1
+            tally.given_up_error = receipt.error
 
     def _note(self, ended: int, tokens: int) -> None:
         now = time.monotonic()

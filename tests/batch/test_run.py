@@ -260,7 +260,9 @@ async def test_a_unit_that_keeps_failing_is_given_up_and_reopened(tmp_path: Path
         arguments = kit.played(dataset, out, server.base_url, *HERE, "--max-attempts", "2")
         run = await kit.finish(*arguments)
         assert run.process.returncode == 1, run.errors
-        assert run.report()["given_up"] == 1
+        report = run.report()
+        assert report["given_up"] == 1
+        assert report["given_up_error"].startswith("ContentFiltered: ")
         failures = kit.table(out, "failures")
         assert sorted(row["attempt"] for row in failures) == [0, 1]
         requests = server.requests

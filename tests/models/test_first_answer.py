@@ -36,6 +36,7 @@ async def test_what_never_answers_is_given_up_soon(kit, stage, fault):
         assert 0.8 < time.monotonic() - began < 10
         assert {type(one) for one in ended} == {e.Outage}
         assert all(str(one).startswith("nothing was answered within 1 s, the") for one in ended)
+        assert all(str(one).count("127.0.0.1") <= 1 for one in ended)
 
 
 async def test_a_closed_port_is_given_up_soon(kit, stage):

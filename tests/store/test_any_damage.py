@@ -177,6 +177,19 @@ def test_a_changed_file_of_sums_is_named(runs: dict[str, Path], place: Path, cap
     assert "stats.json: is not what the commits add up to (reward)" in capsys.readouterr().err
 
 
+def test_a_file_of_sums_by_an_older_version_is_no_damage(
+    runs: dict[str, Path], place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(runs["ended"], place)
+    stats = json.loads((place / "stats.json").read_bytes())
+    del stats["calls"]["unsent"]  # runs before it was counted have no such key
+    (place / "stats.json").write_text(json.dumps(stats))
+    assert check(place) == ExitCode.DONE, capsys.readouterr().err
+    del stats["calls"]["total"]
+    (place / "stats.json").write_text(json.dumps(stats))
+    assert check(place) == ExitCode.BAD_INPUT
+
+
 async def test_units_whose_rows_are_gone_run_again(runs: dict[str, Path], place: Path) -> None:
     shutil.copytree(runs["ended"], place)
     identity = RunDir(place).epoch(1).identity

@@ -173,8 +173,9 @@ class ModelCaller:
                 one.cancel()
             if ending:
                 await asyncio.wait(ending)
-        said = account.traffic.said or "does not answer"
-        raise ModelTimeout(f"{account.client.endpoint} {said}", served=True)
+        host = account.client.endpoint
+        said = account.traffic.said.removeprefix(f"{host} ") or "does not answer"
+        raise ModelTimeout(f"{host} {said}", served=True)
 
     async def _answered(
         self, task: asyncio.Task[Completion], account: Account, part: float
