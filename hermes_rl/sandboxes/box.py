@@ -197,11 +197,7 @@ class Outer:
         """Wait until it and all that ran in it are gone. Its code, negative after a signal."""
         code = await exited(self.process)
         if self._inner is not None and self._end_inner():
-            handle = os.dup(self._inner.pidfd)  # several may wait
-            try:
-                await gone(handle)
-            finally:
-                os.close(handle)
+            await gone(self._inner.pidfd)
         return code
 
     def close(self) -> None:

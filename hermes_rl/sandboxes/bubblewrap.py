@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,11 +120,19 @@ class Bubblewrap:
         """
         lower = recipe.image_layers(spec.image) if spec.image else ()
         home = await self._open()
+        try:
+            return await self._lease(home, spec, lower)
+        except OSError as error:  # no descriptor, no room: the machine's fault, at any step
+            raise SandboxStartError(f"a sandbox cannot be made: {error}") from error
+
+    async def _lease(
+        self, home: Home, spec: SandboxSpec, lower: Sequence[Path]
+    ) -> BubblewrapSandbox:
         host = host_folder(self._workspace, home.root) if self._workspace is not None else None
-        slot = self._slots.take() if self._slots is not None and host is None else None
         layers = recipe.Layers(self._etc[spec.network], lower)
-        owner = recipe.image_owner(lower) if slot is not None else None
         box = home.new_box()
+        slot = self._slots.take() if self._slots is not None and host is None else None
+        owner = recipe.image_owner(lower) if slot is not None else None
         room = Room(box, self._disks if host is None else None, spec.limits)
         lease = Lease(spec, box, room, slot, layers, owner=owner, host=host)
         try:
@@ -231,8 +239,6 @@ class Bubblewrap:
         # A copy of the workspace, where there are no overlays, takes as much again.
         room = Room(lease.box / name, self._disks, asked if self._overlay else asked.doubled())
         box = GradingBox(lease, name, self._cgroups, room)
-        box.folder.mkdir()
-        box.folder.chmod(0o711)  # in the lease's box, which is closed to others
 
         def enter() -> None:
             lease.room.enter()
@@ -253,6 +259,8 @@ class Bubblewrap:
             )
 
         try:
+            box.folder.mkdir()
+            box.folder.chmod(0o711)  # in the lease's box, which is closed to others
             await self._mounting(enter)
             stage = await pack_in_thread(
                 lease.workspace, lambda packing: self._stage(lease, spec, box, packing)
@@ -260,6 +268,8 @@ class Bubblewrap:
             return await grading.judge(spec, stage.control, begin)
         except Unpackable as error:
             return grading.refused(error)
+        except OSError as error:
+            raise SandboxStartError(f"a grading box cannot be made: {error}") from error
         finally:
             await asyncio.shield(self._mounting(leave))
             await asyncio.shield(asyncio.to_thread(box.remove))
@@ -350,7 +360,8 @@ class Bubblewrap:
 
     def _close(self) -> None:
         assert self._home is not None
-        remove_tree(self._shared)
+        # All boxes: one that was given back without a free descriptor may still be there.
+        warden.clean(str(self._home.root), self._home.owner, self._cgroups.base)
         if self._slots is not None:
             self._slots.close()
         self._home.close()

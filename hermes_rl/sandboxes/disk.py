@@ -41,6 +41,8 @@ _TRIES = 50
 """At a free loop device: another process may take it first."""
 _OPTIONS = b"nobarrier,noinit_itable"
 """Nobody reads these files after a crash: what they sync need not wait for the machine's disk."""
+FORMAT_S = 20.0
+"""How long mkfs.ext4 may take: it needs some milliseconds."""
 _FORMAT_MAX = 32 << 20
 """Bytes of an empty file system; more means that the disk does not know holes."""
 
@@ -101,10 +103,12 @@ def _format(folder: Path, limits: SandboxLimits) -> Format:
         features = ["-O", "^has_journal,^resize_inode", "-E", "lazy_itable_init=1,nodiscard"]
         shape = ["-b", str(_BLOCK), "-I", str(_INODE), "-N", str(files), "-m", "0"]
         command = [program, "-q", "-F", *features, *shape, str(name)]
-        done = subprocess.run(command, capture_output=True, timeout=60, env={}, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=FORMAT_S, env={}, check=False)
         if done.returncode != 0:
             raise OSError(errno.EINVAL, done.stderr.decode("utf-8", "replace").strip()[-200:])
         return Format(size, _parts(fd))
+    except subprocess.TimeoutExpired:
+        raise OSError(errno.ETIMEDOUT, f"mkfs.ext4 took longer than {FORMAT_S:g} s") from None
     finally:
         os.close(fd)
         os.unlink(name)
@@ -143,7 +147,8 @@ def find_disks(folder: Path) -> Disks | str:
         unshare_mounts()
         trial.mkdir(mode=0o700)
         try:
-            made.make(SandboxLimits(workspace_bytes=1 << 20, workspace_files=100), trial)
+            small = SandboxLimits(workspace_bytes=1 << 20, workspace_files=100)
+            os.close(made.make(small, trial)[1])
             _libc().umount2(os.fsencode(trial), _MNT_DETACH)
         finally:
             trial.rmdir()
@@ -163,22 +168,23 @@ class Disks:
         self._folder = folder
         self._formats: dict[tuple[int, int], Format] = {}
 
-    def make(self, limits: SandboxLimits, where: Path) -> int:
+    def make(self, limits: SandboxLimits, where: Path) -> tuple[int, int]:
         """Mount a new one at an empty folder, in this thread's namespace. Returns the number of
-        its loop device. Raises: OSError."""
+        its loop device, and a descriptor of its file. Raises: OSError."""
         key = limits.workspace_bytes, limits.workspace_files
         if key not in self._formats:
             self._formats[key] = _format(self._folder, limits)
         file = self._formats[key].write(self._folder)
         try:
             number, device = _attach(file)
-        finally:
+            try:
+                mount(number, where)
+            finally:
+                os.close(device)  # which frees it, unless it is mounted
+        except BaseException:
             os.close(file)
-        try:
-            mount(number, where)
-        finally:
-            os.close(device)  # which frees it, unless it is mounted
-        return number
+            raise
+        return number, file
 
 
 def _attach(file: int) -> tuple[int, int]:
@@ -223,7 +229,7 @@ class Room:
         self._disks = disks
         self.limits = limits
         self._box = box
-        self._number = self._root = -1
+        self._number = self._root = self._file = -1
         self._entered = 0
 
     @property
@@ -254,6 +260,11 @@ class Room:
         found = os.statvfs(self.seen(self.folder))
         return (found.f_blocks - found.f_bfree) * found.f_frsize
 
+    def held(self) -> int:
+        """Bytes that a sized file system takes of the machine's disk, now or soon: those of removed
+        files too, which its file keeps."""
+        return max(self.used(), os.fstat(self._file).st_blocks * 512) if self.sized else 0
+
     def make(self, name: str, uid: int | None) -> Path:
         """Make a folder in it that belongs to a sandbox. Raises: OSError."""
         path = self.folder / name
@@ -275,12 +286,13 @@ class Room:
         if self._root < 0:
             where.mkdir(mode=0o711)
             try:
-                self._number = self._disks.make(self.limits, where)
+                self._number, self._file = self._disks.make(self.limits, where)
                 self._root = os.open(where, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
                 self._entered = 1
             except OSError as error:  # it is looked at then, and its row says so
                 _log.warning("no file system of limited size for a sandbox: %s", error)
                 _libc().umount2(os.fsencode(where), _MNT_DETACH)
+                self.close()
                 self._disks = None
         else:
             if self._entered == 0:
@@ -295,6 +307,7 @@ class Room:
 
     def close(self) -> None:
         """Give it back to the machine. Idempotent. Blocks: what was not written yet may be."""
-        if self._root >= 0:
-            os.close(self._root)
-            self._root = -1
+        for fd in (self._root, self._file):
+            if fd >= 0:
+                os.close(fd)
+        self._root = self._file = -1

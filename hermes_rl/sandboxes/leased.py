@@ -114,7 +114,7 @@ class BubblewrapSandbox(ShellSandbox):
         """Bytes that it has on the disk while something may write more of them."""
         if self._shell.lost.is_set():
             return 0
-        return max(self._bytes, self._lease.room.used())
+        return max(self._bytes, self._lease.room.held())
 
     async def relieve(self, left: int) -> None:
         """End it, the one that holds most of the machine's disk, before that is full."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-FIRST_SLOT_UID = 200_000
-"""Sandboxes of root run as this user id and those above it."""
+FIRST_SLOT_UIDS = (1_900_000_000, 200_000)
+"""Sandboxes of root run as the first of these user ids that exists, and those above it. The lower
+ones are for containers with fewer ids: on a machine they may be a user's, who got them for
+containers of his own (/etc/subuid) and could open the files of sandboxes."""
 
 _UID_MAP = Path("/proc/self/uid_map")
 
@@ -17,9 +19,18 @@ def has_slots() -> bool:
     A rootless container maps some tens of thousands of ids, and `unshare -r` only one: there root
     is an ordinary user of the machine, and all sandboxes share its id.
     """
-    return os.geteuid() == 0 and any(
-        inside <= FIRST_SLOT_UID < inside + count for inside, _, count in _ranges()
-    )
+    return first_slot() is not None
+
+
+def first_slot() -> int | None:
+    """The lowest user id of sandboxes; None when they cannot have ids of their own."""
+    if os.geteuid() != 0:
+        return None
+    ranges = _ranges()
+    for uid in FIRST_SLOT_UIDS:
+        if any(inside <= uid < inside + count for inside, _, count in ranges):
+            return uid
+    return None
 
 
 def is_host_root() -> bool:

@@ -14,7 +14,7 @@ from hermes_rl.errors import SandboxStartError
 from hermes_rl.sandboxes import limits, spawn
 from hermes_rl.sandboxes.binary import find_binary, reachable
 from hermes_rl.sandboxes.disk import find_disks
-from hermes_rl.sandboxes.privilege import FIRST_SLOT_UID, has_slots, is_host_root
+from hermes_rl.sandboxes.privilege import first_slot, is_host_root
 from hermes_rl.sandboxes.slots import default_state_dir, own_folder
 
 _APPARMOR = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
@@ -78,7 +78,8 @@ def explain(error: str) -> str:
 
 def probe(binary: str | None = None) -> Probe:
     """Start a tiny sandbox and look around. Blocks some tens of milliseconds."""
-    root = has_slots()
+    slot = first_slot()
+    root = slot is not None
     if is_host_root() and not root:
         return Probe(False, "root here has no other user ids: start as an ordinary user")
     try:
@@ -93,9 +94,7 @@ def probe(binary: str | None = None) -> Probe:
         command += ["--symlink", f"usr/{link}", f"/{link}"] if os.path.islink(f"/{link}") else []
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        process = spawn.start(
-            spawn.Launch([*command, "true"], found, uid=FIRST_SLOT_UID if root else None), theirs
-        )
+        process = spawn.start(spawn.Launch([*command, "true"], found, uid=slot), theirs)
         code = process.wait(timeout=20)
         ours.setblocking(False)
         try:

@@ -6,7 +6,7 @@ and never a guess from a process id:
     STATE/owners/OWNER          locked while the owner lives
     STATE/boxes/OWNER.N/        one sandbox: control directory, workspace, layers
     /dev/shm/.../OWNER.N/       its small files that every command writes (see `warden`)
-    STATE/slots/N               root only: locked while uid 200000 + N is in use on this machine
+    STATE/slots/N               root only: locked while the N-th uid of sandboxes is in use here
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hermes_rl.errors import SandboxStartError
 from hermes_rl.sandboxes import processes, warden
-from hermes_rl.sandboxes.privilege import FIRST_SLOT_UID, account
+from hermes_rl.sandboxes.privilege import account, first_slot
 
 SLOTS = 20_000
 OWNER_NAMES = 100
@@ -127,8 +127,8 @@ class Home:
 class Slot:
     """A user id that no other sandbox on this machine has."""
 
-    def __init__(self, number: int, held: int) -> None:
-        self.uid = FIRST_SLOT_UID + number
+    def __init__(self, uid: int, held: int) -> None:
+        self.uid = uid
         self._held = held
 
     def close(self) -> None:
@@ -145,6 +145,7 @@ class Slots:
         run = Path("/run")
         base = run / "hermes-rl" if os.access(run, os.W_OK) else default_state_dir()
         self._folder = own_folder(own_folder(base, 0o711) / "slots", 0o700)
+        self._first = first_slot() or 0
         self._free: list[Slot] = []
         self._next = 0
 
@@ -154,10 +155,10 @@ class Slots:
             return self._free.pop()
         while self._next < SLOTS:
             number = self._next
-            self._next += 1
             held = lock(self._folder / str(number))
+            self._next += 1
             if held is not None:
-                return Slot(number, held)
+                return Slot(self._first + number, held)
         raise SandboxStartError(f"all {SLOTS} sandbox slots of this machine are taken")
 
     def give_back(self, slot: Slot) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import ctypes
 import os
 import platform
+import select
 import shutil
 import socket
 import subprocess
@@ -146,7 +147,10 @@ async def exited(process: subprocess.Popen[bytes]) -> int:
     code = process.poll()
     if code is not None:
         return code
-    handle = os.pidfd_open(process.pid)
+    try:
+        handle = os.pidfd_open(process.pid)
+    except OSError:  # no descriptor left: what it holds must end all the same
+        return await asyncio.to_thread(process.wait)
     try:
         await gone(handle)
     finally:
@@ -155,11 +159,19 @@ async def exited(process: subprocess.Popen[bytes]) -> int:
 
 
 async def gone(pidfd: int) -> None:
-    """Wait until the process behind a pidfd has ended."""
+    """Wait until the process behind a pidfd has ended. Several may wait for the same."""
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
-    loop.add_reader(pidfd, done.set)
+    try:
+        handle = os.dup(pidfd)  # the loop takes one reader of a descriptor
+    except OSError:  # no descriptor left
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        await asyncio.to_thread(poll.poll)
+        return
+    loop.add_reader(handle, done.set)
     try:
         await done.wait()
     finally:
-        loop.remove_reader(pidfd)
+        loop.remove_reader(handle)
+        os.close(handle)

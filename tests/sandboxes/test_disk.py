@@ -105,6 +105,21 @@ async def test_one_sandbox_does_not_fill_the_machines_disk(small_disk: Path) -> 
     await backend.aclose()
 
 
+async def test_removed_files_count_for_who_wrote_them(small_disk: Path) -> None:
+    """The machine does not get their room back before the sandbox ends: it is the one to end."""
+    remove = "head -c 96M /dev/zero >a; sync a; rm a; sleep 30"
+    write = "for i in $(seq 58); do head -c 1M /dev/zero; sleep 0.02; done >file"
+    backend = Bubblewrap(state_dir=small_disk)
+    spec = SandboxSpec(lease="small")
+    async with await backend.lease(spec) as greedy, await backend.lease(spec) as modest:
+        running = asyncio.create_task(greedy.run(remove, timeout_s=60))
+        assert (await modest.run(write, timeout_s=20)).exit_code == 0
+        with pytest.raises(SandboxKilled, match="disk is nearly full"):
+            await running
+        assert (await modest.run("ls", timeout_s=20)).output == "file\n"
+    await backend.aclose()
+
+
 async def test_doctor_says_who_holds_the_workspace_to_its_size() -> None:
     assert (await asyncio.to_thread(probe.probe)).no_disks == ""
     lines = {found.name: found.text for found in doctor_command.sandboxes()}
@@ -130,3 +145,28 @@ print(probe.probe().no_disks)
     command = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"]
     done = subprocess.run([*command, sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "1\nwatching\nunshare: Operation not permitted\n", done
+
+
+def test_a_mkfs_that_hangs_is_as_none(state: Path) -> None:
+    """As on a disk that does not answer for a while."""
+    program = f"""
+import asyncio
+from pathlib import Path
+from hermes_rl.sandboxes import disk
+from hermes_rl.sandboxes.base import SandboxSpec
+from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+disk.FORMAT_S = 0.1
+async def main():
+    backend = Bubblewrap(state_dir=Path({str(state)!r}))
+    async with await backend.lease(SandboxSpec(lease="hangs")) as box:
+        print(box.info.limits["workspace_held_by"])
+    await backend.aclose()
+asyncio.run(main())
+"""
+    hangs = state / "hangs"
+    hangs.write_text("#!/bin/sh\nexec sleep 100\n")
+    hangs.chmod(0o755)
+    script = 'mount --bind "$1" "$(command -v mkfs.ext4)"; shift; exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", script, "sh", str(hangs), sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "watching\n", done

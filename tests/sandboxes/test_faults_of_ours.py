@@ -153,3 +153,42 @@ def test_all_folders_of_a_sandbox_are_measured(tmp_path: Path) -> None:
     room = Room(tmp_path, None, spec.limits)
     usage = measure(room, [Beneath(workspace), Beneath(layer)], os.getpid())
     assert usage.bytes >= 100_000
+
+
+def fill(taken: list[int]) -> None:
+    """Take every descriptor that this process may still open."""
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.open("/dev/null", os.O_RDONLY))
+
+
+async def test_a_machine_without_descriptors_starts_nothing_and_loses_nothing(
+    bubblewrap: Bubblewrap,
+) -> None:
+    """It is the machine's fault, which a later attempt may not meet; no slot and no folder stays
+    taken."""
+    spec = SandboxSpec(lease="first")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with await bubblewrap.lease(spec) as box:
+        async with await bubblewrap.lease(spec) as second:
+            uid = os.stat(f"/proc/{second.host_pid}").st_uid
+        taken = max(map(int, os.listdir("/proc/self/fd"))) + 20
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken, before[1]))
+        fillers: list[int] = []
+        try:
+            fill(fillers)
+            with pytest.raises(SandboxStartError):
+                await box.grade(GradingSpec("true"))
+            with pytest.raises(SandboxStartError):
+                await bubblewrap.lease(spec)
+            for _ in range(8):  # how far it gets differs
+                os.close(fillers.pop())
+                with contextlib.suppress(SandboxStartError):
+                    await (await bubblewrap.lease(spec)).aclose()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for filler in fillers:
+                os.close(filler)
+        assert (await box.grade(GradingSpec("true"))).exit_code == 0
+        async with await bubblewrap.lease(spec) as later:
+            assert os.stat(f"/proc/{later.host_pid}").st_uid == uid

@@ -38,6 +38,13 @@ def test_here() -> None:
     assert privilege.account() == str(os.geteuid())
 
 
+def test_sandboxes_have_user_ids_that_nobody_is_given() -> None:
+    """useradd gives users ranges of 65,536 ids for their containers from 100,000 to 600,100,000:
+    whoever has such an id could write into the pipes of the sandbox that has it too."""
+    found = privilege.first_slot()
+    assert found is None if os.geteuid() != 0 else found is not None and found > 600_100_000
+
+
 def test_root_of_a_namespace_of_ours() -> None:
     has_slots, host_root, account, works = in_namespace()
     assert has_slots == "False"
