@@ -99,7 +99,8 @@ def _headline(stats: Mapping[str, Any]) -> str:
 
 def _figures(stats: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     reward, tokens, calls = stats["reward"], stats["tokens"], stats["calls"]
-    yield "solved (reward 1)", f"{reward['solved']:,} of {reward['graded']:,}"
+    graded = reward["graded"]
+    yield "solved (reward 1)", f"{reward['solved']:,} of {graded:,}" if graded else "not graded"
     yield "mean reward", "none" if reward["mean"] is None else f"{reward['mean']:.3f}"
     yield "turns", f"{stats['turns']:,}"
     yield "tool calls", f"{stats['tool_calls']:,}"

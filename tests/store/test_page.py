@@ -101,6 +101,11 @@ def test_what_the_figures_say() -> None:
     ]
 
 
+def test_a_run_without_verifiers_is_not_graded() -> None:
+    text = page("run", stats_of(Summary(counts={"graded": 0, "solved": 0})))
+    assert "<dt>solved (reward 1)</dt><dd>not graded</dd>" in text
+
+
 @pytest.mark.parametrize(
     ("counts", "sums", "cost"),
     [
