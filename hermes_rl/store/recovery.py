@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import time
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -110,7 +111,8 @@ class Recovery:
         for writer in old:
             self.publish_cut(writer)
             self.remove(writer)
-        self._empty_tmp()
+        self._delete_temporary("")
+        self.run_dir.crash("recover-5-emptied")
         self.report.foreign = foreign_parts(self.run_dir)
         return self.report
 
@@ -167,6 +169,7 @@ class Recovery:
 
     def remove(self, writer: str) -> None:
         """Unlink what a writer left, once its rows are published."""
+        self._delete_temporary(rf"(\w+\.part-|commits\.){re.escape(writer)}-\d+\.")
         folder = self.run_dir.writer_path(writer)
         for kind in ("live", "dispatch", "asked"):
             for path in journal_files(folder, kind):
@@ -206,11 +209,12 @@ class Recovery:
             file.close()
         return path
 
-    def _empty_tmp(self) -> None:
+    def _delete_temporary(self, beginning: str) -> None:
+        """Delete the files in tmp/ whose names begin so (a pattern)."""
         for name in self.run_dir.storage.names("tmp"):
-            if not (self.run_dir.path / "tmp" / name).is_dir():  # we make no folders there
+            # We make no folders there.
+            if re.match(beginning, name) and not (self.run_dir.path / "tmp" / name).is_dir():
                 self.run_dir.storage.delete(f"tmp/{name}")
-        self.run_dir.crash("recover-5-emptied")
 
     def _quarantine(self, writer: str) -> _Quarantine:
         return _Quarantine(self.run_dir, writer)

@@ -87,6 +87,7 @@ async def test_a_worker_dies_under_a_running_driver(run_path: Path, crash_at: st
             assert driver.ledger.counted_failures(unit) == 0
             assert driver.ledger.next_attempt(unit) == 1
         assert not (run_path / "journal" / "1-1").exists()
+        assert list((run_path / "tmp").iterdir()) == []
         checks.always(run_path)
 
         again = [f"{n}:1" for n in range(6) if made_up.unit(n) in lost]
