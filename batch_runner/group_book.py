@@ -22,7 +22,7 @@ from hermes_rl.store.derived import DerivedBook, derived_book
 from hermes_rl.store.driver import Driver
 from hermes_rl.store.reader import Run
 from hermes_rl.store.rows import Derived
-from hermes_rl.store.threads import in_thread
+from hermes_rl.threads import in_thread
 
 if TYPE_CHECKING:
     from hermes_rl.rl.scoring import EnvScorer, Ready

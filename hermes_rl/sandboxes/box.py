@@ -22,6 +22,7 @@ from hermes_rl.sandboxes.hostfolder import HostFolder
 from hermes_rl.sandboxes.privilege import is_host_root
 from hermes_rl.sandboxes.slots import Slot
 from hermes_rl.sandboxes.spawn import Launch, exited, gone, start
+from hermes_rl.threads import in_thread
 
 END_S = 10.0
 """How long a bubblewrap may take to end after its process 1."""
@@ -276,10 +277,4 @@ async def confined(
     caller waits for its end, so that the group is known to whoever removes it."""
     if not groups.works:
         return
-    work = asyncio.to_thread(confine, held, name, memory_bytes, groups, inner)
-    moved = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(moved)
-    except asyncio.CancelledError:
-        await asyncio.wait([moved])
-        raise
+    await in_thread(confine, held, name, memory_bytes, groups, inner)

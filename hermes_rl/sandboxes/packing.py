@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+from hermes_rl.threads import in_thread
+
 T = TypeVar("T")
 
 FORMAT = "tar.gz"
@@ -309,12 +311,13 @@ async def pack_in_thread(folder: Path, work: Callable[[Packing], T]) -> T:
         with packing:
             return work(packing)
 
-    task = asyncio.ensure_future(asyncio.to_thread(walk))
+    walking = asyncio.ensure_future(in_thread(walk))
     try:
-        return await asyncio.shield(task)
+        return await asyncio.shield(walking)
     except asyncio.CancelledError:
         packing.cancel()
-        await asyncio.wait([task])
+        with contextlib.suppress(Exception):  # the cancellation goes first
+            await walking
         raise
 
 

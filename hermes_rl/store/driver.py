@@ -37,8 +37,8 @@ from hermes_rl.store.recovery import (
 from hermes_rl.store.replay import Lost
 from hermes_rl.store.rows import Derived
 from hermes_rl.store.rundir import Epoch, RunDir
-from hermes_rl.store.threads import in_thread, to_end
 from hermes_rl.store.version import SCHEMA_VERSION
+from hermes_rl.threads import in_thread, to_end
 
 
 @dataclass(frozen=True)

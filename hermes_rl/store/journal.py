@@ -24,7 +24,7 @@ from hermes_rl.store.disk import AppendFile
 from hermes_rl.store.processes import Held, try_lock
 from hermes_rl.store.rows import Derived, Finished
 from hermes_rl.store.rundir import RunDir, epoch_of
-from hermes_rl.store.threads import in_thread, to_end
+from hermes_rl.threads import in_thread, to_end
 
 _encoder = msgspec.json.Encoder()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hermes_rl.errors import StoreError
 from hermes_rl.store.commit import Commit, publish_batch
 from hermes_rl.store.journal import Batch, JournalWriter
-from hermes_rl.store.threads import in_thread, to_end
+from hermes_rl.threads import in_thread, to_end
 
 PUBLISH_EVERY_S = 300.0
 """A finished row stands in Parquet after this many seconds at the latest."""

@@ -201,7 +201,13 @@ def check_equal(found: dict[str, Any], unbroken: dict[str, Any], faults: float) 
 
     assert set(found) <= set(unbroken), "other units than in an undisturbed run"
     wanted = {unit: row for unit, row in plain(unbroken).items() if unit in found}
-    assert plain(found) == wanted, "the rows differ from those of an undisturbed run"
+    odd = [
+        f"{unit} {column}: {str(value)[:400]} instead of {str(wanted[unit].get(column))[:400]}"
+        for unit, row in plain(found).items()
+        for column, value in row.items()
+        if value != wanted[unit].get(column)
+    ]
+    assert not odd, "the rows differ from those of an undisturbed run:\n" + "\n".join(odd)
 
 
 async def check_machine(seconds: float = 20.0) -> None:

@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +20,7 @@ from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 from hermes_rl.sandboxes.disk import Room
 from hermes_rl.sandboxes.files import Beneath, Look
 from hermes_rl.sandboxes.none import Subprocess
-from hermes_rl.sandboxes.packing import Packing, Unpackable
+from hermes_rl.sandboxes.packing import Packing, Unpackable, pack_in_thread
 from hermes_rl.sandboxes.workspace import measure, remove_tree
 
 KINDS = [Bubblewrap, Subprocess]
@@ -123,6 +126,31 @@ def test_paths_as_long_as_the_machine_takes_are_the_agents_doing(
     finally:  # pytest cannot remove trees as deep as these
         remove_tree(source)
         remove_tree(target)
+
+
+async def test_a_cancelled_copy_ends_soon_and_is_not_reported(tmp_path: Path) -> None:
+    """Its walk ends with an error of its own, which nobody has to read."""
+    source = tmp_path / "ws"
+    source.mkdir()
+    for number in range(200):
+        (source / str(number)).write_text("x")
+    begun, reported = threading.Event(), list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, about: reported.append(about))
+
+    def walk(packing: Packing) -> None:
+        begun.set()
+        while True:
+            packing.copy(tmp_path / "copy")
+            remove_tree(tmp_path / "copy")
+
+    work = asyncio.ensure_future(pack_in_thread(source, walk))
+    await asyncio.to_thread(begun.wait)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(work, 10)
+    del work
+    gc.collect()
+    assert reported == []
 
 
 def test_a_locked_folder_is_copied(tmp_path: Path) -> None:

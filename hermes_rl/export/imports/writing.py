@@ -17,7 +17,7 @@ from hermes_rl.store.publisher import Publisher
 from hermes_rl.store.reader import Run
 from hermes_rl.store.rows import Derived, Finished, Group
 from hermes_rl.store.stats import write_stats
-from hermes_rl.store.threads import in_thread
+from hermes_rl.threads import in_thread
 
 TOGETHER = 256
 """Rows that are made durable by one fsync."""
