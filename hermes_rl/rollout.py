@@ -33,8 +33,8 @@ from hermes_rl.errors import (
 )
 from hermes_rl.identity import trajectory_id
 from hermes_rl.messages import with_unique_ids
-from hermes_rl.models.dialects.lenient import clean
-from hermes_rl.models.failures.classify import scrub
+from hermes_rl.models.errors.classify import scrub
+from hermes_rl.models.wire.lenient import clean
 from hermes_rl.ports import WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec

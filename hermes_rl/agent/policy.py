@@ -65,7 +65,7 @@ class Policy:
     drop_duplicate_calls: bool = False
     """Of equal calls in one turn, keep the first."""
     repair_history: bool = False
-    """Send a history that any server takes (`models.pipeline`) instead of the stored text as it
+    """Send a history that any server takes (`models.prepare`) instead of the stored text as it
     is: what is recorded stays the model's own."""
     tool_loop_limit: int | None = None
     """End as `tool_loop` when one call gave one result this often in a row; None never does."""

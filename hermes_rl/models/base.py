@@ -39,7 +39,7 @@ CacheTime = Literal["5m", "1h"]
 class Conversation:
     """The messages of one context, append-only.
 
-    What is sent may differ from what is stored: `models.pipeline.outgoing` repairs it through a
+    What is sent may differ from what is stored: `models.prepare.outgoing` repairs it through a
     `View`, and every dialect builds its bodies from that. Each message is prepared and encoded
     once, so a turn's request extends the last one byte for byte and costs only its new messages.
     """

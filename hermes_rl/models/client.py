@@ -12,10 +12,10 @@ from importlib import import_module
 from hermes_rl.errors import AuthError, ModelError, ProtocolError, ServerError, UserError
 from hermes_rl.models.base import Completion, ModelClient, ModelRequest
 from hermes_rl.models.calls.beginnings import Beginning
-from hermes_rl.models.dialects.base import Decoder, Dialect, ReplyHead
 from hermes_rl.models.endpoint import Endpoint, Timeouts
-from hermes_rl.models.failures.classify import classify
+from hermes_rl.models.errors.classify import classify
 from hermes_rl.models.transports.base import Reply, Transport
+from hermes_rl.models.wire.base import Decoder, Dialect, ReplyHead
 
 __all__ = ["Endpoint", "Timeouts", "WireClient", "connect"]
 
@@ -196,7 +196,7 @@ def _dialect(endpoint: Endpoint) -> Dialect:
             f"api_mode {endpoint.api_mode!r} is unknown. Use one of {', '.join(DIALECTS)}"
         )
     package, kind = DIALECTS[endpoint.api_mode]
-    loaded = import_module(f"hermes_rl.models.dialects.{package}.dialect")
+    loaded = import_module(f"hermes_rl.models.wire.{package}.dialect")
     ways = {"quirks": endpoint.quirks} if endpoint.api_mode != "anthropic_messages" else {}
     dialect: Dialect = getattr(loaded, kind)(endpoint.host, endpoint.secrets, **ways)
     return dialect

@@ -20,8 +20,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from hermes_rl.errors import AuthError, UserError
-from hermes_rl.models.dialects.lenient import decode_json
-from hermes_rl.models.failures.classify import scrub
+from hermes_rl.models.errors.classify import scrub
+from hermes_rl.models.wire.lenient import decode_json
 
 LIMIT_S = 60.0
 """A command that takes longer is ended."""

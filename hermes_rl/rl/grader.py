@@ -18,7 +18,7 @@ from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.episode import Stage, Tape
 from hermes_rl.errors import CAUSES, HermesError, TaskFault, cause_of
 from hermes_rl.identity import digest
-from hermes_rl.models.failures.classify import scrub
+from hermes_rl.models.errors.classify import scrub
 from hermes_rl.models.providers.routing import Common
 from hermes_rl.ports import Recorder
 from hermes_rl.rl.aside import CUT, books_of, item_of, tape_of

@@ -16,7 +16,7 @@ from hermes_rl.config import RunConfig
 from hermes_rl.episode import Stage, Tape
 from hermes_rl.errors import CAUSES, HermesError, UserError, VerifierFault, cause_of
 from hermes_rl.identity import unit_seed
-from hermes_rl.models.failures.classify import scrub
+from hermes_rl.models.errors.classify import scrub
 from hermes_rl.models.providers.routing import Common
 from hermes_rl.ports import Recorder
 from hermes_rl.rl import faults

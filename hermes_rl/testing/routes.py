@@ -7,7 +7,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import NamedTuple
 
-from hermes_rl.models.dialects.server import ServerDialect
+from hermes_rl.models.wire.server import ServerDialect
 
 
 class Wire(NamedTuple):
@@ -49,7 +49,7 @@ def wire_of(path: str) -> Wire | None:
 @lru_cache
 def server_dialect(wire: Wire) -> ServerDialect:
     """The server's side of a wire; its module is loaded when the first request comes."""
-    module = import_module(f"hermes_rl.models.dialects.{wire.module}")
+    module = import_module(f"hermes_rl.models.wire.{wire.module}")
     dialect: ServerDialect = getattr(module, wire.kind)()
     return dialect
 

@@ -17,10 +17,10 @@ from hermes_rl.models.base import Conversation, ModelClient, ModelRequest
 from hermes_rl.models.calls.retry import Clock, ModelCaller, RetryPolicy
 from hermes_rl.models.calls.route import Route
 from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.dialects.base import ReplyHead
-from hermes_rl.models.dialects.chat.dialect import ChatCompletions
-from hermes_rl.models.dialects.sse import event
 from hermes_rl.models.limits.limiter import InProcessLimiter
+from hermes_rl.models.wire.base import ReplyHead
+from hermes_rl.models.wire.chat.dialect import ChatCompletions
+from hermes_rl.models.wire.sse import event
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 HERE = str(Path(__file__).parent)

@@ -7,7 +7,7 @@ import pytest
 from hermes_rl import errors as e
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import TokenCapture
-from hermes_rl.models.dialects.sse import event
+from hermes_rl.models.wire.sse import event
 from hermes_rl.usage import Usage
 
 # Answers: habits of providers

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hermes_rl import errors as e
-from hermes_rl.models.failures.classify import classify, classify_exception, classify_in_answer
+from hermes_rl.models.errors.classify import classify, classify_exception, classify_in_answer
 
 KEY = "my-own/key+format=1234"
 REASONS = get_args(e.Reason)

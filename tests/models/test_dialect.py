@@ -15,10 +15,10 @@ from hermes_rl.messages import (
     UserMessage,
 )
 from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampling, TokenCapture
-from hermes_rl.models.dialects.chat.dialect import TAIL, ChatCompletions
-from hermes_rl.models.dialects.chat.server import ChatServer
-from hermes_rl.models.dialects.responses.dialect import Responses
-from hermes_rl.models.dialects.sse import EventReader
+from hermes_rl.models.wire.chat.dialect import TAIL, ChatCompletions
+from hermes_rl.models.wire.chat.server import ChatServer
+from hermes_rl.models.wire.responses.dialect import Responses
+from hermes_rl.models.wire.sse import EventReader
 from hermes_rl.usage import Usage
 
 few = settings(deadline=None, max_examples=40)

@@ -16,16 +16,16 @@ from hermes_rl.messages import (
     parse_arguments,
 )
 from hermes_rl.models.base import Conversation, ModelRequest
-from hermes_rl.models.pipeline import (
+from hermes_rl.models.prepare import (
     REPAIRS,
     cache_marks,
     outgoing,
     prepare,
     without_grammar,
 )
-from hermes_rl.models.pipeline.arguments import canonical_json, repaired_arguments
-from hermes_rl.models.pipeline.content import NO_IMAGE
-from hermes_rl.models.pipeline.structure import NO_RESULT
+from hermes_rl.models.prepare.arguments import canonical_json, repaired_arguments
+from hermes_rl.models.prepare.content import NO_IMAGE
+from hermes_rl.models.prepare.structure import NO_RESULT
 
 few = settings(deadline=None, max_examples=60)
 ids = st.sampled_from(["a", "b", "c"])

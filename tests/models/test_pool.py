@@ -16,7 +16,7 @@ from hermes_rl.errors import (
     ServerError,
 )
 from hermes_rl.models.calls.route import Account
-from hermes_rl.models.failures.classify import classify
+from hermes_rl.models.errors.classify import classify
 from hermes_rl.models.limits.limiter import InProcessLimiter
 from hermes_rl.models.limits.rests import Rests
 from hermes_rl.models.played import NoopClient

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_rl.models.dialects.chat.usage import read_usage
 from hermes_rl.models.providers.prices import (
     ModelPrice,
     PriceTable,
@@ -17,6 +16,7 @@ from hermes_rl.models.providers.prices import (
     list_prices,
     price_table,
 )
+from hermes_rl.models.wire.chat.usage import read_usage
 from hermes_rl.usage import Usage
 
 MILLION = 1_000_000

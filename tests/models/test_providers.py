@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hermes_rl.config_endpoint import EndpointSection, ProviderSection
 from hermes_rl.errors import UserError
 from hermes_rl.models.base import Conversation, ModelRequest, Sampling
-from hermes_rl.models.dialects.chat.dialect import ChatCompletions
 from hermes_rl.models.providers.quirks import Quirks
 from hermes_rl.models.providers.routing import Keys, find_keys
 from hermes_rl.models.providers.table import Place, known_providers, quirks_at, resolve, shipped
+from hermes_rl.models.wire.chat.dialect import ChatCompletions
 
 
 def place(own: dict[str, Any] | None = None, **given: Any) -> Place:

@@ -20,7 +20,7 @@ from hermes_rl.models.calls.recovery import (
     Situation,
     Wait,
 )
-from hermes_rl.models.failures.rules import KINDS
+from hermes_rl.models.errors.rules import KINDS
 
 
 def upper(low, high):

@@ -13,10 +13,10 @@ from pydantic import TypeAdapter
 
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampling
-from hermes_rl.models.dialects.base import ReplyHead
-from hermes_rl.models.dialects.responses.dialect import TAIL, Responses
-from hermes_rl.models.dialects.responses.server import ResponsesServer
-from hermes_rl.models.pipeline import prepare
+from hermes_rl.models.prepare import prepare
+from hermes_rl.models.wire.base import ReplyHead
+from hermes_rl.models.wire.responses.dialect import TAIL, Responses
+from hermes_rl.models.wire.responses.server import ResponsesServer
 from hermes_rl.usage import Usage
 
 few = settings(deadline=None, max_examples=40)

@@ -9,9 +9,9 @@ from hermes_rl import errors as e
 from hermes_rl.messages import AssistantMessage, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models.base import TokenCapture
 from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.dialects.base import ReplyHead
-from hermes_rl.models.dialects.responses.dialect import Responses
-from hermes_rl.models.dialects.sse import event
+from hermes_rl.models.wire.base import ReplyHead
+from hermes_rl.models.wire.responses.dialect import Responses
+from hermes_rl.models.wire.sse import event
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.usage import Usage
 

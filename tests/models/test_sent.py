@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest, Sampling
-from hermes_rl.models.dialects.anthropic.dialect import AnthropicMessages
-from hermes_rl.models.dialects.chat.dialect import ChatCompletions
-from hermes_rl.models.dialects.responses.dialect import Responses
-from hermes_rl.models.pipeline.content import NO_IMAGE
+from hermes_rl.models.prepare.content import NO_IMAGE
+from hermes_rl.models.wire.anthropic.dialect import AnthropicMessages
+from hermes_rl.models.wire.chat.dialect import ChatCompletions
+from hermes_rl.models.wire.responses.dialect import Responses
 
 few = settings(deadline=None, max_examples=25)
 DIALECTS = [ChatCompletions, AnthropicMessages, Responses]

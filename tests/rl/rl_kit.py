@@ -15,7 +15,7 @@ from batch_runner.progress import Silent
 from batch_runner.report import Report
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.messages import AssistantMessage, UserMessage, text_of
-from hermes_rl.models.dialects.server import ServedRequest
+from hermes_rl.models.wire.server import ServedRequest
 from hermes_rl.rl.evaluation import write_evaluation
 from hermes_rl.testing.fake_server import FakeServer
 

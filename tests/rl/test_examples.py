@@ -12,7 +12,7 @@ from rl_kit import EXAMPLES, asked_of, evaluated, ran, table, turn_of
 
 import hermes_rl.rl
 from hermes_rl.messages import UserMessage, text_of
-from hermes_rl.models.dialects.server import ServedRequest
+from hermes_rl.models.wire.server import ServedRequest
 from hermes_rl.rl import Task
 from hermes_rl.rl.trial import atrial, rewards_of
 from hermes_rl.testing.cheats import BUNDLES, bundle

@@ -19,7 +19,7 @@ from hermes_rl.events import CallEnded, CallStarted, Outcome, Purpose, Waited
 from hermes_rl.models.base import Completion, ModelRequest
 from hermes_rl.models.calls.prompts import learn, prompt_bound
 from hermes_rl.models.calls.route import Account, Route
-from hermes_rl.models.failures.classify import classify_exception
+from hermes_rl.models.errors.classify import classify_exception
 from hermes_rl.models.limits.buckets import Estimate
 from hermes_rl.models.limits.budget import OUTPUT_MAX, Budget, Reservation, Spend
 from hermes_rl.models.limits.limiter import Slot

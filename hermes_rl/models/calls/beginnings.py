@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from hermes_rl.errors import ConnectionLost, ModelTimeout, ProtocolError
 from hermes_rl.models.base import ModelRequest
-from hermes_rl.models.dialects.base import Decoder
-from hermes_rl.models.dialects.reasoning import split_think
+from hermes_rl.models.wire.base import Decoder
+from hermes_rl.models.wire.reasoning import split_think
 
 
 class BrokenOff(ConnectionLost):

@@ -31,7 +31,7 @@ from hermes_rl.models.calls.recovery import (
 from hermes_rl.models.calls.route import Account, Route
 from hermes_rl.models.limits.budget import Budget
 from hermes_rl.models.limits.traffic import Traffic
-from hermes_rl.models.pipeline.images import can_shrink
+from hermes_rl.models.prepare.images import can_shrink
 from hermes_rl.ports import Recorder
 
 __all__ = ["Clock", "ModelCaller", "OnOverflow", "Price", "RetryPolicy"]

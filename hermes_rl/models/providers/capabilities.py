@@ -26,13 +26,13 @@ from hermes_rl.models.base import (
     Sampling,
 )
 from hermes_rl.models.client import connect
-from hermes_rl.models.dialects.chat.usage import read_usage
-from hermes_rl.models.dialects.lenient import decode_json
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.providers.prices import PriceTable
 from hermes_rl.models.providers.probe import probe
 from hermes_rl.models.providers.raw import ask_raw
 from hermes_rl.models.tokens.logprobs import TOP, kind_of
+from hermes_rl.models.wire.chat.usage import read_usage
+from hermes_rl.models.wire.lenient import decode_json
 from hermes_rl.usage import Usage
 
 MAX_TOKENS = 64

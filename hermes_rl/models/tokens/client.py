@@ -26,7 +26,7 @@ from hermes_rl.models.base import (
 from hermes_rl.models.calls.retry import Renewable
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.pipeline import outgoing
+from hermes_rl.models.prepare import outgoing
 from hermes_rl.models.tokens.engines.base import TokenWire, spelled_out
 from hermes_rl.models.tokens.engines.llamacpp import LlamacppCompletion
 from hermes_rl.models.tokens.engines.sglang import SglangGenerate

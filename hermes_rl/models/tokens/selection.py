@@ -29,10 +29,6 @@ from hermes_rl.errors import (
 from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Conversation, LogprobsKind, ModelClient, ModelRequest, Sampling
 from hermes_rl.models.client import connect
-from hermes_rl.models.dialects.base import ReplyHead
-from hermes_rl.models.dialects.chat.dialect import NAME as CHAT_MODE
-from hermes_rl.models.dialects.chat.usage import read_usage
-from hermes_rl.models.dialects.lenient import decode_json
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.providers.raw import ask_raw
 from hermes_rl.models.tokens.client import WIRES, at_root, token_client
@@ -41,6 +37,10 @@ from hermes_rl.models.tokens.engines.chat import ChatIdsClient
 from hermes_rl.models.tokens.logprobs import CUT, TOP, filters_shown, kind_of
 from hermes_rl.models.tokens.plan import NO_IDS, Asked, Spelling, TokenPlan, Wanted, Way
 from hermes_rl.models.tokens.renderer import Renderer
+from hermes_rl.models.wire.base import ReplyHead
+from hermes_rl.models.wire.chat.dialect import NAME as CHAT_MODE
+from hermes_rl.models.wire.chat.usage import read_usage
+from hermes_rl.models.wire.lenient import decode_json
 from hermes_rl.usage import Usage
 
 TRIED: dict[Wanted, tuple[Way, ...]] = {

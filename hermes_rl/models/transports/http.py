@@ -11,7 +11,6 @@ from typing import Any
 
 import aiohttp
 
-from hermes_rl.models.dialects.lenient import clean
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.transports.base import (
     LINGER_S,
@@ -27,6 +26,7 @@ from hermes_rl.models.transports.base import (
     proxy_refused,
     untrusted,
 )
+from hermes_rl.models.wire.lenient import clean
 
 _LARGE = 1 << 20
 """Bytes from which a body is written in pieces, so that the loop stays free."""

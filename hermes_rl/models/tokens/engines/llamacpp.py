@@ -11,8 +11,8 @@ import math
 from typing import Any
 
 from hermes_rl.models.base import ModelRequest
-from hermes_rl.models.dialects.chat.usage import count_of
 from hermes_rl.models.tokens.engines.base import Answer, Json, TokenWire, sampling_of
+from hermes_rl.models.wire.chat.usage import count_of
 from hermes_rl.usage import Usage
 
 _FINISH = {"eos": "stop", "word": "stop", "limit": "length"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from hermes_rl.models.base import ModelRequest
-from hermes_rl.models.dialects.chat.usage import count_of, read_usage
 from hermes_rl.models.tokens.engines.base import (
     PENALTIES,
     Answer,
@@ -17,6 +16,7 @@ from hermes_rl.models.tokens.engines.base import (
     TokenWire,
     sampling_of,
 )
+from hermes_rl.models.wire.chat.usage import count_of, read_usage
 from hermes_rl.usage import Usage
 
 _AS_ID = "token_id:"

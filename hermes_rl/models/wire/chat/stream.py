@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from hermes_rl.models.base import Completion
-from hermes_rl.models.dialects.chat.answer import (
+from hermes_rl.models.wire.chat.answer import (
     Envelope,
     capture_of,
     completion,
@@ -18,10 +18,10 @@ from hermes_rl.models.dialects.chat.answer import (
     message_of,
     open_envelope,
 )
-from hermes_rl.models.dialects.decoding import EventDecoder, Reading
-from hermes_rl.models.dialects.lenient import encode_json
-from hermes_rl.models.dialects.reasoning import flatten, merge_details, reasoning_of
-from hermes_rl.models.dialects.sse import DONE
+from hermes_rl.models.wire.decoding import EventDecoder, Reading
+from hermes_rl.models.wire.lenient import encode_json
+from hermes_rl.models.wire.reasoning import flatten, merge_details, reasoning_of
+from hermes_rl.models.wire.sse import DONE
 
 
 class StreamDecoder(EventDecoder):

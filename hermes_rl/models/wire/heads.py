@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hermes_rl.models.base import ModelRequest
-from hermes_rl.models.dialects.lenient import encode_json
-from hermes_rl.models.pipeline import without_grammar
+from hermes_rl.models.prepare import without_grammar
+from hermes_rl.models.wire.lenient import encode_json
 
 JSON_HEADERS = {
     "content-type": "application/json",

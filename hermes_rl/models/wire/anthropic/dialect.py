@@ -26,15 +26,15 @@ import msgspec
 
 from hermes_rl.messages import AssistantMessage, Message, UserMessage
 from hermes_rl.models.base import CacheTime, ModelRequest, Sampling
-from hermes_rl.models.dialects.anthropic.answer import read_body
-from hermes_rl.models.dialects.anthropic.blocks import blocks_of, text_block, tool_name
-from hermes_rl.models.dialects.anthropic.stream import StreamDecoder
-from hermes_rl.models.dialects.anthropic.thinking import thinking_config
-from hermes_rl.models.dialects.base import Decoder, ReplyHead
-from hermes_rl.models.dialects.decoding import decoder_for
-from hermes_rl.models.dialects.heads import JSON_HEADERS, ToolField
-from hermes_rl.models.dialects.lenient import encode_json
-from hermes_rl.models.pipeline import Outgoing, cache_marks, outgoing
+from hermes_rl.models.prepare import Outgoing, cache_marks, outgoing
+from hermes_rl.models.wire.anthropic.answer import read_body
+from hermes_rl.models.wire.anthropic.blocks import blocks_of, text_block, tool_name
+from hermes_rl.models.wire.anthropic.stream import StreamDecoder
+from hermes_rl.models.wire.anthropic.thinking import thinking_config
+from hermes_rl.models.wire.base import Decoder, ReplyHead
+from hermes_rl.models.wire.decoding import decoder_for
+from hermes_rl.models.wire.heads import JSON_HEADERS, ToolField
+from hermes_rl.models.wire.lenient import encode_json
 
 NAME = "anthropic_messages"
 _ANTHROPIC = "api.anthropic.com"

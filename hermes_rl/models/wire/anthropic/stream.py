@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from hermes_rl.models.base import Completion
-from hermes_rl.models.dialects.anthropic.answer import (
+from hermes_rl.models.wire.anthropic.answer import (
     Call,
     Content,
     Envelope,
@@ -17,10 +17,10 @@ from hermes_rl.models.dialects.anthropic.answer import (
     error_in,
     opaque,
 )
-from hermes_rl.models.dialects.anthropic.blocks import THINKING
-from hermes_rl.models.dialects.decoding import EventDecoder, Reading
-from hermes_rl.models.dialects.lenient import decode_json, encode_json
-from hermes_rl.models.dialects.sse import DONE
+from hermes_rl.models.wire.anthropic.blocks import THINKING
+from hermes_rl.models.wire.decoding import EventDecoder, Reading
+from hermes_rl.models.wire.lenient import decode_json, encode_json
+from hermes_rl.models.wire.sse import DONE
 
 
 class StreamDecoder(EventDecoder):

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from hermes_rl.messages import AssistantMessage, ToolCall
-from hermes_rl.models.pipeline.content import blocks_of
-from hermes_rl.models.pipeline.structure import says_something
+from hermes_rl.models.prepare.content import blocks_of
+from hermes_rl.models.prepare.structure import says_something
 
 REASONING, MESSAGE, CALL = "reasoning", "message", "function_call"
 SEPARATOR = "\n\n"

@@ -10,10 +10,10 @@ import msgspec
 from hermes_rl.errors import ModelError
 from hermes_rl.messages import AssistantMessage, ToolCall
 from hermes_rl.models.base import Completion, TokenCapture
-from hermes_rl.models.dialects.decoding import Reading, made_id, text_or_none
-from hermes_rl.models.dialects.lenient import encode_json
-from hermes_rl.models.dialects.reasoning import split_think
-from hermes_rl.models.dialects.responses.items import (
+from hermes_rl.models.wire.decoding import Reading, made_id, text_or_none
+from hermes_rl.models.wire.lenient import encode_json
+from hermes_rl.models.wire.reasoning import split_think
+from hermes_rl.models.wire.responses.items import (
     CALL,
     MESSAGE,
     REASONING,
@@ -22,7 +22,7 @@ from hermes_rl.models.dialects.responses.items import (
     details_of,
     reasoning_text,
 )
-from hermes_rl.models.dialects.responses.usage import read_usage
+from hermes_rl.models.wire.responses.usage import read_usage
 
 _REASONS = {"max_output_tokens": "length", "max_tokens": "length"}
 """Why a response is incomplete -> our finish reason; others are named as they are."""

@@ -10,10 +10,10 @@ import msgspec
 from hermes_rl.errors import ModelError
 from hermes_rl.messages import AssistantMessage, ToolCall
 from hermes_rl.models.base import Completion
-from hermes_rl.models.dialects.anthropic.blocks import AT, THINKING
-from hermes_rl.models.dialects.anthropic.usage import read_usage
-from hermes_rl.models.dialects.decoding import Reading, made_id
-from hermes_rl.models.dialects.lenient import decode_json, encode_json, repaired
+from hermes_rl.models.wire.anthropic.blocks import AT, THINKING
+from hermes_rl.models.wire.anthropic.usage import read_usage
+from hermes_rl.models.wire.decoding import Reading, made_id
+from hermes_rl.models.wire.lenient import decode_json, encode_json, repaired
 
 FINISH = {
     "end_turn": "stop",

@@ -16,16 +16,16 @@ from typing import Any
 
 from hermes_rl.messages import AssistantMessage, Message, SystemMessage, ToolMessage, UserMessage
 from hermes_rl.models.base import ModelRequest
-from hermes_rl.models.dialects.base import Decoder, ReplyHead
-from hermes_rl.models.dialects.decoding import decoder_for, fitting_id
-from hermes_rl.models.dialects.heads import ToolField, bearer_headers
-from hermes_rl.models.dialects.lenient import encode_json
-from hermes_rl.models.dialects.responses.answer import read_body
-from hermes_rl.models.dialects.responses.items import REASONING, Piece, is_replayable, pieces_of
-from hermes_rl.models.dialects.responses.stream import StreamDecoder
-from hermes_rl.models.pipeline import outgoing
+from hermes_rl.models.prepare import outgoing
 from hermes_rl.models.providers.quirks import Quirks, sendable
 from hermes_rl.models.providers.table import quirks_at
+from hermes_rl.models.wire.base import Decoder, ReplyHead
+from hermes_rl.models.wire.decoding import decoder_for, fitting_id
+from hermes_rl.models.wire.heads import ToolField, bearer_headers
+from hermes_rl.models.wire.lenient import encode_json
+from hermes_rl.models.wire.responses.answer import read_body
+from hermes_rl.models.wire.responses.items import REASONING, Piece, is_replayable, pieces_of
+from hermes_rl.models.wire.responses.stream import StreamDecoder
 
 NAME = "codex_responses"
 TAIL = b"]}"

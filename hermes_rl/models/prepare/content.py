@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from hermes_rl.messages import AssistantMessage, Message, SystemMessage, ToolMessage, UserMessage
-from hermes_rl.models.dialects.lenient import clean
+from hermes_rl.models.wire.lenient import clean
 
 NO_IMAGE = "[image left out: the model takes none]"
 """Stands for an image that is not sent."""

@@ -13,11 +13,11 @@ import msgspec
 from hermes_rl.errors import UserError
 from hermes_rl.messages import Message, SystemMessage, ToolMessage, UserMessage
 from hermes_rl.models.base import Completion, Sampling
-from hermes_rl.models.dialects.lenient import decode_json, encode_json
-from hermes_rl.models.dialects.responses.answer import message_of
-from hermes_rl.models.dialects.responses.dialect import LOGPROBS, NAME, Responses
-from hermes_rl.models.dialects.responses.events import events_of
-from hermes_rl.models.dialects.responses.items import (
+from hermes_rl.models.wire.lenient import decode_json, encode_json
+from hermes_rl.models.wire.responses.answer import message_of
+from hermes_rl.models.wire.responses.dialect import LOGPROBS, NAME, Responses
+from hermes_rl.models.wire.responses.events import events_of
+from hermes_rl.models.wire.responses.items import (
     CALL,
     MESSAGE,
     REASONING,
@@ -25,8 +25,8 @@ from hermes_rl.models.dialects.responses.items import (
     pieces_of,
     reasoning_text,
 )
-from hermes_rl.models.dialects.responses.usage import write_usage
-from hermes_rl.models.dialects.server import ServedRequest, bearer
+from hermes_rl.models.wire.responses.usage import write_usage
+from hermes_rl.models.wire.server import ServedRequest, bearer
 
 _STATUS = {"length": "max_output_tokens", "content_filter": "content_filter", "abort": "abort"}
 """Our finish reasons of an incomplete response -> why it is incomplete."""

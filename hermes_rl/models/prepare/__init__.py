@@ -29,8 +29,8 @@ from typing import Any
 
 from hermes_rl.messages import Message, SystemMessage, ToolMessage
 from hermes_rl.models.base import Adaptation, ModelRequest
-from hermes_rl.models.pipeline.arguments import canonical_arguments, repair_arguments
-from hermes_rl.models.pipeline.content import (
+from hermes_rl.models.prepare.arguments import canonical_arguments, repair_arguments
+from hermes_rl.models.prepare.content import (
     clean_surrogates,
     drop_internal,
     images_in,
@@ -40,8 +40,8 @@ from hermes_rl.models.pipeline.content import (
     without_images,
     without_signatures,
 )
-from hermes_rl.models.pipeline.images import small_images
-from hermes_rl.models.pipeline.structure import (
+from hermes_rl.models.prepare.images import small_images
+from hermes_rl.models.prepare.structure import (
     alternate,
     cut,
     drop_thinking_only,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hermes_rl.models.dialects.anthropic.requests import Body, Turn
+from hermes_rl.models.wire.anthropic.requests import Body, Turn
 
 _MARKS = 4
 _LEAST_BUDGET = 1_024

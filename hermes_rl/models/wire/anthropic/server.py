@@ -14,14 +14,14 @@ import msgspec
 
 from hermes_rl.messages import AssistantMessage, ToolCall
 from hermes_rl.models.base import Completion, Sampling
-from hermes_rl.models.dialects.anthropic.blocks import THINKING, Block, assistant_blocks, input_of
-from hermes_rl.models.dialects.anthropic.dialect import NAME
-from hermes_rl.models.dialects.anthropic.requests import Body, messages_of
-from hermes_rl.models.dialects.anthropic.rules import check
-from hermes_rl.models.dialects.anthropic.usage import write_usage
-from hermes_rl.models.dialects.lenient import decode_json, encode_json
-from hermes_rl.models.dialects.server import ServedRequest, bearer
-from hermes_rl.models.dialects.sse import event
+from hermes_rl.models.wire.anthropic.blocks import THINKING, Block, assistant_blocks, input_of
+from hermes_rl.models.wire.anthropic.dialect import NAME
+from hermes_rl.models.wire.anthropic.requests import Body, messages_of
+from hermes_rl.models.wire.anthropic.rules import check
+from hermes_rl.models.wire.anthropic.usage import write_usage
+from hermes_rl.models.wire.lenient import decode_json, encode_json
+from hermes_rl.models.wire.server import ServedRequest, bearer
+from hermes_rl.models.wire.sse import event
 
 _STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _STOP["content_filter"] = "refusal"

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 from hermes_rl.messages import AssistantMessage, Message, UserMessage, to_openai
 from hermes_rl.models.base import CacheTime, ModelRequest
-from hermes_rl.models.dialects.base import Decoder, ReplyHead
-from hermes_rl.models.dialects.chat.answer import read_body
-from hermes_rl.models.dialects.chat.stream import StreamDecoder
-from hermes_rl.models.dialects.decoding import decoder_for, fitting_id
-from hermes_rl.models.dialects.heads import ToolField, bearer_headers
-from hermes_rl.models.dialects.lenient import encode_json
-from hermes_rl.models.pipeline import cache_marks, outgoing
+from hermes_rl.models.prepare import cache_marks, outgoing
 from hermes_rl.models.providers.quirks import Quirks, sendable
 from hermes_rl.models.providers.table import quirks_at
+from hermes_rl.models.wire.base import Decoder, ReplyHead
+from hermes_rl.models.wire.chat.answer import read_body
+from hermes_rl.models.wire.chat.stream import StreamDecoder
+from hermes_rl.models.wire.decoding import decoder_for, fitting_id
+from hermes_rl.models.wire.heads import ToolField, bearer_headers
+from hermes_rl.models.wire.lenient import encode_json
 
 NAME = "chat_completions"
 TAIL = b"]}"

@@ -15,9 +15,9 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 from hermes_rl import errors as e
-from hermes_rl.models.failures.body import Fault, fault_in, fault_of
-from hermes_rl.models.failures.facts import facts_of, wait_of
-from hermes_rl.models.failures.rules import KINDS, NO_STATUS, reason_by_status, rule_of
+from hermes_rl.models.errors.body import Fault, fault_in, fault_of
+from hermes_rl.models.errors.facts import facts_of, wait_of
+from hermes_rl.models.errors.rules import KINDS, NO_STATUS, reason_by_status, rule_of
 
 _MAX_TEXT = 500
 _CHAIN = 5

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from hermes_rl.models.base import Completion
-from hermes_rl.models.dialects.decoding import EventDecoder, Reading
-from hermes_rl.models.dialects.responses.answer import Response, completion, open_response
-from hermes_rl.models.dialects.responses.items import CALL, MESSAGE, REASONING
-from hermes_rl.models.dialects.sse import DONE
+from hermes_rl.models.wire.decoding import EventDecoder, Reading
+from hermes_rl.models.wire.responses.answer import Response, completion, open_response
+from hermes_rl.models.wire.responses.items import CALL, MESSAGE, REASONING
+from hermes_rl.models.wire.sse import DONE
 
 _ENDS = {
     "response.completed": "completed",

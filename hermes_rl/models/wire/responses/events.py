@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hermes_rl.models.dialects.lenient import encode_json
-from hermes_rl.models.dialects.responses.items import CALL, MESSAGE, REASONING
-from hermes_rl.models.dialects.sse import event
+from hermes_rl.models.wire.lenient import encode_json
+from hermes_rl.models.wire.responses.items import CALL, MESSAGE, REASONING
+from hermes_rl.models.wire.sse import event
 
 _Told = tuple[str, dict[str, Any]]
 """An event's name and fields."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hermes_rl.models.dialects.chat.usage import count_of, part_of, within
+from hermes_rl.models.wire.chat.usage import count_of, part_of, within
 from hermes_rl.usage import Usage
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hermes_rl import errors as e
 from hermes_rl.errors import Reason
-from hermes_rl.models.failures.body import Fault
+from hermes_rl.models.errors.body import Fault
 
 NO_STATUS = 0
 """Of an error inside an answer that began well."""

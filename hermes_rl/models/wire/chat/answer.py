@@ -9,10 +9,10 @@ import msgspec
 
 from hermes_rl.messages import AssistantMessage, ToolCall
 from hermes_rl.models.base import Completion, LogprobsKind, TokenCapture
-from hermes_rl.models.dialects.chat.usage import read_usage
-from hermes_rl.models.dialects.decoding import Reading, made_id
-from hermes_rl.models.dialects.lenient import encode_json
-from hermes_rl.models.dialects.reasoning import flatten, reasoning_of, split_think
+from hermes_rl.models.wire.chat.usage import read_usage
+from hermes_rl.models.wire.decoding import Reading, made_id
+from hermes_rl.models.wire.lenient import encode_json
+from hermes_rl.models.wire.reasoning import flatten, reasoning_of, split_think
 
 _IDS = 1 << 63
 """Token ids are stored in 64 bits at most; a larger one is a server's error."""

@@ -18,15 +18,15 @@ import msgspec
 from hermes_rl.errors import ModelError, ProtocolError
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Completion, ModelRequest, TokenCapture
-from hermes_rl.models.dialects.base import Decoder, ReplyHead
-from hermes_rl.models.dialects.lenient import decode_json, repaired
-from hermes_rl.models.dialects.sse import EventReader
-from hermes_rl.models.failures.classify import (
+from hermes_rl.models.errors.classify import (
     classify_in_answer,
     rate_headers,
     request_id,
     scrub,
 )
+from hermes_rl.models.wire.base import Decoder, ReplyHead
+from hermes_rl.models.wire.lenient import decode_json, repaired
+from hermes_rl.models.wire.sse import EventReader
 from hermes_rl.usage import Usage
 
 T = TypeVar("T")

@@ -18,12 +18,12 @@ from hermes_rl.messages import (
     from_openai,
 )
 from hermes_rl.models.base import Completion, Sampling, TokenCapture
-from hermes_rl.models.dialects.chat.dialect import NAME, ChatCompletions
-from hermes_rl.models.dialects.chat.usage import write_usage
-from hermes_rl.models.dialects.lenient import decode_json, encode_json
-from hermes_rl.models.dialects.reasoning import flatten
-from hermes_rl.models.dialects.server import ServedRequest, bearer
-from hermes_rl.models.dialects.sse import DONE, event
+from hermes_rl.models.wire.chat.dialect import NAME, ChatCompletions
+from hermes_rl.models.wire.chat.usage import write_usage
+from hermes_rl.models.wire.lenient import decode_json, encode_json
+from hermes_rl.models.wire.reasoning import flatten
+from hermes_rl.models.wire.server import ServedRequest, bearer
+from hermes_rl.models.wire.sse import DONE, event
 
 
 class _Body(msgspec.Struct, kw_only=True):

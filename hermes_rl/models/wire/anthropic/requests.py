@@ -15,8 +15,8 @@ from hermes_rl.messages import (
     ToolMessage,
     UserMessage,
 )
-from hermes_rl.models.dialects.anthropic.answer import Call, Content, arguments_of, message_of
-from hermes_rl.models.dialects.anthropic.blocks import THINKING, Block
+from hermes_rl.models.wire.anthropic.answer import Call, Content, arguments_of, message_of
+from hermes_rl.models.wire.anthropic.blocks import THINKING, Block
 
 
 class Turn(msgspec.Struct):
