@@ -6,7 +6,6 @@ it kept and which it added. A line that a kill tore is cut off when the file is 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import time
@@ -18,6 +17,7 @@ from typing import Protocol
 import msgspec
 
 from hermes_rl.errors import UserError
+from hermes_rl.locks import try_lock
 from hermes_rl.messages import Message
 
 
@@ -78,11 +78,9 @@ class FileSession:
         except OSError as error:
             raise UserError(f"session {self.path}: {error.strerror}. Choose another file") from None
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not try_lock(self._fd):
+                raise UserError(f"session {self.path} is in use by another agent; close it")
             self._messages = self._read()
-        except BlockingIOError:
-            os.close(self._fd)
-            raise UserError(f"session {self.path} is in use by another agent; close it") from None
         except BaseException:
             os.close(self._fd)
             raise

@@ -11,7 +11,7 @@ and never a guess from a process id:
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
 import secrets
 import stat
@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 from hermes_rl.errors import SandboxStartError
+from hermes_rl.locks import try_lock
 from hermes_rl.sandboxes import processes, warden
 from hermes_rl.sandboxes.privilege import account, first_slot
 
@@ -56,17 +57,10 @@ def _adopt(path: Path, mode: int) -> None:
 def lock(path: Path) -> int | None:
     """Open and lock a file. Returns its descriptor, or None while somebody else holds it."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        return None
-    # The former holder may have removed the file between our open and our lock.
-    try:
-        if os.stat(path).st_ino == os.fstat(fd).st_ino:
+    with contextlib.suppress(OSError):
+        # The former holder may have removed the file between our open and our lock.
+        if try_lock(fd) and os.stat(path).st_ino == os.fstat(fd).st_ino:
             return fd
-    except FileNotFoundError:
-        pass
     os.close(fd)
     return None
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 from hermes_rl.errors import StoreError
-from hermes_rl.store.processes import lock_within, read_holder, this_process
+from hermes_rl.locks import lock_within
+from hermes_rl.store.processes import read_holder, this_process
 from hermes_rl.store.rundir import RunDir
 
 GRACE_S = 10.0

@@ -19,9 +19,10 @@ import msgspec
 
 from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey, Event
+from hermes_rl.locks import try_lock
 from hermes_rl.ports import Recorder
 from hermes_rl.store.disk import AppendFile
-from hermes_rl.store.processes import Held, try_lock
+from hermes_rl.store.processes import Held
 from hermes_rl.store.rows import Derived, Finished
 from hermes_rl.store.rundir import RunDir, epoch_of
 from hermes_rl.threads import in_thread, to_end

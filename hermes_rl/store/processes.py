@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,25 +114,6 @@ def _drop_inherited() -> None:
 
 
 os.register_at_fork(after_in_child=_drop_inherited)
-
-
-def try_lock(fd: int) -> bool:
-    """Take an exclusive flock without waiting."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def lock_within(fd: int, seconds: float) -> bool:
-    """Take an exclusive flock, waiting a while."""
-    deadline = time.monotonic() + seconds
-    while not try_lock(fd):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def write_holder(fd: int, lease_s: float | None = None) -> None:

@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from hermes_rl.errors import DiskFull, StoreError, UserError
+from hermes_rl.locks import lock_within
 from hermes_rl.store.crash import CrashHook
 from hermes_rl.store.disk import LocalStorage, one_line_errors
 from hermes_rl.store.lines import check_digest
-from hermes_rl.store.processes import Held, lock_within, read_holder
+from hermes_rl.store.processes import Held, read_holder
 from hermes_rl.store.version import SCHEMA_VERSION, TABLES
 
 FOLDERS = ("epochs", "journal", "commits", "tmp", *TABLES)

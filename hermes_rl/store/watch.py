@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from hermes_rl.events import AttemptKey
+from hermes_rl.locks import try_lock
 from hermes_rl.store.commit import read_commits
 from hermes_rl.store.dispatch import Dispatched
 from hermes_rl.store.lines import payloads
@@ -35,12 +35,9 @@ def driver_of(run_dir: RunDir) -> ProcessId | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return read_holder(fd)
+        return None if try_lock(fd, shared=True) else read_holder(fd)
     finally:
         os.close(fd)
-    return None
 
 
 def in_flight(run_dir: RunDir) -> set[AttemptKey]:

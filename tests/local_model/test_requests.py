@@ -5,11 +5,16 @@ import json
 import jsonschema
 import pytest
 
-from hermes_rl.models.local.answer import Generation, Writer, read_call
+from hermes_rl.models.local.app import Generation, Writer, read_call
 from hermes_rl.models.local.catalogue import LOCAL_MODELS, read_catalogue
-from hermes_rl.models.local.prompt import PREFILL, Step, plan_step
-from hermes_rl.models.local.schema import simplify
-from hermes_rl.models.local.wire import BadChatRequest, read_request
+from hermes_rl.models.local.requests import (
+    PREFILL,
+    BadChatRequest,
+    Step,
+    plan_step,
+    read_request,
+    simplify,
+)
 
 TERMINAL = {
     "type": "function",

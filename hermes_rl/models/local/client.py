@@ -1,4 +1,4 @@
-"""A share in the machine's one server of an embedded model: join it, or start it."""
+"""Join the machine's one server of an embedded model, or start it."""
 
 from __future__ import annotations
 
@@ -17,34 +17,33 @@ from pathlib import Path
 import msgspec
 
 from hermes_rl.errors import UserError
+from hermes_rl.locks import file_lock
 from hermes_rl.models.local.catalogue import find_weights
 from hermes_rl.models.local.engine import EngineSettings, missing_extra
-from hermes_rl.models.local.fetching import Progress, silent
-from hermes_rl.models.local.holders import Hello, peer_of, short_path
-from hermes_rl.models.local.locks import try_lock
-from hermes_rl.models.local.settings import READY, TAKEN, ServerSettings
+from hermes_rl.models.local.holders import READY, TAKEN, Hello, ServerSettings, peer_of, short_path
+from hermes_rl.models.local.sources import Progress, silent
 from hermes_rl.models.local.weights import cache_folder, ensure_weights
 
 _START_S = 180.0
-"""The whole wait for a server: its start takes 2 s on an idle machine."""
+"""Seconds to wait for a server in all; its start takes 2 s on an idle machine."""
 _ANSWER_S = 20.0
-"""A server that does not greet or is not healthy within this time counts as wedged."""
+"""Seconds in which a running server must greet and be healthy; otherwise it counts as hung."""
 _POLL_S = 0.1
 _ROOT = Path(__file__).resolve().parents[3]
-"""The folder from which this very copy of the package is imported."""
-_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR")
-"""What a server gets to see of the environment: no keys."""
+"""The folder from which this copy of the package is imported."""
+_CHILD_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR")
+"""The environment variables that a server process inherits: none holds a key."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the model answers, as any OpenAI-compatible endpoint does."""
+    """Where the model answers: an ordinary OpenAI-compatible endpoint."""
 
     base_url: str
     api_key: str = field(repr=False)
     model: str
     description: str
-    """What the model is, honestly."""
+    """What the model is, and is not."""
 
 
 @contextlib.asynccontextmanager
@@ -58,36 +57,39 @@ async def local_server(
     context: int = 4096,
     answer_s: float = _ANSWER_S,
 ) -> AsyncIterator[LocalServer]:
-    """Holds the machine's server of the embedded model `name`; the first holder starts it.
+    """Hold the machine's server of the embedded model `name`; the first holder starts it.
 
     The server ends about two seconds after its last holder, also when that was killed.
 
     Args:
         name: a model of the catalogue.
         model_path: a GGUF file to serve instead of the pinned weights.
-        progress: told about a download of the weights.
+        progress: called while the weights are downloaded.
         env: the environment; the process's own, read now, if not given.
-        slots: requests decoded side by side; more of them wait.
+        slots: requests decoded in parallel; further ones wait.
         context: tokens of prompt and answer together, per request.
         answer_s: a running server that does not greet within so many seconds is replaced.
 
     Raises:
         UserError: no such model, no engine, or it cannot be started.
-        WeightsUnavailable: there are no weights to be had.
+        WeightsUnavailable: the weights cannot be fetched.
     """
     require_engine()
-    given = dict(os.environ) if env is None else env
-    weights = await ensure_weights(name, model_path=model_path, progress=progress, env=given)
+    environ = dict(os.environ) if env is None else env
+    weights = await ensure_weights(name, model_path=model_path, progress=progress, env=environ)
     engine = EngineSettings(
         weights=weights, slots=slots, context=context, threads=threads_of_this_machine()
     )
     description = find_weights(name).description
     if model_path is not None:
-        description = f"{weights.name}, a file given by the user"
+        description = f"{weights.name}, a file of the user"
     settings = ServerSettings(
-        socket=_socket_for(name, engine, given), model=name, description=description, engine=engine
+        socket=_socket_for(name, engine, environ),
+        model=name,
+        description=description,
+        engine=engine,
     )
-    server = LocalServer(settings, given, answer_s)
+    server = LocalServer(settings, environ, answer_s)
     try:
         await server.endpoint()
         yield server
@@ -96,7 +98,7 @@ async def local_server(
 
 
 class LocalServer:
-    """A share in the machine's one server of a model, which is joined anew if it has died."""
+    """A hold on the machine's one server of a model, which is replaced if it has died."""
 
     def __init__(
         self, settings: ServerSettings, env: Mapping[str, str], answer_s: float = _ANSWER_S
@@ -109,11 +111,11 @@ class LocalServer:
 
     @property
     def weights(self) -> Path:
-        """The file that is served."""
+        """The weights file that is served."""
         return self._settings.engine.weights
 
     async def endpoint(self) -> Endpoint:
-        """Where the model answers now. Cheap while the server lives: ask before each request.
+        """Return where the model answers now. It is cheap: call it before each request.
 
         Raises:
             UserError: the server cannot be started.
@@ -131,14 +133,14 @@ class LocalServer:
         )
 
     async def aclose(self) -> None:
-        """Gives the share up."""
+        """Release the hold."""
         if self._held is not None:
             self._held.writer.close()
             self._held = None
 
 
 def require_engine() -> None:
-    """Looks whether the engine is installed, without loading it.
+    """Check that the engine is installed, without loading it.
 
     Raises:
         UserError: it is not.
@@ -155,7 +157,7 @@ def threads_of_this_machine() -> int:
 
 
 def runtime_folder(env: Mapping[str, str]) -> Path:
-    """The folder for sockets, which only this user can enter.
+    """Return the folder for sockets, which only this user can enter.
 
     Raises:
         UserError: it belongs to somebody else.
@@ -179,7 +181,7 @@ def runtime_folder(env: Mapping[str, str]) -> Path:
 
 
 def _socket_for(name: str, engine: EngineSettings, env: Mapping[str, str]) -> Path:
-    """One place per machine, weights, shape of the server and copy (and state) of this package."""
+    """Return the socket: one per machine, weights, server settings and version of this code."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     stamps = [(s.st_size, s.st_mtime_ns) for s in (p.stat() for p in (engine.weights, *sources))]
     identity = repr((platform.node(), str(_ROOT), engine, stamps))
@@ -189,7 +191,7 @@ def _socket_for(name: str, engine: EngineSettings, env: Mapping[str, str]) -> Pa
 
 @dataclass(frozen=True)
 class _Held:
-    """An open pipe to a server and what it said."""
+    """An open connection to a server, and its greeting."""
 
     hello: Hello
     reader: asyncio.StreamReader
@@ -197,14 +199,14 @@ class _Held:
 
 
 async def _obtain(settings: ServerSettings, env: Mapping[str, str], answer_s: float) -> _Held:
-    """Joins the server of these settings, or starts it."""
+    """Join the server of these settings, or start it."""
     lock = settings.socket.with_suffix(".starting")
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _START_S
     while loop.time() < deadline:
         if held := await _join(settings.socket, answer_s):
             return held
-        with try_lock(lock) as ours:
+        with file_lock(lock) as ours:
             if ours and (held := await _join(settings.socket, answer_s)):
                 return held
             if ours:
@@ -217,7 +219,7 @@ async def _obtain(settings: ServerSettings, env: Mapping[str, str], answer_s: fl
 
 
 async def _join(socket: Path, answer_s: float) -> _Held | None:
-    """A pipe to the running server; None if there is none, or none any more.
+    """Return a connection to the running server, or None if there is none.
 
     A server that takes the connection but does not greet, or is not healthy, is ended.
     """
@@ -234,13 +236,13 @@ async def _join(socket: Path, answer_s: float) -> _Held | None:
                 if await _is_healthy(hello):
                     return _Held(hello, reader, writer)
     except (TimeoutError, ConnectionError):
-        pass  # wedged, or gone while we asked
-    except BaseException:  # cancelled: the pipe must not stay open
+        pass  # hung, or gone in the meantime
+    except BaseException:  # cancelled: the connection must not stay open
         writer.close()
         raise
     if not reader.at_eof():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)  # the pipe is open, so this is still our own server
+            os.kill(pid, signal.SIGKILL)  # still connected, so this is our own server
     writer.close()
     return None
 
@@ -258,13 +260,13 @@ async def _is_healthy(hello: Hello) -> bool:
 
 
 async def _start(settings: ServerSettings, env: Mapping[str, str], patience_s: float) -> None:
-    """Starts the server process and waits until it is ready or has given up.
+    """Start the server process and wait until it is ready or has given up.
 
     Raises:
         UserError: it has given up, or takes too long.
     """
     log_path = settings.socket.with_suffix(".log")
-    child_env = {name: env[name] for name in _PASSED_ON if name in env}
+    child_env = {name: env[name] for name in _CHILD_VARIABLES if name in env}
     log = await asyncio.to_thread(log_path.open, "wb")
     with log:
         process = await asyncio.create_subprocess_exec(
@@ -279,13 +281,13 @@ async def _start(settings: ServerSettings, env: Mapping[str, str], patience_s: f
     assert process.stdout is not None
     try:
         async with asyncio.timeout(patience_s):
-            said = await process.stdout.read()
+            output = await process.stdout.read()
     except TimeoutError:
-        said = b"it did not become ready in time"
+        output = b"it was not ready in time"
     await process.wait()
-    reason = said.decode(errors="replace").strip()
+    reason = output.decode(errors="replace").strip()
     if reason not in (READY, TAKEN):
-        reason = reason or _last_line(log_path) or "it ended without a word"
+        reason = reason or _last_line(log_path) or "it ended without an error message"
         raise UserError(f"the local model cannot be started: {reason} (log: {log_path})")
 
 

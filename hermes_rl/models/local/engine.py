@@ -1,6 +1,6 @@
-"""The engine: llama.cpp's own server in this process, and a client of it.
+"""The engine of the embedded models: llama.cpp's server in this process, and a client for it.
 
-It listens on loopback with a key that only this process knows; requests beyond its slots wait.
+It listens on loopback with a key that only this process knows. Requests beyond its slots wait.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hermes_rl.errors import UserError
-from hermes_rl.models.local.wire import BadChatRequest
+from hermes_rl.models.local.requests import BadChatRequest
 
 if TYPE_CHECKING:
     import aiohttp
@@ -26,11 +26,11 @@ _HEALTH_S = 10.0
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How the engine runs."""
+    """Settings of the engine."""
 
     weights: Path
     slots: int = 4
-    """Requests that are decoded side by side."""
+    """Number of requests that are decoded in parallel."""
     context: int = 4096
     """Tokens of prompt and answer together, per slot."""
     threads: int = 1
@@ -46,7 +46,7 @@ class RunningEngine:
 
 
 def start_engine(settings: EngineSettings) -> RunningEngine:
-    """Loads the weights (1.5 s on an idle machine) and listens on a free port of loopback.
+    """Load the weights (1.5 s on an idle machine) and listen on a free port of loopback.
 
     Raises:
         UserError: the file cannot be loaded, or xllamacpp is not installed.
@@ -72,20 +72,21 @@ def start_engine(settings: EngineSettings) -> RunningEngine:
         server = xllamacpp.Server(p)
     except RuntimeError as error:
         raise UserError(
-            f"the engine cannot load {settings.weights}: damaged, or a model that it does not know"
+            f"the engine cannot load {settings.weights}: the file is damaged, or "
+            "its kind of model is not supported"
         ) from error
     return RunningEngine(address=server.listening_address, key=key, server=server)
 
 
 def missing_extra() -> UserError:
-    """The error of an installation without the engine."""
+    """Return the error for an installation without the engine."""
     return UserError(
         "the embedded model needs the package xllamacpp: pip install 'hermes-rl[local]'"
     )
 
 
 class EngineClient:
-    """Talks to the engine. An async context manager."""
+    """A client for the engine. An async context manager."""
 
     def __init__(self, engine: RunningEngine) -> None:
         self._engine = engine
@@ -99,7 +100,7 @@ class EngineClient:
             base_url=self._engine.address,
             headers={"Authorization": f"Bearer {self._engine.key}"},
             timeout=aiohttp.ClientTimeout(total=None),
-            # The engine drops idle connections, so none is used twice.
+            # The engine drops idle connections, so none is reused.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
         )
         props = await self._ask("/props")
@@ -115,12 +116,12 @@ class EngineClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
     async def is_healthy(self) -> bool:
-        """Whether the engine answers."""
+        """Return whether the engine answers."""
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=_HEALTH_S)
@@ -131,17 +132,17 @@ class EngineClient:
             return False
 
     async def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
-        """The prompt that the model's own template makes."""
+        """Return the prompt that the model's own chat template renders."""
         body: dict[str, Any] = {"messages": messages}
         if tools:
             body["tools"] = tools
         return str((await self._ask("/apply-template", body))["prompt"])
 
     async def tokenize(self, text: str, *, rendered: bool = True) -> list[int]:
-        """The token ids of a text.
+        """Return the token ids of a text.
 
         Args:
-            rendered: it is a prompt: it begins as the model wants its prompts to begin.
+            rendered: whether the text is a prompt, which gets the tokens that begin every prompt.
         """
         body = {"content": text, "add_special": rendered, "parse_special": True}
         return [int(token) for token in (await self._ask("/tokenize", body))["tokens"]]
@@ -149,7 +150,7 @@ class EngineClient:
     async def generate(
         self, prompt: str | list[int], sampling: dict[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The pieces of a completion, as they come; closing the generator stops the engine's work.
+        """Yield the chunks of a completion; closing the generator stops the generation.
 
         Raises:
             BadChatRequest: the engine refuses the request.
@@ -167,8 +168,8 @@ class EngineClient:
     async def whole(
         self, prompt: str | list[int], sampling: dict[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """A completion in one piece. Its ids are complete, which those of a stream are not: the
-        engine leaves out tokens that end within a character, until it can show the character.
+        """Yield a completion in one chunk, with all its ids. Those of a stream are incomplete: the
+        engine leaves out tokens that end inside a character until it can show the character.
 
         Raises:
             BadChatRequest: the engine refuses the request.
@@ -176,7 +177,7 @@ class EngineClient:
         yield await self.complete({**sampling, "prompt": prompt})
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The engine's own answer to a request of `/completion`.
+        """Return the engine's answer to a request of `/completion`.
 
         Raises:
             BadChatRequest: the engine refuses the request.
@@ -202,7 +203,7 @@ class EngineClient:
 
 
 def _refusal(raw: bytes, status: int) -> BadChatRequest:
-    """The engine's refusal in our form."""
+    """Convert the engine's error response."""
     try:
         inner = json.loads(raw)
         error = inner.get("error", inner)

@@ -1,7 +1,7 @@
-"""The tokenizer and chat template that stand in a GGUF file, as a model's folder would give them.
+"""The tokenizer and chat template that a GGUF file holds, in the form of a model's folder.
 
 Layout (GGUF version 2 and 3): magic, version, counts, then key, type and value of each entry, all
-little-endian. Only byte-level BPE is read, and only the ways to cut text that are known here.
+little-endian. Only byte-level BPE is supported, with the pre-tokenizers of `_PRE_TOKENIZERS`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 _CONTROL, _MARKUP = 3, 4
-"""Types of tokens that are matched as a whole."""
-_MOST = 1 << 31
-"""No text or list of such a file is longer: it is damaged."""
+"""Types of added tokens."""
+_MAX_LENGTH = 1 << 31
+"""A file with a longer text or list is damaged."""
 
 _QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-_CUTS: dict[str, list[dict[str, Any]]] = {
+_PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
     "smollm": [
         {"type": "Digits", "individual_digits": True},
         {**_BYTES, "use_regex": True},
@@ -56,32 +56,32 @@ _CUTS: dict[str, list[dict[str, Any]]] = {
     ],
     "gpt-2": [{**_BYTES, "use_regex": True}],
 }
-"""`tokenizer.ggml.pre` -> how text is cut before merges, in the form of tokenizer.json."""
+"""`tokenizer.ggml.pre` -> how text is split before merges, in the form of tokenizer.json."""
 
 
 def read_tokenizer(path: Path) -> TokenizerFiles:
-    """The tokenizer of a GGUF file.
+    """Read the tokenizer of a GGUF file.
 
-    Raises: UserError when it is no such file, or its kind of tokenizer is not known here.
+    Raises: UserError when it is not a GGUF file, or its kind of tokenizer is not supported.
     """
-    known = read_metadata(path)
-    kind, cut = known.get("tokenizer.ggml.model"), known.get("tokenizer.ggml.pre")
-    template = known.get("tokenizer.chat_template")
-    if kind != "gpt2" or cut not in _CUTS or not isinstance(template, str):
+    metadata = read_metadata(path)
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    template = metadata.get("tokenizer.chat_template")
+    if kind != "gpt2" or pre not in _PRE_TOKENIZERS or not isinstance(template, str):
         raise UserError(
-            f"{path.name} holds a tokenizer of kind {kind}/{cut} that cannot be read from it: "
-            "name the model's tokenizer with endpoint.tokenizer"
+            f"{path.name} holds a tokenizer of kind {kind}/{pre} that is not supported. "
+            "Name the model's tokenizer with endpoint.tokenizer"
         )
-    texts: list[str] = known["tokenizer.ggml.tokens"]
-    kinds: list[int] = known["tokenizer.ggml.token_type"]
+    texts: list[str] = metadata["tokenizer.ggml.tokens"]
+    kinds: list[int] = metadata["tokenizer.ggml.token_type"]
     named = {
-        f"{name}_token": texts[known[f"tokenizer.ggml.{name}_token_id"]]
+        f"{name}_token": texts[metadata[f"tokenizer.ggml.{name}_token_id"]]
         for name in ("bos", "eos")
-        if f"tokenizer.ggml.{name}_token_id" in known
+        if f"tokenizer.ggml.{name}_token_id" in metadata
     }
-    ends = (known.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
     return TokenizerFiles(
-        tokenizer=msgspec.json.encode(_spec(texts, kinds, known["tokenizer.ggml.merges"], cut)),
+        tokenizer=msgspec.json.encode(_spec(texts, kinds, metadata["tokenizer.ggml.merges"], pre)),
         templates={"default": template},
         named=named,
         end_ids=frozenset(end for end in ends if isinstance(end, int)),
@@ -89,23 +89,23 @@ def read_tokenizer(path: Path) -> TokenizerFiles:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """All entries at the head of a GGUF file. Raises: UserError."""
+    """Read all metadata of a GGUF file. Raises: UserError."""
     try:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise ValueError("no GGUF file")
+                raise ValueError("not a GGUF file")
             version, _, entries = struct.unpack("<IQQ", _exactly(file, 20))
-            if version not in (2, 3) or entries > _MOST:
+            if version not in (2, 3) or entries > _MAX_LENGTH:
                 raise ValueError(f"version {version}")
             return dict(_entry(file) for _ in range(entries))
     except (ValueError, struct.error) as error:
-        raise UserError(f"{path}: its head cannot be read ({error})") from None
+        raise UserError(f"{path}: its metadata cannot be read ({error})") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
 
 
-def _spec(texts: list[str], kinds: list[int], merges: list[str], cut: str) -> Mapping[str, Any]:
-    """The form of tokenizer.json."""
+def _spec(texts: list[str], kinds: list[int], merges: list[str], pre: str) -> Mapping[str, Any]:
+    """Return the contents of tokenizer.json."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {
         "version": "1.0",
@@ -115,7 +115,7 @@ def _spec(texts: list[str], kinds: list[int], merges: list[str], cut: str) -> Ma
             if kind in (_CONTROL, _MARKUP)
         ],
         "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": _CUTS[cut]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": _PRE_TOKENIZERS[pre]},
         "post_processor": None,
         "decoder": {**_BYTES, "use_regex": True},
         "model": {
@@ -142,7 +142,7 @@ def _value(file: BinaryIO, kind: int) -> Any:
     if kind != _ARRAY:
         raise ValueError(f"a value of kind {kind}")
     inner, count = struct.unpack("<IQ", _exactly(file, 12))
-    if count > _MOST:
+    if count > _MAX_LENGTH:
         raise ValueError(f"a list of {count}")
     if inner in _SCALARS:
         form = _SCALARS[inner]
@@ -157,7 +157,7 @@ def _text(file: BinaryIO) -> str:
 
 
 def _exactly(file: BinaryIO, count: int) -> bytes:
-    data = file.read(count) if count <= _MOST else b""
+    data = file.read(count) if count <= _MAX_LENGTH else b""
     if len(data) != count:
-        raise ValueError("it ends too soon")
+        raise ValueError("it is truncated")
     return data

@@ -1,20 +1,68 @@
-"""The server's pipes: one unix-domain connection per holder, closed by the kernel with its process.
+"""What the server process of an embedded model and its holders agree on: settings and connections.
 
-A holder connects, reads one line with the server's address and key, and keeps the connection open.
-The server ends itself soon after the last one closes, however its holder died.
+A holder connects to a unix-domain socket, reads one line with the server's address and key, and
+keeps the connection open. The kernel closes the connection with the holder's process, and the
+server ends soon after the last one closes, however its holder died.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import os
 import socket
 import struct
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+
+from hermes_rl.models.local.engine import EngineSettings
+
+READY = "ready"
+TAKEN = "another process is the server of this model already"
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What one server process serves, and where its holders connect."""
+
+    socket: Path
+    """The socket that holders connect to, in a folder that only its user can enter."""
+    model: str
+    description: str
+    engine: EngineSettings
+
+    def arguments(self) -> list[str]:
+        """Return the command line for these settings. Nothing on it is secret."""
+        return [
+            *("--socket", str(self.socket), "--model", self.model),
+            *("--description", self.description, "--weights", str(self.engine.weights)),
+            *("--slots", str(self.engine.slots), "--context", str(self.engine.context)),
+            *("--threads", str(self.engine.threads)),
+        ]
+
+
+def parse_arguments(arguments: list[str]) -> ServerSettings:
+    """Read the settings from a command line."""
+    parser = argparse.ArgumentParser(prog="python -m hermes_rl.models.local.server")
+    parser.add_argument("--socket", type=Path, required=True, help="where holders connect")
+    parser.add_argument("--model", required=True, help="the name that requests give")
+    parser.add_argument("--description", default="", help="what the model is")
+    parser.add_argument("--weights", type=Path, required=True, help="a GGUF file")
+    parser.add_argument("--slots", type=int, default=4, help="requests decoded in parallel")
+    parser.add_argument("--context", type=int, default=4096, help="tokens per slot")
+    parser.add_argument("--threads", type=int, default=1, help="threads that compute")
+    parsed = parser.parse_args(arguments)
+    engine = EngineSettings(
+        weights=parsed.weights, slots=parsed.slots, context=parsed.context, threads=parsed.threads
+    )
+    return ServerSettings(
+        socket=parsed.socket, model=parsed.model, description=parsed.description, engine=engine
+    )
+
 
 _GRACE_S = 2.0
 _UNCLAIMED_S = 30.0
@@ -23,7 +71,7 @@ _PATH_LIMIT = 100
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """The line that a holder reads when it connects."""
+    """The greeting that a holder reads when it connects."""
 
     base_url: str
     api_key: str
@@ -33,7 +81,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def short_path(path: Path) -> Iterator[str]:
-    """An address for a unix socket at `path`, however long that is."""
+    """Yield an address for the unix socket at `path`, however long the path is."""
     if len(os.fsencode(path)) <= _PATH_LIMIT:
         yield str(path)
         return
@@ -45,14 +93,14 @@ def short_path(path: Path) -> Iterator[str]:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Process id and user id of the other end."""
+    """Return the process id and the user id of the other end."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", raw)
     return pid, uid
 
 
 class Holders:
-    """Counts the open pipes; `wait_until_unheld` returns when the server is wanted no more."""
+    """Counts the open connections; `wait_until_unheld` returns when nobody needs the server."""
 
     def __init__(self, hello: Hello) -> None:
         self._hello = msgspec.json.encode(hello) + b"\n"
@@ -61,7 +109,7 @@ class Holders:
 
     @contextlib.asynccontextmanager
     async def listening(self, path: Path) -> AsyncIterator[None]:
-        """Accepts holders at `path`, replacing a dead server's socket there."""
+        """Accept holders at `path`, replacing the socket of a dead server."""
         path.unlink(missing_ok=True)
         with short_path(path) as address:
             server = await asyncio.start_unix_server(self._serve, address)
@@ -71,7 +119,7 @@ class Holders:
             server.close()
 
     async def wait_until_unheld(self) -> None:
-        """Returns once no holder has been there for the grace time."""
+        """Return once there has been no holder for the grace period."""
         patience = _UNCLAIMED_S
         while True:
             self._changed.clear()
@@ -95,9 +143,9 @@ class Holders:
             writer.write(self._hello)
             await writer.drain()
             while await reader.read(1024):
-                pass  # a holder has nothing to say
+                pass  # holders send nothing
         except ConnectionError:
-            pass  # it is gone: the same as its end
+            pass  # the holder is gone
         finally:
             self._open -= 1
             self._changed.set()

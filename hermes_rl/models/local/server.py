@@ -1,13 +1,13 @@
-"""The embedded model's process: `python -m hermes_rl.models.local.server`.
+"""The embedded model's server process: `python -m hermes_rl.models.local.server`.
 
-One per machine and model, shared by all workers. It detaches from whoever starts it, says on its
-standard output that it is ready, or why it is not, and ends when nobody holds it.
+There is one per machine and model, shared by all workers. It detaches from the process that
+starts it, reports on standard output that it is ready or why it is not, and ends when no holder is
+left.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import secrets
 import sys
@@ -15,41 +15,44 @@ import traceback
 from pathlib import Path
 
 from hermes_rl.errors import UserError
+from hermes_rl.locks import try_lock
 from hermes_rl.models.local.engine import (
     EngineClient,
     RunningEngine,
     start_engine,
 )
-from hermes_rl.models.local.holders import Hello, Holders
-from hermes_rl.models.local.settings import READY, TAKEN, ServerSettings, parse_arguments
+from hermes_rl.models.local.holders import (
+    READY,
+    TAKEN,
+    Hello,
+    Holders,
+    ServerSettings,
+    parse_arguments,
+)
 
 
 def main() -> None:
-    """Detaches, takes the place of the one server, loads the model and serves until unheld."""
+    """Detach, take the lock of the one server, load the model, and serve until nobody holds it."""
     settings = parse_arguments(sys.argv[1:])
     if os.fork():
         os._exit(0)
     os.setsid()
-    if not _take_place(settings.socket):
-        _say(TAKEN)
+    if not _take_server_lock(settings.socket):
+        _report(TAKEN)
         os._exit(1)
     try:
         asyncio.run(_serve(settings, start_engine(settings.engine)))
     except UserError as error:
-        _say(str(error))
-    except Exception:  # the process's rim: the engine's threads would keep it from ending
+        _report(str(error))
+    except Exception:  # outermost boundary: the engine's threads would keep the process alive
         traceback.print_exc()
     os._exit(1)
 
 
-def _take_place(socket: Path) -> bool:
-    """Takes the lock that only the one server holds, until its process ends."""
+def _take_server_lock(socket: Path) -> bool:
+    """Take the lock that only the one server holds, until its process ends."""
     descriptor = os.open(socket.with_suffix(".owner"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    return try_lock(descriptor)
 
 
 async def _serve(settings: ServerSettings, engine: RunningEngine) -> None:
@@ -73,15 +76,15 @@ async def _serve(settings: ServerSettings, engine: RunningEngine) -> None:
         )
         holders = Holders(hello)
         async with holders.listening(settings.socket):
-            _say(READY)
+            _report(READY)
             await holders.wait_until_unheld()
-            settings.socket.unlink(missing_ok=True)  # ours as long as we hold the place
-            os._exit(0)  # holders are gone, and with them everybody who waits for an answer
+            settings.socket.unlink(missing_ok=True)  # ours as long as we hold the lock
+            os._exit(0)  # no holders: nobody waits for an answer
 
 
-def _say(word: str) -> None:
-    """Tells whoever started this process and is reading its standard output; then closes that."""
-    print(word, flush=True)
+def _report(message: str) -> None:
+    """Send one line to the process that started this one, then close standard output."""
+    print(message, flush=True)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)

