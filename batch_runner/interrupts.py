@@ -5,64 +5,66 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Interrupts:
-    """Catches signals while it is entered; on another thread than the main one it does nothing.
+@contextmanager
+def catching(first: Callable[[], None], second: Callable[[], None]) -> Iterator[Interrupts]:
+    """Catch signals; on another thread than the main one this does nothing.
 
     Args:
         first: called on the first signal.
         second: called on every further one.
     """
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in _SIGNALS} if main else {}
+    caught = Interrupts(first, second, before)
+    caught.listen()
+    try:
+        yield caught
+    finally:
+        caught.leave()
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
 
-    def __init__(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+
+class Interrupts:
+    """Signals that are caught; made by `catching`."""
+
+    def __init__(
+        self, first: Callable[[], None], second: Callable[[], None], signals: Iterable[int]
+    ) -> None:
         self._first = first
         self._second = second
         self._count = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.getsignal(number) for number in _SIGNALS}
-            self._listen()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._leave()
-        for number, handler in self._before.items():
-            if handler is not None:
-                signal.signal(number, handler)
+        self._signals = signals
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
         """Around what blocks the loop: a signal is answered there, and raises KeyboardInterrupt."""
-        self._leave()
-        for number in self._before:
+        self.leave()
+        for number in self._signals:
             signal.signal(number, self._break_off)
         try:
             yield
         finally:
-            self._listen()
+            self.listen()
 
-    def _listen(self) -> None:
+    def listen(self) -> None:
+        """Answer signals in the running loop."""
         loop = asyncio.get_running_loop()
-        for number in self._before:
+        for number in self._signals:
             loop.add_signal_handler(number, self._hit)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Answer them in the loop no longer."""
         loop = asyncio.get_running_loop()
-        for number in self._before:
+        for number in self._signals:
             loop.remove_signal_handler(number)
 
     def _break_off(self, number: int, frame: FrameType | None) -> None:

@@ -23,7 +23,7 @@ from batch_runner.governing import (
     refuse_unpriced,
 )
 from batch_runner.hosts import Hosts, own_or
-from batch_runner.interrupts import Interrupts, stopping
+from batch_runner.interrupts import Interrupts, catching, stopping
 from batch_runner.manifest import capabilities, start_meta, write_manifest
 from batch_runner.pilot import Pilot, PilotPlan
 from batch_runner.plan import Plan, PlanRules, open_reader, refuse_other_dataset
@@ -162,7 +162,7 @@ class _Run:
         self.estimate = estimate or 0
         ticker = asyncio.create_task(self._tick())
         try:
-            with Interrupts(self._interrupted, self._end_at_once) as interrupts:
+            with catching(self._interrupted, self._end_at_once) as interrupts:
                 if await self.source.has_work():
                     await self._choose_workers()
                     await self._started(interrupts)

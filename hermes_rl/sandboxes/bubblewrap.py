@@ -7,10 +7,10 @@ grading box in `grading`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +32,8 @@ from hermes_rl.sandboxes.shell import Shell, ShellLost, ShellPaths, supervisor_t
 from hermes_rl.sandboxes.slots import Home, Slots
 from hermes_rl.sandboxes.spawn import Spawner
 from hermes_rl.sandboxes.workspace import remove_tree
+
+_log = logging.getLogger(__name__)
 
 WATCH_S = 3.0
 """Between two looks at sandboxes in which something runs."""
@@ -72,6 +74,7 @@ class Bubblewrap:
         self._slots: Slots | None = None
         self._etc: dict[bool, Path] = {}
         self._live: set[BubblewrapSandbox] = set()
+        self._grading: set[GradingBox] = set()
         self._opening = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
         self._overlay = True
@@ -254,10 +257,11 @@ class Bubblewrap:
                 ended=outer.ended,
                 end=outer.end,
                 standing=lambda: box.stand(outer),
-                excess=lambda: box.excess(outer),
-                close=outer.close,
+                stop=box.stop,
+                close=lambda: box.close(outer),
             )
 
+        self._grading.add(box)
         try:
             box.folder.mkdir()
             box.folder.chmod(0o711)  # in the lease's box, which is closed to others
@@ -271,6 +275,7 @@ class Bubblewrap:
         except OSError as error:
             raise SandboxStartError(f"a grading box cannot be made: {error}") from error
         finally:
+            self._grading.discard(box)
             await asyncio.shield(self._mounting(leave))
             await asyncio.shield(asyncio.to_thread(box.remove))
 
@@ -323,20 +328,19 @@ class Bubblewrap:
         reserve, look = limits.Reserve(home.boxes), clock() + WATCH_S
         while True:
             await asyncio.sleep(DISK_S)
+            boxes: list[BubblewrapSandbox | GradingBox] = [*self._live, *self._grading]
             try:
                 due = reserve.fell() or clock() >= look
-                left = reserve.short(lambda: sum(sandbox.held() for sandbox in self._live))
+                left = reserve.short(lambda: sum(box.held() for box in boxes))  # noqa: B023
             except (OSError, ValueError):  # a sandbox that closes just now, or the disk is gone
                 continue
             if due or left is not None:
                 look = clock() + WATCH_S
-                for sandbox in [*self._live]:
-                    if left is not None or sandbox.due():
-                        with contextlib.suppress(SandboxError, OSError, ValueError):
-                            await sandbox.check()
-            if left is not None and self._live:
-                with contextlib.suppress(SandboxError, OSError, ValueError):
-                    await max(self._live, key=BubblewrapSandbox.held).relieve(left)
+                for box in boxes:
+                    if left is not None or box.due():
+                        await _try(box.check())
+            if left is not None and boxes:
+                await _try(_relieve(boxes, left))
 
     async def give_back(self, lease: Lease, sandbox: BubblewrapSandbox | None = None) -> None:
         """Remove a lease's folders and group, free its slot."""
@@ -368,6 +372,27 @@ class Bubblewrap:
         if self._warden is not None:
             self._warden.close()
         self._home = None
+
+
+async def _try(look: Awaitable[None]) -> None:
+    """A sandbox that cannot be looked at, or that ends for what was found, says so itself."""
+    try:
+        await look
+    except (SandboxError, ValueError):
+        pass
+    except OSError as error:  # out of descriptors: no word about it, and the next look comes soon
+        _log.warning("cannot look at a sandbox: %s", error)
+
+
+async def _relieve(boxes: Sequence[BubblewrapSandbox | GradingBox], left: int) -> None:
+    """End the largest, if it holds enough to be worth it."""
+    largest = max(boxes, key=lambda box: box.held())
+    if (held := largest.held()) >= limits.STEP_BYTES:
+        _log.warning("%d MiB left on the disk: ending the largest sandbox", left >> 20)
+        mebibytes = held >> 20
+        await largest.relieve(
+            f"the machine's disk is nearly full, and the sandbox holds {mebibytes} MiB of it"
+        )
 
 
 def _remove(lease: Lease) -> None:

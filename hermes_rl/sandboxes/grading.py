@@ -13,10 +13,12 @@ import os
 import posixpath
 import shlex
 import socket
+import struct
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hermes_rl.errors import SandboxDied, SandboxStartError, TaskFault
 from hermes_rl.sandboxes.base import MAX_OUTPUT_BYTES, GradingResult, GradingSpec
@@ -27,9 +29,8 @@ HOME = "/grading"
 VERIFY = "/verify"
 REPORT_BYTES = 4096
 START_S = 30.0
-LOOK_S = 2.0
-"""Between two looks at what a verifier, and the programs that it runs, have written."""
-
+_CREDENTIALS = struct.Struct("3i")
+"""The kernel's `struct ucred`: process, user and group id of who wrote."""
 KILLED = 137
 """Exit code of a verifier that was ended because its box exceeded a limit."""
 
@@ -66,7 +67,7 @@ def environment(paths: Paths, path: str) -> dict[str, str]:
 
 def starter(paths: Paths, variables: dict[str, str], score: bool) -> str:
     """The script that sets the stage, reports on the channel that it is ready, waits for the
-    host's answer, and becomes the verifier."""
+    host's answer, and becomes the verifier. Descriptor 3 of the verifier is the channel."""
     control = shlex.quote(paths.control)
     return "\n".join(
         [
@@ -77,11 +78,11 @@ def starter(paths: Paths, variables: dict[str, str], score: bool) -> str:
             *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
             f"cd -- {shlex.quote(paths.home)} || exit 125",
             "umask 022",
-            *([f"exec 3>{control}/report"] if score else []),
             "echo R",
             "IFS= read -r go || exit 125",
             "unset go",
-            f"exec </dev/null >{control}/out 2>&1 bash --norc --noprofile {control}/script",
+            f"exec </dev/null {'3>&1 ' if score else ''}>{control}/out 2>&1 "
+            f"bash --norc --noprofile {control}/script",
             "",
         ]
     )
@@ -126,9 +127,83 @@ class Running:
     """Ends it with all that it started; its code."""
     standing: Callable[[], Awaitable[object]]
     """Called once when the verifier is about to start."""
-    excess: Callable[[], Awaitable[str | None]]
-    """Which limit its box exceeds, in words; asked every few seconds."""
+    stop: asyncio.Future[str]
+    """Done when the verifier must end: the reason, such as a limit that its box exceeds."""
     close: Callable[[], object]
+
+
+class Report:
+    """What arrives on descriptor 3, by who wrote it.
+
+    The descriptor is a socket, so no program can open it by a name, and the kernel names the writer
+    of each piece. What the verifier's own shell writes is the report, and nothing else is. Only
+    when it has written nothing, what programs wrote to which it left its descriptor.
+
+    Args:
+        channel: our end of the socket pair; not blocking.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._channel = channel
+        self._verifier = 0
+        self._own, self._inherited = HeadTail(_KEPT), HeadTail(_KEPT)
+
+    async def started(self) -> None:
+        """Wait for the starter's line: its writer becomes the verifier. Raises: SandboxStartError
+        with what came instead."""
+        said = b""
+        try:
+            async with asyncio.timeout(START_S):
+                while not said.endswith(b"R\n") and len(said) < LINE_MAX:
+                    await _readable(self._channel)
+                    data, self._verifier = self._receive() or (b"", 0)
+                    if not data:
+                        break
+                    said += data
+        except TimeoutError:
+            said += b"it did not start in time"
+        if not said.endswith(b"R\n"):
+            why = said.decode("utf-8", "replace")
+            raise SandboxStartError(f"the grading box did not start: {why}")
+
+    def read(self) -> None:
+        """Take what has arrived."""
+        for _ in range(_PIECES):
+            data, writer = self._receive() or (b"", 0)
+            if not data:
+                return
+            (self._own if writer == self._verifier else self._inherited).feed(data)
+
+    def _receive(self) -> tuple[bytes, int] | None:
+        """What one process wrote, and its id; None when nothing is there. There is no room for
+        descriptors that a program may send along: the kernel drops them."""
+        try:
+            data, extra, _, _ = self._channel.recvmsg(4096, socket.CMSG_LEN(_CREDENTIALS.size))
+        except OSError:
+            return None
+        writers = (v for _, kind, v in extra if kind == socket.SCM_CREDENTIALS)
+        return data, next((_CREDENTIALS.unpack(value)[0] for value in writers), 0)
+
+    @property
+    def value(self) -> bytes:
+        """The report so far, at most `REPORT_BYTES`."""
+        return (self._own if self._own.total else self._inherited).parts()[0][:REPORT_BYTES]
+
+
+_KEPT = REPORT_BYTES * 5 // 2
+_PIECES = 64
+"""Taken at once: a program that writes without end must not keep the loop busy."""
+
+
+async def _readable(channel: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(channel, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(channel)
 
 
 async def judge(
@@ -139,48 +214,48 @@ async def judge(
     Raises: SandboxStartError when the box does not come up; SandboxDied when the host lost it.
     """
     out = Pipe(control, "out")
-    report = Pipe(control, "report")
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
     try:
-        return await _judge(spec, out, report, start)
+        with ours:
+            return await _judge(spec, out, (ours, theirs), start)
     finally:
         out.close()
-        report.close()
 
 
 async def _judge(
-    spec: GradingSpec, out: Pipe, report: Pipe, start: Callable[[socket.socket], Awaitable[Running]]
+    spec: GradingSpec,
+    out: Pipe,
+    channel: tuple[socket.socket, socket.socket],
+    start: Callable[[socket.socket], Awaitable[Running]],
 ) -> GradingResult:
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    kept, told = HeadTail(MAX_OUTPUT_BYTES), HeadTail(REPORT_BYTES * 5 // 2)
-    began = time.monotonic()
+    ours, theirs = channel
+    kept, report = HeadTail(MAX_OUTPUT_BYTES), Report(ours)
     timed_out, excess = False, None
-    with ours:
-        running = await start(theirs)
-        end: asyncio.Future[int] | None = None
-        try:
-            await _started(ours)
-            await running.standing()
-            report.shut()
-            await asyncio.get_running_loop().sock_sendall(ours, b"G\n")
-            end = asyncio.ensure_future(running.ended())
-            began = time.monotonic()
-            async with asyncio.timeout(spec.timeout_s):
-                excess = await _until(end, running, (out, kept), (report, told))
-        except TimeoutError:
-            timed_out = True
-        finally:
-            code = await asyncio.shield(asyncio.ensure_future(_end(end, running)))
-            running.close()
+    running = await start(theirs)
+    end: asyncio.Future[int] | None = None
+    try:
+        await report.started()
+        await running.standing()
+        await asyncio.get_running_loop().sock_sendall(ours, b"G\n")
+        end = asyncio.ensure_future(running.ended())
+        began = time.monotonic()
+        async with asyncio.timeout(spec.timeout_s):
+            excess = await _until(end, running.stop, (out, kept), report)
+    except TimeoutError:
+        timed_out = True
+    finally:
+        code = await asyncio.shield(asyncio.ensure_future(_end(end, running)))
+        running.close()
     out.read_into(kept, 4 << 20)
-    report.read_into(told, 1 << 16)
+    report.read()
     if code < 0 and not timed_out and excess is None:
         raise SandboxDied(f"the grading box was ended by signal {-code} from outside")
     return GradingResult(
         exit_code=124 if timed_out else code if excess is None else KILLED,
         timed_out=timed_out,
         output=kept.text() + (f"\n[ended: {excess}]" if excess else ""),
-        report=told.parts()[0][:REPORT_BYTES] if spec.score else b"",
+        report=report.value if spec.score else b"",
         seconds=time.monotonic() - began,
     )
 
@@ -195,38 +270,16 @@ async def _end(end: asyncio.Future[int] | None, running: Running) -> int:
 
 async def _until(
     end: asyncio.Future[int],
-    running: Running,
+    stop: asyncio.Future[str],
     output: tuple[Pipe, HeadTail],
-    report: tuple[Pipe, HeadTail],
+    report: Report,
 ) -> str | None:
-    """Read what comes until a verifier's end. Returns which limit its box exceeded, if it did."""
-    loop = asyncio.get_running_loop()
-    look = loop.time() + LOOK_S
-    while not end.done():
+    """Read what comes until a verifier's end. Returns why it must end, if it must."""
+    while not (end.done() or stop.done()):
         before = output[1].total
         output[0].read_into(output[1], 1 << 20)
-        report[0].read_into(report[1], 1 << 16)
-        if loop.time() >= look:
-            if (excess := await running.excess()) is not None:
-                return excess
-            look = loop.time() + LOOK_S
+        report.read()
         pause = DRAIN_PAUSE_S if output[1].total == before else 0.001
-        await asyncio.wait([end], timeout=pause)
-    return None
-
-
-async def _started(ours: socket.socket) -> None:
-    """Wait for the starter's word. Raises: SandboxStartError with what came instead."""
-    loop = asyncio.get_running_loop()
-    said = b""
-    try:
-        async with asyncio.timeout(START_S):
-            while not said.endswith(b"R\n") and len(said) < LINE_MAX:
-                data = await loop.sock_recv(ours, 4096)
-                if not data:
-                    break
-                said += data
-    except TimeoutError:
-        said += b"it did not start in time"
-    if not said.endswith(b"R\n"):
-        raise SandboxStartError(f"the grading box did not start: {said.decode('utf-8', 'replace')}")
+        either: list[asyncio.Future[Any]] = [end, stop]
+        await asyncio.wait(either, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+    return stop.result() if stop.done() else None

@@ -7,8 +7,6 @@ memory as a whole by a control group, and what is written in it by a look every 
 from __future__ import annotations
 
 import asyncio
-import logging
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from hermes_rl.errors import SandboxStartError
@@ -18,24 +16,29 @@ from hermes_rl.sandboxes.disk import Room
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.workspace import TEMPORARY, measure, remove_tree
 
-_log = logging.getLogger(__name__)
-
 _TEMPORARY = (*TEMPORARY, grading.HOME.lstrip("/"))
 
 
-@dataclass(frozen=True)
 class GradingBox:
-    """What one holds on the host."""
+    """What one holds on the host.
 
-    lease: Lease
-    """Of the sandbox whose workspace is graded."""
-    name: str
-    """Of its folder in the lease's box."""
-    groups: limits.Cgroups
-    room: Room
-    """What is written in it; entered by whoever starts the box."""
-    cgroup: list[str] = field(default_factory=list)
-    """The path of its control group, once there is one."""
+    Args:
+        lease: of the sandbox whose workspace is graded.
+        name: of its folder in the lease's box.
+        groups: where its control group is made.
+        room: what is written in it; entered by whoever starts the box.
+    """
+
+    def __init__(self, lease: Lease, name: str, groups: limits.Cgroups, room: Room) -> None:
+        self.lease = lease
+        self.name = name
+        self.room = room
+        self.stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why its verifier must end, once it must."""
+        self._groups = groups
+        self._cgroup: list[str] = []
+        self._init = 0
+        self._bytes = 0
 
     @property
     def folder(self) -> Path:
@@ -46,26 +49,45 @@ class GradingBox:
         """Bound its memory, now that it stands. Raises: SandboxStartError."""
         name, most = f"{self.lease.box.name}.{self.name}", self.lease.spec.limits.memory_bytes
         try:
-            await confined(self.cgroup, name, most, self.groups, outer.inner())
+            await confined(self._cgroup, name, most, self._groups, outer.inner())
         except (OSError, ValueError) as error:
             raise SandboxStartError(f"the grading box did not start: {error}") from error
+        self._init = outer.inner().init
 
-    async def excess(self, outer: Outer) -> str | None:
-        """Which limit is exceeded by what was written in it, in words."""
+    def due(self) -> bool:
+        """Time for a look: its verifier runs."""
+        return self._init > 0 and not self.stop.done()
+
+    async def check(self) -> None:
+        """Hold it against its limits. Raises: OSError, as without a descriptor to look with."""
         room = self.room
         paths = [room.folder / name for name in ("ws", "layer/up", "root/up")]
         folders = [Beneath(path, self.lease.uid) for path in map(room.seen, paths) if path.is_dir()]
-        inner = outer.inner().init
-        try:
-            usage = await asyncio.to_thread(measure, room, folders, inner, _TEMPORARY)
-        except OSError as error:  # out of descriptors: the next look comes soon
-            _log.warning("cannot look at a grading box: %s", error)
-            return None
-        return usage.excess(room.limits)
+        usage = await asyncio.to_thread(measure, room, folders, self._init, _TEMPORARY)
+        self._bytes = usage.bytes
+        if (excess := usage.excess(room.limits)) is not None:
+            self._end(excess)
+
+    def held(self) -> int:
+        """Bytes that it has on the disk while something may write more of them."""
+        return max(self._bytes, self.room.held()) if self.due() else 0
+
+    async def relieve(self, why: str) -> None:
+        """End its verifier, the one that holds most of the machine's disk, before that is full."""
+        self._end(why)
+
+    def _end(self, why: str) -> None:
+        if self.due():
+            self.stop.set_result(why)
+
+    def close(self, outer: Outer) -> None:
+        """Its verifier has ended."""
+        self._init = 0
+        outer.close()
 
     def remove(self) -> None:
         """Remove all of it. Blocks."""
-        for path in self.cgroup:
+        for path in self._cgroup:
             warden.remove_cgroup(path)
         self.room.close()
         remove_tree(self.folder)

@@ -116,12 +116,9 @@ class BubblewrapSandbox(ShellSandbox):
             return 0
         return max(self._bytes, self._lease.room.held())
 
-    async def relieve(self, left: int) -> None:
+    async def relieve(self, why: str) -> None:
         """End it, the one that holds most of the machine's disk, before that is full."""
-        if (held := self.held()) >= limits.STEP_BYTES:
-            why = f"the machine's disk is nearly full, and the sandbox holds {held >> 20} MiB of it"
-            _log.warning("%d MiB left on the disk: ending the largest sandbox", left >> 20)
-            await self._end(SandboxKilled(why))
+        await self._end(SandboxKilled(why))
 
     def _written(self) -> list[Beneath]:
         """The folders of the disk that its commands write."""

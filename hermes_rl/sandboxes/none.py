@@ -309,7 +309,7 @@ class Subprocess:
                 ended=ended,
                 end=end,
                 standing=_nothing,
-                excess=_nothing,
+                stop=asyncio.get_running_loop().create_future(),
                 close=lambda: None,
             )
 
@@ -329,7 +329,7 @@ class Subprocess:
 
 
 async def _nothing() -> None:
-    """Here no limit is in force."""
+    """This backend enforces no limits."""
 
 
 def _clear(running: Running, idle: bool) -> None:

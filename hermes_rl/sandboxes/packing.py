@@ -17,8 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from hermes_rl.threads import in_thread
 
@@ -46,35 +45,16 @@ class Unpackable(Exception):
 
 
 class Packing:
-    """One walk through a folder in which nothing runs any more; it blocks, for threads.
+    """One walk through a folder in which nothing runs any more; it blocks, for threads. `reading`
+    makes them."""
 
-    Within its context, what an ordinary user's agent locked is open; after it, locked again.
-    """
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cancelled: threading.Event) -> None:
         self._folder = folder
         self._entries = self._bytes = 0
         self._deadline = time.monotonic() + MAX_S
-        self._locked: list[tuple[str, int]] = []
-        self._cancelled = threading.Event()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        while self._locked:
-            path, mode = self._locked.pop()
-            with contextlib.suppress(OSError):
-                os.chmod(path, mode)
-
-    def cancel(self) -> None:
-        """Have it end soon, with Unpackable. From any thread."""
-        self._cancelled.set()
+        self.locked: list[tuple[str, int]] = []
+        """Paths that were unlocked, with their modes before."""
+        self._cancelled = cancelled
 
     def pack(self, target: Path) -> None:
         """Write the folder's content as a compressed archive, which appears whole or not at all.
@@ -141,7 +121,7 @@ class Packing:
         mode = stat.S_IMODE(found.st_mode)
         if mode & needed != needed and os.geteuid() != 0:
             os.chmod(path, mode | needed)
-            self._locked.append((str(path), mode))
+            self.locked.append((str(path), mode))
 
     def _count(self, *, entries: int = 0, size: int = 0, waiting: int = 0) -> None:
         """Raises: Unpackable when a bound is exceeded."""
@@ -303,19 +283,36 @@ def _reading() -> Iterator[None]:
         raise Unpackable(f"the workspace cannot be read: {error.strerror}") from error
 
 
+@contextlib.contextmanager
+def reading(folder: Path, cancelled: threading.Event | None = None) -> Iterator[Packing]:
+    """A walk through a folder; what an ordinary user's agent locked is locked again after it.
+
+    Args:
+        folder: the folder.
+        cancelled: once set, from any thread, the walk ends soon, with Unpackable.
+    """
+    packing = Packing(folder, cancelled or threading.Event())
+    try:
+        yield packing
+    finally:
+        for path, mode in reversed(packing.locked):
+            with contextlib.suppress(OSError):
+                os.chmod(path, mode)
+
+
 async def pack_in_thread(folder: Path, work: Callable[[Packing], T]) -> T:
     """Walk through a folder in a thread, which ends soon when the caller is cancelled."""
-    packing = Packing(folder)
+    cancelled = threading.Event()
 
     def walk() -> T:
-        with packing:
+        with reading(folder, cancelled) as packing:
             return work(packing)
 
     walking = asyncio.ensure_future(in_thread(walk))
     try:
         return await asyncio.shield(walking)
     except asyncio.CancelledError:
-        packing.cancel()
+        cancelled.set()
         with contextlib.suppress(Exception):  # the cancellation goes first
             await walking
         raise

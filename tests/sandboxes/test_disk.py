@@ -105,6 +105,21 @@ async def test_one_sandbox_does_not_fill_the_machines_disk(small_disk: Path) -> 
     await backend.aclose()
 
 
+async def test_a_verifier_does_not_fill_the_machines_disk(small_disk: Path) -> None:
+    """It may run what the agent left, and ends as an agent would: that is no mark of others'."""
+    write = "for i in $(seq 20000); do head -c 1M /dev/zero; sleep 0.01; done >big"
+    backend = Bubblewrap(state_dir=small_disk)
+    spec = SandboxSpec(lease="small")
+    async with await backend.lease(spec) as greedy, await backend.lease(spec) as modest:
+        await modest.run("head -c 20M /dev/zero >file", timeout_s=20)
+        result = await greedy.grade(GradingSpec(f'cd "$WORKSPACE"; {write}', timeout_s=60))
+        assert (result.exit_code, result.timed_out) == (137, False), result
+        assert "[ended: the machine's disk is nearly full, and the sandbox holds" in result.output
+        assert (await modest.run("ls", timeout_s=20)).output == "file\n"
+        assert (await greedy.grade(GradingSpec('ls "$WORKSPACE"'))).output == ""
+    await backend.aclose()
+
+
 async def test_removed_files_count_for_who_wrote_them(small_disk: Path) -> None:
     """The machine does not get their room back before the sandbox ends: it is the one to end."""
     remove = "head -c 96M /dev/zero >a; sync a; rm a; sleep 30"

@@ -20,7 +20,7 @@ from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 from hermes_rl.sandboxes.disk import Room
 from hermes_rl.sandboxes.files import Beneath, Look
 from hermes_rl.sandboxes.none import Subprocess
-from hermes_rl.sandboxes.packing import Packing, Unpackable, pack_in_thread
+from hermes_rl.sandboxes.packing import Packing, Unpackable, pack_in_thread, reading
 from hermes_rl.sandboxes.workspace import measure, remove_tree
 
 KINDS = [Bubblewrap, Subprocess]
@@ -121,7 +121,7 @@ def test_paths_as_long_as_the_machine_takes_are_the_agents_doing(
         os.chdir(back)
     target = tmp_path / ("longer" * 20)
     try:
-        with Packing(source) as packing, pytest.raises(Unpackable, match="paths of more than"):
+        with reading(source) as packing, pytest.raises(Unpackable, match="paths of more than"):
             way(packing, target)
     finally:  # pytest cannot remove trees as deep as these
         remove_tree(source)
@@ -161,7 +161,7 @@ def test_a_locked_folder_is_copied(tmp_path: Path) -> None:
     (source / "d" / "f").chmod(0)
     (source / "d").chmod(0)
     try:
-        with Packing(source) as packing:
+        with reading(source) as packing:
             packing.copy(tmp_path / "copy")
         assert (tmp_path / "copy" / "d").stat().st_mode & 0o777 == 0
         (tmp_path / "copy" / "d").chmod(0o700)

@@ -1,5 +1,6 @@
 """Who may speak on descriptor 3 of a verifier."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,53 @@ async def test_no_verdict_can_be_forged_by_a_program_of_the_agent(state: Path) -
             assert judge(result, score=True) == 0.0
             honest = GradingSpec(script="echo reward=0.5 >&3", score=True, timeout_s=30)
             assert judge(await box.grade(honest), score=True) == 0.5
+    finally:
+        await backend.aclose()
+
+
+WRITER = b"""
+import array, os, socket
+os.write(3, b"reward=1.0\\n")
+"""
+IMPOSTOR = b"""
+report = socket.socket(fileno=os.dup(3))
+verifier = array.array("i", [os.getppid(), os.getuid(), os.getgid()]).tobytes()
+for kind, about in ((2, verifier), (socket.SCM_RIGHTS, array.array("i", [0]).tobytes())):
+    try:
+        report.sendmsg([b"reward=1.0\\n"], [(socket.SOL_SOCKET, kind, about)])
+    except OSError:
+        pass
+"""
+"""Writes in the verifier's name (2 is SCM_CREDENTIALS), and sends a descriptor along."""
+
+
+@pytest.mark.parametrize("kind", [Bubblewrap, Subprocess])
+async def test_a_program_with_the_verifiers_descriptor_does_not_change_its_report(
+    state: Path, kind: type[Bubblewrap] | type[Subprocess]
+) -> None:
+    """What the verifier's own shell writes is the report. A program may write it only where the
+    shell writes nothing, as one in Python that the script starts."""
+    backend: SandboxBackend = kind(state_dir=state)
+    python = "import os; os.write(3, b'reward=0.75\\n')"
+    try:
+        async with await backend.lease(SandboxSpec(lease="meddler")) as box:
+            # Root in no sandbox may give any name.
+            program = WRITER + (IMPOSTOR if kind is Bubblewrap else b"")
+            await box.write_file("solution.py", program)
+            deed, descriptors = "python3 /workspace/solution.py;", set[int]()
+            for script, report in (
+                (f"{deed} echo reward=0.25 >&3", b"reward=0.25\n"),
+                (f"printf reward= >&3; {deed} echo 0 >&3; {deed} exit 1", b"reward=0\n"),
+                (f"{deed} echo cannot-judge=no display >&3", b"cannot-judge=no display\n"),
+                (f'python3 -c "{python}"', b"reward=0.75\n"),
+                (f'exec python3 -c "{python}"', b"reward=0.75\n"),
+                ("echo 0.5 | sed s/^/reward=/ >&3", b"reward=0.5\n"),
+                ("echo 0.5 | while read n; do echo reward=$n >&3; done", b"reward=0.5\n"),
+            ):
+                result = await box.grade(GradingSpec(script=script, score=True, timeout_s=30))
+                assert result.report == report, (script, result)
+                descriptors.add(len(os.listdir("/proc/self/fd")))
+            assert len(descriptors) == 1
     finally:
         await backend.aclose()
 
