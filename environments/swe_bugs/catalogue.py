@@ -1,5 +1,7 @@
-"""Which changes of which module are bugs that its calls show. Proved once and kept in
-catalogue.json; `write()` makes it anew after a change of modules, calls or kinds of changes.
+"""The modules of the library, calls of their functions, and which changes are bugs.
+
+A change is a bug when enough calls show it. That was proved once and is kept in catalogue.json;
+`write()` proves it again after a change of modules, calls or kinds of changes.
 """
 
 from __future__ import annotations
@@ -12,14 +14,41 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from environments.swe_bugs.answers import answer, digest
-from environments.swe_bugs.calls import CALLS, Call
 from environments.swe_bugs.mutate import Mutant, mutants
 
 HERE = Path(__file__).parent
 FILE = HERE / "catalogue.json"
+VISIBLE = 2
+"""So many calls of each function, the first ones, stand in the visible tests. All of them are made
+in the grading box."""
+
+
+class Call(NamedTuple):
+    """A call of a function."""
+
+    function: str
+    arguments: tuple[list[Any], dict[str, Any]]
+    """Positional, and by name."""
+    visible: bool
+
+
+def _calls() -> dict[str, tuple[Call, ...]]:
+    listed = json.loads((HERE / "calls.json").read_text(encoding="utf-8"))
+    return {
+        module: tuple(
+            Call(function, (positional, named), number < VISIBLE)
+            for function, arguments in functions.items()
+            for number, (positional, named) in enumerate(arguments)
+        )
+        for module, functions in listed.items()
+    }
+
+
+CALLS = _calls()
+"""Module -> its calls."""
 MODULES = tuple(CALLS)
 ENOUGH = 3
 """A bug counts when so many calls show it: one is told in the task, others stay hidden."""
@@ -30,13 +59,13 @@ _CALL_S = 0.1
 
 
 class Hangs(BaseException):
-    """A call took too long. No Exception: the code under test may catch those."""
+    """A call took too long. Not an Exception, which the code under test may catch."""
 
 
 @cache
 def source(module: str) -> str:
-    """A module's text, without a bug."""
-    return (HERE / "toolbox" / f"{module}.py").read_text(encoding="utf-8")
+    """A module's text, without a bug. It is data: a formatter would change tasks and bugs."""
+    return (HERE / "toolbox" / f"{module}.py.txt").read_text(encoding="utf-8")
 
 
 @cache

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from importlib import resources
 from typing import ClassVar
 
-from environments.swe_bugs.calls import CALLS
-from environments.swe_bugs.catalogue import right_digests
+from environments.swe_bugs.catalogue import CALLS, right_digests
 from environments.swe_bugs.repository import Repository, repositories
 from hermes_rl.rl import (
     EnvConfig,

@@ -10,8 +10,16 @@ from functools import cache
 from random import Random
 
 from environments.swe_bugs.answers import answer
-from environments.swe_bugs.calls import CALLS, Call
-from environments.swe_bugs.catalogue import HERE, MODULES, bugs, loaded, right, source, written
+from environments.swe_bugs.catalogue import (
+    CALLS,
+    MODULES,
+    Call,
+    bugs,
+    loaded,
+    right,
+    source,
+    written,
+)
 from environments.swe_bugs.mutate import Mutant
 
 EVAL_OF = 4
@@ -85,7 +93,7 @@ class Repository:
         listed = ", ".join(f"`{m}`" for m in self.modules)
         return {
             "README.md": _README.format(modules=listed),
-            "toolbox/__init__.py": (HERE / "toolbox" / "__init__.py").read_text(encoding="utf-8"),
+            "toolbox/__init__.py": source("__init__"),
             "tests/__init__.py": "",
             **{f"toolbox/{m}.py": text for m, text in texts.items()},
             **{f"tests/test_{m}.py": visible_tests(m) for m in self.modules},

@@ -13,8 +13,8 @@ import pytest
 from env_kit import Play, cheats, check_stream, works, wrong
 
 from environments.swe_bugs.answers import told
-from environments.swe_bugs.calls import CALLS
 from environments.swe_bugs.catalogue import (
+    CALLS,
     ENOUGH,
     FILE,
     MODULES,

@@ -47,7 +47,7 @@ async def test_no_other_user_reaches_a_session_or_a_verdict(
             assert_closed([state, Path(warden.memory_folder(str(state)))])
             await process.kill()
             grading = asyncio.create_task(box.grade(GradingSpec("sleep 60", score=True)))
-            while not any(state.glob("boxes/*/grade1/ctl/report")):
+            while not any(state.glob("boxes/*/grade1/ctl/out")):
                 assert not grading.done()
                 await asyncio.sleep(0.01)
             assert_closed([state])
