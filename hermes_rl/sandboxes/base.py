@@ -89,7 +89,7 @@ class CommandResult:
 
 @dataclass(frozen=True)
 class GradingSpec:
-    """A verifier for the grading box: a fresh sandbox over the workspace that the agent left."""
+    """A verifier for a fresh sandbox over the workspace that the agent left."""
 
     script: str
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class GradingSpec:
 
 @dataclass(frozen=True)
 class GradingResult:
-    """What the grading box saw. Judging it is `hermes_rl.verify`'s business."""
+    """What the grading sandbox saw. Judging it is `hermes_rl.verify`'s business."""
 
     exit_code: int
     timed_out: bool

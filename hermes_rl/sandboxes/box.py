@@ -17,7 +17,7 @@ from pathlib import Path
 from hermes_rl.errors import SandboxStartError
 from hermes_rl.sandboxes import limits, processes, recipe
 from hermes_rl.sandboxes.base import SandboxSpec
-from hermes_rl.sandboxes.disk import Room
+from hermes_rl.sandboxes.disk import Storage
 from hermes_rl.sandboxes.hostfolder import HostFolder
 from hermes_rl.sandboxes.privilege import is_host_root
 from hermes_rl.sandboxes.slots import Slot
@@ -44,7 +44,7 @@ class Lease:
 
     spec: SandboxSpec
     box: Path
-    room: Room
+    storage: Storage
     slot: Slot | None
     layers: recipe.Layers
     cgroup: list[str] = field(default_factory=list)
@@ -72,12 +72,12 @@ class Lease:
     @property
     def workspace(self) -> Path:
         """The workspace, as this process finds it."""
-        return self.room.seen(self.bound) if self.host is None else self.host.path
+        return self.storage.seen(self.bound) if self.host is None else self.host.path
 
     @property
     def bound(self) -> Path:
         """The workspace, as bubblewrap finds it."""
-        return self.room.folder / "ws" if self.host is None else self.host.path
+        return self.storage.folder / "ws" if self.host is None else self.host.path
 
     @property
     def intact(self) -> bool:
@@ -101,7 +101,7 @@ class Lease:
 
     def make(self, name: str) -> Path:
         """A folder that the sandbox may write, as bubblewrap finds it."""
-        return self.room.make(name, self.uid)
+        return self.storage.make(name, self.uid)
 
 
 class Inner:

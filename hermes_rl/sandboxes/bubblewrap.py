@@ -1,7 +1,7 @@
 """Sandboxes by bubblewrap: no daemon, no root, a few milliseconds to start.
 
 The recipe is in `recipe`, processes and folders in `box`, what the machine allows in `probe`, the
-grading box in `grading`.
+grading sandbox in `grading`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hermes_rl.sandboxes import grading, hostfolder, limits, probe, recipe, ward
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxSpec
 from hermes_rl.sandboxes.binary import find_binary, reachable
 from hermes_rl.sandboxes.box import Lease, Outer, abandon, confined, launch
-from hermes_rl.sandboxes.disk import Disks, Room, find_disks
-from hermes_rl.sandboxes.gradingbox import GradingBox
+from hermes_rl.sandboxes.disk import Disks, Storage, find_disks
+from hermes_rl.sandboxes.gradingbox import GradingSandbox
 from hermes_rl.sandboxes.hostfolder import host_folder
 from hermes_rl.sandboxes.leased import BubblewrapSandbox
 from hermes_rl.sandboxes.packing import Packing, Unpackable, pack_in_thread
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 WATCH_S = 3.0
 """Between two looks at sandboxes in which something runs."""
 DISK_S = 0.25
-"""Between two looks at the room on the disk."""
+"""Between two looks at the free disk space."""
 
 
 class Bubblewrap:
@@ -74,7 +74,7 @@ class Bubblewrap:
         self._slots: Slots | None = None
         self._etc: dict[bool, Path] = {}
         self._live: set[BubblewrapSandbox] = set()
-        self._grading: set[GradingBox] = set()
+        self._grading: set[GradingSandbox] = set()
         self._opening = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
         self._overlay = True
@@ -125,7 +125,7 @@ class Bubblewrap:
         home = await self._open()
         try:
             return await self._lease(home, spec, lower)
-        except OSError as error:  # no descriptor, no room: the machine's fault, at any step
+        except OSError as error:  # no descriptor, no storage: the machine's fault, at any step
             raise SandboxStartError(f"a sandbox cannot be made: {error}") from error
 
     async def _lease(
@@ -136,13 +136,13 @@ class Bubblewrap:
         box = home.new_box()
         slot = self._slots.take() if self._slots is not None and host is None else None
         owner = recipe.image_owner(lower) if slot is not None else None
-        room = Room(box, self._disks if host is None else None, spec.limits)
-        lease = Lease(spec, box, room, slot, layers, owner=owner, host=host)
+        storage = Storage(box, self._disks if host is None else None, spec.limits)
+        lease = Lease(spec, box, storage, slot, layers, owner=owner, host=host)
         try:
             lease.admit_user()
-            await self._mounting(room.enter)
+            await self._mounting(storage.enter)
             if lower:
-                upper = room.layer("layer", lease.uid)
+                upper = storage.layer("layer", lease.uid)
                 lease = replace(lease, layers=replace(layers, upper=upper))
             outer, shell = await self._start(lease)
         except BaseException:
@@ -172,22 +172,22 @@ class Bubblewrap:
             workspace=lease.bound,
             command=recipe.command(supervisor, spec.limits, *arguments),
         )
-        ours, theirs = socket.socketpair()
+        host_end, inner_end = socket.socketpair()
         try:
-            outer = await self._launch(box, lease.uid, theirs)
+            outer = await self._launch(box, lease.uid, inner_end)
         except BaseException:
-            ours.close()
+            host_end.close()
             raise
         paths = ShellPaths(control, recipe.CONTROL, recipe.STATE)
         jobs = Jobs(
             lambda: outer.inner().supervisor, lambda: look(outer.inner().children(), below=False)
         )
-        shell = Shell(ours, paths, jobs)
+        shell = Shell(host_end, paths, jobs)
         try:
             await shell.ready()
             name, memory = lease.box.name, spec.limits.memory_bytes
             await confined(lease.cgroup, name, memory, self._cgroups, outer.inner())
-            await self._mounting(lease.room.leave)
+            await self._mounting(lease.storage.leave)
         except (ShellLost, TimeoutError, OSError, ValueError) as error:
             shell.release()
             await abandon(outer)
@@ -230,7 +230,7 @@ class Bubblewrap:
         if lease.host is not None:
             del found["workspace_bytes"], found["workspace_files"]
         else:
-            found["workspace_held_by"] = "kernel" if lease.room.sized else "watching"
+            found["workspace_held_by"] = "kernel" if lease.storage.sized else "watching"
         if lease.cgroup:
             found["memory_bytes"] = asked.memory_bytes
         return found
@@ -240,16 +240,18 @@ class Bubblewrap:
         when its image is missing."""
         name, asked = f"grade{number}", lease.spec.limits
         # A copy of the workspace, where there are no overlays, takes as much again.
-        room = Room(lease.box / name, self._disks, asked if self._overlay else asked.doubled())
-        box = GradingBox(lease, name, self._cgroups, room)
+        storage = Storage(
+            lease.box / name, self._disks, asked if self._overlay else asked.doubled()
+        )
+        box = GradingSandbox(lease, name, self._cgroups, storage)
 
         def enter() -> None:
-            lease.room.enter()
-            room.enter()
+            lease.storage.enter()
+            storage.enter()
 
         def leave() -> None:
-            lease.room.leave()
-            room.leave()
+            lease.storage.leave()
+            storage.leave()
 
         async def begin(stdio: socket.socket) -> grading.Running:
             outer = await self._launch(stage, lease.uid, stdio)
@@ -273,16 +275,16 @@ class Bubblewrap:
         except Unpackable as error:
             return grading.refused(error)
         except OSError as error:
-            raise SandboxStartError(f"a grading box cannot be made: {error}") from error
+            raise SandboxStartError(f"a grading sandbox cannot be made: {error}") from error
         finally:
             self._grading.discard(box)
             await asyncio.shield(self._mounting(leave))
             await asyncio.shield(asyncio.to_thread(box.remove))
 
     def _stage(
-        self, lease: Lease, spec: GradingSpec, graded: GradingBox, packing: Packing
+        self, lease: Lease, spec: GradingSpec, graded: GradingSandbox, packing: Packing
     ) -> recipe.Box:
-        """Everything that a grading box needs. Blocks: it may have to copy the workspace."""
+        """Everything that a grading sandbox needs. Blocks: it may have to copy the workspace."""
         folders = (lease.make_readable(f"{graded.name}/{name}") for name in ("ctl", "verify"))
         control, verify = folders
         paths = grading.Paths(recipe.CONTROL, grading.HOME, grading.VERIFY, recipe.WORKSPACE)
@@ -291,19 +293,19 @@ class Bubblewrap:
         grading.write_stage(control, verify, spec, start)
         mounts = ["--ro-bind", str(verify), grading.VERIFY]
         mounts += ["--size", str(lease.spec.limits.tmp_bytes), "--tmpfs", grading.HOME]
-        workspace, room = None, graded.room
+        workspace, storage = None, graded.storage
         if self._overlay:
-            layer = room.layer("layer", lease.uid)
+            layer = storage.layer("layer", lease.uid)
             below = ["--overlay-src", str(lease.bound)]
             mounts += [*below, *layer.arguments(), recipe.WORKSPACE]
         else:
-            workspace = room.folder / "ws"
+            workspace = storage.folder / "ws"
             try:
-                packing.copy(room.seen(workspace), lease.uid)
+                packing.copy(storage.seen(workspace), lease.uid)
             except OSError as error:
                 raise SandboxStartError(f"the workspace cannot be copied: {error}") from error
         return recipe.Box(
-            layers=self._grading_layers(lease, spec, room),
+            layers=self._grading_layers(lease, spec, storage),
             control=control,
             limits=lease.spec.limits,
             workspace=workspace,
@@ -312,14 +314,14 @@ class Bubblewrap:
             command=recipe.command(f"{recipe.CONTROL}/start", lease.spec.limits, lease.tag),
         )
 
-    def _grading_layers(self, lease: Lease, spec: GradingSpec, room: Room) -> recipe.Layers:
-        """The root of a grading box: the verifier's own image, or the agent's as it left it."""
+    def _grading_layers(self, lease: Lease, spec: GradingSpec, storage: Storage) -> recipe.Layers:
+        """The root of a grading sandbox: the verifier's own image, or the agent's as it left it."""
         lower = [*lease.layers.lower]
         if spec.image is not None:
             lower = [*recipe.image_layers(spec.image)]
         elif lease.layers.upper is not None:
             lower.append(lease.layers.upper.up)
-        upper = room.layer("root", lease.uid) if lower else None
+        upper = storage.layer("root", lease.uid) if lower else None
         return recipe.Layers(self._etc[False], lower, upper)
 
     async def _watch(self, home: Home) -> None:
@@ -328,7 +330,7 @@ class Bubblewrap:
         reserve, look = limits.Reserve(home.boxes), clock() + WATCH_S
         while True:
             await asyncio.sleep(DISK_S)
-            boxes: list[BubblewrapSandbox | GradingBox] = [*self._live, *self._grading]
+            boxes: list[BubblewrapSandbox | GradingSandbox] = [*self._live, *self._grading]
             try:
                 due = reserve.fell() or clock() >= look
                 left = reserve.short(lambda: sum(box.held() for box in boxes))  # noqa: B023
@@ -344,8 +346,8 @@ class Bubblewrap:
 
     async def give_back(self, lease: Lease, sandbox: BubblewrapSandbox | None = None) -> None:
         """Remove a lease's folders and group, free its slot."""
-        if not lease.room.left:  # a start that failed, or was cancelled before its turn
-            await self._mounting(lease.room.leave)
+        if not lease.storage.left:  # a start that failed, or was cancelled before its turn
+            await self._mounting(lease.storage.leave)
         await asyncio.to_thread(_remove, lease)
         if lease.slot is not None and self._slots is not None:
             self._slots.give_back(lease.slot)
@@ -380,11 +382,11 @@ async def _try(look: Awaitable[None]) -> None:
         await look
     except (SandboxError, ValueError):
         pass
-    except OSError as error:  # out of descriptors: no word about it, and the next look comes soon
+    except OSError as error:  # out of descriptors: the next look comes soon
         _log.warning("cannot look at a sandbox: %s", error)
 
 
-async def _relieve(boxes: Sequence[BubblewrapSandbox | GradingBox], left: int) -> None:
+async def _relieve(boxes: Sequence[BubblewrapSandbox | GradingSandbox], left: int) -> None:
     """End the largest, if it holds enough to be worth it."""
     largest = max(boxes, key=lambda box: box.held())
     if (held := largest.held()) >= limits.STEP_BYTES:
@@ -398,5 +400,5 @@ async def _relieve(boxes: Sequence[BubblewrapSandbox | GradingBox], left: int) -
 def _remove(lease: Lease) -> None:
     for path in lease.cgroup:
         warden.remove_cgroup(path)
-    lease.room.close()
+    lease.storage.close()
     remove_tree(lease.box)

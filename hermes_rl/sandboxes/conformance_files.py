@@ -34,33 +34,33 @@ async def fails(attempt: Awaitable[object], *kinds: type[BaseException]) -> None
 async def moves_bytes(backend: SandboxBackend) -> None:
     """Binary data and unicode paths, relative, absolute and outside the workspace."""
     data = bytes(range(256)) * 100 + b"\xff\xfe\0\r\n"
-    async with leased(backend) as box:
-        scratch = (await sh(box, "mktemp -d")).output.strip()
+    async with leased(backend) as sandbox:
+        scratch = (await sh(sandbox, "mktemp -d")).output.strip()
         for path in ("a.bin", "dir/ü 漢字/new\nline.bin", f"{scratch}/x/ü.bin"):
-            await box.write_file(path, data)
-            assert await box.read_file(path) == data
-            await box.write_file(path, b"short")
-            assert await box.read_file(path) == b"short"
-        await box.write_file("empty", b"")
-        assert await box.read_file("empty") == b""
-        await expect(box, "echo made >>a.bin; cat a.bin; rm a.bin", "shortmade\n")
-        await sh(box, "echo real >real; ln -s real link; mkdir -p deep/er; ln -s deep/er hop")
-        assert await box.read_file("link") == b"real\n"
-        await box.write_file("hop/here", b"1")
-        await expect(box, "cat deep/er/here", "1")
-        await sh(box, f"rm -rf {scratch}")
+            await sandbox.write_file(path, data)
+            assert await sandbox.read_file(path) == data
+            await sandbox.write_file(path, b"short")
+            assert await sandbox.read_file(path) == b"short"
+        await sandbox.write_file("empty", b"")
+        assert await sandbox.read_file("empty") == b""
+        await expect(sandbox, "echo made >>a.bin; cat a.bin; rm a.bin", "shortmade\n")
+        await sh(sandbox, "echo real >real; ln -s real link; mkdir -p deep/er; ln -s deep/er hop")
+        assert await sandbox.read_file("link") == b"real\n"
+        await sandbox.write_file("hop/here", b"1")
+        await expect(sandbox, "cat deep/er/here", "1")
+        await sh(sandbox, f"rm -rf {scratch}")
 
 
 async def says_what_is_wrong_with_a_path(backend: SandboxBackend) -> None:
     """Missing, folder, pipe: typed errors, and nothing blocks."""
-    async with leased(backend) as box:
-        await sh(box, "mkdir folder; mkfifo pipe; ln -s nowhere dangling")
+    async with leased(backend) as sandbox:
+        await sh(sandbox, "mkdir folder; mkfifo pipe; ln -s nowhere dangling")
         for path in ("missing", "folder/missing", "dangling", "/nonexistent/x"):
-            await fails(box.read_file(path), FileNotFoundError)
+            await fails(sandbox.read_file(path), FileNotFoundError)
         for path in ("folder", "/tmp"):
-            await fails(box.read_file(path), IsADirectoryError)
-            await fails(box.write_file(path, b"x"), IsADirectoryError)
-        await fails(box.read_file("pipe"), OSError)
+            await fails(sandbox.read_file(path), IsADirectoryError)
+            await fails(sandbox.write_file(path, b"x"), IsADirectoryError)
+        await fails(sandbox.read_file("pipe"), OSError)
 
 
 async def bounds_what_it_reads(backend: SandboxBackend) -> None:
@@ -68,18 +68,18 @@ async def bounds_what_it_reads(backend: SandboxBackend) -> None:
     endless = "/proc/self/pagemap"
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "target")
-        async with leased(backend) as box:
-            await sh(box, f"ln -s {endless} link; ln -s /dev/zero zero")
+        async with leased(backend) as sandbox:
+            await sh(sandbox, f"ln -s {endless} link; ln -s /dev/zero zero")
             async with asyncio.timeout(30):
                 for path in ("link", "zero", endless, "/dev/zero"):
-                    await fails(box.read_file(path), OSError)
-                    await fails(box.download(path, target), OSError)
+                    await fails(sandbox.read_file(path), OSError)
+                    await fails(sandbox.download(path, target), OSError)
                     assert not target.exists()
-                version = await box.read_file("/proc/version")
+                version = await sandbox.read_file("/proc/version")
                 assert version.startswith(b"Linux")
-                await box.download("/proc/version", target)
+                await sandbox.download("/proc/version", target)
                 assert target.read_bytes() == version
-            await expect(box, "echo still here", "still here\n")
+            await expect(sandbox, "echo still here", "still here\n")
 
 
 async def moves_large_files(backend: SandboxBackend) -> None:
@@ -90,16 +90,16 @@ async def moves_large_files(backend: SandboxBackend) -> None:
         with open(source, "wb") as file:  # noqa: ASYNC230  (a test's own data)
             for _ in range(BIG // len(block)):
                 file.write(block)
-        async with leased(backend) as box:
-            await box.upload(source, "big/file.bin")
-            await expect(box, "wc -c <big/file.bin; printf end >>big/file.bin", f"{BIG}\n")
-            await box.download("big/file.bin", target)
+        async with leased(backend) as sandbox:
+            await sandbox.upload(source, "big/file.bin")
+            await expect(sandbox, "wc -c <big/file.bin; printf end >>big/file.bin", f"{BIG}\n")
+            await sandbox.download("big/file.bin", target)
             assert target.stat().st_size == BIG + 3
-            whole = await box.read_file("big/file.bin")
+            whole = await sandbox.read_file("big/file.bin")
             assert hashlib.sha256(whole[:BIG]).digest() == _digest(source)
             assert _digest(target) == hashlib.sha256(whole).digest()
-            await box.write_file("copy.bin", whole)
-            await expect(box, "cmp copy.bin big/file.bin && echo same", "same\n")
+            await sandbox.write_file("copy.bin", whole)
+            await expect(sandbox, "cmp copy.bin big/file.bin && echo same", "same\n")
 
 
 def _digest(path: Path) -> bytes:
@@ -123,32 +123,32 @@ exit 0
 
 async def grades_what_was_left(backend: SandboxBackend) -> None:
     """A clean stage over the workspace; the same again for a second verifier."""
-    async with leased(backend) as box:
-        await sh(box, "echo 42 >answer; export LEAK=1 BASH_ENV=/workspace/x; mkdir -p .local")
+    async with leased(backend) as sandbox:
+        await sh(sandbox, "echo 42 >answer; export LEAK=1 BASH_ENV=/workspace/x; mkdir -p .local")
         await sh(
-            box,
+            sandbox,
             'd=$(python3 -m site --user-site); mkdir -p "$d" && '
             'echo "import os; os._exit(0)" >"$d/usercustomize.py"; '
             'cp "$d/usercustomize.py" sitecustomize.py',
         )
         spec = GradingSpec(script=GRADED, files={"sub/expected": b"data"})
         for _ in range(2):
-            result = await box.grade(spec)
+            result = await sandbox.grade(spec)
             assert (result.exit_code, result.timed_out) == (0, False), result
-        await fails(box.run("true", timeout_s=5), SandboxDied)
+        await fails(sandbox.run("true", timeout_s=5), SandboxDied)
 
 
 async def reports_and_times_out(backend: SandboxBackend) -> None:
     """Descriptor 3 is the report, output is not; a slow verifier is ended."""
-    async with leased(backend) as box:
-        said = await box.grade(
+    async with leased(backend) as sandbox:
+        said = await sandbox.grade(
             GradingSpec("echo reward=1; echo reward=0.5 >&3; exit 1", score=True)
         )
         assert (said.report, said.exit_code) == (b"reward=0.5\n", 1)
         assert "reward=1\n" in said.output
-        none = await box.grade(GradingSpec("{ echo reward=1 >&3; } 2>/dev/null; exit 4"))
+        none = await sandbox.grade(GradingSpec("{ echo reward=1 >&3; } 2>/dev/null; exit 4"))
         assert (none.report, none.exit_code) == (b"", 4)
-        slow = await box.grade(GradingSpec("echo here; sleep 100", timeout_s=0.5))
+        slow = await sandbox.grade(GradingSpec("echo here; sleep 100", timeout_s=0.5))
         assert slow.timed_out
         assert "here" in slow.output
         assert slow.seconds < 5
@@ -178,37 +178,39 @@ async def keeps_whatever_was_left(backend: SandboxBackend) -> None:
     """Deep folders, locked ones, files that are nothing but holes, odd names: in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         archive = Path(folder, "archive")
-        async with leased(backend) as box:
-            done = await sh(box, LEFT)
+        async with leased(backend) as sandbox:
+            done = await sh(sandbox, LEFT)
             assert done.exit_code == 0, done
             async with asyncio.timeout(30):
-                await box.pack_left(archive)
+                await sandbox.pack_left(archive)
             assert archive.stat().st_size < 1 << 20
-            verdict = await box.grade(GradingSpec("exit $(stat -c %a /workspace/locked)"))
+            verdict = await sandbox.grade(GradingSpec("exit $(stat -c %a /workspace/locked)"))
             assert verdict.exit_code == 0, "locked again"
-        async with leased(backend) as box:
-            await box.unpack(archive)
-            found = await sh(box, FOUND)
+        async with leased(backend) as sandbox:
+            await sandbox.unpack(archive)
+            found = await sh(sandbox, FOUND)
             assert found.exit_code == 0, found
 
 
 async def grades_after_a_kill(backend: SandboxBackend) -> None:
     """What an agent left is graded even when it killed its own sandbox."""
-    async with leased(backend) as box:
-        await fails(sh(box, f"echo 42 >answer; {KILL_SHELL}"), SandboxKilled)
-        result = await box.grade(GradingSpec("grep -qx 42 /workspace/answer"))
+    async with leased(backend) as sandbox:
+        await fails(sh(sandbox, f"echo 42 >answer; {KILL_SHELL}"), SandboxKilled)
+        result = await sandbox.grade(GradingSpec("grep -qx 42 /workspace/answer"))
         assert result.exit_code == 0, result
 
 
 async def nothing_runs_during_grading(backend: SandboxBackend) -> None:
     """Background jobs of the agent, setsid ones too, are gone before the verifier starts."""
     loop = "while :; do echo x >>/workspace/log; sleep 0.01; done"
-    async with leased(backend) as box:
-        where = getattr(box, "workspace", "/workspace")
-        await sh(box, f"(setsid bash -c '{loop.replace('/workspace', where)}' >/dev/null 2>&1 &)")
-        await sh(box, "sleep 0.2")
+    async with leased(backend) as sandbox:
+        where = getattr(sandbox, "workspace", "/workspace")
+        await sh(
+            sandbox, f"(setsid bash -c '{loop.replace('/workspace', where)}' >/dev/null 2>&1 &)"
+        )
+        await sh(sandbox, "sleep 0.2")
         script = "a=$(wc -c </workspace/log); sleep 0.3; test $a = $(wc -c </workspace/log)"
-        result = await box.grade(GradingSpec(script))
+        result = await sandbox.grade(GradingSpec(script))
         assert result.exit_code == 0, result
 
 
@@ -231,10 +233,10 @@ Fault = Callable[[Sandbox], None]
 
 async def tells_a_host_fault(backend: SandboxBackend, strike: Fault) -> None:
     """A sandbox that `strike` takes away from outside, in mid-command, is not the agent's deed."""
-    async with leased(backend) as box:
-        await expect(box, "echo before", "before\n")
-        task = asyncio.create_task(sh(box, "sleep 100"))
+    async with leased(backend) as sandbox:
+        await expect(sandbox, "echo before", "before\n")
+        task = asyncio.create_task(sh(sandbox, "sleep 100"))
         await asyncio.sleep(0.3)
-        strike(box)
+        strike(sandbox)
         await fails(task, SandboxDied)
-        await fails(sh(box, "true"), SandboxDied)
+        await fails(sh(sandbox, "true"), SandboxDied)

@@ -214,7 +214,7 @@ def mount(number: int, where: Path) -> None:
     _check(_libc().mount(device, os.fsencode(where), b"ext4", flags, _OPTIONS), f"mount {where}")
 
 
-class Room:
+class Storage:
     """A folder for what one sandbox, or one grading, writes on the disk.
 
     `enter` and `leave` are called in the spawner's thread, as often as each other; `close` last.

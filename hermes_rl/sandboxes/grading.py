@@ -1,4 +1,4 @@
-"""The grading box: a verifier in a fresh sandbox over the workspace that the agent left.
+"""The grading sandbox: a verifier in a fresh sandbox over the workspace that the agent left.
 
 Nothing of the agent's runs any more, and nothing that it left is found by accident: HOME and the
 working directory are empty and outside the workspace, Python and git read no configuration from
@@ -147,7 +147,7 @@ class Report:
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._channel = channel
         self._verifier = 0
-        self._own, self._inherited = HeadTail(_KEPT), HeadTail(_KEPT)
+        self._by_shell, self._by_programs = HeadTail(_KEPT), HeadTail(_KEPT)
 
     async def started(self) -> None:
         """Wait for the starter's line: its writer becomes the verifier. Raises: SandboxStartError
@@ -165,7 +165,7 @@ class Report:
             said += b"it did not start in time"
         if not said.endswith(b"R\n"):
             why = said.decode("utf-8", "replace")
-            raise SandboxStartError(f"the grading box did not start: {why}")
+            raise SandboxStartError(f"the grading sandbox did not start: {why}")
 
     def read(self) -> None:
         """Take what has arrived."""
@@ -173,10 +173,10 @@ class Report:
             data, writer = self._receive() or (b"", 0)
             if not data:
                 return
-            (self._own if writer == self._verifier else self._inherited).feed(data)
+            (self._by_shell if writer == self._verifier else self._by_programs).feed(data)
 
     def _receive(self) -> tuple[bytes, int] | None:
-        """What one process wrote, and its id; None when nothing is there. There is no room for
+        """What one process wrote, and its id; None when nothing is there. No space is left for
         descriptors that a program may send along: the kernel drops them."""
         try:
             data, extra, _, _ = self._channel.recvmsg(4096, socket.CMSG_LEN(_CREDENTIALS.size))
@@ -188,7 +188,9 @@ class Report:
     @property
     def value(self) -> bytes:
         """The report so far, at most `REPORT_BYTES`."""
-        return (self._own if self._own.total else self._inherited).parts()[0][:REPORT_BYTES]
+        return (self._by_shell if self._by_shell.total else self._by_programs).parts()[0][
+            :REPORT_BYTES
+        ]
 
 
 _KEPT = REPORT_BYTES * 5 // 2
@@ -214,11 +216,11 @@ async def judge(
     Raises: SandboxStartError when the box does not come up; SandboxDied when the host lost it.
     """
     out = Pipe(control, "out")
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
+    host_end, inner_end = socket.socketpair()
+    host_end.setblocking(False)
     try:
-        with ours:
-            return await _judge(spec, out, (ours, theirs), start)
+        with host_end:
+            return await _judge(spec, out, (host_end, inner_end), start)
     finally:
         out.close()
 
@@ -229,15 +231,15 @@ async def _judge(
     channel: tuple[socket.socket, socket.socket],
     start: Callable[[socket.socket], Awaitable[Running]],
 ) -> GradingResult:
-    ours, theirs = channel
-    kept, report = HeadTail(MAX_OUTPUT_BYTES), Report(ours)
+    host_end, inner_end = channel
+    kept, report = HeadTail(MAX_OUTPUT_BYTES), Report(host_end)
     timed_out, excess = False, None
-    running = await start(theirs)
+    running = await start(inner_end)
     end: asyncio.Future[int] | None = None
     try:
         await report.started()
         await running.standing()
-        await asyncio.get_running_loop().sock_sendall(ours, b"G\n")
+        await asyncio.get_running_loop().sock_sendall(host_end, b"G\n")
         end = asyncio.ensure_future(running.ended())
         began = time.monotonic()
         async with asyncio.timeout(spec.timeout_s):
@@ -250,7 +252,7 @@ async def _judge(
     out.read_into(kept, 4 << 20)
     report.read()
     if code < 0 and not timed_out and excess is None:
-        raise SandboxDied(f"the grading box was ended by signal {-code} from outside")
+        raise SandboxDied(f"the grading sandbox was ended by signal {-code} from outside")
     return GradingResult(
         exit_code=124 if timed_out else code if excess is None else KILLED,
         timed_out=timed_out,

@@ -1,4 +1,4 @@
-"""One grading box by bubblewrap, held to the limits of the sandbox that it follows.
+"""One grading sandbox by bubblewrap, held to the limits of the sandbox that it follows.
 
 A verifier may well run what the agent left, so the box is bounded as the agent's sandbox was: its
 memory as a whole by a control group, and what is written in it by a look every few seconds.
@@ -12,27 +12,27 @@ from pathlib import Path
 from hermes_rl.errors import SandboxStartError
 from hermes_rl.sandboxes import grading, limits, warden
 from hermes_rl.sandboxes.box import Lease, Outer, confined
-from hermes_rl.sandboxes.disk import Room
+from hermes_rl.sandboxes.disk import Storage
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.workspace import TEMPORARY, measure, remove_tree
 
 _TEMPORARY = (*TEMPORARY, grading.HOME.lstrip("/"))
 
 
-class GradingBox:
+class GradingSandbox:
     """What one holds on the host.
 
     Args:
         lease: of the sandbox whose workspace is graded.
         name: of its folder in the lease's box.
         groups: where its control group is made.
-        room: what is written in it; entered by whoever starts the box.
+        storage: what is written in it; entered by whoever starts the box.
     """
 
-    def __init__(self, lease: Lease, name: str, groups: limits.Cgroups, room: Room) -> None:
+    def __init__(self, lease: Lease, name: str, groups: limits.Cgroups, storage: Storage) -> None:
         self.lease = lease
         self.name = name
-        self.room = room
+        self.storage = storage
         self.stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why its verifier must end, once it must."""
         self._groups = groups
@@ -51,7 +51,7 @@ class GradingBox:
         try:
             await confined(self._cgroup, name, most, self._groups, outer.inner())
         except (OSError, ValueError) as error:
-            raise SandboxStartError(f"the grading box did not start: {error}") from error
+            raise SandboxStartError(f"the grading sandbox did not start: {error}") from error
         self._init = outer.inner().init
 
     def due(self) -> bool:
@@ -60,17 +60,19 @@ class GradingBox:
 
     async def check(self) -> None:
         """Hold it against its limits. Raises: OSError, as without a descriptor to look with."""
-        room = self.room
-        paths = [room.folder / name for name in ("ws", "layer/up", "root/up")]
-        folders = [Beneath(path, self.lease.uid) for path in map(room.seen, paths) if path.is_dir()]
-        usage = await asyncio.to_thread(measure, room, folders, self._init, _TEMPORARY)
+        storage = self.storage
+        paths = [storage.folder / name for name in ("ws", "layer/up", "root/up")]
+        folders = [
+            Beneath(path, self.lease.uid) for path in map(storage.seen, paths) if path.is_dir()
+        ]
+        usage = await asyncio.to_thread(measure, storage, folders, self._init, _TEMPORARY)
         self._bytes = usage.bytes
-        if (excess := usage.excess(room.limits)) is not None:
+        if (excess := usage.excess(storage.limits)) is not None:
             self._end(excess)
 
     def held(self) -> int:
         """Bytes that it has on the disk while something may write more of them."""
-        return max(self._bytes, self.room.held()) if self.due() else 0
+        return max(self._bytes, self.storage.held()) if self.due() else 0
 
     async def relieve(self, why: str) -> None:
         """End its verifier, the one that holds most of the machine's disk, before that is full."""
@@ -89,5 +91,5 @@ class GradingBox:
         """Remove all of it. Blocks."""
         for path in self._cgroup:
             warden.remove_cgroup(path)
-        self.room.close()
+        self.storage.close()
         remove_tree(self.folder)

@@ -95,7 +95,7 @@ class BubblewrapSandbox(ShellSandbox):
         try:
             if not lease.intact:
                 raise FileNotFoundError
-            usage = await asyncio.to_thread(measure, lease.room, self._written(), inner)
+            usage = await asyncio.to_thread(measure, lease.storage, self._written(), inner)
         except FileNotFoundError:
             await self._end(SandboxDied("the workspace vanished"))
         except OSError as error:
@@ -114,7 +114,7 @@ class BubblewrapSandbox(ShellSandbox):
         """Bytes that it has on the disk while something may write more of them."""
         if self._shell.lost.is_set():
             return 0
-        return max(self._bytes, self._lease.room.held())
+        return max(self._bytes, self._lease.storage.held())
 
     async def relieve(self, why: str) -> None:
         """End it, the one that holds most of the machine's disk, before that is full."""
@@ -123,7 +123,9 @@ class BubblewrapSandbox(ShellSandbox):
     def _written(self) -> list[Beneath]:
         """The folders of the disk that its commands write."""
         upper = self._lease.layers.upper
-        layer = [] if upper is None else [Beneath(self._lease.room.seen(upper.up), self._lease.uid)]
+        layer = (
+            [] if upper is None else [Beneath(self._lease.storage.seen(upper.up), self._lease.uid)]
+        )
         return [self._place.files, *layer]
 
     async def _end(self, error: SandboxError) -> None:

@@ -1,4 +1,4 @@
-"""Limits of the machine: memory of a whole sandbox by a control group, room on the disk."""
+"""Limits of the machine: memory of a whole sandbox by a control group, free disk space."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FALL_BYTES = 256 << 20
 
 
 class Reserve:
-    """Room on the disk where sandboxes write: the run's own files may be there too.
+    """Free disk space where sandboxes write: the run's own files may be there too.
 
     What is kept free is 1 GiB, less on a small or nearly full disk.
     """

@@ -250,12 +250,12 @@ class Subprocess:
             str(control),
             str(control),
         ]
-        ours, theirs = socket.socketpair()
+        host_end, inner_end = socket.socketpair()
         command = [*argv, *limits, f"{box.name}:{spec.lease}"]
-        tree = plant(command, box, theirs)
+        tree = plant(command, box, inner_end)
         process = tree.process
         shell = Shell(
-            ours,
+            host_end,
             ShellPaths(control, str(control), str(control), inputs=box),
             processes.Jobs(lambda: process.pid, tree.kin.orphans),
         )
@@ -340,6 +340,6 @@ def _clear(running: Running, idle: bool) -> None:
 
 
 def _remove(box: Path, memory: Path) -> None:
-    """Remove a box's folders; one, where memory had no room."""
+    """Remove a box's folders; one, where memory had no storage."""
     remove_tree(memory)
     remove_tree(box)

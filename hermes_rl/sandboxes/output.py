@@ -37,10 +37,10 @@ class HeadTail:
     def feed(self, data: bytes) -> None:
         """Take the next bytes; memory stays below twice the limit."""
         self.total += len(data)
-        room = self._head_limit - len(self._head)
-        if room > 0:
-            self._head += data[:room]
-            data = data[room:]
+        left = self._head_limit - len(self._head)
+        if left > 0:
+            self._head += data[:left]
+            data = data[left:]
         if not data:
             return
         self._tail += data[-self._tail_limit :] if self._tail_limit else b""

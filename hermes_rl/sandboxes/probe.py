@@ -36,7 +36,7 @@ class Probe:
     """Root file systems as images; without it, workspaces are copied for grading."""
     cgroups: bool = False
     root: bool = False
-    """Each sandbox has a user id of its own; otherwise all of them share ours."""
+    """Each sandbox has a user id of its own; otherwise all of them share yours."""
     limits: dict[str, bool] = field(default_factory=dict)
     """Limit -> whether the kernel enforces it; those of the workspace are in `no_disks`."""
     no_disks: str = ""
@@ -92,13 +92,13 @@ def probe(binary: str | None = None) -> Probe:
     command += ["--ro-bind", "/usr", "/usr"]
     for link in ("bin", "lib", "lib64"):
         command += ["--symlink", f"usr/{link}", f"/{link}"] if os.path.islink(f"/{link}") else []
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        process = spawn.start(spawn.Launch([*command, "true"], found, uid=slot), theirs)
+    host_end, inner_end = socket.socketpair()
+    with host_end, inner_end:
+        process = spawn.start(spawn.Launch([*command, "true"], found, uid=slot), inner_end)
         code = process.wait(timeout=20)
-        ours.setblocking(False)
+        host_end.setblocking(False)
         try:
-            said = ours.recv(4096).decode("utf-8", "replace")
+            said = host_end.recv(4096).decode("utf-8", "replace")
         except BlockingIOError:
             said = ""
     groups = limits.detect()

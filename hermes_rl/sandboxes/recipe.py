@@ -64,7 +64,7 @@ class Layers:
     lower: Sequence[Path] = ()
     """An image's directories, lowest first; empty shows the machine's /usr."""
     upper: Writable | None = None
-    """Where writes to an image go; kept for the grading box."""
+    """Where writes to an image go; kept for the grading sandbox."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Box:
     workspace: Path | None = None
     """Bound to /workspace, writable."""
     mounts: Sequence[str] = ()
-    """Further arguments of bubblewrap: mounts of the grading box."""
+    """Further arguments of bubblewrap: mounts of the grading sandbox."""
     cwd: str = WORKSPACE
     state: str = STATE
     command: Sequence[str] = field(default=())

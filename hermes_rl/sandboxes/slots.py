@@ -95,7 +95,7 @@ class Home:
         return box
 
     def memory_box(self, box: Path) -> Path:
-        """A new folder in memory for a box's small files; the box itself where there is no room.
+        """A new folder in memory for a box's small files; the box itself where there is no storage.
 
         Memory spares a file system that writes out what is replaced, or is slow to make files.
         """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hermes_rl.sandboxes import processes, warden
 from hermes_rl.sandboxes.base import SandboxLimits
-from hermes_rl.sandboxes.disk import Room
+from hermes_rl.sandboxes.disk import Storage
 from hermes_rl.sandboxes.files import Beneath, Look
 
 BYTES_PER_S = 8e9
@@ -41,18 +41,18 @@ class Usage:
 
     def slack_s(self, limits: SandboxLimits) -> float:
         """How long even the fastest writer needs to reach a limit from here, in seconds."""
-        room = (limits.workspace_bytes - self.bytes) / BYTES_PER_S
-        return min(room, (limits.workspace_files - self.files) / FILES_PER_S, LONGEST_S)
+        left = (limits.workspace_bytes - self.bytes) / BYTES_PER_S
+        return min(left, (limits.workspace_files - self.files) / FILES_PER_S, LONGEST_S)
 
 
 def measure(
-    room: Room, folders: Sequence[Beneath], init: int, temporary: Sequence[str] = TEMPORARY
+    storage: Storage, folders: Sequence[Beneath], init: int, temporary: Sequence[str] = TEMPORARY
 ) -> Usage:
     """Look at what a sandbox writes, no further than its limits: on the disk, unless the kernel
     holds it to its size there, and in the temporary file systems. Blocks.
 
     Args:
-        room: where it writes on the disk.
+        storage: where it writes on the disk.
         folders: the workspace, and the layer over an image.
         init: process 1 of the sandbox.
         temporary: where the temporary file systems are, in the sandbox.
@@ -60,10 +60,10 @@ def measure(
     Raises: FileNotFoundError when a folder vanished; OSError without a descriptor to look with.
     """
     root = f"/proc/{init}/root"
-    if room.sized:
-        total, files = min(room.used(), room.limits.workspace_bytes), 0
+    if storage.sized:
+        total, files = min(storage.used(), storage.limits.workspace_bytes), 0
     else:
-        total, files = _walk(room.limits, folders)
+        total, files = _walk(storage.limits, folders)
         total += _unlinked(init)
     for name in temporary:
         try:

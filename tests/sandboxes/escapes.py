@@ -26,19 +26,21 @@ async def lease(backend: Bubblewrap, **limits: int) -> Sandbox:
     return await backend.lease(SandboxSpec(lease="escape", limits=SandboxLimits(**limits)))
 
 
-async def sh(box: Sandbox, command: str, timeout_s: float = 60) -> str:
-    result = await box.run(command, timeout_s=timeout_s)
+async def sh(sandbox: Sandbox, command: str, timeout_s: float = 60) -> str:
+    result = await sandbox.run(command, timeout_s=timeout_s)
     return f"{result.output.rstrip()}\n[{result.exit_code}]"
 
 
-async def python(box: Sandbox, program: str) -> str:
-    await box.write_file("/tmp/attempt.py", program.encode())
-    return await sh(box, "python3 /tmp/attempt.py")
+async def python(sandbox: Sandbox, program: str) -> str:
+    await sandbox.write_file("/tmp/attempt.py", program.encode())
+    return await sh(sandbox, "python3 /tmp/attempt.py")
 
 
 async def no_capabilities(backend: Bubblewrap) -> None:
-    async with await lease(backend) as box:
-        said = await sh(box, "grep -E 'Cap|NoNewPrivs|Seccomp:|Groups' /proc/self/status; id -u")
+    async with await lease(backend) as sandbox:
+        said = await sh(
+            sandbox, "grep -E 'Cap|NoNewPrivs|Seccomp:|Groups' /proc/self/status; id -u"
+        )
         for line in said.splitlines():
             name, _, value = line.partition(":")
             if name.startswith("Cap"):
@@ -51,7 +53,7 @@ async def no_capabilities(backend: Bubblewrap) -> None:
 async def never_host_root(backend: Bubblewrap) -> None:
     """Two sandboxes of root have two user ids, neither ours; an ordinary user's have his."""
     async with await lease(backend) as one, await lease(backend) as two:
-        uids = [os.stat(f"/proc/{box.host_pid}").st_uid for box in (one, two)]
+        uids = [os.stat(f"/proc/{sandbox.host_pid}").st_uid for sandbox in (one, two)]
         if os.geteuid() == 0:
             assert 0 not in uids
             assert uids[0] != uids[1]
@@ -64,34 +66,36 @@ async def no_files_of_the_host(backend: Bubblewrap) -> None:
         secret = Path(folder, "key")
         secret.write_text(SECRET)
         secret.chmod(0o644)
-        async with await lease(backend) as box:
+        async with await lease(backend) as sandbox:
             for path in (secret, "/etc/shadow", "/root", "/home", "/var", "/sys", "/dev/kvm"):
-                assert "[1]" in await sh(box, f"test -e {path}"), path
-            found = await sh(box, "grep -rsl decoy-secre[t] /etc /tmp /run /hx /workspace /dev/shm")
+                assert "[1]" in await sh(sandbox, f"test -e {path}"), path
+            found = await sh(
+                sandbox, "grep -rsl decoy-secre[t] /etc /tmp /run /hx /workspace /dev/shm"
+            )
             assert found == "\n[1]", found
-            assert "root:x" in await sh(box, "cat /etc/passwd")
-            assert len((await sh(box, "cat /etc/passwd")).splitlines()) == 4
+            assert "root:x" in await sh(sandbox, "cat /etc/passwd")
+            assert len((await sh(sandbox, "cat /etc/passwd")).splitlines()) == 4
 
 
 async def no_keys(backend: Bubblewrap) -> None:
     """The launcher's environment is nowhere, the host's paths are in no command line."""
     canary = os.environ["CANARY_KEY"]
-    async with await lease(backend) as box:
-        said = await sh(box, "env; cat /proc/*/environ /proc/*/cmdline /proc/*/task/*/environ")
+    async with await lease(backend) as sandbox:
+        said = await sh(sandbox, "env; cat /proc/*/environ /proc/*/cmdline /proc/*/task/*/environ")
         assert canary not in said
         assert "boxes/" not in said
         assert "/.venv/" not in said
-        first = await sh(box, "tr '\\0' '\\n' </proc/1/environ")
+        first = await sh(sandbox, "tr '\\0' '\\n' </proc/1/environ")
         assert first == "LANG=C.UTF-8\nPWD=/workspace\n[0]", first
 
 
 async def no_host_processes(backend: Bubblewrap) -> None:
     victim = subprocess.Popen(["sleep", "987654"])  # noqa: ASYNC220  (it is only a target)
     try:
-        async with await lease(backend) as box:
-            assert "987654" not in await sh(box, "cat /proc/*/cmdline")
-            assert "[1]" in await sh(box, f"kill -9 {victim.pid}")
-            await sh(box, "for i in $(seq 3 4000); do kill -9 $i 2>/dev/null; done")
+        async with await lease(backend) as sandbox:
+            assert "987654" not in await sh(sandbox, "cat /proc/*/cmdline")
+            assert "[1]" in await sh(sandbox, f"kill -9 {victim.pid}")
+            await sh(sandbox, "for i in $(seq 3 4000); do kill -9 $i 2>/dev/null; done")
         assert victim.poll() is None
     finally:
         victim.kill()
@@ -127,8 +131,8 @@ attempt(socket.AF_UNIX, to="\\0{name}")
 attempt(socket.AF_UNIX, to="{folder}/socket")
 attempt(socket.AF_INET, to=("10.255.255.1", 80))
 """
-        async with await lease(backend) as box:
-            said = await python(box, program)
+        async with await lease(backend) as sandbox:
+            said = await python(sandbox, program)
             assert said.count("closed") == 4, said
             assert "OPEN" not in said
 
@@ -144,8 +148,8 @@ for family in range(0, 48):
         except OSError:
             pass
 """
-    async with await lease(backend) as box:
-        said = await python(box, program)
+    async with await lease(backend) as sandbox:
+        said = await python(sandbox, program)
         made = {line.split()[1] for line in said.splitlines() if line.startswith("made")}
         assert made <= {"1", "2", "10", "16"}, made  # not AF_VSOCK, AF_PACKET, AF_ALG ...
         assert "1" in made
@@ -186,13 +190,13 @@ for flag in (0x20000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000
     print("clone", call({clone}, flag | 17, 0, 0, 0, 0))
 print("clone3", call(435, 0, 0))
 """
-    async with await lease(backend) as box:
-        said = (await python(box, program)).splitlines()
+    async with await lease(backend) as sandbox:
+        said = (await python(sandbox, program)).splitlines()
         assert len(said) == len(calls) + 9, said
         for line in said[:-1]:
             name, answer = line.split()
             assert answer == ("ENOSYS" if name == "clone3" else "EPERM"), line
-        assert "[0]" not in await sh(box, "unshare -U true; echo $?; unshare -Ur true")
+        assert "[0]" not in await sh(sandbox, "unshare -U true; echo $?; unshare -Ur true")
 
 
 async def no_old_calls(backend: Bubblewrap) -> None:
@@ -206,42 +210,42 @@ page.write(b"\xb8\x14\x00\x00\x00\xcd\x80\xc3")  # mov eax, 20 (getpid); int 0x8
 address = ctypes.addressof(ctypes.c_char.from_buffer(page))
 print("OPEN", ctypes.CFUNCTYPE(ctypes.c_long)(address)())
 """
-    async with await lease(backend) as box:
-        said = await python(box, program)
+    async with await lease(backend) as sandbox:
+        said = await python(sandbox, program)
         assert "OPEN" not in said
         assert "[0]" not in said
 
 
 async def no_kernel_settings(backend: Bubblewrap) -> None:
-    async with await lease(backend) as box:
+    async with await lease(backend) as sandbox:
         for path in ("kernel/core_pattern", "vm/drop_caches", "kernel/modprobe", "vm/panic_on_oom"):
-            said = await sh(box, f"exec 5>>/proc/sys/{path} && echo OPEN")
+            said = await sh(sandbox, f"exec 5>>/proc/sys/{path} && echo OPEN")
             assert "OPEN" not in said, path
-        assert "OPEN" not in await sh(box, "echo b >/proc/sysrq-trigger && echo OPEN")
+        assert "OPEN" not in await sh(sandbox, "echo b >/proc/sysrq-trigger && echo OPEN")
 
 
 async def nothing_else_is_writable(backend: Bubblewrap) -> None:
-    async with await lease(backend) as box:
+    async with await lease(backend) as sandbox:
         for folder in ("/", "/usr", "/usr/bin", "/etc", "/dev", "/hx", "/proc"):
-            assert "OPEN" not in await sh(box, f"touch {folder}/x && echo OPEN"), folder
+            assert "OPEN" not in await sh(sandbox, f"touch {folder}/x && echo OPEN"), folder
         for attempt in ("ln -sf /etc/passwd /hx/o1", "rm -f /hx/cmd", "echo x >/hx/cmd",
                         "mv /hx/env /hx/x", "chmod 777 /hx", "mknod /hx/p p",
                         "mknod /tmp/disk b 8 0"):  # fmt: skip
-            assert "OPEN" not in await sh(box, f"{attempt} && echo OPEN"), attempt
+            assert "OPEN" not in await sh(sandbox, f"{attempt} && echo OPEN"), attempt
 
 
 async def memory_file_systems_are_bounded(backend: Bubblewrap) -> None:
-    async with await lease(backend, tmp_bytes=32 * MB, shm_bytes=16 * MB) as box:
+    async with await lease(backend, tmp_bytes=32 * MB, shm_bytes=16 * MB) as sandbox:
         for folder, most in (("/tmp", 32), ("/dev/shm", 16), ("/run", 16)):
-            said = await sh(box, f"head -c 100M /dev/zero >{folder}/x; stat -c %s {folder}/x")
+            said = await sh(sandbox, f"head -c 100M /dev/zero >{folder}/x; stat -c %s {folder}/x")
             assert "No space left" in said, said
             assert int(said.splitlines()[-2]) <= most * MB
-            await sh(box, f"rm {folder}/x")
+            await sh(sandbox, f"rm {folder}/x")
 
 
 async def disk_is_bounded(backend: Bubblewrap) -> None:
-    async with await lease(backend, file_bytes=8 * MB) as box:
-        said = await sh(box, "head -c 20M /dev/zero >big; stat -c %s big")
+    async with await lease(backend, file_bytes=8 * MB) as sandbox:
+        said = await sh(sandbox, "head -c 20M /dev/zero >big; stat -c %s big")
         assert int(said.splitlines()[-2]) <= 8 * MB
     many = "for i in 1 2 3 4 5; do head -c 6M /dev/zero >f$i; done; chmod 000 ."
     hidden = "mkdir h; for i in 1 2 3 4 5; do head -c 6M /dev/zero >h/f$i; done; chmod 000 h"
@@ -264,20 +268,20 @@ async def limits_hold_in_mid_command(backend: Bubblewrap) -> None:
 
 async def stopped(backend: Bubblewrap, command: str, **limits: int) -> None:
     """The kernel refuses to write more, or a look finds too much and the sandbox ends."""
-    async with await lease(backend, **limits) as box:
+    async with await lease(backend, **limits) as sandbox:
         try:
-            result = await box.run(command, timeout_s=45)
+            result = await sandbox.run(command, timeout_s=45)
         except SandboxKilled:
             return
         assert "No space left" in result.output, f"not stopped: {command}: {result}"
-        assert box.info.limits["workspace_held_by"] == "kernel"
+        assert sandbox.info.limits["workspace_held_by"] == "kernel"
 
 
 async def memory_is_bounded(backend: Bubblewrap) -> None:
-    async with await lease(backend, memory_bytes=1 << 30) as box:
-        said = await sh(box, "python3 -c 'bytearray(1536 << 20)'")
+    async with await lease(backend, memory_bytes=1 << 30) as sandbox:
+        said = await sh(sandbox, "python3 -c 'bytearray(1536 << 20)'")
         assert "MemoryError" in said, said
-        assert "1000" in await sh(box, "cat /proc/self/oom_score_adj")
+        assert "1000" in await sh(sandbox, "cat /proc/self/oom_score_adj")
 
 
 async def processes_are_bounded(backend: Bubblewrap) -> None:
@@ -302,14 +306,14 @@ os.kill(0, 9)
 
 
 async def no_descriptors_no_terminal(backend: Bubblewrap) -> None:
-    async with await lease(backend) as box:
-        assert (await sh(box, "ls /proc/self/fd")).split() == ["0", "1", "2", "3", "[0]"]
+    async with await lease(backend) as sandbox:
+        assert (await sh(sandbox, "ls /proc/self/fd")).split() == ["0", "1", "2", "3", "[0]"]
         for attempt in ("exec 5<>/dev/tty", "ulimit -Hn 100000", "ulimit -Hv unlimited",
                         "ulimit -Hu 4096", "chrt -f 10 true", "chrt -r 10 true",
                         "echo 3 >/proc/$$/fd/4", "cat /proc/$$/fd/3"):  # fmt: skip
-            said = await sh(box, f"{attempt} && echo OPEN", timeout_s=5)
+            said = await sh(sandbox, f"{attempt} && echo OPEN", timeout_s=5)
             assert "OPEN" not in said, attempt
-        assert "OPEN" not in await sh(box, "echo -1000 >/proc/self/oom_score_adj && echo OPEN")
+        assert "OPEN" not in await sh(sandbox, "echo -1000 >/proc/self/oom_score_adj && echo OPEN")
 
 
 async def symlinks_lead_nowhere(backend: Bubblewrap) -> None:
@@ -318,25 +322,27 @@ async def symlinks_lead_nowhere(backend: Bubblewrap) -> None:
         secret = Path(folder, "key")
         secret.write_text(SECRET)
         secret.chmod(0o666)
-        async with await lease(backend) as box:
-            await sh(box, f"ln -s {secret} a; ln -s {folder} d; ln -s /proc/1/root r; mkdir real")
+        async with await lease(backend) as sandbox:
+            await sh(
+                sandbox, f"ln -s {secret} a; ln -s {folder} d; ln -s /proc/1/root r; mkdir real"
+            )
             for path in ("a", "d/key", f"r{secret}", f"../../..{secret}", str(secret)):
                 try:
-                    assert SECRET.encode() not in await box.read_file(path)
+                    assert SECRET.encode() not in await sandbox.read_file(path)
                 except OSError:
                     pass
                 try:
-                    await box.write_file(path, b"overwritten")
+                    await sandbox.write_file(path, b"overwritten")
                 except OSError:
                     pass
             assert secret.read_text() == SECRET
             swap = f"rm -rf x; ln -s {folder} x; rm x; mkdir x; echo 1 >x/key"
             swap = f"cd real; while :; do {swap}; done"
-            await sh(box, f"({swap}) >/dev/null 2>&1 &")
+            await sh(sandbox, f"({swap}) >/dev/null 2>&1 &")
             for _ in range(300):
                 try:
-                    assert SECRET.encode() not in await box.read_file("real/x/key")
-                    await box.write_file("real/x/key", b"2")
+                    assert SECRET.encode() not in await sandbox.read_file("real/x/key")
+                    await sandbox.write_file("real/x/key", b"2")
                 except OSError:
                     pass
             assert secret.read_text() == SECRET
@@ -347,22 +353,28 @@ async def no_code_in_the_verifier(backend: Bubblewrap) -> None:
     from hermes_rl.sandboxes.base import GradingSpec
 
     cheat = "import os; os._exit(0)"
-    async with await lease(backend) as box:
-        await sh(box, 'd=$(python3 -m site --user-site); mkdir -p "$d" ~/.config/git bin')
-        await sh(box, f"for f in json sitecustomize; do echo '{cheat}' >~/$f.py; done")
-        await sh(box, f"d=$(python3 -m site --user-site); echo '{cheat}' >$d/usercustomize.py")
-        await sh(box, "printf 'exit 0\\n' | tee ~/.bashrc ~/.profile ~/.bash_profile >~/.bash_env")
-        await sh(box, "export BASH_ENV=~/.bash_env ENV=~/.bash_env PATH=~/bin:$PATH PYTHONPATH=~")
+    async with await lease(backend) as sandbox:
+        await sh(sandbox, 'd=$(python3 -m site --user-site); mkdir -p "$d" ~/.config/git bin')
+        await sh(sandbox, f"for f in json sitecustomize; do echo '{cheat}' >~/$f.py; done")
+        await sh(sandbox, f"d=$(python3 -m site --user-site); echo '{cheat}' >$d/usercustomize.py")
         await sh(
-            box, "printf '[alias]\\n status = !exit 0\\n' | tee ~/.gitconfig >~/.config/git/config"
+            sandbox, "printf 'exit 0\\n' | tee ~/.bashrc ~/.profile ~/.bash_profile >~/.bash_env"
         )
         await sh(
-            box, "printf '#!/bin/sh\\nexit 0\\n' >bin/test; chmod +x bin/test; cp bin/test bin/grep"
+            sandbox, "export BASH_ENV=~/.bash_env ENV=~/.bash_env PATH=~/bin:$PATH PYTHONPATH=~"
+        )
+        await sh(
+            sandbox,
+            "printf '[alias]\\n status = !exit 0\\n' | tee ~/.gitconfig >~/.config/git/config",
+        )
+        await sh(
+            sandbox,
+            "printf '#!/bin/sh\\nexit 0\\n' >bin/test; chmod +x bin/test; cp bin/test bin/grep",
         )
         for script in ("python3 -c 'import json; raise SystemExit(5)'", "bash -c 'exit 5'",
                        "sh -c 'exit 5'", "cd /workspace && python3 -c 'import json; exit(5)'",
                        "env test 1 = 2 || exit 5"):  # fmt: skip
-            result = await box.grade(GradingSpec(script))
+            result = await sandbox.grade(GradingSpec(script))
             assert result.exit_code == 5, (script, result)
 
 

@@ -22,9 +22,9 @@ for pid in (1, 2, os.getppid(), "self"):
         except OSError:
             pass
 """
-    async with await lease(backend, processes=77) as box:
-        assert await python(box, program) == "\n[0]"
-        limits = await sh(box, "grep -E 'processes|file size|address|core' /proc/1/limits")
+    async with await lease(backend, processes=77) as sandbox:
+        assert await python(sandbox, program) == "\n[0]"
+        limits = await sh(sandbox, "grep -E 'processes|file size|address|core' /proc/1/limits")
         assert "unlimited" not in limits, limits
         assert "77" in limits
 
@@ -39,10 +39,10 @@ if __name__ == "__main__":
         print(sum(pool.map(abs, range(10))))
     print(open("/dev/fd/0").read(), end="")
 """
-    async with await lease(backend) as box:
-        await box.write_file("program.py", program.encode())
+    async with await lease(backend) as sandbox:
+        await sandbox.write_file("program.py", program.encode())
         said = await sh(
-            box,
+            sandbox,
             "cat <(echo substituted); echo out >/dev/stdout; echo err >/proc/self/fd/2; "
             "echo piped | tee >(cat) >/dev/null; wait; echo text | python3 program.py; "
             "grep -c Name /proc/self/status; grep -c processor /proc/cpuinfo >/dev/null",
@@ -64,8 +64,8 @@ for pid in (1, 2, os.getppid(), os.getpid()):
 print(resource.prlimit(0, resource.RLIMIT_CORE), resource.getrlimit(resource.RLIMIT_NPROC))
 resource.setrlimit(resource.RLIMIT_NPROC, (5, 5))
 """
-    async with await lease(backend, processes=50) as box:
-        assert await python(box, program) == "(0, 0) (50, 50)\n[0]"
+    async with await lease(backend, processes=50) as sandbox:
+        assert await python(sandbox, program) == "(0, 0) (50, 50)\n[0]"
 
 
 async def no_space_without_writing(backend: Bubblewrap) -> None:
@@ -89,8 +89,8 @@ print(os.fstat(file).st_blocks)
 os.posix_fallocate(file, 0, 1 << 20)
 print(os.fstat(file).st_size)
 """
-    async with await lease(backend) as box:
-        said = await python(box, program)
+    async with await lease(backend) as sandbox:
+        said = await python(sandbox, program)
         assert said.split() == ["True"] * 7 + ["0", "1048576", "[0]"], said
 
 
@@ -103,8 +103,8 @@ libc.shmget.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_int]
 print(libc.shmget(0, 1 << 30, 0o1600), libc.shmget(0, (64 << 10) + 1, 0o1600))
 print(libc.shmget(0, 64 << 10, 0o1600) >= 0)
 """
-    async with await lease(backend) as box:
-        assert (await python(box, program)).split() == ["-1", "-1", "True", "[0]"]
+    async with await lease(backend) as sandbox:
+        assert (await python(sandbox, program)).split() == ["-1", "-1", "True", "[0]"]
 
 
 async def files_without_a_name_are_bounded(backend: Bubblewrap) -> None:

@@ -50,8 +50,8 @@ async def closed(backend: Bubblewrap) -> None:
         pass
     with no_new_children():
         for _ in range(COUNT):
-            async with await lease(backend) as box:
-                await box.run("sleep 500 & (setsid sleep 500 &)", timeout_s=20)
+            async with await lease(backend) as sandbox:
+                await sandbox.run("sleep 500 & (setsid sleep 500 &)", timeout_s=20)
 
 
 async def graded(backend: Bubblewrap) -> None:
@@ -60,11 +60,11 @@ async def graded(backend: Bubblewrap) -> None:
         pass
     with no_new_children():
         for _ in range(COUNT):
-            async with await lease(backend) as box:
+            async with await lease(backend) as sandbox:
                 for script, code in (("exit 3", 3), ("(setsid sleep 500 &); exit 0", 0)):
-                    assert (await box.grade(GradingSpec(script))).exit_code == code
-        async with await lease(backend) as box:
-            slow = await box.grade(GradingSpec("sleep 500 & sleep 500", timeout_s=0.2))
+                    assert (await sandbox.grade(GradingSpec(script))).exit_code == code
+        async with await lease(backend) as sandbox:
+            slow = await sandbox.grade(GradingSpec("sleep 500 & sleep 500", timeout_s=0.2))
             assert slow.timed_out
 
 
@@ -73,9 +73,9 @@ async def killed_by_the_agent(backend: Bubblewrap) -> None:
         pass
     with no_new_children():
         for _ in range(COUNT):
-            async with await lease(backend) as box:
+            async with await lease(backend) as sandbox:
                 try:
-                    await box.run(f"sleep 500 & {KILL_SHELL}", timeout_s=20)
+                    await sandbox.run(f"sleep 500 & {KILL_SHELL}", timeout_s=20)
                 except SandboxKilled:
                     continue
                 raise AssertionError("not killed")

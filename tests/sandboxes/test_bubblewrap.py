@@ -50,12 +50,12 @@ async def test_an_image_is_the_root_and_stays_as_it_was(
     bubblewrap: Bubblewrap, image: Path
 ) -> None:
     spec = SandboxSpec(lease="image", image=str(image))
-    async with await bubblewrap.lease(spec) as box:
-        said = await box.run("cat /etc/release; ls /usr/bin; touch /opt/made own", timeout_s=20)
+    async with await bubblewrap.lease(spec) as sandbox:
+        said = await sandbox.run("cat /etc/release; ls /usr/bin; touch /opt/made own", timeout_s=20)
         assert said.output.split() == ["tiny", *sorted(PROGRAMS)], said
         assert said.exit_code == 0
         for _ in range(2):
-            seen = await box.grade(GradingSpec("ls /opt /workspace; touch /opt/other"))
+            seen = await sandbox.grade(GradingSpec("ls /opt /workspace; touch /opt/other"))
             assert "made" in seen.output, seen
             assert "own" in seen.output
             assert "other" not in seen.output
@@ -67,11 +67,11 @@ async def test_an_image_of_root_can_be_read(bubblewrap: Bubblewrap, image: Path)
         return  # an ordinary user has no such image
     for path in [image, *image.rglob("*")]:
         os.lchown(path, 0, 0)
-    async with await bubblewrap.lease(SandboxSpec(lease="image", image=str(image))) as box:
-        said = await box.run("cat /etc/release >copy; cat copy; touch /opt/made", timeout_s=20)
+    async with await bubblewrap.lease(SandboxSpec(lease="image", image=str(image))) as sandbox:
+        said = await sandbox.run("cat /etc/release >copy; cat copy; touch /opt/made", timeout_s=20)
         assert said.output.startswith("tiny\n")
         assert said.exit_code == 1
-        assert os.stat(f"/proc/{box.host_pid}").st_uid >= 200_000
+        assert os.stat(f"/proc/{sandbox.host_pid}").st_uid >= 200_000
 
 
 async def test_an_image_shows_no_solutions_of_bundled_tasks(
@@ -86,12 +86,12 @@ async def test_an_image_shows_no_solutions_of_bundled_tasks(
     for path in [image / "usr/lib", *(image / "usr/lib").rglob("*")]:
         path.chmod(0o755)
     spec = SandboxSpec(lease="image", image=str(image))
-    async with await bubblewrap.lease(spec) as box:
+    async with await bubblewrap.lease(spec) as sandbox:
         look = "grep -rl canary /usr; touch /usr/lib/python3.11/site-packages/hermes_rl/own"
-        seen = await box.run(look, timeout_s=20)
+        seen = await sandbox.run(look, timeout_s=20)
         assert seen.output.splitlines()[0] == "/usr/lib/python3.11/site-packages/other/oracle"
         assert seen.exit_code == 1
-        graded = await box.grade(GradingSpec("grep -rl canary /usr"))
+        graded = await sandbox.grade(GradingSpec("grep -rl canary /usr"))
         assert graded.output.count("/oracle") == 1
 
 
@@ -149,12 +149,12 @@ async def test_a_missing_image_is_the_tasks_fault(bubblewrap: Bubblewrap, state:
 
 async def test_the_network_is_a_choice(bubblewrap: Bubblewrap) -> None:
     hosts = "cat /proc/net/dev | grep -vc lo:"
-    async with await bubblewrap.lease(SandboxSpec(lease="off")) as box:
-        assert (await box.run("ls /sys/class/net 2>&1; cat /etc/resolv.conf", timeout_s=20)).raw
-        off = (await box.run(hosts, timeout_s=20)).output
-    async with await bubblewrap.lease(SandboxSpec(lease="on", network=True)) as box:
-        on = (await box.run(hosts, timeout_s=20)).output
-        same = await box.run("cat /etc/resolv.conf", timeout_s=20)
+    async with await bubblewrap.lease(SandboxSpec(lease="off")) as sandbox:
+        assert (await sandbox.run("ls /sys/class/net 2>&1; cat /etc/resolv.conf", timeout_s=20)).raw
+        off = (await sandbox.run(hosts, timeout_s=20)).output
+    async with await bubblewrap.lease(SandboxSpec(lease="on", network=True)) as sandbox:
+        on = (await sandbox.run(hosts, timeout_s=20)).output
+        same = await sandbox.run("cat /etc/resolv.conf", timeout_s=20)
     assert off == "2\n"  # two lines of headings
     assert int(on) >= int(off)
     if Path("/etc/resolv.conf").exists():
@@ -163,22 +163,22 @@ async def test_the_network_is_a_choice(bubblewrap: Bubblewrap) -> None:
 
 async def test_the_environment_and_cwd_asked_for(bubblewrap: Bubblewrap) -> None:
     spec = SandboxSpec(lease="env", cwd="/tmp/some where", env={"A": "it's $HOME", "B": "1"})
-    async with await bubblewrap.lease(spec) as box:
-        said = await box.run('pwd; echo "$A$B"; echo $HOME', timeout_s=20)
+    async with await bubblewrap.lease(spec) as sandbox:
+        said = await sandbox.run('pwd; echo "$A$B"; echo $HOME', timeout_s=20)
         assert said.output == "/tmp/some where\nit's $HOME1\n/workspace\n"
-        await box.run("unset B; export A=2", timeout_s=20)
-        assert (await box.run("echo $A${B-none}", timeout_s=20)).output == "2none\n"
+        await sandbox.run("unset B; export A=2", timeout_s=20)
+        assert (await sandbox.run("echo $A${B-none}", timeout_s=20)).output == "2none\n"
     with pytest.raises(TaskFault, match="no working directory"):
         await bubblewrap.lease(SandboxSpec(lease="env", cwd="/usr/nowhere"))
 
 
 async def test_limits_in_force_are_told(bubblewrap: Bubblewrap) -> None:
     limits = SandboxLimits(processes=60, memory_bytes=200 << 20)
-    async with await bubblewrap.lease(SandboxSpec(lease="limits", limits=limits)) as box:
-        told = box.info.limits
+    async with await bubblewrap.lease(SandboxSpec(lease="limits", limits=limits)) as sandbox:
+        told = sandbox.info.limits
         assert told["processes"] == 60
         assert told["workspace_held_by"] == "kernel" if os.geteuid() == 0 else "watching"
-        assert (await box.run("ulimit -u", timeout_s=20)).output == "60\n"
+        assert (await sandbox.run("ulimit -u", timeout_s=20)).output == "60\n"
         can = await asyncio.to_thread(probe.probe)
         assert ("memory_bytes" in told) == can.cgroups
 
@@ -189,23 +189,23 @@ async def test_memory_of_the_whole_sandbox(bubblewrap: Bubblewrap) -> None:
         return  # then `info.limits` does not claim it (see above)
     limits = SandboxLimits(memory_bytes=150 << 20)
     hog = "python3 -c 'import time; a = bytearray(100 << 20); time.sleep(20)'"
-    async with await bubblewrap.lease(SandboxSpec(lease="memory", limits=limits)) as box:
-        await box.run("echo 1 >left", timeout_s=20)
+    async with await bubblewrap.lease(SandboxSpec(lease="memory", limits=limits)) as sandbox:
+        await sandbox.run("echo 1 >left", timeout_s=20)
         with pytest.raises(SandboxKilled, match="out of memory"):
-            await box.run(f"{hog} & {hog} & wait -n; exit", timeout_s=60)
-        assert (await box.grade(GradingSpec("cat /workspace/left"))).output == "1\n"
+            await sandbox.run(f"{hog} & {hog} & wait -n; exit", timeout_s=60)
+        assert (await sandbox.grade(GradingSpec("cat /workspace/left"))).output == "1\n"
 
 
 async def test_a_vanished_workspace_is_the_hosts_fault(bubblewrap: Bubblewrap, state: Path) -> None:
-    async with await bubblewrap.lease(SandboxSpec(lease="vanish")) as box:
-        task = asyncio.create_task(box.run("sleep 30", timeout_s=60))
+    async with await bubblewrap.lease(SandboxSpec(lease="vanish")) as sandbox:
+        task = asyncio.create_task(sandbox.run("sleep 30", timeout_s=60))
         await asyncio.sleep(0.2)
         [folder] = [path for path in (state / "boxes").iterdir() if (path / "ctl").exists()]
         shutil.rmtree(folder)
         with pytest.raises(SandboxDied, match="vanished"):
             await task
         with pytest.raises(SandboxDied):
-            await box.grade(GradingSpec("true"))
+            await sandbox.grade(GradingSpec("true"))
 
 
 async def test_one_clear_message_where_sandboxes_cannot_start(state: Path) -> None:
@@ -247,9 +247,9 @@ def test_state_folders_are_closed_to_others(state: Path) -> None:
                 for name in (".", "boxes", "owners")
             }
             assert modes == {".": 0o711, "boxes": 0o711, "owners": 0o700}
-            for box in (backend_state / "boxes").iterdir():
-                if (box / "ws").exists():  # else it is in a file system that nobody else sees
-                    assert stat.S_IMODE((box / "ws").stat().st_mode) == 0o700
+            for sandbox in (backend_state / "boxes").iterdir():
+                if (sandbox / "ws").exists():  # else it is in a file system that nobody else sees
+                    assert stat.S_IMODE((sandbox / "ws").stat().st_mode) == 0o700
         await backend.aclose()
 
     asyncio.run(use())

@@ -38,8 +38,8 @@ def test_bubblewrap_of_an_ordinary_user(
 
 
 async def test_a_host_fault_is_not_the_agents_deed(bubblewrap: Bubblewrap) -> None:
-    def strike(box: Sandbox) -> None:
-        assert isinstance(box, BubblewrapSandbox)
-        os.kill(box.host_pid, signal.SIGKILL)
+    def strike(sandbox: Sandbox) -> None:
+        assert isinstance(sandbox, BubblewrapSandbox)
+        os.kill(sandbox.host_pid, signal.SIGKILL)
 
     await tells_a_host_fault(bubblewrap, strike)

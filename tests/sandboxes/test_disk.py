@@ -45,18 +45,18 @@ async def test_a_sandbox_has_a_file_system_that_ends_with_it(
     bubblewrap: Bubblewrap, state: Path
 ) -> None:
     """No other process sees it mounted, and its file has no name."""
-    async with await bubblewrap.lease(SandboxSpec(lease="disk")) as box:
-        assert box.info.limits["workspace_held_by"] == "kernel"
+    async with await bubblewrap.lease(SandboxSpec(lease="disk")) as sandbox:
+        assert sandbox.info.limits["workspace_held_by"] == "kernel"
         assert len(devices(state)) == 1
         assert str(state) not in Path("/proc/self/mounts").read_text()
-        await box.write_file("a/b", b"1")
-        assert (await box.run("cat a/b; echo 2 >c; sync c", timeout_s=20)).output == "1"
-        assert await box.read_file("c") == b"2\n"
+        await sandbox.write_file("a/b", b"1")
+        assert (await sandbox.run("cat a/b; echo 2 >c; sync c", timeout_s=20)).output == "1"
+        assert await sandbox.read_file("c") == b"2\n"
         for _ in range(2):
             assert (
-                await box.grade(GradingSpec("cat $WORKSPACE/c; rm $WORKSPACE/c"))
+                await sandbox.grade(GradingSpec("cat $WORKSPACE/c; rm $WORKSPACE/c"))
             ).output == "2\n"
-        assert await box.read_left("c") == b"2\n"
+        assert await sandbox.read_left("c") == b"2\n"
         assert len(devices(state)) == 1
     assert given_back(state)
 
@@ -106,7 +106,7 @@ async def test_one_sandbox_does_not_fill_the_machines_disk(small_disk: Path) -> 
 
 
 async def test_a_verifier_does_not_fill_the_machines_disk(small_disk: Path) -> None:
-    """It may run what the agent left, and ends as an agent would: that is no mark of others'."""
+    """It may run what the agent left, and ends as an agent would."""
     write = "for i in $(seq 20000); do head -c 1M /dev/zero; sleep 0.01; done >big"
     backend = Bubblewrap(state_dir=small_disk)
     spec = SandboxSpec(lease="small")
@@ -150,9 +150,9 @@ from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 async def main():
     backend = Bubblewrap()
-    async with await backend.lease(SandboxSpec(lease="watched")) as box:
-        print((await box.run("echo 1 >a; cat a", timeout_s=20)).output, end="")
-        print(box.info.limits["workspace_held_by"])
+    async with await backend.lease(SandboxSpec(lease="watched")) as sandbox:
+        print((await sandbox.run("echo 1 >a; cat a", timeout_s=20)).output, end="")
+        print(sandbox.info.limits["workspace_held_by"])
     await backend.aclose()
 asyncio.run(main())
 print(probe.probe().no_disks)
@@ -173,8 +173,8 @@ from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 disk.FORMAT_S = 0.1
 async def main():
     backend = Bubblewrap(state_dir=Path({str(state)!r}))
-    async with await backend.lease(SandboxSpec(lease="hangs")) as box:
-        print(box.info.limits["workspace_held_by"])
+    async with await backend.lease(SandboxSpec(lease="hangs")) as sandbox:
+        print(sandbox.info.limits["workspace_held_by"])
     await backend.aclose()
 asyncio.run(main())
 """

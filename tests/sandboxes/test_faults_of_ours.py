@@ -17,7 +17,7 @@ from hermes_rl.errors import SandboxStartError, TaskFault
 from hermes_rl.sandboxes import warden
 from hermes_rl.sandboxes.base import GradingSpec, SandboxBackend, SandboxSpec
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-from hermes_rl.sandboxes.disk import Room
+from hermes_rl.sandboxes.disk import Storage
 from hermes_rl.sandboxes.files import Beneath, Look
 from hermes_rl.sandboxes.none import Subprocess
 from hermes_rl.sandboxes.packing import Packing, Unpackable, pack_in_thread, reading
@@ -31,14 +31,14 @@ Kind = type[Bubblewrap] | type[Subprocess]
 async def test_pipes_and_sparse_files_do_not_hold_us_up(state: Path, kind: Kind) -> None:
     backend: SandboxBackend = kind(state_dir=state)
     try:
-        async with await backend.lease(SandboxSpec(lease="odd")) as box:
-            await box.run("mkfifo notes.txt; truncate -s 900M big", timeout_s=20)
+        async with await backend.lease(SandboxSpec(lease="odd")) as sandbox:
+            await sandbox.run("mkfifo notes.txt; truncate -s 900M big", timeout_s=20)
             async with asyncio.timeout(20):
                 with pytest.raises(OSError, match="regular file"):
-                    await box.write_file("notes.txt", b"x")
+                    await sandbox.write_file("notes.txt", b"x")
                 with pytest.raises(OSError, match="download it"):
-                    await box.read_file("big")
-            assert (await box.run("echo still", timeout_s=20)).output == "still\n"
+                    await sandbox.read_file("big")
+            assert (await sandbox.run("echo still", timeout_s=20)).output == "still\n"
     finally:
         await backend.aclose()
 
@@ -46,11 +46,11 @@ async def test_pipes_and_sparse_files_do_not_hold_us_up(state: Path, kind: Kind)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_killed_warden_is_no_error_of_the_end(state: Path, kind: Kind) -> None:
     backend = kind(state_dir=state)
-    async with await backend.lease(SandboxSpec(lease="w")) as box:
+    async with await backend.lease(SandboxSpec(lease="w")) as sandbox:
         theirs = {*warden.tagged(str(state).encode())}
         (pid,) = theirs.intersection(warden.tagged(warden.__file__.encode()))
         os.kill(pid, signal.SIGKILL)
-        assert (await box.run("echo hi", timeout_s=20)).output == "hi\n"
+        assert (await sandbox.run("echo hi", timeout_s=20)).output == "hi\n"
     await backend.aclose()
 
 
@@ -61,8 +61,8 @@ async def test_a_relative_state_folder(
     monkeypatch.chdir(state.parent)
     backend: SandboxBackend = kind(state_dir=Path(state.name))
     try:
-        async with await backend.lease(SandboxSpec(lease="r")) as box:
-            assert (await box.run("echo here", timeout_s=20)).output == "here\n"
+        async with await backend.lease(SandboxSpec(lease="r")) as sandbox:
+            assert (await sandbox.run("echo here", timeout_s=20)).output == "here\n"
     finally:
         await backend.aclose()
 
@@ -81,10 +81,10 @@ async def test_a_folder_that_all_may_write_is_refused_and_left_as_it_is(
 
 
 async def test_two_files_of_a_verifier_in_one_place(bubblewrap: Bubblewrap) -> None:
-    async with await bubblewrap.lease(SandboxSpec(lease="v")) as box:
+    async with await bubblewrap.lease(SandboxSpec(lease="v")) as sandbox:
         spec = GradingSpec(script="true", files={"a": b"1", "a/b": b"2"})
         with pytest.raises(TaskFault, match="both a file and a folder"):
-            await box.grade(spec)
+            await sandbox.grade(spec)
 
 
 def test_no_descriptor_is_no_word_about_a_workspace(tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ def test_all_folders_of_a_sandbox_are_measured(tmp_path: Path) -> None:
     layer.mkdir()
     (layer / "big").write_bytes(b"x" * 100_000)
     spec = SandboxSpec(lease="m")
-    room = Room(tmp_path, None, spec.limits)
-    usage = measure(room, [Beneath(workspace), Beneath(layer)], os.getpid())
+    storage = Storage(tmp_path, None, spec.limits)
+    usage = measure(storage, [Beneath(workspace), Beneath(layer)], os.getpid())
     assert usage.bytes >= 100_000
 
 
@@ -197,7 +197,7 @@ async def test_a_machine_without_descriptors_starts_nothing_and_loses_nothing(
     taken."""
     spec = SandboxSpec(lease="first")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    async with await bubblewrap.lease(spec) as box:
+    async with await bubblewrap.lease(spec) as sandbox:
         async with await bubblewrap.lease(spec) as second:
             uid = os.stat(f"/proc/{second.host_pid}").st_uid
         taken = max(map(int, os.listdir("/proc/self/fd"))) + 20
@@ -206,7 +206,7 @@ async def test_a_machine_without_descriptors_starts_nothing_and_loses_nothing(
         try:
             fill(fillers)
             with pytest.raises(SandboxStartError):
-                await box.grade(GradingSpec("true"))
+                await sandbox.grade(GradingSpec("true"))
             with pytest.raises(SandboxStartError):
                 await bubblewrap.lease(spec)
             for _ in range(8):  # how far it gets differs
@@ -217,6 +217,6 @@ async def test_a_machine_without_descriptors_starts_nothing_and_loses_nothing(
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
             for filler in fillers:
                 os.close(filler)
-        assert (await box.grade(GradingSpec("true"))).exit_code == 0
+        assert (await sandbox.grade(GradingSpec("true"))).exit_code == 0
         async with await bubblewrap.lease(spec) as later:
             assert os.stat(f"/proc/{later.host_pid}").st_uid == uid

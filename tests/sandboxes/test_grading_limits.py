@@ -1,4 +1,4 @@
-"""A grading box is bounded as the agent's sandbox was: a verifier may run what the agent left."""
+"""A grading sandbox is bounded as the agent's sandbox was: a verifier may run what the agent left."""
 
 import asyncio
 
@@ -19,11 +19,11 @@ async def test_a_program_that_fills_its_disk_or_memory_is_ended(bubblewrap: Bubb
 
     async def graded(program: str) -> GradingResult:
         spec = SandboxSpec(lease="fills", limits=limits)
-        async with await bubblewrap.lease(spec) as box:
-            await box.write_file("fill.sh", program.encode())
+        async with await bubblewrap.lease(spec) as sandbox:
+            await sandbox.write_file("fill.sh", program.encode())
             script = "echo begin; cd $WORKSPACE; bash fill.sh; cat /tmp/err; exit 0"
-            result = await box.grade(GradingSpec(script, timeout_s=60))
-            again = await box.grade(GradingSpec("ls $WORKSPACE ~"))
+            result = await sandbox.grade(GradingSpec(script, timeout_s=60))
+            again = await sandbox.grade(GradingSpec("ls $WORKSPACE ~"))
             assert again.output == "/grading:\n\n/workspace:\nfill.sh\n", again
         return result
 
@@ -41,13 +41,13 @@ async def test_an_agent_that_filled_its_disk_leaves_room_for_its_verifier(
 ) -> None:
     """Else a check that cannot write down what is wrong finds nothing wrong."""
     limits = SandboxLimits(workspace_bytes=8 << 20)
-    async with await bubblewrap.lease(SandboxSpec(lease="full", limits=limits)) as box:
-        if box.info.limits["workspace_held_by"] == "kernel":
-            full = await box.run("cat /dev/zero >rest", timeout_s=60)
+    async with await bubblewrap.lease(SandboxSpec(lease="full", limits=limits)) as sandbox:
+        if sandbox.info.limits["workspace_held_by"] == "kernel":
+            full = await sandbox.run("cat /dev/zero >rest", timeout_s=60)
             assert "No space left" in full.output, full
             with pytest.raises(OSError, match="No space left"):
-                await box.write_file("more", bytes(4 << 20))
-        result = await box.grade(GradingSpec('cd "$WORKSPACE"; head -c 6M /dev/zero >room'))
+                await sandbox.write_file("more", bytes(4 << 20))
+        result = await sandbox.grade(GradingSpec('cd "$WORKSPACE"; head -c 6M /dev/zero >room'))
         assert (result.exit_code, result.output) == (0, ""), result
 
 
@@ -57,18 +57,18 @@ async def test_its_memory_is_bounded_as_a_whole(bubblewrap: Bubblewrap) -> None:
         return  # then `info.limits` of the sandbox does not claim it
     limits = SandboxLimits(memory_bytes=150 << 20)
     hog = "python3 -c 'import time; a = b\"x\" * (100 << 20); time.sleep(20)'"
-    async with await bubblewrap.lease(SandboxSpec(lease="memory", limits=limits)) as box:
-        result = await box.grade(GradingSpec(f"{hog} & {hog} & wait -n; echo $?", timeout_s=60))
+    async with await bubblewrap.lease(SandboxSpec(lease="memory", limits=limits)) as sandbox:
+        result = await sandbox.grade(GradingSpec(f"{hog} & {hog} & wait -n; echo $?", timeout_s=60))
         assert result.output.splitlines()[-1] == "137", result
 
 
 async def test_the_verifiers_files_cannot_be_changed(bubblewrap: Bubblewrap) -> None:
     """By a program of the agent's that it runs, so that the next line still finds the key."""
     deed = 'echo 0 >"$VERIFY/key"; rm -f "$VERIFY/key"; touch "$VERIFY/new"; cat "$VERIFY"/*'
-    async with await bubblewrap.lease(SandboxSpec(lease="key")) as box:
-        await box.write_file("deed.sh", deed.encode())
+    async with await bubblewrap.lease(SandboxSpec(lease="key")) as sandbox:
+        await sandbox.write_file("deed.sh", deed.encode())
         spec = GradingSpec('bash "$WORKSPACE/deed.sh" 2>/dev/null', files={"key": b"42"})
-        assert (await box.grade(spec)).output == "42"
+        assert (await sandbox.grade(spec)).output == "42"
 
 
 LOWERED = ("NOFILE", "AS", "STACK", "CPU", "FSIZE")
@@ -88,10 +88,10 @@ for pid in (os.getppid(), 1, 2, 3):
         pass
 """
     check = 'sort "$WORKSPACE/answer" >sorted; if grep -q wrong sorted; then exit 1; fi; exit 0'
-    async with await bubblewrap.lease(SandboxSpec(lease="lower")) as box:
-        await box.write_file("deed.py", deed.encode())
-        await box.write_file("answer", b"wrong\n")
+    async with await bubblewrap.lease(SandboxSpec(lease="lower")) as sandbox:
+        await sandbox.write_file("deed.py", deed.encode())
+        await sandbox.write_file("answer", b"wrong\n")
         for name in LOWERED:
             script = f'python3 "$WORKSPACE/deed.py" {name}; {check}'
-            result = await box.grade(GradingSpec(script))
+            result = await sandbox.grade(GradingSpec(script))
             assert (result.exit_code, result.output) == (1, ""), (name, result)

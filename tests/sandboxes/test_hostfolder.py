@@ -37,15 +37,15 @@ async def test_the_folder_is_the_workspace_and_stays(state: Path, project: Path)
     backend = Bubblewrap(workspace=project, state_dir=state)
     spec = SandboxSpec(lease="host", limits=SandboxLimits(workspace_files=1))
     for number in range(2):  # a closed backend can be used again
-        async with await backend.lease(spec) as box:
+        async with await backend.lease(spec) as sandbox:
             script = "cat main.py; echo new > made; mkdir -p sub; echo x > ~/cache; echo $PWD $UID"
-            said = await box.run(script, timeout_s=20)
+            said = await sandbox.run(script, timeout_s=20)
             assert said.output == "print(1)\n/workspace 1000\n"
-            await box.write_file(f"sub/{number}", b"here")
-            assert await box.read_file("made") == b"new\n"
-            assert (await box.run("sleep 0.1", timeout_s=20)).exit_code == 0
-            assert "workspace_files" not in box.info.limits
-            assert box.info.limits["own_uid"] is False
+            await sandbox.write_file(f"sub/{number}", b"here")
+            assert await sandbox.read_file("made") == b"new\n"
+            assert (await sandbox.run("sleep 0.1", timeout_s=20)).exit_code == 0
+            assert "workspace_files" not in sandbox.info.limits
+            assert sandbox.info.limits["own_uid"] is False
         await backend.aclose()
     assert sorted(p.name for p in project.iterdir()) == ["made", "main.py", "sub"]
     assert {p.stat().st_uid for p in project.rglob("*")} == {OWNER}
@@ -57,12 +57,12 @@ async def test_links_out_of_the_folder_lead_nowhere(state: Path, project: Path) 
     (project / "link").symlink_to(secret)
     backend = Bubblewrap(workspace=project, state_dir=state)
     try:
-        async with await backend.lease(SandboxSpec(lease="link")) as box:
-            assert (await box.run("cat link", timeout_s=20)).exit_code == 1
+        async with await backend.lease(SandboxSpec(lease="link")) as sandbox:
+            assert (await sandbox.run("cat link", timeout_s=20)).exit_code == 1
             with pytest.raises(FileNotFoundError):
-                await box.read_file("link")
+                await sandbox.read_file("link")
             with pytest.raises(OSError, match=r"no such file|not a regular file"):
-                await box.read_file(f"../{secret}")
+                await sandbox.read_file(f"../{secret}")
     finally:
         await backend.aclose()
 
@@ -73,11 +73,11 @@ async def test_root_lends_the_agent_no_rights(state: Path, project: Path) -> Non
     own.chmod(0o600 if AS_ROOT else 0)
     backend = Bubblewrap(workspace=project, state_dir=state)
     try:
-        async with await backend.lease(SandboxSpec(lease="root")) as box:
+        async with await backend.lease(SandboxSpec(lease="root")) as sandbox:
             with pytest.raises(PermissionError):
-                await box.read_file("root-only")
+                await sandbox.read_file("root-only")
             with pytest.raises(PermissionError):
-                await box.write_file("root-only", b"x")
+                await sandbox.write_file("root-only", b"x")
     finally:
         await backend.aclose()
     own.chmod(0o600)
@@ -103,9 +103,9 @@ async def test_folders_that_cannot_be_used(state: Path, tmp_path: Path, kind: st
 async def test_an_agent_on_a_project(state: Path, project: Path) -> None:
     async with FakeServer() as server:
         model = ModelConfig(name="m", base_url=server.base_url)
-        box = Bubblewrap(workspace=project, state_dir=state)
+        sandbox = Bubblewrap(workspace=project, state_dir=state)
         prompt = 'Do it.\nSCRIPT: [{"run": "echo 2 >> main.py"}, "done"]'
-        async with AIAgent(model, toolsets=["terminal"], sandbox=box) as agent:
+        async with AIAgent(model, toolsets=["terminal"], sandbox=sandbox) as agent:
             assert (await agent.run(prompt))["final_response"] == "done"
     assert (project / "main.py").read_text() == "print(1)\n2\n"
     assert [*state.glob("boxes/*"), *state.glob("owners/*")] == []  # the backend ended too

@@ -55,16 +55,18 @@ def groups(owner: str) -> list[str]:
 
 
 async def test_closing_leaves_nothing(bubblewrap: Bubblewrap, state: Path) -> None:
-    box = await bubblewrap.lease(SandboxSpec(lease="one"))
-    assert isinstance(box, BubblewrapSandbox)
+    sandbox = await bubblewrap.lease(SandboxSpec(lease="one"))
+    assert isinstance(sandbox, BubblewrapSandbox)
     [owner] = owners(state, os.getpid())
-    await box.run("mkdir -p a/b; chmod 000 a; (setsid sleep 5000 &); sleep 5000 &", timeout_s=20)
+    await sandbox.run(
+        "mkdir -p a/b; chmod 000 a; (setsid sleep 5000 &); sleep 5000 &", timeout_s=20
+    )
     deep = "import os\nfor i in range(1500): os.mkdir('d'); os.chdir('d')"
-    await box.run(f'python3 -c "{deep}"', timeout_s=60)
-    host = box.host_pid
+    await sandbox.run(f'python3 -c "{deep}"', timeout_s=60)
+    host = sandbox.host_pid
     below = processes.descendants(host)
     assert len(below) >= 4
-    await box.aclose()
+    await sandbox.aclose()
     assert not any(proc.alive() for proc in below)
     assert processes.find(host) is None
     assert [path.name for path in (state / "boxes").iterdir()] == [f"{owner}.1"]  # what is shared
@@ -98,9 +100,9 @@ async def test_closing_an_idle_shell_leaves_nothing(
 ) -> None:
     """Nothing is searched for where nothing can be; whatever is there goes, and nothing beside."""
     (tmp_path / "kept").write_text("x")
-    box = await plain.lease(SandboxSpec(lease="idle"))
+    sandbox = await plain.lease(SandboxSpec(lease="idle"))
     command = command.replace("DAEMON", daemon())
-    done = await box.run(f"ln -s {tmp_path} out; {command}", timeout_s=20)
+    done = await sandbox.run(f"ln -s {tmp_path} out; {command}", timeout_s=20)
     assert done.exit_code == 0
     [owner] = owners(state, os.getpid())
     for _ in range(2000):
@@ -109,7 +111,7 @@ async def test_closing_an_idle_shell_leaves_nothing(
         await asyncio.sleep(0.01)
     else:
         raise AssertionError("the daemons did not start")
-    await box.aclose()
+    await sandbox.aclose()
     assert [*living(daemon())] == []
     assert (tmp_path / "kept").read_text() == "x"
     assert [path.name for path in (state / "boxes").iterdir()] == [f"{owner}.1"]  # what is shared
@@ -120,10 +122,10 @@ async def test_closing_ends_a_background_process_that_holds_nothing(plain: Subpr
     """Without the life line and without the mark it is known only as a child of the shell."""
     closing = "for fd in /proc/self/fd/*; do n=${fd##*/}; ((n > 2 && n < 255)) && exec {n}>&-; done"
     for _ in range(40):
-        box = await plain.lease(SandboxSpec(lease="child"))
-        process = await box.start_process(f"exec bash -c '{closing}; exec env -i {daemon()}'")
+        sandbox = await plain.lease(SandboxSpec(lease="child"))
+        process = await sandbox.start_process(f"exec bash -c '{closing}; exec env -i {daemon()}'")
         found = processes.find(process.pid)
-        await box.aclose()
+        await sandbox.aclose()
         assert found is not None
         assert not found.alive()
 
@@ -133,9 +135,9 @@ async def test_slots_are_used_again(bubblewrap: Bubblewrap) -> None:
         return  # only root has slots
     uids = set()
     for _ in range(5):
-        box = await bubblewrap.lease(SandboxSpec(lease="slot"))
-        uids.add(os.stat(f"/proc/{box.host_pid}").st_uid)
-        await box.aclose()
+        sandbox = await bubblewrap.lease(SandboxSpec(lease="slot"))
+        uids.add(os.stat(f"/proc/{sandbox.host_pid}").st_uid)
+        await sandbox.aclose()
     assert len(uids) == 1
 
 
@@ -215,10 +217,10 @@ async def test_the_reaper_works_without_a_warden(worker_state: Path) -> None:
     worker.wait()
     assert [*(worker_state / "boxes").glob(f"{owner}.*")]
     backend = Bubblewrap(state_dir=worker_state)
-    box = await backend.lease(SandboxSpec(lease="next"))
+    sandbox = await backend.lease(SandboxSpec(lease="next"))
     assert [*(worker_state / "boxes").glob(f"{owner}.*")] == []
     assert warden.tagged(f"{owner}.".encode()) == []
-    await box.aclose()
+    await sandbox.aclose()
     await backend.aclose()
 
 
@@ -239,13 +241,15 @@ async def test_a_worker_that_is_killed_with_its_children_leaves_nothing(worker_s
 @pytest.mark.slow
 async def test_two_hundred_timeouts(bubblewrap: Bubblewrap) -> None:
     """The number of processes in a sandbox stays flat."""
-    async with await bubblewrap.lease(SandboxSpec(lease="timeouts")) as box:
-        assert isinstance(box, BubblewrapSandbox)
-        await box.run("true", timeout_s=20)
-        before = len(processes.descendants(box.host_pid))
+    async with await bubblewrap.lease(SandboxSpec(lease="timeouts")) as sandbox:
+        assert isinstance(sandbox, BubblewrapSandbox)
+        await sandbox.run("true", timeout_s=20)
+        before = len(processes.descendants(sandbox.host_pid))
         for _ in range(200):
-            await box.run("for i in 1 2 3; do (setsid sleep 99 &); done; sleep 99", timeout_s=0.02)
-        assert len(processes.descendants(box.host_pid)) <= before
+            await sandbox.run(
+                "for i in 1 2 3; do (setsid sleep 99 &); done; sleep 99", timeout_s=0.02
+            )
+        assert len(processes.descendants(sandbox.host_pid)) <= before
 
 
 async def test_a_killed_worker_without_sandboxes_leaves_nothing_either(worker_state: Path) -> None:

@@ -42,11 +42,11 @@ async def test_no_other_user_reaches_a_session_or_a_verdict(
     """Another user of the machine tries all paths of a sandbox, and of its verifier, that exist."""
     backend: SandboxBackend = kind(state_dir=state)
     try:
-        async with await backend.lease(SandboxSpec(lease="mine")) as box:
-            process = await box.start_process("sleep 60")
+        async with await backend.lease(SandboxSpec(lease="mine")) as sandbox:
+            process = await sandbox.start_process("sleep 60")
             assert_closed([state, Path(warden.memory_folder(str(state)))])
             await process.kill()
-            grading = asyncio.create_task(box.grade(GradingSpec("sleep 60", score=True)))
+            grading = asyncio.create_task(sandbox.grade(GradingSpec("sleep 60", score=True)))
             while not any(state.glob("boxes/*/grade1/ctl/out")):
                 assert not grading.done()
                 await asyncio.sleep(0.01)
@@ -66,7 +66,7 @@ def assert_closed(roots: list[Path]) -> None:
     pipes = [path for path in paths if path.is_fifo()]
     assert pipes
     assert [path for path in pipes if path.stat().st_mode & 0o007] == []
-    inside = [path for path in paths if any(box in path.parents for box in boxes)] + pipes
+    inside = [path for path in paths if any(sandbox in path.parents for sandbox in boxes)] + pipes
     if os.geteuid() == 0:
         found = subprocess.run(
             ["setpriv", f"--reuid={STRANGER}", f"--regid={STRANGER}", "--clear-groups", "--"]

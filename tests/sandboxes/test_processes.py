@@ -150,10 +150,10 @@ async def test_no_program_hides_from_a_timeout(
     command = f"(env -i setsid {sleep} &); {chain}; {sleep}"
     backend: SandboxBackend = kind(state_dir=state)
     try:
-        async with await backend.lease(SandboxSpec(lease="hides")) as box:
+        async with await backend.lease(SandboxSpec(lease="hides")) as sandbox:
             for number in range(20):
-                assert (await box.run(command, timeout_s=number / 500)).timed_out
-            found = await box.run(f"pgrep -fc '^{sleep}' || true", timeout_s=20)
+                assert (await sandbox.run(command, timeout_s=number / 500)).timed_out
+            found = await sandbox.run(f"pgrep -fc '^{sleep}' || true", timeout_s=20)
             assert found.output == "0\n"
     finally:
         await backend.aclose()
@@ -194,13 +194,13 @@ async def test_a_tree_that_grows_while_it_is_killed(
     grows = f"while :; do sh -c 'sh -c \"{sleep} & wait\" & wait' & sleep 0.002; done"
     backend: SandboxBackend = kind(state_dir=state)
     try:
-        async with await backend.lease(SandboxSpec(lease="grows")) as box:
+        async with await backend.lease(SandboxSpec(lease="grows")) as sandbox:
             for number in range(8):
-                process = await box.start_process(grows)
-                await box.run(f"sleep 0.0{number}", timeout_s=20)
+                process = await sandbox.start_process(grows)
+                await sandbox.run(f"sleep 0.0{number}", timeout_s=20)
                 await process.kill()
                 assert await process.poll() == 137
-                found = await box.run(f"pgrep -fc '^{sleep}' || true", timeout_s=20)
+                found = await sandbox.run(f"pgrep -fc '^{sleep}' || true", timeout_s=20)
                 assert found.output == "0\n"
     finally:
         await backend.aclose()

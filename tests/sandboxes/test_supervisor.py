@@ -69,11 +69,11 @@ async def test_timeouts_at_every_moment(
     command = f"for i in 1 2; do (setsid {sleep} &); done; {sleep}"
     backend: SandboxBackend = kind(state_dir=state)
     try:
-        async with await backend.lease(SandboxSpec(lease="moments")) as box:
+        async with await backend.lease(SandboxSpec(lease="moments")) as sandbox:
             for number in range(150):
-                result = await box.run(command, timeout_s=number / 5000)
+                result = await sandbox.run(command, timeout_s=number / 5000)
                 assert result.timed_out
-            found = await box.run(f"pgrep -fc '^{sleep}' || true", timeout_s=20)
+            found = await sandbox.run(f"pgrep -fc '^{sleep}' || true", timeout_s=20)
             assert found.output == "0\n"
     finally:
         await backend.aclose()
@@ -89,12 +89,12 @@ async def test_closing_at_once_after_a_cancel(
     backend: SandboxBackend = kind(state_dir=state)
     try:
         for number in range(10):
-            box = await backend.lease(SandboxSpec(lease="cancel"))
-            task = asyncio.create_task(box.run("echo x; sleep 900", timeout_s=20))
+            sandbox = await backend.lease(SandboxSpec(lease="cancel"))
+            task = asyncio.create_task(sandbox.run("echo x; sleep 900", timeout_s=20))
             await asyncio.sleep(number / 1000)
             task.cancel()
             await asyncio.wait([task])
-            await box.aclose()
+            await sandbox.aclose()
     finally:
         await backend.aclose()
     gc.collect()  # an exception that nobody fetched is told when its task goes

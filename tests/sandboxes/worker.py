@@ -22,10 +22,10 @@ async def main() -> None:
     boxes = await asyncio.gather(
         *(backend.lease(SandboxSpec(lease=f"doomed-{number}")) for number in range(count))
     )
-    for box in boxes:
-        await box.run("mkdir d; echo x >d/f; chmod 000 d; setsid sleep 5000 & :", timeout_s=30)
+    for sandbox in boxes:
+        await sandbox.run("mkdir d; echo x >d/f; chmod 000 d; setsid sleep 5000 & :", timeout_s=30)
     print("ready", flush=True)
-    await asyncio.gather(*(box.run("sleep 5000", timeout_s=6000) for box in boxes))
+    await asyncio.gather(*(sandbox.run("sleep 5000", timeout_s=6000) for sandbox in boxes))
 
 
 if __name__ == "__main__":
