@@ -1,20 +1,23 @@
 """A run that an earlier version began goes on, although configurations have other keys by now."""
 
 import json
-from collections.abc import Callable
+import tarfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from batch_runner import run_batch
+import batch_runner.settings
+from batch_runner import arun_batch, run_batch
 from batch_runner.progress import Silent
 from batch_runner.settings import as_config, settle
 from hermes_rl.cli import main
 from hermes_rl.errors import ExitCode, StoreError
 from hermes_rl.store.reader import load_run
 from hermes_rl.store.rundir import Epoch
+from hermes_rl.testing.fake_server import FakeServer
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -102,3 +105,64 @@ def test_keys_of_another_version_are_left_out_of_its_run_yaml(
     assert "3/3 units done" in capsys.readouterr().out
     assert "'run.removed' is no key of this version and is left out" in caplog.text
     assert "removed" not in settings.read_text()
+
+
+RUN_OF_VERSION_1 = Path(__file__).parents[1] / "data" / "run-of-version-1.tar.xz"
+"""A run of version 0.1.0 that was killed twice. Seven units are done and two are given up; two
+more are finished in the journal of epoch 4, two were in flight, one never began. It has groups,
+grades, token-exact segments and kept workspaces."""
+
+
+@pytest.fixture
+def old_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The unpacked run. Prompts and tool schemas are identity: here they are those of its time."""
+    with tarfile.open(RUN_OF_VERSION_1) as archive:
+        archive.extractall(tmp_path, filter="data")
+    monkeypatch.chdir(tmp_path)
+    began = json.loads((tmp_path / "run/epochs/1.json").read_bytes())["identity"]["agent"]
+    texts = {name: began[name] for name in ("tools", "system_prompt", "texts")}
+    identity_of = batch_runner.settings.identity_of
+
+    def identity_then(config: Any) -> dict[str, Any]:
+        identity = identity_of(config)
+        return {**identity, "agent": {**identity["agent"], **texts}}
+
+    monkeypatch.setattr(batch_runner.settings, "identity_of", identity_then)
+    return tmp_path / "run"
+
+
+def final_rows(run: Path) -> dict[str, Mapping[str, Any]]:
+    rows = load_run(run).arrow("trajectories").to_pylist()
+    assert len({row["unit_id"] for row in rows}) == len(rows)
+    return {f"{row['task_id']}#{row['repeat']}": row for row in rows}
+
+
+def test_a_run_of_version_1_is_shown_checked_and_exported(
+    old_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", "run"]) == ExitCode.DONE
+    assert "later-2" in capsys.readouterr().out
+    assert main(["show", "run", "wrong"]) == ExitCode.DONE
+    assert "maybe no" in capsys.readouterr().out
+    assert main(["status", "run"]) == ExitCode.DONE
+    assert main(["check", "run"]) == ExitCode.DONE, capsys.readouterr().out
+    assert main(["export", "run", "--to", "openai", "--out", "openai"]) == ExitCode.DONE
+    assert main(["export", "run", "--to", "verl-rl", "--out", "verl"]) == ExitCode.DONE
+    assert "echo no > out.txt" in (tmp_path / "openai").read_text()
+
+
+async def test_a_run_of_version_1_goes_on_and_keeps_its_rows(
+    old_run: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = final_rows(old_run)
+    config = json.loads(Path("config.yaml").read_text())
+    config["endpoint"] = {"base_url": server.base_url, "tokens": "off"}
+    report = await arun_batch(config, progress=Silent())
+    assert (report.units, report.done, report.given_up, report.open) == (14, 12, 2, 0)
+    after = final_rows(old_run)
+    assert {name: after[name] for name in before} == before
+    new = {name: row["attempt"] for name, row in after.items() if name not in before}
+    assert new == {"long-2#0": 1, "open-0#0": 1, "open-1#0": 0}
+    assert {row["task_id"] for row in load_run(old_run).arrow("segments").to_pylist()} >= {"long-1"}
+    assert main(["check", "run"]) == ExitCode.DONE, capsys.readouterr().out
+    assert main(["env", "regrade", "run"]) in (ExitCode.DONE, ExitCode.GIVEN_UP)
