@@ -10,6 +10,8 @@ from pathlib import Path
 from batch_runner.manifest import read_manifest
 from batch_runner.settings import Settings
 from batch_runner.units import Unit, UnitReader
+from hermes_rl.config import RunConfig
+from hermes_rl.config_rows import is_rows_file
 from hermes_rl.errors import UserError
 from hermes_rl.identity import group_id, unit_seed
 from hermes_rl.ports import WorkItem
@@ -136,6 +138,22 @@ def open_reader(settings: Settings) -> UnitReader:
     else:
         rows = read_rows(dataset.path, columns=dataset.map, limit=dataset.limit)
     return UnitReader(rows, settings.config_hash, dataset.repeats, dataset.path)
+
+
+def with_kept_rows(config: RunConfig, run_dir: RunDir) -> RunConfig:
+    """Keep rows that a program passed in the run directory, where a resume finds them. Blocking.
+
+    Returns the configuration with the path of that copy.
+    Raises: DiskFull.
+    """
+    path = Path(config.dataset.path)
+    if not is_rows_file(config.dataset.path):
+        return config
+    kept = run_dir.path.absolute() / path.name
+    if not kept.exists():
+        run_dir.storage.put(path.name, path.read_bytes())
+    dataset = config.dataset.model_copy(update={"path": str(kept)})
+    return config.model_copy(update={"dataset": dataset})
 
 
 def refuse_other_dataset(settings: Settings, run_dir: RunDir, ledger: Ledger) -> None:

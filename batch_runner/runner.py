@@ -26,7 +26,7 @@ from batch_runner.hosts import Hosts, own_or
 from batch_runner.interrupts import Interrupts, catching, stopping
 from batch_runner.manifest import capabilities, start_meta, write_manifest
 from batch_runner.pilot import Pilot, PilotPlan
-from batch_runner.plan import Plan, PlanRules, open_reader, refuse_other_dataset
+from batch_runner.plan import Plan, PlanRules, open_reader, refuse_other_dataset, with_kept_rows
 from batch_runner.ports import WorkerFactory
 from batch_runner.progress import Progress, View, default_progress
 from batch_runner.report import Report
@@ -103,7 +103,8 @@ async def arun_batch(
         own_or(hosts) as shared,
         await open_run(settings.out, identity, meta, options) as driver,
     ):
-        settings = replace(settings, hosts=shared)
+        kept = await asyncio.to_thread(with_kept_rows, settings.config, driver.run_dir)
+        settings = replace(settings, config=kept, hosts=shared)
         run = _Run(settings, driver, reader, progress or default_progress(), pilot)
         run.manifest["capabilities"] = capabilities(settings.config, probed)
         run.knows_tokens(probed.tokens if probed else None)

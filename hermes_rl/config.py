@@ -77,7 +77,7 @@ class DatasetSection(Section):
 
     path: str
     """A file, a folder, a Hugging Face dataset name, or a bundled name (`smoke`, `terminal_tasks`).
-    A program may give an iterable of rows: they are kept in a file, whose path this is then."""
+    A program may pass an iterable of rows: they are written to a file, whose path this is then."""
     map: dict[str, str] = Field(default_factory=dict)
     """Our column name -> the dataset's."""
     limit: Positive | None = None

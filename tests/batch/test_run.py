@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hermes_rl.cli import status_command
+from hermes_rl.cli import main, status_command
 from hermes_rl.store.reader import load_run
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan
@@ -283,3 +284,45 @@ async def test_a_finished_run_starts_no_worker(tmp_path: Path, server: FakeServe
     assert again.process.returncode == 0
     assert "Ray" not in again.errors
     assert server.requests == before
+
+
+def test_rows_of_a_program_are_kept_in_the_run_directory_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program's own file goes with its process; the run's configuration works again."""
+    program = """
+import sys
+from pathlib import Path
+from batch_runner import run_batch
+from hermes_rl import RunConfig
+
+def rows():
+    yield {"prompt": "one"}
+    yield {"prompt": "two"}
+
+config = RunConfig.model_validate({
+    "dataset": {"path": rows()}, "model": {"name": "noop"}, "sandbox": {"backend": "none"},
+    "run": {"workers": 0, "allow_unsandboxed": True},
+})
+for out in (None, None, "other"):
+    run = config.run.model_copy(update={"out": out})
+    report = run_batch(config.model_copy(update={"run": run}))
+    assert (report.done, report.units) == (2, 2)
+print(config.dataset.path, report.path)
+"""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert not Path(ended.stdout.split()[0]).exists()
+    assert list((tmp_path / "temporary").glob("*rows*")) == []
+    assert not (tmp_path / "home").exists()
+    (run,) = (tmp_path / "runs").iterdir()
+    assert len(list(run.glob("rows-*.jsonl"))) == 1
+    assert len(list((tmp_path / "other").glob("rows-*.jsonl"))) == 1
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--config", f"{run}/run.yaml"]) == 0
+    assert main(["check", str(run)]) == 0
