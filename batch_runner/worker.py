@@ -28,11 +28,11 @@ from hermes_rl.errors import DiskFull, HermesError, StoreError, cause_of
 from hermes_rl.events import AttemptKey, Ended, TokensAdded
 from hermes_rl.models.limits.share import Line, Share
 from hermes_rl.ports import Receipt, WorkItem
-from hermes_rl.record import Trajectory
+from hermes_rl.record import Segment, Trajectory
 from hermes_rl.rollout import Tape, lost_row, run_attempt
 from hermes_rl.store.journal import JournalWriter
 from hermes_rl.store.publisher import Publisher
-from hermes_rl.store.rows import Finished, Segment
+from hermes_rl.store.rows import Finished
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.wiring import Workshop, open_workshop
 

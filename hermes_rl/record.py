@@ -1,16 +1,24 @@
-"""The rows of one attempt: the columns of DESIGN 5.4 and 5.5, in their order.
+"""The rows of one attempt: the columns of `trajectories`, `failures`, `subagents` and `segments`.
 
-`hermes_rl.store.schema` declares the same in Arrow, and a test holds the two together. JSON columns
-are
-JSON text here.
+These structs are the only declaration of the columns. `hermes_rl.store.schema` derives the Arrow
+schemas from their fields, in the same order.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from hermes_rl.events import RewardPart
-from hermes_rl.usage import UsageTotal
+from hermes_rl.usage import Int64, UsageTotal
+
+Float32 = Annotated[float, msgspec.Meta(extra={"arrow": "float32"})]
+Json = Annotated[str, msgspec.Meta(extra={"arrow": "json"})]
+"""JSON text; its column has the Arrow type `arrow.json`."""
+Timestamp = Annotated[int, msgspec.Meta(extra={"arrow": "timestamp"})]
+"""Microseconds since 1970, UTC."""
+_Bytes = bytes  # within `Image` the name means its field
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,19 +49,18 @@ class Call(_Part, frozen=True, kw_only=True):
     agent: str
     model: str
     finish_reason: str | None
-    input_tokens: int | None
-    cache_read_tokens: int | None
-    cache_write_tokens: int | None
-    output_tokens: int | None
-    reasoning_tokens: int | None
+    input_tokens: Int64 | None
+    cache_read_tokens: Int64 | None
+    cache_write_tokens: Int64 | None
+    output_tokens: Int64 | None
+    reasoning_tokens: Int64 | None
     cost_usd: float | None
     latency_s: float | None
     retries: int
     request_id: str | None
     outcome: str
     error: str | None
-    started_at: int
-    """Unix time, microseconds."""
+    started_at: Timestamp
     policy_version: str | None
     usage_raw: str | None
 
@@ -92,23 +99,25 @@ class Context(_Part, frozen=True, kw_only=True):
 class Image(_Part, frozen=True, kw_only=True):
     """An image that messages refer to, in order."""
 
-    bytes: bytes | None
+    bytes: _Bytes | None
     path: str | None
 
 
 class SandboxRecord(_Part, frozen=True, kw_only=True):
-    """The sandbox that was given; `limits` is JSON text of the limits in force."""
+    """The sandbox that was used; `limits` holds the limits in force."""
 
     backend: str
     image: str | None
     digest: str | None
-    limits: str
+    limits: Json
 
 
 class Segment(_Part, frozen=True, kw_only=True):
-    """One branch of a rollout's tokens, as the model saw and said them: the columns of DESIGN 5.5,
-    in order. Lists have one entry per token, but for `finish_reasons`, `call_ids` and
-    `call_starts`: one per call with sampled tokens here."""
+    """One branch of a rollout's tokens, as the model saw and sampled them.
+
+    Lists have one entry per token, but for `finish_reasons`, `call_ids` and `call_starts`: one per
+    call with sampled tokens here.
+    """
 
     trajectory_id: str
     unit_id: str
@@ -134,7 +143,7 @@ class Segment(_Part, frozen=True, kw_only=True):
     trained in one of them."""
     sampled_mask: list[bool]
     """Tokens that the model sampled in this rollout."""
-    logprobs: list[float | None]
+    logprobs: list[Float32 | None]
     """None where the token was not sampled, or (in rows that are not trainable) not known."""
     logprobs_kind: str
     """A `LogprobsKind`; unknown when calls differ."""
@@ -175,7 +184,7 @@ class Segment(_Part, frozen=True, kw_only=True):
 
 
 class Trajectory(_Part, frozen=True, kw_only=True):
-    """One row: the columns of DESIGN 5.4, in order."""
+    """One attempt."""
 
     task_id: str
     repeat: int
@@ -188,9 +197,9 @@ class Trajectory(_Part, frozen=True, kw_only=True):
     task_prompt: str
     """The task's last user text. Not `prompt`: SFT trainers would take that for theirs."""
     final_response: str | None
-    messages: list[str]
+    messages: list[Json]
     message_info: list[MessageInfo]
-    tools: str
+    tools: Json
     usage: UsageTotal
     cost_usd: float | None
     unpriced_calls: int
@@ -211,15 +220,14 @@ class Trajectory(_Part, frozen=True, kw_only=True):
     api_mode: str
     endpoint: str
     toolsets: list[str]
-    sampling: str
-    seed: int
+    sampling: Json
+    seed: Int64
     sandbox: SandboxRecord | None
-    started_at: int
-    """Unix time, microseconds."""
-    finished_at: int
+    started_at: Timestamp
+    finished_at: Timestamp
     split: str | None
     env_name: str | None
-    metadata: str
+    metadata: Json
     trajectory_id: str
     unit_id: str
     group_id: str
@@ -228,7 +236,7 @@ class Trajectory(_Part, frozen=True, kw_only=True):
     run_id: str
     task_hash: str
     config_hash: str
-    row_index: int
+    row_index: Int64
     root_trajectory_id: str
     parent_trajectory_id: str | None
     parent_call_id: str | None

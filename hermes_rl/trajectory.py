@@ -1,10 +1,4 @@
-"""The record of a rollout, and the one function that makes it: `fold(events)`, live and in
-recovery.
-
-`Trajectory` has the columns of DESIGN 5.4 in their order; `hermes_rl.store.schema` declares the
-same in
-Arrow, and a test holds the two together. JSON columns are JSON text here.
-"""
+"""The one function that makes a `Trajectory`: `fold(events)`, live and in recovery."""
 
 from __future__ import annotations
 
@@ -41,6 +35,9 @@ UNSENT = "unsent_"
 """Prefix of metrics: a sampling parameter that calls went without, since an endpoint refused it."""
 
 _encode = msgspec.json.Encoder().encode
+
+_COPIED = tuple(f for f in ev.Begun.__struct_fields__ if f in Trajectory.__struct_fields__)
+"""Columns that `Begun` has under the same name. Those of another form are replaced."""
 
 
 def fold(events: Iterable[ev.Event], *, lost: str | None = None, at: float = 0.0) -> Trajectory:
@@ -101,46 +98,28 @@ class _Fold:
         begun, ended = self.begun, self.ended
         cause = ended.cause
         own_id = trajectory_id(begun.key.unit_id, begun.key.epoch, begun.key.attempt)
-        columns = {
+        columns = {name: getattr(begun, name) for name in _COPIED}
+        columns |= {
             **self._ending(cause),
             **self._conversation(),
             **self._books(),
             **self._tools(),
             **self._surroundings(),
+            "task_prompt": begun.prompt,
+            "timing": self._timing(),
+            "error": ended.error,
+            "cause": cause,
+            "toolsets": list(begun.toolsets),
+            "sampling": _json(self._sampling()),
+            "started_at": _micros(begun.started_at),
+            "finished_at": _micros(ended.finished_at),
+            "metadata": _portable(begun.metadata),
+            "trajectory_id": own_id,
+            "unit_id": begun.key.unit_id,
+            "attempt": begun.key.attempt,
+            "root_trajectory_id": own_id,
         }
-        return Trajectory(
-            **columns,
-            task_id=begun.task_id,
-            repeat=begun.repeat,
-            task_prompt=begun.prompt,
-            timing=self._timing(),
-            error=ended.error,
-            cause=cause,
-            model=begun.model,
-            api_mode=begun.api_mode,
-            endpoint=begun.endpoint,
-            toolsets=list(begun.toolsets),
-            sampling=_json(self._sampling()),
-            seed=begun.seed,
-            started_at=_micros(begun.started_at),
-            finished_at=_micros(ended.finished_at),
-            split=begun.split,
-            env_name=begun.env_name,
-            metadata=_portable(begun.metadata),
-            trajectory_id=own_id,
-            unit_id=begun.key.unit_id,
-            group_id=begun.group_id,
-            member=begun.member,
-            attempt=begun.key.attempt,
-            run_id=begun.run_id,
-            task_hash=begun.task_hash,
-            config_hash=begun.config_hash,
-            row_index=begun.row_index,
-            root_trajectory_id=own_id,
-            parent_trajectory_id=None,
-            parent_call_id=None,
-            prompt_sha256=begun.prompt_sha256,
-        )
+        return Trajectory(**columns, parent_trajectory_id=None, parent_call_id=None)
 
     def _sampling(self) -> dict[str, Any]:
         """What was sent: what was asked for without parameters that the endpoint refused, and the

@@ -8,8 +8,12 @@ None, never 0; sums keep the difference.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
+
+Int64 = Annotated[int, msgspec.Meta(extra={"arrow": "int64"})]
+"""A whole number whose Parquet column has 64 bits; the columns of other ones have 32."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,12 +46,12 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 class UsageTotal(msgspec.Struct, frozen=True, kw_only=True):
     """Sums of what is known; `unknown_calls` says how many calls are missing from them."""
 
-    input_tokens: int | None = None
-    cache_read_tokens: int | None = None
-    cache_write_tokens: int | None = None
-    output_tokens: int | None = None
-    reasoning_tokens: int | None = None
-    total_tokens: int | None = None
+    input_tokens: Int64 | None = None
+    cache_read_tokens: Int64 | None = None
+    cache_write_tokens: Int64 | None = None
+    output_tokens: Int64 | None = None
+    reasoning_tokens: Int64 | None = None
+    total_tokens: Int64 | None = None
     unknown_calls: int = 0
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from hermes_rl.events import AttemptKey, RewardPart
-from hermes_rl.record import Call, Segment, Trajectory
+from hermes_rl.record import Call, Segment, Timestamp, Trajectory
 from hermes_rl.usage import UsageTotal
-
-__all__ = ["Derived", "Finished", "Grade", "Group", "Segment"]
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,8 +79,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Upper bounds on what those of the calls used whose usage nobody knows."""
     error: str | None = None
     """Why `score_group` gave no rewards; the next start asks it again."""
-    created_at: int
-    """Microseconds since 1970, UTC."""
+    created_at: Timestamp
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,8 +103,7 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
     usage: UsageTotal
     cost_usd: float | None
     seconds: float
-    graded_at: int
-    """Microseconds since 1970, UTC."""
+    graded_at: Timestamp
 
 
 class Derived(msgspec.Struct, frozen=True, kw_only=True):

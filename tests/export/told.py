@@ -17,9 +17,10 @@ from hermes_rl.messages import (
     ToolMessage,
     UserMessage,
 )
+from hermes_rl.record import Segment
 from hermes_rl.store.driver import open_run
 from hermes_rl.store.journal import JournalWriter
-from hermes_rl.store.rows import Finished, Segment
+from hermes_rl.store.rows import Finished
 from hermes_rl.trajectory import fold
 from hermes_rl.usage import Usage
 
