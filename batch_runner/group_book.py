@@ -16,8 +16,15 @@ from batch_runner.at_once import at_once
 from batch_runner.settings import Settings
 from batch_runner.within import within_budgets
 from hermes_rl.errors import HermesError
-from hermes_rl.rl.aside import CUT
-from hermes_rl.rl.groups import SCORED_AT_ONCE, Gathered, MembersOf, Scoring, due_groups, make_group
+from hermes_rl.rl.groups import (
+    INTERRUPTED,
+    SCORED_AT_ONCE,
+    Gathered,
+    MembersOf,
+    Scoring,
+    due_groups,
+    make_group,
+)
 from hermes_rl.store.derived import DerivedBook, derived_book
 from hermes_rl.store.driver import Driver
 from hermes_rl.store.reader import Run
@@ -25,7 +32,7 @@ from hermes_rl.store.rows import Derived
 from hermes_rl.threads import in_thread
 
 if TYPE_CHECKING:
-    from hermes_rl.rl.scoring import EnvScorer, Ready
+    from hermes_rl.rl.scoring import EnvScorer, ReadyGroup
 
 PER_BATCH = 1_000
 """Groups that are published together, where making them costs nothing."""
@@ -116,10 +123,10 @@ class _Scored:
     book: DerivedBook
     closed: Closed
 
-    async def score(self, ready: Ready) -> bool:
+    async def score(self, ready: ReadyGroup) -> bool:
         """Score one and write its row. One that could not be scored has a row that says why, and
         stays due; no row when nothing was asked. False when no other could be scored either."""
-        cut = make_group(ready.gathered, Scoring(by="score_group", error=CUT))
+        cut = make_group(ready.gathered, Scoring(by="score_group", error=INTERRUPTED))
         question = self.book.ask(Derived(groups=(cut,)))
         scoring = await self.scores.score(ready, question)
         row = make_group(ready.gathered, scoring)

@@ -132,7 +132,7 @@ def open_reader(settings: Settings) -> UnitReader:
     """The units of the run's dataset, or of its environment's tasks."""
     dataset = settings.config.dataset
     if settings.opened is not None:
-        from hermes_rl.rl.opening import env_rows
+        from hermes_rl.rl.loading import env_rows
 
         rows = env_rows(settings.opened, dataset.limit)
     else:

@@ -23,11 +23,17 @@ from batch_runner.regraded import Regraded, Regrouped, StoredRows, due_again, gr
 from batch_runner.within import within_budgets
 from hermes_rl.config import RunConfig, load_config, parse_config, set_key
 from hermes_rl.errors import UserError, cause_of
-from hermes_rl.rl.aside import CUT
-from hermes_rl.rl.grader import Grader, Stored, open_grader, without_policy
-from hermes_rl.rl.groups import SCORED_AT_ONCE, Gathered, Scoring, make_group
-from hermes_rl.rl.opening import Opened, settle_env
-from hermes_rl.rl.scoring import EnvScorer, Ready, scores_groups
+from hermes_rl.rl.groups import INTERRUPTED, SCORED_AT_ONCE, Gathered, Scoring, make_group
+from hermes_rl.rl.loading import Opened, settle_env
+from hermes_rl.rl.scoring import (
+    EnvScorer,
+    Grader,
+    ReadyGroup,
+    StoredRollout,
+    open_grader,
+    scores_groups,
+    without_policy,
+)
 from hermes_rl.store.asked import Question
 from hermes_rl.store.derived import DerivedBook, derived_book
 from hermes_rl.store.driver import Driver, OpenOptions, open_run
@@ -121,7 +127,7 @@ class _Work:
     book: DerivedBook
     done: Regraded
 
-    async def grade(self, stored: Stored) -> bool:
+    async def grade(self, stored: StoredRollout) -> bool:
         """Grade one; its row is durable on return. False when no other could be graded either."""
         question = self.book.ask(Derived(grades=(self.grader.pending(stored),)))
         judged = await self.grader.grade(stored, question)
@@ -150,7 +156,7 @@ class _Work:
         graded = {one.gathered.facts["group_id"]: one.scoring for one in groups}
         metrics = await asyncio.to_thread(graded_metrics, scorer.rows.run_dir)
 
-        async def score(ready: Ready) -> bool:
+        async def score(ready: ReadyGroup) -> bool:
             by_members = graded[ready.gathered.facts["group_id"]]
             # What compute_reward noted this time, and not what it noted in the run.
             keys = [(row["trajectory_id"], by_members.grade_id or "") for row in ready.rows]
@@ -159,7 +165,9 @@ class _Work:
                 for row, key in zip(ready.rows, keys, strict=True)
             )
             ready = replace(ready, rows=rows)
-            cut = make_group(ready.gathered, replace(by_members, by="score_group", error=CUT))
+            cut = make_group(
+                ready.gathered, replace(by_members, by="score_group", error=INTERRUPTED)
+            )
             question = self.book.ask(Derived(groups=(cut,)))
             scored = await scorer.score(ready, question)
             return await self._take(ready.gathered, by_members, scored, question)

@@ -13,9 +13,8 @@ from typing import Any
 import msgspec
 
 from hermes_rl.messages import UNPARSED
-from hermes_rl.rl.grader import Grader, Stored
 from hermes_rl.rl.groups import Gathered, Member, Scoring, gather
-from hermes_rl.rl.tasks_at import TasksAt
+from hermes_rl.rl.scoring import Grader, StoredRollout, TaskLookup
 from hermes_rl.rows import LazyRow
 from hermes_rl.store.reader import Run
 from hermes_rl.store.rundir import RunDir
@@ -102,26 +101,26 @@ class StoredRows:
     def __init__(self, run_dir: RunDir, grader: Grader, done: Regraded) -> None:
         self._run_dir, self._grader, self._done = run_dir, grader, done
         self._kept = Workspaces(run_dir.path / WORKSPACES)
-        self._tasks = TasksAt(grader.rows)
+        self._tasks = TaskLookup(grader.rows)
         self._known = {pair for pair, r in _rewards(Run(run_dir)).items() if r is not None}
         self.judged_by: dict[str, str] = {}
         """Trajectory -> the grader of its task as it is now."""
 
-    async def stream(self) -> AsyncGenerator[Stored, None]:
+    async def stream(self) -> AsyncGenerator[StoredRollout, None]:
         """Each of them once."""
         rows = self._all()
         while taken := await asyncio.to_thread(lambda: list(itertools.islice(rows, _TAKEN))):
             for stored in taken:
                 yield stored
 
-    def _all(self) -> Iterator[Stored]:
+    def _all(self) -> Iterator[StoredRollout]:
         for part in self._run_dir.parts("trajectories"):
             yield from self._of_part(part)
         unjudged = _unjudged(Run(self._run_dir))
         for part in self._run_dir.parts("failures") if unjudged else ():
             yield from self._of_part(part, unjudged)
 
-    def _of_part(self, part: Path, only: Container[str] | None = None) -> Iterator[Stored]:
+    def _of_part(self, part: Path, only: Container[str] | None = None) -> Iterator[StoredRollout]:
         """Args: only: ids of trajectories; None takes all."""
         import pyarrow as pa
         import pyarrow.compute as pc
@@ -130,7 +129,7 @@ class StoredRows:
         with pq.ParquetFile(part) as file:
             light = file.read(columns=list(_LIGHT)).to_pylist()
             light = [row for row in light if only is None or row["trajectory_id"] in only]
-            tasks = self._tasks.of({row["row_index"] for row in light})
+            tasks = self._tasks.find({row["row_index"] for row in light})
             wanted = {row["trajectory_id"]: t for row in light if (t := self._wanted(row, tasks))}
             ids = pa.array(wanted, pa.string())
             for batch in file.iter_batches(batch_size=_TAKEN) if wanted else ():
@@ -154,13 +153,13 @@ class StoredRows:
             return None
         return task
 
-    def _stored(self, row: dict[str, Any], task: Task) -> Stored:
+    def _stored(self, row: dict[str, Any], task: Task) -> StoredRollout:
         own = row["trajectory_id"]
         kept = self._kept.find(own, sandboxed=self._grader.sandboxed)
         assert kept is not None
         metrics = {m["name"]: m["value"] for m in row["metrics"]}
         rolled = self._kept.as_rolled({**row, "metrics": metrics})
-        return Stored(rolled, task, kept.archive, kept.state, self.judged_by[own])
+        return StoredRollout(rolled, task, kept.archive, kept.state, self.judged_by[own])
 
 
 def _unjudged(run: Run) -> set[str]:

@@ -23,7 +23,7 @@ from hermes_rl.store.rundir import RunDir
 from hermes_rl.wiring import identity_of
 
 if TYPE_CHECKING:
-    from hermes_rl.rl.opening import Opened
+    from hermes_rl.rl.loading import Opened
 
 CONCURRENCY = 64
 LOCAL_CONCURRENCY = 4
@@ -157,7 +157,7 @@ def _with_env(config: RunConfig) -> tuple[RunConfig, Opened | None]:
     one."""
     if config.env is None:
         return config, None
-    from hermes_rl.rl.opening import settle_env
+    from hermes_rl.rl.loading import settle_env
 
     return settle_env(config)
 

@@ -277,7 +277,7 @@ def _tell_groups(path: Path, as_json: bool) -> None:
     import dataclasses
     import json
 
-    from hermes_rl.rl.group_report import group_report
+    from hermes_rl.rl.groups import group_report
     from hermes_rl.store.reader import load_run
 
     found = group_report(load_run(path))

@@ -48,10 +48,9 @@ def command(
     """
     from hermes_rl.export import FORMATS, ExportOptions, export_run
     from hermes_rl.export.base import AdvantageKind
-    from hermes_rl.export.formats import format_named
 
     if to == "list":
-        _say_formats([(name, format_named(name).about) for name in FORMATS])
+        _say_formats([(name, form.about) for name, form in FORMATS.items()])
         return ExitCode.DONE
     kinds: tuple[AdvantageKind, ...] = ("grpo", "rloo", "dr_grpo")
     kind = next((k for k in kinds if k == advantage), None)

@@ -29,7 +29,7 @@ def command(
     hermes-rl import trajectories.jsonl --from hermes --out runs/old
     hermes-rl import groups.jsonl --from atropos --exact
     """
-    from hermes_rl.export.imports.importer import ORIGINS, import_file
+    from hermes_rl.export import ORIGINS, import_file
 
     known = next((o for o in ORIGINS if o == origin), None)
     if known is None:

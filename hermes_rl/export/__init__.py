@@ -10,13 +10,14 @@ from __future__ import annotations
 from hermes_rl.export.base import ExportOptions
 from hermes_rl.export.exporter import export_run
 from hermes_rl.export.formats import FORMATS
-from hermes_rl.export.imports.importer import ImportReport, import_file
+from hermes_rl.export.imports import ORIGINS, ImportReport, import_file
 from hermes_rl.export.losses import LEFT_OUT, LOST, Report
 
 __all__ = [
     "FORMATS",
     "LEFT_OUT",
     "LOST",
+    "ORIGINS",
     "ExportOptions",
     "ImportReport",
     "Report",

@@ -1,4 +1,4 @@
-"""What an export leaves out, and what a format cannot hold: counted, and said in words."""
+"""Counts of what an export leaves out, and of what a format cannot hold."""
 
 from __future__ import annotations
 
@@ -19,54 +19,54 @@ LEFT_OUT = {
     "duplicate": "samples equal to an earlier one (--dedupe)",
     "not_graded": "rollouts without a reward",
     "small_group": "rollouts of groups with fewer valid members than --min-group",
-    "nothing_to_train": "samples with nothing of the policy's own to train on",
+    "nothing_to_train": "samples without a message or token of the policy to train on",
     "untrained_before": "samples that begin with assistant messages which must not be trained on:"
     " the format trains all of them",
-    "retokenized": "token segments that were tokenized again (--allow-retokenized takes them)",
-    "thrown_away": "token segments of answers that were thrown away, or given up by the engine",
+    "retokenized": "token segments that were retokenized (--allow-retokenized takes them)",
+    "thrown_away": "token segments of answers that were discarded, or aborted by the engine",
     "not_trainable": "token segments that are marked as not trainable",
     "no_logprobs": "token segments without a log-probability for each sampled token",
-    "other_tokenizer": "token segments of another tokenizer than the first one's: to a trainer"
-    " their ids would mean other words",
+    "other_tokenizer": "token segments of another tokenizer than the first one's, whose ids"
+    " mean other tokens",
     "broken": "token segments that break a rule of the table (hermes-rl check RUN --tokens)",
     "no_tokens": "rollouts without token segments",
-    "judged_later": "rollouts that only a regrade could judge: they stand in table failures, though"
+    "judged_later": "rollouts that only a regrade could grade: they are in table failures, though"
     " the advantages of their groups count them",
     "incomplete": "rollouts of which a column could not be stored (their `error` names it)",
 }
-"""Why something is not in the file at all: key -> words for people."""
+"""Why something is not in the file at all: key -> text of the report."""
 
 LOST = {
     "cut_before_untrained": "samples end before an assistant message that must not be trained on",
     "tail": "messages after the last one to train on",
     "reasoning": "messages with reasoning text",
     "opaque_reasoning": "messages with opaque or signed reasoning blocks",
-    "raw_text": "messages whose exact text differs from the tidied one that is written",
-    "unparsed_arguments": "tool calls whose arguments are no JSON object: they stand as"
+    "raw_text": "messages whose exact text differs from the cleaned text that is written",
+    "unparsed_arguments": "tool calls whose arguments are not a JSON object: they are written as"
     ' {"_unparsed": text}, and SFT formats do not train on their messages',
-    "images": "images: their reader finds none, and in messages a text stands in their place",
+    "images": "images, which are replaced by a text",
     "tools": "samples whose tool schemas Parquet cannot hold as structs: verl reads none"
     " (docs/export.md shows how it reads tools_json)",
     "null_keys": "samples whose tool schemas verl reads with null for the keys of other tools"
     " (docs/export.md shows how it reads tools_json)",
-    "results_in_a_row": "samples with tool results side by side: verl stops where the chat template"
-    " merges those (ignore_input_ids_mismatch)",
-    "ids": "answers without token ids, of rollouts that have some: broken, or tokenized again",
-    "texts": "sampled turns whose message stands in no row of trajectories (sub-agents)",
+    "results_in_a_row": "samples with consecutive tool results: verl stops if the chat template"
+    " merges them (ignore_input_ids_mismatch)",
+    "ids": "answers without exact token ids, in rollouts that have some",
+    "texts": "sampled turns whose message is in no row of trajectories (sub-agents)",
     "quoted": "calls of tools, and their results, that a task's prompt quotes: the ids have them,"
     " the messages of the prompt do not",
-    "prompts": "system prompts, in whose place stands the fixed one of the format",
+    "prompts": "system prompts, which the format replaces by a fixed one",
     "rewards": "rewards of rollouts",
     "reward_parts": "components of rewards",
-    "cut": "answers that a token limit cut, which a chat template ends as if they were whole",
-    "branches": "further branches of rollouts, each a sequence of its own in its group",
-    "no_advantage": "sequences without an advantage: no group of that run has one for them",
+    "cut": "answers that a token limit cut, which a chat template ends as if complete",
+    "branches": "additional branches of rollouts, each a separate sequence in its group",
+    "no_advantage": "sequences without an advantage in the run's table groups",
 }
-"""What the format cannot hold of what is written: key -> words for people."""
+"""What is written without something: key -> text of the report."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What an export did."""
+    """The result of an export."""
 
     run: str
     format: str
@@ -90,7 +90,7 @@ class Losses:
     """The counters of one export.
 
     Args:
-        holds: keys of `LOST` that the format does hold, so that they are no loss.
+        holds: keys of `LOST` that the format does hold.
     """
 
     def __init__(self, holds: frozenset[str] = frozenset()) -> None:
@@ -112,7 +112,7 @@ class Losses:
             self.lost[_known(what, LOST)] += count
 
     def report(self, *, run: str, format: str, out: str, unit: str) -> Report:
-        """The counters as a record."""
+        """Return the counters as a record."""
         return Report(
             run=run,
             format=format,
@@ -127,7 +127,7 @@ class Losses:
 
 
 def count_sample(losses: Losses, sample: Sample) -> None:
-    """Count what formats of messages commonly cannot hold of a sample, as far as it is written."""
+    """Count what most message formats cannot hold of a sample that is written."""
     for message, info in zip(sample.messages, sample.infos, strict=True):
         _count_message(losses, message, info)
     finish = {c["turn"]: c["finish_reason"] for c in sample.row["calls"] or () if is_own(c)}
@@ -136,13 +136,15 @@ def count_sample(losses: Losses, sample: Sample) -> None:
 
 
 def is_own(call: Mapping[str, Any]) -> bool:
-    """Whether a call asked for an answer of the main agent."""
+    """Whether a call is one of the main agent's turns."""
     return bool(call["purpose"] == "agent" and call["agent"] == "main")
 
 
 def count_rewards(losses: Losses, row: Mapping[str, Any]) -> None:
-    """Count what formats commonly cannot hold of the reward of a rollout: a single component that
-    says no more than the reward is none."""
+    """Count the reward of a rollout and its components.
+
+    A single component that equals the reward does not count.
+    """
     parts: Sequence[Mapping[str, Any]] = row["rewards"] or ()
     plain = len(parts) == 1 and parts[0]["turn"] is None
     plain = plain and parts[0]["score"] * parts[0]["weight"] == row["reward"]
@@ -151,13 +153,13 @@ def count_rewards(losses: Losses, row: Mapping[str, Any]) -> None:
 
 
 def count_rollout(losses: Losses, row: Mapping[str, Any]) -> None:
-    """Count what formats of tokens commonly cannot hold of a rollout."""
+    """Count what most token formats cannot hold of a rollout."""
     count_rewards(losses, row)
     losses.lose("images", sum(_images(message["content"]) for message in row["messages"]))
 
 
 def _images(content: str | Sequence[Mapping[str, Any]]) -> int:
-    """The parts of a content that are no text."""
+    """Count the parts of a content that are not text."""
     return 0 if isinstance(content, str) else sum(p.get("type") != "text" for p in content)
 
 

@@ -1,10 +1,10 @@
 """Samples for supervised training: one per context, each assistant message trained once.
 
-A row of `trajectories` holds a conversation in order of happening; its column `contexts` says what
-the model saw after each compaction. A context shows the messages that it kept, in the order of its
-list, then those that were new in it. An assistant message is trained in the context in which it was
-written, as context only in later ones, and never when the harness wrote it, the task's prompt
-quotes it, or a format cannot hold what the model said: a call whose arguments are no JSON.
+A row of `trajectories` holds a conversation in chronological order; its column `contexts` tells
+what the model saw after each compaction: first the messages that were kept, in the order of the
+list, then the new ones. An assistant message is trained in the context in which it was written. It
+is not trained in later contexts, nor if the harness wrote it, the task's prompt quotes it, or a
+format cannot hold it: a tool call whose arguments are not valid JSON.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import msgspec
 
 from hermes_rl.messages import UNPARSED
 
+_encoder = msgspec.json.Encoder()
+
 Message = dict[str, Any]
-"""One message as a row holds it (DESIGN 5.4), never changed here."""
+"""One message of a row (DESIGN 5.4), never changed here."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What one context showed, and which of its messages are to be trained on."""
+    """The messages of one context, and which of them are to be trained on."""
 
     row: Mapping[str, Any]
     """The row of `trajectories`, decoded."""
@@ -40,7 +42,7 @@ class Sample:
     """Parallel to the messages: seen in an earlier context already."""
 
     def cut(self, end: int) -> Sample:
-        """The sample without the messages from index `end` on."""
+        """Return the sample without the messages from index `end` on."""
         return replace(
             self,
             messages=self.messages[:end],
@@ -61,10 +63,10 @@ class Piece:
 
 
 def samples_of(row: Mapping[str, Any], *, raw_arguments: bool = False) -> Iterator[Sample]:
-    """One sample per context of a row.
+    """Yield one sample per context of a row.
 
     Args:
-        raw_arguments: the format writes arguments that are no JSON object as they were sampled.
+        raw_arguments: the format writes arguments that are not a JSON object exactly as sampled.
     """
     messages, infos, contexts = row["messages"], row["message_info"], row["contexts"]
     ends = [c["start"] for c in contexts[1:]] + [len(messages)]
@@ -81,32 +83,37 @@ def samples_of(row: Mapping[str, Any], *, raw_arguments: bool = False) -> Iterat
             messages=[messages[i] for i in shown],
             infos=[infos[i] for i in shown],
             trained=[
-                i >= start and _own(infos[i]) and (raw_arguments or not unparsed(messages[i]))
+                i >= start and _by_policy(infos[i]) and (raw_arguments or not unparsed(messages[i]))
                 for i in shown
             ],
             copied=[i < start for i in shown],
         )
 
 
-def _own(info: Mapping[str, Any]) -> bool:
-    """Whether the policy wrote a message. Turn 0 is the task's prompt."""
+def _by_policy(info: Mapping[str, Any]) -> bool:
+    """Whether the policy wrote a message (turn 0 is the task's prompt)."""
     return info["role"] == "assistant" and info["turn"] > 0 and not info["synthetic"]
 
 
 def unparsed(message: Mapping[str, Any]) -> int:
-    """Tool calls of a message whose arguments are no JSON object: the row's form is nobody's."""
+    """Count the tool calls of a message whose arguments are not a JSON object."""
     calls = message.get("tool_calls") or ()
     return sum(set(call["function"]["arguments"]) == {UNPARSED} for call in calls)
 
 
 def opening(row: Mapping[str, Any]) -> list[Message]:
-    """The messages that a rollout began with: the system prompt and the task's."""
+    """Return the messages before the first turn: the system prompt and the task's."""
     pairs = zip(row["messages"], row["message_info"], strict=True)
     return [message for message, info in pairs if info["turn"] == 0]
 
 
-def said(content: str | list[dict[str, Any]]) -> str:
-    """Content as text: parts by line, in the place of what is no text its kind in brackets."""
+def encode_json(value: Any) -> str:
+    """Encode a value as JSON text."""
+    return _encoder.encode(value).decode()
+
+
+def text_of_content(content: str | list[dict[str, Any]]) -> str:
+    """Return content as text: one part per line, other parts than text as `[type]`."""
     if isinstance(content, str):
         return content
     return "\n".join(
@@ -116,19 +123,21 @@ def said(content: str | list[dict[str, Any]]) -> str:
 
 
 def in_words(message: Message) -> Message:
-    """A message whose content is text (`said`), for readers that find images elsewhere or not."""
-    return {**message, "content": said(message["content"])}
+    """Return a message with its content as text, for readers without images in messages."""
+    return {**message, "content": text_of_content(message["content"])}
 
 
 def without_tail(sample: Sample) -> Sample:
-    """A sample that ends with its last trained message: what follows teaches nothing."""
+    """Cut a sample after its last trained message."""
     last = max((i for i, trained in enumerate(sample.trained) if trained), default=-1)
     return sample.cut(last + 1)
 
 
 def before_untrained(sample: Sample) -> Sample:
-    """A sample cut before its first assistant message that must not be trained on, for formats
-    whose readers train on every one."""
+    """Cut a sample before its first assistant message that must not be trained on.
+
+    For formats whose readers train on every assistant message.
+    """
     for index, (message, trained) in enumerate(zip(sample.messages, sample.trained, strict=True)):
         if message["role"] == "assistant" and not trained:
             return without_tail(sample.cut(index))
@@ -136,10 +145,10 @@ def before_untrained(sample: Sample) -> Sample:
 
 
 def pieces(sample: Sample) -> Iterator[Piece]:
-    """A sample as prompts with completions, such that every assistant message of a completion is to
-    be trained on, and each is in one completion only.
+    """Split a sample into prompts with completions whose assistant messages are all trained.
 
-    One piece, unless an assistant message that must not be trained on stands between others.
+    Each assistant message is in one completion. One piece, unless one that must not be trained on
+    is between others.
     """
     start, last, count = -1, -1, 0
     for index, (message, trained) in enumerate(zip(sample.messages, sample.trained, strict=True)):
@@ -158,12 +167,11 @@ def _piece(messages: list[Message], start: int, last: int, count: int) -> Piece:
 
 
 def fingerprint(sample: Sample) -> bytes:
-    """16 bytes that are equal for samples that teach the same: whose messages, tools and what is
-    trained differ in nothing but the ids of tool calls."""
+    """Hash what a sample teaches to 16 bytes: messages, tools and marks, without call ids."""
     places: dict[str, int] = {}
     plain = [_without_ids(message, places) for message in sample.messages]
-    told = [plain, sample.trained, sample.row["tools"]]
-    return hashlib.sha256(msgspec.json.encode(told, order="sorted")).digest()[:16]
+    hashed = [plain, sample.trained, sample.row["tools"]]
+    return hashlib.sha256(msgspec.json.encode(hashed, order="sorted")).digest()[:16]
 
 
 def _without_ids(message: Message, places: dict[str, int]) -> Message:

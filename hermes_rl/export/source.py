@@ -1,25 +1,25 @@
-"""Reading a run for an export: a row at a time, in the order of its parts, joined and filtered.
+"""Reads a run for an export: row by row, in the order of its parts, joined and filtered.
 
 Memory is bounded by one part: at most a thousand rollouts, whose few joined columns are held while
-the segments of the same part pass by. RL formats first read the group of every rollout (a number
-per group) and, where there is a table `groups`, a reward and an advantage per rollout. They hold
-the segments of groups of which a member is still to come, maybe in the part of another worker.
+the segments of the same part are read. RL formats first read the group of every rollout (a number
+per group) and, if there is a table `groups`, a reward and an advantage per rollout. They hold the
+segments of incomplete groups, whose members may be in the parts of several workers.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hermes_rl.export.base import ExportOptions, Format
-from hermes_rl.export.losses import Losses, count_rewards, count_rollout
-from hermes_rl.export.samples import Sample, fingerprint, samples_of
-from hermes_rl.export.scores import Scores
+from hermes_rl.export.base import AdvantageKind, ExportOptions, Format
+from hermes_rl.export.losses import Losses, count_rewards, count_rollout, count_sample
+from hermes_rl.export.samples import Sample, fingerprint, samples_of, without_tail
 from hermes_rl.export.tokens import TokenItem, digest_of, refusal
 from hermes_rl.images import with_images
 from hermes_rl.store.reader import Run
@@ -54,12 +54,69 @@ COLUMNS = (
 """Columns of table `trajectories` that every format gets."""
 
 _NEVER_NULL = ("messages", "message_info", "tools", "contexts")
-"""The store writes null for a value that its column cannot hold."""
+"""Columns that are null only if the store could not hold the value."""
 
 ROWS_AT_ONCE = 8
-"""Rows that become Python values in one go: the lists of a segment take a hundred bytes a token."""
+"""Rows that are converted together: as Python values, segments take 100 bytes a token."""
 
 _loads = msgspec.json.decode
+
+
+@dataclass(frozen=True)
+class Score:
+    """Reward and advantage of one rollout."""
+
+    reward: float | None = None
+    advantage: float | None = None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of the rollouts of a run, and the sizes of its groups.
+
+    If the run has a table `groups`, its rewards (of `score_group` or of a regrade) and advantages
+    count; else the rewards of `trajectories` do, and there are no advantages.
+    """
+
+    by_trajectory: Mapping[str, Score] = field(default_factory=dict)
+    valid: Mapping[str, int] = field(default_factory=dict)
+    """Group -> members with a reward."""
+    in_failures: int = 0
+    """Members with a reward that have no row in `trajectories`."""
+
+    @classmethod
+    def of(
+        cls, run: Run, graded: Iterable[tuple[str, float | None]], advantage: AdvantageKind
+    ) -> Scores:
+        """Read the scores of a run.
+
+        Args:
+            run: with or without a table `groups`.
+            graded: group and reward of every rollout in `trajectories`.
+            advantage: which one.
+        """
+        valid = Counter(group for group, reward in graded if reward is not None)
+        known: dict[str, Score] = {}
+        columns = ["group_id", "trajectory_ids", "rewards", "n_valid", advantage]
+        for group in run.arrow("groups", columns).to_pylist():  # the last row of a group counts
+            valid[group["group_id"]] = group["n_valid"]
+            for trajectory, reward, worth in zip(
+                group["trajectory_ids"], group["rewards"], group[advantage], strict=True
+            ):
+                if trajectory is not None:
+                    known[trajectory] = Score(reward=reward, advantage=worth)
+        rolled = run.arrow("trajectories", ["trajectory_id"])["trajectory_id"] if known else ()
+        others = known.keys() - {one.as_py() for one in rolled}
+        in_failures = sum(known[one].reward is not None for one in others)
+        return cls(known, valid, in_failures)
+
+    def of_rollout(self, row: Mapping[str, Any]) -> Score:
+        """Return the score of a row of `trajectories`."""
+        return self.by_trajectory.get(row["trajectory_id"], Score(reward=row["reward"]))
+
+    def valid_members(self, group_id: str) -> int:
+        """Return how many members of a group have a reward."""
+        return self.valid.get(group_id, 0)
 
 
 class Source:
@@ -84,7 +141,7 @@ class Source:
         self._tokenizer: str | None = None
         self._sizes: Counter[str] = Counter()
         self.scores = Scores.of(run, self._facts() if format.rl else (), options.advantage)
-        losses.leave_out("judged_later", self.scores.elsewhere if format.rl else 0)
+        losses.leave_out("judged_later", self.scores.in_failures if format.rl else 0)
 
     @property
     def has_segments(self) -> bool:
@@ -92,34 +149,41 @@ class Source:
         return bool(self._parts["segments"] or self._pending["segments"])
 
     def rollouts(self) -> Iterator[dict[str, Any]]:
-        """Rows of `trajectories` that pass the filters, JSON decoded."""
+        """Yield the rows of `trajectories` that pass the filters, JSON decoded."""
         for stem in self._stems():
             for raw in self._rollouts_of(stem):
                 yield self._decoded(raw)
 
     def samples(self) -> Iterator[Sample]:
-        """One sample per context, those with nothing to train on and duplicates left out."""
+        """Yield one sample per context, without duplicates and samples with nothing to train on."""
         raw = "unparsed_arguments" in self._format.holds
         for row in self.rollouts():
             count_rewards(self.losses, row)
             for sample in samples_of(row, raw_arguments=raw):
                 if not any(sample.trained):
                     self.losses.leave_out("nothing_to_train")
-                elif not self._again(fingerprint, sample):
+                elif not self._is_duplicate(fingerprint, sample):
                     yield sample
 
+    def samples_without_tail(self) -> Iterator[Sample]:
+        """Yield `samples` that end with their last trained message, with their losses counted."""
+        for whole in self.samples():
+            sample = without_tail(whole)
+            self.losses.lose("tail", len(whole.messages) - len(sample.messages))
+            count_sample(self.losses, sample)
+            yield sample
+
     def all_contexts(self) -> Iterator[tuple[Sample, list[dict[str, Any]]]]:
-        """One sample per context, whatever there is to train on, beside all segments of its
-        rollout."""
+        """Yield one sample per context, trainable or not, with all segments of its rollout."""
         for stem in self._stems():
             for raw, segments in self._joined(stem):
                 for sample in samples_of(self._decoded(raw), raw_arguments=True):
-                    if not self._again(fingerprint, sample):
+                    if not self._is_duplicate(fingerprint, sample):
                         yield sample, segments
 
     def token_rollouts(self) -> Iterator[tuple[Mapping[str, Any], list[TokenItem]]]:
-        """Rollouts with those of their segments that this format may take; none without any. RL
-        formats get them by group."""
+        """Yield rollouts with the segments that this format may take; RL formats get them by
+        group."""
         if self._format.rl:
             yield from ((taken[0].row, taken) for group in self.groups() for taken in group)
             return
@@ -140,8 +204,8 @@ class Source:
                 yield row, taken
 
     def _joined(self, stem: str) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """Rows that pass the filters with their segments; those without any come last."""
-        if all(stem not in given["segments"] for given in (self._parts, self._pending)):
+        """Yield rows that pass the filters with their segments; those without any come last."""
+        if all(stem not in tables["segments"] for tables in (self._parts, self._pending)):
             yield from ((raw, []) for raw in self._rollouts_of(stem))
             return
         waiting = {row["trajectory_id"]: row for row in self._rollouts_of(stem)}
@@ -153,7 +217,7 @@ class Source:
             yield waiting.pop(next(iter(waiting))), []
 
     def _members(self) -> Iterator[tuple[str, list[TokenItem]]]:
-        """The group of every rollout with what it brings: nothing when it is left out."""
+        """Yield the group of every rollout with its segments, none when it is left out."""
         for stem in self._stems():
             came = set()
             for row, items in self._token_rollouts_of(stem):
@@ -165,14 +229,14 @@ class Source:
                         yield row["group_id"], []
 
     def items(self) -> Iterator[TokenItem]:
-        """The segments that this format may take."""
+        """Yield the segments that this format may take."""
         for _, taken in self.token_rollouts():
             yield from taken
 
     def groups(self) -> Iterator[list[list[TokenItem]]]:
-        """The segments of whole groups, by rollout. RL formats only.
+        """Yield the segments of whole groups, by rollout. RL formats only.
 
-        A group comes when the last of its rollouts was read; those that are not complete are held.
+        A group is held until the last of its rollouts is read.
         """
         held: dict[str, list[list[TokenItem]]] = {}
         missing = Counter(self._sizes)
@@ -182,11 +246,11 @@ class Source:
                 held[group_id].append(rollout)
             missing[group_id] -= 1
             if not missing[group_id]:
-                yield from self._whole(held.pop(group_id))
-        for group in held.values():  # of which a filter or a limit took members
-            yield from self._whole(group)
+                yield from self._complete(held.pop(group_id))
+        for group in held.values():  # a filter or a limit removed members
+            yield from self._complete(group)
 
-    def _whole(self, group: list[list[TokenItem]]) -> Iterator[list[list[TokenItem]]]:
+    def _complete(self, group: list[list[TokenItem]]) -> Iterator[list[list[TokenItem]]]:
         if len(group) >= self.options.min_group:
             for rollout in group:
                 count_rollout(self.losses, rollout[0].row)
@@ -195,7 +259,7 @@ class Source:
             self.losses.leave_out("small_group", len(group))
 
     def tools(self) -> Iterator[list[dict[str, Any]]]:
-        """The tool schemas of every rollout, unfiltered."""
+        """Yield the tool schemas of every rollout, unfiltered."""
         for stem in self._stems():
             for table in self._tables("trajectories", stem, ["tools"]):
                 yield from (_loads(text) for text in table.column("tools").to_pylist())
@@ -211,11 +275,11 @@ class Source:
         if why is not None:
             self.losses.leave_out(why)
             return None
-        return None if self._again(digest_of, item) else item
+        return None if self._is_duplicate(digest_of, item) else item
 
     def _rollouts_of(self, stem: str) -> Iterator[dict[str, Any]]:
-        """Rows that pass the filters, JSON as text: what waits for its segments stays small."""
-        columns = [*COLUMNS, *self._format.columns]
+        """Yield rows that pass the filters, with JSON as text to save memory."""
+        columns = [*COLUMNS, *self._format.needs]
         if self._format.unit == "messages":
             columns.append("calls")
         for table in self._tables("trajectories", stem, columns):
@@ -231,7 +295,7 @@ class Source:
                     yield raw
 
     def _decoded(self, row: dict[str, Any]) -> dict[str, Any]:
-        """A row with its JSON decoded, and the reward that counts."""
+        """Decode the JSON of a row, and replace its reward by the score's."""
         decoded = [_loads(text) for text in row["messages"]]
         row["messages"] = with_images(decoded, row.pop("image_data") or ())
         row["tools"] = _loads(row["tools"])
@@ -241,11 +305,11 @@ class Source:
 
     @property
     def full(self) -> bool:
-        """Whether as many rollouts were taken as are wanted."""
+        """Whether the limit of rollouts is reached."""
         return self.options.limit is not None and self._taken >= self.options.limit
 
     def _unwanted(self, row: dict[str, Any]) -> str | None:
-        """Why a rollout is left out; key of `losses.LEFT_OUT`."""
+        """Return why a rollout is left out (key of `losses.LEFT_OUT`); None if it is not."""
         options = self.options
         reward = self.scores.of_rollout(row).reward
         if any(row[name] is None for name in _NEVER_NULL):
@@ -261,7 +325,7 @@ class Source:
         return None
 
     def _segments_of(self, stem: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """The segments of a part by rollout; those of one rollout stand side by side."""
+        """Yield the segments of a part by rollout; those of a rollout are adjacent."""
         current: list[dict[str, Any]] = []
         for table in self._tables("segments", stem, None):
             for segment in table.to_pylist():
@@ -272,7 +336,7 @@ class Source:
         if current:
             yield current[0]["trajectory_id"], current
 
-    def _again(self, digest: Any, what: Any) -> bool:
+    def _is_duplicate(self, digest: Any, what: Any) -> bool:
         if not self.options.dedupe:
             return False
         key = digest(what)
@@ -293,7 +357,7 @@ class Source:
         return sorted({*self._parts["trajectories"], *self._pending["trajectories"]}, key=_place)
 
     def _tables(self, table: str, stem: str, columns: Sequence[str] | None) -> Iterator[pa.Table]:
-        """The rows of one batch in small tables."""
+        """Yield the rows of one batch in small tables."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -308,8 +372,10 @@ class Source:
 
 
 def _place(stem: str) -> tuple[int, int, str]:
-    """Where a batch stands: the first ones of all workers, then their second ones. That is roughly
-    the order of the dataset, and the members of a group come near each other."""
+    """Sort key of a batch: the first ones of all workers, then their second ones.
+
+    That is roughly the order of the dataset, and the members of a group are near each other.
+    """
     found = re.fullmatch(r"(\d+)-(.+)-(\d+)", stem)
     return (int(found[1]), int(found[3]), found[2]) if found else (0, 0, stem)
 

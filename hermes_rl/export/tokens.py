@@ -1,4 +1,4 @@
-"""Token segments on their way to a trainer: which may go, and how their lists are cut."""
+"""Token segments for trainers: which may be exported, and how their lists are cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from hermes_rl.segments.rules import runs_of
 
 _THROWN_AWAY = ("discarded", "aborted")
-"""Why a segment's own answer is no part of any conversation."""
+"""Values of `exclude_reason` of an answer that is in no conversation."""
 
 IGNORED = -100
 """Label of a token that is not trained on."""
@@ -20,7 +20,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class TokenItem:
-    """One row of `segments` with what belongs to it."""
+    """One row of `segments` with its rollout and score."""
 
     row: Mapping[str, Any]
     """Its row of `trajectories`, decoded."""
@@ -35,39 +35,41 @@ class TokenItem:
 
     @property
     def trained(self) -> int:
-        """How many tokens are trained on."""
+        """The number of tokens that are trained on."""
         return sum(self.segment["loss_mask"])
 
     @property
     def labels(self) -> list[int]:
-        """The ids where they are trained on, else `IGNORED`."""
+        """The ids of tokens that are trained on, else `IGNORED`."""
         pairs = zip(self.segment["input_ids"], self.segment["loss_mask"], strict=True)
         return [token if trained else IGNORED for token, trained in pairs]
 
     @property
     def start(self) -> int:
-        """Tokens before the first one that is trained on: what such a branch has for a prompt."""
+        """The number of tokens before the first trained one: the prompt of the branch."""
         return list(self.segment["loss_mask"]).index(True)
 
     @property
     def mask(self) -> list[int]:
-        """1 where a token is trained on, else 0, from `start` on."""
+        """1 for a token that is trained on, else 0, from `start` on."""
         return [int(trained) for trained in self.segment["loss_mask"][self.start :]]
 
     def logprobs(self, absent: float) -> list[float] | None:
-        """Log-probabilities of all positions, `absent` where no token was sampled; None when a
-        sampled one has none."""
+        """Return log-probabilities of all positions, `absent` where no token was sampled.
+
+        None when a sampled token has none.
+        """
         if _logprobs_missing(self.segment):
             return None
         return [absent if p is None else p for p in self.segment["logprobs"]]
 
 
 def refusal(item: TokenItem, *, rl: bool, retokenized: bool) -> str | None:
-    """Why a segment must not be exported; key of `losses.LEFT_OUT`.
+    """Return why a segment must not be exported (key of `losses.LEFT_OUT`); None if it may.
 
     Args:
-        rl: to an RL trainer, which needs what the sampling policy really did.
-        retokenized: take segments that were tokenized again all the same.
+        rl: for an RL trainer, which needs the tokens that the policy sampled.
+        retokenized: take segments that were retokenized from text too.
     """
     segment = item.segment
     if broken(segment):
@@ -86,8 +88,11 @@ def refusal(item: TokenItem, *, rl: bool, retokenized: bool) -> str | None:
 
 
 def broken(segment: Mapping[str, Any]) -> bool:
-    """Whether a segment breaks a rule that every reader relies on: lists of one length, trained
-    tokens are sampled ones, log-probabilities are finite and at most 0, a place for each call."""
+    """Whether a segment breaks a rule of the table.
+
+    All lists have one length, trained tokens are sampled, log-probabilities are finite and at most
+    0, and each call has a start.
+    """
     names = ("loss_mask", "sampled_mask", "logprobs", "turn_ids", "version_ids")
     if any(len(segment[name]) != len(segment["input_ids"]) for name in names):
         return True
@@ -101,8 +106,7 @@ def broken(segment: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one call sampled: positions [start, end) of a segment, whose tokens before are its
-    prompt."""
+    """What one call sampled: positions [start, end) of a segment, after those of its prompt."""
 
     segment: Mapping[str, Any]
     start: int
@@ -115,19 +119,18 @@ class Answer:
 
     @property
     def ids(self) -> list[int]:
-        """The ids that it sampled."""
+        """The sampled ids."""
         return list(self.segment["input_ids"][self.start : self.end])
 
     @property
     def logprobs(self) -> list[float] | None:
-        """One for each sampled id; None when one is not known."""
+        """One for each sampled id; None when one is unknown."""
         values = self.segment["logprobs"][self.start : self.end]
         return None if None in values else list(values)
 
 
 def answers_of(segments: Iterable[Mapping[str, Any]]) -> dict[str, Answer]:
-    """Answers by call id, as the engine sampled them: those of broken segments and of such that
-    were tokenized again are left out."""
+    """Return exact answers by call id, without those of broken and of retokenized segments."""
     found: dict[str, Answer] = {}
     for segment in segments:
         if segment["token_source"] == "retokenized" or broken(segment):
@@ -139,7 +142,7 @@ def answers_of(segments: Iterable[Mapping[str, Any]]) -> dict[str, Answer]:
 
 
 def digest_of(item: TokenItem) -> bytes:
-    """16 bytes that are equal for segments with equal ids and labels."""
+    """Hash the ids and labels of a segment to 16 bytes."""
     hashed = hashlib.sha256(array("q", item.ids).tobytes())
     hashed.update(bytes(item.segment["loss_mask"]))
     return hashed.digest()[:16]

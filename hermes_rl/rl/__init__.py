@@ -2,7 +2,7 @@
 
     from hermes_rl.rl import EnvConfig, Environment, make_task
 
-Names are loaded when they are used.
+Names are loaded on first use.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ if TYPE_CHECKING:
     from hermes_rl.errors import CannotJudge, ToolError
     from hermes_rl.events import RewardPart
     from hermes_rl.messages import AssistantMessage, Message, UserMessage
-    from hermes_rl.rl.context import RolloutContext
+    from hermes_rl.rl.context import BoxResult, Grading, RolloutContext
     from hermes_rl.rl.environment import EnvConfig, Environment, make_task
-    from hermes_rl.rl.grading import BoxResult, Grading
     from hermes_rl.rl.judging import Judge, ModelHandle, Verdict
     from hermes_rl.rl.rewards import Rewards, part
     from hermes_rl.rl.view import Rollout, ToolUse
     from hermes_rl.tasks import Task, Verify
     from hermes_rl.tools.base import Tool, ToolContext, ToolResult, tool
 
-_HOMES = {
+_MODULES = {
     "AssistantMessage": "hermes_rl.messages",
-    "BoxResult": "hermes_rl.rl.grading",
+    "BoxResult": "hermes_rl.rl.context",
     "CannotJudge": "hermes_rl.errors",
     "EnvConfig": "hermes_rl.rl.environment",
     "Environment": "hermes_rl.rl.environment",
-    "Grading": "hermes_rl.rl.grading",
+    "Grading": "hermes_rl.rl.context",
     "Judge": "hermes_rl.rl.judging",
     "Message": "hermes_rl.messages",
     "ModelHandle": "hermes_rl.rl.judging",
@@ -50,7 +49,7 @@ _HOMES = {
     "part": "hermes_rl.rl.rewards",
     "tool": "hermes_rl.tools.base",
 }
-"""Public name -> the module that has it."""
+"""Public name -> its module."""
 
 __all__ = [
     "AssistantMessage",
@@ -82,6 +81,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'hermes_rl.rl' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,10 +1,9 @@
 """Advantages of the members of a group, over valid members only.
 
-A member without a reward (its rollout failed for a reason that is not the policy's) has no
-advantage, and the others' are what they would be without it: kept at 0.0 it would shift them all.
-Each function takes rewards in the order of the members, None where a member is not valid, and
-gives a list of the same length, None in the same places. Below two valid members nothing can be
-compared, and all are None.
+A member without a reward (its rollout failed, and not by the policy's fault) has no advantage, and
+the others' are computed without it: counted as 0.0 it would shift them all. Each function takes
+rewards in the order of the members, None for an invalid member, and returns a list of the same
+length with None at the same indices. With fewer than two valid members all are None.
 """
 
 from __future__ import annotations
@@ -20,16 +19,15 @@ EPSILON = 1e-6
 
 
 def mean(rewards: Rewards) -> float | None:
-    """The mean over valid members; None without any."""
+    """Return the mean over valid members; None without any."""
     valid = _valid(rewards)
     return _mean(valid) if valid else None
 
 
 def std(rewards: Rewards) -> float | None:
-    """The sample standard deviation (n - 1) over valid members; None below two of them.
+    """Return the sample standard deviation (n - 1) over valid members; None below two of them.
 
-    The sample's, as TRL and verl compute it (`torch.std`), since a group is a sample of what the
-    policy does with a task.
+    TRL and verl use it too (`torch.std`): a group is a sample of the policy's rollouts of a task.
     """
     valid = _valid(rewards)
     if len(valid) < 2:
@@ -58,7 +56,7 @@ def dr_grpo(rewards: Rewards) -> Advantages:
 
 
 def _mean(valid: Sequence[float]) -> float:
-    """Also of numbers whose sum is beyond floats: an environment may leave rewards unbounded."""
+    """The mean, also of numbers whose sum overflows: rewards may be unbounded."""
     try:
         return math.fsum(valid) / len(valid)
     except OverflowError:

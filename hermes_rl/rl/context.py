@@ -1,44 +1,171 @@
-"""What an environment's methods may use for one rollout."""
+"""What the methods of an environment may use for one rollout."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from hermes_rl.errors import UserError
-from hermes_rl.rl.grading import Grading
+from hermes_rl.errors import SandboxDied, SandboxStartError, UserError
+from hermes_rl.rl.faults import NoVerdict
 from hermes_rl.rl.judging import Judge, ModelHandle
-from hermes_rl.sandboxes.base import Sandbox
+from hermes_rl.sandboxes.base import GradingSpec, Sandbox
+from hermes_rl.tasks import Verify
+from hermes_rl.verify import BOXES, verify
 
-P = ParamSpec("P")
 T = TypeVar("T")
+
+_WRITTEN = "put"
+"""Folder below /verify with the files of `write_file` and their paths."""
+
+
+@dataclass(frozen=True)
+class BoxResult:
+    """How a script ended in a grading sandbox."""
+
+    exit_code: int
+    """124 after a timeout."""
+    output: str
+    """What it printed; the middle of long output is cut. The agent's code may print anything, so do
+    not read a reward from it."""
+    timed_out: bool
+    report: str
+    """What it wrote to descriptor 3: at most 4 KB."""
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether it exited with 0."""
+        return self.exit_code == 0 and not self.timed_out
+
+
+@dataclass
+class Grading:
+    """The workspace that the agent left: files as bytes, and scripts in grading sandboxes.
+
+    None of the agent's processes is alive when this is first used (DESIGN 5.9). Each `run` has a
+    fresh sandbox: what a script changes is gone in the next.
+    """
+
+    _sandbox: Sandbox
+    _image: str | None = None
+    seconds: float = 0.0
+    """Spent in grading sandboxes so far."""
+    _written: dict[str, bytes] = field(default_factory=dict)
+
+    async def run(
+        self,
+        script: str,
+        *,
+        files: Mapping[str, bytes | str] | None = None,
+        timeout_s: float = 120.0,
+        image: str | None = None,
+    ) -> BoxResult:
+        """Run a bash script; $WORKSPACE is what the agent left, $VERIFY holds `files`, read-only.
+
+        Raises: CannotJudge when no grading sandbox starts.
+        """
+        contents = {name: _bytes(data) for name, data in (files or {}).items()}
+        spec = GradingSpec(
+            script=self._prelude(contents) + script,
+            files=contents,
+            timeout_s=timeout_s,
+            score=True,
+            image=image or self._image,
+        )
+        failures: list[str] = []
+        for _ in range(BOXES):
+            try:
+                result = await self._sandbox.grade(spec)
+            except (SandboxDied, SandboxStartError) as fault:
+                failures.append(f"{type(fault).__name__}: {fault}")
+                continue
+            self.seconds += result.seconds
+            return BoxResult(
+                exit_code=result.exit_code,
+                output=result.output,
+                timed_out=result.timed_out,
+                report=result.report.decode("utf-8", "replace").strip(),
+                seconds=result.seconds,
+            )
+        raise NoVerdict(f"no grading box after {BOXES} tries; the last: {failures[-1]}")
+
+    async def verify(self, verifier: Verify | None) -> float:
+        """Return the reward of a task's own verifier (DESIGN 5.1): `task.verify`.
+
+        Raises: CannotJudge; UserError for a task without one.
+        """
+        if verifier is None:
+            raise UserError("the task has no 'verify'")
+        graded = await verify(self._sandbox, verifier)
+        self.seconds += graded.seconds
+        assert graded.reward is not None
+        return graded.reward
+
+    async def read_file(self, path: str) -> bytes:
+        """Read a regular file of the workspace as the agent (or `write_file`) left it.
+
+        Raises: FileNotFoundError, IsADirectoryError, PermissionError; OSError for a file that is
+            reached only over a symbolic link, or is outside the workspace.
+        """
+        if path in self._written:
+            return self._written[path]
+        return await self._sandbox.read_left(path)
+
+    async def write_file(self, path: str, data: bytes | str) -> None:
+        """Put a file into the workspace of every later `run`, over what the agent left there.
+
+        Raises: UserError for a path outside the workspace.
+        """
+        if path.startswith("/") or ".." in path.split("/") or "\0" in path or not path.strip("./"):
+            raise UserError(f"write_file {path!r}: use a path inside the workspace")
+        self._written[path] = _bytes(data)
+
+    def _prelude(self, files: dict[str, bytes]) -> str:
+        """Add the written files to the verifier's; return the shell code that copies them."""
+        if not self._written:
+            return ""
+        for number, (name, data) in enumerate(self._written.items()):
+            files[f".{_WRITTEN}/{number}"] = data
+            files[f".{_WRITTEN}/{number}.path"] = name.encode() + b"\0"
+        return (
+            f"for _hx_n in $(seq 0 {len(self._written) - 1}); do\n"
+            f'  IFS= read -r -d "" _hx_p <"$VERIFY/.{_WRITTEN}/$_hx_n.path"\n'
+            '  mkdir -p -- "$(dirname -- "$WORKSPACE/$_hx_p")" &&\n'
+            '  rm -rf -- "$WORKSPACE/$_hx_p" &&\n'
+            f'  cp -- "$VERIFY/.{_WRITTEN}/$_hx_n" "$WORKSPACE/$_hx_p" || exit 125\n'
+            "done\nunset _hx_n _hx_p\n"
+        )
+
+
+def _bytes(data: bytes | str) -> bytes:
+    return data.encode() if isinstance(data, str) else bytes(data)
 
 
 class CpuPool(Protocol):
     """Runs functions in other processes (`hermes_rl.rl.cpu.Pool`)."""
 
     async def run(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
-        """See `RolloutContext.cpu`."""
+        """Call a function as `RolloutContext.cpu` does."""
         ...
 
 
 @dataclass
 class RolloutContext:
-    """One rollout's seed, state and helpers.
+    """The seed, state and helpers of one rollout.
 
-    Which helpers there are depends on the method: `sandbox` in `start`, `grading` in
-    `compute_reward`, `judge` and `user` wherever the run names such a model.
+    Which helpers exist depends on the method: `sandbox` in `start`, `grading` in `compute_reward`,
+    `judge` and `user` wherever the run names such a model.
     """
 
     seed: int
-    """Of this rollout: a function of the run's seed, the task and the place in the group."""
+    """Of this rollout: a function of the run's seed, the task and the index in the group."""
     split: str
     position: int
-    """0-based place of the task in its stream."""
+    """0-based index of the task in its stream."""
     member: int = 0
-    """0-based place in the group."""
+    """0-based index in the group."""
     state: dict[str, Any] = field(default_factory=dict)
     """Of this rollout alone; tools find it as `ToolContext.env`. Keep it plain (JSON), so that a
     stored rollout can be graded again."""
@@ -51,8 +178,10 @@ class RolloutContext:
 
     @property
     def rng(self) -> random.Random:
-        """Random numbers of this rollout: the same at every attempt and on every machine. Those of
-        `compute_reward` are a series of their own, the same in a regrade."""
+        """Random numbers of this rollout: the same in every attempt and on every machine.
+
+        `compute_reward` has a series of its own, which is the same in a regrade.
+        """
         if self._rng is None:
             self._rng = random.Random(self.seed)
         return self._rng
@@ -62,17 +191,16 @@ class RolloutContext:
         """The agent's own sandbox. Raises: UserError outside `start`, and without a sandbox."""
         if self._sandbox is None:
             raise UserError(
-                "ctx.sandbox is there in start() alone, and with `sandboxed`; compute_reward has "
+                "ctx.sandbox exists only in start(), and only with `sandboxed`; compute_reward has "
                 "ctx.grading"
             )
         return self._sandbox
 
     @property
     def grading(self) -> Grading:
-        """The workspace that the agent left, in grading boxes. Raises: UserError outside
-        `compute_reward`."""
+        """The workspace that the agent left. Raises: UserError outside `compute_reward`."""
         if self._grading is None:
-            raise UserError("ctx.grading is there in compute_reward() alone, and with `sandboxed`")
+            raise UserError("ctx.grading exists only in compute_reward(), and with `sandboxed`")
         return self._grading
 
     @property
@@ -90,12 +218,12 @@ class RolloutContext:
         return self._user
 
     async def cpu(self, function: Callable[..., T], *args: Any, timeout_s: float = 120.0) -> T:
-        """Call a function of a module in another process, so that the rollouts here go on.
+        """Call a module-level function in another process, so that other rollouts go on.
 
         Args:
-            function: found again by module and name; no lambda, no method, nothing local.
-            args: what pickles.
-            timeout_s: seconds of running; its process is ended then.
+            function: found by module and name: no lambda, no method, no local function.
+            args: values that pickle.
+            timeout_s: seconds of running; then its process is killed.
 
         Raises: CannotJudge when the process died or ran too long; the function's own exceptions.
         """

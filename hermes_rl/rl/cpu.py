@@ -1,7 +1,7 @@
-"""A pool of processes for rewards that need a processor (`RolloutContext.cpu`).
+"""A pool of processes for CPU-bound rewards (`RolloutContext.cpu`).
 
-The workers are fresh interpreters, started when they are first needed; functions go there by import
-name. A worker that dies or runs too long takes only its own call with it.
+The workers are fresh interpreters that start when they are first needed; functions are sent by
+import name. A worker that dies or runs too long fails only its own call.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from hermes_rl.errors import CannotJudge, UserError
 from hermes_rl.rl.cpu_worker import HEAD, frame, resolve
 from hermes_rl.rl.faults import NoVerdict
 
-MOST = 4
-"""Workers at most, where nothing is said."""
+MAX_DEFAULT_WORKERS = 4
+
 _FRAME_BYTES = 1 << 30
 _DYING_S = 5.0
 
 
 def default_workers() -> int:
-    """One per core, at most four."""
-    return min(MOST, len(os.sched_getaffinity(0)))
+    """Return one worker per core, at most four."""
+    return min(MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)))
 
 
 class _Died(Exception):
-    """The worker ended in the midst of a call."""
+    """The worker ended during a call."""
 
 
 class Pool:
-    """See the module. An async context manager.
+    """Worker processes that call functions. An async context manager.
 
     Args:
-        workers: processes at once; further calls wait.
-        modules: (module, file) that a worker loads before it looks for functions.
+        workers: concurrent processes; further calls wait.
+        modules: (module, file) that a worker loads before it resolves functions.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Pool:
         self._all: set[Process] = set()
 
     async def run(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
-        """See `RolloutContext.cpu`.
+        """Call a function in a worker (`RolloutContext.cpu`).
 
         Raises: UserError for a function that has no import name, or arguments that do not pickle;
             CannotJudge when the worker died or `timeout_s` passed; what the function raises.
         """
         job = frame((self._modules, *_name_of(function), _pickled(function, args)))
         async with self._turns:
-            worker = self._rested() or await self._start()
+            worker = self._take_idle() or await self._start()
             try:
                 async with asyncio.timeout(timeout_s):
                     answer = await _exchange(worker, job)
@@ -83,8 +83,8 @@ class Pool:
             raise error
         raise CannotJudge(f"{function.__name__} failed: {text.strip().splitlines()[-1]}")
 
-    def _rested(self) -> Process | None:
-        """An idle worker; those that died meanwhile are forgotten."""
+    def _take_idle(self) -> Process | None:
+        """Take an idle worker; forget those that died meanwhile."""
         while self._idle:
             worker = self._idle.pop()
             if worker.returncode is None:
@@ -93,7 +93,7 @@ class Pool:
         return None
 
     async def _start(self) -> Process:
-        # The child finds what this process finds, wherever it was started.
+        # The child gets this process's import path.
         code = f"import sys; sys.path[:] = {sys.path!r}; "
         code += "from hermes_rl.rl.cpu_worker import main; main()"
         started = asyncio.ensure_future(
@@ -112,11 +112,11 @@ class Pool:
         return worker
 
     async def _end(self, worker: Process, patience_s: float = 0.0) -> int:
-        """Wait for a worker's end, and kill it when that does not come; its return code.
+        """Wait for a worker to end, else kill it; return its exit code.
 
         Args:
-            patience_s: for one that seems to have died. (A signal to a dead process would take its
-                return code away from the event loop.)
+            patience_s: before the kill, for a worker that seems to have died. (A signal to a dead
+                process would take its exit code away from the event loop.)
         """
         try:
             async with asyncio.timeout(patience_s):
@@ -131,7 +131,7 @@ class Pool:
         return code
 
     async def aclose(self) -> None:
-        """End all workers, also those that run. Idempotent."""
+        """End all workers, running ones included. Idempotent."""
         self._idle.clear()
         for worker in list(self._all):
             await self._end(worker)
@@ -164,16 +164,16 @@ async def _exchange(worker: Process, job: bytes) -> Any:
 
 
 def _exception(pickled: bytes) -> Exception | None:
-    """What the function raised; None for what does not come back, or was to end its process."""
+    """Load what the function raised; None if it does not unpickle or is no `Exception`."""
     try:
         error = pickle.loads(pickled)
-    except Exception:  # whatever an exception's own constructor raises
+    except Exception:  # an exception's constructor may raise anything
         return None
     return error if isinstance(error, Exception) else None
 
 
 def _name_of(function: Callable[..., Any]) -> tuple[str, str]:
-    """Module and name, seen to lead back to the function. Raises: UserError."""
+    """Return module and name, checked to resolve to the function. Raises: UserError."""
     module = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", "")
     try:
@@ -188,7 +188,7 @@ def _name_of(function: Callable[..., Any]) -> tuple[str, str]:
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
         return pickle.dumps(args)
-    except Exception as error:  # whatever an object's own pickling raises
+    except Exception as error:  # pickling a user's object may raise anything
         raise UserError(
             f"ctx.cpu({function.__name__}): its arguments do not pickle: {error}. Pass plain data"
         ) from error

@@ -1,7 +1,7 @@
 """A process that calls functions for its parent: `python -m hermes_rl.rl.cpu_worker`.
 
-Frames on stdin and stdout: 8 bytes of length, then a pickle. It ends when stdin closes, also in the
-midst of a call.
+Frames on stdin and stdout are 8 bytes of length, then a pickle. The process ends when stdin closes,
+even during a call.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any, BinaryIO
 
 HEAD = struct.Struct(">Q")
 NICENESS = 5
-"""The event loop that waits for us comes first."""
+"""The parent's event loop has priority."""
 
 
 def frame(value: Any) -> bytes:
-    """A value as it travels. Raises: what pickle raises."""
+    """Encode a value as a frame. Raises: what pickle raises."""
     data = pickle.dumps(value)
     return HEAD.pack(len(data)) + data
 
 
 def resolve(module: str, name: str) -> Any:
-    """A function by import name. Raises: ImportError, AttributeError."""
+    """Return a function by import name. Raises: ImportError, AttributeError."""
     found: Any = importlib.import_module(module)
     for step in name.split("."):
         found = getattr(found, step)
@@ -36,7 +36,7 @@ def resolve(module: str, name: str) -> Any:
 
 
 def _read(stream: BinaryIO, jobs: queue.SimpleQueue[bytes]) -> None:
-    """Frames into the queue; the end of the stream is the end of this process."""
+    """Put frames into the queue; exit at the end of the stream."""
     while True:
         head = stream.read(HEAD.size)
         data = stream.read(HEAD.unpack(head)[0]) if len(head) == HEAD.size else b""
@@ -46,12 +46,12 @@ def _read(stream: BinaryIO, jobs: queue.SimpleQueue[bytes]) -> None:
 
 
 def _call(data: bytes) -> bytes:
-    """The answer to one job: ("ok", value), or ("error", text, pickled exception or b"")."""
+    """Run one job; the answer is ("ok", value) or ("error", text, pickled exception or b"")."""
     try:
         modules, module, name, args = pickle.loads(data)
         _load(modules)
         return frame(("ok", resolve(module, name)(*pickle.loads(args))))
-    except BaseException as error:  # a boundary: whatever it is, the parent hears of it
+    except BaseException as error:  # a boundary: the parent gets every error
         text = "".join(traceback.format_exception(error))[-4000:]
         try:
             return frame(("error", text, pickle.dumps(error)))
@@ -60,7 +60,7 @@ def _call(data: bytes) -> bytes:
 
 
 def _load(modules: tuple[tuple[str, str], ...]) -> None:
-    """What the parent loaded from paths, under the same names."""
+    """Load what the parent loaded from paths, under the same names."""
     if any(name not in sys.modules for name, _ in modules):
         from hermes_rl.rl.loading import load_module
 
@@ -71,7 +71,7 @@ def _load(modules: tuple[tuple[str, str], ...]) -> None:
 def main() -> None:
     """Serve until stdin closes."""
     os.nice(NICENESS)
-    # What the functions print must not stand between our frames.
+    # Output of the functions must not get between the frames.
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()

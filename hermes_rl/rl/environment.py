@@ -27,18 +27,18 @@ Metrics = dict[str, float]
 
 
 class EnvConfig(Section):
-    """What an environment can be told. Subclasses add keys; unknown ones are refused.
+    """The configuration of an environment. Subclasses add keys; unknown ones are refused.
 
-    All of it is identity. The keys below stand in for those of the run (`sandbox.image`,
-    `agent.toolsets`, ...) where the run says nothing.
+    All of it is identity. The keys below are defaults for those of the run (`sandbox.image`,
+    `agent.toolsets`, ...).
     """
 
     image: str | None = None
     """Root of the sandbox; None is the default."""
     network: bool = False
     sandboxed: bool = True
-    """False starts no sandbox: for rollouts that need neither commands nor files. There are no
-    toolsets then, and `ctx.sandbox` and `ctx.grading` are not there."""
+    """False starts no sandbox, for rollouts that need neither commands nor files. There are no
+    toolsets then, and no `ctx.sandbox` and `ctx.grading`."""
     toolsets: tuple[str, ...] | None = None
     """Toolsets beside the environment's own tools; () is none. None is `terminal` and `file`, and
     none without a sandbox."""
@@ -48,7 +48,7 @@ class EnvConfig(Section):
     """Rollouts of one task that are compared with each other; 1 in `evaluate`."""
     limits: LimitsSection | None = None
     reward_range: tuple[Finite, Finite] = (0.0, 1.0)
-    """Least and greatest total of a rollout; anything else is a fault of the environment."""
+    """Least and greatest total of a rollout; any other total is a fault of the environment."""
 
     @model_validator(mode="after")
     def _refuse_range(self) -> Self:
@@ -61,7 +61,7 @@ C = TypeVar("C", bound=EnvConfig)
 
 
 class Environment(ABC, Generic[C]):
-    """Subclass it, give `name`, `tasks` and `compute_reward`, and more where it is needed.
+    """Base class. Subclasses define `name`, `tasks`, `compute_reward` and whatever else they need.
 
     One object per process serves all its rollouts at once: what belongs to one rollout goes into
     `ctx.state`, what `setup` makes is shared and only read.
@@ -70,79 +70,88 @@ class Environment(ABC, Generic[C]):
     name: ClassVar[str]
     Config: ClassVar[type[EnvConfig]] = EnvConfig
     endless: bool = False
-    """`tasks` never ends: a run then needs `--limit`. Where that depends on the configuration,
-    `__init__` says it."""
+    """`tasks` never ends: a run then needs `--limit`. If that depends on the configuration,
+    set it in `__init__`."""
     splits: ClassVar[tuple[str, ...]] = ("train", "eval")
     """The splits that `tasks` knows."""
     uses: tuple[Uses, ...] = ()
-    """Models that it asks beside the policy: `judge`, `user`. The run must name them. Where that
-    depends on the configuration, `__init__` says it."""
+    """Models that it calls beside the policy: `judge`, `user`. The run must name them. If that
+    depends on the configuration, set it in `__init__`."""
     can_use: tuple[Uses, ...] = ()
-    """Models that it asks where the run names them, and does without otherwise."""
+    """Models that it calls if the run names them, and does without otherwise."""
 
     def __init__(self, config: C) -> None:
         self.config = config
 
     async def setup(self) -> None:
-        """Once per process, before anything else is asked but `tasks`."""
+        """Run once per process, before every other method but `tasks`."""
 
     @abstractmethod
     def tasks(self, split: str, seed: int) -> Iterable[Task]:
-        """The task stream: the same tasks in the same order for the same arguments, always.
+        """Return the task stream: always the same tasks in the same order for the same arguments.
 
-        May be endless. Only the driver reads it, lazily; a resumed run reads it again from its
-        beginning and passes over what is done. `make_task` makes a task.
+        May be endless. Only the driver reads it, lazily; a resumed run reads it again from the
+        beginning and skips what is done. `make_task` makes a task.
         """
 
     def tools(self, task: Task) -> Sequence[Tool]:
-        """The environment's own tools, beside `Config.toolsets`. Handlers find `ctx.state` of the
-        rollout in `ToolContext.env`."""
+        """Return the environment's own tools, beside `Config.toolsets`.
+
+        Handlers find `ctx.state` of the rollout in `ToolContext.env`.
+        """
         return ()
 
     async def start(self, task: Task, ctx: RolloutContext) -> None:
-        """Before the first call: fill `ctx.state`, drawn from `ctx.rng`; `ctx.sandbox` stands, with
-        the task's files and its setup done."""
+        """Prepare a rollout before its first call: fill `ctx.state`, with `ctx.rng`.
+
+        `ctx.sandbox` has the task's files, and its setup has run.
+        """
 
     async def reply(
         self, task: Task, trajectory: Rollout, ctx: RolloutContext
     ) -> Message | str | None:
-        """What the user says to an answer; None ends the rollout."""
+        """Return the user's reply to an answer; None ends the rollout."""
         return None
 
     @abstractmethod
     async def compute_reward(
         self, task: Task, trajectory: Rollout, ctx: RolloutContext
     ) -> float | Rewards:
-        """The reward of a finished rollout. The agent's processes are dead; `ctx.grading` works on
-        what they left.
+        """Return the reward of a finished rollout.
 
-        Raises: CannotJudge for a fault of the verifier's. It is asked again twice, with the same
-            `ctx.state` and `ctx.rng`; then the attempt is no member of its group. Any other
-            exception counts as one, and is not asked about again.
+        The agent's processes are dead; `ctx.grading` works on what they left.
+
+        Raises: CannotJudge for a fault of the verifier. The method is called again twice, with the
+            same `ctx.state` and `ctx.rng`; then the attempt is no member of its group. Any other
+            exception is such a fault too, without further calls.
         """
 
     async def score_group(
         self, task: Task, members: Sequence[Rollout], ctx: RolloutContext
     ) -> Sequence[float | Rewards] | None:
-        """Rewards of a whole group, relative to each other, in the order of `members`; None keeps
-        those of `compute_reward`."""
+        """Return the rewards of a whole group, in the order of `members`.
+
+        None keeps those of `compute_reward`.
+        """
         return None
 
     async def evaluate(self, run: Run) -> Metrics:
-        """Metrics of a finished run over the split `eval`, which lie beside those of
-        `hermes_rl.evals.summary` in metrics.json. None by default."""
+        """Return metrics of a finished run over the split `eval`, empty by default.
+
+        metrics.json has them beside those of `hermes_rl.evals.summary`.
+        """
         return {}
 
 
 def make_task(prompt: str | Sequence[Mapping[str, Any]], **columns: Any) -> Task:
-    """A task, as a row of a dataset would say it (DESIGN 5.1).
+    """Make a task from the columns of a dataset row (DESIGN 5.1).
 
         make_task("What is 2 + 3?", id="add-1", answer=5, oracle='["5"]')
 
     Args:
         prompt: text, or OpenAI messages that end with the user's.
-        columns: `id`, `files`, `setup`, `verify`, `oracle`, `toolsets`, ...; what has no meaning of
-            its own goes to `task.metadata`.
+        columns: `id`, `files`, `setup`, `verify`, `oracle`, `toolsets`, ...; other columns go to
+            `task.metadata`.
 
     Raises: UserError for a column that does not fit.
     """

@@ -1,4 +1,4 @@
-"""An environment's part in one rollout: the `Episode` that `rollout` asks."""
+"""An environment's part in one rollout: the `Episode` that `rollout` calls."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ from hermes_rl.events import CallStarted, Graded
 from hermes_rl.messages import Message, UserMessage
 from hermes_rl.models.base import Sampling
 from hermes_rl.rl import faults
-from hermes_rl.rl.context import RolloutContext
+from hermes_rl.rl.context import Grading, RolloutContext
 from hermes_rl.rl.cpu import Pool
 from hermes_rl.rl.environment import Environment
-from hermes_rl.rl.grading import Grading
 from hermes_rl.rl.judging import Judge, ModelHandle
-from hermes_rl.rl.loading import AnyEnvironment
-from hermes_rl.rl.opening import Opened, open_environment, tools_of
-from hermes_rl.rl.rewards import Rewards, settled
+from hermes_rl.rl.loading import AnyEnvironment, Opened, open_environment, tools_of
+from hermes_rl.rl.rewards import Rewards, check_rewards
 from hermes_rl.rl.view import Rollout
 from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
@@ -45,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Host:
-    """An environment as one process has it: set up, with its processes; makes episodes."""
+    """An environment in one process: set up, with its CPU pool; makes episodes."""
 
     opened: Opened
     pool: Pool
@@ -56,11 +54,11 @@ class Host:
         return self.opened.env
 
     def episode(self, stage: Stage) -> EnvEpisode:
-        """The episode of one attempt (`hermes_rl.episode.MakeEpisode`)."""
+        """Make the episode of one attempt (`hermes_rl.episode.MakeEpisode`)."""
         return EnvEpisode(self, stage)
 
     def context(self, stage: Stage) -> RolloutContext:
-        """A context without sandbox and grading; judge and user record on the stage's tape."""
+        """Make a context without sandbox and grading; judge and user record to the stage's log."""
         section, item = self.opened.section, stage.item
         judge = user = None
         if section.judge is not None:
@@ -81,7 +79,7 @@ class Host:
 def _calls(
     purpose: str, place: ModelPlace, stage: Stage
 ) -> tuple[Caller, Sampling, Callable[[], int]]:
-    """What a handle of one rollout calls with."""
+    """Return what a model handle of one rollout calls with."""
     sampling = Sampling(
         temperature=place.temperature,
         top_p=place.top_p,
@@ -95,7 +93,7 @@ def _calls(
 
 
 def _turn(tape: Tape) -> int:
-    """The rollout's turn now, as its calls say."""
+    """Return the rollout's current turn, from its calls."""
     turns = (
         e.turn for e in reversed(tape.events) if isinstance(e, CallStarted) and e.purpose == "agent"
     )
@@ -103,12 +101,12 @@ def _turn(tape: Tape) -> int:
 
 
 OpensHost = Callable[[EnvSection], AbstractAsyncContextManager[Host]]
-"""`open_host`, or what shares one that is open."""
+"""`open_host`, or a function that shares an open host."""
 
 
 @asynccontextmanager
 async def open_host(section: EnvSection) -> AsyncIterator[Host]:
-    """An environment for the rollouts of this process: loaded and set up.
+    """Load an environment and set it up for the rollouts of this process.
 
     Raises: UserError when its code cannot be loaded, or `setup` fails.
     """
@@ -118,43 +116,30 @@ async def open_host(section: EnvSection) -> AsyncIterator[Host]:
         await env.setup()
     except HermesError:
         raise
-    except Exception as error:  # a boundary: code of the user's
-        raise UserError(faults.said(env.name, env.setup, error)) from error
+    except Exception as error:  # a boundary: user code
+        raise UserError(faults.describe_error(env.name, env.setup, error)) from error
     async with Pool(section.cpu_workers, opened.loaded.modules) as pool:
         yield Host(opened, pool)
 
 
 class EnvEpisode:
-    """See `hermes_rl.episode.Episode`. One attempt's."""
+    """The `hermes_rl.episode.Episode` of one attempt."""
 
     def __init__(self, host: Host, stage: Stage) -> None:
         self.ctx = host.context(stage)
         self._env, self._task, self._tape = host.env, stage.task, stage.tape
-        # Without a reply of its own an environment is not asked for one.
-        self._replies = type(host.env).reply is not Environment.reply
-
-    @property
-    def env_name(self) -> str:
-        """See `Episode`."""
-        return self._env.name
-
-    @property
-    def replies(self) -> bool:
-        """See `Episode`."""
-        return self._replies
-
-    @property
-    def sandboxed(self) -> bool:
-        """See `Episode`."""
-        return self._env.config.sandboxed
+        self.env_name = host.env.name
+        self.sandboxed = host.env.config.sandboxed
+        # An environment without its own `reply` is not asked for one.
+        self.replies = type(host.env).reply is not Environment.reply
 
     def tools(self) -> Mapping[str, Tool]:
-        """See `Episode`."""
+        """Return the environment's tools, with handlers whose bugs are faults of the task."""
         try:
             own = tools_of(self._env, self._task)
         except UserError as error:
             raise TaskFault(str(error)) from error
-        # Where there are no sandboxes, its own tools do not need one, whatever their default says.
+        # Without a sandbox the environment's own tools cannot need one, whatever their default is.
         return {
             name: replace(
                 t, handler=_guarded(self._env, t), needs_sandbox=t.needs_sandbox and self.sandboxed
@@ -163,31 +148,31 @@ class EnvEpisode:
         }
 
     def tool_state(self) -> dict[str, Any]:
-        """See `Episode`."""
+        """Return `ctx.state`."""
         return self.ctx.state
 
     async def start(self, sandbox: Sandbox | None) -> None:
-        """See `Episode`."""
+        """Call the environment's `start`."""
         self.ctx._sandbox = sandbox
         try:
-            await theirs(self._env, self._env.start, TaskFault, self._task, self.ctx)
+            await call_method(self._env, self._env.start, TaskFault, self._task, self.ctx)
         finally:
             self.ctx._sandbox = None
 
     async def reply(self, messages: Sequence[Message]) -> Message | None:
-        """See `Episode`."""
+        """Call the environment's `reply`."""
         env = self._env
         so_far = Rollout.of_events(self._tape.events)
-        said = await theirs(env, env.reply, TaskFault, self._task, so_far, self.ctx)
-        if said is None or isinstance(said, UserMessage):
-            return said
-        if isinstance(said, str):
-            return UserMessage(content=said)
-        what = f"returned {type(said).__name__}; return a text, a UserMessage or None"
-        raise TaskFault(faults.wrong(env.name, env.reply, what))
+        reply = await call_method(env, env.reply, TaskFault, self._task, so_far, self.ctx)
+        if reply is None or isinstance(reply, UserMessage):
+            return reply
+        if isinstance(reply, str):
+            return UserMessage(content=reply)
+        what = f"returned {type(reply).__name__}; return a text, a UserMessage or None"
+        raise TaskFault(faults.describe_misuse(env.name, env.reply, what))
 
     async def grade(self, sandbox: Sandbox | None, result: AgentResult) -> Graded:
-        """See `Episode`."""
+        """Call the environment's `compute_reward`."""
         rollout = Rollout.of_events(
             self._tape.events,
             final_response=result.final_response,
@@ -197,31 +182,32 @@ class EnvEpisode:
         return await self.judge(sandbox, rollout)
 
     async def judge(self, sandbox: Sandbox | None, rollout: Rollout) -> Graded:
-        """The reward of a rollout over the workspace in a sandbox.
+        """Compute the reward of a rollout over the workspace in a sandbox.
 
-        An environment that cannot judge is asked again on the same workspace and state, as often as
-        a verifier gets boxes; what stands behind it was asked so often already (`NoVerdict`).
+        After `CannotJudge` the environment is asked again with the same workspace and state, as
+        often as a verifier gets sandboxes. After `NoVerdict` it is not: it has used its attempts.
 
         Raises: VerifierFault and other HermesErrors.
         """
-        began, noted = time.monotonic(), _copied(self.ctx.state)
+        began, saved = time.monotonic(), _copy(self.ctx.state)
         for _ in range(BOXES - 1):
             try:
-                return await self._judged(sandbox, rollout, began)
+                return await self._judge_once(sandbox, rollout, began)
             except CannotJudge as fault:
-                if isinstance(fault, faults.NoVerdict) or noted is None:
+                if isinstance(fault, faults.NoVerdict) or saved is None:
                     raise
                 self.ctx.state.clear()
-                self.ctx.state.update(copy.deepcopy(noted))
-        return await self._judged(sandbox, rollout, began)
+                self.ctx.state.update(copy.deepcopy(saved))
+        return await self._judge_once(sandbox, rollout, began)
 
-    async def _judged(self, sandbox: Sandbox | None, rollout: Rollout, began: float) -> Graded:
+    async def _judge_once(self, sandbox: Sandbox | None, rollout: Rollout, began: float) -> Graded:
         env = self._env
         self.ctx._grading = None if sandbox is None else Grading(sandbox)
-        # A series of its own, however much was drawn before: a regrade begins here.
+        # A series of its own, however much was drawn before: a regrade starts from it too.
         self.ctx._rng = random.Random(f"{self.ctx.seed} graded")
-        given = await theirs(env, env.compute_reward, VerifierFault, self._task, rollout, self.ctx)
-        rewards = checked(env, env.compute_reward, given, rollout.turns)
+        method = env.compute_reward
+        value = await call_method(env, method, VerifierFault, self._task, rollout, self.ctx)
+        rewards = check_reward(env, method, value, rollout.turns)
         return Graded(
             reward=rewards.total,
             rewards=rewards.parts,
@@ -230,60 +216,62 @@ class EnvEpisode:
         )
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any] | None:
-    """A state before it is judged; None for one that cannot be copied."""
+def _copy(state: dict[str, Any]) -> dict[str, Any] | None:
+    """Copy a state; None for one that cannot be copied."""
     try:
         return copy.deepcopy(state)
-    except Exception:  # a boundary: whatever an object of theirs raises when it is copied
+    except Exception:  # a boundary: user objects may raise anything
         return None
 
 
-def checked(env: AnyEnvironment, method: Callable[..., Any], given: object, turns: int) -> Rewards:
-    """A reward as a method returned it. Raises: VerifierFault that names the method's place."""
+def check_reward(
+    env: AnyEnvironment, method: Callable[..., Any], value: object, turns: int
+) -> Rewards:
+    """Check a reward that a method returned. Raises: VerifierFault that names the method."""
     try:
-        return settled(given, env.config.reward_range, turns)
+        return check_rewards(value, env.config.reward_range, turns)
     except VerifierFault as fault:
-        raise VerifierFault(faults.wrong(env.name, method, str(fault))) from None
+        raise VerifierFault(faults.describe_misuse(env.name, method, str(fault))) from None
 
 
-async def theirs(
+async def call_method(
     env: AnyEnvironment,
     method: Callable[..., Awaitable[T]],
     fault: type[HermesError],
     *args: Any,
 ) -> T:
-    """Call a method of the environment's.
+    """Call a method of the environment.
 
-    Raises: `fault` for its bugs, with their place; errors of ours as they are (a bad argument to
-        something of ours counts as a bug), cancellation too.
+    Raises: `fault` for its bugs, with their place, a UserError included; other HermesErrors and
+        cancellation unchanged.
     """
     try:
         return await method(*args)
     except UserError as error:
-        raise fault(faults.said(env.name, method, error)) from error
+        raise fault(faults.describe_error(env.name, method, error)) from error
     except HermesError:
         raise
-    except Exception as error:  # a boundary: code of the user's
-        raise fault(faults.said(env.name, method, error)) from error
+    except Exception as error:  # a boundary: user code
+        raise fault(faults.describe_error(env.name, method, error)) from error
 
 
 def _guarded(
-    env: AnyEnvironment, own: Tool
+    env: AnyEnvironment, tool: Tool
 ) -> Callable[[ToolContext, dict[str, Any]], Awaitable[ToolResult]]:
-    """The tool's handler, whose bugs are faults of the task and no marks for the model."""
+    """Wrap a tool's handler so that its bugs are faults of the task, not of the model."""
 
     async def handler(ctx: ToolContext, arguments: dict[str, Any]) -> ToolResult:
         try:
-            result = await own.handler(ctx, arguments)
+            result = await tool.handler(ctx, arguments)
         except (ToolError, HermesError):
             raise
-        except Exception as error:  # a boundary: code of the user's
-            raise TaskFault(faults.said(env.name, own.handler, error)) from error
+        except Exception as error:  # a boundary: user code
+            raise TaskFault(faults.describe_error(env.name, tool.handler, error)) from error
         if isinstance(result, str):
             return ToolResult(text=result)
         if not isinstance(result, ToolResult):
             what = f"returned {type(result).__name__}; return ToolResult(text=...)"
-            raise TaskFault(faults.wrong(env.name, own.handler, what))
+            raise TaskFault(faults.describe_misuse(env.name, tool.handler, what))
         return result
 
     return handler

@@ -1,7 +1,7 @@
-"""The end of `evaluate`: metrics.json and samples.jsonl, in the form that Atropos gives them.
+"""The files of `env evaluate`: metrics.json and samples.jsonl, in the format of Atropos.
 
-The form is that of `evaluate_log` in atroposlib 0.4.0; what a sample holds is there each
-environment's own choice, and the names here are those that its environments commonly use.
+The format is that of `evaluate_log` in atroposlib 0.4.0. There each environment chooses the keys of
+a sample; the keys here are those that its environments commonly use.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hermes_rl.evals import summary
 from hermes_rl.evals.summary import SOLVED
 from hermes_rl.rl import faults
 from hermes_rl.rl.environment import Environment, Metrics
-from hermes_rl.rl.episodes import OpensHost, open_host, theirs
-from hermes_rl.rl.opening import Opened, settle_env
+from hermes_rl.rl.episodes import OpensHost, call_method, open_host
+from hermes_rl.rl.loading import Opened, settle_env
 from hermes_rl.store.reader import Run, load_run
 
 _FINISH = {
@@ -31,20 +31,20 @@ _FINISH = {
     "token_limit": "length",
     "context_overflow": "length",
 }
-"""Ending -> finish reason, as chat endpoints call it; every other ending is its own name."""
+"""End reason -> finish reason of chat endpoints; every other end reason keeps its name."""
 
 
 async def write_evaluation(path: Path, opens: OpensHost = open_host) -> Metrics:
-    """Write the two files of a finished evaluation, and `evaluate_config.yaml` beside them.
+    """Write metrics.json, samples.jsonl and evaluate_config.yaml of a finished evaluation.
 
     Args:
         path: the run directory of `hermes-rl env evaluate`.
-        opens: the environment, where it has an `evaluate` of its own.
+        opens: the environment, if it overrides `evaluate`.
 
     Returns: the metrics: those of `hermes_rl.evals.summary` and of the environment's `evaluate`.
 
-    Raises: UserError for a run of no environment, and for what `evaluate` raises or returns that is
-        no mapping of names to numbers.
+    Raises: UserError for a run without an environment, and when `evaluate` raises or does not
+        return a mapping of names to finite numbers.
     """
     text = await asyncio.to_thread((path / "run.yaml").read_text, encoding="utf-8")
     config, opened = settle_env(parse_config(yaml.safe_load(text), str(path / "run.yaml")))
@@ -52,7 +52,7 @@ async def write_evaluation(path: Path, opens: OpensHost = open_host) -> Metrics:
         raise UserError(f"{path}: a run of a dataset. Evaluate it with hermes_rl.evals")
     run = await asyncio.to_thread(load_run, path)
     metrics = await asyncio.to_thread(_summary, run)
-    metrics.update(await _own(opened, run, opens))
+    metrics.update(await _env_metrics(opened, run, opens))
     await asyncio.to_thread(_write, run, config, opened.env.name, metrics, text)
     return metrics
 
@@ -75,18 +75,18 @@ def _summary(run: Run) -> Metrics:
     return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
 
 
-async def _own(opened: Opened, run: Run, opens: OpensHost) -> Metrics:
-    """What the environment's own `evaluate` says."""
+async def _env_metrics(opened: Opened, run: Run, opens: OpensHost) -> Metrics:
+    """Return the metrics of the environment's own `evaluate`."""
     if type(opened.env).evaluate is Environment.evaluate:
         return {}
     async with opens(opened.section) as host:
         env = host.env
-        given: Any = await theirs(env, env.evaluate, UserError, run)
+        returned: Any = await call_method(env, env.evaluate, UserError, run)
     try:
-        return {str(name): _finite(value) for name, value in dict(given).items()}
+        return {str(name): _finite(value) for name, value in dict(returned).items()}
     except (TypeError, ValueError):
         what = "returned no mapping of names to finite numbers"
-        raise UserError(faults.wrong(env.name, env.evaluate, what)) from None
+        raise UserError(faults.describe_misuse(env.name, env.evaluate, what)) from None
 
 
 def _finite(value: Any) -> float:
@@ -116,15 +116,15 @@ def _write(run: Run, config: RunConfig, name: str, metrics: Metrics, text: str) 
 
 
 def _generation(run: Run) -> dict[str, Any]:
-    """The sampling that was sent, and its bound on output tokens by the name that Atropos has."""
+    """Return the sampling parameters that were sent, with Atropos's name for `max_tokens`."""
     rows = run.trajectories
     sent: dict[str, Any] = dict(rows["sampling"].iloc[0] or {}) if len(rows) else {}
-    sent.pop("seed", None)  # each rollout's own
+    sent.pop("seed", None)  # differs per rollout
     return sent if "max_tokens" not in sent else {**sent, "max_new_tokens": sent["max_tokens"]}
 
 
 def _samples(run: Run) -> Iterator[bytes]:
-    """One line per graded rollout, in the order of the tasks."""
+    """Encode one line per graded rollout, in the order of the tasks."""
     rows = run.trajectories.sort_values(["row_index", "repeat"])
     for row in rows.to_dict("records"):
         score = _or_none(row["reward"])

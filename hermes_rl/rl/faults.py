@@ -1,4 +1,4 @@
-"""A mistake in somebody's environment, said in one line: environment, method, file and line."""
+"""One-line messages for bugs in environments: environment, method, file and line."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from typing import Any
 from hermes_rl.errors import CannotJudge
 
 _CHARS = 300
-_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class NoVerdict(CannotJudge):
-    """What judges was asked as often as it may be: asking again would cost more of the same."""
+    """No verdict after all allowed attempts: asking again would only cost more."""
 
 
-def said(name: str, method: Callable[..., Any], error: BaseException) -> str:
-    """An exception that a method let out.
+def describe_error(name: str, method: Callable[..., Any], error: BaseException) -> str:
+    """Describe an exception that a method raised.
 
     Args:
         name: of the environment.
-        method: bound or not; it names the place when the traceback shows none of the user's code.
+        method: bound or not; its definition is the place when no frame of the traceback is in the
+            user's code.
     """
     text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")[:_CHARS]
     return f"environment {name}: {_name(method)}() raised {text} ({_raised_at(method, error)})"
 
 
-def raised_in(error: BaseException, file: str | None = None) -> str:
-    """An exception of the user's code while it was imported, with its place.
+def describe_import_error(error: BaseException, file: str | None = None) -> str:
+    """Describe an exception of the user's code during import, with its place.
 
     Args:
         file: the file that was imported; a SyntaxError names its own.
@@ -40,15 +41,21 @@ def raised_in(error: BaseException, file: str | None = None) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{text} ({_short(error.filename)}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if not f.filename.startswith((_OURS, "<"))]
-    return f"{text} ({_short(theirs[-1].filename)}:{theirs[-1].lineno})" if theirs else text
+    user_frames = [f for f in frames if not f.filename.startswith((_PACKAGE, "<"))]
+    return (
+        f"{text} ({_short(user_frames[-1].filename)}:{user_frames[-1].lineno})"
+        if user_frames
+        else text
+    )
 
 
-def wrong(name: str, method: Callable[..., Any], what: str, line: int | None = None) -> str:
-    """A method that returned what it must not.
+def describe_misuse(
+    name: str, method: Callable[..., Any], what: str, line: int | None = None
+) -> str:
+    """Describe a method that returned something invalid.
 
     Args:
-        line: where in its file; None is where the method begins.
+        line: in its file; None is the first line of the method.
     """
     place = _defined_at(method)
     if line is not None:
@@ -63,10 +70,10 @@ def _name(method: Callable[..., Any]) -> str:
 def _raised_at(method: Callable[..., Any], error: BaseException) -> str:
     """The innermost frame of the user's own files; of any file when there is none."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename]
-    theirs = [f for f in frames if not f.filename.startswith((_OURS, "<"))]
+    user_frames = [f for f in frames if not f.filename.startswith((_PACKAGE, "<"))]
     home = _file_of(method)
-    here = [f for f in theirs if home and Path(f.filename).parent == Path(home).parent]
-    for found in (here, theirs):
+    here = [f for f in user_frames if home and Path(f.filename).parent == Path(home).parent]
+    for found in (here, user_frames):
         if found:
             return f"{_short(found[-1].filename)}:{found[-1].lineno}"
     return _defined_at(method)

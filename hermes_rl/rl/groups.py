@@ -1,14 +1,15 @@
 """Groups: the repeats of one task, with their rewards, statistics and advantages.
 
-A group's row is made from rows of the run alone, once none of its members is open any more; the
-row of an earlier state is followed by a newer one, never changed. `due_groups` finds what is
-missing, so that a kill costs nothing.
+A group's row is computed from rows of the run alone, once none of its members is open. A newer row
+replaces an earlier one; rows never change. `due_groups` finds the missing rows, so a kill loses
+nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SENDABLE = 2
-"""So many valid members make a group that a trainer can compare."""
+"""Valid members from which a group can be compared by a trainer."""
 SCORED_AT_ONCE = 16
-"""Groups that an environment scores at once: a kill loses no more than these."""
+"""Groups that an environment scores concurrently: a kill loses no more than these."""
+INTERRUPTED = "driver_lost: killed"
+"""The error of a grade or a group whose making was killed."""
 
 _SHARED = ("group_id", "run_id", "task_id", "task_hash", "env_name", "split")
 _OWN = ("member", "unit_id", "trajectory_id", "attempt", "reward", "cause")
@@ -36,7 +39,7 @@ _NOTHING = UsageTotal(input_tokens=0, output_tokens=0, total_tokens=0)
 
 @dataclass(frozen=True)
 class Member:
-    """One member as the run's tables have it."""
+    """One member, from the run's tables."""
 
     index: int
     """0-based: the repeat."""
@@ -47,12 +50,13 @@ class Member:
     why_invalid: str | None
     """None for a member with a reward."""
     unjudged: str | None = None
-    """The rollout of one that was given up since nobody could judge it: a regrade may."""
+    """The rollout of a member that was given up because its verifier failed; a regrade may grade
+    it."""
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """A group's members, before anything is computed."""
+    """The members of a group, before anything is computed."""
 
     facts: dict[str, Any]
     """The columns that its members share."""
@@ -70,8 +74,8 @@ class Scoring:
     grade_id: str | None = None
     rewards: Sequence[float | None] | None = None
     """In the order of the members, in place of their own; one without a trajectory has none."""
-    given: Sequence[Rewards | None] | None = None
-    """What `score_group` said of each member: the rewards with their components."""
+    scored: Sequence[Rewards | None] | None = None
+    """What `score_group` returned for each member: the rewards with their components."""
     calls: list[Call] = field(default_factory=list)
     usage: UsageTotal = _NOTHING
     cost_usd: float | None = None
@@ -80,11 +84,11 @@ class Scoring:
     error: str | None = None
     """Why there are no rewards now: no member is valid, and the group is due again."""
     stop: HermesError | None = None
-    """What keeps every other group from being scored too."""
+    """What keeps every other group from being scored."""
 
 
 def make_group(gathered: Gathered, scoring: Scoring | None = None) -> Group:
-    """The row of a group; statistics and advantages are over valid members only."""
+    """Make the row of a group; statistics and advantages are over valid members only."""
     scoring = scoring or Scoring()
     members = gathered.members
     scores = [m.reward for m in members] if scoring.rewards is None else list(scoring.rewards)
@@ -94,8 +98,8 @@ def make_group(gathered: Gathered, scoring: Scoring | None = None) -> Group:
         s if m.trajectory_id is not None else None for m, s in zip(members, scores, strict=True)
     ]
     valid = [r for r in rewards if r is not None]
-    given = [None] * len(members) if scoring.given is None else scoring.given
-    without = "not graded" if scoring.error is None else "not scored"
+    scored = [None] * len(members) if scoring.scored is None else scoring.scored
+    missing = "not graded" if scoring.error is None else "not scored"
     return Group(
         **gathered.facts,
         size=len(members),
@@ -104,11 +108,11 @@ def make_group(gathered: Gathered, scoring: Scoring | None = None) -> Group:
         unit_ids=[m.unit_id for m in members],
         trajectory_ids=[m.trajectory_id for m in members],
         rewards=rewards,
-        reward_parts=[list(one.parts) if one else [] for one in given],
-        reward_metrics=[_metrics(one) for one in given],
+        reward_parts=[list(one.parts) if one else [] for one in scored],
+        reward_metrics=[_metrics(one) for one in scored],
         valid=[r is not None for r in rewards],
         why_invalid=[
-            None if r is not None else m.why_invalid or without
+            None if r is not None else m.why_invalid or missing
             for m, r in zip(members, rewards, strict=True)
         ],
         mean=advantages.mean(rewards),
@@ -129,22 +133,22 @@ def make_group(gathered: Gathered, scoring: Scoring | None = None) -> Group:
     )
 
 
-def _metrics(given: Rewards | None) -> list[Metric]:
-    return [Metric(name=n, value=float(v)) for n, v in given.metrics.items()] if given else []
+def _metrics(scored: Rewards | None) -> list[Metric]:
+    return [Metric(name=n, value=float(v)) for n, v in scored.metrics.items()] if scored else []
 
 
 MembersOf = Callable[[int], int | None]
-"""Row of the dataset -> members of its group; None where nobody knows yet."""
+"""Row index of the dataset -> members of its group; None where that is not known yet."""
 
 
 def due_groups(run: Run, ledger: Ledger, *, size: MembersOf | None) -> Iterator[Gathered]:
-    """The groups that are final and have no row of their present state.
+    """Find the groups that are final and have no row of their present state.
 
     Args:
-        run: read anew: finished rows that are not published yet count too.
+        run: freshly read; finished rows that are not published yet count too.
         ledger: says which units are still open.
-        size: of each group, where units may be open that the tables do not name; None when there
-            are none, and what the tables hold is all.
+        size: of each group, when units may be open that the tables do not name; None when every
+            unit is in the tables.
     """
     changed = _changed(run)
     rows = _known_rows(run, changed)
@@ -161,8 +165,10 @@ def due_groups(run: Run, ledger: Ledger, *, size: MembersOf | None) -> Iterator[
 
 
 def _changed(run: Run) -> pa.Array:
-    """The ids of all groups that may differ from their newest row, found without looking at each: a
-    resume of a million units finds none in seconds."""
+    """Return the ids of all groups that may differ from their newest row.
+
+    Computed on columns, not row by row: in a run of a million units this takes seconds.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -185,7 +191,7 @@ def _changed(run: Run) -> pa.Array:
 
 
 def gather(run: Run, *, only: pa.Array | None = None) -> list[Gathered]:
-    """The groups of a run with the members that were tried, in the order of the dataset.
+    """Return the groups of a run with the members that were tried, in the order of the dataset.
 
     Memory: some hundred bytes for each unit.
 
@@ -194,7 +200,7 @@ def gather(run: Run, *, only: pa.Array | None = None) -> list[Gathered]:
     """
     found: dict[str, dict[int, tuple[int, Member]]] = {}
     facts: dict[str, tuple[int, dict[str, Any]]] = {}
-    for table in ("failures", "trajectories"):  # what is finished stands above what failed
+    for table in ("failures", "trajectories"):  # finished rows take precedence
         for row in _rows(run, table, only):
             group_id, attempt = row["group_id"], int(row["attempt"])
             if group_id not in facts:
@@ -255,3 +261,117 @@ def _known_rows(run: Run, only: pa.Array) -> dict[str, State]:
         for row in rows
         if row["error"] is None
     }
+
+
+# The report of `env process`
+
+
+@dataclass(frozen=True)
+class RolloutStats:
+    """Statistics of some rollouts."""
+
+    count: int
+    mean_turns: float | None
+    mean_tokens: float | None
+    """Input and output tokens, over rollouts of known usage."""
+    endings: dict[str, int]
+    """End reason, or the cause of a failure -> rollouts."""
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """What a trainer gets of a run's groups, and what it does not.
+
+    Dropping rollouts changes the data: if long ones fail more often, the kept ones are shorter than
+    the policy's. So both sides are described with the same statistics.
+    """
+
+    groups: int
+    sendable: int
+    """With at least two valid members."""
+    equal_scores: int
+    n_valid: dict[int, int]
+    """Valid members -> groups."""
+    kept: RolloutStats
+    """Valid members of sendable groups."""
+    dropped: RolloutStats
+    """All other attempts: failures, and members of groups that cannot be sent."""
+    unjudged: int = 0
+    """Of the dropped, those whose verifier, judge or grading box failed. That counts as a fault of
+    the infrastructure, but the policy may have caused it."""
+    unscored: int = 0
+    """Groups that `score_group` could not score; the next start tries them again."""
+
+    def lines(self) -> list[str]:
+        """Return the report as lines of text."""
+        sizes = ", ".join(f"{n} valid: {count}" for n, count in sorted(self.n_valid.items()))
+        lines = [
+            f"groups: {self.groups} ({self.sendable} sendable, {self.equal_scores} with equal "
+            f"scores; {sizes})",
+            f"kept:    {_summary(self.kept)}",
+            f"dropped: {_summary(self.dropped)}",
+        ]
+        if self.unjudged:
+            share = self.unjudged / (self.kept.count + self.dropped.count)
+            lines.append(
+                f"unjudged: {self.unjudged:,} of the dropped ({share:.1%} of all) could not be "
+                "judged. A policy may learn to cause that: look at them with show RUN --failed. "
+                "Where workspaces are kept, env regrade can judge them later"
+            )
+        if self.unscored:
+            lines.append(f"unscored: {self.unscored:,} groups; the next start tries them again")
+        return lines
+
+
+def group_report(run: Run) -> GroupReport:
+    """Describe the groups of a run that have rows."""
+    names = ["group_id", "trajectory_ids", "valid", "sendable", "equal_scores", "n_valid", "error"]
+    groups = run.groups[names].to_dict("records")
+    sendable = [group for group in groups if group["sendable"]]
+    kept_ids = {
+        trajectory
+        for group in sendable
+        for trajectory, valid in zip(group["trajectory_ids"], group["valid"], strict=True)
+        if valid
+    }
+    columns = ["trajectory_id", "group_id", "turns", "usage", "end_reason", "cause"]
+    rows = [row for t in ("trajectories", "failures") for row in run.arrow(t, columns).to_pylist()]
+    grouped = {group["group_id"] for group in groups}
+    kept = [row for row in rows if row["trajectory_id"] in kept_ids]
+    dropped = [
+        row for row in rows if row["trajectory_id"] not in kept_ids and row["group_id"] in grouped
+    ]
+    return GroupReport(
+        groups=len(groups),
+        sendable=len(sendable),
+        equal_scores=sum(bool(group["equal_scores"]) for group in groups),
+        n_valid=dict(Counter(int(group["n_valid"]) for group in groups)),
+        kept=_statistics(kept),
+        dropped=_statistics(dropped),
+        unjudged=sum(row["cause"] == "verifier" for row in dropped),
+        unscored=sum(isinstance(group["error"], str) for group in groups),
+    )
+
+
+def _statistics(rows: Sequence[Mapping[str, Any]]) -> RolloutStats:
+    tokens = [row["usage"]["total_tokens"] for row in rows]
+    endings = Counter(str(row["cause"] or row["end_reason"]) for row in rows)
+    return RolloutStats(
+        count=len(rows),
+        mean_turns=_mean([row["turns"] for row in rows]),
+        mean_tokens=_mean([count for count in tokens if count is not None]),
+        endings=dict(endings.most_common()),
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _summary(some: RolloutStats) -> str:
+    if not some.count:
+        return "0 rollouts"
+    turns = "?" if some.mean_turns is None else f"{some.mean_turns:.1f}"
+    tokens = "?" if some.mean_tokens is None else f"{some.mean_tokens:,.0f}"
+    endings = ", ".join(f"{name} {count}" for name, count in some.endings.items())
+    return f"{some.count:,} rollouts, {turns} turns and {tokens} tokens on average ({endings})"

@@ -1,4 +1,9 @@
-"""From a name to an environment's class: an entry point, a module, a folder or a file."""
+"""From the section `env` of a configuration to an environment, its settings and its task stream.
+
+A name leads to a class: an entry point, a module, a folder or a file (`load_environment`). The
+class and the configuration make the environment (`open_environment`), which fills in what the run
+leaves open (`settle_env`) and yields tasks (`env_rows`).
+"""
 
 from __future__ import annotations
 
@@ -9,21 +14,33 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import msgspec
+from pydantic import ValidationError
+
+from hermes_rl.config import RunConfig, parse_config
+from hermes_rl.config_env import EnvSection
 from hermes_rl.errors import HermesError, UserError
-from hermes_rl.input_errors import unknown
+from hermes_rl.identity import digest
+from hermes_rl.input_errors import describe, unknown
+from hermes_rl.messages import to_openai
+from hermes_rl.models.providers.others import USES
+from hermes_rl.rl import faults
 from hermes_rl.rl.environment import EnvConfig, Environment
-from hermes_rl.rl.faults import raised_in
+from hermes_rl.rows import LazyRow
+from hermes_rl.tasks import Task, TaskRow
+from hermes_rl.tools.base import Tool
 
 GROUP = "hermes_rl.environments"
 """Of entry points: NAME = "package.module:Class"."""
 BUNDLED = "environments"
-"""The namespace that holds our own, and maybe others'."""
+"""The namespace package of the bundled environments, which others may extend."""
 
 _UNHASHED = ("README.md", "config.yaml")
 _UNHASHED_FOLDERS = ("__pycache__", "tests", "runs")
@@ -33,19 +50,19 @@ AnyEnvironment = Environment[EnvConfig]
 
 @dataclass(frozen=True)
 class Loaded:
-    """An environment's class, and where it is from."""
+    """An environment's class and its origin."""
 
     cls: type[AnyEnvironment]
     name: str
-    """What loads it again, also in another process and from another folder."""
+    """The name that loads it again, in any process and from any folder."""
     sources: tuple[Path, ...]
-    """The files that are its identity."""
+    """The files that make its identity."""
     modules: tuple[tuple[str, str], ...] = ()
-    """(module, file) of what was loaded from a path: other processes must load it first."""
+    """(module, file) that were loaded from a path; other processes must load them first."""
 
     @property
     def digest(self) -> str:
-        """sha256 over the sources: names within their folder, and contents. Blocking."""
+        """sha256 over the sources: names relative to their folder, and contents. Blocking."""
         root = Path(os.path.commonpath(self.sources))
         root = root if root.is_dir() else root.parent
         whole = hashlib.sha256()
@@ -57,14 +74,14 @@ class Loaded:
 
 
 def load_environment(name: str) -> Loaded:
-    """An environment by name.
+    """Load an environment by name.
 
     Args:
         name: an entry point or a bundled one (`dialogue_booking`), `package.module:Class`,
-            `folder:Class` of a package, or `file.py:Class`. The class may be left out where there
-            is but one.
+            `folder:Class` of a package, or `file.py:Class`. The class may be left out if there
+            is only one.
 
-    Raises: UserError when there is none, or its code cannot be imported: with file and line.
+    Raises: UserError when there is none, or its code cannot be imported (with file and line).
     """
     where, _, wanted = name.partition(":")
     path = Path(where).expanduser()
@@ -86,8 +103,10 @@ def load_environment(name: str) -> Loaded:
 
 
 def known_environments() -> dict[str, str]:
-    """Entry points and bundled packages by name, and what each is: the first line of a package's
-    docstring, or the class that an entry point names. Nothing is imported."""
+    """List entry points and bundled packages by name, without importing them.
+
+    Returns: name -> the class of an entry point, or the first line of a package's docstring.
+    """
     known = {entry.name: entry.value for entry in entry_points(group=GROUP)}
     spec = importlib.util.find_spec(BUNDLED) if _exists(BUNDLED) else None
     for folder in spec.submodule_search_locations or () if spec else ():
@@ -105,7 +124,7 @@ def _first_line(path: Path) -> str:
 
 
 def load_module(name: str, file: str) -> ModuleType:
-    """Load a file, or a package by its `__init__.py`, under a name; once per process.
+    """Load a file, or a package by its `__init__.py`, under a name, once per process.
 
     Raises: UserError when its code fails.
     """
@@ -124,9 +143,11 @@ def load_module(name: str, file: str) -> ModuleType:
     except HermesError:
         del sys.modules[name]
         raise
-    except Exception as error:  # a boundary: code of the user's
+    except Exception as error:  # a boundary: user code
         del sys.modules[name]
-        raise UserError(f"{file}: cannot be imported: {raised_in(error, file)}") from error
+        raise UserError(
+            f"{file}: cannot be imported: {faults.describe_import_error(error, file)}"
+        ) from error
     return module
 
 
@@ -138,12 +159,12 @@ def _from_path(path: Path, wanted: str) -> Loaded:
     name = _free_name(stem, file)
     module = load_module(name, str(file))
     cls = _class_in(module, wanted)
-    given = file.parent if file.name == "__init__.py" else file
-    return Loaded(cls, f"{given}:{cls.__name__}", _sources(file), ((name, str(file)),))
+    source = file.parent if file.name == "__init__.py" else file
+    return Loaded(cls, f"{source}:{cls.__name__}", _sources(file), ((name, str(file)),))
 
 
 def _free_name(stem: str, file: Path) -> str:
-    """The module's name: the file's own, unless another module has it."""
+    """Return the file's module name, or a unique one if another module has that name."""
     stem = stem if stem.isidentifier() else "environment"
     there = sys.modules.get(stem)
     taken = there is not None and getattr(there, "__file__", None) != str(file)
@@ -168,7 +189,7 @@ def _from_module(module: ModuleType, wanted: str) -> Loaded:
 def _exists(dotted: str) -> bool:
     try:
         return importlib.util.find_spec(dotted) is not None
-    except (ImportError, ValueError):  # a parent is absent, or no package
+    except (ImportError, ValueError):  # a parent is missing or not a package
         return False
 
 
@@ -177,26 +198,28 @@ def _import(dotted: str) -> ModuleType:
         return importlib.import_module(dotted)
     except HermesError:
         raise
-    except Exception as error:  # a boundary: code of the user's
-        raise UserError(f"{dotted}: cannot be imported: {raised_in(error)}") from error
+    except Exception as error:  # a boundary: user code
+        raise UserError(
+            f"{dotted}: cannot be imported: {faults.describe_import_error(error)}"
+        ) from error
 
 
 def _class_in(module: ModuleType, wanted: str) -> type[AnyEnvironment]:
-    """The class that is asked for, or the only one."""
+    """Return the class that is wanted, or the only one."""
     inner = f"{module.__name__}.environment"
     found = list(_classes(module))
     if not found and not wanted and _exists(inner):
         found = list(_classes(_import(inner)))
     if wanted:
-        given = getattr(module, wanted, None)
-        if given is None and _exists(inner):
-            given = getattr(_import(inner), wanted, None)
-        if not (isinstance(given, type) and issubclass(given, Environment)):
+        cls = getattr(module, wanted, None)
+        if cls is None and _exists(inner):
+            cls = getattr(_import(inner), wanted, None)
+        if not (isinstance(cls, type) and issubclass(cls, Environment)):
             names = ", ".join(c.__name__ for c in found) or "none"
             raise UserError(f"{module.__name__}: no Environment {wanted!r} (found: {names})")
-        if inspect.isabstract(given):
-            raise UserError(f"{module.__name__}: {_unfinished(given)}")
-        return given
+        if inspect.isabstract(cls):
+            raise UserError(f"{module.__name__}: {_unfinished(cls)}")
+        return cls
     if not found:
         raise UserError(f"{module.__name__}: {_lacking(module)}")
     if len(found) > 1:
@@ -208,7 +231,7 @@ def _class_in(module: ModuleType, wanted: str) -> type[AnyEnvironment]:
 
 
 def _lacking(module: ModuleType) -> str:
-    """Why a module has no environment."""
+    """Explain why a module has no environment."""
     inner = sys.modules.get(f"{module.__name__}.environment")
     for cls in [c for m in (module, inner) if m for c in _subclasses(m) if inspect.isabstract(c)]:
         return _unfinished(cls)
@@ -220,12 +243,12 @@ def _unfinished(cls: type[AnyEnvironment]) -> str:
 
 
 def _classes(module: ModuleType) -> Iterator[type[AnyEnvironment]]:
-    """The environments of a module that can be used."""
+    """Yield the environments of a module that are not abstract."""
     return (cls for cls in _subclasses(module) if not inspect.isabstract(cls))
 
 
 def _subclasses(module: ModuleType) -> Iterator[type[AnyEnvironment]]:
-    """The environments that are made in a module or below, unfinished ones too."""
+    """Yield the environments defined in a module or its submodules, abstract ones too."""
     own = module.__name__
     for value in vars(module).values():
         if not (isinstance(value, type) and issubclass(value, Environment)):
@@ -235,8 +258,10 @@ def _subclasses(module: ModuleType) -> Iterator[type[AnyEnvironment]]:
 
 
 def _sources(file: Path) -> tuple[Path, ...]:
-    """The file, or all of its package: code and data, but not what says nothing of tasks and
-    rewards (README, tests, a run's configuration, caches)."""
+    """Return the file, or the code and data of its package.
+
+    Left out is what affects no task and no reward: README, tests, run configuration, caches.
+    """
     if not (file.parent / "__init__.py").is_file():
         return (file,)
     found = []
@@ -248,6 +273,251 @@ def _sources(file: Path) -> tuple[Path, ...]:
             test = name.startswith("test_") and name.endswith(".py")
             if name in _UNHASHED or name.startswith(".") or name.endswith(".pyc") or test:
                 continue
-            if (path := Path(folder) / name).is_file():  # and no link to nothing, no pipe
+            if (path := Path(folder) / name).is_file():  # no dangling link, no pipe
                 found.append(path)
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An environment that a run names."""
+
+    env: AnyEnvironment
+    loaded: Loaded
+    section: EnvSection
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides its tasks and rewards. Blocking.
+
+        Code and data by content, configuration, stream, and the models that it calls.
+        """
+        section, env = self.section, self.env
+        return {
+            "name": env.name,
+            "source": self.loaded.digest,
+            "config": env.config.model_dump(mode="json"),
+            "split": section.split,
+            "seed": section.seed,
+            **{
+                use: place.identity
+                for use, place in (("judge", section.judge), ("user", section.user))
+                if place is not None
+            },
+        }
+
+
+def open_environment(section: EnvSection, *, to_run: bool = True) -> Opened:
+    """Load the class and make the environment, without `setup`.
+
+    Args:
+        to_run: for rollouts, not only to look at tasks: the models that it calls must be named.
+
+    Raises: UserError: no such environment, an unknown configuration key or split, or a mismatch
+        of the models that it calls and those that the run names.
+    """
+    loaded = load_environment(section.name)
+    cls = loaded.cls
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{cls.__name__}: give it a name, such as `name = 'my_env'`")
+    try:
+        config = cls.Config.model_validate(section.config)
+    except ValidationError as error:
+        raise UserError(
+            f"environment {name}: env.config: {describe(error.errors(), cls.Config)[1]}"
+        ) from None
+    except HermesError:
+        raise
+    except Exception as error:  # a boundary: a user's validator
+        raise UserError(faults.describe_error(name, cls.Config, error)) from error
+    try:
+        env = cls(config)
+    except HermesError:
+        raise
+    except Exception as error:  # a boundary: user code
+        raise UserError(faults.describe_error(name, cls.__init__, error)) from error
+    if section.split not in env.splits:
+        raise UserError(f"environment {name}: {unknown('split', section.split, env.splits)}")
+    if to_run:
+        _refuse_models(env, section)
+    return Opened(env, loaded, section)
+
+
+def _refuse_models(env: AnyEnvironment, section: EnvSection) -> None:
+    """Raises: UserError for a judge or user that only one of environment and run names."""
+    for use in USES:
+        named = getattr(section, use) is not None
+        if use in env.uses and not named:
+            raise UserError(
+                f"environment {env.name} asks a model as {use}: set env.{use}.name, "
+                f"for example --set env.{use}.name=MODEL"
+            )
+        if named and use not in (*env.uses, *env.can_use):
+            raise UserError(
+                f"environment {env.name} asks no model as {use} as it is configured. Leave out "
+                f"env.{use} (--{use}); one that does so names it in `uses` or `can_use`"
+            )
+
+
+def settle_env(config: RunConfig) -> tuple[RunConfig, Opened | None]:
+    """Fill in a configuration with the defaults of its environment.
+
+    Returns: the configuration and the environment; both unchanged and None without one.
+
+    Raises: UserError as `open_environment` does, and for an endless stream without a limit.
+    """
+    if config.env is None:
+        return config, None
+    opened = open_environment(config.env)
+    data = config.model_dump(mode="json", exclude_unset=True)
+    for dotted, value in _defaults(opened, config.env.mode).items():
+        if value is not None:
+            *sections, key = dotted.split(".")
+            place = data
+            for section in sections:
+                place = place.setdefault(section, {})
+            place.setdefault(key, value)
+    data["env"]["name"] = opened.loaded.name
+    if opened.env.endless and data["dataset"].get("limit") is None:
+        raise UserError(
+            f"environment {opened.env.name} has no end of tasks. Say how many with --limit"
+        )
+    return parse_config(data, f"environment {opened.env.name}"), opened
+
+
+def _defaults(opened: Opened, mode: str) -> dict[str, Any]:
+    """Key of the run's configuration -> the environment's value."""
+    own = opened.env.config
+    limits = own.limits.model_dump(exclude_unset=True) if own.limits is not None else {}
+    toolsets = own.toolsets if own.sandboxed or own.toolsets is not None else ()
+    return {
+        "dataset.repeats": own.group_size if mode == "process" else 1,
+        "agent.preset": "rl",
+        "agent.toolsets": list(toolsets) if toolsets is not None else None,
+        "agent.system_prompt": own.system_prompt,
+        **{f"agent.limits.{name}": value for name, value in limits.items()},
+        "sandbox.image": own.image,
+        "sandbox.network": own.network or None,
+    }
+
+
+class _EnvRow(LazyRow, frozen=True, kw_only=True, gc=False):
+    """A task of a stream, as a row."""
+
+    task: Task | None
+    error: str | None = None
+
+    def parse(self) -> TaskRow:
+        """Return the task, which is parsed already."""
+        return TaskRow(
+            index=self.index,
+            place=self.place,
+            task_hash=self.task_hash,
+            task=self.task,
+            error=self.error,
+            raw_id=self.task.id if self.task else self.task_hash[:12],
+            repeats=self.repeats,
+        )
+
+
+def env_rows(opened: Opened, limit: int | None = None) -> Iterator[LazyRow]:
+    """Yield the task stream of an environment as rows, lazily.
+
+    Raises: UserError (with method, file and line) when `tasks` raises or yields anything but tasks,
+        and for invalid tools of the first task, if no `setup` is needed before.
+    """
+    bare = type(opened.env).setup is Environment.setup
+    for index, task in enumerate(_stream(opened, limit)):
+        if index == 0 and bare:
+            tools_of(opened.env, task)
+        yield _row(opened, task, index)
+
+
+def _stream(opened: Opened, limit: int | None) -> Iterator[Task]:
+    env, section = opened.env, opened.section
+    try:
+        returned: Any = env.tasks(section.split, section.seed)
+    except Exception as error:  # a boundary: user code
+        raise UserError(faults.describe_error(env.name, env.tasks, error)) from error
+    if not isinstance(returned, Iterable):
+        what = f"returned {type(returned).__name__}; yield tasks, or return a list of them"
+        raise UserError(faults.describe_misuse(env.name, env.tasks, what))
+    stream = iter(returned)
+    count = 0
+    while limit is None or count < limit:
+        try:
+            task = next(stream)
+        except StopIteration:
+            return
+        except Exception as error:  # a boundary: user code
+            raise UserError(faults.describe_error(env.name, env.tasks, error)) from error
+        if why := _unfit(task, {"split": section.split, "position": count}):
+            frame = getattr(stream, "gi_frame", None)
+            line = frame.f_lineno if frame is not None else None
+            raise UserError(faults.describe_misuse(env.name, env.tasks, why, line))
+        yield task
+        count += 1
+
+
+def _unfit(task: object, placed: Mapping[str, Any]) -> str | None:
+    """Explain why something that a stream yields is not a valid task; None when it is.
+
+    Args:
+        placed: columns that the run sets.
+    """
+    if not isinstance(task, Task):
+        return f"yields {type(task).__name__} instead of Task. Use make_task(...)"
+    own = [name for name, value in placed.items() if task.metadata.get(name, value) != value]
+    return f"yields a task with its own {own[0]!r}, which the run sets. Rename it" if own else None
+
+
+def _row(opened: Opened, task: Task, index: int) -> LazyRow:
+    split = opened.section.split
+    place = f"{opened.env.name}/{split} task {index}"
+    placed = {**task.metadata, "split": split, "position": index}
+    found = msgspec.structs.replace(task, metadata=placed)
+    error = None
+    try:
+        task_hash = digest(hashed(found))
+        msgspec.msgpack.encode(found)  # fails for what can be neither sent nor stored
+    except (TypeError, ValueError, OverflowError, RecursionError, NotImplementedError) as fault:
+        task_hash, error = digest({"bad task": place, "why": str(fault)}), f"bad task: {fault}"
+    return _EnvRow(
+        index=index,
+        place=place,
+        task_hash=task_hash,
+        repeats=task.repeats,
+        quick=True,
+        raw={},
+        columns={},
+        task=None if error else found,
+        error=error,
+    )
+
+
+def hashed(task: Task) -> dict[str, Any]:
+    """Return the content that identifies a task: all but its oracle and its repeats."""
+    form = msgspec.to_builtins(msgspec.structs.replace(task, oracle=None, repeats=None, prompt=()))
+    return {**form, "prompt": [to_openai(message) for message in task.prompt]}
+
+
+def tools_of(env: AnyEnvironment, task: Task) -> Mapping[str, Tool]:
+    """Return the environment's own tools for a task, by name. Raises: UserError."""
+    try:
+        returned = list(env.tools(task))
+    except HermesError:
+        raise
+    except Exception as error:  # a boundary: user code
+        raise UserError(faults.describe_error(env.name, env.tools, error)) from error
+    tools: dict[str, Tool] = {}
+    for one in returned:
+        if not isinstance(one, Tool):
+            what = f"returned {type(one).__name__} instead of Tool. Make it with @tool(...)"
+            raise UserError(faults.describe_misuse(env.name, env.tools, what))
+        if one.name in tools:
+            raise UserError(
+                faults.describe_misuse(env.name, env.tools, f"returned {one.name!r} twice")
+            )
+        tools[one.name] = one
+    return tools

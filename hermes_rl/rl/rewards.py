@@ -1,5 +1,4 @@
-"""What an environment says of a rollout: one number, or weighted parts of which some belong to a
-turn."""
+"""Rewards of a rollout: one number, or weighted parts, of the whole rollout or of a turn."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from hermes_rl.events import RewardPart
 from hermes_rl.identity import canonical
 
 WHOLE = "reward"
-"""Name of the one part that a plain number makes."""
+"""Name of the single part of a reward that is a plain number."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Rewards:
 
     parts: tuple[RewardPart, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to keep beside it; no reward."""
+    """Numbers that are recorded beside the reward and do not count in it."""
 
     def __init__(
         self, parts: Iterable[RewardPart] = (), metrics: Mapping[str, float] | None = None
@@ -47,26 +46,26 @@ def part(
     turn: int | None = None,
     detail: str | None = None,
 ) -> RewardPart:
-    """One part of a reward.
+    """Make one part of a reward.
 
     Args:
-        turn: the 1-based turn that it belongs to; None is the whole rollout.
-        detail: for people and for later looks; stored, never read.
+        turn: 1-based; None is the whole rollout.
+        detail: stored for people and later analysis; never read.
     """
     return RewardPart(name=name, score=float(score), weight=float(weight), turn=turn, detail=detail)
 
 
-def settled(given: object, bounds: tuple[float, float] | None, turns: int) -> Rewards:
-    """What `compute_reward` or `score_group` returned, checked.
+def check_rewards(value: object, bounds: tuple[float, float] | None, turns: int) -> Rewards:
+    """Check what `compute_reward` or `score_group` returned.
 
     Args:
-        bounds: the least and greatest total, both allowed; None bounds nothing.
-        turns: of the rollout: what parts may name.
+        bounds: the least and greatest total, inclusive; None sets no bounds.
+        turns: of the rollout; parts may name only these.
 
-    Raises: VerifierFault for anything that is no number and no `Rewards`, for NaN and infinities,
-        a total out of bounds, and a part of a turn that the rollout does not have.
+    Raises: VerifierFault for anything but a number or `Rewards`, for NaN and infinities, a total
+        out of bounds, and a part of a turn that the rollout does not have.
     """
-    rewards = _as_rewards(given)
+    rewards = _as_rewards(value)
     for one in rewards.parts:
         _check_part(one, turns)
     for name, value in rewards.metrics.items():
@@ -79,15 +78,15 @@ def settled(given: object, bounds: tuple[float, float] | None, turns: int) -> Re
     return rewards
 
 
-def _as_rewards(given: object) -> Rewards:
-    if isinstance(given, Rewards):
-        return given
-    if isinstance(given, SupportsFloat) and not isinstance(given, str):  # numpy's numbers too
+def _as_rewards(value: object) -> Rewards:
+    if isinstance(value, Rewards):
+        return value
+    if isinstance(value, SupportsFloat) and not isinstance(value, str):  # numpy's numbers too
         try:
-            return Rewards([part(WHOLE, float(given))])
-        except Exception as error:  # a boundary: an array of several numbers, or a class of theirs
-            raise VerifierFault(f"returned {_shown(given)}, which is no number: {error}") from error
-    raise VerifierFault(f"returned {_shown(given)}; return a number or Rewards([part(...), ...])")
+            return Rewards([part(WHOLE, float(value))])
+        except Exception as error:  # a boundary: an array of numbers, or a user's class
+            raise VerifierFault(f"returned {_shown(value)}, which is no number: {error}") from error
+    raise VerifierFault(f"returned {_shown(value)}; return a number or Rewards([part(...), ...])")
 
 
 def _check_part(one: object, turns: int) -> None:
@@ -109,7 +108,7 @@ def _check_total(rewards: Rewards, bounds: tuple[float, float] | None) -> None:
         raise VerifierFault("returned Rewards without parts; raise CannotJudge when there is none")
     try:
         total = rewards.total
-    except (OverflowError, ValueError):  # of finite parts: their products, or their sum
+    except (OverflowError, ValueError):  # the products or the sum of finite parts
         total = math.inf
     total = canonical(total) if math.isfinite(total) else total
     if not math.isfinite(total) or (bounds is not None and not bounds[0] <= total <= bounds[1]):
@@ -118,7 +117,7 @@ def _check_total(rewards: Rewards, bounds: tuple[float, float] | None) -> None:
 
 
 def _finite(value: object) -> bool:
-    """A number that a column can hold. Integers beyond floats are none."""
+    """Whether a number fits a float column; huge integers do not."""
     try:
         return isinstance(value, int | float) and math.isfinite(value)
     except OverflowError:

@@ -1,51 +1,356 @@
-"""Rewards of whole groups, where an environment compares its members (`score_group`)."""
+"""Rewards for stored rollouts (`env regrade`) and for whole groups (`score_group`).
+
+This work happens outside a run's attempts, so no attempt is journaled. Its model calls are recorded
+in the one row that results: a grade or a group.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from hermes_rl.config import RunConfig
+from hermes_rl import events as ev
+from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.episode import Stage, Tape
-from hermes_rl.errors import CAUSES, HermesError, UserError, VerifierFault, cause_of
-from hermes_rl.identity import unit_seed
+from hermes_rl.errors import CAUSES, HermesError, TaskFault, UserError, VerifierFault, cause_of
+from hermes_rl.identity import digest, unit_seed
 from hermes_rl.models.errors.classify import scrub
 from hermes_rl.models.providers.routing import Common
-from hermes_rl.ports import Recorder
+from hermes_rl.ports import Recorder, WorkItem
+from hermes_rl.record import Trajectory
 from hermes_rl.rl import faults
-from hermes_rl.rl.aside import books_of, item_of, tape_of
 from hermes_rl.rl.environment import Environment
-from hermes_rl.rl.episodes import Host, OpensHost, checked, open_host, theirs
-from hermes_rl.rl.grader import without_policy
-from hermes_rl.rl.groups import SCORED_AT_ONCE, Gathered, Scoring
-from hermes_rl.rl.opening import Opened, env_rows
+from hermes_rl.rl.episodes import (
+    EnvEpisode,
+    Host,
+    OpensHost,
+    call_method,
+    check_reward,
+    open_host,
+)
+from hermes_rl.rl.groups import INTERRUPTED, SCORED_AT_ONCE, Gathered, Scoring
+from hermes_rl.rl.loading import Opened, env_rows
 from hermes_rl.rl.rewards import Rewards
-from hermes_rl.rl.tasks_at import TasksAt
 from hermes_rl.rl.view import Rollout
+from hermes_rl.rows import LazyRow
+from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
+from hermes_rl.sources import read_rows
+from hermes_rl.store.rows import Grade
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.tasks import Task
+from hermes_rl.trajectory import fold
+from hermes_rl.usage import UsageTotal
+from hermes_rl.verify import verify
 from hermes_rl.wiring import Workshop, open_workshop
 from hermes_rl.workspaces import WORKSPACES, Workspaces
 
-_ROLLED = ("trajectories", "failures")
-READY = 64
+T = TypeVar("T")
+
+GROUPS_IN_MEMORY = 64
 """Groups whose rollouts are in memory together."""
+
+_ITEM_COLUMNS = (
+    *("unit_id", "group_id", "attempt", "repeat", "row_index", "task_id", "task_hash", "seed"),
+)
+_BEGUN_COLUMNS = (
+    *("run_id", "group_id", "member", "repeat", "row_index", "task_id", "task_hash"),
+    *("config_hash", "seed", "model", "api_mode", "endpoint"),
+)
+
+
+class DiscardingRecorder:
+    """A recorder that keeps nothing."""
+
+    def record(self, event: ev.Event) -> None:
+        """Discard the event."""
+
+
+def work_item_of(
+    row: Mapping[str, Any], task: Task | None, *, bad_row: str | None = None
+) -> WorkItem:
+    """Describe a rollout that is no attempt of a run to its environment.
+
+    Args:
+        row: a row of `trajectories`, or the same columns.
+        bad_row: why there is no task.
+    """
+    columns = {name: row[name] for name in _ITEM_COLUMNS}
+    return WorkItem(**columns, epoch=0, task=task, bad_row=bad_row)
+
+
+def _begin_log(row: Mapping[str, Any], recorder: Recorder) -> Tape:
+    """Begin an event log for calls about a stored rollout.
+
+    Args:
+        row: a row of `trajectories`.
+    """
+    log = Tape(recorder)
+    key = ev.AttemptKey(unit_id=row["unit_id"], epoch=0, attempt=row["attempt"])
+    columns = {name: row[name] for name in _BEGUN_COLUMNS}
+    log.record(ev.Begun(**columns, key=key, started_at=time.time(), prompt=""))
+    return log
+
+
+@dataclass(frozen=True)
+class _Outcome(Generic[T]):
+    """The result of asking a verifier or an environment, with what it cost."""
+
+    value: T | None
+    error: str | None
+    """Why there is no value, scrubbed of secrets."""
+    stop: HermesError | None
+    record: Trajectory
+    """The calls with their usage and cost; `metrics` bounds calls of unknown usage."""
+
+
+async def _account_for(workshop: Workshop, log: Tape, work: Awaitable[T]) -> _Outcome[T]:
+    """Await `work`, whose calls go to `log`. Raises: DiskFull of the recorder."""
+    value, error, stop = None, None, None
+    try:
+        value = await work
+    except HermesError as fault:
+        error = scrub(workshop.scrub(f"{type(fault).__name__}: {fault}"))
+        stop = fault if CAUSES[cause_of(fault)].breaker else None
+    ended = ev.Ended(finished_at=time.time(), end_reason="answered")
+    return _Outcome(value, error, stop, fold([*log.events, ended]))
+
+
+class TaskLookup:
+    """Finds rows of a dataset or task stream by index. Blocking, for one thread at a time.
+
+    A stream can only be read from its beginning, so ask for indices in roughly rising order: for an
+    earlier one the stream is read again. Memory: the rows that are asked for.
+
+    Args:
+        rows: begins the stream.
+    """
+
+    def __init__(self, rows: Callable[[], Iterator[LazyRow]]) -> None:
+        self._begin = rows
+        self._rows: Iterator[LazyRow] = rows()
+        self._next = 0
+        """Index of the next row of the stream."""
+
+    def find(self, indices: Collection[int]) -> dict[int, LazyRow]:
+        """Return the rows at these indices; those beyond the end of the stream are absent.
+
+        Raises: UserError when the stream cannot be read.
+        """
+        found: dict[int, LazyRow] = {}
+        if not indices:
+            return found
+        if min(indices) < self._next:
+            self._rows, self._next = self._begin(), 0
+        last = max(indices)
+        while self._next <= last:
+            row = next(self._rows, None)
+            if row is None:
+                break
+            self._next = row.index + 1
+            if row.index in indices:
+                found[row.index] = row
+        return found
+
+
+# Stored rollouts
+
+
+@dataclass(frozen=True)
+class StoredRollout:
+    """One rollout that is to be graded."""
+
+    row: Mapping[str, Any]
+    task: Task
+    archive: Path | None
+    """None for an environment without sandboxes."""
+    state: dict[str, Any]
+    grade_id: str
+
+
+@dataclass(frozen=True)
+class GradeResult:
+    """The result of grading one rollout."""
+
+    grade: Grade
+    stop: HermesError | None = None
+    """What keeps every other rollout from being graded too: a refused key, an outage, an exhausted
+    budget. The grade then has no reward, and shows what was paid for it."""
+
+
+@dataclass(frozen=True)
+class Grader:
+    """Grades stored rollouts with an environment or with their tasks' own verifiers."""
+
+    workshop: Workshop
+    host: Host | None
+    """None for the tasks' own verifiers."""
+    identity: str
+    """Of the environment; empty without one."""
+    rows: Callable[[], Iterator[LazyRow]]
+    """Begins the run's dataset, or its environment's task stream."""
+
+    @property
+    def sandboxed(self) -> bool:
+        """Whether grading needs a workspace."""
+        return self.host is None or self.host.env.config.sandboxed
+
+    def grade_id(self, task: Task) -> str:
+        """Return the identity of what grades a task's rollouts."""
+        if self.host is not None:
+            return self.identity
+        verifier = task.verify
+        if verifier is None:
+            return digest([])
+        files = {name: digest(data.hex()) for name, data in verifier.files.items()}
+        how = (verifier.score, verifier.image, verifier.timeout_s)
+        return digest([verifier.script, files, *how])
+
+    def pending(self, stored: StoredRollout) -> Grade:
+        """Return the grade that stands until the rollout is graded."""
+        row = stored.row
+        return Grade(
+            trajectory_id=row["trajectory_id"],
+            unit_id=row["unit_id"],
+            group_id=row["group_id"],
+            run_id=row["run_id"],
+            task_id=row["task_id"],
+            env_name=row["env_name"],
+            grade_id=stored.grade_id,
+            reward=None,
+            rewards=[],
+            metrics={},
+            error=INTERRUPTED,
+            calls=[],
+            usage=UsageTotal(),
+            cost_usd=None,
+            seconds=0.0,
+            graded_at=time.time_ns() // 1000,
+        )
+
+    async def grade(self, stored: StoredRollout, recorder: Recorder) -> GradeResult:
+        """Grade one rollout; a fault of the grader results in a grade without a reward.
+
+        Args:
+            recorder: takes the events of its calls.
+
+        Raises: DiskFull of the recorder.
+        """
+        began = time.monotonic()
+        log = _begin_log(stored.row, recorder)
+        outcome = await _account_for(self.workshop, log, self._grade_workspace(stored, log))
+        graded, record = outcome.value or ev.Graded(reward=None), outcome.record
+        grade = msgspec.structs.replace(
+            self.pending(stored),
+            reward=graded.reward,
+            rewards=list(graded.rewards),
+            metrics={**record.metrics, **graded.metrics},
+            error=outcome.error,
+            calls=record.calls,
+            usage=record.usage,
+            cost_usd=record.cost_usd,
+            seconds=time.monotonic() - began,
+        )
+        return GradeResult(grade, outcome.stop)
+
+    async def _grade_workspace(self, stored: StoredRollout, log: Tape) -> ev.Graded:
+        workshop, task, row = self.workshop, stored.task, stored.row
+        if stored.archive is None:
+            return await self._grade_in(None, stored, log)
+        spec = SandboxSpec(
+            lease=f"{workshop.run_id}-regrade-{row['trajectory_id'][:16]}",
+            image=task.image or workshop.config.sandbox.image,
+        )
+        sandbox = await workshop.backend.lease(spec)
+        try:
+            try:
+                await sandbox.unpack(stored.archive)
+            except OSError as error:
+                raise TaskFault(str(error)) from error
+            return await self._grade_in(sandbox, stored, log)
+        finally:
+            await asyncio.shield(sandbox.aclose())
+
+    async def _grade_in(
+        self, sandbox: Sandbox | None, stored: StoredRollout, log: Tape
+    ) -> ev.Graded:
+        if self.host is None:
+            assert sandbox is not None
+            return await verify(sandbox, stored.task.verify)
+        item = work_item_of(stored.row, stored.task)
+        stage = Stage(self.workshop, item, stored.task, log, self.workshop.budget())
+        episode = EnvEpisode(self.host, stage)
+        episode.ctx.state.update(stored.state)
+        return await episode.judge(sandbox, Rollout.of_row(stored.row))
+
+
+@asynccontextmanager
+async def open_grader(
+    config: RunConfig, opened: Opened | None, run_id: str, concurrency: int, share: Common
+) -> AsyncIterator[Grader]:
+    """Open the grader of a run.
+
+    Args:
+        config: with a policy that is never called (`without_policy`).
+        opened: the run's environment; None takes the verifiers of its dataset.
+        share: limiters, and what is left of the run's budgets.
+
+    Raises: UserError.
+    """
+    async with AsyncExitStack() as stack:
+        workshop = await stack.enter_async_context(
+            open_workshop(config, run_id=run_id, concurrency=concurrency, share=share)
+        )
+        if opened is None or config.env is None:
+            dataset = config.dataset
+            plain = functools.partial(read_rows, dataset.path, columns=dataset.map)
+            yield Grader(workshop, None, "", plain)
+            return
+        host = await stack.enter_async_context(open_host(config.env))
+        yield Grader(workshop, host, digest(opened.identity), functools.partial(env_rows, opened))
+
+
+def without_policy(config: RunConfig) -> RunConfig:
+    """Return a run's configuration with a policy that is never called and needs no endpoint."""
+    data = config.model_dump(mode="json", exclude_unset=True)
+    data["model"] = {"name": "noop"}
+    for name in ("fallbacks", "places", "tokens", "tokenizer"):
+        data.get("endpoint", {}).pop(name, None)
+    env, run = config.env, data.get("run", {})
+    used = {place.name for place in (env.judge, env.user) if place} if env else set()
+    for name in ("model_budgets", "model_token_budgets"):
+        if name in run:
+            run[name] = {model: most for model, most in run[name].items() if model in used}
+    return parse_config(data)
+
+
+# Whole groups
 
 
 def scores_groups(opened: Opened) -> bool:
-    """Whether the environment has a `score_group` of its own."""
+    """Whether the environment overrides `score_group`."""
     return type(opened.env).score_group is not Environment.score_group
 
 
 @dataclass(frozen=True)
-class Ready:
+class ReadyGroup:
     """A group with what its environment is shown of it."""
 
     gathered: Gathered
@@ -55,27 +360,26 @@ class Ready:
 
 
 @dataclass
-class Rows:
-    """Finds rows of rollouts by their ids, one part in memory at a time. Blocking.
+class PublishedRows:
+    """Finds rows of rollouts by id, one part in memory at a time. Blocking.
 
-    Those that a regrade judged for the first time stand in `failures`. Memory: an entry for each
-    row of the run.
+    Rollouts that only a regrade could grade are in `failures`. Memory: an entry for each row of the
+    run.
     """
 
     run_dir: RunDir
     _part_of: dict[str, Path] = field(default_factory=dict)
 
-    def of(self, wanted: Collection[str]) -> dict[str, dict[str, Any]]:
-        """The rows that are published."""
+    def find(self, wanted: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Return those of the rows that are published."""
         import pyarrow.parquet as pq
 
         if not self._part_of:
-            for part in (p for t in _ROLLED for p in self.run_dir.parts(t)):
+            for part in (p for t in ("trajectories", "failures") for p in self.run_dir.parts(t)):
                 ids = pq.read_table(part, columns=["trajectory_id"])["trajectory_id"].to_pylist()
                 self._part_of |= dict.fromkeys(ids, part)
         found, kept = {}, Workspaces(self.run_dir.path / WORKSPACES)
-        parts = {self._part_of[one] for one in wanted if one in self._part_of}
-        for part in sorted(parts):
+        for part in sorted({self._part_of[one] for one in wanted if one in self._part_of}):
             table = pq.read_table(part, filters=[("trajectory_id", "in", list(wanted))])
             for row in table.to_pylist():
                 metrics = {m["name"]: m["value"] for m in row["metrics"]}
@@ -90,42 +394,42 @@ class EnvScorer:
 
     host: Host
     workshop: Workshop
-    rows: Rows
-    tasks: TasksAt
+    rows: PublishedRows
+    tasks: TaskLookup
 
     @classmethod
     def over(cls, host: Host, workshop: Workshop, run_dir: RunDir) -> EnvScorer:
-        """A scorer of the groups of a run."""
-        tasks = TasksAt(functools.partial(env_rows, host.opened))
-        return cls(host, workshop, Rows(run_dir), tasks)
+        """Return a scorer of the groups of a run."""
+        tasks = TaskLookup(functools.partial(env_rows, host.opened))
+        return cls(host, workshop, PublishedRows(run_dir), tasks)
 
-    async def stream(self, groups: Sequence[Gathered]) -> AsyncGenerator[Ready, None]:
-        """What is needed to score these groups, some of them in memory at a time.
+    async def stream(self, groups: Sequence[Gathered]) -> AsyncGenerator[ReadyGroup, None]:
+        """Read what is needed to score these groups, a bounded number of them at a time.
 
         Args:
             groups: in the order of the dataset.
         """
-        for at in range(0, len(groups), READY):
-            for ready in await asyncio.to_thread(self._ready, groups[at : at + READY]):
+        for at in range(0, len(groups), GROUPS_IN_MEMORY):
+            for ready in await asyncio.to_thread(self._read, groups[at : at + GROUPS_IN_MEMORY]):
                 yield ready
 
-    def _ready(self, batch: Sequence[Gathered]) -> list[Ready]:
+    def _read(self, batch: Sequence[Gathered]) -> list[ReadyGroup]:
         valid = {
             g.facts["group_id"]: [m for m in g.members if m.why_invalid is None] for g in batch
         }
-        rows = self.rows.of({m.trajectory_id or "" for found in valid.values() for m in found})
-        tasks = self.tasks.of({gathered.row_index for gathered in batch})
+        rows = self.rows.find({m.trajectory_id or "" for found in valid.values() for m in found})
+        tasks = self.tasks.find({gathered.row_index for gathered in batch})
         ready = []
         for gathered in batch:
             lazy = tasks.get(gathered.row_index)
             wanted = [m.trajectory_id or "" for m in valid[gathered.facts["group_id"]]]
             if all(one in rows for one in wanted):  # else it waits until they are published
                 own = tuple(rows[one] for one in wanted)
-                ready.append(Ready(gathered, lazy.parse().task if lazy else None, own))
+                ready.append(ReadyGroup(gathered, lazy.parse().task if lazy else None, own))
         return ready
 
-    async def score(self, ready: Ready, recorder: Recorder) -> Scoring:
-        """The rewards of a group's members; `error` says why there are none now.
+    async def score(self, ready: ReadyGroup, recorder: Recorder) -> Scoring:
+        """Return the rewards of a group's members; `error` says why there are none now.
 
         Args:
             recorder: takes the events of its calls.
@@ -134,53 +438,49 @@ class EnvScorer:
         """
         if ready.task is None or not ready.rows:
             return Scoring()
-        tape = tape_of(ready.rows[0], recorder)
-        given, error, stop = None, None, None
-        try:
-            given = await self._ask(ready, ready.task, tape)
-        except HermesError as fault:
-            error = scrub(self.workshop.scrub(f"{type(fault).__name__}: {fault}"))
-            stop = fault if CAUSES[cause_of(fault)].breaker else None
-        books = books_of(tape)
-        scored = None if given is None else _in_order(ready, given)
+        log = _begin_log(ready.rows[0], recorder)
+        outcome = await _account_for(self.workshop, log, self._ask(ready, ready.task, log))
+        value, record = outcome.value, outcome.record
+        scored = None if value is None else _for_all_members(ready, value)
+        kept = scored is None and outcome.error is None
         return Scoring(
-            by="compute_reward" if scored is None and error is None else "score_group",
+            by="compute_reward" if kept else "score_group",
             rewards=None if scored is None else [one.total if one else None for one in scored],
-            given=scored,
-            calls=books.calls,
-            usage=books.usage,
-            cost_usd=books.cost_usd,
-            metrics=books.metrics,
-            error=error,
-            stop=stop,
+            scored=scored,
+            calls=record.calls,
+            usage=record.usage,
+            cost_usd=record.cost_usd,
+            metrics=record.metrics,
+            error=outcome.error,
+            stop=outcome.stop,
         )
 
-    async def _ask(self, ready: Ready, task: Task, tape: Tape) -> list[Rewards] | None:
+    async def _ask(self, ready: ReadyGroup, task: Task, log: Tape) -> list[Rewards] | None:
         """Raises: VerifierFault, ModelError, CostLimit."""
         env = self.host.env
         members = [Rollout.of_row(row) for row in ready.rows]
-        # The group stands in the place of a unit: it has a seed of its own.
+        # The group takes the place of a unit: it has a seed of its own.
         group_id = ready.gathered.facts["group_id"]
         seed = unit_seed(self.workshop.config.agent.base_seed, group_id)
         item = msgspec.structs.replace(
-            item_of(ready.rows[0], task), unit_id=group_id, attempt=0, repeat=0, seed=seed
+            work_item_of(ready.rows[0], task), unit_id=group_id, attempt=0, repeat=0, seed=seed
         )
-        ctx = self.host.context(Stage(self.workshop, item, task, tape, self.workshop.budget()))
-        given = await theirs(env, env.score_group, VerifierFault, task, members, ctx)
-        if given is None:
+        ctx = self.host.context(Stage(self.workshop, item, task, log, self.workshop.budget()))
+        value = await call_method(env, env.score_group, VerifierFault, task, members, ctx)
+        if value is None:
             return None
-        if not isinstance(given, Iterable):
-            what = f"returned {type(given).__name__}; return a list of rewards, or None"
-            raise VerifierFault(faults.wrong(env.name, env.score_group, what))
-        scores = list(given)
+        if not isinstance(value, Iterable):
+            what = f"returned {type(value).__name__}; return a list of rewards, or None"
+            raise VerifierFault(faults.describe_misuse(env.name, env.score_group, what))
+        scores = list(value)
         if len(scores) != len(members):
             what = f"returned {len(scores)} rewards for {len(members)} members"
-            raise VerifierFault(faults.wrong(env.name, env.score_group, what))
+            raise VerifierFault(faults.describe_misuse(env.name, env.score_group, what))
         pairs = zip(scores, members, strict=True)
-        return [checked(env, env.score_group, one, member.turns) for one, member in pairs]
+        return [check_reward(env, env.score_group, one, member.turns) for one, member in pairs]
 
 
-def _in_order(ready: Ready, scores: Sequence[Rewards]) -> list[Rewards | None]:
+def _for_all_members(ready: ReadyGroup, scores: Sequence[Rewards]) -> list[Rewards | None]:
     """The scores in the order of all members, None for those that were not scored."""
     by_unit = dict(zip((row["unit_id"] for row in ready.rows), scores, strict=True))
     return [by_unit.get(member.unit_id) for member in ready.gathered.members]
@@ -195,7 +495,7 @@ async def open_scorer(
     opens: OpensHost = open_host,
     keys: Mapping[str, str] | None = None,
 ) -> AsyncIterator[EnvScorer]:
-    """The scorer of a run's environment; the policy itself is never asked.
+    """Open the scorer of a run's environment; the policy itself is never called.
 
     Args:
         share: limiters, and what is left of the run's budgets.

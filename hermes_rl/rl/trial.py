@@ -1,6 +1,6 @@
-"""Trying an environment in this process: its tasks, and what a few rollouts get.
+"""Try an environment in this process: its first tasks, and the rewards of a few rollouts.
 
-For tests of environments. A trial goes through the real pipeline (sandbox, agent, grading box) and
+For tests of environments. A trial uses the real pipeline (sandbox, agent, grading sandbox) and
 writes no run directory.
 """
 
@@ -22,22 +22,22 @@ from hermes_rl.errors import HermesError, UserError
 from hermes_rl.identity import group_id, unit_id, unit_seed
 from hermes_rl.ports import WorkItem
 from hermes_rl.record import Trajectory
-from hermes_rl.rl.aside import Nowhere, item_of
 from hermes_rl.rl.episodes import open_host
-from hermes_rl.rl.opening import env_rows, open_environment, settle_env
+from hermes_rl.rl.loading import env_rows, open_environment, settle_env
+from hermes_rl.rl.scoring import DiscardingRecorder, work_item_of
 from hermes_rl.rollout import run_attempt
 from hermes_rl.rows import LazyRow
 from hermes_rl.tasks import Task
 from hermes_rl.wiring import Workshop, open_workshop
 
 Changed = Callable[[Task], str | None]
-"""Another solution for a task: what the model `oracle` plays."""
+"""Task -> another solution for it, which the model `oracle` plays."""
 
 
 def first_tasks(
     env: str | Path, count: int, *, split: str = "train", seed: int = 0, **config: Any
 ) -> list[Task]:
-    """The first tasks of an environment's stream, as a run has them but for their position.
+    """Return the first tasks of an environment's stream, as in a run but without their position.
 
     Args:
         env: as `hermes-rl env` takes it.
@@ -60,8 +60,10 @@ def first_tasks(
 
 
 def rewards_of(env: str | Path, model: str = "oracle", **how: Any) -> list[float | None]:
-    """The rewards of one rollout per task; see `trial`. Raises: what ended an attempt, in place of
-    a reward that does not exist."""
+    """Return the rewards of one rollout per task (`trial`).
+
+    Raises: HermesError for an attempt that failed and so has no reward.
+    """
     rows = trial(env, model, **how)
     for row in rows:
         if row.cause is not None:
@@ -70,7 +72,7 @@ def rewards_of(env: str | Path, model: str = "oracle", **how: Any) -> list[float
 
 
 def trial(env: str | Path, model: str = "oracle", **how: Any) -> list[Trajectory]:
-    """`atrial`, for synchronous callers."""
+    """Run `atrial` from synchronous code."""
     return run_sync(atrial(env, model, **how))
 
 
@@ -85,12 +87,12 @@ async def atrial(
     config: Mapping[str, Any] | None = None,
     sections: Mapping[str, Any] | None = None,
 ) -> list[Trajectory]:
-    """One rollout of each of the first tasks, all at once.
+    """Run one rollout of each of the first tasks, all concurrently.
 
     Args:
         env: as `hermes-rl env` takes it.
         model: `oracle`, `noop`, or a model at the endpoint that `sections` names.
-        solution: played by the model `oracle` in the place of the task's own.
+        solution: what the model `oracle` plays instead of the task's own.
         config: the environment's own configuration.
         sections: further sections of a run's configuration: `endpoint`, `sandbox`, `run`, and `env`
             with a judge or a user.
@@ -110,7 +112,9 @@ async def atrial(
         host = await stack.enter_async_context(open_host(opened.section))
         rows = await asyncio.to_thread(list, env_rows(opened, tasks))
         items = [_item(workshop, row, solution) for row in rows]
-        runs = (run_attempt(workshop, i, Tape(Nowhere()), make=host.episode) for i in items)
+        runs = (
+            run_attempt(workshop, i, Tape(DiscardingRecorder()), make=host.episode) for i in items
+        )
         return list(await asyncio.gather(*runs))
 
 
@@ -131,4 +135,4 @@ def _item(workshop: Workshop, row: LazyRow, solution: Changed | None) -> WorkIte
         "seed": unit_seed(0, unit),
     }
     why = f"{row.place}: {parsed.error}" if parsed.error else None
-    return item_of(columns, task, bad_row=why)
+    return work_item_of(columns, task, bad_row=why)

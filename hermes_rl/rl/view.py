@@ -1,4 +1,4 @@
-"""A rollout as an environment sees it: the same from a live rollout and from a stored row."""
+"""The rollout that an environment sees: equal from live events and from a stored row."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class ToolUse:
     turn: int
     name: str
     arguments: dict[str, Any]
-    """`{"_unparsed": text}` where the model's text is no JSON object."""
+    """`{"_unparsed": text}` if the model's text is not a JSON object."""
     result: str | None
-    """What the model saw; None when the rollout ended before."""
+    """What the model saw; None when the rollout ended earlier."""
     ok: bool
-    """The tool ran and succeeded."""
+    """Whether the tool ran and succeeded."""
 
     @property
     def parsed(self) -> bool:
@@ -34,34 +34,34 @@ class ToolUse:
 
 @dataclass(frozen=True)
 class Rollout:
-    """What happened, for rewards."""
+    """One rollout, for rewards."""
 
     task_id: str
     member: int
-    """0-based place within the group."""
+    """0-based index in the group."""
     messages: tuple[dict[str, Any], ...]
     """OpenAI messages: the system message first, arguments as objects."""
     turn_of: tuple[int, ...]
     """The turn of each message: 0 for the prompt."""
     final_response: str | None
-    """The last text of the model's."""
+    """The model's last text."""
     end_reason: str | None
-    """A key of `errors.ENDINGS`; None while it goes on."""
+    """A key of `errors.ENDINGS`; None while the rollout runs."""
     turns: int
     """Model calls of the agent."""
     tool_calls: tuple[ToolUse, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
     synthetic: frozenset[int] = frozenset()
-    """Places of the messages that the harness wrote; none with the preset `rl`."""
+    """Indices of the messages that the harness wrote; none with the preset `rl`."""
 
     @property
     def truncated(self) -> bool:
-        """Cut by a limit."""
+        """Whether a limit cut the rollout."""
         return self.end_reason in ENDINGS and ENDINGS[self.end_reason or ""].truncated
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """The model's own texts that are not empty, in order."""
+        """The model's texts that are not empty, in order."""
         own = (
             message
             for place, (message, turn) in enumerate(zip(self.messages, self.turn_of, strict=True))
@@ -78,10 +78,10 @@ class Rollout:
         end_reason: str | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Rollout:
-        """From what was recorded so far; the first event is `Begun`.
+        """Build a rollout from the events so far; the first is `Begun`.
 
         Args:
-            final_response: where it is more than the last text.
+            final_response: if it is not the last text.
             end_reason: of the agent; None while it runs.
         """
         stream = list(events)
@@ -91,13 +91,13 @@ class Rollout:
         ran = {e.turn for e in stream if isinstance(e, ev.CallStarted) and e.purpose == "agent"}
         messages = [to_openai(e.message, parsed_arguments=True) for e in added]
         marks = [_Mark(e.turn, e.synthetic, e.tool_ok) for e in added]
-        said = _last_text(messages, marks)
+        last = _last_text(messages, marks)
         return cls(
             task_id=begun.task_id,
             member=begun.member,
             messages=tuple(messages),
             turn_of=tuple(e.turn for e in added),
-            final_response=said if final_response is None else final_response,
+            final_response=last if final_response is None else final_response,
             end_reason=end_reason,
             turns=len(ran),
             tool_calls=_uses(messages, marks),
@@ -107,7 +107,7 @@ class Rollout:
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Rollout:
-        """From a row of `trajectories`, as plain data (JSON columns as text or decoded)."""
+        """Build a rollout from a row of `trajectories` (JSON columns as text or decoded)."""
         decoded = [json.loads(m) if isinstance(m, str | bytes) else m for m in row["messages"]]
         messages = with_images(decoded, row.get("image_data") or ())
         infos = row["message_info"]
@@ -137,26 +137,26 @@ def _synthetic(marks: Sequence[_Mark]) -> frozenset[int]:
     return frozenset(place for place, mark in enumerate(marks) if mark.synthetic)
 
 
-def _metrics(given: Any) -> dict[str, float]:
-    """Metrics as Parquet has them (a list of name and value), as JSON text, or as a mapping."""
-    if isinstance(given, str | bytes):
-        given = json.loads(given)
-    if not isinstance(given, Mapping):
-        given = {one["name"]: one["value"] for one in given or ()}
-    return {name: float(value) for name, value in given.items() if value is not None}
+def _metrics(metrics: Any) -> dict[str, float]:
+    """Convert metrics from Parquet (a list of name and value), JSON text or a mapping."""
+    if isinstance(metrics, str | bytes):
+        metrics = json.loads(metrics)
+    if not isinstance(metrics, Mapping):
+        metrics = {one["name"]: one["value"] for one in metrics or ()}
+    return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
 def _last_text(messages: Sequence[Mapping[str, Any]], marks: Sequence[_Mark]) -> str | None:
-    said = [
+    texts = [
         m["content"]
         for m, mark in zip(messages, marks, strict=True)
         if m["role"] == "assistant" and mark.turn and not mark.synthetic
     ]
-    return said[-1] if said else None
+    return texts[-1] if texts else None
 
 
 def _uses(messages: Sequence[Mapping[str, Any]], marks: Sequence[_Mark]) -> tuple[ToolUse, ...]:
-    """The calls of the rollout's own turns; a result belongs to the latest call with its id."""
+    """Return the calls of the rollout's turns; a result belongs to the latest call with its id."""
     uses: list[ToolUse] = []
     waiting: dict[str, int] = {}
     for message, mark in zip(messages, marks, strict=True):

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 from batch_runner.runner import arun_batch
 from hermes_rl.config import parse_config
 from hermes_rl.export import FORMATS, export_run
-from hermes_rl.export.formats import format_named
 from hermes_rl.store.reader import load_run
 from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine
 from hermes_rl.testing.exact_engine_log import Truth
@@ -105,7 +104,7 @@ async def main(out: Path) -> None:
     truth = {row["trajectory_id"]: truth_of(row, log, words) for row in rows}
     (out / "truth.json").write_text(json.dumps(truth), encoding="utf-8")
     for name in FORMATS:
-        export_run(out / "run", name, out / "exports" / f"{name}{format_named(name).suffix}")
+        export_run(out / "run", name, out / "exports" / f"{name}{FORMATS[name].suffix}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 
 from hermes_rl.events import MessageAdded  # noqa: E402
 from hermes_rl.export import FORMATS, export_run  # noqa: E402
-from hermes_rl.export.formats import format_named  # noqa: E402
 from hermes_rl.messages import AssistantMessage, to_openai  # noqa: E402
 from hermes_rl.record import Segment  # noqa: E402
 from hermes_rl.store.rows import Finished  # noqa: E402
@@ -147,7 +146,7 @@ def main(out: Path) -> None:
     told.write(out / "run", rows)
     (out / "truth.json").write_text(json.dumps(truth), encoding="utf-8")
     for name in FORMATS:
-        export_run(out / "run", name, out / "exports" / f"{name}{format_named(name).suffix}")
+        export_run(out / "run", name, out / "exports" / f"{name}{FORMATS[name].suffix}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hermes_rl.rl import Task
-from hermes_rl.rl.opening import hashed
+from hermes_rl.rl.loading import hashed
 from hermes_rl.rl.trial import first_tasks, trial
 from hermes_rl.testing.cheats import CHEATS, traced
 

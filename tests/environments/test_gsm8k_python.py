@@ -21,7 +21,7 @@ from environments.gsm8k_python.problems import FAMILIES, problems, written
 from hermes_rl.config import parse_config
 from hermes_rl.errors import UserError
 from hermes_rl.rl import Task
-from hermes_rl.rl.opening import settle_env
+from hermes_rl.rl.loading import settle_env
 from hermes_rl.rl.trial import rewards_of
 from hermes_rl.store.reader import load_run
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hermes_rl.errors import UserError
 from hermes_rl.export.imports import atropos, hermes
-from hermes_rl.export.imports.base import Namer
+from hermes_rl.export.imports.base import RolloutNamer
 from hermes_rl.segments.rules import row_faults
 from hermes_rl.store.journal import encode
 from hermes_rl.store.rows import Finished
@@ -89,11 +89,11 @@ def taken(rows: Iterator[Finished]) -> None:
 @given(st.sampled_from(list(places(ROW))), odd)
 @example(("metadata", "timestamp"), "9999-99-99")
 def test_any_change_of_a_hermes_row(path: tuple[Any, ...], value: Any) -> None:
-    taken(hermes.rollouts(iter([changed(ROW, path, value)]), Namer("c" * 64)))
+    taken(hermes.rollouts(iter([changed(ROW, path, value)]), RolloutNamer("c" * 64)))
 
 
 @settings(deadline=None)
 @given(st.sampled_from(list(places(GROUP))), odd, st.booleans())
 def test_any_change_of_an_atropos_group(path: tuple[Any, ...], value: Any, exact: bool) -> None:
     rows = iter([changed(GROUP, path, value)])
-    taken(atropos.rollouts(rows, Namer("c" * 64), exact=exact))
+    taken(atropos.rollouts(rows, RolloutNamer("c" * 64), exact=exact))

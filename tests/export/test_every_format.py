@@ -12,7 +12,6 @@ import told
 from hermes_rl import events as ev
 from hermes_rl.export import FORMATS, LEFT_OUT, LOST, ExportOptions, export_run
 from hermes_rl.export.base import Row
-from hermes_rl.export.formats import format_named
 from hermes_rl.messages import AssistantMessage, ToolMessage, UserMessage
 from hermes_rl.store.rows import Finished
 
@@ -114,7 +113,7 @@ def read(path: Path) -> Sequence[Row]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_bit_of_everything(name: str, run: Path, tmp_path: Path) -> None:
-    form = format_named(name)
+    form = FORMATS[name]
     options = ExportOptions(min_group=1)
     report = export_run(run, name, tmp_path / f"x{form.suffix}", options)
     assert len(read(Path(report.out))) == report.samples > 0

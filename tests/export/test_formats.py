@@ -10,7 +10,6 @@ import told
 
 from hermes_rl.errors import UserError
 from hermes_rl.export import FORMATS, ExportOptions, export_run
-from hermes_rl.export.formats import format_named
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +40,9 @@ def test_the_same_run_gives_the_same_bytes(name: str, run: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_says_what_it_is(name: str) -> None:
-    form = format_named(name)
+    form = FORMATS[name]
     assert form.name == name
-    assert (form.suffix == ".parquet") == (form.schema is not None)
+    assert (form.suffix == ".parquet") == (form.columns is not None)
 
 
 def test_filters_are_counted(run: Path, tmp_path: Path) -> None:

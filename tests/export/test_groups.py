@@ -14,7 +14,6 @@ import told
 
 from hermes_rl.errors import UserError
 from hermes_rl.export import FORMATS, ExportOptions, export_run
-from hermes_rl.export.formats import format_named
 from hermes_rl.identity import trajectory_id
 from hermes_rl.rl.advantages import grpo
 from hermes_rl.store.driver import open_run
@@ -26,7 +25,7 @@ from hermes_rl.usage import UsageTotal
 REWARDS = (1.0, 0.0, None, 0.5, None, None, 1.0, None)
 """Of two groups of four: valid are three, and one."""
 
-RL = [name for name in FORMATS if format_named(name).rl]
+RL = [name for name in FORMATS if FORMATS[name].rl]
 
 
 def name_of(number: int) -> str:

@@ -13,8 +13,7 @@ from batch_runner.regrade import regrade
 from hermes_rl.cli import main
 from hermes_rl.errors import UserError
 from hermes_rl.rl import faults
-from hermes_rl.rl.loading import load_environment
-from hermes_rl.rl.opening import env_rows, open_environment, settle_env
+from hermes_rl.rl.loading import env_rows, load_environment, open_environment, settle_env
 from hermes_rl.rl.trial import first_tasks
 
 Write = Callable[..., Written]
@@ -126,7 +125,7 @@ async def reply(self, task, trajectory, ctx):
 
 async def compute_reward(self, task, trajectory, ctx):
     assert ctx.state["started"] == "here"
-    return float("in start() alone" in ctx.state["replied"])
+    return float("only in start()" in ctx.state["replied"])
 """
 
 
@@ -194,13 +193,13 @@ async def test_what_a_grader_draws_it_draws_again_in_a_regrade(
 
 
 def test_a_package_whose_name_begins_as_ours_is_the_users() -> None:
-    theirs = f"{faults._OURS.rstrip('/')}_more/env.py"
+    theirs = f"{faults._PACKAGE.rstrip('/')}_more/env.py"
     code = compile("def fail():\n    1 / 0\n", theirs, "exec")
     found: dict[str, Any] = {}
     exec(code, found)
     with pytest.raises(ZeroDivisionError) as raised:
         found["fail"]()
-    assert "_more/env.py:2" in faults.said("theirs", found["fail"], raised.value)
+    assert "_more/env.py:2" in faults.describe_error("theirs", found["fail"], raised.value)
 
 
 @pytest.mark.parametrize(

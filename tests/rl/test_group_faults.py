@@ -27,8 +27,7 @@ from batch_runner.progress import Silent
 from batch_runner.report import Report
 from hermes_rl.export import export_run
 from hermes_rl.rl.advantages import EPSILON
-from hermes_rl.rl.group_report import group_report
-from hermes_rl.rl.groups import gather, make_group
+from hermes_rl.rl.groups import gather, group_report, make_group
 from hermes_rl.store.reader import Run, load_run
 from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine
 from hermes_rl.testing.exact_engine_chat import chat_of

@@ -12,7 +12,7 @@ import pytest
 from batch_runner import run_batch
 from batch_runner.pilot import Pilot
 from hermes_rl.rl.advantages import EPSILON
-from hermes_rl.rl.group_report import group_report
+from hermes_rl.rl.groups import group_report
 from hermes_rl.store.reader import Run, load_run
 
 # Each member draws its own fate: 0 and 1 are rewards, 2 is a verifier that cannot judge.

@@ -12,7 +12,7 @@ from rl_kit import Written, asked_of, ran, table, turn_of
 
 from hermes_rl.messages import text_of
 from hermes_rl.models.wire.server import ServedRequest
-from hermes_rl.rl.judging import NO_COMMITMENT, _question, _read
+from hermes_rl.rl.judging import NO_COMMITMENT, _parse_verdict, _question
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 REPLIES: dict[str, list[Any]] = {
@@ -133,7 +133,7 @@ async def test_a_judge_that_is_down_parks_the_run(
 @given(st.dictionaries(st.text(max_size=10), st.text(max_size=200), max_size=3))
 def test_no_text_to_judge_can_hold_the_mark_around_it(data: dict[str, str]) -> None:
     system, prompt = _question("Is it?", data, ("yes", "no"))
-    mark = next(word for word in system.split() if word.startswith("==")).rstrip(";")
+    mark = next(word for word in system.split() if word.startswith("==")).rstrip(".")
     assert len(mark) == 18
     assert not any(mark in text for text in data.values())
     assert prompt.count(mark) == 2 * len(data)
@@ -142,5 +142,5 @@ def test_no_text_to_judge_can_hold_the_mark_around_it(data: dict[str, str]) -> N
 
 @given(st.text(max_size=80))
 def test_whatever_a_judge_says_is_read_or_not(text: str) -> None:
-    found = _read(text, ("yes", "no"))
+    found = _parse_verdict(text, ("yes", "no"))
     assert found is None or found[0] in ("yes", "no", NO_COMMITMENT, "")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hermes_rl.errors import VerifierFault
 from hermes_rl.events import RewardPart
-from hermes_rl.rl.rewards import Rewards, part, settled
+from hermes_rl.rl.rewards import Rewards, check_rewards, part
 
 anything: st.SearchStrategy[Any] = st.one_of(
     st.none(),
@@ -44,7 +44,7 @@ def test_what_is_returned_is_a_finite_reward_or_a_fault(
     returned: Any, bounds: tuple[float, float] | None
 ) -> None:
     try:
-        rewards = settled(returned, bounds, turns=2)
+        rewards = check_rewards(returned, bounds, turns=2)
     except VerifierFault:
         return
     assert math.isfinite(rewards.total)
@@ -71,9 +71,9 @@ OBJECT: Any = {"x": 1}
 )
 def test_what_no_column_can_hold_is_said(returned: Any, said: str) -> None:
     with pytest.raises(VerifierFault, match=said):
-        settled(returned, None, turns=1)
+        check_rewards(returned, None, turns=1)
 
 
 def test_numbers_of_numpy_are_rewards() -> None:
-    assert settled(np.float32(0.5), (0.0, 1.0), turns=0).total == 0.5
-    assert settled(np.int64(1), (0.0, 1.0), turns=0).total == 1.0
+    assert check_rewards(np.float32(0.5), (0.0, 1.0), turns=0).total == 0.5
+    assert check_rewards(np.int64(1), (0.0, 1.0), turns=0).total == 1.0

@@ -16,7 +16,7 @@ from hermes_rl.errors import VerifierFault
 from hermes_rl.models.wire.server import ServedRequest
 from hermes_rl.rl import Rewards, Rollout, part
 from hermes_rl.rl.loading import known_environments, load_environment
-from hermes_rl.rl.rewards import settled
+from hermes_rl.rl.rewards import check_rewards
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan
 
@@ -159,7 +159,7 @@ async def test_state_and_random_numbers_are_the_rollouts_own(
 def test_what_counts_as_a_reward(parts: list[tuple[float, float, int | None]], turns: int) -> None:
     made = Rewards(part(f"p{n}", s, weight=w, turn=t) for n, (s, w, t) in enumerate(parts))
     try:
-        total = settled(made, (0.0, 1.0), turns).total
+        total = check_rewards(made, (0.0, 1.0), turns).total
     except VerifierFault:
         return
     assert parts
@@ -172,7 +172,7 @@ def test_plain_numbers_are_one_part(value: Any) -> None:
     import numpy as np
 
     value = np.float32(0.25) if value == "numpy" else value
-    rewards = settled(value, (0.0, 1.0), 0)
+    rewards = check_rewards(value, (0.0, 1.0), 0)
     assert [p.name for p in rewards.parts] == ["reward"]
     assert rewards.total == float(value)
     assert type(rewards.parts[0].score) is float

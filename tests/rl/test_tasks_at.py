@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_rl.rl.tasks_at import TasksAt
+from hermes_rl.rl.scoring import TaskLookup
 from hermes_rl.rows import LazyRow
 from hermes_rl.sources import read_rows
 
@@ -28,18 +28,18 @@ class Counted:
 def test_every_place_has_its_row_in_whatever_order_they_are_asked(
     asked: list[frozenset[int]],
 ) -> None:
-    tasks = TasksAt(Counted())
+    tasks = TaskLookup(Counted())
     for places in asked:
-        found = tasks.of(places)
+        found = tasks.find(places)
         assert set(found) == {place for place in places if place < LENGTH}
         assert all(row.parse().task.prompt_text == f"task {n}" for n, row in found.items())
 
 
 def test_places_in_order_read_the_stream_once() -> None:
     stream = Counted()
-    tasks = TasksAt(stream)
+    tasks = TaskLookup(stream)
     for place in range(0, LENGTH, 3):
-        assert set(tasks.of({place, place + 2})) == {place, place + 2}
+        assert set(tasks.find({place, place + 2})) == {place, place + 2}
     assert stream.read == LENGTH
-    assert set(tasks.of({4})) == {4}  # went by: read anew
+    assert set(tasks.find({4})) == {4}  # went by: read anew
     assert stream.read == LENGTH + 5

@@ -1,7 +1,7 @@
 """A run's configuration for work that never asks the policy."""
 
 from hermes_rl.config import parse_config
-from hermes_rl.rl.grader import without_policy
+from hermes_rl.rl.scoring import without_policy
 
 
 def test_budgets_of_models_that_are_asked_still_bind() -> None:

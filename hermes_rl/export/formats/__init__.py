@@ -1,34 +1,34 @@
-"""The formats, one file each with a `FORMAT`. A format whose reader no test runs is not listed."""
+"""The formats, one file for each reader. A format is listed only if a test runs its reader."""
 
 from __future__ import annotations
 
-import importlib
-
-from hermes_rl.errors import UserError
 from hermes_rl.export.base import Format
-from hermes_rl.input_errors import unknown
+from hermes_rl.export.formats import (
+    atif,
+    atropos,
+    axolotl,
+    openai,
+    prime_rl,
+    sharegpt,
+    trl,
+    verl,
+)
 
-FORMATS = {
-    "trl": "trl",
-    "trl-tokens": "trl_tokens",
-    "trl-grpo": "trl_grpo",
-    "axolotl": "axolotl",
-    "axolotl-tokens": "axolotl_tokens",
-    "verl": "verl",
-    "verl-rl": "verl_rl",
-    "prime-rl": "prime_rl",
-    "atropos": "atropos",
-    "openai": "openai",
-    "sharegpt": "sharegpt",
-    "atif": "atif",
+FORMATS: dict[str, Format] = {
+    form.name: form
+    for form in (
+        trl.CONVERSATIONS,
+        trl.TOKENS,
+        trl.GRPO,
+        axolotl.CONVERSATIONS,
+        axolotl.TOKENS,
+        verl.CONVERSATIONS,
+        verl.RL,
+        prime_rl.EPISODES,
+        atropos.GROUPS,
+        openai.FINE_TUNING,
+        sharegpt.TURNS,
+        atif.DOCUMENTS,
+    )
 }
-"""Name -> module of this package."""
-
-
-def format_named(name: str) -> Format:
-    """A format by its name. Raises: UserError."""
-    if name not in FORMATS:
-        raise UserError(unknown("format", name, FORMATS))
-    module = importlib.import_module(f"hermes_rl.export.formats.{FORMATS[name]}")
-    form: Format = module.FORMAT
-    return form
+"""Name -> format."""

@@ -1,11 +1,10 @@
 """ATIF, harbor's Agent Trajectory Interchange Format: one document per context and line.
 
 A step is a message; tool results are the observation of the step that called. A context after a
-compaction repeats what it kept, marked as copied, and the document before it names it. So is every
-assistant message marked that the policy did not write: harbor's own reader (`harbor traces export`)
-trains on each agent step without that mark. Where table `segments` has the tokens of an answer,
-they stand in the metrics of its step: the ids of the whole prompt, as harbor's own agents write
-them.
+compaction repeats what it kept, marked as copied, and the document before it names it. Assistant
+messages that the policy did not write have that mark too: harbor's own reader (`harbor traces
+export`) trains on each agent step without it. If table `segments` has the tokens of an answer, they
+are in the metrics of its step, with the ids of the whole prompt, as harbor's own agents do it.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from typing import Any
 from hermes_rl import __version__
 from hermes_rl.export.base import Format, Row
 from hermes_rl.export.losses import count_sample, is_own
-from hermes_rl.export.samples import Message, Sample, said
+from hermes_rl.export.samples import Message, Sample, text_of_content
 from hermes_rl.export.source import Source
 from hermes_rl.export.tokens import Answer, answers_of
 
 VERSION = "ATIF-v1.7"
 
 
-def rows(source: Source) -> Iterator[Row]:
+def _rows(source: Source) -> Iterator[Row]:
     """One document per context."""
     for sample, segments in source.all_contexts():
         losses = source.losses
@@ -34,19 +33,19 @@ def rows(source: Source) -> Iterator[Row]:
             losses.leave_out("nothing_to_train")
             continue
         answers = answers_of(segments)
-        made = document(sample, answers)
+        written = document(sample, answers)
         if segments:
-            told = sum("completion_token_ids" in s.get("metrics", ()) for s in made["steps"])
-            losses.lose("ids", sum(sample.trained) - told)
+            exact = sum("completion_token_ids" in s.get("metrics", ()) for s in written["steps"])
+            losses.lose("ids", sum(sample.trained) - exact)
         if not sample.context:
             calls = sample.row["calls"] or ()
             others = {c["call_id"] for c in calls if c["agent"] != "main"}
             losses.lose("texts", len(others & answers.keys()))
-        yield made
+        yield written
 
 
 def document(sample: Sample, answers: Mapping[str, Answer]) -> Row:
-    """One context as a document. Args: answers: their tokens, by call."""
+    """Make the document of one context. Args: answers: tokens by call id."""
     row = sample.row
     steps = _steps(sample, answers)
     usage = row["usage"]
@@ -105,7 +104,7 @@ def _steps(sample: Sample, answers: Mapping[str, Answer]) -> list[Row]:
             step["is_copied_context"] = True
         elif trained and info["turn"] in calls:
             call = calls[info["turn"]]
-            step.update(_told_of(call), metrics=_metrics(call, answers.get(call["call_id"])))
+            step.update(_call_fields(call), metrics=_metrics(call, answers.get(call["call_id"])))
         if info["synthetic"]:
             step["extra"] = {"synthetic": True}
         steps.append(step)
@@ -114,14 +113,14 @@ def _steps(sample: Sample, answers: Mapping[str, Answer]) -> list[Row]:
 
 def _step(message: Message) -> Row:
     role = message["role"]
-    if role == "tool":  # its call stands in no step of this context
+    if role == "tool":  # its call is in no step of this context
         return {
             "source": "system",
             "message": "",
             "observation": {"results": [{"content": message["content"]}]},
         }
     if role != "assistant":
-        return {"source": role, "message": said(message["content"])}
+        return {"source": role, "message": text_of_content(message["content"])}
     step: Row = {"source": "agent", "message": message["content"]}
     if "reasoning_content" in message:
         step["reasoning_content"] = message["reasoning_content"]
@@ -145,14 +144,14 @@ def _observe(step: Row, message: Message) -> None:
     step.setdefault("observation", {"results": []})["results"].append(result)
 
 
-def _told_of(call: Mapping[str, Any]) -> Row:
-    """When and of which model the answer was asked for, by the last call of its turn."""
+def _call_fields(call: Mapping[str, Any]) -> Row:
+    """Describe the last call of a turn: when it was written, and to which model."""
     started = call["started_at"].astimezone(UTC).isoformat()
     return {"timestamp": started, "model_name": call["model"], "llm_call_count": 1}
 
 
 def _metrics(call: Mapping[str, Any], answer: Answer | None) -> Row:
-    """What a call used, and what it sampled."""
+    """Return the usage of a call and the tokens that it sampled."""
     used = _present(
         prompt_tokens=call["input_tokens"],
         completion_tokens=call["output_tokens"],
@@ -175,12 +174,12 @@ def _present(**fields: Any) -> Row:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-FORMAT = Format(
+DOCUMENTS = Format(
     name="atif",
     about="harbor's ATIF v1.7 with token ids, one trajectory document per line",
     suffix=".jsonl",
     unit="messages",
-    rows=rows,
+    rows=_rows,
     holds=frozenset({"reasoning", "rewards", "reward_parts"}),
-    columns=("usage", "cost_usd", "started_at", "finished_at"),
+    needs=("usage", "cost_usd", "started_at", "finished_at"),
 )

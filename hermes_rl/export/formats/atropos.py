@@ -1,7 +1,7 @@
 """Atropos' ScoredData: one group per line, as its `process` mode writes and its server takes.
 
-Masks hold the id where a token is trained on and -100 elsewhere, log-probabilities are 1.0 where
-no token was sampled. A rollout of several branches is several sequences with one score.
+Masks hold the id of a token that is trained on and -100 otherwise; log-probabilities are 1.0 where
+no token was sampled. A rollout with several branches becomes several sequences with one score.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hermes_rl.export.source import Source
 from hermes_rl.export.tokens import TokenItem
 
 
-def rows(source: Source) -> Iterator[Row]:
+def _rows(source: Source) -> Iterator[Row]:
     """One line per group, written when its last member was read."""
     for group in source.groups():
         items = [item for rollout in group for item in rollout]
@@ -43,7 +43,7 @@ def _scored(items: list[TokenItem], source: Source) -> Row:
 
 
 def _spread(item: TokenItem) -> list[float] | None:
-    """The advantage of a sequence on each of its tokens."""
+    """Repeat the advantage of a sequence for each of its tokens."""
     return None if item.advantage is None else [item.advantage] * len(item.ids)
 
 
@@ -52,12 +52,12 @@ def _sampling(item: TokenItem) -> dict[str, Any]:
     return {name: item.segment[name] for name in names if item.segment[name] is not None}
 
 
-FORMAT = Format(
+GROUPS = Format(
     name="atropos",
     about="Atropos 0.4.0 ScoredData, one group per line",
     suffix=".jsonl",
     unit="tokens",
-    rows=rows,
+    rows=_rows,
     rl=True,
     holds=frozenset({"rewards", "images"}),
 )

@@ -1,59 +1,57 @@
-"""Axolotl's `type: chat_template`: messages, each with its own `training` mark."""
+"""Axolotl: `axolotl` (`type: chat_template`) and `axolotl-tokens` (already tokenized)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-import msgspec
-
-from hermes_rl.export.base import Format, Row
-from hermes_rl.export.losses import count_sample
-from hermes_rl.export.samples import in_words, without_tail
+from hermes_rl.export.base import IDS, JSON_LIST, Format, Row
+from hermes_rl.export.samples import encode_json, in_words
 from hermes_rl.export.source import Source
 
-_text = msgspec.json.Encoder().encode
 
-
-def rows(source: Source) -> Iterator[Row]:
-    """One row per context."""
-    for whole in source.samples():
-        sample = without_tail(whole)
-        source.losses.lose("tail", len(whole.messages) - len(sample.messages))
-        count_sample(source.losses, sample)
-        pairs = zip(sample.messages, sample.trained, strict=True)
-        messages = [_text({**in_words(m), "training": trained}).decode() for m, trained in pairs]
+def _conversations(source: Source) -> Iterator[Row]:
+    """One row per context; each message has its own `training` mark."""
+    for sample in source.samples_without_tail():
+        marked = zip(sample.messages, sample.trained, strict=True)
         source.losses.trained += sum(sample.trained)
         yield {
-            "messages": messages,
-            "tools": _text(sample.row["tools"]).decode(),
+            "messages": [encode_json({**in_words(m), "training": t}) for m, t in marked],
+            "tools": encode_json(sample.row["tools"]),
             "reward": sample.row["reward"],
             "trajectory_id": sample.row["trajectory_id"],
             "context": sample.context,
         }
 
 
-def schema(source: Source) -> Any:
-    """Messages and tools as Parquet JSON, which `datasets` 4.7 and newer decodes."""
-    import pyarrow as pa
-
-    return pa.schema(
-        [
-            ("messages", pa.list_(pa.field("element", pa.json_()))),
-            ("tools", pa.json_()),
-            ("reward", pa.float64()),
-            ("trajectory_id", pa.string()),
-            ("context", pa.int32()),
-        ]
-    )
+def _tokens(source: Source) -> Iterator[Row]:
+    """One row per segment, with the three columns by which Axolotl skips tokenization."""
+    for item in source.items():
+        source.losses.trained += item.trained
+        ids = item.ids
+        yield {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": item.labels}
 
 
-FORMAT = Format(
+CONVERSATIONS = Format(
     name="axolotl",
     about="Axolotl `type: chat_template` with `message_field_training: training`",
     suffix=".parquet",
     unit="messages",
-    rows=rows,
-    schema=schema,
+    rows=_conversations,
+    columns={
+        "messages": JSON_LIST,
+        "tools": "json",
+        "reward": "float64",
+        "trajectory_id": "string",
+        "context": "int32",
+    },
     holds=frozenset({"reasoning", "rewards"}),
+)
+
+TOKENS = Format(
+    name="axolotl-tokens",
+    about="Axolotl, exact tokens: a dataset without `type`",
+    suffix=".parquet",
+    unit="tokens",
+    rows=_tokens,
+    columns={"input_ids": IDS, "attention_mask": ["int8"], "labels": IDS},
 )

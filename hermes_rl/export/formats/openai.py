@@ -1,6 +1,6 @@
-"""OpenAI's fine-tuning file: messages with `weight`, arguments as the text that the model wrote.
+"""OpenAI's fine-tuning file: messages with `weight`, arguments exactly as the model wrote them.
 
-It has no place for reasoning. An assistant message that must not be trained on has weight 0.
+The format has no field for reasoning. Weight 0 marks assistant messages that are not trained on.
 """
 
 from __future__ import annotations
@@ -9,19 +9,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hermes_rl.export.base import Format, Row
-from hermes_rl.export.losses import count_sample
-from hermes_rl.export.samples import Message, without_tail
+from hermes_rl.export.samples import Message
 from hermes_rl.export.source import Source
 
 
-def rows(source: Source) -> Iterator[Row]:
+def _rows(source: Source) -> Iterator[Row]:
     """One line per context."""
-    for whole in source.samples():
-        sample = without_tail(whole)
-        source.losses.lose("tail", len(whole.messages) - len(sample.messages))
-        count_sample(source.losses, sample)
+    for sample in source.samples_without_tail():
         parts = zip(sample.messages, sample.infos, sample.trained, strict=True)
-        messages = [_said(message, info, trained) for message, info, trained in parts]
+        messages = [_convert(message, info, trained) for message, info, trained in parts]
         source.losses.trained += sum(sample.trained)
         line: Row = {"messages": messages}
         if sample.row["tools"]:
@@ -29,7 +25,7 @@ def rows(source: Source) -> Iterator[Row]:
         yield line
 
 
-def _said(message: Message, info: Mapping[str, Any], trained: bool) -> Message:
+def _convert(message: Message, info: Mapping[str, Any], trained: bool) -> Message:
     if message["role"] == "tool":
         return {k: message[k] for k in ("role", "tool_call_id", "content")}
     if message["role"] != "assistant":
@@ -46,11 +42,11 @@ def _said(message: Message, info: Mapping[str, Any], trained: bool) -> Message:
     return out
 
 
-FORMAT = Format(
+FINE_TUNING = Format(
     name="openai",
-    about="OpenAI fine-tuning JSONL, and what else takes that form",
+    about="OpenAI fine-tuning JSONL, and other readers of that format",
     suffix=".jsonl",
     unit="messages",
-    rows=rows,
+    rows=_rows,
     holds=frozenset({"unparsed_arguments", "images"}),
 )

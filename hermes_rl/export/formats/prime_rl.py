@@ -1,9 +1,8 @@
 """prime-rl: verifiers episodes (`traces.jsonl`), one rollout per line.
 
 A trace is a graph of messages; a node holds the tokens that its message adds, and the path from a
-root to a leaf is one training sequence. Each of our segments becomes one path of its own. Which of
-the tokens between two sampled runs belongs to which message is not known: they stand in the first
-node that they may belong to.
+root to a leaf is one training sequence. Each segment becomes a path of its own. Which of the tokens
+between two sampled runs belongs to which message is not known: they are in the first possible node.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from itertools import groupby
 from typing import Any
 
 from hermes_rl.export.base import Format, Row
-from hermes_rl.export.samples import Message, said
+from hermes_rl.export.samples import Message, text_of_content
 from hermes_rl.export.source import Source
 from hermes_rl.export.tokens import TokenItem
 
 
-def rows(source: Source) -> Iterator[Row]:
+def _rows(source: Source) -> Iterator[Row]:
     """One episode per rollout."""
     for row, items in source.token_rollouts():
         source.losses.trained += sum(item.trained for item in items)
@@ -51,11 +50,11 @@ def episode(row: Mapping[str, Any], items: list[TokenItem], source: Source) -> R
 def _trace(
     agent: str, row: Mapping[str, Any], task: Row, items: list[TokenItem], source: Source
 ) -> Row:
-    told = _Told(row, agent, source)
+    transcript = _Transcript(row, agent, source)
     nodes: list[Row] = []
     for item in items:
         source.losses.lose("no_advantage", item.advantage is None)
-        _add_path(nodes, item, told)
+        _add_path(nodes, item, transcript)
     return {
         "id": row["trajectory_id"] if agent == "main" else f"{row['trajectory_id']}-{agent}",
         "task": task,
@@ -70,34 +69,34 @@ def _trace(
 
 
 @dataclass
-class _Told:
-    """The messages of a rollout, to put beside its tokens."""
+class _Transcript:
+    """The messages of a rollout, to join with its tokens."""
 
     row: Mapping[str, Any]
     agent: str
     source: Source
 
     def answer(self, turn: int) -> Row:
-        """What the policy said in a turn."""
+        """Return the policy's message of a turn."""
         if self.agent == "main":
             for message, info in self._messages():
                 if info["turn"] == turn and info["role"] == "assistant" and not info["synthetic"]:
-                    return _said(message, info)
+                    return _convert(message, info)
         self.source.losses.lose("texts")
         return {"role": "assistant", "content": ""}
 
     def before(self, turn: int, since: int) -> list[Row]:
-        """What came between the answer of turn `since` and that of `turn`."""
-        heard = [
-            _said(message, info)
+        """Return the messages between the answer of turn `since` and that of `turn`."""
+        messages = [
+            _convert(message, info)
             for message, info in self._messages()
-            if since <= info["turn"] <= turn and self._heard(info, turn)
+            if since <= info["turn"] <= turn and self._is_context(info, turn)
         ]
-        return heard if self.agent == "main" and heard else [{"role": "user", "content": ""}]
+        return messages if self.agent == "main" and messages else [{"role": "user", "content": ""}]
 
-    def _heard(self, info: Mapping[str, Any], turn: int) -> bool:
-        """Whether a message stood in the prompt of a turn's last call: results of that turn came
-        later."""
+    def _is_context(self, info: Mapping[str, Any], turn: int) -> bool:
+        """Whether a message was in the prompt of a turn's last call (the turn's own results were
+        not)."""
         if info["role"] == "tool":
             return int(info["turn"]) < turn
         return bool(info["role"] != "assistant" or info["synthetic"] or info["turn"] == 0)
@@ -106,22 +105,22 @@ class _Told:
         return zip(self.row["messages"], self.row["message_info"], strict=True)
 
 
-def _add_path(nodes: list[Row], item: TokenItem, told: _Told) -> None:
+def _add_path(nodes: list[Row], item: TokenItem, transcript: _Transcript) -> None:
     """Append the nodes of one segment, from a root of its own."""
     path = _Path(nodes, item)
     since = 0
     for sampled, start, end, turn in _runs(item.segment):
         if sampled:
-            path.answer(told.answer(turn), start, end)
+            path.add_answer(transcript.answer(turn), start, end)
             since = turn
             continue
         following = item.segment["turn_ids"][end] if end < len(item.ids) else since
-        for place, message in enumerate(told.before(following, since)):
-            path.heard(message, start if place == 0 else end, end)
+        for place, message in enumerate(transcript.before(following, since)):
+            path.add_context(message, start if place == 0 else end, end)
 
 
 class _Path:
-    """One branch that is being written."""
+    """Appends the nodes of one branch."""
 
     def __init__(self, nodes: list[Row], item: TokenItem) -> None:
         self._nodes = nodes
@@ -130,11 +129,11 @@ class _Path:
         self._ids = item.ids
         self._parent: int | None = None
 
-    def heard(self, message: Row, start: int, end: int) -> None:
+    def add_context(self, message: Row, start: int, end: int) -> None:
         """Add a message that the policy did not write, with the tokens from `start` to `end`."""
         self._add(message, start, end, {"mask": [False] * (end - start)})
 
-    def answer(self, message: Row, start: int, end: int) -> None:
+    def add_answer(self, message: Row, start: int, end: int) -> None:
         """Add a sampled message."""
         mask = self._item.segment["loss_mask"][start:end]
         own: Row = {"mask": mask, "sampled": any(mask)}
@@ -157,7 +156,7 @@ class _Path:
 
 
 def _runs(segment: Mapping[str, Any]) -> Iterator[tuple[bool, int, int, int]]:
-    """(sampled, start, end, turn) of each stretch of tokens of one origin."""
+    """Yield (sampled, start, end, turn) of each run of tokens of one origin."""
     marks = zip(segment["sampled_mask"], segment["turn_ids"], strict=True)
     start = 0
     for (sampled, turn), run in groupby((s, t if s else 0) for s, t in marks):
@@ -166,9 +165,9 @@ def _runs(segment: Mapping[str, Any]) -> Iterator[tuple[bool, int, int, int]]:
         start = end
 
 
-def _said(message: Message, info: Mapping[str, Any]) -> Row:
+def _convert(message: Message, info: Mapping[str, Any]) -> Row:
     role = message["role"]
-    content = said(message["content"])
+    content = text_of_content(message["content"])
     if role == "tool":
         named = {"tool_call_id": message["tool_call_id"], "name": message["name"]}
         return {"role": role, "content": content, **named}
@@ -188,13 +187,13 @@ def _tool(function: Mapping[str, Any]) -> Row:
     return {name: function[name] for name in names if name in function}
 
 
-FORMAT = Format(
+EPISODES = Format(
     name="prime-rl",
     about="prime-rl: verifiers episodes with tokens (traces.jsonl)",
     suffix=".jsonl",
     unit="tokens",
-    rows=rows,
+    rows=_rows,
     rl=True,
     holds=frozenset({"rewards"}),
-    columns=("task_hash", "started_at"),
+    needs=("task_hash", "started_at"),
 )

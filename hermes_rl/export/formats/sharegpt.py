@@ -1,9 +1,9 @@
-"""hermes-agent's own form: turns of `from` and `value`, with the rules of its batch rows.
+"""hermes-agent's own format: turns of `from` and `value`, with the rules of its batch rows.
 
-Each gpt turn has a think block; calls and results stand between tags, one JSON object per line;
-results that follow one assistant turn share one turn. The system turn is a fixed instruction with
-the tools in it (its wording is ours), never the prompt that was really used. Readers train on every
-gpt turn, so a context is cut before an assistant message that must not be trained on.
+Each gpt turn has a think block; calls and results are between tags, one JSON object per line;
+results that follow one assistant turn share one turn. The system turn is a fixed instruction (with
+our wording) that lists the tools, never the prompt that was used. Readers train on every gpt turn,
+so a context is cut before an assistant message that must not be trained on.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 
 from hermes_rl.export.base import Format, Row
 from hermes_rl.export.losses import count_sample
-from hermes_rl.export.samples import Message, Sample, before_untrained, said
+from hermes_rl.export.samples import Message, Sample, before_untrained, text_of_content
 from hermes_rl.export.source import Source
 
 SYSTEM = """\
-You call functions to do your work. The functions that you have are described as JSON between \
-<tools> tags. Call one or more of them whenever they help; make no values up.
+You can call functions. The available functions are described as JSON inside <tools> tags. Call \
+one or more of them whenever they help with the task. Never invent argument values.
 <tools>
 {tools}
 </tools>
-Before you act you may think, between <think> and </think>. A call is a JSON object of this schema:
+Before you act, you may reason inside <think> tags. Each call is a JSON object with this schema:
 {{'title': 'FunctionCall', 'type': 'object', 'properties': {{'name': {{'title': 'Name', 'type': \
 'string'}}, 'arguments': {{'title': 'Arguments', 'type': 'object'}}}}, 'required': ['name', \
 'arguments']}}
-Write each call between tags, like this:
+Write each call inside tags, like this:
 <tool_call>
 {{'name': <function-name>, 'arguments': <arguments-object>}}
 </tool_call>"""
@@ -39,7 +39,7 @@ _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _TAG = re.compile(r"<(?=/?(?:tool_call|tool_response|think)>)")
 
 
-def rows(source: Source) -> Iterator[Row]:
+def _rows(source: Source) -> Iterator[Row]:
     """One line per context."""
     for whole in source.samples():
         sample = before_untrained(whole)
@@ -53,12 +53,12 @@ def rows(source: Source) -> Iterator[Row]:
         yield {
             "prompt_index": sample.row["row_index"],
             "conversations": conversation(sample.messages, sample.row["tools"]),
-            **_books(sample),
+            **_statistics(sample),
         }
 
 
 def conversation(messages: list[Message], tools: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Messages as turns of `from` and `value`."""
+    """Convert messages to turns of `from` and `value`."""
     turns = [{"from": "system", "value": SYSTEM.format(tools=_json(_signatures(tools)))}]
     results: list[str] = []
     names: dict[str, str] = {}
@@ -70,7 +70,7 @@ def conversation(messages: list[Message], tools: list[dict[str, Any]]) -> list[d
             turns.append({"from": "tool", "value": "\n".join(results)})
             results = []
         if message["role"] == "user":
-            turns.append({"from": "human", "value": said(message["content"])})
+            turns.append({"from": "human", "value": text_of_content(message["content"])})
         elif message["role"] == "assistant":
             calls = message.get("tool_calls") or []
             names.update({call["id"]: call["function"]["name"] for call in calls})
@@ -113,8 +113,10 @@ def _result(message: Message, names: Mapping[str, str]) -> str:
 
 
 def _content(text: str) -> Any:
-    """A result that is an object or a list of JSON as its value; as text where JSON could not say
-    it again (half characters, 1e999)."""
+    """Return the value of a result that is a JSON object or list, else the text.
+
+    Also the text if JSON cannot represent the value (lone surrogates, 1e999).
+    """
     if not text.lstrip().startswith(("{", "[")):
         return text
     try:
@@ -126,12 +128,11 @@ def _content(text: str) -> Any:
 
 
 def _json(value: Any) -> str:
-    """JSON in the spacing of the form; tags of the form inside of texts are escaped, which the
-    value does not change by."""
+    """Encode JSON in the spacing of the format, with an escaped `<` in tags inside strings."""
     return _TAG.sub(r"\\u003c", json.dumps(value, ensure_ascii=False))
 
 
-def _books(sample: Sample) -> Row:
+def _statistics(sample: Sample) -> Row:
     row = sample.row
     used = {stat["tool"]: stat for stat in row["tool_stats"] or ()}
     offered = [tool["function"]["name"] for tool in row["tools"]]
@@ -159,12 +160,12 @@ def _stat(used: Mapping[str, Any] | None) -> dict[str, int]:
     return {"count": used["calls"], "success": used["ok"], "failure": used["errors"]}
 
 
-FORMAT = Format(
+TURNS = Format(
     name="sharegpt",
     about="hermes-agent's from/value rows (trajectories.jsonl), Axolotl with field_messages",
     suffix=".jsonl",
     unit="messages",
-    rows=rows,
+    rows=_rows,
     holds=frozenset({"reasoning"}),
-    columns=("tool_stats", "toolsets", "finished_at"),
+    needs=("tool_stats", "toolsets", "finished_at"),
 )

@@ -1,31 +1,34 @@
-"""verl's MultiTurnSFTDataset: `messages` and `tools` as structs, since it decodes no JSON.
+"""verl: `verl` (MultiTurnSFTDataset) and `verl-rl` (its RL dataset and AgentLoopOutput).
 
-It trains on every assistant message, so a context is cut before one that must not be trained on.
-Arguments are the JSON text of the object, spaced as templates space it. A struct has the keys of
-all: absent ones are null. So the tool schemas stand in `tools_json` too, exactly, for readers that
-decode it.
+verl decodes no JSON, so `messages` and `tools` are structs. It trains on every assistant message,
+so a context is cut before one that must not be trained on. Arguments are the JSON text of the
+object, spaced as templates space it. A struct has the union of all keys; absent ones are null. So
+the exact tool schemas are in `tools_json` too, for readers that decode it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-import msgspec
-
-from hermes_rl.export.base import Format, Row
+from hermes_rl.export.base import IDS, Columns, Format, Row
 from hermes_rl.export.losses import count_sample
-from hermes_rl.export.samples import Message, before_untrained, said, without_tail
+from hermes_rl.export.samples import (
+    Message,
+    before_untrained,
+    encode_json,
+    opening,
+    text_of_content,
+    without_tail,
+)
 from hermes_rl.export.source import Source
 
-_text = msgspec.json.Encoder().encode
 
-
-def rows(source: Source) -> Iterator[Row]:
+def _conversations(source: Source) -> Iterator[Row]:
     """One row per context."""
-    kind = tools_type(source)
+    kind = _tools_type(source)
     for whole in source.samples():
         sample = without_tail(before_untrained(whole))
         if not any(sample.trained):
@@ -41,61 +44,60 @@ def rows(source: Source) -> Iterator[Row]:
             "enable_thinking": any("reasoning_content" in m for m in sample.messages),
             "reward": sample.row["reward"],
             "trajectory_id": sample.row["trajectory_id"],
-            "tools_json": _text(sample.row["tools"]).decode(),
+            "tools_json": encode_json(sample.row["tools"]),
         }
         if kind is None:
             losses.lose("tools", bool(sample.row["tools"]))
             yield row
         else:
-            tools = _held(sample.row["tools"])
-            losses.lose("null_keys", _text(_as_read(tools, kind)).decode() != row["tools_json"])
+            tools = _without_empty(sample.row["tools"])
+            losses.lose("null_keys", encode_json(_as_read(tools, kind)) != row["tools_json"])
             yield {**row, "tools": tools}
 
 
-def schema(source: Source) -> Any:
-    """Structs; that of the tools is found in a pass over all schemas."""
+def _columns(source: Source) -> Columns:
+    """Return the columns; the struct of `tools` takes a pass over all schemas."""
+    message = dict.fromkeys(("role", "content", "reasoning_content"), "string")
+    call = {"id": "string", "type": "string"}
+    function = {"name": "string", "arguments": "string"}
+    columns: dict[str, Any] = {
+        "messages": [
+            {
+                **message,
+                "tool_calls": [{**call, "function": function}],
+                "tool_call_id": "string",
+                "name": "string",
+            }
+        ],
+        "enable_thinking": "bool",
+        "reward": "float64",
+        "trajectory_id": "string",
+        "tools_json": "string",
+    }
+    kind = _tools_type(source)
+    return columns if kind is None else {**columns, "tools": kind}
+
+
+def _tools_type(source: Source) -> Any:
+    """Return the Arrow type of all tool schemas of a run.
+
+    None when there are none, or when no struct can hold them: one key has values of several types,
+    or an integer needs more than 64 bits.
+    """
     import pyarrow as pa
 
-    text, kind = pa.string(), tools_type(source)
-    function = pa.struct([("name", text), ("arguments", text)])
-    call = pa.struct([("id", text), ("type", text), ("function", function)])
-    message = pa.struct(
-        [
-            ("role", text),
-            ("content", text),
-            ("reasoning_content", text),
-            ("tool_calls", pa.list_(pa.field("element", call))),
-            ("tool_call_id", text),
-            ("name", text),
-        ]
-    )
-    columns = [
-        ("messages", pa.list_(pa.field("element", message))),
-        ("enable_thinking", pa.bool_()),
-        ("reward", pa.float64()),
-        ("trajectory_id", text),
-        ("tools_json", text),
-    ]
-    return pa.schema([*columns, *([] if kind is None else [("tools", kind)])])
-
-
-def tools_type(source: Source) -> Any:
-    """The Arrow type of all tool schemas of a run; None when there are none, or when it cannot hold
-    them: one key has values of several types, or an integer of more than 64 bits."""
-    import pyarrow as pa
-
-    known = {_text(tools): tools for tools in source.tools() if tools}
+    known = {encode_json(tools): tools for tools in source.tools() if tools}
     try:
-        return pa.array([_held(tools) for tools in known.values()]).type if known else None
+        return pa.array([_without_empty(tools) for tools in known.values()]).type if known else None
     except (pa.ArrowException, OverflowError):
         return None
 
 
-def _held(value: Any) -> Any:
-    """A value without empty objects, which Parquet cannot hold."""
+def _without_empty(value: Any) -> Any:
+    """Return a value without empty objects, which Parquet cannot hold."""
     if isinstance(value, dict):
-        return {k: _held(v) for k, v in value.items() if v != {}}
-    return [_held(v) for v in value] if isinstance(value, list) else value
+        return {k: _without_empty(v) for k, v in value.items() if v != {}}
+    return [_without_empty(v) for v in value] if isinstance(value, list) else value
 
 
 def _as_read(tools: list[Any], kind: Any) -> Any:
@@ -109,7 +111,7 @@ def _side_by_side(messages: list[Message]) -> bool:
 
 
 def _message(message: Message) -> Row:
-    out = {**message, "content": said(message["content"])}
+    out = {**message, "content": text_of_content(message["content"])}
     if "tool_calls" in out:
         out["tool_calls"] = [
             {
@@ -125,12 +127,89 @@ def _message(message: Message) -> Row:
     return out
 
 
-FORMAT = Format(
+def _rl(source: Source) -> Iterator[Row]:
+    """One row per segment; the response begins with the first trained token.
+
+    `uid` is the group. verl's agent loops take tools from its configuration; those that were
+    offered are in `tools_json`.
+    """
+    for number, item in enumerate(source.items()):
+        row, segment = item.row, item.segment
+        source.losses.trained += item.trained
+        source.losses.lose("no_advantage", item.advantage is None)
+        source.losses.lose("quoted", _quoted(row))
+        ids, start, logprobs = item.ids, item.start, item.logprobs(0.0)
+        yield {
+            "data_source": row["env_name"] or "hermes_rl",
+            "prompt": [
+                {"role": m["role"], "content": text_of_content(m["content"])} for m in opening(row)
+            ],
+            "ability": "agent",
+            "reward_model": {"style": "rule", "ground_truth": ""},
+            "extra_info": {
+                "index": number,
+                "split": row["split"] or "train",
+                "task_id": row["task_id"],
+                "trajectory_id": row["trajectory_id"],
+                "branch_index": segment["branch_index"],
+                "end_reason": row["end_reason"],
+            },
+            "uid": row["group_id"],
+            "prompt_ids": ids[:start],
+            "response_ids": ids[start:],
+            "response_mask": item.mask,
+            "response_logprobs": None if logprobs is None else logprobs[start:],
+            "reward_score": item.reward,
+            "num_turns": len(row["messages"]),
+            "advantage": item.advantage,
+            "tools_json": encode_json(row["tools"]),
+        }
+
+
+def _quoted(row: Mapping[str, Any]) -> int:
+    """Count the calls, and the results of calls, that the task's prompt quotes."""
+    return sum(len(m.get("tool_calls") or ()) + (m["role"] == "tool") for m in opening(row))
+
+
+CONVERSATIONS = Format(
     name="verl",
     about="verl MultiTurnSFTDataset, with ignore_input_ids_mismatch off",
     suffix=".parquet",
     unit="messages",
-    rows=rows,
-    schema=schema,
+    rows=_conversations,
+    columns=_columns,
     holds=frozenset({"reasoning", "rewards"}),
+)
+
+RL = Format(
+    name="verl-rl",
+    about="verl: RL data set columns and AgentLoopOutput fields, one row per segment",
+    suffix=".parquet",
+    unit="tokens",
+    rows=_rl,
+    columns={
+        "data_source": "string",
+        "prompt": [{"role": "string", "content": "string"}],
+        "ability": "string",
+        "reward_model": {"style": "string", "ground_truth": "string"},
+        "extra_info": {
+            "index": "int64",
+            "split": "string",
+            "task_id": "string",
+            "trajectory_id": "string",
+            "branch_index": "int32",
+            "end_reason": "string",
+        },
+        "uid": "string",
+        "prompt_ids": IDS,
+        "response_ids": IDS,
+        "response_mask": ["int8"],
+        "response_logprobs": ["float32"],
+        "reward_score": "float64",
+        "num_turns": "int32",
+        "advantage": "float64",
+        "tools_json": "string",
+    },
+    rl=True,
+    holds=frozenset({"rewards"}),
 )

@@ -1,7 +1,7 @@
 """Atropos' JSONL: a group of scored token sequences per line, as its `process` mode writes it.
 
-A sequence becomes a rollout with one segment. Whether its ids are those that were sampled, the file
-does not say: without the user's word the segment counts as tokenized again.
+A sequence becomes a rollout with one segment. The file does not say whether its ids are those that
+were sampled: without `exact` the segment counts as retokenized.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ import msgspec
 
 from hermes_rl.errors import UserError
 from hermes_rl.events import Begun
-from hermes_rl.export.imports.base import Namer, Told, call_id, finished, name_of
+from hermes_rl.export.imports.base import (
+    ForeignRollout,
+    RolloutNamer,
+    call_id,
+    finished,
+    trajectory_id_of,
+)
 from hermes_rl.export.tokens import IGNORED
 from hermes_rl.messages import conversation_from_openai
 from hermes_rl.record import Segment
@@ -25,24 +31,26 @@ UNSAMPLED = 1.0
 """Log-probability of a position that was not sampled."""
 
 
-def rollouts(rows: Iterator[Mapping[str, Any]], namer: Namer, *, exact: bool) -> Iterator[Finished]:
-    """One finished rollout per sequence of each group.
+def rollouts(
+    rows: Iterator[Mapping[str, Any]], namer: RolloutNamer, *, exact: bool
+) -> Iterator[Finished]:
+    """Yield one finished rollout per sequence of each group.
 
     Args:
         exact: the ids and log-probabilities are those of the engine that sampled them.
 
-    Raises: UserError for a row of another form.
+    Raises: UserError for a row of another format.
     """
     for number, group in enumerate(rows):
         _check(group)
         for place, score in enumerate(group["scores"]):
-            told = _told(group, number, place, score)
-            begun = namer.begun(told)
-            yield finished(told, begun, [_segment(group, place, begun, exact)])
+            rollout = _rollout(group, number, place, score)
+            begun = namer.begun(rollout)
+            yield finished(rollout, begun, [_segment(group, place, begun, exact)])
 
 
 class _Group(msgspec.Struct):
-    """What must be true of a line."""
+    """The required types of a line."""
 
     tokens: list[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]]
     masks: list[list[int]]
@@ -57,24 +65,24 @@ def _check(group: Mapping[str, Any]) -> None:
     try:
         form = msgspec.convert(group, _Group)
     except msgspec.ValidationError as error:
-        raise UserError(f"no group of Atropos: {error}") from None
+        raise UserError(f"not a group of Atropos: {error}") from None
     more = (form.messages, form.inference_logprobs, form.overrides)
-    lists = [form.masks, form.scores, *(given for given in more if given)]
-    if any(len(given) != len(form.tokens) for given in lists):
+    lists = [form.masks, form.scores, *(values for values in more if values)]
+    if any(len(values) != len(form.tokens) for values in lists):
         raise UserError("'tokens', 'masks' and 'scores' (or 'messages' ...) differ in length")
     for ids, mask in zip(form.tokens, form.masks, strict=True):
         if len(ids) != len(mask):
             raise UserError(f"a sequence has {len(ids)} tokens and a mask of {len(mask)}")
         if any(own not in (IGNORED, token) for token, own in zip(ids, mask, strict=True)):
-            raise UserError("a mask holds what is neither -100 nor the token that stands there")
+            raise UserError("a mask has a value that is neither -100 nor the token at its position")
 
 
-def _told(group: Mapping[str, Any], number: int, place: int, score: float) -> Told:
+def _rollout(group: Mapping[str, Any], number: int, place: int, score: float) -> ForeignRollout:
     messages = (group.get("messages") or [[]] * len(group["scores"]))[place]
     kept = ("group_overrides", "generation_params")
     overrides = (group.get("overrides") or [None] * len(group["scores"]))[place]
     metadata = {k: group[k] for k in kept if group.get(k)}
-    return Told(
+    return ForeignRollout(
         messages=conversation_from_openai(messages or []),
         model="unknown",
         reward=float(score),
@@ -96,7 +104,7 @@ def _segment(group: Mapping[str, Any], place: int, begun: Begun, exact: bool) ->
     trainable = exact and known
     params = group.get("generation_params") or {}
     return Segment(
-        trajectory_id=name_of(begun),
+        trajectory_id=trajectory_id_of(begun),
         unit_id=begun.key.unit_id,
         run_id=begun.run_id,
         task_id=begun.task_id,
@@ -144,8 +152,8 @@ def _number(params: Mapping[str, Any], name: str) -> float | None:
 
 
 def _logprobs(group: Mapping[str, Any], place: int, sampled: list[bool]) -> list[float | None]:
-    given = group.get("inference_logprobs")
-    values = given[place] if given else None
+    logprobs = group.get("inference_logprobs")
+    values = logprobs[place] if logprobs else None
     if values is None or len(values) != len(sampled):
         return [None] * len(sampled)
     return [
@@ -155,7 +163,7 @@ def _logprobs(group: Mapping[str, Any], place: int, sampled: list[bool]) -> list
 
 
 def _turns(sampled: list[bool]) -> tuple[list[int], list[int]]:
-    """The turn of each token, and where turns begin: a run of sampled tokens is a turn."""
+    """Return the turn of each token and the starts of turns: a run of sampled tokens is a turn."""
     turns: list[int] = []
     starts: list[int] = []
     for own, run in groupby(sampled):

@@ -1,7 +1,7 @@
 """hermes-agent's rows: `trajectories.jsonl` of its batch runner, and single-run samples.
 
-The turns are those of `formats/sharegpt.py`, read back. The system turn is a fixed text of the
-format: its tools are taken, the text is not. Results are joined to calls by their order.
+The turns are those that `formats/sharegpt.py` writes. The system turn is a fixed text of the
+format: its tools are imported, the text is not. Results are joined to calls by their order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hermes_rl.errors import UserError
-from hermes_rl.export.imports.base import Namer, Told, finished
+from hermes_rl.export.imports.base import ForeignRollout, RolloutNamer, finished
 from hermes_rl.messages import (
     UNPARSED,
     AssistantMessage,
@@ -31,15 +31,15 @@ _THINK = re.compile(r"\s*<think>\n?(.*?)\n?</think>\n?", re.DOTALL)
 _decoder = json.JSONDecoder()
 
 
-def rollouts(rows: Iterator[Mapping[str, Any]], namer: Namer) -> Iterator[Finished]:
-    """One finished rollout per row. Raises: UserError for a row of another form."""
+def rollouts(rows: Iterator[Mapping[str, Any]], namer: RolloutNamer) -> Iterator[Finished]:
+    """Yield one finished rollout per row. Raises: UserError for a row of another format."""
     for row in rows:
-        told = told_of(row)
-        yield finished(told, namer.begun(told))
+        rollout = rollout_of(row)
+        yield finished(rollout, namer.begun(rollout))
 
 
-def told_of(row: Mapping[str, Any]) -> Told:
-    """A row as a told rollout. Raises: UserError."""
+def rollout_of(row: Mapping[str, Any]) -> ForeignRollout:
+    """Parse a row. Raises: UserError."""
     turns = row.get("conversations")
     if not isinstance(turns, list) or not all(map(_is_turn, turns)):
         raise UserError("no 'conversations' of turns with 'from' and 'value'")
@@ -49,7 +49,7 @@ def told_of(row: Mapping[str, Any]) -> Told:
     completed = bool(row.get("completed"))
     ending = "answered" if completed else "output_truncated" if row.get("partial") else "max_turns"
     known = ("conversations", "metadata", "toolsets_used")
-    return Told(
+    return ForeignRollout(
         messages=messages_of(turns),
         tools=tools_of(turns),
         model=str(metadata.get("model") or row.get("model") or "unknown"),
@@ -61,7 +61,7 @@ def told_of(row: Mapping[str, Any]) -> Told:
 
 
 def messages_of(turns: list[Mapping[str, str]]) -> list[Message]:
-    """Turns of `from` and `value` as messages. Raises: UserError for an unknown speaker."""
+    """Convert turns of `from` and `value` to messages. Raises: UserError for an unknown speaker."""
     messages: list[Message] = []
     for place, turn in enumerate(turns):
         speaker, value = turn["from"], turn["value"]
@@ -83,10 +83,10 @@ def messages_of(turns: list[Mapping[str, str]]) -> list[Message]:
 
 
 def tools_of(turns: list[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """The functions that the system turn describes, as OpenAI's schemas; none when it has none.
+    """Return the functions that the system turn describes as OpenAI schemas, if any.
 
-    They are a list, or objects one after the other, behind the tag that JSON follows: the text may
-    name the tag before.
+    They are a list, or consecutive objects, after the `<tools>` tag that JSON follows: the text may
+    mention the tag earlier.
     """
     text = turns[0]["value"] if turns and turns[0]["from"] == "system" else ""
     found = _TOOLS.search(text)
@@ -157,15 +157,14 @@ def _result(block: Any) -> ToolMessage:
 
 
 def _storable(value: Any) -> str:
-    """As text without half characters (escapes such as `\\ud83d`), which nothing can store."""
+    """Return text without lone surrogates (escapes such as `\\ud83d`), which cannot be stored."""
     return str(value).encode("utf-8", "replace").decode()
 
 
 def _blocks(text: str, tag: str) -> tuple[list[Any], str]:
-    """The JSON values between `<tag>` and `</tag>`, and the text around them.
+    """Return the JSON values between `<tag>` and `</tag>`, and the text around them.
 
-    A value ends where its JSON ends, so that a tag inside of it does no harm. What is no JSON stays
-    text.
+    A value ends where its JSON ends, so a tag inside it does no harm. Invalid JSON stays text.
     """
     opening = re.compile(rf"<{tag}>\s*")
     closing = re.compile(rf"\s*</{tag}>\n?")
@@ -187,7 +186,7 @@ def _blocks(text: str, tag: str) -> tuple[list[Any], str]:
 
 
 def _moment(stamp: Any) -> float:
-    """Unix time of an ISO time; without a zone it is taken for UTC."""
+    """Return the Unix time of an ISO time, which is UTC if it has no zone."""
     try:
         moment = datetime.fromisoformat(str(stamp))
     except ValueError:
