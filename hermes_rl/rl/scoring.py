@@ -271,14 +271,14 @@ class Grader:
         return GradeResult(grade, outcome.stop)
 
     async def _grade_workspace(self, stored: StoredRollout, log: Tape) -> ev.Graded:
-        workshop, task, row = self.workshop, stored.task, stored.row
         if stored.archive is None:
             return await self._grade_in(None, stored, log)
+        run = self.workshop
         spec = SandboxSpec(
-            lease=f"{workshop.run_id}-regrade-{row['trajectory_id'][:16]}",
-            image=task.image or workshop.config.sandbox.image,
+            lease=f"{run.run_id}-regrade-{stored.row['trajectory_id'][:16]}",
+            image=stored.task.image or run.config.sandbox.image,
         )
-        sandbox = await workshop.backend.lease(spec)
+        sandbox = await run.backend.lease(spec)
         try:
             try:
                 await sandbox.unpack(stored.archive)

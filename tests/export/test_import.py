@@ -204,7 +204,7 @@ def test_the_check_of_tokens_finds_no_fault_in_imported_ones(
 
 def test_tokens_of_unknown_origin_go_to_no_rl_trainer_unasked(tmp_path: Path) -> None:
     import_file(write(tmp_path / "g.jsonl", GROUP), "atropos", tmp_path / "run")
-    with pytest.raises(UserError, match="2 token segments that were tokenized again"):
+    with pytest.raises(UserError, match="2 token segments that were retokenized"):
         export_run(tmp_path / "run", "verl-rl")
     asked = ExportOptions(allow_retokenized=True)
     assert export_run(tmp_path / "run", "verl-rl", options=asked).samples == 2
@@ -214,11 +214,11 @@ def test_tokens_of_unknown_origin_go_to_no_rl_trainer_unasked(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("origin", "line", "message"),
     [
-        ("hermes", "{", "x.jsonl:2: no JSON"),
+        ("hermes", "{", "x.jsonl:2: invalid JSON"),
         ("hermes", "[]", "x.jsonl:2: a line must be a JSON object"),
         ("hermes", '{"messages": []}', "x.jsonl:2: no 'conversations'"),
         ("hermes", '{"conversations": [{"from": "eve", "value": ""}]}', "is from 'eve'"),
-        ("atropos", "{}", "x.jsonl:1: no group"),
+        ("atropos", "{}", "x.jsonl:1: not a group"),
         ("atropos", '{"tokens": [[1]], "masks": [[]], "scores": [1]}', "1 tokens and a mask of 0"),
         ("atropos", '{"tokens": [[1]], "masks": [[1]], "scores": ["x"]}', "got `str`"),
         ("atropos", '{"tokens": [["a"]], "masks": [[1]], "scores": [1]}', r"tokens\[0\]\[0\]"),
@@ -253,7 +253,7 @@ def test_a_bad_line_is_named_and_leaves_nothing(
 def test_a_line_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
     line = b'{"conversations": [{"from": "human", "value": "gr\xfc\xdfe"}]}\n'
     (tmp_path / "x.jsonl").write_bytes(json.dumps(ROW).encode() + b"\n" + line)
-    with pytest.raises(UserError, match=r"x\.jsonl:2: no JSON .*utf-8"):
+    with pytest.raises(UserError, match=r"x\.jsonl:2: invalid JSON .*utf-8"):
         import_file(tmp_path / "x.jsonl", "hermes", tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
 

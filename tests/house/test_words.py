@@ -1,8 +1,8 @@
 """Tracked text is in plain English, and names no machine and no package index.
 
 `banned_words.toml` lists the words to avoid and what to write instead. `word_counts.toml` holds how
-often each package still uses them: a count may shrink, never grow. `python tests/house/test_words.py`
-lowers the counts after a clean-up.
+often each package still uses them: a count may shrink, never grow. After a clean-up
+`python tests/house/test_words.py` lowers the counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 import tokenize
 import tomllib
 import warnings
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -78,9 +77,7 @@ def python_names(text: str) -> str:
         return ""
     lines: list[list[str]] = [[]]
     for token in tokens:
-        if token.type == tokenize.NAME:
-            lines[-1].append(token.string)
-        elif token.type == tokenize.OP:
+        if token.type in (tokenize.NAME, tokenize.OP):
             lines[-1].append(token.string)
         elif token.type == tokenize.NEWLINE:
             lines.append([])
@@ -157,7 +154,9 @@ def test_banned_words_do_not_increase() -> None:
         for word, places in words.items()
         if len(places) > (limit := known.get(package, {}).get(word, 0))
     ]
-    assert not more, "\n".join([*more, "If you moved text, move its count in word_counts.toml too."])
+    assert not more, "\n".join(
+        [*more, "If you moved text, move its count in word_counts.toml too."]
+    )
 
 
 def test_counts_of_banned_words_are_lowered() -> None:
