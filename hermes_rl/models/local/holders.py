@@ -100,7 +100,7 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 class Holders:
-    """Counts the open connections; `wait_until_unheld` returns when nobody needs the server."""
+    """Counts the open connections; `wait_until_unheld` returns when the last one is closed."""
 
     def __init__(self, hello: Hello) -> None:
         self._hello = msgspec.json.encode(hello) + b"\n"

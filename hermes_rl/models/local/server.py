@@ -79,7 +79,7 @@ async def _serve(settings: ServerSettings, engine: RunningEngine) -> None:
             _report(READY)
             await holders.wait_until_unheld()
             settings.socket.unlink(missing_ok=True)  # ours as long as we hold the lock
-            os._exit(0)  # no holders: nobody waits for an answer
+            os._exit(0)  # no holders: no client waits for an answer
 
 
 def _report(message: str) -> None:
