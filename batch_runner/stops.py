@@ -1,4 +1,4 @@
-"""Why a run stopped before its end, in one line that names place and mend."""
+"""Why a run stopped before its end, in one line that names the place and the fix."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.errors import UserError
 from hermes_rl.models.providers.table import DEFAULT_PROVIDER, resolve, shipped
 
-_MENDS = {
-    "billing": "Mend the account",
+_FIX = "Fix the error above"
+_HINTS = {
+    "billing": "Fix the billing of the account",
     "model_not_found": "Correct --model or --base-url",
     "disk": "Free some space",
     "cost_limit": "Raise the budget",
-    "dataset": "Fix that",
-    "worker_lost": "Fix that",
-    "journal": "Do that",
+    "dataset": _FIX,
+    "worker_lost": _FIX,
+    "journal": "Do what it says",
 }
-"""For each cause of a stop, but a key that is refused."""
+"""Cause of a stop -> what to do; a refused key has its own text."""
 
 _WAIT = "Wait until the provider answers again"
 _OF_OUTAGES = {
@@ -77,8 +78,8 @@ class Stop:
         if self.cause == "outage":
             return next((mend for said, mend in _OF_OUTAGES.items() if said in text), _WAIT)
         if self.cause == "disk" and "is full" not in self.detail:
-            return "Mend that"  # it cannot be written at all
-        return _MENDS.get(self.cause, "Mend that")
+            return _FIX  # it cannot be written at all
+        return _HINTS.get(self.cause, _FIX)
 
 
 def _endpoint_of(config: RunConfig, use: str | None) -> EndpointSection:
@@ -110,7 +111,7 @@ def _mend_of_key(endpoint: EndpointSection, use: str | None) -> str:
         where = f"--set {use}.api_key_env=NAME" if use else "--api-key-env NAME"
         return f"Name the variable that holds the key ({where})"
     if printed := [name for name in names if name in endpoint.key_commands]:
-        return f"Mend the command of {' and '.join(printed)} in endpoint.key_commands"
+        return f"Fix the command of {' and '.join(printed)} in endpoint.key_commands"
     return f"Set {' and '.join(names)}"
 
 

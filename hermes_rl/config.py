@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -38,7 +38,7 @@ from hermes_rl.config_reach import ReachSection
 from hermes_rl.config_rows import rows_file
 from hermes_rl.config_yaml import LineOf, read_mapping
 from hermes_rl.errors import UserError
-from hermes_rl.input_errors import Fault, describe
+from hermes_rl.input_errors import refusal
 
 Dollar = Annotated[float, Field(gt=0, le=1_000_000_000, allow_inf_nan=False)]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -317,7 +317,7 @@ def parse_config(
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        raise _refusal(error.errors(), place, written) from None
+        raise refusal(error.errors(), RunConfig, place, written) from None
 
 
 def check_keys(
@@ -338,25 +338,7 @@ def check_keys(
     except ValidationError as error:
         faults = [one for one in error.errors() if one["loc"] and one["type"] != "missing"]
         if faults:
-            raise _refusal(faults, place, written, line_of) from None
-
-
-def _refusal(
-    faults: Sequence[Fault],
-    place: str,
-    written: Mapping[str, str] | None = None,
-    line_of: LineOf | None = None,
-) -> UserError:
-    own = faults[0].get("ctx", {}).get("error")
-    if isinstance(own, UserError):
-        return own
-    key, text = describe(faults, RunConfig)
-    for dotted, typed in (written or {}).items():
-        if f"{dotted}.".startswith(f"{key}.") or f"{key}.".startswith(f"{dotted}."):
-            named = typed.startswith("--set") or not text.startswith(f"'{key}' ")
-            return UserError(f"{typed}: {text if named else text.removeprefix(f'{key!r} ')}")
-    line = line_of(key) if line_of is not None else None
-    return UserError(f"{place}{f':{line}' if line else ''}: {text}")
+            raise refusal(faults, RunConfig, place, written, line_of) from None
 
 
 def load_config(path: Path) -> dict[str, Any]:

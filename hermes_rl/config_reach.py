@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from hermes_rl.errors import UserError
+from hermes_rl.input_errors import refusal
 
 _VARIABLE = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
@@ -31,6 +32,17 @@ class Section(BaseModel):
         strict=False,
         hide_input_in_errors=True,  # it may be a key
     )
+
+    if not TYPE_CHECKING:  # a type checker takes the fields as parameters
+
+        def __init__(self, **data: Any) -> None:
+            try:
+                super().__init__(**data)
+            except ValidationError as error:
+                raise refusal(error.errors(), type(self), type(self).__name__) from None
+
+        # Only for calls in Python: validation of nested data does not go through it.
+        __init__.__pydantic_base_init__ = True
 
 
 class ReachSection(Section):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hermes_rl.agent.policy import Limits, Policy, preset
-from hermes_rl.agent.prompt import TEXTS, system_prompt
+from hermes_rl.agent.prompt import WORDINGS, system_prompt
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig, SandboxSection
 from hermes_rl.config_agent import AgentSection, LimitsSection
 from hermes_rl.config_endpoint import extra_of
@@ -97,7 +97,9 @@ def system_text(config: RunConfig, tools: Mapping[str, Tool]) -> str:
         from hermes_rl.models.local.catalogue import SYSTEM_PROMPT
 
         return SYSTEM_PROMPT
-    return system_prompt(config.agent.preset, tools) if own is None else own
+    if own is not None:
+        return own
+    return system_prompt(config.agent.preset, tools, policy_of(config).wording)
 
 
 def identity_of(config: RunConfig) -> dict[str, Any]:
@@ -127,7 +129,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
             "distribution": drawn,
             "tools": schema_digest(tools.values()),
             "system_prompt": digest(system_text(config, tools)),
-            "texts": digest(list(TEXTS)),
+            "texts": digest(WORDINGS[policy.wording].messages.as_list()),
             **_sent_only(agent),
             "limits": agent.limits.model_dump(),
             "seed": agent.base_seed,
@@ -176,9 +178,11 @@ def in_terms_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     return {**now, "agent": {**agent, **inner}, "sandbox": sandbox}
 
 
-_NO_SWITCH = {k: v for k, v in vars(Policy("")).items() if k not in ("name", "sampling")}
-"""Each switch as it is for a policy that does not name it: nothing is done that was not done before
-there was the switch."""
+_NO_SWITCH = {
+    **{k: v for k, v in vars(Policy("")).items() if k not in ("name", "sampling")},
+    "wording": 1,
+}
+"""Switch -> what was done before there was the switch."""
 
 
 def _sent_only(agent: AgentSection) -> dict[str, Any]:

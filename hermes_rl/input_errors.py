@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
+
+from hermes_rl.errors import UserError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -95,6 +97,33 @@ def describe(faults: Sequence[Fault], model: type[BaseModel]) -> tuple[str, str]
     return key, f"'{key}' {_reason(fault)}" if key else _reason(fault)
 
 
+def refusal(
+    faults: Sequence[Fault],
+    model: type[BaseModel],
+    place: str,
+    written: Mapping[str, str] | None = None,
+    line_of: Callable[[str], int | None] | None = None,
+) -> UserError:
+    """The one-line error for a configuration that pydantic refused.
+
+    Args:
+        model: what was validated.
+        place: where the data came from, such as a file.
+        written: dotted key -> what the user typed for it, such as `--repeats 0`.
+        line_of: dotted key -> its line in the file.
+    """
+    error = faults[0].get("ctx", {}).get("error")
+    if isinstance(error, UserError):
+        return error
+    key, text = describe(faults, model)
+    for dotted, typed in (written or {}).items():
+        if f"{dotted}.".startswith(f"{key}.") or f"{key}.".startswith(f"{dotted}."):
+            named = typed.startswith("--set") or not text.startswith(f"'{key}' ")
+            return UserError(f"{typed}: {text if named else text.removeprefix(f'{key!r} ')}")
+    line = line_of(key) if line_of is not None else None
+    return UserError(f"{place}{f':{line}' if line else ''}: {text}")
+
+
 def _known_instead(path: Sequence[str | int], model: type[BaseModel]) -> str:
     """The key that was probably meant: the nearest in the section, or the same in another one."""
     *section, name = map(str, path)
@@ -120,6 +149,8 @@ def _reason(fault: Fault) -> str:
     hint = ""
     if fault["type"] == "literal_error":
         hint = did_you_mean(str(fault["input"]), context["expected"].split("'")[1::2])
+    if "key" in str(fault["loc"][-1]):  # the value may be the key itself
+        return text
     return f"{text}, not {_shown(fault['input'])}{hint}"
 
 

@@ -10,27 +10,142 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
+
+import msgspec
 
 from hermes_rl import events as ev
-from hermes_rl.agent.assembly import Assembly, Link
 from hermes_rl.agent.control import Control
-from hermes_rl.agent.endings import Ended, accounts_of, error_of
-from hermes_rl.agent.history import continuable, last_answer, sendable, split_system, with_user
 from hermes_rl.agent.hooks import Hooked, Hooks, OnEvent, SessionEnd, SessionStart, Tape, told
-from hermes_rl.agent.parts import AgentParts
+from hermes_rl.agent.parts import AgentParts, Caller
 from hermes_rl.agent.policy import Limits, Policy
 from hermes_rl.agent.policy import preset as policy_of
 from hermes_rl.agent.prompt import system_prompt
 from hermes_rl.agent.run import run_agent
 from hermes_rl.agent.session import Session, common_length, open_session
 from hermes_rl.doors import Home
-from hermes_rl.errors import HermesError, Interrupted, UserError, end_reason_of
-from hermes_rl.messages import Message, conversation_from_openai, to_openai, with_unique_ids
+from hermes_rl.errors import HermesError, Interrupted, ModelError, UserError, end_reason_of
+from hermes_rl.events import Event, MessageAdded
+from hermes_rl.messages import (
+    AssistantMessage,
+    Message,
+    SystemMessage,
+    UserMessage,
+    conversation_from_openai,
+    text_of,
+    to_openai,
+    with_unique_ids,
+)
+from hermes_rl.models.base import Sampling
+from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.tools.toolsets import DEFAULT_TOOLSETS, resolve
+from hermes_rl.trajectory import fold
+
+
+class Link(Protocol):
+    """An open connection to a model, kept for the life of an agent."""
+
+    model: str
+    api_mode: str
+    endpoint: str
+    """Host (and port), for records."""
+    sampling: Sampling
+
+    def caller(self, recorder: Recorder) -> Caller:
+        """A caller that records its calls there; one for each run of the agent."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close connections."""
+        ...
+
+
+class Assembly(Protocol):
+    """Makes parts, on the agent's loop. `hermes_rl.assembly` has the real one."""
+
+    async def connect(self, model: object) -> Link:
+        """A link to a model: a name or a `ModelConfig`. Raises: UserError."""
+        ...
+
+    async def lease(self, sandbox: object) -> Sandbox:
+        """A sandbox: a specification, a backend, a name, or None for the default.
+
+        The agent closes it. Raises: UserError, SandboxStartError.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended."""
+
+    end_reason: str
+    final_response: str | None
+    error: HermesError | None = None
+
+
+def error_of(error: HermesError) -> dict[str, str | None]:
+    """An error as plain data: class, reason (of model errors), cause and message."""
+    reason = error.reason if isinstance(error, ModelError) else None
+    named = {"class": type(error).__name__, "reason": reason, "cause": error.cause}
+    return {**named, "message": str(error)}
+
+
+def accounts_of(events: Sequence[ev.Event], end: Ended) -> dict[str, Any]:
+    """Usage, calls and cost, made by the same fold as the rows of a run."""
+    cause = "interrupted" if end.end_reason == "interrupted" else None
+    if end.error is not None:
+        cause = end.error.cause
+    last = ev.Ended(finished_at=time.time(), end_reason=end.end_reason, cause=cause)
+    row = fold([*events, last])
+    usage, calls = msgspec.to_builtins(row.usage), msgspec.to_builtins(row.calls)
+    return {"usage": usage, "calls": calls, "cost_usd": row.cost_usd}
+
+
+def continuable(messages: Iterable[Message]) -> list[Message]:
+    """The conversation without its system message, so that a user message may come next.
+
+    Calls at the end that never got a result are dropped, and so is an empty answer.
+    """
+    kept: list[Message] = [m for m in messages if not isinstance(m, SystemMessage)]
+    if kept and isinstance(last := kept[-1], AssistantMessage):
+        kept.pop()
+        if last.content.strip():
+            said = AssistantMessage(content=last.content, reasoning_content=last.reasoning_content)
+            kept.append(said if last.tool_calls else last)
+    return kept
+
+
+def with_user(history: Sequence[Message], text: str) -> list[Message]:
+    """The conversation with a user message at its end; two in a row become one."""
+    text = sendable(text)
+    if history and isinstance(last := history[-1], UserMessage):
+        return [*history[:-1], UserMessage(content=f"{text_of(last)}\n\n{text}")]
+    return [*history, UserMessage(content=text)]
+
+
+def sendable(text: str) -> str:
+    """A text without lone surrogates, which can be neither sent nor stored."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def last_answer(events: Iterable[Event]) -> str | None:
+    """The model's last text in the events of one run."""
+    own = [e.message for e in events if isinstance(e, MessageAdded) and e.turn and not e.synthetic]
+    said = [m.content for m in own if isinstance(m, AssistantMessage)]
+    return said[-1] if said else None
+
+
+def split_system(messages: Sequence[Message]) -> tuple[str | None, list[Message]]:
+    """The system prompt of a conversation, if it begins with one, and the rest."""
+    if messages and isinstance(first := messages[0], SystemMessage):
+        return first.content, list(messages[1:])
+    return None, list(messages)
+
 
 INTERACTIVE_TURNS = 90
 
@@ -60,7 +175,7 @@ class AIAgent:
     """
 
     assembly: ClassVar[Assembly | None] = None
-    """Bound in `hermes_rl.wiring`."""
+    """Bound in `hermes_rl.assembly`."""
 
     def __init__(
         self,
@@ -94,7 +209,8 @@ class AIAgent:
                 "another preset than rl"
             )
         self._limits = limits or Limits(max_turns=INTERACTIVE_TURNS)
-        self._system = system or system_prompt(self._policy.name, self._tools)
+        policy = self._policy
+        self._system = system or system_prompt(policy.name, self._tools, policy.wording)
         self._on_event, self._on_delta = on_event, on_delta
         self._home = Home("hermes-rl-agent")
         self._history: list[Message] = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from hermes_rl.agent.policy import Limits, Policy
-from hermes_rl.agent.verdicts import Tries
+from hermes_rl.agent.prompt import WORDINGS, Messages
 from hermes_rl.events import AnswerDiscarded, MessageAdded, Purpose
 from hermes_rl.messages import AssistantMessage, Message, call_ids, with_new_ids
 from hermes_rl.models.base import CacheTime, Completion, Conversation, ModelRequest, Sampling
@@ -106,6 +106,28 @@ class Finish(Exception):
 
 
 @dataclass
+class Tries:
+    """What was tried for one answer. A new one begins once an answer could be acted on."""
+
+    continued: int = 0
+    """Cut answers that were gone on from."""
+    cut_calls: int = 0
+    """Cut tool calls that were asked for again."""
+    bad_arguments: int = 0
+    """Calls without JSON that were asked for again."""
+    nudged: bool = False
+    prefilled: int = 0
+    retried: int = 0
+    """Empty answers that were asked for again, on the present route."""
+    again: int = 0
+    """Answers of this turn that were thrown away."""
+    max_tokens: int | None = None
+    """Output limit of the next call, once it was raised."""
+    parts: list[str] = field(default_factory=list)
+    """Text of the cut answers so far."""
+
+
+@dataclass
 class RunState:
     """One run while it goes on."""
 
@@ -162,6 +184,11 @@ class RunState:
     def conversation(self) -> Conversation:
         """All messages so far."""
         return self.request.conversation
+
+    @property
+    def texts(self) -> Messages:
+        """What the harness says in this run."""
+        return WORDINGS[self.parts.policy.wording].messages
 
     def add(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from hermes_rl.agent.prompt import LATEST, WORDINGS
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import unknown
 from hermes_rl.models.base import Sampling
@@ -29,8 +30,8 @@ class Limits:
 class Policy:
     """Named switches; `PRESETS` has the sets that are in use.
 
-    The default of a switch is what was done before it existed: a run that an earlier version began
-    goes on with it.
+    The default of a switch, but for `wording`, is what was done before it existed: a run that an
+    earlier version began continues with it.
 
     An answer that a switch throws away is a recorded, paid call; what a switch writes itself is
     marked as synthetic.
@@ -73,6 +74,8 @@ class Policy:
     """Seconds that a command of the tool `terminal` has when the model names none."""
     invalid_turn_limit: int = 3
     """End as `invalid_tool_calls` after so many turns in a row without one valid call."""
+    wording: int = LATEST
+    """Version of the system prompt and of what the harness says (`agent.prompt.WORDINGS`)."""
     sampling: Sampling = field(default_factory=Sampling)
     """Sent where the user's sampling says nothing."""
 
@@ -95,6 +98,8 @@ class Policy:
                 raise UserError(f"{place}: {unknown('switch', name, known)}")
             if fault := _fault(str(known[name]), value):
                 raise UserError(f"{place}.{name} must be {fault}, not {value!r}")
+        if changes.get("wording", LATEST) not in WORDINGS:
+            raise UserError(f"{place}.wording must be from 1 to {LATEST}, not {changes['wording']}")
         return replace(self, **changes) if changes else self
 
 

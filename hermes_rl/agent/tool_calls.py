@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hermes_rl.agent.control import Control
 from hermes_rl.agent.parts import Finish, RunState
 from hermes_rl.agent.prompt import steer_note
-from hermes_rl.agent.repair import tool_meant
 from hermes_rl.errors import SandboxDied, SandboxKilled, ToolError
 from hermes_rl.identity import ID_LENGTH, digest
 from hermes_rl.messages import ToolCall, ToolMessage
@@ -21,6 +22,14 @@ from hermes_rl.tools.text import cut_middle, to_json
 MAX_TOOL_S = 600.0
 """Bound of one tool call, whatever the limits say."""
 MAX_SIDE_BY_SIDE = 8
+NEAR = 0.7
+"""How like a tool's name another must be (the ratio of `difflib`) to be taken for it."""
+
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_SEPARATORS = re.compile(r"[^a-z0-9]+")
+_SUFFIX = re.compile(r"(?:_(?:tool|function|call|\d+))+$")
+_LEAKED = re.compile(r"<\|.*|\(.*", re.DOTALL)
+"""What chat formats leave behind a name: `terminal<|channel|>json`, `terminal()`."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +58,15 @@ async def run_calls(run: RunState, calls: Sequence[ToolCall], control: Control) 
             await turn.run_group(group)
     except asyncio.CancelledError:
         if control.interrupted:
-            turn.fill("interrupted by the user")
+            turn.fill("Not executed: the user interrupted the run.")
         raise
     except (SandboxDied, SandboxKilled) as error:
         if isinstance(error, SandboxDied) and not turn.died_again(error):
             raise
-        turn.fill(f"the sandbox is gone: {error}")
+        turn.fill(f"The sandbox is no longer available: {error}")
         raise Finish("sandbox_killed") from error
     except Finish:
-        turn.fill("not run: the time limit is reached")
+        turn.fill("Not executed: the time limit was reached.")
         raise
     turn.judge()
 
@@ -182,6 +191,25 @@ def _tool(run: RunState, call: ToolCall) -> Tool | None:
     return tool
 
 
+def tool_meant(name: str, tools: Mapping[str, Tool]) -> Tool | None:
+    """The tool meant by a name: in other letters or separators, with a namespace in front or a
+    leaked mark behind, else the nearest one."""
+    plain = _plain(_LEAKED.sub("", name))
+    if not plain:
+        return None
+    known = {_plain(own): tool for own, tool in tools.items()}
+    last = _plain(re.split(r"[.:/]", _LEAKED.sub("", name).rstrip(".:/0123456789"))[-1])
+    for candidate in (plain, _SUFFIX.sub("", plain), last, _SUFFIX.sub("", last)):
+        if candidate in known:
+            return known[candidate]
+    near = difflib.get_close_matches(_SUFFIX.sub("", last or plain), known, 1, NEAR)
+    return known[near[0]] if near else None
+
+
+def _plain(name: str) -> str:
+    return _SEPARATORS.sub("_", _CAMEL.sub("_", name.strip()).lower()).strip("_")
+
+
 def _name_of(tool: Tool, call: ToolCall) -> str:
     """Names a call that ran by what it does: the tool and its arguments, however written."""
     return digest([tool.name, read_arguments(call.arguments, tool.parameters)])[:ID_LENGTH]
@@ -191,10 +219,10 @@ async def _run_one(
     run: RunState, context: ToolContext, call: ToolCall, tool: Tool | None
 ) -> _Outcome:
     if tool is None and not call.name.strip():
-        return _told("the call names no tool", invalid=True)
+        return _told("The tool call has no name.", invalid=True)
     if tool is None:
         known = ", ".join(run.parts.tools) or "none"
-        return _told(f"unknown tool {call.name!r}; the tools are: {known}", invalid=True)
+        return _told(f"Unknown tool {call.name!r}. Available tools: {known}", invalid=True)
     try:
         arguments = read_arguments(call.arguments, tool.parameters)
     except ToolError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batch_runner import run_batch
-from batch_runner.progress import Progress, Silent
+from batch_runner.progress import default_progress
 from hermes_rl.config import parse_config
 from hermes_rl.errors import ExitCode, UserError
 from hermes_rl.sources import mapped_rows
@@ -46,10 +46,8 @@ class Played:
     """`task: what it should be and what it was`."""
 
 
-def play_all(
-    dataset: str, columns: dict[str, str], limit: int | None, progress: Progress | None = None
-) -> Iterator[Played]:
-    """Play every verified task in every way, through the real pipeline.
+def play_all(dataset: str, columns: dict[str, str], limit: int | None) -> Iterator[Played]:
+    """Play every verified task in every way, through the real pipeline. Progress goes to stderr.
 
     Raises: SandboxStartError, UserError.
     """
@@ -60,18 +58,18 @@ def play_all(
         for number, play in enumerate(plays()):
             out = Path(scratch) / str(number)
             chosen = [r for r in rows if play.name != "oracle" or r.get("oracle")]
-            yield _play(chosen, play, out, progress or Silent())
+            yield _play(chosen, play, out)
 
 
-def _play(rows: list[dict[str, Any]], play: Play, out: Path, progress: Progress) -> Played:
+def _play(rows: list[dict[str, Any]], play: Play, out: Path) -> Played:
     if not rows:
         return Played(play, 0, [])
-    wrong = _wrong(_with_scripts(rows, play.scripts), play, out, progress)
+    wrong = _wrong(_with_scripts(rows, play.scripts), play, out)
     if play.scripts and wrong:
         # Now each cheat of its own, on the tasks that one of the bundles got the better of.
         suspects = [r for r in rows if any(w.startswith(f"{r.get('id')} (") for w in wrong)]
         alone = _with_scripts(suspects, CHEATS) if suspects else []
-        wrong = (_wrong(alone, play, out / "alone", Silent()) if alone else []) or wrong
+        wrong = (_wrong(alone, play, out / "alone") if alone else []) or wrong
     if play.name == "oracle" and wrong:
         wrong = _explain(rows, wrong, out)
     return Played(play, len(rows), wrong)
@@ -89,8 +87,8 @@ def _with_scripts(rows: list[dict[str, Any]], scripts: Mapping[str, str]) -> lis
     ]
 
 
-def _wrong(rows: list[dict[str, Any]], play: Play, out: Path, progress: Progress) -> list[str]:
-    rewards = _run(rows, play, out, progress)
+def _wrong(rows: list[dict[str, Any]], play: Play, out: Path) -> list[str]:
+    rewards = _run(rows, play, out)
     return [
         f"{task}: {why or f'reward {reward}, wanted {play.wanted}'}"
         for task, (reward, why) in rewards.items()
@@ -99,7 +97,7 @@ def _wrong(rows: list[dict[str, Any]], play: Play, out: Path, progress: Progress
 
 
 def _run(
-    rows: list[dict[str, Any]], play: Play, out: Path, progress: Progress
+    rows: list[dict[str, Any]], play: Play, out: Path
 ) -> dict[str, tuple[float | None, str | None]]:
     """Task -> (reward, error), over one run of the batch runner.
 
@@ -120,6 +118,8 @@ def _run(
             "run": {"out": str(out / "run"), "workers": 0, "concurrency": 8, "max_attempts": 1},
         }
     )
+    progress = default_progress()
+    progress.note(f"{play.name}: {len(rows):,} rollouts")
     report = run_batch(config, progress=progress)
     if report.exit_code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
@@ -142,7 +142,7 @@ def _explain(rows: list[dict[str, Any]], wrong: list[str], out: Path) -> list[st
     replayed = [
         {**r, "oracle": _in_session(r), "verify": 'test -e "$WORKSPACE/.passed"'} for r in suspects
     ]
-    rewards = _run(replayed, Play("in session", "oracle", 1.0), out / "again", Silent())
+    rewards = _run(replayed, Play("in session", "oracle", 1.0), out / "again")
     hint = " (it passes in the agent's sandbox: /tmp and services do not reach the grading box)"
     return [
         line + hint if rewards.get(line.partition(":")[0], (0.0, None))[0] == 1.0 else line

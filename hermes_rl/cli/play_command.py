@@ -88,15 +88,27 @@ def _source(dataset: str, wanted: str, columns: dict[str, str]) -> _Source:
 def find(rows: Iterator[TaskRow], wanted: str, dataset: str) -> TaskRow:
     """The row with that id or content hash, else that number from 0.
 
-    Raises: UserError that lists some ids.
+    Raises: UserError that lists some ids, or the rows that share the id.
     """
     ids: list[str] = []
-    numbered = None
+    numbered: TaskRow | None = None
+    found: dict[str, TaskRow] = {}
     for row in rows:
-        if wanted in (row.raw_id, row.task_hash):
+        if wanted == row.task_hash:
             return row
+        if wanted == row.raw_id:
+            found.setdefault(row.task_hash, row)  # identical rows are repeats of one task
         numbered = row if wanted == str(row.index) else numbered
         ids += [row.raw_id] if len(ids) <= 1000 else []
+    if len(found) > 1:
+        places = ", ".join(row.place for row in found.values())
+        numbers = " or ".join(str(row.index) for row in found.values())
+        raise UserError(
+            f"{dataset}: {len(found)} tasks have the id {wanted!r} ({places}). "
+            f"Give the row number instead: {numbers}"
+        )
+    if found:
+        return next(iter(found.values()))
     if numbered is not None:
         return numbered
     some = ", ".join(ids[:10]) + (", ..." if len(ids) > 10 else "")

@@ -106,8 +106,11 @@ class Bubblewrap:
             self._disks = made if isinstance(made, Disks) else None
             (self._shared / "supervisor").write_text(supervisor_text())
             (self._shared / "supervisor").chmod(0o644)
+            # Hundreds of links, which a disk may take a second for.
+            memory = home.memory_folder(self._shared)
+            memory.chmod(self._shared.stat().st_mode)
             self._etc = {
-                network: recipe.make_etc(self._shared / name, network)
+                network: recipe.make_etc(memory / name, network)
                 for network, name in ((False, "etc"), (True, "etc-network"))
             }
         except BaseException:

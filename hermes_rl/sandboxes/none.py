@@ -211,7 +211,7 @@ class Subprocess:
             raise TaskFault(f"image {spec.image!r}: the sandbox 'none' has no images")
         home = await self._open()
         box = home.new_box()
-        memory = home.memory_box(box)
+        memory = home.memory_folder(box)
         try:
             sandbox = PlainSandbox(self, spec, await self._start(box, memory, spec))
         except BaseException:

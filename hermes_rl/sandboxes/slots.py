@@ -94,7 +94,7 @@ class Home:
         box.mkdir(mode=0o700)
         return box
 
-    def memory_box(self, box: Path) -> Path:
+    def memory_folder(self, box: Path) -> Path:
         """A new folder in memory for a box's small files; the box itself where there is no storage.
 
         Memory spares a file system that writes out what is replaced, or is slow to make files.
@@ -103,7 +103,7 @@ class Home:
             found = os.statvfs(self._memory.parent)
             if found.f_bavail * found.f_frsize < ROOM_BYTES:
                 return box
-            made = own_folder(self._memory, 0o700) / box.name
+            made = own_folder(self._memory, 0o711) / box.name
             made.mkdir(mode=0o700)
         except (OSError, SandboxStartError):
             return box

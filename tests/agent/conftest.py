@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from hermes_rl.agent.agent import AIAgent
-from hermes_rl.agent.assembly import Assembly
+from hermes_rl.agent.agent import AIAgent, Assembly
 from hermes_rl.agent.control import Control
 from hermes_rl.agent.hooks import Tape
 from hermes_rl.agent.parts import Caller

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hermes_rl.agent.parts import AgentResult
 from hermes_rl.agent.policy import PRESETS, Limits, Policy
-from hermes_rl.agent.prompt import TEXTS
+from hermes_rl.agent.prompt import LATEST, WORDINGS
 from hermes_rl.agent.run import run_agent
 from hermes_rl.doors import Home
 from hermes_rl.errors import ENDINGS, ModelError
@@ -25,6 +25,8 @@ from hermes_rl.testing.fake_server import FakeServer
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
 
 from .conftest import Rig, row_of
+
+TEXTS = WORDINGS[LATEST].messages
 
 MAX_TURNS = 6
 MOST_CALLS = 20
@@ -123,7 +125,7 @@ def test_any_answers(bench: Bench, steps: list[Any], policy: Policy, stream: boo
     assert result.end_reason in ENDINGS
     assert result.turns == row.turns
     assert row.final_response == result.final_response
-    assert row.final_response not in TEXTS
+    assert row.final_response not in TEXTS.as_list()
     check_conversation(result.messages, result.end_reason)
     discarded = [c for c in row.calls if (c.error or "").startswith("discarded: ")]
     assert result.metrics.get("discarded_answers", 0) == len(discarded)

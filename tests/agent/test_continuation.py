@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 
 from hermes_rl.agent.policy import PRESETS, Limits
-from hermes_rl.agent.prompt import CUT_CALL, CUT_STREAM, CUT_TEXT, thoughts_note
+from hermes_rl.agent.prompt import LATEST, WORDINGS
 from hermes_rl.models.base import Sampling
+
+TEXTS = WORDINGS[LATEST].messages
 
 CHAT, DATAGEN, RL = (PRESETS[name] for name in ("interactive", "datagen", "rl"))
 LONG = "This is the beginning of a long text, and it goes on for quite a while. " * 4
@@ -27,7 +29,7 @@ async def test_the_rest_of_a_cut_text_is_asked_for(rig: Any) -> None:
     assert ran.result.final_response == ran.row().final_response == "One, two, three, four."
     assert ran.outline() == "suaUaUaUa"
     prompts = [e.message.content for e in ran.added() if e.synthetic]
-    assert prompts == [CUT_TEXT] * 3
+    assert prompts == [TEXTS.cut_text] * 3
     assert ran.limits() == [None, 8192, 16384, 32768]
     assert ran.result.metrics == {"continued_answers": 3.0}
     assert ran.errors() == [None] * 4
@@ -117,7 +119,7 @@ async def test_an_incomplete_response_of_reasoning_alone_is_gone_on_from(rig: An
     assert (ran.result.end_reason, ran.result.final_response) == ("answered", "Here.")
     assert ran.outline() == "suaUa"
     assert ran.limits() == [None, 8192]
-    assert ran.result.messages[3].content == thoughts_note("Hm.")
+    assert ran.result.messages[3].content == TEXTS.thoughts_note("Hm.")
     ran = await rig.play(step, "never", policy=RL)
     assert ran.result.end_reason == "output_truncated"
 
@@ -139,7 +141,7 @@ async def test_then_smaller_calls_are_asked_for_and_then_it_ends(rig: Any) -> No
     ran = await rig.play([bad] * 5, {"run": "ls"}, "done")
     assert ran.result.end_reason == "answered"
     assert ran.outline() == "suaUata"
-    assert [e.message.content for e in ran.added() if e.synthetic] == [CUT_CALL]
+    assert [e.message.content for e in ran.added() if e.synthetic] == [TEXTS.cut_call]
     assert ran.result.messages[2].content == "Now I write it."
     assert ran.result.messages[2].tool_calls == ()
     ran = await rig.play(*[bad] * 9, "x")
@@ -182,7 +184,7 @@ async def test_a_broken_stream_is_gone_on_from(rig: Any) -> None:
     assert LONG.startswith(first)
     assert ran.result.final_response == first + "the end." == "".join(heard)
     assert ran.outline() == "suaUa"
-    assert ran.result.messages[3].content == CUT_STREAM
+    assert ran.result.messages[3].content == TEXTS.cut_stream
     assert [end.outcome for _, end in ran.calls()] == ["cut", "ok"]
     assert ran.errors()[0].startswith("BrokenOff: ")
     assert ran.row().usage.unknown_calls == 1
@@ -193,7 +195,7 @@ async def test_a_stream_that_breaks_within_a_call_asks_for_smaller_ones(rig: Any
         {"text": "I write it. ", **BIG, "fault": "cut"}, "done", stream=True, policy=CHAT
     )
     assert ran.outline() == "suaUa"
-    assert [m.content for m in ran.result.messages[2:4]] == ["I write it. ", CUT_CALL]
+    assert [m.content for m in ran.result.messages[2:4]] == ["I write it. ", TEXTS.cut_call]
 
 
 @pytest.mark.parametrize("fault", ["reset", "cut"])

@@ -125,7 +125,7 @@ async def test_steer_while_a_tool_runs_stands_behind_its_result(rig: Any) -> Non
     ran = await rig.play({"calls": calls}, "done", control=control)
     first, last = (e.message.content for e in ran.results())
     assert "python" not in first
-    assert last.endswith("\n\n[The user says meanwhile: use python]")
+    assert last.endswith("\n\n[Message from the user while you were working: use python]")
     assert [type(m) for m in ran.result.messages[2:]] == [
         AssistantMessage,
         ToolMessage,

@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 
 from hermes_rl.agent.policy import PRESETS, Limits
-from hermes_rl.agent.prompt import EMPTY, NUDGE, thoughts_note
+from hermes_rl.agent.prompt import EMPTY, LATEST, WORDINGS
 from hermes_rl.models.base import Completion, ModelRequest, Sampling
 from hermes_rl.models.calls.retry import ModelCaller
 from hermes_rl.models.calls.route import Route
 from hermes_rl.models.limits.limiter import InProcessLimiter
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
+
+TEXTS = WORDINGS[LATEST].messages
 
 DATAGEN, RL = PRESETS["datagen"], PRESETS["rl"]
 NOTHING = {"text": ""}
@@ -79,7 +81,7 @@ async def test_a_nudge_after_tool_results(rig: Any) -> None:
     ran = await rig.play(LS, NOTHING, "There is nothing.")
     assert (ran.result.end_reason, ran.result.turns) == ("answered", 3)
     assert ran.outline() == "suatAUa"
-    assert [m.content for m in ran.result.messages[4:6]] == [EMPTY, NUDGE]
+    assert [m.content for m in ran.result.messages[4:6]] == [EMPTY, TEXTS.nudge]
     assert ran.errors() == [None, "discarded: empty answer", None]
     assert ran.result.metrics == {"nudges": 1.0, "discarded_answers": 1.0}
 
@@ -113,7 +115,7 @@ async def test_thoughts_are_gone_on_from(rig: Any) -> None:
     assert ran.errors() == [None] * 3
     assert ran.result.messages[2].reasoning_content == "It must be 4."
     note = ran.result.messages[3].content
-    assert note == thoughts_note("It must be 4.")
+    assert note == TEXTS.thoughts_note("It must be 4.")
     assert note.endswith("It must be 4.")
 
 
@@ -127,8 +129,8 @@ async def test_twice_and_then_plain_retries(rig: Any) -> None:
 
 
 async def test_long_thoughts_are_quoted_in_part() -> None:
-    assert len(thoughts_note("word " * 10_000)) < 17_000
-    assert thoughts_note(" ") == thoughts_note(None)
+    assert len(TEXTS.thoughts_note("word " * 10_000)) < 17_000
+    assert TEXTS.thoughts_note(" ") == TEXTS.thoughts_note(None)
 
 
 def tool(name: str) -> dict[str, Tool]:

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_rl.agent.history import continuable, with_user
+from hermes_rl.agent.agent import continuable, with_user
 from hermes_rl.agent.policy import PRESETS, preset
-from hermes_rl.agent.prologue import check_roles
-from hermes_rl.agent.prompt import TEXTS, system_prompt
+from hermes_rl.agent.prompt import LATEST, WORDINGS, system_prompt
+from hermes_rl.agent.run import check_roles
 from hermes_rl.errors import UserError
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models.base import Sampling
 
-SETTINGS = ("command_timeout_s", "name", "invalid_turn_limit", "sampling")
+SETTINGS = ("command_timeout_s", "name", "invalid_turn_limit", "sampling", "wording")
 
 
 def test_rl_turns_every_switch_off() -> None:
@@ -74,7 +74,7 @@ def test_sampling_is_filled_up_and_never_overruled() -> None:
 def test_prompts_hold_nothing_volatile(name: str, tools: tuple[str, ...]) -> None:
     text = system_prompt(name, tools)
     assert text == system_prompt(name, tools)
-    assert not re.search(r"\d|/|{|}|%", text + "".join(TEXTS))
+    assert not re.search(r"\d|/|{|}|%", text + "".join(WORDINGS[LATEST].messages.as_list()))
 
 
 def call(n: int) -> ToolCall:

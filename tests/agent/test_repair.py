@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl.agent.policy import PRESETS
-from hermes_rl.agent.repair import tool_meant
+from hermes_rl.agent.tool_calls import tool_meant
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
 
 DATAGEN, RL = PRESETS["datagen"], PRESETS["rl"]
@@ -76,7 +76,7 @@ async def test_a_near_name_runs_by_policy_only(rig: Any) -> None:
     assert json.loads(ran.results()[0].message.content)["output"] == "hi\n"
     for policy in (RL, DATAGEN.switched({"repair_tool_names": False})):
         ran = await rig.play(step, "done", policy=policy)
-        assert "unknown tool 'termnal'" in ran.results()[0].message.content
+        assert "Unknown tool 'termnal'" in ran.results()[0].message.content
 
 
 @pytest.mark.parametrize("policy", [DATAGEN, RL])
@@ -84,8 +84,8 @@ async def test_a_blank_name_gets_a_short_error(rig: Any, policy: Any) -> None:
     mixed = {"calls": [{"name": " "}, {"name": "nope"}, {"arguments": {"command": "echo 1"}}]}
     ran = await rig.play(mixed, "done", policy=policy)
     blank, unknown, good = (e.message.content for e in ran.results())
-    assert blank == '{"error":"the call names no tool"}'
-    assert "the tools are: terminal, read_file" in unknown
+    assert blank == '{"error":"The tool call has no name."}'
+    assert "Available tools: terminal, read_file" in unknown
     assert json.loads(good)["output"] == "1\n"
     assert [e.tool_ok for e in ran.results()] == [False, False, True]
 

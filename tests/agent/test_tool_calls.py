@@ -113,7 +113,7 @@ async def test_unknown_tools_are_told_the_names(rig: Any) -> None:
     ran = await rig.play({"calls": [{"name": "python", "arguments": {}}]}, "done")
     error = json.loads(texts(ran)[0])["error"]
     expected = "terminal, read_file, write_file, patch, search_files"
-    assert error == f"unknown tool 'python'; the tools are: {expected}"
+    assert error == f"Unknown tool 'python'. Available tools: {expected}"
 
 
 async def test_names_are_repaired_by_policy_only(rig: Any) -> None:
@@ -122,7 +122,7 @@ async def test_names_are_repaired_by_policy_only(rig: Any) -> None:
     assert json.loads(texts(repaired)[0])["output"] == "hi\n"
     assert repaired.results()[0].message.name == "functions.Terminal"
     strict = await rig.play(calls, "done", policy=PRESETS["rl"])
-    assert "unknown tool" in texts(strict)[0]
+    assert "Unknown tool" in texts(strict)[0]
 
 
 async def test_large_results_are_cut(rig: Any) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from hermes_rl.agent.policy import PRESETS
-from hermes_rl.agent.prompt import CUT_CALL, CUT_STREAM, thoughts_note
+from hermes_rl.agent.prompt import LATEST, WORDINGS
 from hermes_rl.models.client import DIALECTS, connect
 from hermes_rl.models.endpoint import Endpoint
+
+TEXTS = WORDINGS[LATEST].messages
 
 CHAT = PRESETS["interactive"]
 LONG = "This is the beginning of a long text, and it goes on for quite a while. " * 4
@@ -55,7 +57,7 @@ async def test_thoughts_alone(wired: Any, preset: str) -> None:
         return
     assert (ran.result.end_reason, ran.result.final_response) == ("answered", "4")
     assert ran.outline() == "suaUa"
-    assert ran.result.messages[3].content == thoughts_note("It must be 4.")
+    assert ran.result.messages[3].content == TEXTS.thoughts_note("It must be 4.")
 
 
 async def test_an_incomplete_response_of_reasoning_alone(wired: Any) -> None:
@@ -80,11 +82,11 @@ async def test_a_broken_stream_is_gone_on_from(wired: Any) -> None:
     assert 0 < len(first) < len(LONG)
     assert LONG.startswith(first)
     assert ran.result.final_response == first + "the end."
-    assert ran.result.messages[3].content == CUT_STREAM
+    assert ran.result.messages[3].content == TEXTS.cut_stream
     assert [end.outcome for _, end in ran.calls()] == ["cut", "ok"]
 
 
 async def test_a_stream_that_breaks_within_a_call(wired: Any) -> None:
     step = {"text": "I write it. ", "run": "echo " + "x" * 2000, "fault": "cut"}
     ran = await wired.play(step, "done", stream=True, policy=CHAT)
-    assert [m.content for m in ran.result.messages[2:4]] == ["I write it. ", CUT_CALL]
+    assert [m.content for m in ran.result.messages[2:4]] == ["I write it. ", TEXTS.cut_call]

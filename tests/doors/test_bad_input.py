@@ -1,4 +1,4 @@
-"""Bad input gets one line that names place and mend, and exit code 2; never a traceback."""
+"""Bad input gets one line that names the place and the fix, and exit code 2; never a traceback."""
 
 import json
 import re
@@ -377,7 +377,7 @@ RUN_AGAIN = ", then run the same command. (exit 3)"
     [
         ("auth", (), "Name the variable that holds the key (--api-key-env NAME)"),
         ("auth", ("--api-key-env", "MY_KEY"), "Set MY_KEY"),
-        ("billing", (), "Mend the account"),
+        ("billing", (), "Fix the billing of the account"),
         ("not_found", (), "Correct --model or --base-url"),
     ],
 )

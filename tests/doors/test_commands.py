@@ -269,15 +269,17 @@ def test_check_plays_a_dataset(tmp_path: Path) -> None:
     scratch = {"oracle": "echo 1 > /tmp/a", "verify": "cd $WORKSPACE; grep -q 1 /tmp/a"}
     rows.append({"id": "scratch", "prompt": "x", **scratch})
     write(tmp_path / "mine.jsonl", *rows)
-    said = hermes("check", "mine.jsonl", "--run", cwd=tmp_path)
-    assert said.code == 2
-    assert "2 verifiers never name the workspace (first: mine.jsonl:2)" in said.out
-    assert "  lost: reward 0.0, wanted 1.0" in said.out
+    checked = hermes("check", "mine.jsonl", "--run", cwd=tmp_path)
+    assert checked.code == 2
+    assert "2 verifiers never name the workspace (first: mine.jsonl:2)" in checked.out
+    assert "  lost: reward 0.0, wanted 1.0" in checked.out
     hint = "it passes in the agent's sandbox: /tmp and services do not reach the grading box"
-    assert f"  scratch: reward 0.0, wanted 1.0 ({hint})" in said.out
-    assert "  free: reward 1.0, wanted 0.0" in said.out
-    assert "  free (daemon): reward 1.0, wanted 0.0" in said.out
-    assert "good" not in said.out
+    assert f"  scratch: reward 0.0, wanted 1.0 ({hint})" in checked.out
+    assert "  free: reward 1.0, wanted 0.0" in checked.out
+    assert "  free (daemon): reward 1.0, wanted 0.0" in checked.out
+    assert "good" not in checked.out
+    for line in ("oracle: 4 rollouts", "oracle: 2 rollouts", "no-op: 4 rollouts", "4/4 units  "):
+        assert line in checked.err
 
 
 def test_check_a_run(finished: Path) -> None:
@@ -316,6 +318,16 @@ def test_play_a_unit_of_a_run(finished: Path) -> None:
 def test_an_id_of_digits_is_an_id(tmp_path: Path) -> None:
     write(tmp_path / "n.jsonl", {"id": "1", "prompt": "first"}, {"id": "0", "prompt": "second"})
     assert "second" in hermes("play", "n.jsonl", "0", cwd=tmp_path).out
+
+
+def test_play_refuses_an_id_that_several_tasks_have(tmp_path: Path) -> None:
+    rows = [{"id": "a", "prompt": text} for text in ("one", "two", "two")]
+    write(tmp_path / "n.jsonl", {"id": "b", "prompt": "x"}, *rows)
+    assert hermes("play", "n.jsonl", "a", cwd=tmp_path).error == (
+        "error: n.jsonl: 2 tasks have the id 'a' (n.jsonl:2, n.jsonl:3). "
+        "Give the row number instead: 1 or 2"
+    )
+    assert "one" in hermes("play", "n.jsonl", "1", cwd=tmp_path).out
 
 
 def test_doctor(tmp_path: Path) -> None:

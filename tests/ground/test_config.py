@@ -236,10 +236,41 @@ def test_a_key_in_the_place_of_its_variable_is_not_shown(given: dict[str, Any]) 
     assert "secret" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda: RunConfig(**GOOD, modle={}),
+            "RunConfig: unknown key 'modle' (did you mean 'model'?)",
+        ),
+        (
+            lambda: RunConfig(dataset={"path": "x"}, model={"name": "m", "temprature": 1}),
+            "RunConfig: unknown key 'model.temprature' (did you mean 'model.temperature'?)",
+        ),
+        (
+            lambda: ModelConfig(name="m", temperature="hot"),
+            "ModelConfig: 'temperature' must be a number, not 'hot'",
+        ),
+        (
+            lambda: ModelConfig(name="m", transport="htp"),
+            "ModelConfig: 'transport' must be 'http' or 'sdk', not 'htp' (did you mean 'http'?)",
+        ),
+    ],
+)
+def test_a_mistake_in_python_is_the_line_that_the_command_prints(make: Any, says: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        make()
+    assert str(refused.value) == says
+    assert isinstance(refused.value, UserError)
+
+
 def test_errors_of_a_model_made_in_python_show_no_key() -> None:
     with pytest.raises(ValueError, match="api_keyy") as refused:
         ModelConfig(name="m", api_keyy="sk-secret")  # type: ignore[call-arg]
     assert "sk-secret" not in str(refused.value)
+    with pytest.raises(ValueError, match="'api_key' must be") as wrong:
+        ModelConfig(name="m", api_key=90210)  # type: ignore[arg-type]
+    assert "90210" not in str(wrong.value)
     for address in ("http://[x", "http://user:pw-secret@host/v1"):
         with pytest.raises(ValueError, match="base_url") as bad:
             ModelConfig(name="m", base_url=address)

@@ -186,7 +186,7 @@ def test_ray_stays_at_the_rim() -> None:
         ("hermes_rl/models/base.py", "from hermes_rl.tools import x", "tools is not below models"),
         (
             "hermes_rl/models/base.py",
-            "def f():\n import hermes_rl.agent.loop",
+            "def f():\n import hermes_rl.agent.run",
             "agent is not below",
         ),
         ("hermes_rl/models/base.py", "from ..agent import loop", "agent is not below models"),

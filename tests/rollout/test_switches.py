@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from hermes_rl.agent.prompt import WORDINGS
 from hermes_rl.config import parse_config
+from hermes_rl.definitions import in_terms_of, with_switches_of
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
 from hermes_rl.wiring import identity_of, policy_of
@@ -61,6 +63,29 @@ def test_the_embedded_model_is_not_asked_to_go_on_repeating_itself() -> None:
 
 def test_what_the_harness_says_is_part_of_it() -> None:
     assert "texts" in identity_of(config())["agent"]
+
+
+# As a run directory of version 0.1.0 has them, written before there was the switch `wording`.
+OLD_TEXTS = "9440e1810271cc973009f983fc81ebc50bb47c86ee2b18398f1b8ee1880447fd"
+OLD_SYSTEM = "1451d8bf49067723945033bed16a9bdef2523479d0f5e0631972aaff62ef4539"
+
+
+async def test_a_resumed_run_keeps_its_texts(stage: Open) -> None:
+    now = config(toolsets=["terminal"])
+    before = identity_of(now)
+    for switch in ("wording", "command_timeout_s"):
+        del before["agent"]["preset"][switch]
+    before["agent"] |= {"texts": OLD_TEXTS, "system_prompt": OLD_SYSTEM}
+    resumed = with_switches_of(now, before)
+    assert in_terms_of(before, identity_of(resumed)) == before
+    assert digest(identity_of(now)) != digest(before)
+    switches = resumed.agent.switches
+    opened = await stage(backend="none", agent={"toolsets": [], "switches": switches})
+    row = await opened.attempt({"prompt": script(CUT, "two.")})
+    assert WORDINGS[1].messages.cut_text in row.messages[3]
+    assert WORDINGS[1].without_tools in row.messages[0]
+    with pytest.raises(UserError, match=r"agent\.switches\.wording must be from 1 to 2, not 9"):
+        identity_of(config(switches={"wording": 9}))
 
 
 def test_an_unknown_switch_is_refused_in_one_line() -> None:

@@ -6,6 +6,10 @@ import os
 import threading
 from pathlib import Path
 
+import pytest
+
+from hermes_rl.sandboxes.base import SandboxSpec
+from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 from hermes_rl.sandboxes.recipe import make_etc
 
 
@@ -43,3 +47,14 @@ def test_entries_that_come_and_go_stop_no_copy(tmp_path: Path) -> None:
         assert (copy / "ssl" / "certs" / "199.pem").read_text() == "199"
         assert (copy / "ssl" / "openssl.cnf").read_text() == "[default]"
         assert (copy / "passwd").read_text().startswith("root:")
+
+
+async def test_the_copy_is_made_in_memory(bubblewrap: Bubblewrap, state: Path) -> None:
+    """A disk may take a second for its links, and each start of a run made them four times."""
+    free = os.statvfs("/dev/shm")
+    if free.f_bavail * free.f_frsize < 256 << 20:
+        pytest.skip("the memory file system is too small")
+    async with await bubblewrap.lease(SandboxSpec(lease="etc")) as sandbox:
+        shown = await sandbox.run("cat /etc/hostname; ls /etc/alternatives", timeout_s=30.0)
+        assert shown.output.startswith("sandbox\n")
+        assert list(state.rglob("hostname")) == []
