@@ -15,12 +15,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from batch_runner.ports import Listener, RunJournal, WorkerFactory, WorkerHandle, WorkerLost
+from batch_runner.ports import Listener, WorkerFactory, WorkerHandle, WorkerLost
 from batch_runner.pulse import Pulse
 from batch_runner.wire import Reply
 from hermes_rl.errors import DiskFull, HermesError, StoreError
 from hermes_rl.ports import WorkItem, WorkSource
-from hermes_rl.store.fence import NotFenced
+from hermes_rl.store.driver import Driver
+from hermes_rl.store.rundir import NotFenced
 
 RESTART_PAUSE_S = 1.0
 """A worker that died with nothing in flight is replaced after this pause."""
@@ -88,10 +89,10 @@ class Dispatcher:
     """
 
     def __init__(
-        self, factory: WorkerFactory, journal: RunJournal, fleet: Fleet, listener: Listener
+        self, factory: WorkerFactory, driver: Driver, fleet: Fleet, listener: Listener
     ) -> None:
         self._factory = factory
-        self._journal = journal
+        self._driver = driver
         self._fleet = fleet
         self._listener = listener
         self._slots = [_Slot(fleet.capacity(i)) for i in range(fleet.workers)]
@@ -165,7 +166,7 @@ class Dispatcher:
         assert slot.handle is not None
         slot.in_flight[item.unit_id] = item
         try:
-            self._journal.dispatch(item, slot.handle.writer)
+            self._driver.dispatch(item, slot.handle.writer)
             await slot.handle.send(item)
         except DiskFull as error:
             slot.in_flight.pop(item.unit_id)
@@ -327,7 +328,7 @@ class Dispatcher:
             units: what it had in flight.
         """
         try:
-            receipts = await self._journal.recover(writer, cause)
+            receipts = await self._driver.recover_worker(writer, cause)
         except NotFenced as error:
             self._listener.note(f"{error}. {len(units)} units wait for the next start")
             for unit_id in units:

@@ -16,7 +16,7 @@ from batch_runner.settings import SMALL_UNITS, Settings, choose_workers, settle
 from hermes_rl.config import RunConfig
 from hermes_rl.doors import run_sync
 from hermes_rl.store.commit import read_commits
-from hermes_rl.store.identity_check import refuse_changes
+from hermes_rl.store.driver import refuse_changes
 from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.rundir import RunDir
 

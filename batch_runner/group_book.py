@@ -25,7 +25,7 @@ from hermes_rl.rl.groups import (
     due_groups,
     make_group,
 )
-from hermes_rl.store.derived import DerivedBook, derived_book
+from hermes_rl.store.derived import DerivedWriter, open_derived_writer
 from hermes_rl.store.driver import Driver
 from hermes_rl.store.reader import Run
 from hermes_rl.store.rows import Derived
@@ -99,7 +99,9 @@ async def close_groups(
         return closed
     async with (
         _scoring(settings, driver, closed.governed) as scores,
-        derived_book(driver, every_s=settings.config.run.publish_every_s) as book,
+        open_derived_writer(
+            driver.run_dir, driver.epoch, every_s=settings.config.run.publish_every_s
+        ) as book,
     ):
         work = _Scored(scores, book, closed)
         await at_once(scores.stream(due), work.score, SCORED_AT_ONCE)
@@ -120,14 +122,14 @@ class _Scored:
     """Groups on their way to their rows."""
 
     scores: EnvScorer
-    book: DerivedBook
+    book: DerivedWriter
     closed: Closed
 
     async def score(self, ready: ReadyGroup) -> bool:
         """Score one and write its row. One that could not be scored has a row that says why, and
         stays due; no row when nothing was asked. False when no other could be scored either."""
         cut = make_group(ready.gathered, Scoring(by="score_group", error=INTERRUPTED))
-        question = self.book.ask(Derived(groups=(cut,)))
+        question = self.book.begin(Derived(groups=(cut,)))
         scoring = await self.scores.score(ready, question)
         row = make_group(ready.gathered, scoring)
         asked = scoring.stop is None or scoring.calls

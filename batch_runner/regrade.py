@@ -34,8 +34,7 @@ from hermes_rl.rl.scoring import (
     scores_groups,
     without_policy,
 )
-from hermes_rl.store.asked import Question
-from hermes_rl.store.derived import DerivedBook, derived_book
+from hermes_rl.store.derived import DerivedWriter, PendingRow, open_derived_writer
 from hermes_rl.store.driver import Driver, OpenOptions, open_run
 from hermes_rl.store.rows import Derived
 from hermes_rl.store.rundir import RunDir
@@ -69,7 +68,7 @@ async def regrade(
         async with (
             within_budgets(config, driver.run_dir, concurrency, governed) as share,
             open_grader(plain, opened, driver.run_id, concurrency, share) as grader,
-            derived_book(driver) as book,
+            open_derived_writer(driver.run_dir, driver.epoch) as book,
         ):
             rows = await asyncio.to_thread(StoredRows, driver.run_dir, grader, done)
             work = _Work(grader, book, done)
@@ -124,12 +123,12 @@ class _Work:
     """What is done to one rollout or group after the other."""
 
     grader: Grader
-    book: DerivedBook
+    book: DerivedWriter
     done: Regraded
 
     async def grade(self, stored: StoredRollout) -> bool:
         """Grade one; its row is durable on return. False when no other could be graded either."""
-        question = self.book.ask(Derived(grades=(self.grader.pending(stored),)))
+        question = self.book.begin(Derived(grades=(self.grader.pending(stored),)))
         judged = await self.grader.grade(stored, question)
         grade, done = judged.grade, self.done
         told = judged.stop is None or grade.calls
@@ -168,14 +167,14 @@ class _Work:
             cut = make_group(
                 ready.gathered, replace(by_members, by="score_group", error=INTERRUPTED)
             )
-            question = self.book.ask(Derived(groups=(cut,)))
+            question = self.book.begin(Derived(groups=(cut,)))
             scored = await scorer.score(ready, question)
             return await self._take(ready.gathered, by_members, scored, question)
 
         await at_once(scorer.stream([one.gathered for one in groups]), score, SCORED_AT_ONCE)
 
     async def _take(
-        self, gathered: Gathered, graded: Scoring, scored: Scoring, question: Question
+        self, gathered: Gathered, graded: Scoring, scored: Scoring, question: PendingRow
     ) -> bool:
         """The row of a group that was scored again. False when no other could be."""
         if scored.error is None and scored.rewards is None:

@@ -9,7 +9,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
-from batch_runner.books import Books
 from batch_runner.dispatcher import Dispatcher, Fleet
 from batch_runner.estimate import estimate_units
 from batch_runner.factory import open_factory, ray_on_this_thread, spec_of
@@ -147,9 +146,8 @@ class _Run:
         if pilot is not None:
             self.plan = PilotPlan(reader, rules, driver.ledger, pilot)
         self.sink = Sink((progress.attempt,))
-        self.books = Books(driver)
         window = max(256, 4 * settings.concurrency)
-        self.source = RunSource(self.plan, self.books, self.sink, driver.ledger, window=window)
+        self.source = RunSource(self.plan, driver, self.sink, driver.ledger, window=window)
 
     async def run(self) -> Report:
         """Work to the end, write what the driver writes, and report."""
@@ -254,7 +252,7 @@ class _Run:
         settings = self.settings
         workers, lease_s = settings.workers or 0, settings.config.run.lease_s
         fleet = Fleet(max(1, workers), settings.concurrency, 1 if workers else 0, lease_s)
-        dispatcher = Dispatcher(factory, self.books, fleet, self)
+        dispatcher = Dispatcher(factory, self.driver, fleet, self)
         self.work = asyncio.create_task(dispatcher.run(self.source))
         try:
             await self.work

@@ -15,12 +15,12 @@ from collections import deque
 
 import msgspec
 
-from batch_runner.books import Books
 from batch_runner.plan import ALONE_AFTER, Plan
 from batch_runner.sink import Sink
 from batch_runner.stops import Stop
 from hermes_rl.errors import CAUSES, UserError
 from hermes_rl.ports import Receipt, WorkItem
+from hermes_rl.store.driver import Driver
 from hermes_rl.store.ledger import Ledger
 
 RETRY_FIRST_S = 0.5
@@ -36,14 +36,14 @@ class RunSource:
     """
 
     def __init__(
-        self, plan: Plan, books: Books, sink: Sink, ledger: Ledger, *, window: int = 1024
+        self, plan: Plan, driver: Driver, sink: Sink, ledger: Ledger, *, window: int = 1024
     ) -> None:
         self.stop: Stop | None = None
         self.in_flight: dict[str, WorkItem] = {}
         """By unit id."""
         self._plan = plan
         self._ledger = ledger
-        self._books = books
+        self._driver = driver
         self._sink = sink
         self._window = window
         self._buffer: deque[WorkItem] = deque()
@@ -100,7 +100,7 @@ class RunSource:
     async def receive(self, receipt: Receipt) -> None:
         """Take a receipt: the unit is done, given up, tried again, or stops the run."""
         item = self.in_flight.pop(receipt.unit_id, None)
-        disposition = self._books.settle(receipt)
+        disposition = self._driver.receive(receipt)
         self._sink.receive(receipt, disposition)
         consequence = CAUSES[receipt.cause] if receipt.cause else None
         if consequence is not None and consequence.breaker:

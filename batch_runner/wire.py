@@ -6,14 +6,9 @@ import msgspec
 
 from hermes_rl.models.tokens.plan import TokenPlan
 from hermes_rl.ports import Receipt, WorkItem
-from hermes_rl.record import Trajectory
-from hermes_rl.store.rows import Finished
 
 NAMESPACE = "hermes_rl"
 """Of our actors in a Ray cluster."""
-
-TEXT_CHARS = 400
-"""Of the two texts in a receipt: at four bytes a character they still leave it under 4 KB."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,36 +52,6 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """Why the worker can go on no longer; it has stopped then."""
     cause: str | None = None
     """The fault's cause, a key of `errors.CAUSES`."""
-
-
-def receipt_of(made: Finished, writer: str) -> Receipt:
-    """The receipt of a finished attempt, under 4 KB whatever the row holds."""
-    row = made.row
-    return Receipt(
-        unit_id=row.unit_id,
-        epoch=made.key.epoch,
-        attempt=row.attempt,
-        writer=writer,
-        task_id=row.task_id[:TEXT_CHARS],
-        repeat=row.repeat,
-        status=row.status,
-        end_reason=row.end_reason,
-        cause=row.cause,
-        reward=row.reward,
-        turns=row.turns,
-        usage=row.usage,
-        cost_usd=_known_cost(row),
-        unpriced_calls=row.unpriced_calls,
-        seconds=row.timing.total_s,
-        error=row.error[:TEXT_CHARS] if row.error else None,
-        fatal_command=made.fatal_command,
-    )
-
-
-def _known_cost(row: Trajectory) -> float | None:
-    """Of a row with unpriced calls, what the others cost."""
-    costs = [call.cost_usd for call in row.calls if call.cost_usd is not None]
-    return row.cost_usd if row.cost_usd is not None or not costs else sum(costs)
 
 
 encode_item = msgspec.msgpack.Encoder().encode

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from batch_runner.collector import rare_collections
 from batch_runner.governing import pots_of
 from batch_runner.hosts import Hosts
-from batch_runner.wire import Reply, WorkerSpec, receipt_of
+from batch_runner.wire import Reply, WorkerSpec
 from hermes_rl.config import parse_config
 from hermes_rl.config_env import EnvSection
 from hermes_rl.episode import MakeEpisode, task_episode
@@ -30,9 +30,8 @@ from hermes_rl.models.limits.share import Line, Share
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Segment, Trajectory
 from hermes_rl.rollout import Tape, lost_row, run_attempt
-from hermes_rl.store.journal import JournalWriter
-from hermes_rl.store.publisher import Publisher
-from hermes_rl.store.rows import Finished
+from hermes_rl.store.journal import JournalWriter, Publisher
+from hermes_rl.store.rows import Finished, receipt_of
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.wiring import Workshop, open_workshop
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.sandboxes.packing import FORMAT
-from hermes_rl.store.disk import disk_errors
+from hermes_rl.store.files import disk_errors
 
 WORKSPACES = "workspaces"
 """The folder of a run directory."""

@@ -169,7 +169,7 @@ def _check_run(path: Path, repair: bool, as_json: bool) -> int:
     from hermes_rl.store.reader import load_run
 
     if repair:
-        from hermes_rl.store.repair import repair_run
+        from hermes_rl.store.integrity import repair_run
 
         done = repair_run(path)
         said = [f"kept the good lines of {name}" for name in done.saved]

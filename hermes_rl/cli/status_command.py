@@ -86,8 +86,7 @@ def look(path: Path) -> Status:
     """A run's state, from its files alone. Raises: UserError when there is no run."""
     from batch_runner.manifest import read_manifest
     from batch_runner.trouble import Trouble
-    from hermes_rl.store.reader import load_run
-    from hermes_rl.store.watch import driver_of, in_flight
+    from hermes_rl.store.reader import driver_of, in_flight, load_run
 
     run = load_run(path)
     stats = run.stats

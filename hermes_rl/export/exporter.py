@@ -21,7 +21,7 @@ from hermes_rl.export.losses import LEFT_OUT, Losses, Report
 from hermes_rl.export.source import Source
 from hermes_rl.input_errors import unknown
 from hermes_rl.store.reader import load_run
-from hermes_rl.store.version import TABLES
+from hermes_rl.store.rundir import TABLES
 
 
 def export_run(
@@ -175,7 +175,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
     Raises: UserError when the folder cannot be written; DiskFull.
     """
-    from hermes_rl.store.disk import disk_errors
+    from hermes_rl.store.files import disk_errors
 
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

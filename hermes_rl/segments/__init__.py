@@ -14,11 +14,9 @@ import msgspec
 from hermes_rl import events as ev
 from hermes_rl.models.tokens.graph import TokenGraph, TokensFault
 from hermes_rl.record import Segment, Trajectory
-from hermes_rl.segments.branches import DRIFT, Branches, branches_of
-from hermes_rl.segments.calls import Happened, happened
-from hermes_rl.segments.making import rows_of
-from hermes_rl.segments.proof import prove
-from hermes_rl.segments.trainable import Exclusion
+from hermes_rl.segments.branches import DRIFT, Branches, Happened, branches_of, happened
+from hermes_rl.segments.rows import Exclusion, rows_of
+from hermes_rl.segments.rules import prove
 
 __all__ = [
     "DRIFT",

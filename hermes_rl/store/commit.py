@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hermes_rl.errors import StoreError
-from hermes_rl.store.lines import check_digest, payloads, with_digest
-from hermes_rl.store.rundir import RunDir, part_name
+from hermes_rl.store.files import check_digest, payloads, with_digest
+from hermes_rl.store.rundir import SCHEMA_VERSION, TABLES, RunDir, part_name
 from hermes_rl.store.summary import Summary
-from hermes_rl.store.version import SCHEMA_VERSION, TABLES
 
 if TYPE_CHECKING:
     from hermes_rl.store.parts import PartWriter
@@ -81,7 +80,7 @@ def publish_batch(run_dir: RunDir, done: Path, stem: str, *, sound: bool = True)
     """
     commit = None
     if _published(run_dir, stem):  # maybe by a writer that was killed before the name was on disk
-        run_dir.storage.sync_folder(run_dir.path / "commits")
+        run_dir.storage.sync_path(run_dir.path / "commits")
     else:
         commit = _commit(run_dir, payloads(done, sound=sound), stem)
     for part in commit.parts if commit is not None else ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,30 +15,79 @@ import msgspec
 
 from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey
+from hermes_rl.identity import canonical_json
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.store.commit import read_commit
-from hermes_rl.store.disk import one_line_errors
-from hermes_rl.store.dispatch import Dispatched, DispatchJournal
-from hermes_rl.store.fence import GRACE_S, fence
-from hermes_rl.store.identity_check import refuse_changes
+from hermes_rl.store.files import one_line_errors, with_digest
+from hermes_rl.store.journal import Dispatched, DispatchJournal
 from hermes_rl.store.ledger import Disposition, Ledger
-from hermes_rl.store.lines import with_digest
 from hermes_rl.store.processes import Held
 from hermes_rl.store.recovery import (
-    Outcome,
+    Lost,
     Recovery,
     Report,
-    figures_in,
-    figures_of,
     outcomes,
     quarantined,
     twice_message,
+    unpublished_receipts,
 )
-from hermes_rl.store.replay import Lost
-from hermes_rl.store.rows import Derived
-from hermes_rl.store.rundir import Epoch, RunDir
-from hermes_rl.store.version import SCHEMA_VERSION
+from hermes_rl.store.rows import Derived, receipt_of
+from hermes_rl.store.rundir import GRACE_S, SCHEMA_VERSION, Epoch, RunDir, fence
 from hermes_rl.threads import in_thread, to_end
+
+_SHOWN = 40
+"""Characters of a value."""
+
+
+def refuse_changes(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises: StoreError when the identities differ."""
+    if canonical_json(before) == canonical_json(now):
+        return
+    old, new = dict(_flat(before)), dict(_flat(now))
+    names = [n for n in {**old, **new} if _code(old, n) != _code(new, n)]
+    changes = [f"{_short(n, names)} {_text(old.get(n))}, now {_text(new.get(n))}" for n in names]
+    keep = f"Keep {_text(old.get(names[0]))}" if len(names) == 1 else "Keep these"
+    raise StoreError(
+        f"{path} was made with {'; '.join(changes)}. {keep}, or choose --out {_free(path)}"
+    )
+
+
+def _code(values: Mapping[str, Any], name: str) -> str:
+    return canonical_json(values[name]) if name in values else ""
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            yield from _flat(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item
+
+
+def _short(name: str, names: list[str]) -> str:
+    """The last part of a dotted name, when no other changed name ends alike; the whole name within
+    an environment, whose parts are called like others of the run."""
+    if name.startswith("env."):
+        return name
+    leaf = name.rpartition(".")[2]
+    alike = [n for n in names if n.rpartition(".")[2] == leaf]
+    return leaf if len(alike) == 1 else name
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, float):
+        return repr(value)
+    text = value if isinstance(value, str) else canonical_json(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _free(path: Path) -> Path:
+    number = 2
+    while path.with_name(f"{path.name}-{number}").exists():
+        number += 1
+    return path.with_name(f"{path.name}-{number}")
 
 
 @dataclass(frozen=True)
@@ -99,16 +148,15 @@ class Driver:
         """Step 5: take a receipt into the ledger; says what became of the unit."""
         key = AttemptKey(unit_id=receipt.unit_id, epoch=receipt.epoch, attempt=receipt.attempt)
         if self._in_flight.pop(key, None) is not None:
-            done = receipt.status == "ok"
-            self._apply(key, done, receipt.cause, receipt.fatal_command)
+            self._apply(receipt)
             self.run_dir.crash("attempt-5-receipt")
         return self.ledger.disposition(receipt.unit_id)
 
-    async def recover_worker(self, writer: str, cause: str = "worker_lost") -> list[Outcome]:
+    async def recover_worker(self, writer: str, cause: str = "worker_lost") -> list[Receipt]:
         """Take over from a worker that died: fence it, publish what it finished, and give each
         attempt that died with it a row with this cause.
 
-        Returns how its attempts ended of which the driver had no receipt; the ledger knows them.
+        Returns receipts of its attempts that had none yet; the ledger knows them.
         Raises: NotFenced when it still runs; StoreError when its journal is damaged; DiskFull.
         """
         return await to_end(self._take_over(writer, cause))
@@ -124,42 +172,46 @@ class Driver:
         async with self._recovering:  # one batch of the driver's own at a time
             await in_thread(self._recovery.publish_own, [derived])
 
-    async def _take_over(self, writer: str, cause: str) -> list[Outcome]:
+    async def _take_over(self, writer: str, cause: str) -> list[Receipt]:
         # Before the lock: nobody else waits for a process that is slow to end.
         await asyncio.to_thread(fence, self.run_dir, writer, grace_s=self._grace_s)
         async with self._recovering:
             sent = {k: d for k, d in self._in_flight.items() if d.writer == writer}
-            ended = await in_thread(self._recover_worker, writer, cause, sent)
-        news = [o for o in ended if self._in_flight.pop(o.key, None) is not None]
-        for outcome in news:
-            self._apply(outcome.key, outcome.done, outcome.cause, outcome.fatal_command)
-        return news
+            receipts = await in_thread(self._recover_worker, writer, cause, sent)
+        missing = [receipts[key] for key in sent if self._in_flight.pop(key, None) is not None]
+        for receipt in missing:
+            self._apply(receipt)
+        return missing
 
-    def _apply(self, key: AttemptKey, done: bool, cause: str | None, fatal: str | None) -> None:
-        self.ledger.apply(key.unit_id, key.attempt, done=done, cause=cause, fatal_command=fatal)
+    def _apply(self, receipt: Receipt) -> None:
+        self.ledger.apply(
+            receipt.unit_id,
+            receipt.attempt,
+            done=receipt.status == "ok",
+            cause=receipt.cause,
+            fatal_command=receipt.fatal_command,
+        )
 
     def _recover_worker(
         self, writer: str, cause: str, sent: dict[AttemptKey, Dispatched]
-    ) -> list[Outcome]:
-        figures = figures_in(self.run_dir, writer, sent)
+    ) -> dict[AttemptKey, Receipt]:
+        unpublished = unpublished_receipts(self.run_dir, writer)
         self._recovery.publish_finished(writer)
         stems = [s for s in self.run_dir.commit_stems() if s.rpartition("-")[0] == writer]
         ended = [o for stem in stems for o in outcomes(read_commit(self.run_dir, stem))]
-        known = {o.key for o in ended}
+        receipts = {o.key: unpublished.get(o.key) or o.receipt(writer) for o in ended}
         attempts = Lost(
-            recorded=lambda key: key in known or key not in sent,
+            recorded=lambda key: key in receipts or key not in sent,
             cause=cause,
             run_id=self.run_id,
             config_hash=str(self._info.meta.get("config_hash", "")),
         )
         rows = list(self._recovery.lost([writer], attempts))
-        missing = [d for k, d in sent.items() if k not in attempts.found and k not in known]
+        missing = [d for k, d in sent.items() if k not in attempts.found and k not in receipts]
         rows += [attempts.never_begun(d) for d in missing]
-        figures |= {row.key: figures_of(row) for row in rows}
-        for commit in self._recovery.publish_lost(rows):
-            ended += outcomes(commit)
+        list(self._recovery.publish_lost(rows))
         self._recovery.remove(writer)
-        return [msgspec.structs.replace(o, figures=figures.get(o.key)) for o in ended]
+        return receipts | {row.key: receipt_of(row, writer) for row in rows}
 
     async def __aenter__(self) -> Driver:
         return self

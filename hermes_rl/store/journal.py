@@ -1,7 +1,8 @@
-"""The writing side of the journal: one folder per writer, made and held by one process.
+"""The writing side of the journal: one folder per writer, made and locked by one process.
 
-`live` files take events as they happen (no fsync), `done` files take the complete rows of
-finished attempts (grouped fdatasync). Both are only ever appended to by the process that made them.
+`dispatch` says which attempt the driver sent to which writer. `live` files take events as they
+happen (no fsync). `done` files take the complete rows of finished attempts (grouped fdatasync);
+once sealed, they become parts. All are only appended to, by the process that made them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import json
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +20,90 @@ from types import TracebackType
 import msgspec
 
 from hermes_rl.errors import StoreError
-from hermes_rl.events import AttemptKey, Event
+from hermes_rl.events import AttemptKey, Begun, Event
 from hermes_rl.locks import try_lock
-from hermes_rl.ports import Recorder
-from hermes_rl.store.disk import AppendFile
+from hermes_rl.ports import Recorder, WorkItem
+from hermes_rl.store.commit import Commit, publish_batch
+from hermes_rl.store.files import AppendFile
 from hermes_rl.store.processes import Held
 from hermes_rl.store.rows import Derived, Finished
-from hermes_rl.store.rundir import RunDir, epoch_of
+from hermes_rl.store.rundir import DISPATCH_FILE, RunDir, epoch_of
 from hermes_rl.threads import in_thread, to_end
+
+
+class Dispatched(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of dispatch.jsonl: enough to name an attempt that never began."""
+
+    key: AttemptKey
+    writer: str
+    at: float
+    """Unix time, seconds."""
+    group_id: str
+    repeat: int
+    row_index: int
+    task_id: str
+    task_hash: str
+    seed: int
+
+    def begun(self, run_id: str, config_hash: str) -> Begun:
+        """The beginning of an attempt of which nothing else is known."""
+        return Begun(
+            key=self.key,
+            started_at=self.at,
+            run_id=run_id,
+            group_id=self.group_id,
+            member=self.repeat,
+            repeat=self.repeat,
+            row_index=self.row_index,
+            task_id=self.task_id,
+            task_hash=self.task_hash,
+            config_hash=config_hash,
+            seed=self.seed,
+            prompt="",
+            model="",
+            api_mode="",
+            endpoint="",
+        )
+
+
+class DispatchJournal:
+    """Appends dispatches; the file is made at the first one."""
+
+    def __init__(self, run_dir: RunDir, driver: str) -> None:
+        self._run_dir = run_dir
+        self._folder = run_dir.writer_path(driver)
+        self._file: AppendFile | None = None
+
+    def append(self, item: WorkItem, writer: str) -> Dispatched:
+        """Step 1: note an attempt before it is sent. Raises: DiskFull."""
+        if self._file is None:
+            self._folder.mkdir(exist_ok=True)
+            path = self._folder / DISPATCH_FILE
+            self._file = AppendFile(path, self._run_dir.crash, "attempt-1-dispatch")
+        line = Dispatched(
+            key=AttemptKey(unit_id=item.unit_id, epoch=item.epoch, attempt=item.attempt),
+            writer=writer,
+            at=time.time(),
+            group_id=item.group_id,
+            repeat=item.repeat,
+            row_index=item.row_index,
+            task_id=item.task_id,
+            task_hash=item.task_hash,
+            seed=item.seed,
+        )
+        self._file.append(msgspec.json.encode(line))
+        return line
+
+    def close(self, clean: bool) -> None:
+        """Close it; a clean end leaves nothing behind."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+            if clean:
+                (self._folder / DISPATCH_FILE).unlink()
+        if clean and self._folder.is_dir() and not any(self._folder.iterdir()):
+            self._folder.rmdir()
+
 
 _encoder = msgspec.json.Encoder()
 
@@ -199,14 +277,14 @@ class JournalWriter:
             alive.release()
             raise StoreError(f"writer {self.writer} comes too late: epoch {epochs[-1]} has begun")
         self.alive = alive
-        self.run_dir.storage.sync_folder(self._path.parent)
+        self.run_dir.storage.sync_path(self._path.parent)
         return self._new_batch()
 
     def _new_batch(self) -> Batch:
         stem = f"{self.writer}-{self._sequence}"
         path = self._path / f"done-{self._sequence}.jsonl"
         batch = Batch(stem, AppendFile(path, self.run_dir.crash, "attempt-3-done"))
-        self.run_dir.storage.sync_folder(self._path)
+        self.run_dir.storage.sync_path(self._path)
         self._sequence += 1
         return batch
 
@@ -336,3 +414,73 @@ def hold_alive(path: Path, lease_s: float | None = None) -> Held:
         os.close(fd)
         raise StoreError(f"writer {path.parent.name} was fenced")
     return Held(fd, lease_s)
+
+
+PUBLISH_EVERY_S = 300.0
+"""A finished row stands in Parquet after this many seconds at the latest."""
+
+
+class Publisher:
+    """Publishes one writer's batches in order.
+
+    Args:
+        journal: the writer.
+        every_s: a batch is published when its first row is this old.
+        on_commit: told of every commit, on the event loop.
+    """
+
+    def __init__(
+        self,
+        journal: JournalWriter,
+        *,
+        every_s: float = PUBLISH_EVERY_S,
+        on_commit: Callable[[Commit], None] | None = None,
+    ) -> None:
+        self._journal = journal
+        self._every_s = every_s
+        self._on_commit = on_commit
+        self._sealed: list[Batch] = []
+        self._busy = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Publish whenever a batch is large or old enough, for ever. Raises: DiskFull."""
+        while True:
+            left = self._every_s - self._journal.age_s
+            try:
+                async with asyncio.timeout(max(0.0, min(left, 1.0))):
+                    await self._journal.full.wait()
+            except TimeoutError:
+                pass
+            if self._journal.full.is_set() or self._journal.age_s >= self._every_s:
+                await self.drain()
+
+    async def drain(self) -> None:
+        """Publish all that is finished; a cancellation waits for that.
+
+        Raises: DiskFull; what is left is tried next time.
+        """
+        await to_end(self._drain())
+
+    async def _drain(self) -> None:
+        async with self._busy:
+            batch = await self._journal.seal()
+            if batch is not None:
+                self._sealed.append(batch)
+            while self._sealed:
+                await self._publish(self._sealed[0])
+                self._sealed.pop(0)
+
+    async def _publish(self, batch: Batch) -> None:
+        commit = await in_thread(self._publish_alive, batch)
+        await self._journal.committed(batch)
+        if commit is not None and self._on_commit is not None:
+            self._on_commit(commit)
+
+    def _publish_alive(self, batch: Batch) -> Commit | None:
+        """The thread holds `alive` itself: it may go on after its writer was closed, when the disk
+        stalls, and recovery must not touch the batch before it has ended."""
+        alive = self._journal.alive
+        if alive is None:
+            raise StoreError(f"writer {self._journal.writer} is closed")
+        with alive.shared():
+            return publish_batch(self._journal.run_dir, batch.file.path, batch.stem)

@@ -1,10 +1,8 @@
-"""Reading a run directory, also while the run goes on.
-
-Published parts, and rows that are finished but not published yet.
-"""
+"""Reading a run directory, also while the run goes on: published parts and unpublished rows."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,19 +11,154 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hermes_rl.errors import StoreError, UserError
+from hermes_rl.events import AttemptKey
 from hermes_rl.input_errors import nearest_file
+from hermes_rl.locks import try_lock
 from hermes_rl.store.commit import Commit, Tally, read_commits, rows_of
-from hermes_rl.store.frames import call_frame, message_frame, run_frame
+from hermes_rl.store.files import payloads
+from hermes_rl.store.journal import Dispatched
 from hermes_rl.store.ledger import Ledger
-from hermes_rl.store.lines import payloads
-from hermes_rl.store.replay import journal_files
-from hermes_rl.store.rundir import RunDir, order_of, sequence_of, stem_of
+from hermes_rl.store.processes import ProcessId, read_holder
+from hermes_rl.store.rundir import (
+    SCHEMA_VERSION,
+    TABLES,
+    RunDir,
+    journal_files,
+    order_of,
+    sequence_of,
+    stem_of,
+)
 from hermes_rl.store.stats import compute_stats
-from hermes_rl.store.version import SCHEMA_VERSION, TABLES
 
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
+
+
+WHOSE = ("task_id", "repeat", "attempt", "status", "unit_id", "trajectory_id")
+"""Columns of its trajectory that each call and each message carries."""
+
+_TEXTS = ("content", "reasoning_content", "tool_calls", "tool_call_id")
+
+
+def call_frame(tables: Sequence[pa.Table]) -> pd.DataFrame:
+    """One row per model call, in order of happening within its trajectory."""
+    return _exploded(tables, "calls")
+
+
+def message_frame(tables: Sequence[pa.Table]) -> pd.DataFrame:
+    """One row per message: `message_info` beside the message's own parts.
+
+    `position` counts from 0 within the trajectory.
+    """
+    frame = _exploded(tables, "message_info")
+    frame.insert(len(WHOSE), "position", frame.groupby("trajectory_id").cumcount())
+    decode = msgspec.json.decode
+    rows = [row for table in tables for row in table.column("messages").to_pylist()]
+    messages = [decode(text) for row in rows for text in row]
+    for name in _TEXTS:
+        frame[name] = [message.get(name) for message in messages]
+    return frame
+
+
+def run_frame(path: str, facts: Mapping[str, Any], stats: Mapping[str, Any]) -> pd.DataFrame:
+    """One row for the run, so that the rows of several runs can be put below one another.
+
+    Args:
+        facts: the first trajectory's columns; empty where there is none.
+        stats: as stats.json holds them.
+    """
+    import pandas as pd
+
+    unpriced = stats["calls"]["unpriced"]
+    row = {
+        "run": path,
+        "run_id": facts.get("run_id"),
+        "model": facts.get("model"),
+        "units": stats["plan"].get("units"),
+        **{name: stats["units"][name] for name in ("done", "given_up")},
+        "graded": stats["reward"]["graded"],
+        "solved": stats["reward"]["solved"],
+        "mean_reward": stats["reward"]["mean"],
+        "failed_attempts": stats["attempts"]["failed"],
+        "turns": stats["turns"],
+        "calls": stats["calls"]["total"],
+        "unknown_calls": stats["calls"]["unknown"],
+        **{name: stats["tokens"][name] for name in ("input_tokens", "output_tokens")},
+        "cost_usd": stats["cost_usd"],
+        "unpriced_calls": unpriced,
+    }
+    return pd.DataFrame([row])
+
+
+def _exploded(tables: Sequence[pa.Table], column: str) -> pd.DataFrame:
+    """A list of structs as rows, each with the columns `WHOSE` of its trajectory."""
+    import pandas as pd
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    frames = []
+    for table in tables:
+        lists = table.column(column).combine_chunks()
+        items = pa.Table.from_struct_array(pc.list_flatten(lists))
+        owners = table.select(list(WHOSE)).take(pc.list_parent_indices(lists))
+        frames.append(pd.concat([owners.to_pandas(), items.to_pandas()], axis=1))
+    exploded: pd.DataFrame = pd.concat(frames, ignore_index=True)
+    return exploded
+
+
+class _Keyed(msgspec.Struct):
+    """The part of a `done` line that names its attempt; rows made from others have none."""
+
+    key: AttemptKey | None = None
+
+
+_decode_done = msgspec.json.Decoder(_Keyed).decode
+_decode_dispatch = msgspec.json.Decoder(Dispatched).decode
+
+
+def driver_of(run_dir: RunDir) -> ProcessId | None:
+    """The process that drives a run now; None when nobody does."""
+    try:
+        fd = os.open(run_dir.path / "LOCK", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        return None if try_lock(fd, shared=True) else read_holder(fd)
+    finally:
+        os.close(fd)
+
+
+def in_flight(run_dir: RunDir) -> set[AttemptKey]:
+    """Attempts of the newest epoch that were sent and have no durable end.
+
+    It reads the commits of that epoch whole: for people who ask now and then.
+    """
+    epochs = run_dir.epochs()
+    if not epochs:
+        return set()
+    now = epochs[-1]
+    sent: set[AttemptKey] = set()
+    for path in journal_files(run_dir.writer_path(f"{now}-driver"), "dispatch"):
+        sent |= _keys(path, _decode_dispatch)
+    # Journals before commits: an attempt that is published in between stands in one of the two.
+    for writer in run_dir.writers():
+        for done in journal_files(run_dir.writer_path(writer), "done"):
+            sent -= _keys(done, _decode_done)
+    for commit in read_commits(run_dir):
+        columns = zip(commit.keys.unit_id, commit.keys.epoch, commit.keys.attempt, strict=True)
+        sent -= {AttemptKey(unit_id=u, epoch=e, attempt=a) for u, e, a in columns if e == now}
+    return sent
+
+
+def _keys(path: Path, decode: Callable[[bytes], _Keyed | Dispatched]) -> set[AttemptKey]:
+    """The attempts that a file names; none when its owner has just removed it."""
+    try:
+        found = [decode(line).key for line in payloads(path)]
+    except FileNotFoundError:
+        return set()
+    return {key for key in found if key is not None}
+
 
 _loads = msgspec.json.decode
 

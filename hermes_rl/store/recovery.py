@@ -1,6 +1,6 @@
-"""Recovery, R2 to R5 of the commit protocol: at each start before any dispatch, and for a worker
-that
-died under a running driver. Every step may be killed and repeated.
+"""Recovery, R2 to R5 of the commit protocol: at each start, and for a worker that died.
+
+Every step may be killed and repeated.
 """
 
 from __future__ import annotations
@@ -9,25 +9,103 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from hermes_rl.errors import StoreError
-from hermes_rl.events import AttemptKey
-from hermes_rl.store.asked import cut_questions
+from hermes_rl.events import AttemptKey, Begun, Ended, Event
+from hermes_rl.ports import Receipt
 from hermes_rl.store.commit import Commit, part_fault, publish_batch, read_commits
-from hermes_rl.store.disk import AppendFile
-from hermes_rl.store.fence import GRACE_S, fence
+from hermes_rl.store.derived import cut_rows
+from hermes_rl.store.files import AppendFile, DamagedFile, payloads
+from hermes_rl.store.journal import Dispatched, LiveLine
 from hermes_rl.store.ledger import Ledger
-from hermes_rl.store.lines import DamagedFile, payloads
-from hermes_rl.store.replay import Lost, journal_files
-from hermes_rl.store.rows import Derived, Finished
-from hermes_rl.store.rundir import Epoch, RunDir, epoch_of, part_name, sequence_of, stem_of
-from hermes_rl.store.version import TABLES
+from hermes_rl.store.rows import Derived, Finished, FinishedFigures, receipt_of
+from hermes_rl.store.rundir import (
+    GRACE_S,
+    TABLES,
+    Epoch,
+    RunDir,
+    epoch_of,
+    fence,
+    journal_files,
+    part_name,
+    sequence_of,
+    stem_of,
+)
+from hermes_rl.trajectory import fold
 from hermes_rl.usage import UsageTotal
+
+_decode_live = msgspec.json.Decoder(LiveLine).decode
+_decode_dispatch = msgspec.json.Decoder(Dispatched).decode
+
+
+@dataclass
+class Lost:
+    """Finds the lost attempts in journal folders and makes one row of each.
+
+    Args:
+        recorded: whether an attempt already has its row.
+        cause: `driver_lost` or `worker_lost`.
+        run_id, config_hash: for rows of attempts that never began.
+        sound: False takes damaged lines for absent (repair).
+    """
+
+    recorded: Callable[[AttemptKey], bool]
+    cause: str
+    run_id: str
+    config_hash: str
+    sound: bool = True
+    found: set[AttemptKey] = field(default_factory=set)
+    """Keys of all attempts that were given a row."""
+
+    def live(self, path: Path) -> Iterator[Finished]:
+        """Rows of the lost attempts of one live file. Raises: DamagedFile."""
+        at = path.stat().st_mtime
+        for events in self._attempts(path):
+            begun = events[0]
+            assert isinstance(begun, Begun)
+            yield self._row(begun, events, at)
+
+    def dispatched(self, path: Path) -> Iterator[Finished]:
+        """Rows of attempts that were sent and left no live line. Raises: DamagedFile."""
+        for payload in payloads(path, sound=self.sound):
+            line = _decode_dispatch(payload)
+            if line.key not in self.found and not self.recorded(line.key):
+                yield self.never_begun(line)
+
+    def never_begun(self, line: Dispatched) -> Finished:
+        """The row of an attempt of which only the dispatch is known."""
+        begun = line.begun(self.run_id, self.config_hash)
+        return self._row(begun, [begun], line.at)
+
+    def _row(self, begun: Begun, events: list[Event], at: float) -> Finished:
+        from hermes_rl.segments import with_segments  # few starts have such a row to make
+
+        self.found.add(begun.key)
+        # An end without its `done` line was never reported: the attempt counts as cut.
+        kept = [e for e in events if not isinstance(e, Ended)]
+        row, segments = with_segments(kept, fold(kept, lost=self.cause, at=at))
+        return Finished(key=begun.key, row=row, segments=segments)
+
+    def _attempts(self, path: Path) -> Iterator[list[Event]]:
+        attempts: dict[int, list[Event]] = {}
+        for payload in payloads(path, sound=self.sound):
+            try:
+                line = _decode_live(payload)
+            except msgspec.ValidationError:
+                continue  # a sound line with a value that JSON cannot hold, such as NaN
+            if isinstance(line.e, Begun):
+                if line.e.key not in self.found and not self.recorded(line.e.key):
+                    attempts[line.a] = [line.e]
+            elif line.a in attempts:
+                attempts[line.a].append(line.e)
+        yield from attempts.values()
+
 
 LOST_ROWS_PER_BATCH = 1000
 
@@ -141,7 +219,7 @@ class Recovery:
     def publish_cut(self, writer: str) -> None:
         """R4 for what is no attempt: rows for the calls of a driver's own that were cut."""
         with self._quarantine(writer):
-            rows = cut_questions(self.run_dir, writer, sound=self._sound)
+            rows = cut_rows(self.run_dir, writer, sound=self._sound)
         if rows:
             self.publish_own(rows)
 
@@ -150,7 +228,7 @@ class Recovery:
         folder = self.run_dir.writer_path(self._driver)
         sequence = next(self._sequence)
         folder.mkdir(exist_ok=True)
-        self.run_dir.storage.sync_folder(folder.parent)
+        self.run_dir.storage.sync_path(folder.parent)
         done = self._write_done(folder / f"done-{sequence}.jsonl", batch)
         self.run_dir.crash("recover-4-written")
         commit = publish_batch(self.run_dir, done, f"{self._driver}-{sequence}")
@@ -201,7 +279,7 @@ class Recovery:
     def _write_done(self, path: Path, batch: Sequence[Finished | Derived]) -> Path:
         file = AppendFile(path, self.run_dir.crash, "attempt-3-done")
         try:
-            self.run_dir.storage.sync_folder(path.parent)
+            self.run_dir.storage.sync_path(path.parent)
             for line in batch:
                 file.append(msgspec.json.encode(line))
             self.run_dir.storage.sync(file.fileno())
@@ -216,31 +294,20 @@ class Recovery:
             if re.match(beginning, name) and not (self.run_dir.path / "tmp" / name).is_dir():
                 self.run_dir.storage.delete(f"tmp/{name}")
 
-    def _quarantine(self, writer: str) -> _Quarantine:
-        return _Quarantine(self.run_dir, writer)
-
-
-class _Quarantine:
-    """Moves a damaged journal file aside and says where."""
-
-    def __init__(self, run_dir: RunDir, writer: str) -> None:
-        self._run_dir = run_dir
-        self._writer = writer
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, DamagedFile):
-            return
-        folder = self._run_dir.path / "quarantine" / self._writer
-        folder.mkdir(parents=True, exist_ok=True)
-        os.rename(error.path, folder / error.path.name)
-        self._run_dir.storage.sync_folder(folder)
-        raise StoreError(
-            f"{error}. It was moved to {folder / error.path.name}; "
-            f"`hermes-rl check {self._run_dir.path} --repair` saves its good lines"
-        ) from error
+    @contextmanager
+    def _quarantine(self, writer: str) -> Iterator[None]:
+        """Move a damaged journal file aside, and report where it is."""
+        try:
+            yield
+        except DamagedFile as error:
+            folder = self.run_dir.path / "quarantine" / writer
+            folder.mkdir(parents=True, exist_ok=True)
+            os.rename(error.path, folder / error.path.name)
+            self.run_dir.storage.sync_path(folder)
+            raise StoreError(
+                f"{error}. It was moved to {folder / error.path.name}; "
+                f"`hermes-rl check {self.run_dir.path} --repair` saves its good lines"
+            ) from error
 
 
 def quarantined(run_dir: RunDir) -> list[Path]:
@@ -268,53 +335,17 @@ def _apply(ledger: Ledger, commit: Commit) -> None:
         ledger.apply(key.unit_id, key.attempt, done=outcome.done, cause=outcome.cause)
 
 
-class Seconds(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a row's timing."""
-
-    total_s: float
+_decode_figures = msgspec.json.Decoder(FinishedFigures).decode
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a receipt says of a row beside how it ended; the names are the row's own."""
-
-    task_id: str
-    repeat: int
-    reward: float | None
-    turns: int
-    usage: UsageTotal
-    cost_usd: float | None
-    unpriced_calls: int
-    timing: Seconds
-    error: str | None
-
-
-class _Line(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a `done` line."""
-
-    key: AttemptKey
-    row: Figures
-
-
-_decode_line = msgspec.json.Decoder(_Line).decode
-
-
-def figures_of(finished: Finished) -> Figures:
-    """The figures of rows that are at hand."""
-    return msgspec.convert(finished.row, Figures, from_attributes=True)
-
-
-def figures_in(run_dir: RunDir, writer: str, wanted: Container[AttemptKey]) -> Read:
-    """The figures of a writer's finished rows that are not published yet."""
-    found = {}
-    for done in journal_files(run_dir.writer_path(writer), "done"):
-        for payload in payloads(done, sound=False):
-            line = _decode_line(payload)
-            if line.key in wanted:
-                found[line.key] = line.row
-    return found
-
-
-Read = dict[AttemptKey, Figures]
+def unpublished_receipts(run_dir: RunDir, writer: str) -> dict[AttemptKey, Receipt]:
+    """The receipts of a writer's finished attempts whose rows are not published yet."""
+    lines = (
+        _decode_figures(payload)
+        for done in journal_files(run_dir.writer_path(writer), "done")
+        for payload in payloads(done, sound=False)
+    )
+    return {line.key: receipt_of(line, writer) for line in lines}
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -325,8 +356,28 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     end_reason: str
     cause: str | None
     fatal_command: str | None = None
-    figures: Figures | None = None
-    """None where only the commit was at hand."""
+
+    def receipt(self, writer: str) -> Receipt:
+        """A receipt where only the commit is at hand: its figures are in the table alone."""
+        failed = "cancelled" if self.end_reason == self.cause else "failed"
+        return Receipt(
+            unit_id=self.key.unit_id,
+            epoch=self.key.epoch,
+            attempt=self.key.attempt,
+            writer=writer,
+            task_id="",
+            repeat=0,
+            status="ok" if self.done else failed,
+            end_reason=self.end_reason,
+            cause=self.cause,
+            reward=None,
+            turns=0,
+            usage=UsageTotal(),
+            cost_usd=None,
+            unpriced_calls=0,
+            seconds=0.0,
+            fatal_command=self.fatal_command,
+        )
 
 
 def outcomes(commit: Commit) -> Iterator[Outcome]:
@@ -357,7 +408,7 @@ def finals(run_dir: RunDir, unit_id: str) -> list[tuple[str, AttemptKey]]:
 
 
 def twice_message(run_dir: RunDir, unit_id: str) -> str:
-    """The line for a unit that is finished more than once: both keys and the mend."""
+    """The line for a unit that is finished more than once: both keys and what to do."""
     keys = [f"epoch {k.epoch} attempt {k.attempt} ({s})" for s, k in finals(run_dir, unit_id)]
     return (
         f"{run_dir.path}: unit {unit_id} is finished more than once: {' and '.join(keys)}. "

@@ -1,10 +1,11 @@
-"""What stands in a `done` file: the rows of a finished attempt, or rows made from other rows."""
+"""The content of `done` files: rows of a finished attempt, with its receipt, or derived rows."""
 
 from __future__ import annotations
 
 import msgspec
 
 from hermes_rl.events import AttemptKey, RewardPart
+from hermes_rl.ports import Receipt
 from hermes_rl.record import Call, Segment, Timestamp, Trajectory
 from hermes_rl.usage import UsageTotal
 
@@ -19,6 +20,69 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     fatal_command: str | None = None
     """Names the tool call under which the attempt's sandbox died. No column of the row: the commit
     keeps it, so that the next attempt is told, also after a restart."""
+
+
+class _Seconds(msgspec.Struct, frozen=True, kw_only=True):
+    total_s: float
+
+
+class _CallCost(msgspec.Struct, frozen=True, kw_only=True):
+    cost_usd: float | None
+
+
+class _Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """The columns of a `Trajectory` that its receipt needs."""
+
+    task_id: str
+    repeat: int
+    status: str
+    end_reason: str
+    cause: str | None
+    reward: float | None
+    turns: int
+    usage: UsageTotal
+    calls: list[_CallCost]
+    cost_usd: float | None
+    unpriced_calls: int
+    timing: _Seconds
+    error: str | None
+
+
+class FinishedFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a `Finished` line that its receipt needs."""
+
+    key: AttemptKey
+    row: _Figures
+    fatal_command: str | None = None
+
+
+TEXT_CHARS = 400
+"""Of the two texts in a receipt: at four bytes a character they still leave it under 4 KB."""
+
+
+def receipt_of(finished: Finished | FinishedFigures, writer: str) -> Receipt:
+    """The receipt of a finished attempt, under 4 KB whatever the row holds."""
+    key, row = finished.key, finished.row
+    costs = [call.cost_usd for call in row.calls if call.cost_usd is not None]
+    return Receipt(
+        unit_id=key.unit_id,
+        epoch=key.epoch,
+        attempt=key.attempt,
+        writer=writer,
+        task_id=row.task_id[:TEXT_CHARS],
+        repeat=row.repeat,
+        status=row.status,
+        end_reason=row.end_reason,
+        cause=row.cause,
+        reward=row.reward,
+        turns=row.turns,
+        usage=row.usage,
+        cost_usd=row.cost_usd if row.cost_usd is not None or not costs else sum(costs),
+        unpriced_calls=row.unpriced_calls,
+        seconds=row.timing.total_s,
+        error=row.error[:TEXT_CHARS] if row.error else None,
+        fatal_command=finished.fatal_command,
+    )
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):

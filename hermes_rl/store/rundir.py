@@ -1,4 +1,4 @@
-"""The folder of a run: its names, its lock and its epochs (the layout of the commit protocol)."""
+"""The folder of a run: its tables, names, lock and epochs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,18 @@ import msgspec
 from hermes_rl.errors import DiskFull, StoreError, UserError
 from hermes_rl.locks import lock_within
 from hermes_rl.store.crash import CrashHook
-from hermes_rl.store.disk import LocalStorage, one_line_errors
-from hermes_rl.store.lines import check_digest
-from hermes_rl.store.processes import Held, read_holder
-from hermes_rl.store.version import SCHEMA_VERSION, TABLES
+from hermes_rl.store.files import Storage, check_digest, one_line_errors
+from hermes_rl.store.processes import Held, read_holder, this_process
 
+SCHEMA_VERSION = 1
+"""Of the tables and the journal. A run directory of a higher version is refused."""
+
+TABLES = ("segments", "subagents", "failures", "trajectories", "grades", "groups")
+"""All tables, in the order in which a batch publishes them: what is made from other rows comes
+after the rows that say `done`."""
+
+
+DISPATCH_FILE = "dispatch.jsonl"
 FOLDERS = ("epochs", "journal", "commits", "tmp", *TABLES)
 _STEM = re.compile(r"(\d+-[A-Za-z0-9_.]+-\d+)")
 
@@ -68,7 +75,7 @@ class RunDir:
             )
         self.path = Path(path)
         self.crash = CrashHook.from_environment()
-        self.storage = LocalStorage(self.path, self.crash, fsync_delay_s)
+        self.storage = Storage(self.path, self.crash, fsync_delay_s)
 
     def create(self) -> None:
         """Make the folders.
@@ -85,10 +92,10 @@ class RunDir:
                     )
             for folder in FOLDERS:
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
-            self.storage.sync_folder(self.path)
+            self.storage.sync_path(self.path)
             above = self.path.absolute().parent
             if os.access(above, os.R_OK):
-                self.storage.sync_folder(above)
+                self.storage.sync_path(above)
             if not os.access(self.path, os.W_OK):
                 raise PermissionError(13, "Permission denied")
         except OSError as error:
@@ -194,6 +201,16 @@ def epoch_of(writer: str) -> int:
     return int(writer.partition("-")[0])
 
 
+def journal_files(folder: Path, kind: str) -> list[Path]:
+    """The `done`, `live`, `asked` or `dispatch` files of a journal folder, by number. Other files
+    are not ours: a file system may leave some (`.nfs...`)."""
+    if kind == "dispatch":
+        path = folder / DISPATCH_FILE
+        return [path] if path.exists() else []
+    found = [p for p in folder.glob(f"{kind}-*.jsonl") if re.fullmatch(r".*-\d+", p.stem)]
+    return sorted(found, key=sequence_of)
+
+
 def sequence_of(done: Path) -> int:
     """The number in `done-S.jsonl` or `live-K.jsonl`."""
     return int(done.stem.rpartition("-")[2])
@@ -220,3 +237,46 @@ def order_of(stem: str) -> tuple[int, int, str, int]:
         return 0, -1, stem, 0
     epoch, kind, number, rest, sequence = found.groups()
     return int(epoch), int(number or -1), kind + rest, int(sequence)
+
+
+GRACE_S = 10.0
+"""A writer whose driver is gone gets this long to end by itself, and once killed to be gone."""
+
+LEASE_S = 30.0
+"""The lease of a writer whose `alive` does not say it."""
+
+
+class NotFenced(StoreError):
+    """A writer still holds its journal, although it had time to end, was killed, or its lease is
+    over."""
+
+
+def fence(run_dir: RunDir, writer: str, *, grace_s: float = GRACE_S) -> None:
+    """Return once the writer cannot write any more. Blocking: for threads.
+
+    Waits for the grace, then kills a local process by pid and start time, but not this one. A
+    process on another machine gets until its own lease has ended, and the grace once more.
+    Raises: NotFenced when the writer still holds its journal after that.
+    """
+    path = run_dir.writer_path(writer) / "alive"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        if lock_within(fd, grace_s):
+            return
+        holder = read_holder(fd)
+        if holder is not None and holder == this_process(holder.lease_s):
+            raise NotFenced(
+                f"{run_dir.path}: writer {writer} of this process still waits for its disk. "
+                "What it finished is published when that answers, or by the next start"
+            )
+        if holder is not None:
+            holder.kill()
+        lease_s = holder.lease_s if holder and holder.lease_s is not None else LEASE_S
+        if not lock_within(fd, GRACE_S if holder and holder.local else lease_s + grace_s):
+            who = f"process {holder.pid} on {holder.host}" if holder else "another process"
+            raise NotFenced(f"{run_dir.path}: writer {writer} ({who}) still runs; stop it first")
+    finally:
+        os.close(fd)  # its owner is dead by now, and its name is never used again

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from hermes_rl.record import Segment, Trajectory
 from hermes_rl.store.rows import Grade, Group, Metric
-from hermes_rl.store.version import SCHEMA_VERSION
+from hermes_rl.store.rundir import SCHEMA_VERSION
 
 VERSION_KEY = "hermes_rl.schema_version"
 """Key in the metadata of every Parquet file."""

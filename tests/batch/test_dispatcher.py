@@ -12,7 +12,6 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from batch_runner.books import Books
 from batch_runner.dispatcher import ALONE_SLOTS, START_TRIES, Dispatcher, Fleet
 from batch_runner.plan import Plan, PlanRules
 from batch_runner.ports import WorkerLost
@@ -24,8 +23,8 @@ from hermes_rl.errors import StoreError, UserError
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.sources import read_rows
 from hermes_rl.store.driver import Driver, OpenOptions, open_run
-from hermes_rl.store.fence import NotFenced
 from hermes_rl.store.processes import ProcessId
+from hermes_rl.store.rundir import NotFenced
 from hermes_rl.usage import UsageTotal
 
 HASH = "c" * 64
@@ -92,7 +91,7 @@ class Worker:
 
 @dataclass
 class Rig:
-    """Factory, journal, listener and source in one."""
+    """Factory, driver, listener and source in one."""
 
     workers: dict[int, Worker] = field(default_factory=dict)
     """By number; another one is made where there is none."""
@@ -130,7 +129,7 @@ class Rig:
     def dispatch(self, item: WorkItem, writer: str) -> None:
         self.sent.setdefault(writer, {})[item.unit_id] = item
 
-    async def recover(self, writer: str, cause: str) -> list[Receipt]:
+    async def recover_worker(self, writer: str, cause: str) -> list[Receipt]:
         if writer in self.unfenced:
             raise self.unfenced[writer]
         self.recovered.append((writer, cause))
@@ -351,7 +350,7 @@ async def test_a_run_stops_for_a_worker_that_cannot_be_fenced_once_all_else_is_d
     def make_source(driver: Driver) -> RunSource:
         reader = UnitReader(read_rows(rows), HASH, repeats=1)
         plan = Plan(reader, PlanRules(HASH, 0, driver.epoch), driver.ledger)
-        return RunSource(plan, Books(driver), Sink(), driver.ledger)
+        return RunSource(plan, driver, Sink(), driver.ledger)
 
     rig = Rig(workers={1: Worker("1-1", mortal=True)})
     async with await open_run(tmp_path / "run", {}, None, options) as driver:
@@ -362,8 +361,7 @@ async def test_a_run_stops_for_a_worker_that_cannot_be_fenced_once_all_else_is_d
             fcntl.flock(held, fcntl.LOCK_EX)
             source, listener = make_source(driver), cast(Any, rig)
             async with asyncio.timeout(30):
-                books, fleet = Books(driver), Fleet(2, 2)
-                await Dispatcher(listener, books, fleet, listener).run(source)
+                await Dispatcher(listener, driver, Fleet(2, 2), listener).run(source)
             assert source.stop is not None
             assert source.stop.cause == "worker_lost"
             assert "writer 1-1 (process 7 on there) still runs" in source.stop.detail

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_runner.wire import Reply, decode_reply, encode_reply, receipt_of
+from batch_runner.wire import Reply, decode_reply, encode_reply
 from hermes_rl.events import AttemptKey, Begun, Ended
-from hermes_rl.store.rows import Finished
+from hermes_rl.store.rows import Finished, receipt_of
 from hermes_rl.trajectory import fold
 
 KEY = AttemptKey(unit_id="f" * 32, epoch=2**31, attempt=2**31)

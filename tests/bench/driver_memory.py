@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batch_runner.books import Books
 from batch_runner.dispatcher import Dispatcher, Fleet
 from batch_runner.plan import Plan, PlanRules
 from batch_runner.sink import Sink
@@ -143,9 +142,8 @@ async def drive(driver: Driver, units: int, readings: Readings) -> None:
     """A whole run with stand-ins."""
     reader = UnitReader(read_rows(dataset(units)), CONFIG_HASH, repeats=1)
     plan = Plan(reader, PlanRules(CONFIG_HASH, 0, driver.epoch), driver.ledger)
-    books = Books(driver)
-    source = RunSource(plan, books, Sink((readings,)), driver.ledger)
-    await Dispatcher(StandIns(), books, Fleet(2, CONCURRENCY), Deaf()).run(source)
+    source = RunSource(plan, driver, Sink((readings,)), driver.ledger)
+    await Dispatcher(StandIns(), driver, Fleet(2, CONCURRENCY), Deaf()).run(source)
 
 
 async def over_a_run(units: int) -> dict[str, float]:

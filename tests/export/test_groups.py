@@ -17,8 +17,7 @@ from hermes_rl.export import FORMATS, ExportOptions, export_run
 from hermes_rl.identity import trajectory_id
 from hermes_rl.rl.advantages import grpo
 from hermes_rl.store.driver import open_run
-from hermes_rl.store.journal import JournalWriter
-from hermes_rl.store.publisher import Publisher
+from hermes_rl.store.journal import JournalWriter, Publisher
 from hermes_rl.store.rows import Derived, Finished, Group
 from hermes_rl.usage import UsageTotal
 

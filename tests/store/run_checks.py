@@ -12,14 +12,12 @@ import pyarrow.parquet as pq
 from scripted_driver import Plan
 
 from hermes_rl.store.commit import read_commits
-from hermes_rl.store.lines import payloads
+from hermes_rl.store.files import payloads
 from hermes_rl.store.parts import file_sha256
 from hermes_rl.store.reader import load_run
 from hermes_rl.store.recovery import outcomes
-from hermes_rl.store.replay import journal_files
-from hermes_rl.store.rundir import RunDir
+from hermes_rl.store.rundir import TABLES, RunDir, journal_files
 from hermes_rl.store.schema import schema_of
-from hermes_rl.store.version import TABLES
 
 Key = tuple[str, int, int]
 

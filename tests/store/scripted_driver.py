@@ -26,8 +26,7 @@ import pyarrow.parquet  # noqa: F401
 
 import hermes_rl.store.parts  # noqa: F401
 from hermes_rl.store.driver import Driver, OpenOptions, open_run
-from hermes_rl.store.journal import JournalWriter, SealPolicy
-from hermes_rl.store.publisher import Publisher
+from hermes_rl.store.journal import JournalWriter, Publisher, SealPolicy
 from hermes_rl.store.stats import write_stats
 
 ROWS_PER_BATCH = 3

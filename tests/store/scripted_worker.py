@@ -9,8 +9,7 @@ import sys
 
 import made_up
 
-from hermes_rl.store.journal import JournalWriter
-from hermes_rl.store.publisher import Publisher
+from hermes_rl.store.journal import JournalWriter, Publisher
 from hermes_rl.store.rundir import RunDir
 
 

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from batch_runner.report import Report
-from hermes_rl.store.caching import cache_counts, cache_shares
-from hermes_rl.store.summary import Summary
+from hermes_rl.store.summary import Summary, cache_counts, cache_shares
 
 
 def call(sent: int | None, read: int | None, **fields: Any) -> dict[str, Any]:

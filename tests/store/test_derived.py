@@ -14,12 +14,11 @@ import pytest
 from hermes_rl.events import RewardPart
 from hermes_rl.store.commit import read_commits
 from hermes_rl.store.crash import CRASH_VARIABLE
-from hermes_rl.store.derived import derived_book
+from hermes_rl.store.derived import open_derived_writer
 from hermes_rl.store.driver import open_run
-from hermes_rl.store.reader import load_run
+from hermes_rl.store.reader import in_flight, load_run
 from hermes_rl.store.rows import Derived, Grade, Group
 from hermes_rl.store.rundir import RunDir
-from hermes_rl.store.watch import in_flight
 from hermes_rl.usage import UsageTotal
 
 
@@ -132,15 +131,17 @@ def grades_of(run_path: Path) -> list[str]:
 
 async def test_a_book_takes_rows_one_by_one_and_publishes_them_together(run_path: Path) -> None:
     async with await open_run(run_path, made_up.CONFIG) as driver:
-        async with derived_book(driver) as book:
+        async with open_derived_writer(driver.run_dir, driver.epoch) as book:
             for number in range(3):
                 await book.add(Derived(grades=(grade(number),)))
                 assert len(grades_of(run_path)) == number + 1, "durable, and shown at once"
             assert driver.run_dir.parts("grades") == []
         assert len(driver.run_dir.parts("grades")) == 1
-        async with derived_book(driver) as book:  # of a name of its own
+        async with open_derived_writer(
+            driver.run_dir, driver.epoch
+        ) as book:  # of a name of its own
             await book.add(Derived(grades=(grade(3),)))
-        async with derived_book(driver):
+        async with open_derived_writer(driver.run_dir, driver.epoch):
             pass
     assert grades_of(run_path) == ["t0", "t1", "t2", "t3"]
     assert RunDir(run_path).writers() == []
@@ -148,10 +149,13 @@ async def test_a_book_takes_rows_one_by_one_and_publishes_them_together(run_path
 
 
 async def test_files_of_answered_questions_go_while_others_are_open(run_path: Path) -> None:
-    async with await open_run(run_path, made_up.CONFIG) as driver, derived_book(driver) as book:
+    async with (
+        await open_run(run_path, made_up.CONFIG) as driver,
+        open_derived_writer(driver.run_dir, driver.epoch) as book,
+    ):
         folder = run_path / "journal" / "1-derived0"
         long = [msgspec.structs.replace(grade(n), error="x" * 2**20) for n in range(34)]
-        asked = [book.ask(Derived(grades=(one,))) for one in long]
+        asked = [book.begin(Derived(grades=(one,))) for one in long]
         assert len(list(folder.glob("asked-*"))) == 3
         for question in asked[1:]:
             await book.add(None, question)
@@ -176,7 +180,10 @@ def test_a_book_that_is_killed_has_lost_nothing_that_it_took(run_path: Path, poi
 
 
 async def fill_book(run_path: Path) -> None:
-    async with await open_run(run_path, made_up.CONFIG) as driver, derived_book(driver) as book:
+    async with (
+        await open_run(run_path, made_up.CONFIG) as driver,
+        open_derived_writer(driver.run_dir, driver.epoch) as book,
+    ):
         await book.add(Derived(grades=(grade(1),)))
 
 
@@ -201,7 +208,7 @@ async def test_the_newest_row_is_the_last_written_whatever_the_clock_said(run_pa
             graded = msgspec.structs.replace(grade(1), reward=float(number), graded_at=50 - number)
             rows = Derived(groups=(group(1, at=100 - number, size=number),), grades=(graded,))
             if number == 11:
-                async with derived_book(driver) as book:
+                async with open_derived_writer(driver.run_dir, driver.epoch) as book:
                     await book.add(rows)
             await driver.publish(Derived(groups=(group(1, at=1, size=99),))) if number < 3 else None
             if number < 11:

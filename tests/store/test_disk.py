@@ -14,11 +14,9 @@ from scripted_driver import Plan
 
 from hermes_rl.errors import DiskFull
 from hermes_rl.store.crash import CrashHook
-from hermes_rl.store.disk import AppendFile
 from hermes_rl.store.driver import OpenOptions, open_run
-from hermes_rl.store.journal import JournalWriter
-from hermes_rl.store.lines import payloads
-from hermes_rl.store.publisher import Publisher
+from hermes_rl.store.files import AppendFile, payloads
+from hermes_rl.store.journal import JournalWriter, Publisher
 from hermes_rl.store.reader import load_run
 
 HERE = Path(__file__).parent
@@ -28,7 +26,7 @@ import resource, signal, sys
 from pathlib import Path
 from hermes_rl.errors import DiskFull
 from hermes_rl.store.crash import CrashHook
-from hermes_rl.store.disk import AppendFile
+from hermes_rl.store.files import AppendFile
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 file = AppendFile(Path(sys.argv[1]), CrashHook(), "attempt-3-done")

@@ -7,11 +7,11 @@ from made_up import Play
 
 from hermes_rl.store.commit import publish_batch
 from hermes_rl.store.crash import CrashHook
-from hermes_rl.store.disk import LocalStorage
+from hermes_rl.store.files import Storage
 from hermes_rl.store.rundir import RunDir
 
 
-class Noting(LocalStorage):
+class Noting(Storage):
     """Notes which folders were made durable while `done` was still there."""
 
     def __init__(self, root: Path, done: Path) -> None:
@@ -19,8 +19,8 @@ class Noting(LocalStorage):
         self.done = done
         self.synced: list[str] = []
 
-    def sync_folder(self, path: Path) -> None:
-        super().sync_folder(path)
+    def sync_path(self, path: Path) -> None:
+        super().sync_path(path)
         if self.done.exists():
             self.synced.append(path.name)
 

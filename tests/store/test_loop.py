@@ -9,8 +9,7 @@ import made_up
 import pytest
 
 from hermes_rl.store.driver import OpenOptions, open_run
-from hermes_rl.store.journal import JournalWriter, SealPolicy
-from hermes_rl.store.publisher import Publisher
+from hermes_rl.store.journal import JournalWriter, Publisher, SealPolicy
 from hermes_rl.store.rundir import RunDir
 
 ATTEMPTS = 64

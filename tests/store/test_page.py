@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from hermes_rl.errors import CAUSES, ENDINGS
 from hermes_rl.store.ledger import Ledger
-from hermes_rl.store.page import page
-from hermes_rl.store.stats import compute_stats
+from hermes_rl.store.stats import compute_stats, page
 from hermes_rl.store.summary import Summary
 
 _VOID = {"meta"}

@@ -12,8 +12,7 @@ import run_checks as checks
 from made_up import Play, attempt
 
 from hermes_rl.store.driver import open_run
-from hermes_rl.store.journal import JournalWriter, SealPolicy
-from hermes_rl.store.publisher import Publisher
+from hermes_rl.store.journal import JournalWriter, Publisher, SealPolicy
 from hermes_rl.store.reader import load_run
 
 

@@ -13,11 +13,10 @@ from made_up import attempt
 
 from hermes_rl.errors import StoreError, UserError
 from hermes_rl.store.driver import OpenOptions, open_run
-from hermes_rl.store.journal import JournalWriter
-from hermes_rl.store.publisher import Publisher
+from hermes_rl.store.journal import JournalWriter, Publisher
 from hermes_rl.store.reader import load_run
+from hermes_rl.store.rundir import TABLES
 from hermes_rl.store.schema import schema_of
-from hermes_rl.store.version import TABLES
 
 
 async def test_a_run_is_written_read_and_resumed(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ import run_checks as checks
 from hermes_rl.errors import StoreError
 from hermes_rl.store.commit import publish_batch
 from hermes_rl.store.driver import OpenOptions, open_run
-from hermes_rl.store.journal import JournalWriter
-from hermes_rl.store.publisher import Publisher
+from hermes_rl.store.journal import JournalWriter, Publisher
 from hermes_rl.store.reader import load_run
 
 OPTIONS = OpenOptions(grace_s=0.05)

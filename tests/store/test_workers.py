@@ -65,19 +65,19 @@ async def test_a_worker_dies_under_a_running_driver(run_path: Path, crash_at: st
 
         news = await driver.recover_worker("1-1")
         assert driver.in_flight == 0
-        finished = {o.key.unit_id for o in news if o.done}
-        lost = {o.key.unit_id for o in news if o.cause == "worker_lost"}
+        finished = {r.unit_id for r in news if r.status == "ok"}
+        lost = {r.unit_id for r in news if r.cause == "worker_lost"}
         assert len(news) == len(finished) + len(lost)
-        for outcome in news:
-            (number,) = (n for n in range(6) if made_up.unit(n) == outcome.key.unit_id)
-            if outcome.figures is None:
+        for receipt in news:
+            (number,) = (n for n in range(6) if made_up.unit(n) == receipt.unit_id)
+            if not receipt.task_id:
                 assert crash_at.startswith("publish-9"), "its row was at hand"
                 continue
-            assert outcome.figures.task_id == f"task-{number // 4}"
-            if outcome.done:
+            assert receipt.task_id == f"task-{number // 4}"
+            if receipt.status == "ok":
                 row = made_up.row(number)
-                assert outcome.figures.usage == row.usage
-                assert (outcome.figures.reward, outcome.figures.turns) == (row.reward, row.turns)
+                assert receipt.usage == row.usage
+                assert (receipt.reward, receipt.turns) == (row.reward, row.turns)
         assert {made_up.unit(int(t.split(":")[0])) for t in told[-1:]} <= finished
         for number in range(6):
             unit = made_up.unit(number)

@@ -20,8 +20,7 @@ from hermes_rl.record import Segment
 from hermes_rl.rl.groups import gather, make_group
 from hermes_rl.store.commit import Commit
 from hermes_rl.store.driver import Driver, open_run
-from hermes_rl.store.journal import JournalWriter
-from hermes_rl.store.publisher import Publisher
+from hermes_rl.store.journal import JournalWriter, Publisher
 from hermes_rl.store.reader import Run
 from hermes_rl.store.rows import Derived, Finished, Group
 from hermes_rl.store.stats import write_stats

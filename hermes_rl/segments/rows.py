@@ -1,19 +1,115 @@
-"""The rows of table `segments`, from a rollout's branches."""
+"""The rows of table `segments`, from a rollout's branches, and whether each may be trained on."""
 
 from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from hermes_rl.events import TokensAdded, unpack_logprobs
+from hermes_rl.models.base import LogprobsKind
+from hermes_rl.models.tokens.engines.base import LOWEST
 from hermes_rl.models.tokens.graph import Stretch
 from hermes_rl.record import Segment, Trajectory
-from hermes_rl.segments.branches import Branch, Branches
-from hermes_rl.segments.calls import CallFacts, Happened, version_number
-from hermes_rl.segments.trainable import Exclusion, common, exclusion, sound
+from hermes_rl.segments.branches import Branch, Branches, CallFacts, Happened, version_number
 
+Exclusion = Literal[
+    "failed",
+    "discarded",
+    "aborted",
+    "summary",
+    "retokenized",
+    "mixed_models",
+    "no_logprobs",
+    "bad_logprobs",
+    "unknown_logprobs",
+    "constrained_logprobs",
+    "raw_logprobs",
+]
+"""Why a segment is not trainable: its attempt failed; its answer was thrown away, given up by the
+engine, or a summary for a new context; ids come from a text that was tokenised again; its calls
+went to several models, or were tokenised in several ways; logprobs are absent, or none (over 0, not
+finite); nobody knows what they are of; a grammar cut what they are of; they are the model's own,
+and sampling was not plainly from that (temperature 1, and neither filters nor penalties)."""
+
+NOISE = 1e-4
+"""A logprob may be above 0 by this much: float32 sums over a large vocabulary are no more exact."""
+
+
+def sound(values: Sequence[float]) -> list[float | None]:
+    """Logprobs as they are stored; None for what is none. vLLM writes `LOWEST`, and SGLang the
+    lowest float, in the place of minus infinity."""
+    if all(LOWEST < v <= 0.0 for v in values):
+        return list(values)
+    return [min(v, 0.0) if LOWEST < v <= NOISE else None for v in values]
+
+
+def exclusion(
+    ok: bool, own: Sequence[CallFacts], path: Sequence[tuple[CallFacts, TokensAdded]]
+) -> Exclusion | None:
+    """Why a branch is not trainable; None when it is.
+
+    Args:
+        ok: the rollout has a row in `trajectories`.
+        own: the branch's own calls.
+        path: all calls with answers on its path, and what they added.
+    """
+    if not ok:
+        return "failed"
+    aside = next((call.aside for call in own if call.aside is not None), None)
+    if aside is not None:
+        return aside
+    if any(added.source == "retokenized" for _, added in path):
+        return "retokenized"
+    makers = {(call.model, a.tokenizer_hash) for call, a in path}
+    if len(makers) > 1:
+        return "mixed_models"
+    found: Exclusion | None = next(filter(None, (_logprobs(added) for _, added in path)), None)
+    if found is None and len({added.logprobs_kind for _, added in path}) > 1:
+        return "unknown_logprobs"
+    return found
+
+
+_OF_KIND: dict[LogprobsKind, Exclusion] = {
+    "unknown": "unknown_logprobs",
+    "constrained": "constrained_logprobs",
+}
+
+
+def _logprobs(added: TokensAdded) -> Exclusion | None:
+    if added.logprobs is None:
+        return "no_logprobs"
+    if added.logprobs_kind == "sampling":
+        return None
+    if added.logprobs_kind == "raw":
+        return None if plainly_sampled(added) else "raw_logprobs"
+    return _OF_KIND[added.logprobs_kind]
+
+
+def plainly_sampled(added: TokensAdded) -> bool:
+    """Whether the model's own distribution was sampled from. All of it must have been sent: servers
+    fill in what a model's files recommend, or what they are used to (llama.cpp: min-p 0.05)."""
+    return (
+        added.temperature == 1.0
+        and added.top_p == 1.0
+        and added.top_k in (-1, 0)
+        and added.min_p == 0
+        and not added.shaped_by
+    )
+
+
+def common(values: Iterable[float | None]) -> float | None:
+    """The one value that all have; None when they differ."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else None
+
+
+_COPIED = (
+    "trajectory_id", "unit_id", "run_id", "task_id", "group_id", "member", "env_name",
+)  # fmt: skip
+"""Columns that a segment has from its rollout."""
 _CUT = "length"
 """Finish reason of an answer that was cut at its output limit."""
 _WORST = ("retokenized", "bridged", "engine")
@@ -84,15 +180,8 @@ class _Maker:
         return self.told.calls[added.call_id], added
 
     def _whose(self, branch: Branch) -> dict[str, Any]:
-        row = self.row_
         return {
-            "trajectory_id": row.trajectory_id,
-            "unit_id": row.unit_id,
-            "run_id": row.run_id,
-            "task_id": row.task_id,
-            "group_id": row.group_id,
-            "member": row.member,
-            "env_name": row.env_name,
+            **{name: getattr(self.row_, name) for name in _COPIED},
             "agent_name": branch.agent,
             "branch_index": branch.number,
             "n_branches": len(self.branches.branches),
@@ -185,6 +274,3 @@ def _ids(data: bytes) -> list[int]:
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers.tolist()
-
-
-__all__ = ["Exclusion", "rows_of"]
