@@ -33,12 +33,11 @@ from hermes_rl.errors import (
 )
 from hermes_rl.identity import trajectory_id
 from hermes_rl.messages import with_unique_ids
-from hermes_rl.models.errors.classify import scrub
-from hermes_rl.models.wire.lenient import clean
 from hermes_rl.ports import WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
 from hermes_rl.tasks import Task
+from hermes_rl.text import clean, scrub
 from hermes_rl.trajectory import fold
 from hermes_rl.wiring import Draw, Workshop
 from hermes_rl.workspaces import Workspaces, state_text

@@ -41,7 +41,6 @@ from hermes_rl.models.played import NoopClient, OracleClient, free
 from hermes_rl.models.providers.exact import embedded_clients, exact_clients, find_plan
 from hermes_rl.models.providers.others import all_keys, other_targets, others_of, reach_others
 from hermes_rl.models.providers.probe import Probed
-from hermes_rl.models.providers.quirks import sendable
 from hermes_rl.models.providers.reach import reach_models
 from hermes_rl.models.providers.routing import (
     Alone,
@@ -61,6 +60,7 @@ from hermes_rl.models.providers.targets import (
 )
 from hermes_rl.models.tokens.engines.base import spelled_out
 from hermes_rl.models.tokens.plan import TokenPlan
+from hermes_rl.models.wire.base import sendable
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.sandboxes.base import SandboxBackend, SandboxSpec
 from hermes_rl.tasks import Task

@@ -14,6 +14,7 @@ from hermes_rl.models.base import Completion, ModelClient, ModelRequest
 from hermes_rl.models.calls.beginnings import Beginning
 from hermes_rl.models.endpoint import Endpoint, Timeouts
 from hermes_rl.models.errors.classify import classify
+from hermes_rl.models.providers.table import quirks_at
 from hermes_rl.models.transports.base import Reply, Transport
 from hermes_rl.models.wire.base import Decoder, Dialect, ReplyHead
 
@@ -187,7 +188,7 @@ DIALECTS: dict[str, tuple[str, str]] = {
     "anthropic_messages": ("anthropic", "AnthropicMessages"),
     "codex_responses": ("responses", "Responses"),
 }
-"""api_mode -> package in `dialects` and class; loaded when a client is made."""
+"""api_mode -> module in `wire` and class; loaded when a client is made."""
 
 
 def _dialect(endpoint: Endpoint) -> Dialect:
@@ -195,10 +196,11 @@ def _dialect(endpoint: Endpoint) -> Dialect:
         raise UserError(
             f"api_mode {endpoint.api_mode!r} is unknown. Use one of {', '.join(DIALECTS)}"
         )
-    package, kind = DIALECTS[endpoint.api_mode]
-    loaded = import_module(f"hermes_rl.models.wire.{package}.dialect")
-    ways = {"quirks": endpoint.quirks} if endpoint.api_mode != "anthropic_messages" else {}
-    dialect: Dialect = getattr(loaded, kind)(endpoint.host, endpoint.secrets, **ways)
+    module, kind = DIALECTS[endpoint.api_mode]
+    loaded = import_module(f"hermes_rl.models.wire.{module}")
+    by_host = endpoint.api_mode == "anthropic_messages"
+    own = endpoint.host if by_host else endpoint.quirks or quirks_at(endpoint.host)
+    dialect: Dialect = getattr(loaded, kind)(own, secrets=endpoint.secrets)
     return dialect
 
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from hermes_rl.errors import UserError
 from hermes_rl.models.key_command import LiveKey
-from hermes_rl.models.providers.quirks import Quirks
+from hermes_rl.models.wire.base import Quirks
 
 TransportName = Literal["http", "sdk"]
 

@@ -20,8 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from hermes_rl.errors import AuthError, UserError
-from hermes_rl.models.errors.classify import scrub
-from hermes_rl.models.wire.lenient import decode_json
+from hermes_rl.text import decode_json, scrub
 
 LIMIT_S = 60.0
 """A command that takes longer is ended."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from hermes_rl.messages import AssistantMessage, Message, ToolCall
 from hermes_rl.models.base import Completion, ModelRequest
-from hermes_rl.models.wire.lenient import encode_json
+from hermes_rl.text import encode_json
 from hermes_rl.usage import Usage
 
 API_MODE = "played"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Completion
-from hermes_rl.models.wire.chat.server import ChatServer
-from hermes_rl.models.wire.server import ServedRequest, ServerDialect
+from hermes_rl.testing.dialects.base import ServedRequest, ServerDialect
+from hermes_rl.testing.dialects.chat import ChatServer
 from hermes_rl.testing.scripts import Step
 from hermes_rl.usage import Usage
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 
-from hermes_rl.models.wire.server import ServedRequest
+from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.testing.faults import REFUSALS, Refusal
 from hermes_rl.testing.limits import (
     Limit,

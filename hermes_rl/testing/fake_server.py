@@ -29,9 +29,9 @@ from typing import Self
 
 import msgspec
 
-from hermes_rl.models.wire.server import ServedRequest, ServerDialect
 from hermes_rl.testing.answers import answer_bytes, completion_of, spoken
 from hermes_rl.testing.conditions import Conditions, limit_headers, needs_of, too_much
+from hermes_rl.testing.dialects.base import ServedRequest, ServerDialect
 from hermes_rl.testing.faults import (
     BREAKS,
     REFUSALS,

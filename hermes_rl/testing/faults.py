@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from hermes_rl.models.wire.server import ServerDialect
+from hermes_rl.testing.dialects.base import ServerDialect
 
 
 class Refusal(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from hermes_rl.messages import UserMessage
-from hermes_rl.models.wire.server import ServedRequest
+from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.testing.faults import Refusal
 
 OUTPUT_CAP = 4096

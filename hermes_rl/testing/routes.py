@@ -7,7 +7,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import NamedTuple
 
-from hermes_rl.models.wire.server import ServerDialect
+from hermes_rl.testing.dialects.base import ServerDialect
 
 
 class Wire(NamedTuple):
@@ -25,15 +25,15 @@ class Wire(NamedTuple):
 
 
 WIRES: dict[str, Wire] = {
-    "/chat/completions": Wire("chat.server", "ChatServer", "chatcmpl-"),
+    "/chat/completions": Wire("chat", "ChatServer", "chatcmpl-"),
     "/messages": Wire(
-        "anthropic.server",
+        "anthropic",
         "AnthropicServer",
         "msg_",
         "request-id",
         "anthropic-ratelimit-requests-remaining",
     ),
-    "/responses": Wire("responses.server", "ResponsesServer", "resp_"),
+    "/responses": Wire("responses", "ResponsesServer", "resp_"),
 }
 """How a route ends -> its wire."""
 
@@ -49,7 +49,7 @@ def wire_of(path: str) -> Wire | None:
 @lru_cache
 def server_dialect(wire: Wire) -> ServerDialect:
     """The server's side of a wire; its module is loaded when the first request comes."""
-    module = import_module(f"hermes_rl.models.wire.{wire.module}")
+    module = import_module(f"hermes_rl.testing.dialects.{wire.module}")
     dialect: ServerDialect = getattr(module, wire.kind)()
     return dialect
 

@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, UserMessage, text_of
-from hermes_rl.models.wire.server import ServedRequest
+from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.usage import Usage
 
 _MARK = re.compile(r"^SCRIPT:\s*(\[.*\])\s*$", re.MULTILINE)

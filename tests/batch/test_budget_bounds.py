@@ -14,8 +14,8 @@ from batch_runner.runner import arun_batch
 from batch_runner.spent import spent_before
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.models.limits.budget import OUTPUT_MAX
-from hermes_rl.models.wire.server import ServedRequest
 from hermes_rl.store.rundir import RunDir
+from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 MAKES = 40_000

@@ -19,12 +19,11 @@ from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMe
 from hermes_rl.models.base import Conversation, ModelRequest, Sampling
 from hermes_rl.models.client import DIALECTS, Endpoint, connect
 from hermes_rl.models.providers.others import other_targets
-from hermes_rl.models.providers.quirks import Quirks
 from hermes_rl.models.providers.targets import targets_by_model
-from hermes_rl.models.wire.lenient import encode_json
-from hermes_rl.models.wire.own_fields import OWN
+from hermes_rl.models.wire.base import OWN, Quirks
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.listening import Connection, Incoming
+from hermes_rl.text import encode_json
 
 PINNED = {"provider": {"order": ["one", "two"], "allow_fallbacks": False}, "service_tier": "flex"}
 OTHER = {"chat_template_kwargs": {"enable_thinking": False}}

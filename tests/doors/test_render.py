@@ -2,7 +2,7 @@
 
 from batch_runner.progress import wrapped
 from hermes_rl.cli.render import visible
-from hermes_rl.models.errors.classify import scrub
+from hermes_rl.text import scrub
 
 
 def test_nothing_that_was_written_commands_the_terminal() -> None:

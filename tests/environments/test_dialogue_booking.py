@@ -14,9 +14,9 @@ from environments.dialogue_booking import guest, rules
 from environments.dialogue_booking.book import DAYS, TIMES
 from hermes_rl.errors import UserError
 from hermes_rl.messages import AssistantMessage, UserMessage, text_of
-from hermes_rl.models.wire.server import ServedRequest
 from hermes_rl.rl import Rollout, Task, ToolUse
 from hermes_rl.rl.trial import atrial, first_tasks, rewards_of, trial
+from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 NAME = "dialogue_booking"

@@ -18,7 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "errors reasons input_errors messages usage identity config config_agent config_endpoint"
         " config_reach config_env config_rows config_yaml tasks trajectory ports events record"
-        " images rows sources doors threads locks",
+        " images rows sources doors threads locks text",
     ),
     ("sandboxes",),
     ("models", "tools", "sessions"),

@@ -19,8 +19,8 @@ from hermes_rl.models.calls.route import Route
 from hermes_rl.models.client import Endpoint, connect
 from hermes_rl.models.limits.limiter import InProcessLimiter
 from hermes_rl.models.wire.base import ReplyHead
-from hermes_rl.models.wire.chat.dialect import ChatCompletions
-from hermes_rl.models.wire.sse import event
+from hermes_rl.models.wire.chat import ChatCompletions
+from hermes_rl.testing.dialects.base import encode_event
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 HERE = str(Path(__file__).parent)
@@ -146,8 +146,8 @@ def answer_with(message, **fields):
 def stream_of(*deltas, finish="stop", done=True):
     chunks = [{"choices": [{"index": 0, "delta": d}]} for d in deltas]
     chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
-    events = [event(json.dumps(c).encode()) for c in chunks]
-    return b"".join(events) + (event(b"[DONE]") if done else b"")
+    events = [encode_event(json.dumps(c).encode()) for c in chunks]
+    return b"".join(events) + (encode_event(b"[DONE]") if done else b"")
 
 
 @pytest.fixture(scope="session")

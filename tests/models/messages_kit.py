@@ -11,9 +11,9 @@ from hermes_rl.messages import (
     UserMessage,
 )
 from hermes_rl.models.base import Conversation, ModelRequest
-from hermes_rl.models.wire.anthropic.dialect import AnthropicMessages
-from hermes_rl.models.wire.anthropic.server import AnthropicServer
+from hermes_rl.models.wire.anthropic import AnthropicMessages
 from hermes_rl.models.wire.base import ReplyHead
+from hermes_rl.testing.dialects.anthropic import AnthropicServer
 
 JSON = {"content-type": "application/json", "request-id": "req_1"}
 SSE = {"content-type": "text/event-stream"}

@@ -7,7 +7,7 @@ import pytest
 from hermes_rl import errors as e
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import TokenCapture
-from hermes_rl.models.wire.sse import event
+from hermes_rl.testing.dialects.base import encode_event
 from hermes_rl.usage import Usage
 
 # Answers: habits of providers
@@ -185,7 +185,7 @@ def test_usage_spellings(kit, usage, expected):
 def test_the_last_of_running_totals_counts(kit):
     chunk = {"choices": [{"delta": {"content": "a"}}]}
     parts = [{**chunk, "usage": {"prompt_tokens": 5, "completion_tokens": n}} for n in (1, 2, 3)]
-    body = b"".join(event(json.dumps(p).encode()) for p in parts) + event(b"[DONE]")
+    body = b"".join(encode_event(json.dumps(p).encode()) for p in parts) + encode_event(b"[DONE]")
     answer = kit.decode(body, kit.SSE, stream=True)
     assert answer.usage == Usage(input_tokens=5, output_tokens=3)
     assert json.loads(answer.usage_raw) == {"prompt_tokens": 5, "completion_tokens": 3}
@@ -195,7 +195,7 @@ def test_an_empty_usage_at_the_end_does_not_take_back_what_was_told(kit):
     counts = {"prompt_tokens": 3, "completion_tokens": 1}
     first = {"choices": [{"delta": {"content": "x"}}], "usage": counts}
     last = {"choices": [{"delta": {}, "finish_reason": "stop"}], "usage": {}}
-    data = b"".join(event(json.dumps(form).encode()) for form in (first, last))
+    data = b"".join(encode_event(json.dumps(form).encode()) for form in (first, last))
     usage = kit.decode(data, kit.SSE, stream=True).usage
     assert usage == Usage(input_tokens=3, output_tokens=1)
 
@@ -253,7 +253,7 @@ def test_unreadable_bodies(kit, body):
 def test_a_stream_must_say_that_it_is_complete(kit, done):
     whole = kit.stream_of({"content": "a"}, done=False)
     assert kit.decode(whole, kit.SSE, stream=True).message.content == "a"
-    cut = event(json.dumps({"choices": [{"delta": {"content": "a"}}]}).encode())
+    cut = encode_event(json.dumps({"choices": [{"delta": {"content": "a"}}]}).encode())
     with pytest.raises(e.ProtocolError):
         kit.decode(cut, kit.SSE, stream=True)
 
@@ -271,7 +271,9 @@ def test_a_stream_must_say_that_it_is_complete(kit, done):
 def test_errors_inside_an_answer(kit, error, kind, stream):
     data = json.dumps({"error": error}).encode()
     with pytest.raises(e.ModelError) as caught:
-        kit.decode(event(data) if stream else data, kit.SSE if stream else kit.JSON, stream=stream)
+        kit.decode(
+            encode_event(data) if stream else data, kit.SSE if stream else kit.JSON, stream=stream
+        )
     assert type(caught.value) is kind
     assert caught.value.served is True
     assert "sk-secret" not in str(caught.value)

@@ -18,8 +18,8 @@ from hermes_rl.messages import (
     with_unique_ids,
 )
 from hermes_rl.models.base import Completion
-from hermes_rl.models.wire.anthropic.dialect import TAIL, AnthropicMessages
-from hermes_rl.models.wire.anthropic.server import AnthropicServer
+from hermes_rl.models.wire.anthropic import TAIL, AnthropicMessages
+from hermes_rl.testing.dialects.anthropic import AnthropicServer
 from hermes_rl.usage import Usage
 
 few = settings(deadline=None, max_examples=40)

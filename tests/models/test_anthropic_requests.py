@@ -13,7 +13,7 @@ from hermes_rl.messages import (
     UserMessage,
 )
 from hermes_rl.models.base import Sampling
-from hermes_rl.models.wire.anthropic.dialect import AnthropicMessages
+from hermes_rl.models.wire.anthropic import AnthropicMessages
 
 # Requests
 

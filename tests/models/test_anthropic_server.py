@@ -9,7 +9,7 @@ from hermes_rl.messages import (
     UserMessage,
 )
 from hermes_rl.models.base import Sampling
-from hermes_rl.models.wire.anthropic.server import AnthropicServer
+from hermes_rl.testing.dialects.anthropic import AnthropicServer
 
 # The server's side
 

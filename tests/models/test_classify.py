@@ -10,8 +10,9 @@ import pytest
 
 from hermes_rl import errors as e
 from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.errors.classify import classify, classify_in_answer, retry_after, scrub
+from hermes_rl.models.errors.classify import classify, classify_in_answer, retry_after
 from hermes_rl.models.errors.rules import KINDS
+from hermes_rl.text import scrub
 
 BODIES = [
     json.loads(line)

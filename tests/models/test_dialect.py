@@ -15,10 +15,11 @@ from hermes_rl.messages import (
     UserMessage,
 )
 from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampling, TokenCapture
-from hermes_rl.models.wire.chat.dialect import TAIL, ChatCompletions
-from hermes_rl.models.wire.chat.server import ChatServer
-from hermes_rl.models.wire.responses.dialect import Responses
-from hermes_rl.models.wire.sse import EventReader
+from hermes_rl.models.providers.table import quirks_at
+from hermes_rl.models.wire.chat import TAIL, ChatCompletions
+from hermes_rl.models.wire.decoding import EventReader
+from hermes_rl.models.wire.responses import Responses
+from hermes_rl.testing.dialects.chat import ChatServer
 from hermes_rl.usage import Usage
 
 few = settings(deadline=None, max_examples=40)
@@ -138,7 +139,7 @@ def test_exact_arguments_go_back():
 @pytest.mark.parametrize(("host", "field"), [("", None), ("api.deepseek.com", "reasoning_content")])
 def test_reasoning_goes_back_only_where_it_is_wanted(host, field):
     message = AssistantMessage(content="4", reasoning_content="2 and 2")
-    (form,) = json.loads(ChatCompletions(host).encode(request(message)))["messages"]
+    (form,) = json.loads(ChatCompletions(quirks_at(host)).encode(request(message)))["messages"]
     assert form == {"role": "assistant", "content": "4", **({field: "2 and 2"} if field else {})}
 
 
@@ -148,20 +149,20 @@ def test_calls_of_a_model_that_did_not_think_are_taken_where_thoughts_are_wanted
     answers = [AssistantMessage(tool_calls=(call,)), AssistantMessage(content="so")]
     result = ToolMessage(tool_call_id="call_1", name="t", content="out")
     asked = request(UserMessage(content="hi"), answers[0], result, answers[1])
-    _, called, _, said = json.loads(ChatCompletions(host).encode(asked))["messages"]
+    _, called, _, said = json.loads(ChatCompletions(quirks_at(host)).encode(asked))["messages"]
     assert called.get("reasoning_content") == sent
     assert "reasoning_content" not in said
     # The same conversation goes to another provider as ever.
-    assert b"reasoning_content" not in ChatCompletions("api.openai.com").encode(asked)
+    assert b"reasoning_content" not in ChatCompletions(quirks_at("api.openai.com")).encode(asked)
 
 
 @pytest.mark.parametrize(
     ("speaks", "most"),
     [
-        (ChatCompletions("api.openai.com"), 40),
-        (ChatCompletions("mine.openai.azure.com"), 40),
-        (ChatCompletions("127.0.0.1:1"), None),
-        (Responses("api.openai.com"), 64),
+        (ChatCompletions(quirks_at("api.openai.com")), 40),
+        (ChatCompletions(quirks_at("mine.openai.azure.com")), 40),
+        (ChatCompletions(quirks_at("127.0.0.1:1")), None),
+        (Responses(quirks_at("api.openai.com")), 64),
     ],
 )
 def test_ids_of_other_servers_are_as_long_as_a_provider_takes_them(speaks, most):
@@ -186,8 +187,13 @@ def test_ids_of_other_servers_are_as_long_as_a_provider_takes_them(speaks, most)
 
 def test_the_output_cap_has_another_name_at_openai():
     asked = request(sampling=Sampling(max_tokens=9))
-    assert json.loads(ChatCompletions("api.openai.com").encode(asked))["max_completion_tokens"] == 9
-    assert json.loads(ChatCompletions("127.0.0.1:1").encode(asked))["max_tokens"] == 9
+    assert (
+        json.loads(ChatCompletions(quirks_at("api.openai.com")).encode(asked))[
+            "max_completion_tokens"
+        ]
+        == 9
+    )
+    assert json.loads(ChatCompletions(quirks_at("127.0.0.1:1")).encode(asked))["max_tokens"] == 9
 
 
 def test_half_characters_do_not_stop_a_request():

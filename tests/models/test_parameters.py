@@ -15,9 +15,9 @@ from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMe
 from hermes_rl.models.base import Conversation, ModelRequest, Sampling
 from hermes_rl.models.client import DIALECTS
 from hermes_rl.models.providers.table import shipped
-from hermes_rl.models.wire.anthropic.dialect import AnthropicMessages
-from hermes_rl.models.wire.chat.dialect import ChatCompletions
-from hermes_rl.models.wire.responses.dialect import Responses
+from hermes_rl.models.wire.anthropic import AnthropicMessages
+from hermes_rl.models.wire.chat import ChatCompletions
+from hermes_rl.models.wire.responses import Responses
 
 ALL = Sampling(
     temperature=0.5, top_p=0.9, max_tokens=64, seed=7, stop=("END",), reasoning="low", top_k=-1

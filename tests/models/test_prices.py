@@ -16,7 +16,7 @@ from hermes_rl.models.providers.prices import (
     list_prices,
     price_table,
 )
-from hermes_rl.models.wire.chat.usage import read_usage
+from hermes_rl.models.wire.usage import read_chat_usage
 from hermes_rl.usage import Usage
 
 MILLION = 1_000_000
@@ -165,8 +165,8 @@ def test_what_an_answer_says_that_it_cost_stands_only_where_that_is_known_to_be_
     table = price_table("openrouter", own, reported=True)
     assert table.cost("any/model", call) == Decimal("0.000002")
     form = {"prompt_tokens": 1, "completion_tokens": 1, "cost": 0.0014}
-    assert read_usage(form) == call
-    assert read_usage({**form, "cost": "free"}) == Usage(input_tokens=1, output_tokens=1)
+    assert read_chat_usage(form) == call
+    assert read_chat_usage({**form, "cost": "free"}) == Usage(input_tokens=1, output_tokens=1)
     silent = Usage(input_tokens=1, output_tokens=1)
     assert price_table("openrouter", reported=True).cost("any/model", silent) is None
 
@@ -174,7 +174,7 @@ def test_what_an_answer_says_that_it_cost_stands_only_where_that_is_known_to_be_
 def test_rejected_predictions_and_reasoning_are_billed_once_as_output() -> None:
     details = {"reasoning_tokens": 30, "rejected_prediction_tokens": 20}
     form = {"prompt_tokens": 0, "completion_tokens": 100, "completion_tokens_details": details}
-    told = read_usage({**form, "prompt_tokens_details": {"cached_tokens": 0}})
+    told = read_chat_usage({**form, "prompt_tokens_details": {"cached_tokens": 0}})
     assert told is not None
     assert price_table("openai").cost("gpt-5", told) == Decimal("0.001")
 

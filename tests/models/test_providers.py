@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hermes_rl.config_endpoint import EndpointSection, ProviderSection
 from hermes_rl.errors import UserError
 from hermes_rl.models.base import Conversation, ModelRequest, Sampling
-from hermes_rl.models.providers.quirks import Quirks
 from hermes_rl.models.providers.routing import Keys, find_keys
 from hermes_rl.models.providers.table import Place, known_providers, quirks_at, resolve, shipped
-from hermes_rl.models.wire.chat.dialect import ChatCompletions
+from hermes_rl.models.wire.base import Quirks
+from hermes_rl.models.wire.chat import ChatCompletions
 
 
 def place(own: dict[str, Any] | None = None, **given: Any) -> Place:
@@ -143,16 +143,17 @@ def test_sampling_that_means_nothing_is_not_sent_where_it_is_not_known(
 ) -> None:
     everything = Sampling(temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0)
     request = ModelRequest(model="m", conversation=Conversation(), call_id="c")
-    body = json.loads(ChatCompletions(host).encode(replace(request, sampling=everything)))
+    dialect = ChatCompletions(quirks_at(host))
+    body = json.loads(dialect.encode(replace(request, sampling=everything)))
     assert ("top_k" in body, "min_p" in body, body["top_p"]) == (sent, sent, 1.0)
-    wanted = json.loads(ChatCompletions(host).encode(replace(request, sampling=Sampling(top_k=5))))
+    wanted = json.loads(dialect.encode(replace(request, sampling=Sampling(top_k=5))))
     assert wanted["top_k"] == 5  # the server may refuse it, but nobody drops what was asked for
 
 
 def test_quirks_are_asked_of_the_provider_unless_they_are_given() -> None:
     streamed = ModelRequest(model="m", conversation=Conversation(), call_id="c", stream=True)
-    plain = json.loads(ChatCompletions("h").encode(streamed))
+    plain = json.loads(ChatCompletions().encode(streamed))
     assert plain["stream_options"] == {"include_usage": True}
-    picky = json.loads(ChatCompletions("h", (), Quirks(stream_options=False)).encode(streamed))
+    picky = json.loads(ChatCompletions(Quirks(stream_options=False)).encode(streamed))
     assert "stream_options" not in picky
     assert quirks_at("api.deepseek.com:443").replay_reasoning == "reasoning_content"

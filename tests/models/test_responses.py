@@ -14,9 +14,10 @@ from pydantic import TypeAdapter
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampling
 from hermes_rl.models.prepare import prepare
+from hermes_rl.models.providers.table import quirks_at
 from hermes_rl.models.wire.base import ReplyHead
-from hermes_rl.models.wire.responses.dialect import TAIL, Responses
-from hermes_rl.models.wire.responses.server import ResponsesServer
+from hermes_rl.models.wire.responses import TAIL, Responses
+from hermes_rl.testing.dialects.responses import ResponsesServer
 from hermes_rl.usage import Usage
 
 few = settings(deadline=None, max_examples=40)
@@ -227,8 +228,8 @@ def test_parameters_and_tools():
 
 def test_sampling_that_means_nothing_is_not_sent_where_it_is_refused():
     asked = request(UserMessage(content="hi"), sampling=Sampling(top_k=-1))
-    assert "top_k" not in json.loads(Responses("api.openai.com").encode(asked))
-    assert json.loads(Responses("127.0.0.1:8000").encode(asked))["top_k"] == -1
+    assert "top_k" not in json.loads(Responses(quirks_at("api.openai.com")).encode(asked))
+    assert json.loads(Responses(quirks_at("127.0.0.1:8000")).encode(asked))["top_k"] == -1
 
 
 def test_all_kinds_of_items():

@@ -10,8 +10,8 @@ from hermes_rl.messages import AssistantMessage, ToolCall, ToolMessage, UserMess
 from hermes_rl.models.base import TokenCapture
 from hermes_rl.models.client import Endpoint, connect
 from hermes_rl.models.wire.base import ReplyHead
-from hermes_rl.models.wire.responses.dialect import Responses
-from hermes_rl.models.wire.sse import event
+from hermes_rl.models.wire.responses import Responses
+from hermes_rl.testing.dialects.base import encode_event
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.usage import Usage
 
@@ -39,7 +39,7 @@ def response(*output, status="completed", **fields):
 
 
 def stream(*events):
-    return b"".join(event(json.dumps(form).encode(), form["type"]) for form in events)
+    return b"".join(encode_event(json.dumps(form).encode(), form["type"]) for form in events)
 
 
 def done(index, item):
@@ -265,7 +265,7 @@ def test_a_stream_that_is_cut_anywhere_is_no_answer(kit):
         assert caught.value.served is True
     assert decode(kit, data[:whole], streamed=True).message.content == "hi"
     with pytest.raises(e.ProtocolError):
-        decode(kit, event(b"{nonsense"), streamed=True)
+        decode(kit, encode_event(b"{nonsense"), streamed=True)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest, Sampling
 from hermes_rl.models.prepare.content import NO_IMAGE
-from hermes_rl.models.wire.anthropic.dialect import AnthropicMessages
-from hermes_rl.models.wire.chat.dialect import ChatCompletions
-from hermes_rl.models.wire.responses.dialect import Responses
+from hermes_rl.models.providers.table import quirks_at
+from hermes_rl.models.wire.anthropic import AnthropicMessages
+from hermes_rl.models.wire.chat import ChatCompletions
+from hermes_rl.models.wire.responses import Responses
 
 few = settings(deadline=None, max_examples=25)
 DIALECTS = [ChatCompletions, AnthropicMessages, Responses]
@@ -178,20 +179,20 @@ def marked(body):
 )
 def test_openrouter_takes_cache_markers_for_claude(kept, marker):
     asked = request(*history(), cache=kept)
-    body = ChatCompletions("openrouter.ai").encode(asked)
+    body = ChatCompletions(quirks_at("openrouter.ai")).encode(asked)
     roles = ["system", "assistant", "assistant", "user"]
     assert marked(body) == [(role, marker) for role in roles]
     texts = [m["content"] for m in json.loads(body)["messages"]]
     assert texts[0] == [{"type": "text", "text": "s", "cache_control": marker}]
     assert texts[1] == "one"
     # Without its markers it is the same conversation as ever.
-    assert ChatCompletions("openrouter.ai").encode(replace(asked, cache=None)) == (
-        ChatCompletions("api.example.com").encode(asked)
+    assert ChatCompletions(quirks_at("openrouter.ai")).encode(replace(asked, cache=None)) == (
+        ChatCompletions(quirks_at("api.example.com")).encode(asked)
     )
     for other in ("api.openai.com", "127.0.0.1:8000"):
-        assert marked(ChatCompletions(other).encode(asked)) == []
+        assert marked(ChatCompletions(quirks_at(other)).encode(asked)) == []
     gpt = replace(asked, model="openai/gpt-5")
-    assert marked(ChatCompletions("openrouter.ai").encode(gpt)) == []
+    assert marked(ChatCompletions(quirks_at("openrouter.ai")).encode(gpt)) == []
 
 
 @pytest.mark.parametrize("dialect", [ChatCompletions, Responses])

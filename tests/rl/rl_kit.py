@@ -15,8 +15,8 @@ from batch_runner.progress import Silent
 from batch_runner.report import Report
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.messages import AssistantMessage, UserMessage, text_of
-from hermes_rl.models.wire.server import ServedRequest
 from hermes_rl.rl.evaluation import write_evaluation
+from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.testing.fake_server import FakeServer
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"

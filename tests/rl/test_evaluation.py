@@ -9,7 +9,7 @@ import pytest
 from rl_kit import Written, asked_of, evaluated, ran
 
 from hermes_rl.cli import main
-from hermes_rl.models.wire.server import ServedRequest
+from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 COUNTED = """

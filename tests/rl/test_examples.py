@@ -12,10 +12,10 @@ from rl_kit import EXAMPLES, asked_of, evaluated, ran, table, turn_of
 
 import hermes_rl.rl
 from hermes_rl.messages import UserMessage, text_of
-from hermes_rl.models.wire.server import ServedRequest
 from hermes_rl.rl import Task
 from hermes_rl.rl.trial import atrial, rewards_of
 from hermes_rl.testing.cheats import BUNDLES, bundle
+from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 MOST_LINES = 100

@@ -12,8 +12,8 @@ from typing import Any
 from rl_kit import Written, ran, table
 
 from hermes_rl.messages import text_of
-from hermes_rl.models.wire.server import ServedRequest
 from hermes_rl.rl.advantages import dr_grpo
+from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 GROUPS, SIZE = 3, 4

@@ -23,9 +23,9 @@ from rl_kit import (
 
 from batch_runner.settings import settle
 from hermes_rl.errors import StoreError, UserError
-from hermes_rl.models.wire.server import ServedRequest
 from hermes_rl.rl.trial import first_tasks
 from hermes_rl.store.reader import load_run
+from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 MATH = EXAMPLES / "math_tool.py"

@@ -17,7 +17,7 @@ from hermes_rl.models.key_command import KeyRenewed
 from hermes_rl.models.limits.limiter import Limiter
 from hermes_rl.models.limits.traffic import Traffic
 from hermes_rl.models.providers.prices import PriceTable
-from hermes_rl.models.providers.quirks import NO_LIMIT
+from hermes_rl.models.wire.base import NO_LIMIT
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hermes_rl.models.wire.lenient import decode_json
+from hermes_rl.text import decode_json
 
 _DEPTH = 5
 _CHARS = 2_000

@@ -6,7 +6,6 @@ in its text by `facts`.
 
 from __future__ import annotations
 
-import base64
 import re
 import ssl
 import time
@@ -18,8 +17,8 @@ from hermes_rl import errors as e
 from hermes_rl.models.errors.body import Fault, fault_in, fault_of
 from hermes_rl.models.errors.facts import facts_of, wait_of
 from hermes_rl.models.errors.rules import KINDS, NO_STATUS, reason_by_status, rule_of
+from hermes_rl.text import scrub
 
-_MAX_TEXT = 500
 _CHAIN = 5
 """As many chained exceptions are looked at."""
 _TRUST = re.compile(
@@ -33,13 +32,6 @@ _LOST = re.compile(
     r"|network is unreachable|name or service not known|tls|ssl",
     re.IGNORECASE,
 )
-_KEYS = re.compile(
-    r"(?i)\bbearer\s+[^\s\"',;]+|\b(?:sk|pk|gsk|xai|key|hf|nvapi|or)[-_][a-z0-9_\-*.]{8,}"
-)
-
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-"""What a server says stands in logs and on terminals, and must not command them."""
-
 _RATE_HEADERS = ("x-ratelimit-", "anthropic-ratelimit-", "ratelimit-", "retry-after")
 _OF_SIZE = ("format_error", "context_overflow", "payload_too_large")
 """Reasons whose texts may say how much a model takes."""
@@ -180,15 +172,6 @@ def _find(status: int, fault: Fault) -> _Found:
         no_images = rule.no_images if rule else False
         facts = facts_of(fault.message, fault.numbers, no_images=no_images)
     return _Found(kind, reason, facts)
-
-
-def scrub(text: str, secrets: Iterable[str] = ()) -> str:
-    """One line of at most 500 characters, without keys (as they are, or in base64)."""
-    for secret in secrets:
-        text = text.replace(secret, "***")
-        text = text.replace(base64.b64encode(secret.encode()).decode(), "***")
-    text = _KEYS.sub("***", " ".join(_CONTROL.sub(" ", text).split()))
-    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
 
 
 def request_id(headers: Mapping[str, str]) -> str | None:

@@ -31,6 +31,7 @@ from hermes_rl.messages import Message, SystemMessage, ToolMessage
 from hermes_rl.models.base import Adaptation, ModelRequest
 from hermes_rl.models.prepare.arguments import canonical_arguments, repair_arguments
 from hermes_rl.models.prepare.content import (
+    blocks_of,
     clean_surrogates,
     drop_internal,
     images_in,
@@ -47,14 +48,17 @@ from hermes_rl.models.prepare.structure import (
     drop_thinking_only,
     join_texts,
     pair_results,
+    says_something,
 )
 from hermes_rl.models.view import View
 
 __all__ = [
     "Outgoing",
+    "blocks_of",
     "cache_marks",
     "outgoing",
     "prepare",
+    "says_something",
     "without_grammar",
 ]
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from hermes_rl.messages import AssistantMessage, Message, SystemMessage, ToolMessage, UserMessage
-from hermes_rl.models.wire.lenient import clean
+from hermes_rl.text import clean
 
 NO_IMAGE = "[image left out: the model takes none]"
 """Stands for an image that is not sent."""
@@ -134,7 +134,7 @@ def _cleaned(message: Message) -> Message:
     if isinstance(message, UserMessage) and not isinstance(message.content, str):
         return parts_of(message, _clean_part)
     assert isinstance(message.content, str)
-    text = _clean(message.content)
+    text = clean(message.content)
     if text is message.content:
         return message
     if isinstance(message, ToolMessage):
@@ -145,18 +145,18 @@ def _cleaned(message: Message) -> Message:
 
 def _clean_part(part: dict[str, Any]) -> dict[str, Any]:
     text = part.get("text")
-    if not isinstance(text, str) or _clean(text) is text:
+    if not isinstance(text, str) or clean(text) is text:
         return part
-    return {**part, "text": _clean(text)}
+    return {**part, "text": clean(text)}
 
 
 def _cleaned_assistant(message: AssistantMessage) -> AssistantMessage:
-    content, thought = _clean(message.content), message.reasoning_content
-    thought = thought if thought is None else _clean(thought)
+    content, thought = clean(message.content), message.reasoning_content
+    thought = thought if thought is None else clean(thought)
     calls = tuple(
         call
-        if _clean(call.arguments) is call.arguments
-        else msgspec.structs.replace(call, arguments=_clean(call.arguments))
+        if clean(call.arguments) is call.arguments
+        else msgspec.structs.replace(call, arguments=clean(call.arguments))
         for call in message.tool_calls
     )
     same = content is message.content and thought is message.reasoning_content
@@ -165,13 +165,3 @@ def _cleaned_assistant(message: AssistantMessage) -> AssistantMessage:
     return msgspec.structs.replace(
         message, content=content, reasoning_content=thought, tool_calls=calls
     )
-
-
-def _clean(text: str) -> str:
-    if text.isascii():  # a flag of the object: it costs nothing
-        return text
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return clean(text)
-    return text

@@ -31,8 +31,8 @@ from hermes_rl.models.providers.prices import PriceTable
 from hermes_rl.models.providers.probe import probe
 from hermes_rl.models.providers.raw import ask_raw
 from hermes_rl.models.tokens.logprobs import TOP, kind_of
-from hermes_rl.models.wire.chat.usage import read_usage
-from hermes_rl.models.wire.lenient import decode_json
+from hermes_rl.models.wire.usage import read_chat_usage
+from hermes_rl.text import decode_json
 from hermes_rl.usage import Usage
 
 MAX_TOKENS = 64
@@ -218,7 +218,7 @@ class _Tries:
             form = decode_json(await ask_raw(self._endpoint, "/chat/completions", body))
             return form if isinstance(form, dict) else {}
 
-        return await self._listed(what, send, lambda form: read_usage(form.get("usage")))
+        return await self._listed(what, send, lambda form: read_chat_usage(form.get("usage")))
 
     async def _listed(
         self, what: str, send: Callable[[], Awaitable[_T]], usage_of: Callable[[_T], Usage | None]

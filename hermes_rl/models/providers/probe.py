@@ -10,11 +10,11 @@ from typing import Any
 
 from hermes_rl.errors import AuthError, Outage
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.errors.classify import classify, scrub
+from hermes_rl.models.errors.classify import classify
 from hermes_rl.models.providers.raw import whole
 from hermes_rl.models.tokens.plan import TokenPlan
 from hermes_rl.models.transports.base import connection_fault, proxy_refused, untrusted
-from hermes_rl.models.wire.lenient import decode_json
+from hermes_rl.text import decode_json, scrub
 
 _MAX_BYTES = 4 << 20
 

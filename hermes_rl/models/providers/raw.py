@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from hermes_rl.errors import ConnectionLost
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.errors.classify import classify, scrub
+from hermes_rl.models.errors.classify import classify
 from hermes_rl.models.transports.base import connection_fault
-from hermes_rl.models.wire.lenient import encode_json
+from hermes_rl.text import encode_json, scrub
 
 if TYPE_CHECKING:
     from aiohttp import StreamReader

@@ -25,8 +25,8 @@ from hermes_rl.models.limits.rests import Rests
 from hermes_rl.models.limits.spending import NO_UNIT
 from hermes_rl.models.providers.pool import KeyPool, Strategy
 from hermes_rl.models.providers.prices import PriceTable
-from hermes_rl.models.providers.quirks import Quirks
 from hermes_rl.models.providers.table import Place
+from hermes_rl.models.wire.base import Quirks
 
 NO_KEY = "no-key"
 """The account of an endpoint that needs no key."""

@@ -20,10 +20,9 @@ from hermes_rl.config_reach import given_reach
 from hermes_rl.errors import UserError
 from hermes_rl.models.endpoint import Endpoint, Timeouts
 from hermes_rl.models.providers.prices import ModelPrice, PriceTable, price_table, read_price
-from hermes_rl.models.providers.quirks import NO_FIELD
 from hermes_rl.models.providers.routing import Keys, Target, find_keys
 from hermes_rl.models.providers.table import Place, Provider, known_providers, resolve
-from hermes_rl.models.wire.own_fields import refuse_own
+from hermes_rl.models.wire.base import NO_FIELD, refuse_own
 
 _MIX_STEPS = 1 << 52
 

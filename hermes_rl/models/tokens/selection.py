@@ -38,9 +38,9 @@ from hermes_rl.models.tokens.logprobs import CUT, TOP, filters_shown, kind_of
 from hermes_rl.models.tokens.plan import NO_IDS, Asked, Spelling, TokenPlan, Wanted, Way
 from hermes_rl.models.tokens.renderer import Renderer
 from hermes_rl.models.wire.base import ReplyHead
-from hermes_rl.models.wire.chat.dialect import NAME as CHAT_MODE
-from hermes_rl.models.wire.chat.usage import read_usage
-from hermes_rl.models.wire.lenient import decode_json
+from hermes_rl.models.wire.chat import NAME as CHAT_MODE
+from hermes_rl.models.wire.usage import read_chat_usage
+from hermes_rl.text import decode_json
 from hermes_rl.usage import Usage
 
 TRIED: dict[Wanted, tuple[Way, ...]] = {
@@ -247,7 +247,7 @@ class Search:
         }
         form = decode_json(await ask_raw(self.endpoint, "/chat/completions", body))
         found.append(spelling_of(form))
-        usage = read_usage(form.get("usage")) if isinstance(form, dict) else None
+        usage = read_chat_usage(form.get("usage")) if isinstance(form, dict) else None
         try:
             likely = form["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
             return Look({one["token"]: float(one["logprob"]) for one in likely}, usage)

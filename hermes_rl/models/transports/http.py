@@ -26,7 +26,7 @@ from hermes_rl.models.transports.base import (
     proxy_refused,
     untrusted,
 )
-from hermes_rl.models.wire.lenient import clean
+from hermes_rl.text import clean
 
 _LARGE = 1 << 20
 """Bytes from which a body is written in pieces, so that the loop stays free."""

@@ -1,12 +1,26 @@
-"""The contract of dialects, client side."""
+"""Dialects, client side: the contract, providers' quirks, and the fields that a dialect writes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
-from hermes_rl.models.base import Completion, ModelRequest
+from hermes_rl.errors import UserError
+from hermes_rl.models.base import Completion, ModelRequest, Sampling
+from hermes_rl.models.prepare import without_grammar
+from hermes_rl.text import encode_json
+
+NO_LIMIT = (("top_k", -1), ("top_k", 0), ("min_p", 0.0))
+"""Sampling parameters at values that cut nothing off."""
+
+NO_FIELD: dict[str, tuple[str, ...]] = {
+    "anthropic_messages": ("seed", "min_p"),
+    "codex_responses": ("seed", "stop"),
+}
+"""Dialect -> sampling parameters that its wire has no field for."""
+
+MaxTokensField = Literal["max_tokens", "max_completion_tokens"]
 
 
 @dataclass(frozen=True)
@@ -61,3 +75,145 @@ class Dialect(Protocol):
     def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
         """A decoder for the answer to `request`."""
         ...
+
+
+@dataclass(frozen=True)
+class Quirks:
+    """Ways of one provider, for its dialects."""
+
+    max_tokens_field: MaxTokensField = "max_tokens"
+    """The field for the most output tokens in Chat Completions."""
+    replay_reasoning: str | None = None
+    """The field in which it wants the reasoning of earlier tool turns back; None: not at all."""
+    needs_reasoning: bool = False
+    """It refuses earlier tool calls without reasoning, also those of another model: a space stands
+    for it (an empty text is refused too)."""
+    stream_options: bool = True
+    """It takes `stream_options.include_usage`."""
+    top_k: bool = True
+    """It takes `top_k` and `min_p`; else they are not sent where they mean nothing (-1, 0) and
+    refused by the server where they do."""
+    seed: bool = True
+    """It takes `seed`."""
+    cache_marks: bool = False
+    """In Chat Completions it takes cache markers, for models whose name holds `claude`."""
+    cache_key: bool = False
+    """It takes `prompt_cache_key`: requests with one key go to one cache."""
+    short_ids: bool = False
+    """It takes ids of tool calls of at most 40 characters."""
+    reports_cost: bool = False
+    """Its answers say what they cost, in US dollars (`usage.cost`)."""
+
+
+def sendable(sampling: Sampling, api_mode: str, quirks: Quirks) -> Sampling:
+    """The sampling that is sent to a provider: without what its wire has no field for or the
+    provider does not take, and without neutral values of engines' own parameters."""
+    unset = list(NO_FIELD.get(api_mode, ()))
+    if not quirks.seed:
+        unset.append("seed")
+    if not quirks.top_k:
+        unset += [name for name, value in NO_LIMIT if getattr(sampling, name) == value]
+    return sampling.without(unset) if unset else sampling
+
+
+JSON_HEADERS = {
+    "content-type": "application/json",
+    "accept": "application/json, text/event-stream",
+}
+"""Of every request; answers may be a body or a stream."""
+
+
+def bearer_headers(api_key: str | None) -> dict[str, str]:
+    """The headers of a request on OpenAI's wires."""
+    return {**JSON_HEADERS, **({"authorization": f"Bearer {api_key}"} if api_key else {})}
+
+
+class ToolField:
+    """The tools of requests as a body field; encoded once per tuple, since turns share theirs.
+
+    Args:
+        form: a tool in the wire's form, from OpenAI's schema.
+    """
+
+    def __init__(self, form: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self._form = form
+        self._known: tuple[Any, bool, bytes] = ((), False, b"")
+
+    def encoded(self, request: ModelRequest) -> bytes:
+        """The field with the comma before it; empty where the request has no tools."""
+        if not request.tools:
+            return b""
+        plain = "no_grammar" in request.adaptations
+        known, was_plain, encoded = self._known
+        if known is not request.tools or was_plain is not plain:
+            tools = without_grammar(request.tools) if plain else request.tools
+            encoded = b',"tools":' + encode_json([self._form(tool) for tool in tools])
+            self._known = (request.tools, plain, encoded)
+        return encoded
+
+
+_SAID_ELSEWHERE = {
+    "temperature": "model.temperature",
+    "top_p": "model.top_p",
+    "top_k": "model.top_k",
+    "stop": "model.stop",
+    "stop_sequences": "model.stop",
+    "seed": "agent.seed",
+    "stream": "endpoint.stream",
+    "reasoning_effort": "model.reasoning",
+    "reasoning": "model.reasoning",
+    "thinking": "model.reasoning",
+    "output_config": "model.reasoning",
+    "prompt_cache_key": "endpoint.prompt_cache",
+}
+"""Field -> the key of the configuration that sets it."""
+
+_CAPS = {
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "max_new_tokens",
+    "n_predict",
+}
+"""Bounds of an answer, in any spelling: budgets count on the one that they know."""
+_SAMPLED = {"temperature", "top_p", "top_k", "min_p", "seed", "stop"}
+_COMMON = {"model", "tools", "stream", "n", *_CAPS, *_SAMPLED}
+
+OWN: dict[str, frozenset[str]] = {
+    "chat_completions": frozenset(
+        {
+            *_COMMON,
+            "messages",
+            "stream_options",
+            "reasoning_effort",
+            "logprobs",
+            "return_token_ids",
+            "prompt_cache_key",
+        }
+    ),
+    "codex_responses": frozenset(
+        {*_COMMON, "input", "instructions", "store", "include", "reasoning", "prompt_cache_key"}
+    ),
+    "anthropic_messages": frozenset(
+        {
+            *_COMMON,
+            "messages",
+            "system",
+            "tool_choice",
+            "stop_sequences",
+            "thinking",
+            "output_config",
+        }
+    ),
+}
+"""Dialect -> the fields that it writes, and those that would change what it reads (`n`)."""
+
+
+def refuse_own(extra: Mapping[str, Any], api_mode: str) -> None:
+    """Raises: UserError for fields of the user's that are the dialect's own."""
+    for name in extra:
+        if name not in OWN.get(api_mode, frozenset()):
+            continue
+        key = "model.max_tokens" if name in _CAPS else _SAID_ELSEWHERE.get(name)
+        mend = f"Use {key}" if key else "Take it out"
+        raise UserError(f"extra_body holds {name!r}, which is not free in {api_mode}. {mend}")

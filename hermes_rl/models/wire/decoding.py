@@ -18,18 +18,15 @@ import msgspec
 from hermes_rl.errors import ModelError, ProtocolError
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Completion, ModelRequest, TokenCapture
-from hermes_rl.models.errors.classify import (
-    classify_in_answer,
-    rate_headers,
-    request_id,
-    scrub,
-)
+from hermes_rl.models.errors.classify import classify_in_answer, rate_headers, request_id
 from hermes_rl.models.wire.base import Decoder, ReplyHead
-from hermes_rl.models.wire.lenient import decode_json, repaired
-from hermes_rl.models.wire.sse import EventReader
+from hermes_rl.text import decode_json, repair_json, scrub
 from hermes_rl.usage import Usage
 
 T = TypeVar("T")
+
+DONE = b"[DONE]"
+"""The data of the last event of Chat Completions."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class Reading:
         except (ValueError, RecursionError):
             pass
         try:
-            return decode(repaired(data))
+            return decode(repair_json(data))
         except (ValueError, RecursionError):
             shown = data[:80].decode("utf-8", "replace")
             raise self.unreadable(f"no {what}: {shown!r}") from None
@@ -144,6 +141,41 @@ class BodyDecoder:
         answer = self._read(b"".join(self._pieces), self._reading)
         self._reading.tell(answer.message.content)
         return answer
+
+
+class EventReader:
+    """Cuts a byte stream into the data of its events.
+
+    Lines end in LF, CR LF or CR; comments (lines that begin with a colon, as keep-alives do) and
+    other fields are left out; an event's data lines are joined by LF.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The data of the events that are complete now."""
+        buffer = self._rest + piece
+        if b"\r" in buffer:
+            held = buffer.endswith(b"\r")  # perhaps the first half of CR LF
+            body = buffer[:-1] if held else buffer
+            buffer = body.replace(b"\r\n", b"\n").replace(b"\r", b"\n") + (b"\r" if held else b"")
+        *lines, self._rest = buffer.split(b"\n")
+        events = []
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._data.append(line[6:] if line[5:6] == b" " else line[5:])
+            elif not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data = []
+        return events
+
+    def close(self) -> list[bytes]:
+        """The last event of a stream whose final blank line is missing."""
+        events = self.feed(b"\n\n")
+        self._rest, self._data = b"", []
+        return events
 
 
 class EventDecoder(ABC):

@@ -15,10 +15,9 @@ import msgspec
 
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Completion, ModelRequest, Sampling, TokenCapture
-from hermes_rl.models.wire.base import Decoder, ReplyHead
+from hermes_rl.models.wire.base import Decoder, ReplyHead, bearer_headers
 from hermes_rl.models.wire.decoding import BodyDecoder, Reading
-from hermes_rl.models.wire.heads import bearer_headers
-from hermes_rl.models.wire.lenient import encode_json
+from hermes_rl.text import encode_json
 from hermes_rl.usage import Usage
 
 Json = dict[str, Any]

@@ -12,7 +12,7 @@ from typing import Any
 
 from hermes_rl.models.base import ModelRequest
 from hermes_rl.models.tokens.engines.base import Answer, Json, TokenWire, sampling_of
-from hermes_rl.models.wire.chat.usage import count_of
+from hermes_rl.models.wire.usage import count_of
 from hermes_rl.usage import Usage
 
 _FINISH = {"eos": "stop", "word": "stop", "limit": "length"}

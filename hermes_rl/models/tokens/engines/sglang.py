@@ -16,7 +16,7 @@ from hermes_rl.models.tokens.engines.base import (
     TokenWire,
     sampling_of,
 )
-from hermes_rl.models.wire.chat.usage import count_of
+from hermes_rl.models.wire.usage import count_of
 from hermes_rl.usage import Usage
 
 

@@ -16,7 +16,7 @@ from hermes_rl.models.tokens.engines.base import (
     TokenWire,
     sampling_of,
 )
-from hermes_rl.models.wire.chat.usage import count_of, read_usage
+from hermes_rl.models.wire.usage import count_of, read_chat_usage
 from hermes_rl.usage import Usage
 
 _AS_ID = "token_id:"
@@ -145,7 +145,7 @@ def _named(tokens: Any) -> list[int] | None:
 def _told(usage: Any) -> Usage:
     """What an answer says of its usage; one of the two counts alone is evidence too."""
     form = usage if isinstance(usage, dict) else {}
-    return read_usage(form) or Usage(
+    return read_chat_usage(form) or Usage(
         input_tokens=count_of(form.get("prompt_tokens")),
         output_tokens=count_of(form.get("completion_tokens")),
     )

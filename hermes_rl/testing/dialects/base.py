@@ -1,13 +1,15 @@
-"""The contract of dialects, server side: for servers of ours that answer in a provider's wire."""
+"""The server side of a wire format: the contract, and what the fake server's dialects share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hermes_rl.messages import Message
 from hermes_rl.models.base import CacheTime, Completion, Sampling
+from hermes_rl.text import decode_json, encode_json
+from hermes_rl.usage import Usage
 
 
 @dataclass(frozen=True)
@@ -67,3 +69,52 @@ def bearer(headers: Mapping[str, str]) -> str:
     """The key in an `authorization` header; empty when there is none."""
     kind, _, key = headers.get("authorization", "").partition(" ")
     return key if kind.lower() == "bearer" else ""
+
+
+def openai_error(message: str, kind: str, code: str | int | None) -> bytes:
+    """The body of a refusal on OpenAI's wires."""
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return encode_json({"error": error})
+
+
+def openai_sampling(body: Any, max_tokens: int | None, effort: Any) -> Sampling:
+    """The sampling parameters of a request on OpenAI's wires."""
+    return Sampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        max_tokens=max_tokens,
+        seed=body.seed,
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        reasoning=effort if isinstance(effort, str) else None,
+    )
+
+
+def usage_form(answer: Completion, write: Callable[[Usage], dict[str, Any]]) -> Any:
+    """The usage object to send: `usage_raw` if it is set, else the known counts, else None.
+
+    A fake may send half an object on purpose.
+
+    Args:
+        write: encodes a usage record for the wire.
+    """
+    if answer.usage_raw is not None:
+        return decode_json(answer.usage_raw.encode())
+    return None if answer.usage is None else write(answer.usage)
+
+
+def encode_event(data: bytes, name: str | None = None) -> bytes:
+    """One server-sent event, named if the wire names its events."""
+    head = b"" if name is None else b"event: %b\n" % name.encode()
+    return head + b"data: " + data + b"\n\n"
+
+
+def known(form: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are not None."""
+    return {k: v for k, v in form.items() if v is not None}
+
+
+def pieces(text: str, size: int) -> list[str]:
+    """A text in pieces of `size` characters."""
+    return [text[i : i + size] for i in range(0, len(text), size)]

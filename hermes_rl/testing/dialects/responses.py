@@ -1,32 +1,39 @@
-"""The other side of the Responses API: reading requests and writing answers.
-
-For servers of ours: the fake one, and whatever stands between an agent and an engine.
-"""
+"""The Responses API, server side: reads requests and writes answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from hermes_rl.errors import UserError
 from hermes_rl.messages import Message, SystemMessage, ToolMessage, UserMessage
-from hermes_rl.models.base import Completion, Sampling
-from hermes_rl.models.wire.lenient import decode_json, encode_json
-from hermes_rl.models.wire.responses.answer import message_of
-from hermes_rl.models.wire.responses.dialect import LOGPROBS, NAME, Responses
-from hermes_rl.models.wire.responses.events import events_of
-from hermes_rl.models.wire.responses.items import (
+from hermes_rl.models.base import Completion
+from hermes_rl.models.wire.responses import (
     CALL,
+    LOGPROBS,
     MESSAGE,
+    NAME,
     REASONING,
     Piece,
+    Responses,
+    message_of,
     pieces_of,
     reasoning_text,
 )
-from hermes_rl.models.wire.responses.usage import write_usage
-from hermes_rl.models.wire.server import ServedRequest, bearer
+from hermes_rl.testing.dialects.base import (
+    ServedRequest,
+    bearer,
+    encode_event,
+    known,
+    openai_error,
+    openai_sampling,
+    pieces,
+    usage_form,
+)
+from hermes_rl.text import encode_json
+from hermes_rl.usage import Usage
 
 _STATUS = {"length": "max_output_tokens", "content_filter": "content_filter", "abort": "abort"}
 """Our finish reasons of an incomplete response -> why it is incomplete."""
@@ -49,21 +56,6 @@ class _Body(msgspec.Struct, kw_only=True):
     seed: int | None = None
     stop: str | list[str] | None = None
     reasoning: dict[str, Any] | None = None
-
-    def sampling(self) -> Sampling:
-        """The sampling parameters."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        effort = (self.reasoning or {}).get("effort")
-        return Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            max_tokens=self.max_output_tokens,
-            seed=self.seed,
-            stop=stop,
-            reasoning=effort if isinstance(effort, str) else None,
-        )
 
 
 _decode = msgspec.json.Decoder(_Body).decode
@@ -96,7 +88,9 @@ class ResponsesServer:
             model=form.model,
             messages=tuple(messages),
             tools=tuple(map(_nested, form.tools or ())),
-            sampling=form.sampling(),
+            sampling=openai_sampling(
+                form, form.max_output_tokens, (form.reasoning or {}).get("effort")
+            ),
             stream=bool(form.stream),
             logprobs=LOGPROBS in (form.include or ()),
         )
@@ -120,8 +114,7 @@ class ResponsesServer:
         self, message: str, *, status: int, kind: str, code: str | int | None = None
     ) -> bytes:
         """See `ServerDialect.encode_error`."""
-        error = {"message": message, "type": kind, "param": None, "code": code}
-        return encode_json({"error": error})
+        return openai_error(message, kind, code)
 
 
 def response_form(answer: Completion, answer_id: str, created: int) -> dict[str, Any]:
@@ -143,7 +136,7 @@ def response_form(answer: Completion, answer_id: str, created: int) -> dict[str,
         "tool_choice": "auto",
         "tools": [],
         "top_p": None,
-        "usage": _usage_form(answer),
+        "usage": usage_form(answer, write_usage),
     }
     if answer.policy_version is not None:
         form["policy_version"] = answer.policy_version
@@ -289,9 +282,107 @@ def _item(piece: Piece, item_id: str, status: str, *, refused: bool) -> dict[str
     return {**item, "content": [part], **phase}
 
 
-def _usage_form(answer: Completion) -> Any:
-    """The usage as it is to be sent: `usage_raw` where it is given, as an engine behind this server
-    sent it; else what is known (a fake may send half an object on purpose); else null."""
-    if answer.usage_raw is not None:
-        return decode_json(answer.usage_raw.encode())
-    return None if answer.usage is None else write_usage(answer.usage)
+def write_usage(usage: Usage) -> dict[str, Any]:
+    """The usage object that a server sends: what is known."""
+    given = {
+        "cached_tokens": usage.cache_read_tokens,
+        "cache_write_tokens": usage.cache_write_tokens,
+    }
+    form = {
+        "input_tokens": usage.input_tokens,
+        "input_tokens_details": known(given) or None,
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": known({"reasoning_tokens": usage.reasoning_tokens}) or None,
+        "total_tokens": usage.total_tokens,
+    }
+    return known(form)
+
+
+_Told = tuple[str, dict[str, Any]]
+"""An event's name and fields."""
+
+
+def events_of(response: dict[str, Any], piece_chars: int) -> list[bytes]:
+    """The stream of a response: named events with running numbers.
+
+    Args:
+        piece_chars: length of the pieces that text and arguments come in.
+    """
+    begun = {**response, "status": "in_progress", "output": [], "usage": None}
+    begun |= {"incomplete_details": None, "error": None}
+    told: list[_Told] = [("response.created", {"response": begun})]
+    told.append(("response.in_progress", {"response": begun}))
+    for index, item in enumerate(response["output"]):
+        told += _item_events(index, item, piece_chars)
+    told.append((f"response.{response['status']}", {"response": response}))
+    return [
+        encode_event(encode_json({"type": name, "sequence_number": number, **fields}), name)
+        for number, (name, fields) in enumerate(told)
+    ]
+
+
+def _item_events(index: int, item: dict[str, Any], size: int) -> Iterator[_Told]:
+    place = {"output_index": index}
+    yield "response.output_item.added", {**place, "item": _begun(item)}
+    inner = {**place, "item_id": item.get("id")}
+    if item["type"] == CALL:
+        for text in pieces(item["arguments"], size):
+            yield "response.function_call_arguments.delta", {**inner, "delta": text}
+        whole = {"name": item["name"], "arguments": item["arguments"]}
+        yield "response.function_call_arguments.done", {**inner, **whole}
+    elif item["type"] == MESSAGE:
+        for number, part in enumerate(item["content"]):
+            yield from _part_events({**inner, "content_index": number}, part, size)
+    else:
+        yield from _reasoning_events(inner, item, size)
+    yield "response.output_item.done", {**place, "item": item}
+
+
+def _begun(item: dict[str, Any]) -> dict[str, Any]:
+    """An item as it is when it is added: without what is still to come. Of encrypted content the
+    first half is there already, as providers may do: it is worth nothing."""
+    begun = dict(item)
+    if item["type"] == CALL:
+        return {**begun, "arguments": "", "status": "in_progress"}
+    if item["type"] == MESSAGE:
+        return {**begun, "content": [], "status": "in_progress"}
+    begun["summary"] = []
+    if isinstance(begun.get("content"), list):
+        begun["content"] = []
+    encrypted = begun.get("encrypted_content")
+    if isinstance(encrypted, str):
+        begun["encrypted_content"] = encrypted[: len(encrypted) // 2]
+    return begun
+
+
+def _part_events(place: dict[str, Any], part: dict[str, Any], size: int) -> Iterator[_Told]:
+    name = "refusal" if part["type"] == "refusal" else "text"
+    kind = "response.refusal" if name == "refusal" else "response.output_text"
+    more: dict[str, Any] = {} if name == "refusal" else {"logprobs": []}
+    yield "response.content_part.added", {**place, "part": {**part, name: ""}}
+    for text in pieces(part[name], size):
+        yield f"{kind}.delta", {**place, "delta": text, **more}
+    yield f"{kind}.done", {**place, name: part[name], **more}
+    yield "response.content_part.done", {**place, "part": part}
+
+
+def _reasoning_events(place: dict[str, Any], item: dict[str, Any], size: int) -> Iterator[_Told]:
+    for number, part in enumerate(_texts(item, "summary")):
+        at = {**place, "summary_index": number}
+        name = "response.reasoning_summary"
+        yield f"{name}_part.added", {**at, "part": {**part, "text": ""}}
+        for text in pieces(part["text"], size):
+            yield f"{name}_text.delta", {**at, "delta": text}
+        yield f"{name}_text.done", {**at, "text": part["text"]}
+        yield f"{name}_part.done", {**at, "part": part}
+    for number, part in enumerate(_texts(item, "content")):
+        at = {**place, "content_index": number}
+        for text in pieces(part["text"], size):
+            yield f"response.{REASONING}_text.delta", {**at, "delta": text}
+        yield f"response.{REASONING}_text.done", {**at, "text": part["text"]}
+
+
+def _texts(item: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    listed = item.get(name)
+    parts = listed if isinstance(listed, list) else []
+    return [p for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]

@@ -1,7 +1,4 @@
-"""The other side of Chat Completions: reading requests and writing answers.
-
-For servers of ours: the fake one, and whatever stands between an agent and an engine.
-"""
+"""Chat Completions, server side: reads requests and writes answers."""
 
 from __future__ import annotations
 
@@ -10,20 +7,22 @@ from typing import Any
 
 import msgspec
 
-from hermes_rl.messages import (
-    AssistantMessage,
-    Message,
-    ToolCall,
-    ToolMessage,
-    from_openai,
-)
-from hermes_rl.models.base import Completion, Sampling, TokenCapture
-from hermes_rl.models.wire.chat.dialect import NAME, ChatCompletions
-from hermes_rl.models.wire.chat.usage import write_usage
-from hermes_rl.models.wire.lenient import decode_json, encode_json
+from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, from_openai
+from hermes_rl.models.base import Completion, TokenCapture
+from hermes_rl.models.wire.chat import NAME, ChatCompletions
+from hermes_rl.models.wire.decoding import DONE
 from hermes_rl.models.wire.reasoning import flatten
-from hermes_rl.models.wire.server import ServedRequest, bearer
-from hermes_rl.models.wire.sse import DONE, event
+from hermes_rl.testing.dialects.base import (
+    ServedRequest,
+    bearer,
+    encode_event,
+    openai_error,
+    openai_sampling,
+    pieces,
+    usage_form,
+)
+from hermes_rl.text import encode_json
+from hermes_rl.usage import Usage
 
 
 class _Body(msgspec.Struct, kw_only=True):
@@ -45,20 +44,6 @@ class _Body(msgspec.Struct, kw_only=True):
     reasoning_effort: str | None = None
     logprobs: bool | None = None
     return_token_ids: bool | None = None
-
-    def sampling(self) -> Sampling:
-        """The sampling parameters."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            max_tokens=self.max_completion_tokens or self.max_tokens,
-            seed=self.seed,
-            stop=stop,
-            reasoning=self.reasoning_effort,
-        )
 
 
 _decode = msgspec.json.Decoder(_Body).decode
@@ -86,7 +71,9 @@ class ChatServer:
             model=form.model,
             messages=tuple(map(decode_message, form.messages)),
             tools=tuple(form.tools or ()),
-            sampling=form.sampling(),
+            sampling=openai_sampling(
+                form, form.max_completion_tokens or form.max_tokens, form.reasoning_effort
+            ),
             stream=stream,
             include_usage=not stream or bool((form.stream_options or {}).get("include_usage")),
             logprobs=bool(form.logprobs),
@@ -107,7 +94,7 @@ class ChatServer:
         form = _envelope(answer, answer_id, created, "chat.completion")
         form["choices"] = [choice]
         _add_tokens(form, choice, answer.tokens)
-        form["usage"] = _usage_form(answer)
+        form["usage"] = usage_form(answer, write_usage)
         return encode_json(form)
 
     def encode_stream(
@@ -120,7 +107,7 @@ class ChatServer:
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
         form = _message_form(answer.message, self._reasoning_field)
         for name in ("reasoning_content", "reasoning", "thinking", "content"):
-            deltas += [{name: text} for text in _pieces(form.get(name) or "", size)]
+            deltas += [{name: text} for text in pieces(form.get(name) or "", size)]
         if form.get("reasoning_details") is not None:
             deltas.append({"reasoning_details": form["reasoning_details"]})
         for index, call in enumerate(answer.message.tool_calls):
@@ -132,15 +119,14 @@ class ChatServer:
         forms = [{**base, "choices": [choice]} for choice in choices]
         _add_tokens(forms[0], choices[0], answer.tokens)
         if include_usage:
-            forms.append({**base, "choices": [], "usage": _usage_form(answer)})
-        return [event(encode_json(form)) for form in forms] + [event(DONE)]
+            forms.append({**base, "choices": [], "usage": usage_form(answer, write_usage)})
+        return [encode_event(encode_json(form)) for form in forms] + [encode_event(DONE)]
 
     def encode_error(
         self, message: str, *, status: int, kind: str, code: str | int | None = None
     ) -> bytes:
         """See `ServerDialect.encode_error`."""
-        error = {"message": message, "type": kind, "param": None, "code": code}
-        return encode_json({"error": error})
+        return openai_error(message, kind, code)
 
 
 def decode_message(form: dict[str, Any]) -> Message:
@@ -180,14 +166,6 @@ def _message_form(message: AssistantMessage, reasoning_field: str) -> dict[str, 
     return form
 
 
-def _usage_form(answer: Completion) -> Any:
-    """The usage as it is to be sent: `usage_raw` where it is given, as an engine behind this server
-    sent it; else what is known (a fake may send half an object on purpose); else null."""
-    if answer.usage_raw is not None:
-        return decode_json(answer.usage_raw.encode())
-    return None if answer.usage is None else write_usage(answer.usage)
-
-
 def _add_tokens(form: dict[str, Any], choice: dict[str, Any], tokens: TokenCapture | None) -> None:
     if tokens is None:
         return
@@ -200,10 +178,6 @@ def _add_tokens(form: dict[str, Any], choice: dict[str, Any], tokens: TokenCaptu
         choice["logprobs_kind"] = tokens.logprobs_kind
 
 
-def _pieces(text: str, size: int) -> list[str]:
-    return [text[i : i + size] for i in range(0, len(text), size)]
-
-
 def _call_deltas(index: int, call: ToolCall, size: int) -> list[dict[str, Any]]:
     """The first delta of a call names it, the others carry its arguments."""
     head = {
@@ -213,6 +187,26 @@ def _call_deltas(index: int, call: ToolCall, size: int) -> list[dict[str, Any]]:
         "function": {"name": call.name, "arguments": ""},
     }
     rest = [
-        {"index": index, "function": {"arguments": text}} for text in _pieces(call.arguments, size)
+        {"index": index, "function": {"arguments": text}} for text in pieces(call.arguments, size)
     ]
     return [{"tool_calls": [piece]} for piece in (head, *rest)]
+
+
+def write_usage(usage: Usage) -> dict[str, Any]:
+    """The usage object that a server sends: what is known."""
+    counts = {
+        "prompt_tokens": usage.input_tokens,
+        "completion_tokens": usage.output_tokens,
+        "total_tokens": usage.total_tokens,
+    }
+    form: dict[str, Any] = {k: v for k, v in counts.items() if v is not None}
+    given = {
+        "cached_tokens": usage.cache_read_tokens,
+        "cache_write_tokens": usage.cache_write_tokens,
+    }
+    known = {k: v for k, v in given.items() if v is not None}
+    if known:
+        form["prompt_tokens_details"] = known
+    if usage.reasoning_tokens is not None:
+        form["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return form

@@ -19,22 +19,29 @@ How the internal form becomes this wire:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import base64
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import unquote_to_bytes
 
 import msgspec
 
-from hermes_rl.messages import AssistantMessage, Message, UserMessage
+from hermes_rl.messages import (
+    UNPARSED,
+    AssistantMessage,
+    Message,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+    parse_arguments,
+)
 from hermes_rl.models.base import CacheTime, ModelRequest, Sampling
 from hermes_rl.models.prepare import Outgoing, cache_marks, outgoing
-from hermes_rl.models.wire.anthropic.answer import read_body
-from hermes_rl.models.wire.anthropic.blocks import blocks_of, text_block, tool_name
-from hermes_rl.models.wire.anthropic.stream import StreamDecoder
-from hermes_rl.models.wire.anthropic.thinking import thinking_config
-from hermes_rl.models.wire.base import Decoder, ReplyHead
+from hermes_rl.models.wire.anthropic_answers import AT, THINKING, StreamDecoder, read_body
+from hermes_rl.models.wire.base import JSON_HEADERS, Decoder, ReplyHead, ToolField
 from hermes_rl.models.wire.decoding import decoder_for
-from hermes_rl.models.wire.heads import JSON_HEADERS, ToolField
-from hermes_rl.models.wire.lenient import encode_json
+from hermes_rl.text import encode_json
 
 NAME = "anthropic_messages"
 _ANTHROPIC = "api.anthropic.com"
@@ -65,8 +72,32 @@ TAIL = b"]}]}"
 """The last bytes of every body. Apart from cache markers, a turn's body without them begins the
 next turn's."""
 
-_OPENING = encode_json(text_block("(start)"))
-"""Said by the user where a conversation begins with the assistant, or with nobody."""
+NO_CONTENT = "(no content)"
+"""Stands for a user message without any text: the API refuses a message without content."""
+
+_NOT_IN_ID = re.compile(r"[^a-zA-Z0-9_-]")
+
+Block = dict[str, Any]
+
+BUDGETS = {
+    "minimal": 1_024,
+    "low": 4_096,
+    "medium": 8_192,
+    "high": 16_384,
+    "xhigh": 24_576,
+    "max": 32_768,
+}
+"""Effort -> thinking tokens, for models that take a budget."""
+
+_LEAST = 1_024
+"""The API takes no smaller budget."""
+
+_OFF = ("none", "off", "disabled")
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+_ALWAYS = ("claude-fable", "claude-mythos")
+"""They refuse to have their thinking turned off."""
+
+_CLAUDE = re.compile(r"claude-(?:[a-z]+)-(\d{1,2})(?:[-.](\d{1,2}))?(?!\d)")
 
 
 class AnthropicMessages:
@@ -273,3 +304,155 @@ def _grouped(messages: Sequence[Message], blocks: Sequence[bytes]) -> Iterable[b
         yield encoded
     if role is None:
         yield b'{"role":"user","content":[' + _OPENING
+
+
+def text_block(text: str) -> Block:
+    """A block of text."""
+    return {"type": "text", "text": text}
+
+
+def blocks_of(message: Message) -> list[Block]:
+    """The content blocks of one message."""
+    if isinstance(message, AssistantMessage):
+        return assistant_blocks(message, _tool_use)
+    if isinstance(message, ToolMessage):
+        result: Block = {"type": "tool_result", "tool_use_id": _id(message.tool_call_id)}
+        return [{**result, "content": message.content} if message.content else result]
+    parts = message.content
+    if isinstance(parts, str):
+        parts = [{"type": "text", "text": parts}]
+    blocks = [block for part in parts if (block := _part(part)) is not None]
+    return blocks or [text_block(NO_CONTENT)]
+
+
+def _part(part: Mapping[str, Any]) -> Block | None:
+    """One of OpenAI's content parts; what is none of them is passed on. None for a blank text."""
+    if isinstance(part.get("text"), str):
+        return text_block(part["text"]) if part["text"].strip() else None
+    if part.get("type") != "image_url":
+        return dict(part)
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, Mapping) else given
+    return {"type": "image", "source": _source(url if isinstance(url, str) else "")}
+
+
+def _source(url: str) -> dict[str, str]:
+    """Where an image comes from: a `data:` URL is unpacked, any other stays one."""
+    if not url.startswith("data:"):
+        return {"type": "url", "url": url}
+    kind, _, data = url[len("data:") :].partition(",")
+    media_type, *options = kind.split(";")
+    if "base64" not in options:
+        data = base64.b64encode(unquote_to_bytes(data)).decode()
+    return {"type": "base64", "media_type": media_type or "image/png", "data": data}
+
+
+def assistant_blocks(
+    message: AssistantMessage, tool_use: Callable[[ToolCall], Block]
+) -> list[Block]:
+    """Thinking where it stood, text, and calls."""
+    text, calls = message.content, message.tool_calls
+    out: list[Block] = []
+    said = made = 0
+    for block in _thoughts(message.reasoning_details):
+        chars, before = block.get(AT) or (0, 0)
+        _add_text(out, text[said:chars])
+        out += map(tool_use, calls[made:before])
+        said, made = max(said, chars), max(made, before)
+        out.append({k: v for k, v in block.items() if k != AT})
+    _add_text(out, text[said:])
+    return [*out, *map(tool_use, calls[made:])]
+
+
+def _add_text(out: list[Block], text: str) -> None:
+    if text.strip():
+        out.append(text_block(text))
+
+
+def _thoughts(details: Any) -> list[Block]:
+    """The opaque blocks of this wire; a thought without a signature would be refused."""
+    listed = details if isinstance(details, list) else []
+    return [
+        block
+        for block in listed
+        if isinstance(block, dict)
+        and block.get("type") in THINKING
+        and ("signature" in block or "data" in block)
+    ]
+
+
+def _tool_use(call: ToolCall) -> Block:
+    return {
+        "type": "tool_use",
+        "id": _id(call.id),
+        "name": tool_name(call.name),
+        "input": input_of(call.arguments),
+    }
+
+
+def input_of(arguments: str) -> Any:
+    """The arguments as an object, in the text's own spelling."""
+    if parse_arguments(arguments) is not None:
+        return msgspec.Raw(arguments.encode())
+    return {UNPARSED: arguments} if arguments.strip() else {}
+
+
+def _id(given: str) -> str:
+    """An id (or name) with the characters that this API takes; ids of other providers may have
+    more."""
+    return _NOT_IN_ID.sub("_", given)
+
+
+def tool_name(given: str) -> str:
+    """A tool's name with the characters and length that this API takes."""
+    return _id(given)[:128] or "unknown"
+
+
+_OPENING = encode_json(text_block("(start)"))
+"""Said by the user where a conversation begins with the assistant, or with nobody."""
+
+
+class Thinking(NamedTuple):
+    """What a body says of thinking."""
+
+    on: bool
+    fields: dict[str, Any]
+
+
+def thinking_config(
+    model: str, effort: str | None, max_tokens: int, *, replayed: bool = True
+) -> Thinking:
+    """The fields of a body for a reasoning effort.
+
+    Claude models since 4.6 decide for themselves how much to think (`adaptive`) and take the effort
+    as it is; their thinking is asked for as text. Others take a budget: `BUDGETS`, or the number
+    that `effort` is, but at most three quarters of `max_tokens`, of which it is a part; where less
+    than 1,024 tokens are left for it the model does not think. `none` turns thinking off, and is
+    not said to the models that always think.
+
+    Args:
+        replayed: thinking blocks of earlier turns are sent. Without them a model that takes a
+            budget does not think, because the API wants every tool turn to begin with its thinking.
+    """
+    if effort is None:
+        return Thinking(False, {})
+    if effort in _OFF:
+        always = any(family in model for family in _ALWAYS)
+        return Thinking(False, {} if always else {"thinking": {"type": "disabled"}})
+    if is_adaptive(model) and not effort.isdigit():
+        level = effort if effort in _EFFORTS else "low"
+        shown = {"type": "adaptive", "display": "summarized"}
+        return Thinking(True, {"thinking": shown, "output_config": {"effort": level}})
+    wanted = int(effort) if effort.isdigit() else BUDGETS.get(effort, BUDGETS["medium"])
+    budget = min(wanted, max_tokens * 3 // 4)
+    if budget < _LEAST or not replayed:
+        return Thinking(False, {})
+    return Thinking(True, {"thinking": {"type": "enabled", "budget_tokens": budget}})
+
+
+def is_adaptive(model: str) -> bool:
+    """The model decides for itself how much to think, and may refuse a budget."""
+    if "claude-mythos-preview" in model:
+        return True
+    found = _CLAUDE.search(model)
+    return found is not None and (int(found[1]), int(found[2] or 0)) >= (4, 6)

@@ -1,0 +1,602 @@
+"""The Responses API of OpenAI, client side, without its state on the server.
+
+Nothing is stored there (`store: false`): each request holds the whole conversation as input items,
+with the encrypted reasoning items of earlier answers before the calls that followed them. The
+system prompt is `instructions`; it comes before the input, so a conversation's body is a prefix of
+the next turn's. The wire has no field for token ids and returns no prompt logprobs; caching is
+automatic, helped by a key if the provider accepts one (`cache_key`).
+
+A response is a list of items: reasoning, messages and function calls. Ours is one message with its
+text, its calls and `reasoning_details`. The usual order (reasoning, one message, calls) needs no
+note. Any other order, and a message's `phase`, is noted in `reasoning_details` beside the reasoning
+items, so that a replay has the items as they came:
+
+    {"type": "message", "phase": "commentary", "chars": 12}     text of so many characters
+    {"type": "function_call", "call_id": "call_1"}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from hermes_rl.errors import ModelError
+from hermes_rl.messages import (
+    AssistantMessage,
+    Message,
+    SystemMessage,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+)
+from hermes_rl.models.base import Completion, ModelRequest, TokenCapture
+from hermes_rl.models.prepare import blocks_of, outgoing, says_something
+from hermes_rl.models.wire.base import (
+    Decoder,
+    Quirks,
+    ReplyHead,
+    ToolField,
+    bearer_headers,
+    sendable,
+)
+from hermes_rl.models.wire.decoding import (
+    DONE,
+    EventDecoder,
+    Reading,
+    decoder_for,
+    fitting_id,
+    made_id,
+    text_or_none,
+)
+from hermes_rl.models.wire.reasoning import split_think
+from hermes_rl.models.wire.usage import read_responses_usage
+from hermes_rl.text import encode_json
+
+NAME = "codex_responses"
+TAIL = b"]}"
+"""The last bytes of every body. A turn's body without them begins the next turn's."""
+MOST_ID = 64
+"""Characters of a call's id; other providers have longer ones."""
+
+ENCRYPTED = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
+
+REASONING, MESSAGE, CALL = "reasoning", "message", "function_call"
+SEPARATOR = "\n\n"
+"""Between the texts of several messages."""
+
+
+class Responses:
+    """One per client.
+
+    Args:
+        quirks: of the provider.
+        secrets: texts that no error may show.
+    """
+
+    name = NAME
+    path = "/responses"
+
+    def __init__(self, quirks: Quirks = Quirks(), secrets: Iterable[str] = ()) -> None:
+        self._quirks = quirks
+        self._secrets = secrets
+        self._tools = ToolField(_flat)
+
+    def encode(self, request: ModelRequest) -> bytes:
+        """See `Dialect.encode`. The input comes last; what stands before it does not change from
+        turn to turn."""
+        system, items = self._input(request)
+        head = encode_json(_fields(request, system, self._quirks))[:-1]
+        tools = self._tools.encoded(request)
+        return b"".join((head, tools, b',"input":[', b",".join(items), TAIL))
+
+    def bound(self, request: ModelRequest) -> int:
+        """See `Dialect.bound`: the bytes of instructions, items and tools, and what images may
+        cost."""
+        system, items = self._input(request)
+        given = len((system or "").encode("utf-8", "replace"))
+        given += outgoing(request).image_tokens(request.model)
+        return given + sum(map(len, items)) + len(items) + len(self._tools.encoded(request))
+
+    def headers(self, api_key: str | None) -> dict[str, str]:
+        """See `Dialect.headers`."""
+        return bearer_headers(api_key)
+
+    def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
+        """See `Dialect.decoder`."""
+        return decoder_for(
+            request,
+            head,
+            body=_read_body,
+            stream=_StreamDecoder,
+            streamed=request.stream,
+            secrets=self._secrets,
+        )
+
+    def _input(self, request: ModelRequest) -> tuple[str | None, Sequence[bytes]]:
+        """The instructions, and the items of each message, encoded once."""
+        ready = outgoing(request)
+        encoded = ready.encoded(NAME, encode_message)[ready.lead :]
+        return ready.system, [items for items in encoded if items]
+
+
+def encode_message(message: Message) -> bytes:
+    """One message as input items, separated by commas; empty when it has none."""
+    return b",".join(encode_json(item) for item in _items(message))
+
+
+def _fields(request: ModelRequest, system: str | None, quirks: Quirks) -> dict[str, Any]:
+    """All of a body but its tools and its input."""
+    include = [] if "no_encrypted_reasoning" in request.adaptations else [ENCRYPTED]
+    if request.logprobs:
+        include.append(LOGPROBS)
+    fields: dict[str, Any] = {"model": request.model, "store": False}
+    if include:
+        fields["include"] = include
+    if request.stream:
+        fields["stream"] = True
+    for name, value in sendable(request.sampling, NAME, quirks).as_dict().items():
+        if name == "max_tokens":
+            fields["max_output_tokens"] = value
+        elif name == "reasoning":
+            fields["reasoning"] = {"effort": value, "summary": "auto"}
+        else:
+            fields[name] = value
+    if request.cache is not None and quirks.cache_key:
+        fields["prompt_cache_key"] = outgoing(request).cache_key
+    fields.update(request.extra)
+    if system is not None:
+        fields["instructions"] = system
+    return fields
+
+
+def _flat(tool: dict[str, Any]) -> dict[str, Any]:
+    """A function schema in this wire's form. Left to itself, the API would make it strict."""
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return tool
+    return {"type": "function", "strict": False, **function}
+
+
+def _items(message: Message) -> list[dict[str, Any]]:
+    if isinstance(message, AssistantMessage):
+        return [item for p in pieces_of(message) if (item := _item(p)) is not None]
+    if isinstance(message, ToolMessage):
+        call_id = fitting_id(message.tool_call_id, MOST_ID)
+        output = {"call_id": call_id, "output": message.content}
+        return [{"type": "function_call_output", **output}]
+    role = "developer" if isinstance(message, SystemMessage) else "user"
+    return [{"type": "message", "role": role, "content": _parts(message)}]
+
+
+def _item(piece: Piece) -> dict[str, Any] | None:
+    if piece.kind == REASONING:
+        return _replayed(piece.block) if is_replayable(piece.block) else None
+    if piece.call is not None:
+        call = piece.call
+        named = {
+            "call_id": fitting_id(call.id, MOST_ID),
+            "name": call.name,
+            "arguments": call.arguments,
+        }
+        return {"type": "function_call", **named}
+    item = {"type": "message", "role": "assistant", "content": piece.text}
+    return {**item, "phase": piece.phase} if piece.phase else item
+
+
+def _replayed(block: Any) -> dict[str, Any]:
+    """A reasoning item as it came; what only an answer says (status, nulls) is left out."""
+    item = {k: v for k, v in block.items() if v is not None and k != "status"}
+    return {**item, "summary": item.get("summary", [])}
+
+
+def _parts(message: SystemMessage | UserMessage) -> list[dict[str, Any]]:
+    if isinstance(message.content, str):
+        return [{"type": "input_text", "text": message.content}]
+    return [_part(part) for part in message.content]
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    """A content part of Chat Completions in this wire's form; others go as they are."""
+    kind = part.get("type")
+    if kind == "text":
+        return {"type": "input_text", "text": part.get("text", "")}
+    if kind == "image_url":
+        given = part.get("image_url")
+        image = given if isinstance(given, dict) else {"url": given}
+        detail = image.get("detail") or "auto"
+        return {"type": "input_image", "image_url": image.get("url"), "detail": detail}
+    if kind == "file" and isinstance(part.get("file"), dict):
+        return {"type": "input_file", **part["file"]}
+    return part
+
+
+class Piece(NamedTuple):
+    """One item of a message."""
+
+    kind: str
+    block: Mapping[str, Any] = {}
+    """The reasoning item as it came."""
+    text: str = ""
+    phase: str | None = None
+    call: ToolCall | None = None
+
+
+def pieces_of(message: AssistantMessage) -> list[Piece]:
+    """The items of a message in their order: as noted, where the notes still fit it."""
+    blocks = [b for b in blocks_of(message) if b.get("type") in (REASONING, MESSAGE, CALL)]
+    reasoning = [Piece(REASONING, block=b) for b in blocks if b["type"] == REASONING]
+    notes = [b for b in blocks if b["type"] != REASONING]
+    if notes:
+        noted = _as_noted(message, blocks)
+        if noted is not None:
+            return noted
+    text = [Piece(MESSAGE, text=message.content)] if message.content else []
+    return [*reasoning, *text, *(Piece(CALL, call=call) for call in message.tool_calls)]
+
+
+def details_of(pieces: Iterable[Piece]) -> list[dict[str, Any]] | None:
+    """The `reasoning_details` of a message that came as these items; None when there is nothing to
+    replay and nothing to note."""
+    listed = list(pieces)
+    kinds = [(REASONING, MESSAGE, CALL).index(p.kind) for p in listed]
+    usual = kinds == sorted(kinds) and kinds.count(1) <= 1 and not any(p.phase for p in listed)
+    if usual:
+        return [
+            dict(p.block) for p in listed if p.kind == REASONING and is_replayable(p.block)
+        ] or None
+    return [note for p in listed if (note := _note(p)) is not None] or None
+
+
+def is_replayable(item: Mapping[str, Any]) -> bool:
+    """Whether a reasoning item means something to a server that stores nothing."""
+    return bool(item.get("encrypted_content") or item.get("content"))
+
+
+def reasoning_text(item: Mapping[str, Any]) -> str:
+    """The text of a reasoning item: of its content, else of its summary."""
+    for name in ("content", "summary"):
+        listed = item.get(name)
+        if isinstance(listed, list):
+            texts = [p["text"] for p in listed if isinstance(p, Mapping) and _has_text(p)]
+            if texts:
+                return SEPARATOR.join(texts)
+    return ""
+
+
+def _has_text(part: Mapping[str, Any]) -> bool:
+    return isinstance(part.get("text"), str) and bool(part["text"])
+
+
+def _note(piece: Piece) -> dict[str, Any] | None:
+    if piece.kind == REASONING:
+        return dict(piece.block) if is_replayable(piece.block) else None
+    if piece.call is not None:
+        return {"type": CALL, "call_id": piece.call.id}
+    note: dict[str, Any] = {"type": MESSAGE, "chars": len(piece.text)}
+    return {**note, "phase": piece.phase} if piece.phase else note
+
+
+def _as_noted(message: AssistantMessage, blocks: list[dict[str, Any]]) -> list[Piece] | None:
+    """None when the notes do not fit the message (any more)."""
+    if not says_something(message):
+        return None
+    calls = {call.id: call for call in message.tool_calls}
+    out: list[Piece] = []
+    at = 0
+    for block in blocks:
+        if block["type"] == REASONING:
+            out.append(Piece(REASONING, block=block))
+        elif block["type"] == CALL:
+            call = calls.pop(str(block.get("call_id")), None)
+            if call is None:
+                return None
+            out.append(Piece(CALL, call=call))
+        else:
+            chars, phase = block.get("chars"), block.get("phase")
+            if not isinstance(chars, int) or chars <= 0:
+                return None
+            text = message.content[at : at + chars]
+            out.append(Piece(MESSAGE, text=text, phase=phase if isinstance(phase, str) else None))
+            at += chars + len(SEPARATOR)
+    texts = SEPARATOR.join(p.text for p in out if p.kind == MESSAGE)
+    whole = texts == message.content and not calls and len(message.tool_calls) == _calls(out)
+    return out if whole else None
+
+
+def _calls(pieces: list[Piece]) -> int:
+    return sum(piece.kind == CALL for piece in pieces)
+
+
+_REASONS = {"max_output_tokens": "length", "max_tokens": "length"}
+"""Why a response is incomplete -> our finish reason; others are named as they are."""
+
+_LEAST_LIKELY = 1e9
+"""A logprob beyond this is a server's error."""
+
+_ENDED = ("completed", "incomplete", "cancelled", None)
+"""What a finished response's status may be (lenient servers leave it out)."""
+
+
+class _Response(msgspec.Struct):
+    """The response object. Usage stays as it came: it is evidence."""
+
+    id: Any = None
+    model: Any = None
+    status: Any = None
+    output: Any = None
+    usage: msgspec.Raw = msgspec.Raw(b"null")
+    error: Any = None
+    incomplete_details: Any = None
+    policy_version: Any = None
+
+
+_decode = msgspec.json.Decoder(_Response).decode
+
+
+def _read_body(data: bytes, reading: Reading) -> Completion:
+    """An answer in one body. Raises: ModelError when it is an error, or none."""
+    response = _open_response(data, reading)
+    if not isinstance(response.output, list):
+        raise _failure(response, reading) or reading.unreadable("no output")
+    return _completion(response, response.output, reading)
+
+
+def _open_response(data: bytes, reading: Reading) -> _Response:
+    """A response object. Raises: ProtocolError when it is none."""
+    return reading.parse(_decode, data)
+
+
+def _failure(response: _Response, reading: Reading) -> ModelError | None:
+    """What a response that failed means; None when it did not."""
+    if response.error or response.status == "failed":
+        return reading.fault(response.error or {"message": "the response failed without an error"})
+    if response.status not in _ENDED:
+        return reading.unreadable(f"a response that is {response.status!r}")
+    return None
+
+
+def _completion(response: _Response, output: Sequence[Any], reading: Reading) -> Completion:
+    """The answer in the internal form.
+
+    Args:
+        output: its items; those of `response`, or those that a stream gathered.
+
+    Raises: ModelError when the response failed.
+    """
+    fault = _failure(response, reading)
+    if fault is not None:
+        raise fault
+    items = [item for item in output if isinstance(item, Mapping)]
+    message, refused = message_of(items, reading.salt)
+    return reading.completion(
+        message,
+        finish_reason=_finish(response, message, refused),
+        usage=response.usage,
+        read_usage=read_responses_usage,
+        answer_id=response.id,
+        model=response.model,
+        tokens=_logprobs(items),
+        policy_version=response.policy_version,
+    )
+
+
+def message_of(items: Sequence[Mapping[str, Any]], salt: str) -> tuple[AssistantMessage, bool]:
+    """The message that output items make, and whether all of its text is a refusal. Items of
+    unknown kinds are left out."""
+    pieces: list[Piece] = []
+    refusals = 0
+    for item in items:
+        kind = item.get("type")
+        if kind == REASONING:
+            pieces.append(Piece(REASONING, block=item))
+        elif kind == CALL:
+            pieces.append(Piece(CALL, call=_read_call(item, salt, pieces)))
+        elif kind == MESSAGE:
+            text, refused = _read_text(item)
+            refusals += refused
+            if text:
+                pieces.append(Piece(MESSAGE, text=text, phase=text_or_none(item.get("phase"))))
+    texts = [p.text for p in pieces if p.kind == MESSAGE]
+    thoughts = [reasoning_text(p.block) for p in pieces if p.kind == REASONING]
+    reasoning: str | None = SEPARATOR.join(t for t in thoughts if t) or None
+    content, raw = SEPARATOR.join(texts), None
+    if reasoning is None:
+        content, reasoning, raw = split_think(content)
+    message = AssistantMessage(
+        content=content,
+        reasoning_content=reasoning,
+        tool_calls=tuple(p.call for p in pieces if p.call is not None),
+        raw_content=raw,
+        reasoning_details=details_of(pieces),
+    )
+    return message, 0 < refusals == len(texts)
+
+
+def _read_text(item: Mapping[str, Any]) -> tuple[str, bool]:
+    """The text of a message item, and whether it is a refusal."""
+    content = item.get("content")
+    if isinstance(content, str):
+        return content, False
+    parts = [p for p in content if isinstance(p, Mapping)] if isinstance(content, list) else []
+    said = [p["text"] for p in parts if isinstance(p.get("text"), str)]
+    refused = [p["refusal"] for p in parts if isinstance(p.get("refusal"), str)]
+    text = "".join(said)
+    return (text, False) if text else ("".join(refused), bool(refused))
+
+
+def _read_call(item: Mapping[str, Any], salt: str, before: list[Piece]) -> ToolCall:
+    name, arguments = item.get("name"), item.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = "" if arguments is None else encode_json(arguments).decode()
+    text = name if isinstance(name, str) else ""
+    known = {p.call.id for p in before if p.call is not None}
+    given = next((item[k] for k in ("call_id", "id") if text_or_none(item.get(k))), None)
+    if given is None or given in known:
+        given = made_id(f"{salt}\0{len(known)}\0{text}\0{arguments}")
+    return ToolCall(id=given, name=text, arguments=arguments)
+
+
+def _finish(response: _Response, message: AssistantMessage, refused: bool) -> str:
+    if response.status == "cancelled":
+        return "abort"
+    if response.status == "incomplete":
+        details = response.incomplete_details
+        reason = details.get("reason") if isinstance(details, Mapping) else None
+        return _REASONS.get(str(reason), text_or_none(reason) or "length")
+    if message.tool_calls:
+        return "tool_calls"
+    return "refusal" if refused else "stop"
+
+
+def _logprobs(items: Sequence[Mapping[str, Any]]) -> TokenCapture | None:
+    """Logprobs of the text's tokens, where they were asked for."""
+    found: list[float] = []
+    for item in items:
+        content = item.get("content") if item.get("type") == MESSAGE else None
+        for part in content if isinstance(content, list) else ():
+            listed = part.get("logprobs") if isinstance(part, Mapping) else None
+            for token in listed if isinstance(listed, list) else ():
+                value = token.get("logprob") if isinstance(token, Mapping) else None
+                if not isinstance(value, int | float) or abs(value) > _LEAST_LIKELY:
+                    return None
+                found.append(float(value))
+    return TokenCapture(logprobs=tuple(found)) if found else None
+
+
+_ENDS = {
+    "response.completed": "completed",
+    "response.done": "completed",
+    "response.incomplete": "incomplete",
+    "response.failed": "failed",
+    "response.cancelled": "cancelled",
+}
+"""The last event of a stream -> the status that it means where the response does not say it."""
+
+_GROWS = {
+    "response.output_text": (MESSAGE, "text"),
+    "response.refusal": (MESSAGE, "refusal"),
+    "response.function_call_arguments": (CALL, "arguments"),
+    "response.reasoning_summary_text": (REASONING, "summary"),
+    "response.reasoning_text": (REASONING, "content"),
+}
+"""Events `….delta` and `….done` -> the kind of their item, and what grows in it."""
+
+
+class _Event(msgspec.Struct):
+    """What is read of an event's data."""
+
+    type: Any = None
+    response: msgspec.Raw = msgspec.Raw(b"null")
+    item: Any = None
+    output_index: Any = None
+    delta: Any = None
+    error: Any = None
+    code: Any = None
+    message: Any = None
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
+
+
+class _StreamDecoder(EventDecoder):
+    """A stream is complete when it says so, by its last event; what follows that is left out."""
+
+    def __init__(self, reading: Reading) -> None:
+        super().__init__(reading)
+        self._drafts: dict[int, _Draft] = {}
+        self._response: _Response | None = None
+        """Of the last event; None while the stream goes on."""
+        self._status = ""
+
+    @property
+    def in_call(self) -> bool:
+        """Whether a tool call has begun."""
+        return any(draft.is_call for draft in self._drafts.values())
+
+    def _answer(self) -> Completion:
+        response = self._response
+        if response is None:
+            raise self._reading.unfinished()
+        response.status = response.status or self._status
+        return _completion(response, self._output(response), self._reading)
+
+    def _take(self, data: bytes) -> None:
+        if self.done or data.strip() == DONE:
+            return
+        event = self._reading.parse(_decode_event, data, "JSON object in the stream")
+        kind = event.type if isinstance(event.type, str) else ""
+        if kind == "error" or (event.error and not kind.startswith("response.")):
+            error = event.error or {"code": event.code, "message": event.message}
+            raise self._reading.fault(error)
+        if kind in _ENDS:
+            # The copy lets the event's buffer go.
+            self._response = _open_response(bytes(event.response), self._reading)
+            self._response.usage = msgspec.Raw(bytes(self._response.usage))
+            self._status = _ENDS[kind]
+            self.done = True
+        elif isinstance(event.output_index, int):
+            self._grow(kind, event)
+        elif kind == "response.output_item.done" and isinstance(event.item, Mapping):
+            self._drafts.setdefault(max(self._drafts, default=-1) + 1, _Draft()).item = event.item
+
+    def _grow(self, kind: str, event: _Event) -> None:
+        draft = self._drafts.setdefault(event.output_index, _Draft())
+        item = event.item if isinstance(event.item, Mapping) else None
+        if kind == "response.output_item.done" and item is not None:
+            draft.item = item
+        elif kind == "response.output_item.added" and item is not None:
+            draft.begun = item
+        elif kind.endswith(".delta") and isinstance(event.delta, str):
+            grows = _GROWS.get(kind.removesuffix(".delta"))
+            if grows is not None:
+                draft.add(*grows, event.delta)
+            if kind == "response.output_text.delta":
+                self._reading.tell(event.delta)
+
+    def _output(self, response: _Response) -> list[Any]:
+        given = response.output if isinstance(response.output, list) else []
+        if given and not all(d.item is not None for d in self._drafts.values()):
+            return given
+        if not self._drafts:
+            return given
+        return [self._drafts[index].form() for index in sorted(self._drafts)]
+
+
+class _Draft:
+    """One item while it comes in."""
+
+    def __init__(self) -> None:
+        self.item: Mapping[str, Any] | None = None
+        """The item as it is when it is done."""
+        self.begun: Mapping[str, Any] = {}
+        self._kind = ""
+        self._grown: dict[str, list[str]] = {}
+
+    def add(self, kind: str, field: str, delta: str) -> None:
+        """Take a delta of one of the fields in `_GROWS`."""
+        self._kind = kind
+        self._grown.setdefault(field, []).append(delta)
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is a tool call, as far as it has come."""
+        return CALL in (self._kind, self.begun.get("type"))
+
+    def form(self) -> Mapping[str, Any]:
+        """The item; built from its deltas where it never was done."""
+        if self.item is not None:
+            return self.item
+        grown = {field: "".join(pieces) for field, pieces in self._grown.items()}
+        form = {"type": self._kind, **self.begun}
+        # What an added item says of its encrypted content may be half of it.
+        form.pop("encrypted_content", None)
+        if "arguments" in grown:
+            form["arguments"] = grown["arguments"]
+        if "text" in grown or "refusal" in grown:
+            form["content"] = [{name: grown[name]} for name in ("text", "refusal") if name in grown]
+        if "summary" in grown:
+            form["summary"] = [{"text": grown["summary"]}]
+        return form
