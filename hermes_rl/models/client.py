@@ -39,7 +39,7 @@ def connect(endpoint: Endpoint, dialect: Dialect | None = None) -> ModelClient:
     Raises: UserError for an address, key, mode or transport that can never work.
     """
     endpoint.check()
-    return WireClient(endpoint, dialect or _dialect(endpoint), _transport(endpoint))
+    return WireClient(endpoint, dialect or dialect_for(endpoint), _transport(endpoint))
 
 
 class _TooLong(ProtocolError):
@@ -191,7 +191,8 @@ DIALECTS: dict[str, tuple[str, str]] = {
 """api_mode -> module in `wire` and class; loaded when a client is made."""
 
 
-def _dialect(endpoint: Endpoint) -> Dialect:
+def dialect_for(endpoint: Endpoint) -> Dialect:
+    """The dialect of an endpoint, with the quirks of its provider. Raises: UserError."""
     if endpoint.api_mode not in DIALECTS:
         raise UserError(
             f"api_mode {endpoint.api_mode!r} is unknown. Use one of {', '.join(DIALECTS)}"

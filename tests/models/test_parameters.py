@@ -13,11 +13,9 @@ from typed_body import misfits
 from hermes_rl.errors import BadRequest, UserError
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest, Sampling
-from hermes_rl.models.client import DIALECTS
+from hermes_rl.models.client import DIALECTS, Endpoint, dialect_for
 from hermes_rl.models.providers.table import shipped
-from hermes_rl.models.wire.anthropic import AnthropicMessages
 from hermes_rl.models.wire.chat import ChatCompletions
-from hermes_rl.models.wire.responses import Responses
 
 ALL = Sampling(
     temperature=0.5, top_p=0.9, max_tokens=64, seed=7, stop=("END",), reasoning="low", top_k=-1
@@ -45,11 +43,11 @@ HISTORY = [
     UserMessage(content="And now?"),
 ]
 OFFICIAL = {
-    "chat_completions": (ChatCompletions, "api.openai.com", completion_create_params),
-    "codex_responses": (Responses, "api.openai.com", response_create_params),
-    "anthropic_messages": (AnthropicMessages, "api.anthropic.com", message_create_params),
+    "chat_completions": ("api.openai.com", completion_create_params),
+    "codex_responses": ("api.openai.com", response_create_params),
+    "anthropic_messages": ("api.anthropic.com", message_create_params),
 }
-"""api_mode -> dialect, the host of the package's own provider, the package's declaration."""
+"""api_mode -> the host of the package's own provider, the package's declaration."""
 
 
 UNDECLARED = {
@@ -62,15 +60,15 @@ and sampling of the API version 2023-06-01, which the package's newer one no lon
 
 
 def body_of(mode, host=None, **fields):
-    dialect, official, _ = OFFICIAL[mode]
+    host = OFFICIAL[mode][0] if host is None else host
     asked = ModelRequest(
         model="m", conversation=Conversation(HISTORY), call_id="c", cache="5m", **fields
     )
-    return json.loads(dialect(official if host is None else host).encode(asked))
+    return json.loads(dialect_for(Endpoint(f"https://{host}", api_mode=mode)).encode(asked))
 
 
 def declared(mode, stream):
-    module = OFFICIAL[mode][2]
+    module = OFFICIAL[mode][1]
     names = {
         "chat_completions": "CompletionCreateParams",
         "codex_responses": "ResponseCreateParams",

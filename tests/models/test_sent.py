@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest, Sampling
+from hermes_rl.models.client import Endpoint, dialect_for
 from hermes_rl.models.prepare.content import NO_IMAGE
 from hermes_rl.models.providers.table import quirks_at
 from hermes_rl.models.wire.anthropic import AnthropicMessages
@@ -35,6 +36,10 @@ DETAILS = [
 ]
 words = st.text(alphabet="ab é\n", max_size=12)
 arguments = st.sampled_from(["{}", '{"b": 1, "a": [2]}', "", '{"cut', "no json"])
+
+
+def at(host, dialect):
+    return dialect_for(Endpoint(f"https://{host}", api_mode=dialect.name))
 
 
 def request(*messages, **fields):
@@ -70,7 +75,7 @@ def replace_text(answer):
 @given(first=words, added=st.lists(turns(), min_size=1, max_size=4), exact=st.booleans(),
        ephemeral=st.none() | words, prefill=st.booleans())  # fmt: skip
 def test_each_turns_body_extends_the_last_one(dialect, first, added, exact, ephemeral, prefill):
-    speaks = dialect("api.example.com")
+    speaks = at("api.example.com", dialect)
     shown = (UserMessage(content="example"), AssistantMessage(content="so")) if prefill else ()
     asked = request(
         SystemMessage(content="s"), UserMessage(content=first),
@@ -99,7 +104,8 @@ def _shared(body):
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_dialect_replays_its_own_reasoning_only(dialect):
     answer = AssistantMessage(content="a", reasoning_details=DETAILS)
-    body = dialect("api.anthropic.com").encode(request(UserMessage(content="hi"), answer)).decode()
+    asked = request(UserMessage(content="hi"), answer)
+    body = at("api.anthropic.com", dialect).encode(asked).decode()
     own = {
         ChatCompletions: "ROUTED", AnthropicMessages: "SIGNED", Responses: "ENCRYPTED"
     }[dialect]  # fmt: skip
@@ -108,7 +114,7 @@ def test_a_dialect_replays_its_own_reasoning_only(dialect):
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_adaptations_leave_out_what_a_server_refused(dialect):
-    speaks = dialect("api.anthropic.com")
+    speaks = at("api.anthropic.com", dialect)
     seen = UserMessage(content=[{"type": "text", "text": "see"}, IMAGE])
     answer = AssistantMessage(content="a", reasoning_details=DETAILS)
     asked = request(seen, answer, UserMessage(content="go on"))
@@ -133,7 +139,7 @@ def test_arguments_that_no_server_could_read_are_sent_as_objects(dialect):
     call = ToolCall(id="call_1", name="t", arguments='{"b": 1, "a"')
     result = ToolMessage(tool_call_id="call_1", name="t", content="invalid JSON")
     asked = request(UserMessage(content="hi"), AssistantMessage(tool_calls=(call,)), result)
-    body = dialect("").encode(asked).decode()
+    body = dialect().encode(asked).decode()
     assert '{"b":1}' in body or '{\\"b\\":1}' in body
 
 
@@ -141,7 +147,7 @@ def test_arguments_that_no_server_could_read_are_sent_as_objects(dialect):
 def test_an_image_may_cost_more_tokens_than_its_address_has_bytes(dialect):
     def bound(*parts):
         asked = request(UserMessage(content=[{"type": "text", "text": "see"}, *parts]))
-        return dialect("").bound(asked)
+        return dialect().bound(asked)
 
     image = {"type": "image_url", "image_url": {"url": "https://a.example/b.png"}}
     assert bound(image) - bound() > 4_000
@@ -197,7 +203,7 @@ def test_openrouter_takes_cache_markers_for_claude(kept, marker):
 
 @pytest.mark.parametrize("dialect", [ChatCompletions, Responses])
 def test_openai_gets_a_key_that_stays_with_the_conversation(dialect):
-    speaks = dialect("api.openai.com")
+    speaks = at("api.openai.com", dialect)
 
     def key(asked, there=speaks):
         return json.loads(there.encode(asked)).get("prompt_cache_key")
@@ -211,7 +217,7 @@ def test_openai_gets_a_key_that_stays_with_the_conversation(dialect):
     other = request(SystemMessage(content="s"), UserMessage(content="other"), cache="5m")
     assert key(other) != first
     assert key(replace(asked, cache=None)) is None
-    assert key(asked, dialect("127.0.0.1:8000")) is None
+    assert key(asked, at("127.0.0.1:8000", dialect)) is None
 
 
 def test_there_are_never_more_than_four_markers():
@@ -220,5 +226,5 @@ def test_there_are_never_more_than_four_markers():
         asked.conversation.append(AssistantMessage(content=f"a{number}"))
         asked.conversation.append(UserMessage(content=f"u{number}"))
         for dialect in (ChatCompletions, AnthropicMessages):
-            body = dialect("openrouter.ai").encode(asked)
+            body = at("openrouter.ai", dialect).encode(asked)
             assert body.count(b'"cache_control"') == 4
