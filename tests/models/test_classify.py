@@ -10,8 +10,7 @@ import pytest
 
 from hermes_rl import errors as e
 from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.errors.classify import classify, classify_in_answer, retry_after
-from hermes_rl.models.errors.rules import KINDS
+from hermes_rl.models.errors.classify import classify, classify_in_answer, retry_after, table
 from hermes_rl.text import scrub
 
 BODIES = [
@@ -37,7 +36,7 @@ def found_in(row):
 def test_the_reason_of_each_body(row):
     error = found_in(row)
     assert error.reason == row["reason"], str(error)
-    kind = getattr(e, row["kind"]) if "kind" in row else KINDS[row["reason"]]
+    kind = getattr(e, row["kind"]) if "kind" in row else table().kinds[row["reason"]]
     assert type(error) is kind
     assert error.facts == e.Facts(
         max_output_tokens=row.get("output"),
@@ -61,9 +60,9 @@ def test_the_table_is_wide():
 
 
 def test_every_reason_has_a_class_whose_cause_is_known():
-    assert set(KINDS) == set(get_args(e.Reason))
-    assert {kind.cause for kind in KINDS.values()} <= set(e.CAUSES)
-    for kind in KINDS.values():
+    assert set(table().kinds) == set(get_args(e.Reason))
+    assert {kind.cause for kind in table().kinds.values()} <= set(e.CAUSES)
+    for kind in table().kinds.values():
         assert kind("x").reason in get_args(e.Reason)
     assert e.RateLimited("x", reason="upstream_rate_limit").cause == "rate_limit"
     assert e.RateLimited("x").reason == "rate_limit"

@@ -12,7 +12,7 @@ from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Sampling
 from hermes_rl.models.calls.route import Route
 from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.errors.facts import facts_of
+from hermes_rl.models.errors.body import facts_of
 from hermes_rl.models.limits.budget import OUTPUT_MAX
 from hermes_rl.models.limits.governor_wire import PotGrant
 from hermes_rl.models.limits.limiter import InProcessLimiter

@@ -20,7 +20,7 @@ from hermes_rl.models.calls.recovery import (
     Situation,
     Wait,
 )
-from hermes_rl.models.errors.rules import KINDS
+from hermes_rl.models.errors.classify import table
 
 
 def upper(low, high):
@@ -65,7 +65,7 @@ def at(now=0.0, **more):
 
 
 def refused(reason, **facts):
-    return KINDS[reason]("no", status=400, reason=reason, facts=e.Facts(**facts))
+    return table().kinds[reason]("no", status=400, reason=reason, facts=e.Facts(**facts))
 
 
 ADAPTED = {
@@ -295,9 +295,9 @@ def test_a_hold_ends_with_patience_too():
     assert isinstance(plan.hold(error, at(590.0)).error, e.Outage)
 
 
-reasons = st.sampled_from(sorted(KINDS))
+reasons = st.sampled_from(sorted(table().kinds))
 failures = st.builds(
-    lambda reason, served, hint, cap, no_images: KINDS[reason](
+    lambda reason, served, hint, cap, no_images: table().kinds[reason](
         "x", reason=reason, served=served, retry_after_s=hint,
         facts=e.Facts(max_output_tokens=cap, no_images=no_images),
     ),

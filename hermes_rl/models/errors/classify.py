@@ -1,7 +1,6 @@
-"""Which typed error a failure is: from status, headers, body or exception, with the key scrubbed.
+"""Which typed error a failed model call is: from status, headers and body, or from an exception.
 
-The body is read by `body`, its reason found by the table of `rules`, the numbers
-in its text by `facts`.
+`body` reads what the error says, and the first rule of `rules.toml` that fits gives its reason.
 """
 
 from __future__ import annotations
@@ -9,18 +8,22 @@ from __future__ import annotations
 import re
 import ssl
 import time
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
 
 from hermes_rl import errors as e
-from hermes_rl.models.errors.body import Fault, fault_in, fault_of
-from hermes_rl.models.errors.facts import facts_of, wait_of
-from hermes_rl.models.errors.rules import KINDS, NO_STATUS, reason_by_status, rule_of
+from hermes_rl.models.errors.body import Fault, facts_of, fault_in, fault_of, wait_of
 from hermes_rl.text import scrub
 
+NO_STATUS = 0
+"""Stands for the status of an error inside an answer that began with status 200."""
 _CHAIN = 5
-"""As many chained exceptions are looked at."""
+"""How many chained exceptions are examined."""
 _TRUST = re.compile(
     r"certificate.{0,3}verify.{0,3}failed|self[- ]signed certificate|certificate has expired"
     r"|unable to get local issuer|hostname mismatch|certificate is not valid",
@@ -34,9 +37,9 @@ _LOST = re.compile(
 )
 _RATE_HEADERS = ("x-ratelimit-", "anthropic-ratelimit-", "ratelimit-", "retry-after")
 _OF_SIZE = ("format_error", "context_overflow", "payload_too_large")
-"""Reasons whose texts may say how much a model takes."""
+"""Reasons whose texts may state the limits of a model."""
 _MAYBE_SERVED = (502, 504, 520, 522, 524)
-"""A gateway gave up on a server that may have worked, and billed, all the same."""
+"""A gateway gave up on a server that may have served, and charged for, the call all the same."""
 
 
 def classify(
@@ -47,7 +50,7 @@ def classify(
     secrets: Iterable[str] = (),
     now: float | None = None,
 ) -> e.ModelError:
-    """The typed error of an answer that is no success.
+    """The typed error of an answer whose status is not a success.
 
     Args:
         status: HTTP status, not 2xx.
@@ -60,7 +63,7 @@ def classify(
     meant = status
     if status >= 500 and fault.status is not None and fault.status < 500:
         meant = fault.status  # a gateway's own trouble is not what it quotes
-    found = _find(meant, fault)
+    found = table().find(meant, fault)
     unix = time.time() if now is None else now
     return found.kind(
         scrub(_sentence(status, fault, body, found.kind, headers), secrets),
@@ -70,7 +73,7 @@ def classify(
         rate_limit=rate_headers(headers),
         served=status in _MAYBE_SERVED,
         reason=found.reason,
-        facts=found.facts,
+        facts=_facts(found, fault),
     )
 
 
@@ -84,26 +87,25 @@ def classify_in_answer(
             `{"type": "error", ...}`, `{"type": "response.failed", "response": {"error": ...}}`.
     """
     fault = fault_in(error)
-    found = _find(fault.status or NO_STATUS, fault)
+    found = table().find(fault.status or NO_STATUS, fault)
     said = fault.message or ", ".join(sorted(fault.codes)) or "without a message"
-    # The request was taken on: what it cost is not known.
+    # The server accepted the request: its cost is unknown.
     return found.kind(
         scrub(f"the answer holds an error: {said}", secrets),
         request_id=request_id(headers),
-        retry_after_s=_wait(found.reason, fault, {}, 0.0),  # the headers spoke of a success
+        retry_after_s=_wait(found.reason, fault, {}, 0.0),  # the headers belong to a success
         rate_limit=rate_headers(headers),
         served=True,
         reason=found.reason,
-        facts=found.facts,
+        facts=_facts(found, fault),
     )
 
 
 def classify_exception(error: BaseException, *, secrets: Iterable[str] = ()) -> e.ModelError | None:
-    """The typed error of an exception of a package or of the system; None for what is no failure of
-    a model call (a bug).
+    """The typed error of an exception from a package or the system; None for a bug.
 
-    Looks at up to 5 exceptions of its chain, innermost meaning first: an answer that one of them
-    holds, a certificate, a timeout, a lost connection.
+    Examines up to 5 exceptions of its chain, for the most specific meaning first: an answer that
+    one of them carries, a certificate, a timeout, a lost connection.
     """
     chain = list(_chain(error))
     for link in chain:
@@ -118,7 +120,7 @@ def classify_exception(error: BaseException, *, secrets: Iterable[str] = ()) -> 
 
 
 def _of_transport(chain: list[BaseException], text: str) -> e.ModelError | None:
-    """What went wrong below HTTP; it is not known how far the request came."""
+    """The error below HTTP; how far the request got is unknown."""
     names = " ".join(type(link).__name__ for link in chain)
     if any(isinstance(x, ssl.SSLCertVerificationError) for x in chain) or _TRUST.search(text):
         return e.AuthError(text, reason="ssl_cert_verification")
@@ -143,7 +145,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _answer_of(error: BaseException) -> tuple[int, dict[str, str], bytes] | None:
-    """Status, headers and body that an exception of an SDK holds."""
+    """The status, headers and body that an SDK's exception carries."""
     response = getattr(error, "response", None)
     status = getattr(error, "status_code", None) or getattr(response, "status_code", None)
     if not isinstance(status, int) or not 300 <= status < 600:
@@ -154,24 +156,84 @@ def _answer_of(error: BaseException) -> tuple[int, dict[str, str], bytes] | None
     return status, low, text if isinstance(text, bytes) else str(text).encode("utf-8", "replace")
 
 
-class _Found(NamedTuple):
-    """Class, reason and facts of a fault."""
+@dataclass(frozen=True)
+class Rule:
+    """One rule of the table, with its statuses resolved."""
 
-    kind: type[e.ModelError]
     reason: e.Reason
-    facts: e.Facts
+    statuses: frozenset[int]
+    codes: frozenset[str]
+    pattern: re.Pattern[str] | None
+    kind: type[e.ModelError]
+    no_images: bool = False
+    upstream: bool = False
+
+    def fits(self, status: int, fault: Fault, text: str) -> bool:
+        """Whether the rule fits an error; `text` is the message of the fault."""
+        if status not in self.statuses or (self.upstream and not fault.upstream):
+            return False
+        if not self.codes.isdisjoint(fault.codes):
+            return True
+        return self.pattern is not None and self.pattern.search(text) is not None
 
 
-def _find(status: int, fault: Fault) -> _Found:
-    """By the table; where no row fits, by the status."""
-    rule = rule_of(status, fault)
-    reason = rule.reason if rule else reason_by_status(status)
-    kind = (rule.kind if rule else None) or KINDS[reason]
-    facts = e.Facts()
-    if reason in _OF_SIZE:
-        no_images = rule.no_images if rule else False
-        facts = facts_of(fault.message, fault.numbers, no_images=no_images)
-    return _Found(kind, reason, facts)
+@dataclass(frozen=True)
+class Table:
+    """The content of `rules.toml`."""
+
+    rules: tuple[Rule, ...]
+    by_status: Mapping[int, e.Reason]
+    kinds: Mapping[e.Reason, type[e.ModelError]]
+    """The error class of each reason. Its cause is the reason's cause (DESIGN 5.6)."""
+
+    def find(self, status: int, fault: Fault) -> Rule:
+        """The first rule that fits, else one made of the status alone."""
+        text = fault.message
+        found = next((rule for rule in self.rules if rule.fits(status, fault, text)), None)
+        return found or self._by_status(status)
+
+    def _by_status(self, status: int) -> Rule:
+        other: e.Reason = "server_error" if status >= 500 else "format_error"
+        reason = self.by_status.get(status, other if status != NO_STATUS else "unknown")
+        return Rule(reason, frozenset((status,)), frozenset(), None, self.kinds[reason])
+
+
+@lru_cache(maxsize=1)
+def table() -> Table:
+    """The table of `rules.toml`, read at the first failure."""
+    form = tomllib.loads(files(__package__).joinpath("rules.toml").read_text(encoding="utf-8"))
+    kinds = {reason: getattr(e, name) for reason, name in form["errors"].items()}
+    named = {name: _statuses(listed) for name, listed in form["statuses"].items()}
+    rules = tuple(_rule(row, kinds, named) for row in form["rules"])
+    return Table(rules, {int(status): why for status, why in form["by_status"].items()}, kinds)
+
+
+def _rule(row: Any, kinds: Mapping[Any, Any], named: Mapping[str, frozenset[int]]) -> Rule:
+    statuses, patterns = row["statuses"], row.get("patterns")
+    return Rule(
+        reason=row["reason"],
+        statuses=named[statuses] if isinstance(statuses, str) else _statuses(statuses),
+        codes=frozenset(row.get("codes", ())),
+        pattern=re.compile("|".join(patterns), re.IGNORECASE) if patterns else None,
+        kind=getattr(e, row["error"]) if "error" in row else kinds[row["reason"]],
+        no_images=row.get("no_images", False),
+        upstream=row.get("upstream", False),
+    )
+
+
+def _statuses(listed: Iterable[int | str]) -> frozenset[int]:
+    """Statuses written as numbers and ranges: `[0, "400-404"]`."""
+    out: set[int] = set()
+    for item in listed:
+        first, _, last = str(item).partition("-")
+        out.update(range(int(first), int(last or first) + 1))
+    return frozenset(out)
+
+
+def _facts(rule: Rule, fault: Fault) -> e.Facts:
+    if rule.reason not in _OF_SIZE:
+        return e.Facts()
+    return facts_of(fault.message, fault.numbers, no_images=rule.no_images)
 
 
 def request_id(headers: Mapping[str, str]) -> str | None:
@@ -185,8 +247,7 @@ def rate_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def retry_after(headers: Mapping[str, str], now: float) -> float | None:
-    """Seconds that the server asks to wait: `retry-after-ms`, or `retry-after` as seconds or
-    date."""
+    """The seconds to wait from `retry-after-ms`, or from `retry-after` (seconds or a date)."""
     millis = _number(headers.get("retry-after-ms"))
     if millis is not None:
         return millis / 1000
@@ -209,7 +270,7 @@ def _number(value: str | None) -> float | None:
 
 
 def _wait(reason: e.Reason, fault: Fault, headers: Mapping[str, str], now: float) -> float | None:
-    """What the headers ask to wait, else what the text of a refusal for load does."""
+    """The seconds to wait from the headers, else from the text of a refusal for load."""
     asked = retry_after(headers, now)
     if asked is None and reason in ("rate_limit", "upstream_rate_limit", "overloaded"):
         return wait_of(fault.message)
