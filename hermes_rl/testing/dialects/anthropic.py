@@ -109,7 +109,7 @@ class AnthropicServer:
 
     def encode_answer(self, answer: Completion, *, answer_id: str, created: int = 0) -> bytes:
         """See `ServerDialect.encode_answer`. This wire has no place for `created`. Arguments that
-        are no object are written as `{"_unparsed": text}`."""
+        are not an object are written as `{"_unparsed": text}`."""
         blocks = [_whole(block) for block in _blocks(answer.message)]
         form = _message(answer, answer_id)
         form.update(content=blocks, stop_reason=_stop_reason(answer))
@@ -143,7 +143,7 @@ class AnthropicServer:
         self, message: str, *, status: int, kind: str, code: str | int | None = None
     ) -> bytes:
         """See `ServerDialect.encode_error`. This wire has its own kinds, by status, and no codes;
-        they are told in words."""
+        the message has them."""
         other = "api_error" if status >= 500 else "invalid_request_error"
         error = {"type": _KINDS.get(status, other), "message": message}
         return encode_json({"type": "error", "error": error, "request_id": None})
@@ -157,11 +157,11 @@ class AnthropicServer:
         ]
 
     def _deltas(self, block: Block) -> tuple[Block, list[dict[str, Any]]]:
-        """A block as it begins, and what grows it."""
+        """The start of a block, and its deltas."""
         kind, size = block["type"], self._piece_chars
         if kind == "text":
-            grown = [{"type": "text_delta", "text": t} for t in pieces(block["text"], size)]
-            return {**block, "text": ""}, grown
+            deltas = [{"type": "text_delta", "text": t} for t in pieces(block["text"], size)]
+            return {**block, "text": ""}, deltas
         if kind == "tool_use":
             text = block.pop("arguments")
             parts = ["", *pieces(text, size)]
@@ -170,9 +170,9 @@ class AnthropicServer:
             ]
         if kind == "thinking":
             thought = pieces(block.get("thinking", ""), size)
-            grown = [{"type": "thinking_delta", "thinking": t} for t in thought]
+            deltas = [{"type": "thinking_delta", "thinking": t} for t in thought]
             signed = {"type": "signature_delta", "signature": block.get("signature", "")}
-            return {**block, "thinking": "", "signature": ""}, [*grown, signed]
+            return {**block, "thinking": "", "signature": ""}, [*deltas, signed]
         return block, []
 
 
@@ -297,33 +297,33 @@ def _content(block: Block) -> Content | None:
     return {k: v for k, v in block.items() if k != "cache_control"} if kind in THINKING else None
 
 
-def _arguments(given: Any) -> str:
-    """Arguments as the model wrote them, where the client had to wrap what was no object."""
-    if isinstance(given, dict) and given.keys() == {UNPARSED} and isinstance(given[UNPARSED], str):
-        return str(given[UNPARSED])
-    return encode_json(given).decode()
+def _arguments(value: Any) -> str:
+    """Arguments as the model wrote them: the client wraps what is not an object."""
+    if isinstance(value, dict) and value.keys() == {UNPARSED} and isinstance(value[UNPARSED], str):
+        return str(value[UNPARSED])
+    return encode_json(value).decode()
 
 
 def _user(content: str | list[Block], names: Mapping[str, str]) -> Iterator[Message]:
     if isinstance(content, str):
         yield UserMessage(content=content)
         return
-    said: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
     for block in content:
         if block.get("type") != "tool_result":
-            said.append(_part(block))
+            parts.append(_part(block))
             continue
-        if said:
-            yield _said(said)
-            said = []
+        if parts:
+            yield _user_message(parts)
+            parts = []
         call_id = str(block.get("tool_use_id", ""))
         text = _text(block.get("content") or "")
         yield ToolMessage(tool_call_id=call_id, name=names.get(call_id, ""), content=text)
-    if said:
-        yield _said(said)
+    if parts:
+        yield _user_message(parts)
 
 
-def _said(parts: list[dict[str, Any]]) -> UserMessage:
+def _user_message(parts: list[dict[str, Any]]) -> UserMessage:
     if len(parts) == 1 and parts[0].get("type") == "text":
         return UserMessage(content=parts[0]["text"])
     return UserMessage(content=parts)

@@ -23,12 +23,11 @@ class ServedRequest:
     sampling: Sampling = field(default_factory=Sampling)
     stream: bool = False
     include_usage: bool = True
-    """The answer says its usage: always, but for Chat Completions streams that do not ask."""
+    """Send the usage: always, except for Chat Completions streams that do not ask for it."""
     logprobs: bool = False
     token_ids: bool = False
     cache_marks: int | None = None
-    """Places that the request marks for the cache; None on wires that cache without being asked.
-    """
+    """Cache markers of the request; None on wires that cache automatically."""
     cache: CacheTime | None = None
     """How long what is marked is to be kept."""
 
@@ -41,7 +40,7 @@ class ServerDialect(Protocol):
     """How the route ends."""
 
     def decode_request(self, body: bytes) -> ServedRequest:
-        """Raises: ValueError (UserError is one) when the body is no request of this wire."""
+        """Raises: ValueError (UserError is one) when the body is not a request of this wire."""
         ...
 
     def key_of(self, headers: Mapping[str, str]) -> str:

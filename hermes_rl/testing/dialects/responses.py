@@ -107,7 +107,7 @@ class ResponsesServer:
         self, answer: Completion, *, answer_id: str, created: int = 0, include_usage: bool = True
     ) -> list[bytes]:
         """See `ServerDialect.encode_stream`: the response begins, each item comes in pieces and
-        is then said whole, the response ends. Usage is always said."""
+        is then sent whole, the response ends. The usage is always sent."""
         return events_of(response_form(answer, answer_id, created), self._piece_chars)
 
     def encode_error(
@@ -148,26 +148,26 @@ def decode_items(items: list[dict[str, Any]]) -> list[Message]:
     message. Raises: UserError for an item of an unknown kind, and what `check_items` raises."""
     check_items(items)
     out: list[Message] = []
-    said: list[dict[str, Any]] = []
+    output: list[dict[str, Any]] = []
     names: dict[str, str] = {}
 
     def close() -> None:
-        if said:
-            message, _ = message_of(said, str(len(out)))
+        if output:
+            message, _ = message_of(output, str(len(out)))
             names.update((call.id, call.name) for call in message.tool_calls)
             out.append(message)
-            said.clear()
+            output.clear()
 
     for item in items:
         kind = item.get("type", MESSAGE)
         role = item.get("role")
         if kind in (REASONING, CALL):
-            said.append(item)
+            output.append(item)
         elif kind == MESSAGE and role == "assistant":
-            said.append({**item, "type": MESSAGE})
+            output.append({**item, "type": MESSAGE})
         elif kind == MESSAGE and role in ("user", "system", "developer"):
             close()
-            out.append(_given(str(role), item.get("content")))
+            out.append(_input_message(str(role), item.get("content")))
         elif kind == "function_call_output":
             close()
             call_id = str(item.get("call_id", ""))
@@ -207,7 +207,7 @@ def check_items(items: list[dict[str, Any]]) -> None:
         raise UserError(f"No tool output found for function call {next(iter(open_calls))}.")
 
 
-def _given(role: str, content: Any) -> Message:
+def _input_message(role: str, content: Any) -> Message:
     if role != "user":
         return SystemMessage(content=_plain(content))
     if isinstance(content, str):
@@ -298,7 +298,7 @@ def write_usage(usage: Usage) -> dict[str, Any]:
     return known(form)
 
 
-_Told = tuple[str, dict[str, Any]]
+_Event = tuple[str, dict[str, Any]]
 """An event's name and fields."""
 
 
@@ -310,18 +310,18 @@ def events_of(response: dict[str, Any], piece_chars: int) -> list[bytes]:
     """
     begun = {**response, "status": "in_progress", "output": [], "usage": None}
     begun |= {"incomplete_details": None, "error": None}
-    told: list[_Told] = [("response.created", {"response": begun})]
-    told.append(("response.in_progress", {"response": begun}))
+    events: list[_Event] = [("response.created", {"response": begun})]
+    events.append(("response.in_progress", {"response": begun}))
     for index, item in enumerate(response["output"]):
-        told += _item_events(index, item, piece_chars)
-    told.append((f"response.{response['status']}", {"response": response}))
+        events += _item_events(index, item, piece_chars)
+    events.append((f"response.{response['status']}", {"response": response}))
     return [
         encode_event(encode_json({"type": name, "sequence_number": number, **fields}), name)
-        for number, (name, fields) in enumerate(told)
+        for number, (name, fields) in enumerate(events)
     ]
 
 
-def _item_events(index: int, item: dict[str, Any], size: int) -> Iterator[_Told]:
+def _item_events(index: int, item: dict[str, Any], size: int) -> Iterator[_Event]:
     place = {"output_index": index}
     yield "response.output_item.added", {**place, "item": _begun(item)}
     inner = {**place, "item_id": item.get("id")}
@@ -355,7 +355,7 @@ def _begun(item: dict[str, Any]) -> dict[str, Any]:
     return begun
 
 
-def _part_events(place: dict[str, Any], part: dict[str, Any], size: int) -> Iterator[_Told]:
+def _part_events(place: dict[str, Any], part: dict[str, Any], size: int) -> Iterator[_Event]:
     name = "refusal" if part["type"] == "refusal" else "text"
     kind = "response.refusal" if name == "refusal" else "response.output_text"
     more: dict[str, Any] = {} if name == "refusal" else {"logprobs": []}
@@ -366,7 +366,7 @@ def _part_events(place: dict[str, Any], part: dict[str, Any], size: int) -> Iter
     yield "response.content_part.done", {**place, "part": part}
 
 
-def _reasoning_events(place: dict[str, Any], item: dict[str, Any], size: int) -> Iterator[_Told]:
+def _reasoning_events(place: dict[str, Any], item: dict[str, Any], size: int) -> Iterator[_Event]:
     for number, part in enumerate(_texts(item, "summary")):
         at = {**place, "summary_index": number}
         name = "response.reasoning_summary"
