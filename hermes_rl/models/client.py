@@ -200,8 +200,8 @@ def dialect_for(endpoint: Endpoint) -> Dialect:
     module, kind = DIALECTS[endpoint.api_mode]
     loaded = import_module(f"hermes_rl.models.wire.{module}")
     by_host = endpoint.api_mode == "anthropic_messages"
-    own = endpoint.host if by_host else endpoint.quirks or quirks_at(endpoint.host)
-    dialect: Dialect = getattr(loaded, kind)(own, secrets=endpoint.secrets)
+    ways = endpoint.host if by_host else endpoint.quirks or quirks_at(endpoint.host)
+    dialect: Dialect = getattr(loaded, kind)(ways, secrets=endpoint.secrets)
     return dialect
 
 

@@ -100,17 +100,17 @@ def same(got, sent):
 def test_each_body_extends_the_last_one(first, later, with_tools):
     dialect = ChatCompletions()
     tools = ({"type": "function", "function": {"name": "t"}},) if with_tools else ()
-    asked = request(
+    call = request(
         SystemMessage(content="s"), *first, tools=tools, sampling=Sampling(seed=1), exact=True
     )
-    body = dialect.encode(asked)
+    body = dialect.encode(call)
     for added in later:
         for message in added:
-            asked.conversation.append(message)
-        longer = dialect.encode(asked)
+            call.conversation.append(message)
+        longer = dialect.encode(call)
         assert longer.startswith(body[: -len(TAIL)])
         json.loads(longer)
-        assert dialect.bound(asked) <= len(longer)
+        assert dialect.bound(call) <= len(longer)
         body = longer
 
 
@@ -148,12 +148,12 @@ def test_calls_of_a_model_that_did_not_think_are_taken_where_thoughts_are_wanted
     call = ToolCall(id="call_1", name="t", arguments="{}")
     answers = [AssistantMessage(tool_calls=(call,)), AssistantMessage(content="so")]
     result = ToolMessage(tool_call_id="call_1", name="t", content="out")
-    asked = request(UserMessage(content="hi"), answers[0], result, answers[1])
-    _, called, _, said = json.loads(ChatCompletions(quirks_at(host)).encode(asked))["messages"]
+    call = request(UserMessage(content="hi"), answers[0], result, answers[1])
+    _, called, _, said = json.loads(ChatCompletions(quirks_at(host)).encode(call))["messages"]
     assert called.get("reasoning_content") == sent
     assert "reasoning_content" not in said
     # The same conversation goes to another provider as ever.
-    assert b"reasoning_content" not in ChatCompletions(quirks_at("api.openai.com")).encode(asked)
+    assert b"reasoning_content" not in ChatCompletions(quirks_at("api.openai.com")).encode(call)
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ def test_ids_of_other_servers_are_as_long_as_a_provider_takes_them(speaks, most)
         given = "x" * chars
         call = ToolCall(id=given, name="t", arguments="{}")
         result = ToolMessage(tool_call_id=given, name="t", content="out")
-        asked = request(UserMessage(content="hi"), AssistantMessage(tool_calls=(call,)), result)
-        body = json.loads(speaks.encode(asked))
+        call = request(UserMessage(content="hi"), AssistantMessage(tool_calls=(call,)), result)
+        body = json.loads(speaks.encode(call))
         if speaks.name == "codex_responses":
             ids = [item["call_id"] for item in body["input"][1:]]
         else:
@@ -186,19 +186,19 @@ def test_ids_of_other_servers_are_as_long_as_a_provider_takes_them(speaks, most)
 
 
 def test_the_output_cap_has_another_name_at_openai():
-    asked = request(sampling=Sampling(max_tokens=9))
+    call = request(sampling=Sampling(max_tokens=9))
     assert (
-        json.loads(ChatCompletions(quirks_at("api.openai.com")).encode(asked))[
+        json.loads(ChatCompletions(quirks_at("api.openai.com")).encode(call))[
             "max_completion_tokens"
         ]
         == 9
     )
-    assert json.loads(ChatCompletions(quirks_at("127.0.0.1:1")).encode(asked))["max_tokens"] == 9
+    assert json.loads(ChatCompletions(quirks_at("127.0.0.1:1")).encode(call))["max_tokens"] == 9
 
 
 def test_half_characters_do_not_stop_a_request():
-    asked = request(UserMessage(content="cut \ud83d here"))
-    (form,) = json.loads(ChatCompletions().encode(asked))["messages"]
+    call = request(UserMessage(content="cut \ud83d here"))
+    (form,) = json.loads(ChatCompletions().encode(call))["messages"]
     assert form["content"] == "cut \ufffd here"
 
 
@@ -230,13 +230,13 @@ def test_what_the_head_says(kit):
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked"), [("SSE", False), ("JSON", True), (None, True), (None, False)]
+    ("kind", "call"), [("SSE", False), ("JSON", True), (None, True), (None, False)]
 )
-def test_the_content_type_decides_what_an_answer_is(kit, kind, asked):
-    streamed = kind == "SSE" or (asked and kind is None)
+def test_the_content_type_decides_what_an_answer_is(kit, kind, call):
+    streamed = kind == "SSE" or (call and kind is None)
     body = kit.stream_of({"content": "hi"}) if streamed else kit.answer_with({"content": "hi"})
     headers = {} if kind is None else getattr(kit, kind)
-    assert kit.decode(body, headers, stream=asked).message.content == "hi"
+    assert kit.decode(body, headers, stream=call).message.content == "hi"
 
 
 # Server-sent events

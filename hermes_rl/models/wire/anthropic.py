@@ -409,7 +409,7 @@ def tool_name(given: str) -> str:
 
 
 _OPENING = encode_json(text_block("(start)"))
-"""Said by the user where a conversation begins with the assistant, or with nobody."""
+"""The first user message if a conversation begins with the assistant or is empty."""
 
 
 class Thinking(NamedTuple):

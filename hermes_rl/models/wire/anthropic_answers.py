@@ -29,7 +29,7 @@ _FINISH = {
     "tool_use": "tool_calls",
 }
 """Stop reason -> finish reason; all others keep their name. `refusal` is the model's; `pause_turn`
-only comes of tools that run at the provider, which nobody asks for here."""
+only comes from tools that run at the provider, which this client never requests."""
 
 _STATUS = {
     "invalid_request_error": 400,

@@ -163,7 +163,7 @@ def _form(message: Message, ways: _Ways) -> dict[str, Any]:
         reasoning = form.pop("reasoning_content", None) or (message.tool_calls and ways.blank)
         if ways.replay and reasoning:
             form[ways.replay] = reasoning
-        details = _own_blocks(message.reasoning_details)
+        details = _replayable_blocks(message.reasoning_details)
         if details is not None:
             form["reasoning_details"] = details
     return form
@@ -176,12 +176,12 @@ def _shorten_ids(form: dict[str, Any]) -> None:
         form["tool_call_id"] = fitting_id(form["tool_call_id"], MOST_ID)
 
 
-def _own_blocks(details: Any) -> Any:
+def _replayable_blocks(details: Any) -> Any:
     """Reasoning blocks without those of other dialects; None when there are none."""
     if not isinstance(details, list):
         return details
-    own = [b for b in details if not (isinstance(b, dict) and b.get("type") in _FOREIGN)]
-    return own or None
+    kept = [b for b in details if not (isinstance(b, dict) and b.get("type") in _FOREIGN)]
+    return kept or None
 
 
 def _encode_marked(message: Message, kept: CacheTime, ways: _Ways) -> bytes:

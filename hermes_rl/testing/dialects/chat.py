@@ -200,13 +200,13 @@ def write_usage(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.total_tokens,
     }
     form: dict[str, Any] = {k: v for k, v in counts.items() if v is not None}
-    given = {
+    cached = {
         "cached_tokens": usage.cache_read_tokens,
         "cache_write_tokens": usage.cache_write_tokens,
     }
-    known = {k: v for k, v in given.items() if v is not None}
-    if known:
-        form["prompt_tokens_details"] = known
+    details = {k: v for k, v in cached.items() if v is not None}
+    if details:
+        form["prompt_tokens_details"] = details
     if usage.reasoning_tokens is not None:
         form["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     return form

@@ -284,13 +284,13 @@ def _item(piece: Piece, item_id: str, status: str, *, refused: bool) -> dict[str
 
 def write_usage(usage: Usage) -> dict[str, Any]:
     """The usage object that a server sends: what is known."""
-    given = {
+    cached = {
         "cached_tokens": usage.cache_read_tokens,
         "cache_write_tokens": usage.cache_write_tokens,
     }
     form = {
         "input_tokens": usage.input_tokens,
-        "input_tokens_details": known(given) or None,
+        "input_tokens_details": known(cached) or None,
         "output_tokens": usage.output_tokens,
         "output_tokens_details": known({"reasoning_tokens": usage.reasoning_tokens}) or None,
         "total_tokens": usage.total_tokens,
