@@ -25,12 +25,12 @@ from hermes_rl.text import decode_json, scrub
 LIMIT_S = 60.0
 """A command that takes longer is ended."""
 LEAST_S, MOST_S = 1.0, 30.0
-"""From one run of a command to the next, in one process: doubled by each run whose key nobody has
+"""From one run of a command to the next, in one process: doubled by each run whose key is not
 accepted yet, up to the larger."""
 AHEAD_S = 120.0
 """A key whose end is known is replaced so long before it, and asked for so seldom: four times."""
 _LIKE_A_KEY = re.compile(r"(?=[\w.+=~-]*\d)(?=[\w.+=~-]*[A-Za-z])[\w.+=~-]{20,}", re.ASCII)
-"""Failing commands say on stderr what nobody else has seen: also a key that is not known here."""
+"""A failing command may print a key to stderr, also one that is unknown here."""
 _SAID = 400
 _FOREVER = 1e15
 """Seconds; a number beyond that is no time (and may be too large for a float)."""
