@@ -32,7 +32,6 @@ from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.episode import Stage, Tape
 from hermes_rl.errors import CAUSES, HermesError, TaskFault, UserError, VerifierFault, cause_of
 from hermes_rl.identity import digest, unit_seed
-from hermes_rl.models.errors.classify import scrub
 from hermes_rl.models.providers.routing import Common
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.record import Trajectory
@@ -56,6 +55,7 @@ from hermes_rl.sources import read_rows
 from hermes_rl.store.rows import Grade
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.tasks import Task
+from hermes_rl.text import scrub
 from hermes_rl.trajectory import fold
 from hermes_rl.usage import UsageTotal
 from hermes_rl.verify import verify

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rl_kit import Written, asked_of, ran, table, turn_of
 
 from hermes_rl.messages import text_of
-from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.rl.judging import NO_COMMITMENT, _parse_verdict, _question
+from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 REPLIES: dict[str, list[Any]] = {

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from rl_kit import EXAMPLES, Written, asked_of, ran, table, turn_of
 
 from hermes_rl.errors import VerifierFault
-from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.rl import Rewards, Rollout, part
 from hermes_rl.rl.loading import known_environments, load_environment
 from hermes_rl.rl.rewards import check_rewards
+from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan
 

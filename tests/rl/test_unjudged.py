@@ -12,9 +12,9 @@ from rl_kit import Written, ran, table
 from batch_runner import arun_batch
 from batch_runner.progress import Silent
 from batch_runner.regrade import regrade
-from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.rl.groups import group_report
 from hermes_rl.store.reader import load_run
+from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 Write = Callable[..., Written]
