@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -10,16 +11,18 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from source_tree import PRODUCT, ROOT, imported_names, module_name, nodes_of, python_files, relative
 
-ROOT = Path(__file__).parents[2]
-HOUSE = ("hermes_rl", "batch_runner", "environments")
 HEAVY = ["ray", "pyarrow", "pandas", "pydantic", "aiohttp", "openai", "anthropic", "datasets"]
 
 
 def python(code: str, *arguments: str, timeout: float = 60) -> str:
+    # With bytecode: without it, each child compiles the package again.
+    env = {name: os.environ[name] for name in os.environ if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
+        env=env,
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -30,26 +33,19 @@ def python(code: str, *arguments: str, timeout: float = 60) -> str:
 
 
 def modules() -> list[str]:
-    found = []
-    for root in HOUSE:
-        for path in sorted((ROOT / root).rglob("*.py")):
-            if "__pycache__" in path.parts or path.name == "__main__.py":
-                continue
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            found.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-    return found
+    return [module_name(path) for path in python_files() if path.name != "__main__.py"]
 
 
-def test_the_front_door_is_light() -> None:
+def test_importing_the_package_is_light() -> None:
     code = "import hermes_rl, sys, json; print(json.dumps(sorted(sys.modules)))"
     loaded = set(json.loads(python(code)))
     assert loaded & set(HEAVY) == set()
 
 
-# One child per module, so that each is imported into an interpreter that holds nothing of ours.
+# One child per module, so that each is imported into an interpreter without any other of them.
 ALONE = """
 import gc, importlib, json, os, sys, threading, traceback
-# Other people's, once for all children.
+# Third-party packages, once for all children.
 import aiohttp, msgspec, openai, pandas, pyarrow.dataset, pydantic, typer, yaml
 gc.collect()
 gc.freeze()  # children need not copy what is here
@@ -88,8 +84,8 @@ def test_every_module_imports_alone_and_does_nothing() -> None:
     names = modules()
     halves = (names[::2], names[1::2])  # on two cores
     with ThreadPoolExecutor() as threads:
-        said = threads.map(lambda half: python(ALONE, *half, timeout=300), halves)
-        failed = {name: why for one in said for name, why in json.loads(one).items()}
+        outputs = threads.map(lambda half: python(ALONE, *half, timeout=300), halves)
+        failed = {name: why for output in outputs for name, why in json.loads(output).items()}
     assert failed == {}, "\n".join(f"{name}:\n{why}" for name, why in failed.items())
 
 
@@ -107,17 +103,13 @@ def test_environments_stays_a_namespace() -> None:
 def third_party_imports() -> dict[str, str]:
     """Top-level name -> one file that imports it, over the three import roots."""
     found: dict[str, str] = {}
-    for root in HOUSE:
-        for path in sorted((ROOT / root).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                names = []
-                if isinstance(node, ast.Import):
-                    names = [alias.name for alias in node.names]
-                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                    names = [node.module]
-                for name in names:
-                    found.setdefault(name.split(".")[0], str(path.relative_to(ROOT)))
-    ours = {*HOUSE, *sys.stdlib_module_names}
+    for path in python_files():
+        package = module_name(path).split(".")
+        for node in nodes_of(path):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                for name in imported_names(node, package):
+                    found.setdefault(name.split(".")[0], relative(path))
+    ours = {*PRODUCT, *sys.stdlib_module_names}
     return {name: place for name, place in found.items() if name not in ours}
 
 

@@ -1,11 +1,12 @@
-"""Sizes that keep the house readable. An exception is named here with its reason."""
+"""Limits of size that keep the code readable. Each exception is listed here with its reason."""
 
 import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from source_tree import nodes_of, python_files, relative
+
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
 MAX_CONSTRUCTOR_PARAMETERS = 8
@@ -13,31 +14,24 @@ MAX_TYPE_IGNORES = 20
 
 # "path" or "path:function" -> why it may be longer.
 EXCEPTIONS: dict[str, str] = {
-    "hermes_rl/agent/agent.py:__init__": "the front door: its keywords are those of the design",
+    "hermes_rl/agent/agent.py:__init__": "its keywords are those of the public interface",
 }
 
 
-def sources() -> list[Path]:
-    roots = ("hermes_rl", "batch_runner", "environments", "tests")
-    return sorted(
-        path
-        for root in roots
-        for path in (ROOT / root).rglob("*.py")
-        if "__pycache__" not in path.parts
-    )
+def sources() -> tuple[Path, ...]:
+    return python_files("hermes_rl", "batch_runner", "environments", "tests")
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                yield f"{path.relative_to(ROOT)}:{node.name}", node
+                yield f"{relative(path)}:{node.name}", node
 
 
 def test_files_are_short() -> None:
     lengths = {
-        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
-        for path in sources()
+        relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in sources()
     }
     assert {p: n for p, n in lengths.items() if n > MAX_FILE_LINES and p not in EXCEPTIONS} == {}
 
@@ -63,7 +57,7 @@ def test_constructors_take_few_parameters() -> None:
 
 def test_few_type_ignores() -> None:
     ignores = [
-        f"{path.relative_to(ROOT)}:{number}"
+        f"{relative(path)}:{number}"
         for path in sources()
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if re.search(r"#\s*type:\s*ignore", line)
@@ -72,5 +66,5 @@ def test_few_type_ignores() -> None:
 
 
 def test_exceptions_still_exist() -> None:
-    known = {str(path.relative_to(ROOT)) for path in sources()} | {name for name, _ in functions()}
+    known = {relative(path) for path in sources()} | {name for name, _ in functions()}
     assert set(EXCEPTIONS) <= known

@@ -1,7 +1,7 @@
 """Tracked text is in plain English, and names no machine and no package index.
 
 `banned_words.toml` lists the words to avoid and what to write instead. `word_counts.toml` holds how
-often each package still uses them: a count may shrink, never grow. After a clean-up
+often each package still uses them: a count may shrink, never grow. After a clean-up,
 `python tests/house/test_words.py` lowers the counts.
 """
 
@@ -77,7 +77,7 @@ def python_names(text: str) -> str:
         return ""
     lines: list[list[str]] = [[]]
     for token in tokens:
-        if token.type in (tokenize.NAME, tokenize.OP):
+        if token.type == tokenize.NAME or token.type == tokenize.OP:
             lines[-1].append(token.string)
         elif token.type == tokenize.NEWLINE:
             lines.append([])
