@@ -1,4 +1,4 @@
-"""A fake inference engine that knows its tokens: real sockets, four wires, and a truth to check by.
+"""A fake inference engine with exact tokens: real sockets, five wires, and a log of every id.
 
     python -m hermes_rl.testing.exact_engine --tokenizer FOLDER --log truth.jsonl
 
@@ -9,72 +9,109 @@ its standard input closes when `--until-eof` is given. In a test:
         client = token_client(Endpoint(engine.base_url), ...)
 
 It speaks vLLM's `/v1/completions`, `/inference/v1/generate` and Chat Completions with ids, SGLang's
-`/generate`, and llama.cpp's `/completion`. It samples from a toy policy, or says what a script
-asks for, cut into tokens as no tokenizer would (`exact_engine_scripts`). Which ids it was sent and
-which it sampled stands in its log, also for answers that it lost on purpose.
+`/generate`, and llama.cpp's `/completion`. It samples from a toy policy, or plays a script,
+tokenized in unusual ways on request (`exact_engine_model`). Its log has the ids that it was sent
+and that it sampled, also for answers that it lost on purpose.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import hashlib
+import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from random import Random
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import msgspec
 
-from hermes_rl.errors import BadRequest
-from hermes_rl.testing.exact_engine_brain import Answered, Brain, read_lexicon
-from hermes_rl.testing.exact_engine_log import Outcome, Truth
-from hermes_rl.testing.exact_engine_sampler import LogprobsOf
-from hermes_rl.testing.exact_engine_scripts import CallStyle, Mouth, Speaker, Split, scripted
-from hermes_rl.testing.exact_engine_wires import CHAT, WIRES, Ask, BadAsk, Told, Wire, read_ask
-from hermes_rl.testing.faults import BREAKS, FaultPlan, Refusal, refusal_body, refusal_for
-from hermes_rl.testing.line_log import LineLog
-from hermes_rl.testing.listening import Listening
+from hermes_rl.errors import BadRequest, UserError
+from hermes_rl.messages import AssistantMessage, from_openai, to_openai
+from hermes_rl.models.tokens.parsers import ToolCallParser, parser_named
+from hermes_rl.models.tokens.renderer import Renderer, load_renderer
+from hermes_rl.testing.exact_engine_model import (
+    AnswerTokenizer,
+    CallStyle,
+    LogprobsOf,
+    Params,
+    Policy,
+    PromptView,
+    Sampled,
+    ScriptedAnswer,
+    Speaker,
+    Split,
+    Vocabulary,
+    sample,
+    scripted,
+)
+from hermes_rl.testing.exact_engine_wires import (
+    CHAT,
+    WIRES,
+    EngineAnswer,
+    EngineRequest,
+    InvalidRequest,
+    Wire,
+    read_request,
+)
+from hermes_rl.testing.faults import (
+    BREAKS,
+    FaultPlan,
+    Refusal,
+    plan_from_json,
+    refusal_body,
+    refusal_for,
+)
+from hermes_rl.testing.listening import Listening, program, serve
 from hermes_rl.testing.routes import CHAT as CHAT_ERRORS
 from hermes_rl.testing.routes import server_dialect
+from hermes_rl.testing.server_logs import ExactOutcome, LineLog, Truth
 from hermes_rl.testing.wire import Connection, Incoming, head
+
+_BLOCK = 16
+"""Tokens of a block of the prefix cache; whole blocks are reused, as in vLLM."""
 
 
 class ChatSide(Protocol):
-    """What an engine does for Chat Completions: the template before, the parsers behind."""
+    """What an engine does for Chat Completions: template and parser."""
 
     def prompt(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
     ) -> Sequence[int]:
-        """The prompt of a conversation. Raises: ValueError, BadRequest."""
+        """Return the prompt of a conversation. Raises: ValueError, BadRequest."""
         ...
 
     def message(self, text: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The assistant's message in a text that was sampled."""
+        """Return the assistant's message in a sampled text."""
         ...
 
 
 @dataclass(frozen=True)
 class ExactConfig:
-    """What the engine is like."""
+    """Configuration of the engine."""
 
     tokenizer: Path
     """A folder with `tokenizer.json`, or that file. Byte-level BPE."""
     end: str = "<|im_end|>"
     """The end-of-turn token."""
     ends: tuple[str, ...] = ("<|endoftext|>",)
-    """Further tokens that it stops at by itself, as far as the vocabulary has them."""
+    """Further tokens that it stops at, if the vocabulary has them."""
     header: str = "<|im_start|>assistant\n"
-    """How an assistant turn begins in a prompt."""
+    """The text that opens an assistant turn in a prompt."""
     seed: int = 0
     logprobs: LogprobsOf = "raw"
     split: Split = "canonical"
-    """How scripted texts are cut into tokens, where a step does not say."""
+    """How scripted texts are tokenized, unless a step tells."""
     calls: CallStyle = "hermes"
     """How scripted tool calls are written."""
     routes: frozenset[str] = frozenset(WIRES)
-    """Others are answered with 404."""
+    """Other routes are answered with 404."""
     chat_ids: Literal["vllm", "sglang", "none"] = "vllm"
-    """Whose names Chat Completions use for ids; `none` ignores the question, as hosted providers.
-    """
+    """The engine whose field names Chat Completions use for ids; `none` returns none, as hosted
+    providers."""
     window: int | None = None
     """Tokens of prompt and answer together."""
     version: str | None = None
@@ -90,7 +127,7 @@ class ExactEngine(Listening):
     """The engine, as an async context manager.
 
     Args:
-        speaker: decides what is said; by default the scripts in prompts.
+        speaker: chooses the answers; by default the scripts in prompts.
         chat: for Chat Completions; None answers them with 404.
     """
 
@@ -99,15 +136,15 @@ class ExactEngine(Listening):
     ) -> None:
         super().__init__(config.port)
         self.config = config
-        self.lexicon = read_lexicon(config.tokenizer)
+        self.vocabulary = read_vocabulary(config.tokenizer)
         self.faults = config.faults
-        """What goes wrong from now on."""
+        """The faults from now on."""
         self._chat = chat
         self._log = LineLog[Truth]()
-        more = (self.lexicon.added.get(text) for text in config.ends)
-        end_id = self.lexicon.added[config.end]
-        self._brain = Brain(
-            Mouth(self.lexicon, end_id, config.split, config.calls),
+        more = (self.vocabulary.added.get(text) for text in config.ends)
+        end_id = self.vocabulary.added[config.end]
+        self._responder = Responder(
+            AnswerTokenizer(self.vocabulary, end_id, config.split, config.calls),
             speaker,
             seed=config.seed,
             ends=(end_id, *(i for i in more if i is not None)),
@@ -121,7 +158,7 @@ class ExactEngine(Listening):
         return await super().__aenter__()
 
     async def aclose(self) -> None:
-        """See `Listening.aclose`."""
+        """Stop listening, and close every connection and the log."""
         for timer in self._timers:
             timer.cancel()
         await super().aclose()
@@ -129,11 +166,11 @@ class ExactEngine(Listening):
 
     @property
     def truth(self) -> list[Truth]:
-        """What it did so far, in order."""
+        """The log so far, in order."""
         return self._log.entries
 
     def handle(self, connection: Connection, request: Incoming) -> None:
-        """See `Handler.handle`."""
+        """Answer a request, after the configured latency."""
         if request.method == "GET" or request.path == "/tokenize":
             self._tell(connection, request)
             return
@@ -149,7 +186,7 @@ class ExactEngine(Listening):
         self._timers.add(timer)
 
     def lost(self, connection: Connection) -> None:
-        """See `Handler.lost`: an answer that nobody waits for is still sampled and logged."""
+        """Do nothing: an answer to a lost client is still sampled and logged."""
 
     def _serve(self, connection: Connection, request: Incoming, job: _Job) -> None:
         wire = WIRES.get(request.path)
@@ -165,7 +202,7 @@ class ExactEngine(Listening):
             self._refuse(connection, replace(job, fault=fault), refusal)
             return
         try:
-            told, answered = self._answer(read_ask(wire, request.body), job, wire)
+            answer, answered = self._answer(read_request(wire, request.body), job, wire)
         except (ValueError, BadRequest) as error:
             self._refuse(connection, job, Refusal(400, "invalid_request_error", None, str(error)))
             return
@@ -173,19 +210,21 @@ class ExactEngine(Listening):
         if job.fault and (refusal := refusal_for(job.fault, "chat_completions")):
             self._refuse(connection, job, refusal)
             return
-        self._send(connection, job, told, wire, scripted=answered.say is not None)
+        self._send(connection, job, answer, wire, scripted=answered.say is not None)
 
-    def _answer(self, ask: Ask, job: _Job, wire: Wire) -> tuple[Told, Answered]:
-        """Sample. Raises: BadAsk, BadScript, ValueError."""
-        prompt = self._prompt(ask, wire)
-        self._check_room(ask, len(prompt), wire)
-        answered = self._brain.answer(ask, prompt, job.n, job.call_id)
-        ids = ask.ids and (wire.name != CHAT or self.config.chat_ids != "none")
-        told = Told(
-            ask=replace(ask, ids=ids),
+    def _answer(
+        self, request: EngineRequest, job: _Job, wire: Wire
+    ) -> tuple[EngineAnswer, Answered]:
+        """Sample. Raises: InvalidRequest, InvalidScript, ValueError."""
+        prompt = self._prompt(request, wire)
+        self._check_room(request, len(prompt), wire)
+        answered = self._responder.answer(request, prompt, job.n, job.call_id)
+        ids = request.ids and (wire.name != CHAT or self.config.chat_ids != "none")
+        answer = EngineAnswer(
+            request=replace(request, ids=ids),
             prompt=prompt,
             sampled=answered.sampled,
-            lexicon=self.lexicon,
+            vocabulary=self.vocabulary,
             kind=self.config.logprobs,
             request_id=job.request_id,
             cached=answered.cached,
@@ -193,39 +232,39 @@ class ExactEngine(Listening):
             spelling=self.config.chat_ids,
         )
         if wire.name != CHAT or self._chat is None:
-            return told, answered
-        shown = replace(told, ask=replace(ask, skip_special=False)).text
-        return replace(told, message=self._chat.message(shown, ask.tools)), answered
+            return answer, answered
+        shown = replace(answer, request=replace(request, skip_special=False)).text
+        return replace(answer, message=self._chat.message(shown, request.tools)), answered
 
-    def _check_room(self, ask: Ask, prompt: int, wire: Wire) -> None:
-        """vLLM and SGLang refuse what asks for more than the window has; llama.cpp gives less."""
-        window, most = self.config.window, ask.params.max_tokens
+    def _check_room(self, request: EngineRequest, prompt: int, wire: Wire) -> None:
+        """vLLM and SGLang refuse more tokens than the window has; llama.cpp samples fewer."""
+        window, most = self.config.window, request.params.max_tokens
         if window is None or most is None or wire is WIRES["/completion"]:
             return
         if prompt < window < prompt + most:
-            raise BadAsk(
+            raise InvalidRequest(
                 f"'max_tokens' or 'max_completion_tokens' is too large: {most}. This model's "
                 f"maximum context length is {window} tokens and your request has {prompt} input "
                 f"tokens ({most} > {window} - {prompt})."
             )
 
-    def _prompt(self, ask: Ask, wire: Wire) -> tuple[int, ...]:
+    def _prompt(self, request: EngineRequest, wire: Wire) -> tuple[int, ...]:
         if wire.name == CHAT:
             assert self._chat is not None
-            return tuple(self._chat.prompt(ask.messages, ask.tools))
-        if ask.prompt is None:
-            return tuple(self.lexicon.canonical(ask.text or ""))
-        strange = next((token for token in ask.prompt if token not in self.lexicon), None)
+            return tuple(self._chat.prompt(request.messages, request.tools))
+        if request.prompt is None:
+            return tuple(self.vocabulary.canonical(request.text or ""))
+        strange = next((token for token in request.prompt if token not in self.vocabulary), None)
         if strange is not None:
-            raise BadAsk(f"token id {strange} is out of the vocabulary")
-        return ask.prompt
+            raise InvalidRequest(f"token id {strange} is out of the vocabulary")
+        return request.prompt
 
     def _send(
-        self, connection: Connection, job: _Job, told: Told, wire: Wire, *, scripted: bool
+        self, connection: Connection, job: _Job, answer: EngineAnswer, wire: Wire, *, scripted: bool
     ) -> None:
         broken = job.fault in BREAKS
-        self._note(job, "cut" if broken else "served", told, scripted=scripted)
-        body = msgspec.json.encode(wire.write(told))
+        self._note(job, "cut" if broken else "served", answer, scripted=scripted)
+        body = msgspec.json.encode(wire.write(answer))
         headers = {"content-type": "application/json", "x-request-id": job.request_id}
         if self.config.version is not None and wire.name != "sglang":
             headers["x-policy-version"] = self.config.version
@@ -248,17 +287,19 @@ class ExactEngine(Listening):
             headers["retry-after"] = f"{self.config.faults.retry_after_s:g}"
         connection.send(head(refusal.status, headers, len(body)) + body)
 
-    def _note(self, job: _Job, outcome: Outcome, told: Told | None, *, scripted: bool) -> None:
+    def _note(
+        self, job: _Job, outcome: ExactOutcome, answer: EngineAnswer | None, *, scripted: bool
+    ) -> None:
         known: dict[str, Any] = {}
-        if told is not None:
-            sampled = told.sampled
+        if answer is not None:
+            sampled = answer.sampled
             known = {
-                "prompt_ids": told.prompt,
+                "prompt_ids": answer.prompt,
                 "sampled_ids": sampled.ids,
                 "raw_logprobs": sampled.raw,
                 "scaled_logprobs": sampled.scaled,
                 "finish": sampled.finish,
-                "temperature": told.ask.params.temperature,
+                "temperature": answer.request.params.temperature,
                 "scripted": scripted,
             }
         self._log.add(
@@ -274,11 +315,11 @@ class ExactEngine(Listening):
         )
 
     def _tell(self, connection: Connection, request: Incoming) -> None:
-        """The list of models, and the ids of texts; neither counted nor logged."""
+        """Answer the list of models, or tokenize a text; neither is counted or logged."""
         status, form = 200, dict[str, Any]()
         if request.path == "/tokenize":
             asked = msgspec.json.decode(request.body)
-            form = {"tokens": self.lexicon.canonical(asked.get("prompt") or asked["content"])}
+            form = {"tokens": self.vocabulary.canonical(asked.get("prompt") or asked["content"])}
         elif request.path.endswith(("/models", "/health")):
             form = {"object": "list", "data": [{"id": "toy", "object": "model"}]}
         else:
@@ -289,7 +330,7 @@ class ExactEngine(Listening):
 
 @dataclass(frozen=True)
 class _Job:
-    """One request on its way."""
+    """One request in progress."""
 
     n: int
     request_id: str
@@ -298,7 +339,191 @@ class _Job:
     fault: str | None = None
 
 
-if __name__ == "__main__":
-    from hermes_rl.testing.exact_engine_program import main
+# Answers
 
+
+class Answered(NamedTuple):
+    """One answer."""
+
+    sampled: Sampled
+    say: ScriptedAnswer | None
+    """None if the policy sampled freely."""
+    cached: int
+    """Tokens of the prompt that an engine with a prefix cache had."""
+
+
+class Responder:
+    """Answers prompts of ids; the same requests in the same order get the same answers.
+
+    Args:
+        ends: end tokens; the first ends a turn.
+        header: the text that opens an assistant turn in a prompt.
+        window: tokens of prompt and answer together.
+    """
+
+    def __init__(
+        self,
+        mouth: AnswerTokenizer,
+        speaker: Speaker,
+        *,
+        seed: int,
+        ends: Sequence[int],
+        header: str,
+        window: int | None,
+    ) -> None:
+        self._policy = Policy(mouth.vocabulary, seed, ends[0])
+        self._mouth, self._speaker, self._seed = mouth, speaker, seed
+        self._ends, self._header, self._window = frozenset(ends), header, window
+        self._asked: Counter[bytes] = Counter()
+        self._cached: set[bytes] = set()
+
+    def answer(
+        self, request: EngineRequest, prompt: tuple[int, ...], n: int, call_id: str | None
+    ) -> Answered:
+        """Answer a prompt.
+
+        Args:
+            n: 1-based number of the request.
+
+        Raises: InvalidRequest for a prompt beyond the window; InvalidScript.
+        """
+        params = self._limited(request.params, len(prompt))
+        key = struct.pack(f"<{len(prompt)}Iq", *prompt, (params.seed or 0) % (1 << 62))
+        times = self._asked[key]
+        self._asked[key] += 1
+        say = self._speaker(
+            PromptView(prompt, self._mouth.vocabulary, self._header, times, n, call_id)
+        )
+        random = Random(f"{self._seed} {key.hex()} {times}")
+        wanted = None if say is None else self._mouth.tokens(say, random)
+        if say is not None and say.cut is not None:
+            most = say.cut if params.max_tokens is None else min(say.cut, params.max_tokens)
+            params = replace(params, max_tokens=most)
+        top = request.top or 0
+        sampled = sample(self._policy, prompt, params, random, wanted=wanted, top=top)
+        if say is not None and say.finish is not None:
+            sampled = msgspec.structs.replace(sampled, finish=say.finish)
+        return Answered(sampled, say, self._remember(prompt, sampled.ids))
+
+    def _limited(self, params: Params, prompt: int) -> Params:
+        most, window = params.max_tokens, self._window
+        if window is not None:
+            if prompt >= window:
+                raise InvalidRequest(
+                    f"This model's maximum context length is {window} tokens. However, your "
+                    f"request has {prompt} input tokens."
+                )
+            most = min(window - prompt, window if most is None else most)
+        return replace(params, max_tokens=most, stop_ids=params.stop_ids | self._ends)
+
+    def _remember(self, prompt: tuple[int, ...], sampled: tuple[int, ...]) -> int:
+        """Return the prompt tokens that are cached, and cache the new ones."""
+        whole, state, known = (*prompt, *sampled), bytes(16), 0
+        for start in range(0, len(whole) - _BLOCK + 1, _BLOCK):
+            block = whole[start : start + _BLOCK]
+            state = self._policy.start((*struct.unpack("<4I", state), *block))
+            if state in self._cached and known == start and start + _BLOCK < len(prompt):
+                known += _BLOCK
+            self._cached.add(state)
+        return known
+
+
+def read_vocabulary(path: Path) -> Vocabulary:
+    """Read the vocabulary of a folder or file. Raises: UserError."""
+    from tokenizers import Tokenizer
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"{path}: no tokenizer.json")
+    return Vocabulary(Tokenizer.from_file(str(file)))
+
+
+# Chat Completions
+
+
+class RenderedChat:
+    """A `ChatSide` of a template and a parser, as in real engines.
+
+    A request's history is text. Each turn renders and tokenizes it again, so a history that was
+    sampled in another spelling does not continue what was sampled.
+    """
+
+    def __init__(self, renderer: Renderer, parser: ToolCallParser) -> None:
+        self._renderer, self._parser = renderer, parser
+
+    def prompt(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+    ) -> Sequence[int]:
+        """Render a conversation."""
+        return self._renderer.render([from_openai(form) for form in messages], tools)
+
+    def message(self, text: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Parse a sampled text."""
+        salt = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+        parsed = self._parser.parse(
+            text, tools, opened=self._renderer.opens_reasoning, salt=salt
+        ).message(text)
+        shown = AssistantMessage(
+            content=parsed.content,
+            reasoning_content=parsed.reasoning_content,
+            tool_calls=parsed.tool_calls,
+        )
+        return to_openai(shown)
+
+
+def chat_of(folder: Path, parser: str | None = None) -> RenderedChat:
+    """Return the chat side of a model's files.
+
+    Args:
+        parser: its name; None takes the template's.
+
+    Raises: UserError.
+    """
+    renderer = load_renderer(folder)
+    return RenderedChat(renderer, parser_named(parser or renderer.parser_name))
+
+
+# The program
+
+_ABOUT = "A fake inference engine with exact tokens and a log of every id."
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = program("exact_engine", _ABOUT)
+    parser.add_argument("--tokenizer", type=Path, required=True, help="a folder of a model's files")
+    parser.add_argument("--seed", type=int, default=0, help="each seed is another model")
+    parser.add_argument("--logprobs", choices=("raw", "scaled", "processed"), default="raw")
+    parser.add_argument("--split", choices=("canonical", "random"), default="canonical")
+    parser.add_argument("--calls", choices=("hermes", "qwen3_coder"), default="hermes")
+    parser.add_argument("--chat-ids", choices=("vllm", "sglang", "none"), default="vllm")
+    parser.add_argument("--window", type=int, help="tokens of prompt and answer together")
+    parser.add_argument("--version", help="of the weights")
+    return parser
+
+
+def _config(arguments: argparse.Namespace) -> ExactConfig:
+    return ExactConfig(
+        tokenizer=arguments.tokenizer,
+        seed=arguments.seed,
+        logprobs=arguments.logprobs,
+        split=arguments.split,
+        calls=arguments.calls,
+        chat_ids=arguments.chat_ids,
+        window=arguments.window,
+        version=arguments.version,
+        faults=plan_from_json(arguments.faults),
+        latency_s=arguments.latency,
+        log=arguments.log,
+        port=arguments.port,
+    )
+
+
+def main() -> None:
+    """Serve until a signal, or the end of stdin."""
+    arguments = _parser().parse_args()
+    engine = ExactEngine(_config(arguments), chat=chat_of(arguments.tokenizer, arguments.calls))
+    asyncio.run(serve(engine, until_eof=arguments.until_eof))
+
+
+if __name__ == "__main__":
     main()

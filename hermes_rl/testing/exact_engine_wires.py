@@ -1,69 +1,70 @@
-"""The wires of the token-exact fake engine: what engines in use take and give, ids and all.
+"""The wires of the exact engine: the requests and responses of real engines, with ids.
 
 Sources: vLLM's and SGLang's request and response classes and llama.cpp's server manual, read in
-November 2026. Each wire is a pair of functions: a body to `Ask`, and `Told` to an answer.
+November 2026. Each wire parses a body to an `EngineRequest` and writes an `EngineAnswer`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import msgspec
 
-from hermes_rl.testing.exact_engine_sampler import (
-    Lexicon,
+from hermes_rl.testing.exact_engine_model import (
     LogprobsOf,
     Params,
     Sampled,
+    Vocabulary,
     reported,
 )
 
 Json = dict[str, Any]
 
 
-class BadAsk(ValueError):
-    """A request that no engine of this kind would take; answered with 400 and this text."""
+class InvalidRequest(ValueError):
+    """A request that no engine would accept; answered with 400 and this text."""
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A request in one form."""
+class EngineRequest:
+    """A request, whatever its wire."""
 
     params: Params
     prompt: tuple[int, ...] | None = None
-    """None where a chat template has still to make it."""
+    """None if a chat template makes it."""
     text: str | None = None
-    """A prompt that is text."""
+    """The prompt as text."""
     model: str | None = None
     top: int | None = None
-    """As many likely tokens are told at each position; None tells no logprobs at all."""
+    """Likeliest tokens to report at each position; None reports no logprobs."""
     ids: bool = True
-    """The answer holds ids."""
+    """Whether the answer has ids."""
     ids_as_text: bool = False
-    """Tokens beside logprobs are written as `token_id:N`."""
+    """Write tokens beside logprobs as `token_id:N`."""
     skip_special: bool = True
     after_sampling: bool = False
-    """Probabilities of the distribution that was sampled from (llama.cpp)."""
+    """Report probabilities of the distribution that was sampled from (llama.cpp)."""
     messages: tuple[Json, ...] = ()
     tools: tuple[Json, ...] = ()
 
 
 @dataclass(frozen=True)
-class Told:
-    """An answer before it is written."""
+class EngineAnswer:
+    """An answer, before a wire writes it."""
 
-    ask: Ask
+    request: EngineRequest
     prompt: tuple[int, ...]
     sampled: Sampled
-    lexicon: Lexicon
+    vocabulary: Vocabulary
     kind: LogprobsOf
     request_id: str
     cached: int
     version: str | None
     spelling: str = "vllm"
-    """Whose names a chat answer uses for ids."""
+    """The engine whose field names a chat answer uses for ids."""
     message: Json = field(default_factory=dict)
     """Of a chat answer."""
 
@@ -72,18 +73,18 @@ class Told:
         """The text of the answer, without its stop token."""
         ids = self.sampled.ids
         shown = ids[:-1] if self.sampled.stop_id is not None else ids
-        return self.lexicon.text(shown, skip_special=self.ask.skip_special)
+        return self.vocabulary.text(shown, skip_special=self.request.skip_special)
 
     @property
     def model(self) -> str:
         """The model's name."""
-        return self.ask.model or "toy"
+        return self.request.model or "toy"
 
     @property
     def logprobs(self) -> tuple[float, ...]:
-        """One per sampled token, of the kind that this engine reports."""
+        """One for each sampled token, of the kind that this engine reports."""
         kinds = {"raw": self.sampled.raw, "scaled": self.sampled.scaled}
-        return kinds.get(self._told, self.sampled.processed)
+        return kinds.get(self._kind, self.sampled.processed)
 
     @property
     def usage(self) -> Json:
@@ -97,34 +98,34 @@ class Told:
         }
 
     def likely(self, place: int) -> list[tuple[int, float]]:
-        """The likeliest tokens of a position."""
-        most = self.ask.top or 0
+        """Return the likeliest tokens of a position."""
+        most = self.request.top or 0
         if not most:
             return []
-        return reported(self.sampled.top[place], self._told, self.ask.params, most)
+        return reported(self.sampled.top[place], self._kind, self.request.params, most)
 
     @property
-    def _told(self) -> LogprobsOf:
-        return "processed" if self.ask.after_sampling else self.kind
+    def _kind(self) -> LogprobsOf:
+        return "processed" if self.request.after_sampling else self.kind
 
-    def shown(self, token: int) -> str:
-        """A token beside its logprob."""
-        if self.ask.ids_as_text:
+    def label(self, token: int) -> str:
+        """Return how a token is written beside its logprob."""
+        if self.request.ids_as_text:
             return f"token_id:{token}"
-        return self.lexicon.text([token])
+        return self.vocabulary.text([token])
 
 
 class Wire(NamedTuple):
     """One wire."""
 
     name: str
-    read: Callable[[Json], Ask]
-    write: Callable[[Told], Json]
+    read: Callable[[Json], EngineRequest]
+    write: Callable[[EngineAnswer], Json]
 
 
 def _params(form: Mapping[str, Any], limit: str, *, default: int | None) -> Params:
     if form.get("stop"):
-        raise BadAsk("stop strings: this engine stops at token ids alone")
+        raise InvalidRequest("stop strings: this engine stops only at token ids")
     temperature = form.get("temperature")
     seed = form.get("seed", form.get("sampling_seed"))
     return Params(
@@ -140,13 +141,13 @@ def _params(form: Mapping[str, Any], limit: str, *, default: int | None) -> Para
 
 def _ids(value: Any, name: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not value or not all(type(v) is int for v in value):
-        raise BadAsk(f"{name} must be a list of token ids")
+        raise InvalidRequest(f"{name} must be a list of token ids")
     return tuple(value)
 
 
-def _read_completions(form: Json) -> Ask:
+def _read_completions(form: Json) -> EngineRequest:
     prompt = form.get("prompt")
-    ask = Ask(
+    request = EngineRequest(
         params=_params(form, "max_tokens", default=16),
         model=form.get("model"),
         top=form.get("logprobs"),
@@ -155,47 +156,49 @@ def _read_completions(form: Json) -> Ask:
         skip_special=form.get("skip_special_tokens", True),
     )
     if isinstance(prompt, str):
-        return replace(ask, text=prompt)
-    return replace(ask, prompt=_ids(prompt, "prompt"))
+        return replace(request, text=prompt)
+    return replace(request, prompt=_ids(prompt, "prompt"))
 
 
-def _write_completions(told: Told) -> Json:
-    sampled = told.sampled
+def _write_completions(answer: EngineAnswer) -> Json:
+    sampled = answer.sampled
     choice: Json = {
         "index": 0,
-        "text": told.text,
+        "text": answer.text,
         "logprobs": None,
         "finish_reason": sampled.finish,
-        "stop_reason": sampled.stop_id if sampled.stop_id in told.ask.params.stop_ids else None,
+        "stop_reason": sampled.stop_id
+        if sampled.stop_id in answer.request.params.stop_ids
+        else None,
         "prompt_logprobs": None,
     }
-    if told.ask.top is not None:
+    if answer.request.top is not None:
         choice["logprobs"] = {
             "text_offset": [0] * len(sampled.ids),
-            "token_logprobs": list(told.logprobs),
-            "tokens": [told.shown(token) for token in sampled.ids],
+            "token_logprobs": list(answer.logprobs),
+            "tokens": [answer.label(token) for token in sampled.ids],
             "top_logprobs": [
-                {told.shown(t): p for t, p in told.likely(place)}
+                {answer.label(t): p for t, p in answer.likely(place)}
                 for place in range(len(sampled.ids))
             ],
         }
-    if told.ask.ids:
-        choice |= {"prompt_token_ids": list(told.prompt), "token_ids": list(sampled.ids)}
+    if answer.request.ids:
+        choice |= {"prompt_token_ids": list(answer.prompt), "token_ids": list(sampled.ids)}
     return {
-        "id": f"cmpl-{told.request_id}",
+        "id": f"cmpl-{answer.request_id}",
         "object": "text_completion",
         "created": 0,
-        "model": told.model,
+        "model": answer.model,
         "choices": [choice],
-        "usage": told.usage,
+        "usage": answer.usage,
     }
 
 
-def _read_generate(form: Json) -> Ask:
+def _read_generate(form: Json) -> EngineRequest:
     sampling = form.get("sampling_params")
     if not isinstance(sampling, dict):
-        raise BadAsk("sampling_params must be an object")
-    return Ask(
+        raise InvalidRequest("sampling_params must be an object")
+    return EngineRequest(
         params=_params(sampling, "max_tokens", default=16),
         prompt=_ids(form.get("token_ids"), "token_ids"),
         model=form.get("model"),
@@ -204,47 +207,53 @@ def _read_generate(form: Json) -> Ask:
     )
 
 
-def _write_generate(told: Told) -> Json:
-    logprobs = {"content": _content(told)} if told.ask.top is not None else None
+def _write_generate(answer: EngineAnswer) -> Json:
+    logprobs = {"content": _content(answer)} if answer.request.top is not None else None
     choice = {
         "index": 0,
         "logprobs": logprobs,
-        "finish_reason": told.sampled.finish,
-        "token_ids": list(told.sampled.ids),
+        "finish_reason": answer.sampled.finish,
+        "token_ids": list(answer.sampled.ids),
     }
     return {
-        "request_id": told.request_id,
-        "id": f"generate-tokens-{told.request_id}",
-        "model": told.model,
+        "request_id": answer.request_id,
+        "id": f"generate-tokens-{answer.request_id}",
+        "model": answer.model,
         "choices": [choice],
-        "usage": told.usage,
+        "usage": answer.usage,
         "prompt_logprobs": None,
     }
 
 
-def _content(told: Told) -> list[Json]:
-    """Logprobs in the form of Chat Completions."""
+def _content(answer: EngineAnswer) -> list[Json]:
+    """Return logprobs in the format of Chat Completions."""
     return [
         {
-            "token": told.shown(token),
+            "token": answer.label(token),
             "logprob": logprob,
-            "bytes": list(told.lexicon.bytes_of(token)),
+            "bytes": list(answer.vocabulary.bytes_of(token)),
             "top_logprobs": [
-                {"token": told.shown(t), "logprob": p, "bytes": list(told.lexicon.bytes_of(t))}
-                for t, p in told.likely(place)
+                {
+                    "token": answer.label(t),
+                    "logprob": p,
+                    "bytes": list(answer.vocabulary.bytes_of(t)),
+                }
+                for t, p in answer.likely(place)
             ],
         }
-        for place, (token, logprob) in enumerate(zip(told.sampled.ids, told.logprobs, strict=True))
+        for place, (token, logprob) in enumerate(
+            zip(answer.sampled.ids, answer.logprobs, strict=True)
+        )
     ]
 
 
-def _read_chat(form: Json) -> Ask:
+def _read_chat(form: Json) -> EngineRequest:
     messages = form.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise BadAsk("messages must be a list")
+        raise InvalidRequest("messages must be a list")
     limit = "max_completion_tokens" if "max_completion_tokens" in form else "max_tokens"
     top = int(form.get("top_logprobs") or 0) if form.get("logprobs") else None
-    return Ask(
+    return EngineRequest(
         params=_params(form, limit, default=None),
         model=form.get("model"),
         top=top,
@@ -254,33 +263,33 @@ def _read_chat(form: Json) -> Ask:
     )
 
 
-def _write_chat(told: Told) -> Json:
-    reason = told.sampled.finish
-    if told.message.get("tool_calls") and reason == "stop":
+def _write_chat(answer: EngineAnswer) -> Json:
+    reason = answer.sampled.finish
+    if answer.message.get("tool_calls") and reason == "stop":
         reason = "tool_calls"
-    choice: Json = {"index": 0, "message": told.message, "finish_reason": reason}
-    choice["logprobs"] = None if told.ask.top is None else {"content": _content(told)}
+    choice: Json = {"index": 0, "message": answer.message, "finish_reason": reason}
+    choice["logprobs"] = None if answer.request.top is None else {"content": _content(answer)}
     form: Json = {
-        "id": f"chatcmpl-{told.request_id}",
+        "id": f"chatcmpl-{answer.request_id}",
         "object": "chat.completion",
         "created": 0,
-        "model": told.model,
+        "model": answer.model,
         "choices": [choice],
-        "usage": told.usage,
+        "usage": answer.usage,
     }
-    if told.ask.ids and told.spelling == "sglang":
-        choice["prompt_token_ids"] = list(told.prompt)
-        choice["response_token_ids"] = list(told.sampled.ids)
-    elif told.ask.ids:
-        form["prompt_token_ids"] = list(told.prompt)
-        choice["token_ids"] = list(told.sampled.ids)
+    if answer.request.ids and answer.spelling == "sglang":
+        choice["prompt_token_ids"] = list(answer.prompt)
+        choice["response_token_ids"] = list(answer.sampled.ids)
+    elif answer.request.ids:
+        form["prompt_token_ids"] = list(answer.prompt)
+        choice["token_ids"] = list(answer.sampled.ids)
     return form
 
 
-def _read_sglang(form: Json) -> Ask:
+def _read_sglang(form: Json) -> EngineRequest:
     sampling = form.get("sampling_params") or {}
     wanted = bool(form.get("return_logprob"))
-    return Ask(
+    return EngineRequest(
         params=_params(sampling, "max_new_tokens", default=128),
         prompt=_ids(form.get("input_ids"), "input_ids"),
         top=int(form.get("top_logprobs_num") or 0) if wanted else None,
@@ -288,37 +297,37 @@ def _read_sglang(form: Json) -> Ask:
     )
 
 
-def _write_sglang(told: Told) -> Json:
-    sampled = told.sampled
+def _write_sglang(answer: EngineAnswer) -> Json:
+    sampled = answer.sampled
     ended: Json = {"type": sampled.finish}
     if sampled.finish == "length":
         ended["length"] = len(sampled.ids)
     elif sampled.stop_id is not None:
         ended["matched"] = sampled.stop_id
     meta: Json = {
-        "id": told.request_id,
+        "id": answer.request_id,
         "finish_reason": ended,
-        "prompt_tokens": len(told.prompt),
-        "weight_version": told.version or "default",
+        "prompt_tokens": len(answer.prompt),
+        "weight_version": answer.version or "default",
         "completion_tokens": len(sampled.ids),
-        "cached_tokens": told.cached,
+        "cached_tokens": answer.cached,
     }
-    if told.ask.top is not None:
-        pairs = zip(sampled.ids, told.logprobs, strict=True)
+    if answer.request.top is not None:
+        pairs = zip(sampled.ids, answer.logprobs, strict=True)
         meta["input_token_logprobs"] = []
         meta["output_token_logprobs"] = [[logprob, token, None] for token, logprob in pairs]
-        if told.ask.top:
+        if answer.request.top:
             meta["output_top_logprobs"] = [
-                [[p, t, None] for t, p in told.likely(place)] for place in range(len(sampled.ids))
+                [[p, t, None] for t, p in answer.likely(place)] for place in range(len(sampled.ids))
             ]
-    return {"text": told.text, "output_ids": list(sampled.ids), "meta_info": meta}
+    return {"text": answer.text, "output_ids": list(sampled.ids), "meta_info": meta}
 
 
-def _read_llamacpp(form: Json) -> Ask:
+def _read_llamacpp(form: Json) -> EngineRequest:
     limit = form.get("n_predict")
     params = _params(form, "n_predict", default=None)
     wanted = int(form.get("n_probs") or 0)
-    return Ask(
+    return EngineRequest(
         params=replace(params, max_tokens=None if limit in (None, -1) else limit),
         prompt=_ids(form.get("prompt"), "prompt"),
         top=wanted or None,
@@ -328,38 +337,40 @@ def _read_llamacpp(form: Json) -> Ask:
     )
 
 
-def _write_llamacpp(told: Told) -> Json:
-    sampled = told.sampled
+def _write_llamacpp(answer: EngineAnswer) -> Json:
+    sampled = answer.sampled
     kinds = {"stop": "eos", "length": "limit"}
     form: Json = {
         "index": 0,
-        "content": told.text,
-        "tokens": list(sampled.ids) if told.ask.ids else [],
+        "content": answer.text,
+        "tokens": list(sampled.ids) if answer.request.ids else [],
         "stop": True,
-        "model": told.model,
+        "model": answer.model,
         "tokens_predicted": len(sampled.ids),
-        "tokens_evaluated": len(told.prompt),
+        "tokens_evaluated": len(answer.prompt),
         "stop_type": kinds.get(sampled.finish, "none"),
         "truncated": False,
-        "timings": {"cache_n": told.cached, "prompt_n": len(told.prompt) - told.cached},
+        "timings": {"cache_n": answer.cached, "prompt_n": len(answer.prompt) - answer.cached},
     }
-    if told.ask.top is not None:
+    if answer.request.top is not None:
         form["completion_probabilities"] = [
-            _probability(told, place) for place in range(len(sampled.ids))
+            _probability(answer, place) for place in range(len(sampled.ids))
         ]
     return form
 
 
-def _probability(told: Told, place: int) -> Json:
-    import math
-
-    token, logprob = told.sampled.ids[place], told.logprobs[place]
-    head = {"id": token, "token": told.shown(token), "bytes": list(told.lexicon.bytes_of(token))}
-    likely = told.likely(place)
-    if not told.ask.after_sampling:
-        listed = [{"id": t, "token": told.shown(t), "logprob": p} for t, p in likely]
+def _probability(answer: EngineAnswer, place: int) -> Json:
+    token, logprob = answer.sampled.ids[place], answer.logprobs[place]
+    head = {
+        "id": token,
+        "token": answer.label(token),
+        "bytes": list(answer.vocabulary.bytes_of(token)),
+    }
+    likely = answer.likely(place)
+    if not answer.request.after_sampling:
+        listed = [{"id": t, "token": answer.label(t), "logprob": p} for t, p in likely]
         return {**head, "logprob": logprob, "top_logprobs": listed}
-    probable = [{"id": t, "token": told.shown(t), "prob": math.exp(p)} for t, p in likely]
+    probable = [{"id": t, "token": answer.label(t), "prob": math.exp(p)} for t, p in likely]
     return {**head, "prob": math.exp(logprob), "top_probs": probable}
 
 
@@ -375,12 +386,12 @@ WIRES: dict[str, Wire] = {
 """Route -> its wire."""
 
 
-def read_ask(wire: Wire, body: bytes) -> Ask:
-    """A request. Raises: BadAsk."""
+def read_request(wire: Wire, body: bytes) -> EngineRequest:
+    """Parse a request. Raises: InvalidRequest."""
     try:
         form = msgspec.json.decode(body)
     except msgspec.DecodeError as error:
-        raise BadAsk(f"the body is no JSON: {error}") from None
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(form, dict):
-        raise BadAsk("the body is no JSON object")
+        raise InvalidRequest("the body is not a JSON object")
     return wire.read(form)

@@ -41,12 +41,11 @@ from hermes_rl.testing.faults import (
     refusal_for,
 )
 from hermes_rl.testing.limits import Limits, RateLimits
-from hermes_rl.testing.line_log import LineLog
 from hermes_rl.testing.listening import Listening
 from hermes_rl.testing.picky import PICKY, picky_refusal
 from hermes_rl.testing.routes import CHAT, Wire, any_key, server_dialect, wire_of
 from hermes_rl.testing.scripts import Asked, Play, ScriptError, Step, step_for, usage_of
-from hermes_rl.testing.served_log import Entry, LogOutcome
+from hermes_rl.testing.server_logs import Entry, LineLog, LogOutcome
 from hermes_rl.testing.wire import LAST_CHUNK, Connection, Incoming, chunked, head
 from hermes_rl.usage import Usage
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hermes_rl.testing.fake_server import FakeServer
-from hermes_rl.testing.served_log import Entry
+from hermes_rl.testing.server_logs import Entry
 
 IDENTICAL, REPEATS = 3, 4
 MARK = "HERMES_TEST_MARK"

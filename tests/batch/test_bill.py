@@ -32,7 +32,7 @@ from hermes_rl.config import parse_config
 from hermes_rl.models.limits.spending import NANO
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.testing.fake_server import FakeServer
-from hermes_rl.testing.served_log import Entry, read_log
+from hermes_rl.testing.server_logs import Entry, read_log
 
 UNITS = 500
 ODD: list[dict[str, Any]] = [

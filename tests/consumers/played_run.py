@@ -20,8 +20,8 @@ from hermes_rl.config import parse_config
 from hermes_rl.export import FORMATS, export_run
 from hermes_rl.store.reader import load_run
 from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine
-from hermes_rl.testing.exact_engine_log import Truth
-from hermes_rl.testing.exact_engine_scripts import Heard, Say, Speaker, scripted
+from hermes_rl.testing.exact_engine_model import PromptView, ScriptedAnswer, Speaker, scripted
+from hermes_rl.testing.server_logs import Truth
 from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer
 
 GRADED = ("good", "bad")
@@ -45,7 +45,7 @@ def speaker() -> Speaker:
     """Plays scripts; of a step that is a list each member of a group gets another entry."""
     asked: Counter[tuple[int, ...]] = Counter()
 
-    def say(heard: Heard) -> Say | None:
+    def say(heard: PromptView) -> ScriptedAnswer | None:
         asked[heard.prompt] += 1
         return scripted(replace(heard, times=asked[heard.prompt] - 1))
 

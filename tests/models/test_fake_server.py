@@ -13,7 +13,7 @@ import pytest
 from hermes_rl.models.client import Endpoint, connect
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import KINDS, MIXED, FaultPlan, plan_from_json
-from hermes_rl.testing.served_log import read_log
+from hermes_rl.testing.server_logs import read_log
 
 STEPS = [
     {"text": "Let me see.", "reasoning": "hm", "calls": [

@@ -29,10 +29,9 @@ from hermes_rl.export import export_run
 from hermes_rl.rl.advantages import EPSILON
 from hermes_rl.rl.groups import gather, group_report, make_group
 from hermes_rl.store.reader import Run, load_run
-from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine
-from hermes_rl.testing.exact_engine_chat import chat_of
-from hermes_rl.testing.exact_engine_log import Truth
+from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine, chat_of
 from hermes_rl.testing.faults import FaultPlan
+from hermes_rl.testing.server_logs import Truth
 from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer
 from hermes_rl.verify import BOXES
 

@@ -15,9 +15,8 @@ from batch_runner.runner import arun_batch
 from hermes_rl.config import parse_config
 from hermes_rl.segments.rules import runs_of
 from hermes_rl.store.reader import load_run
-from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine
-from hermes_rl.testing.exact_engine_chat import chat_of
-from hermes_rl.testing.exact_engine_log import Truth
+from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine, chat_of
+from hermes_rl.testing.server_logs import Truth
 from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer
 
 

@@ -13,10 +13,9 @@ from hermes_rl.models.base import Completion, Conversation, ModelClient, ModelRe
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.tokens.client import TokenClient, token_client
 from hermes_rl.models.tokens.renderer import load_renderer
-from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine
-from hermes_rl.testing.exact_engine_chat import chat_of
-from hermes_rl.testing.exact_engine_log import Truth
-from hermes_rl.testing.exact_engine_scripts import Speaker, scripted
+from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine, chat_of
+from hermes_rl.testing.exact_engine_model import Speaker, scripted
+from hermes_rl.testing.server_logs import Truth
 from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer
 
 WIRES = ("vllm", "vllm_generate", "sglang", "llamacpp")

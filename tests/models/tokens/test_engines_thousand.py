@@ -27,9 +27,9 @@ from hermes_rl.models.tokens.client import token_client
 from hermes_rl.models.tokens.engines.chat import ChatIdsClient
 from hermes_rl.models.tokens.renderer import Renderer, load_renderer
 from hermes_rl.testing.exact_engine import ExactEngine
-from hermes_rl.testing.exact_engine_log import Truth
-from hermes_rl.testing.exact_engine_scripts import Heard, Say
+from hermes_rl.testing.exact_engine_model import PromptView, ScriptedAnswer
 from hermes_rl.testing.faults import FaultPlan
+from hermes_rl.testing.server_logs import Truth
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ WORDS = ("look", " now", "naïve", " 日本", "🙂", "\n\n", " </think>", "<|im
 FAULTS = FaultPlan(seed=5, rates={"server_error": 0.02, "reset": 0.02, "cut": 0.02})
 
 
-def drifting(heard: Heard) -> Say:
+def drifting(heard: PromptView) -> ScriptedAnswer:
     """What a model might say to this prompt, as awkwardly as it can."""
     random = Random(f"{heard.times} {hash(heard.prompt)}")
 
@@ -48,7 +48,7 @@ def drifting(heard: Heard) -> Say:
         return "".join(random.choices(WORDS, k=random.randint(1, 6)))
 
     called = random.random() < 0.6
-    return Say(
+    return ScriptedAnswer(
         reasoning=text() if random.random() < 0.4 else None,
         text=text(),
         calls=(("terminal", f'{{"command": "{random.randint(0, 99)} é"}}'),) * called,

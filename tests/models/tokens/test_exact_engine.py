@@ -17,19 +17,21 @@ from tokenizers import Tokenizer
 from hermes_rl.errors import ModelError
 from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Conversation, Sampling
-from hermes_rl.testing.exact_engine_log import read_truth
-from hermes_rl.testing.exact_engine_sampler import (
-    Lexicon,
+from hermes_rl.testing.exact_engine_model import (
+    AnswerTokenizer,
+    InvalidScript,
     Params,
     Policy,
+    Vocabulary,
     log_softmax,
+    parse_scripted,
     pick,
     sample,
 )
-from hermes_rl.testing.exact_engine_scripts import BadScript, Mouth, say_of
+from hermes_rl.testing.server_logs import read_truth
 from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer, tokenizer_json
 
-LEXICON = Lexicon(Tokenizer.from_str(tokenizer_json()))
+LEXICON = Vocabulary(Tokenizer.from_str(tokenizer_json()))
 END = LEXICON.added["<|im_end|>"]
 
 
@@ -48,26 +50,26 @@ def test_a_random_spelling_is_seldom_the_tokenizer_s_own(random):
 
 
 def test_markup_is_a_token_and_what_only_looks_like_an_end_is_none():
-    mouth = Mouth(LEXICON, END)
+    mouth = AnswerTokenizer(LEXICON, END)
     step = {"text": "<|im_end|> it", "calls": [{"name": "terminal", "arguments": {"a": 1}}]}
     from random import Random
 
-    tokens = mouth.tokens(say_of(step), Random(0))
+    tokens = mouth.tokens(parse_scripted(step), Random(0))
     assert tokens.count(END) == 1
     assert tokens[-1] == END
     assert tokens.count(LEXICON.added["<tool_call>"]) == 1
-    bare = mouth.tokens(say_of({**step, "lookalike": True, "end": False}), Random(0))
+    bare = mouth.tokens(parse_scripted({**step, "lookalike": True, "end": False}), Random(0))
     assert not set(bare) & set(LEXICON.added.values())
     assert LEXICON.text(bare) == LEXICON.text(tokens[:-1])
-    raw = mouth.tokens(say_of({"raw": "a<|im_end|>b", "end": "<|endoftext|>"}), Random(0))
+    raw = mouth.tokens(parse_scripted({"raw": "a<|im_end|>b", "end": "<|endoftext|>"}), Random(0))
     assert END in raw
     assert raw[-1] == LEXICON.added["<|endoftext|>"]
 
 
 @pytest.mark.parametrize("step", [3, {"txt": "a"}, {"cut": "many"}])
 def test_a_step_that_is_none_is_said(step):
-    with pytest.raises(BadScript, match="step of SCRIPT"):
-        say_of(step)
+    with pytest.raises(InvalidScript, match="step of SCRIPT"):
+        parse_scripted(step)
 
 
 def test_logprobs_are_the_log_softmax_and_chances_follow_them():

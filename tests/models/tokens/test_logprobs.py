@@ -21,7 +21,7 @@ from hermes_rl.models.tokens.logprobs import filters_shown, kind_of
 from hermes_rl.models.tokens.plan import TokenPlan
 from hermes_rl.models.tokens.renderer import load_renderer
 from hermes_rl.models.tokens.selection import Search, client_for
-from hermes_rl.testing.exact_engine_sampler import log_softmax
+from hermes_rl.testing.exact_engine_model import log_softmax
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan
 from hermes_rl.testing.tiny_tokenizer import tiny_renderer, tiny_tokenizer
