@@ -65,11 +65,17 @@ from hermes_rl.testing.faults import (
     refusal_body,
     refusal_for,
 )
-from hermes_rl.testing.listening import Listening, program, serve
+from hermes_rl.testing.http_server import (
+    Connection,
+    Incoming,
+    Server,
+    head,
+    program_parser,
+    serve,
+)
 from hermes_rl.testing.routes import CHAT as CHAT_ERRORS
 from hermes_rl.testing.routes import server_dialect
 from hermes_rl.testing.server_logs import ExactOutcome, LineLog, Truth
-from hermes_rl.testing.wire import Connection, Incoming, head
 
 _BLOCK = 16
 """Tokens of a block of the prefix cache; whole blocks are reused, as in vLLM."""
@@ -123,7 +129,7 @@ class ExactConfig:
     port: int = 0
 
 
-class ExactEngine(Listening):
+class ExactEngine(Server):
     """The engine, as an async context manager.
 
     Args:
@@ -489,7 +495,7 @@ _ABOUT = "A fake inference engine with exact tokens and a log of every id."
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = program("exact_engine", _ABOUT)
+    parser = program_parser("exact_engine", _ABOUT)
     parser.add_argument("--tokenizer", type=Path, required=True, help="a folder of a model's files")
     parser.add_argument("--seed", type=int, default=0, help="each seed is another model")
     parser.add_argument("--logprobs", choices=("raw", "scaled", "processed"), default="raw")

@@ -1,5 +1,4 @@
-"""A fake model server over a real socket: deterministic, stateless, fast, and with a log of its
-own.
+"""A fake model server over a real socket: deterministic, stateless and fast, with a log.
 
     python -m hermes_rl.testing.fake_server --faults '{"seed": 1, "mixed": 0.2}' --log served.jsonl
 
@@ -9,20 +8,21 @@ its standard input closes when `--until-eof` is given. In a test:
     async with FakeServer(FakeConfig(script="echo-2")) as server:
         client = connect(Endpoint(server.base_url))
 
-The log says of each request what this server did: `served` (a complete answer), `refused` (an error
-before any work), `cut` (worked, and the answer was lost on purpose), `dropped` (the client hung up
-before the answer). It is written before the answer's first byte, so it can be compared call by call
-with what a client recorded, however either of them was killed.
+The log has the outcome of each request: `served` (a complete answer), `refused` (an error before any
+work), `cut` (the answer was lost on purpose), `dropped` (the client closed the connection first). It
+is written before the answer's first byte, so it can be compared call by call with what a client
+recorded, even if either of them was killed.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hashlib
 import hmac
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from email.utils import formatdate
 from pathlib import Path
 from typing import Self
@@ -37,50 +37,60 @@ from hermes_rl.testing.faults import (
     REFUSALS,
     FaultPlan,
     Refusal,
+    plan_from_json,
     refusal_body,
     refusal_for,
 )
+from hermes_rl.testing.http_server import (
+    LAST_CHUNK,
+    Connection,
+    Incoming,
+    Server,
+    chunked,
+    head,
+    print_json,
+    program_parser,
+    serve,
+)
 from hermes_rl.testing.limits import Limits, RateLimits
-from hermes_rl.testing.listening import Listening
 from hermes_rl.testing.picky import PICKY, picky_refusal
 from hermes_rl.testing.routes import CHAT, Wire, any_key, server_dialect, wire_of
 from hermes_rl.testing.scripts import Asked, Play, ScriptError, Step, step_for, usage_of
 from hermes_rl.testing.server_logs import Entry, LineLog, LogOutcome
-from hermes_rl.testing.wire import LAST_CHUNK, Connection, Incoming, chunked, head
 from hermes_rl.usage import Usage
 
 
 @dataclass(frozen=True)
 class FakeConfig:
-    """What the server is like."""
+    """Configuration of the server."""
 
     script: str = "echo"
-    """For models whose name is no script."""
+    """For models whose name is not a script."""
     faults: FaultPlan = field(default_factory=FaultPlan)
     key: str | None = None
-    """When set, other keys get 401."""
+    """If set, other keys get 401."""
     models: tuple[str, ...] = ()
-    """When set, other models get 404."""
+    """If set, other models get 404."""
     latency_s: float = 0.0
     """Before the first byte of each answer."""
     log: Path | None = None
     """Appended to, one JSON line per request."""
     keep: bool = True
-    """Keep the log in `entries` too."""
+    """Whether `entries` keeps the log too."""
     hold_at: int | None = None
-    """From this request on (1-based) nothing is answered any more."""
+    """Answer no request from this one (1-based) on."""
     gather: int = 0
-    """Answers wait until so many requests are in flight, and then go out together."""
+    """Hold answers until this many requests are in flight, then send them together."""
     port: int = 0
     rate: RateLimits | None = None
     """What an account may use in a minute."""
     conditions: Conditions = field(default_factory=Conditions)
     """Its clock, outages and prices."""
     plays: Mapping[str, Play] = field(default_factory=dict)
-    """Model -> what plays it, in the place of a script."""
+    """Model -> function that plays it instead of a script."""
 
 
-class FakeServer(Listening):
+class FakeServer(Server):
     """The server, as an async context manager.
 
     Args:
@@ -102,7 +112,7 @@ class FakeServer(Listening):
         self._started = time.monotonic()
         rate = self.config.rate
         self.limits = None if rate is None else Limits(rate)
-        """Its buckets; `limits.factor` changes the quota of all accounts at once."""
+        """The buckets; `limits.factor` changes the quota of all accounts."""
 
     async def __aenter__(self) -> Self:
         self._log = LineLog(self.config.log, keep=self.config.keep)
@@ -110,7 +120,7 @@ class FakeServer(Listening):
         return await super().__aenter__()
 
     async def aclose(self) -> None:
-        """See `Listening.aclose`; what was owed is logged as dropped."""
+        """Stop listening; pending requests are logged as dropped."""
         for connection in list(self._pending):
             self.lost(connection)
         await super().aclose()
@@ -118,12 +128,12 @@ class FakeServer(Listening):
 
     @property
     def now(self) -> float:
-        """Seconds of its own clock since its start."""
+        """Seconds of the server's clock since its start."""
         return (time.monotonic() - self._started) * self.config.conditions.clock_scale
 
     @property
     def entries(self) -> list[Entry]:
-        """What it did so far, in order; empty unless the configuration keeps it."""
+        """The log so far, in order; empty unless the configuration keeps it."""
         return self._log.entries
 
     def _accept(self) -> Connection:
@@ -131,7 +141,7 @@ class FakeServer(Listening):
         return super()._accept()
 
     def handle(self, connection: Connection, request: Incoming) -> None:
-        """See `Handler.handle`."""
+        """Answer a model request, now or later, or refuse it."""
         if request.method == "GET":
             self._tell(connection, request)
             return
@@ -163,7 +173,7 @@ class FakeServer(Listening):
                 self._answer(waiting, owed)
 
     def lost(self, connection: Connection) -> None:
-        """See `Handler.lost`."""
+        """Log a pending request as dropped."""
         job = self._pending.pop(connection, None)
         if job is not None:
             if job.timer is not None:
@@ -171,8 +181,7 @@ class FakeServer(Listening):
             self._end(job, "dropped")
 
     def _tell(self, connection: Connection, request: Incoming) -> None:
-        """The list of models; not a model request, so it is neither counted nor logged. It has the
-        fields of several providers' lists."""
+        """Answer the list of models, for several providers' clients; not counted or logged."""
         names = self.config.models or (self.config.script,)
         both = {"object": "model", "type": "model", "created": 0, "owned_by": "hermes-rl"}
         since = {"created_at": "2026-01-01T00:00:00Z"}
@@ -194,7 +203,7 @@ class FakeServer(Listening):
         return key is None or hmac.compare_digest(sent.encode(), key.encode())
 
     def _admit(self, request: Incoming, job: _Job) -> Refusal | None:
-        """Fill the job in; a refusal when it cannot be served."""
+        """Complete the job; return a refusal when it cannot be served."""
         name = job.dialect.name
         if self.config.conditions.is_out(self.now):
             job.fault = self.config.conditions.outage
@@ -223,7 +232,7 @@ class FakeServer(Listening):
         return refusal_for(job.fault or "", name)
 
     def _meter(self, job: _Job, account: str) -> Refusal | None:
-        """Take the request from its account's buckets; a refusal when it meets a limit."""
+        """Charge the request to its account; return a refusal when it hits a limit."""
         if self.limits is None or job.request is None:
             return None
         verdict = self.limits.admit(account, needs_of(job.request, job.usage), self.now)
@@ -329,7 +338,7 @@ class FakeServer(Listening):
 
 
 class _Job:
-    """One request on its way."""
+    """One request in progress."""
 
     def __init__(
         self, n: int, request_id: str, headers: Mapping[str, str], wire: Wire | None
@@ -348,7 +357,50 @@ class _Job:
         self.timer: asyncio.TimerHandle | None = None
 
 
-if __name__ == "__main__":
-    from hermes_rl.testing.program import main
+# The program
 
+_ABOUT = "A fake model server over a real socket: deterministic, fast, with a log."
+
+
+def _config_from(arguments: argparse.Namespace) -> FakeConfig:
+    config = FakeConfig(
+        script=arguments.script,
+        key=arguments.key,
+        models=tuple(arguments.model),
+        latency_s=arguments.latency,
+        log=arguments.log,
+        keep=False,
+        hold_at=arguments.hold_at,
+        port=arguments.port,
+        rate=msgspec.json.decode(arguments.rate.encode(), type=RateLimits | None),
+        conditions=msgspec.json.decode(arguments.conditions.encode(), type=Conditions),
+    )
+    return replace(config, faults=plan_from_json(arguments.faults))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = program_parser("fake_server", _ABOUT)
+    parser.add_argument("--script", default="echo", help="for models whose name is no script")
+    parser.add_argument("--rate", default="null", help="rate limits of an account as JSON")
+    parser.add_argument("--conditions", default="{}", help="clock, outages and prices as JSON")
+    parser.add_argument("--key", help="the API key that clients must send")
+    parser.add_argument("--model", action="append", default=[], help="serve only these")
+    parser.add_argument("--hold-at", type=int, help="answer nothing from this request on")
+    parser.add_argument("--notify-at", type=int, help="print a line at this request")
+    return parser
+
+
+def main() -> None:
+    """Serve until a signal, or the end of stdin."""
+    arguments = _parser().parse_args()
+
+    def notify(n: int) -> None:
+        if n in (arguments.notify_at, arguments.hold_at):
+            print_json({"request": n})
+
+    server = FakeServer(_config_from(arguments), notify)
+    asyncio.run(serve(server, until_eof=arguments.until_eof))
+
+
+if __name__ == "__main__":
     main()

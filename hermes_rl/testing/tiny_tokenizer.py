@@ -1,8 +1,15 @@
 """A tokenizer of a few hundred tokens and chat templates in the style of the common families.
 
-Everything is made here in milliseconds and always the same, so that tests of exact tokens need no
-download: a byte-level BPE trained on a few sentences, the control tokens of ChatML, Llama 3 and
-Mistral in one vocabulary, and templates written for these tests.
+Everything is deterministic and made in milliseconds, so tests of exact tokens need no download: a
+byte-level BPE trained on a few sentences, the control tokens of ChatML, Llama 3 and Mistral in one
+vocabulary, and the templates in `templates/`, each with its family's difficulties:
+
+chatml: tools in the system message, results as `<tool_response>` in a user turn (Qwen 2.5).
+qwen3: the same with reasoning, which a later user message removes from earlier turns.
+coder: calls as parameters in tags (Qwen3-Coder).
+llama3: headers, one call per turn, a turn of calls ends with a token of its own, a date.
+mistral: `[INST]`, tools before the last question, ids of nine letters, no opening of a turn.
+text_arguments: takes the arguments of calls as text.
 """
 
 from __future__ import annotations
@@ -14,7 +21,22 @@ from typing import Any
 
 from hermes_rl.models.tokens.files import TokenizerFiles
 from hermes_rl.models.tokens.renderer import Renderer, renderer_of
-from hermes_rl.testing.tiny_templates import END, TEMPLATES
+
+END = {
+    "chatml": "<|im_end|>",
+    "text_arguments": "<|im_end|>",
+    "coder": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "mistral": "</s>",
+}
+"""Family -> the end token that its files name."""
+_FOLDER = Path(__file__).parent / "templates"
+TEMPLATES = {
+    family: (_FOLDER / f"{family}.jinja").read_text(encoding="utf-8").removesuffix("\n")
+    for family in END
+}
+"""Family -> source."""
 
 CONTROL = (
     "<|endoftext|>",
@@ -63,39 +85,41 @@ _PATTERN = "|".join(
         r"\s+",
     )
 )
-"""How words are parted: contractions, words, single digits, punctuation, line ends, spaces."""
+"""How text is split: contractions, words, single digits, punctuation, line ends, spaces."""
 
 
 @cache
 def tokenizer_json() -> str:
-    """The text of the tokenizer's file."""
+    """Return the text of the tokenizer's file."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(_PATTERN), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    made.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=480,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(_SENTENCES, trainer)
-    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in CONTROL])
-    made.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKUP])
-    return made.to_str()
+    tokenizer.train_from_iterator(_SENTENCES, trainer)
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in CONTROL]
+    )
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKUP])
+    return tokenizer.to_str()
 
 
 @cache
 def tiny_renderer(family: str = "chatml", **variables: Any) -> Renderer:
-    """The renderer of a family.
+    """Return the renderer of a family.
 
     Args:
-        family: a key of `tiny_templates.TEMPLATES`.
+        family: a key of `TEMPLATES`.
         variables: for the template, such as `enable_thinking=False`.
     """
     files = TokenizerFiles(
@@ -107,7 +131,7 @@ def tiny_renderer(family: str = "chatml", **variables: Any) -> Renderer:
 
 
 def tiny_tokenizer(folder: Path, family: str = "chatml") -> Path:
-    """Writes the files of a family as a model's folder has them, and returns the folder."""
+    """Write the files of a family as a model's folder; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
     config = {**_named(family), "chat_template": TEMPLATES[family]}

@@ -22,7 +22,7 @@ from hermes_rl.models.providers.others import other_targets
 from hermes_rl.models.providers.targets import targets_by_model
 from hermes_rl.models.wire.base import OWN, Quirks
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
-from hermes_rl.testing.listening import Connection, Incoming
+from hermes_rl.testing.http_server import Connection, Incoming
 from hermes_rl.text import encode_json
 
 PINNED = {"provider": {"order": ["one", "two"], "allow_fallbacks": False}, "service_tier": "flex"}

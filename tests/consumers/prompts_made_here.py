@@ -14,8 +14,7 @@ from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage,
 from hermes_rl.messages import SystemMessage as System
 from hermes_rl.models.tokens import Renderer, TemplateRefused, load_renderer
 from hermes_rl.models.tokens.forms import PROBE_TOOL, message_form
-from hermes_rl.testing.tiny_templates import TEMPLATES
-from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer
+from hermes_rl.testing.tiny_tokenizer import TEMPLATES, tiny_tokenizer
 
 CALL = ToolCall(id="call00001", name="look_up", arguments='{"subject": "é \\"<b>\\" 🙂"}')
 FOUND = ToolMessage(tool_call_id="call00001", name="look_up", content="{'a': 1}\n\nFound <i>.")

@@ -15,8 +15,7 @@ from hermes_rl.messages import (
 )
 from hermes_rl.models.tokens import Renderer
 from hermes_rl.models.tokens.forms import PROBE_TOOL
-from hermes_rl.testing.tiny_templates import TEMPLATES
-from hermes_rl.testing.tiny_tokenizer import CONTROL, MARKUP, tiny_renderer
+from hermes_rl.testing.tiny_tokenizer import CONTROL, MARKUP, TEMPLATES, tiny_renderer
 
 TOOLS = [PROBE_TOOL]
 CHATML_LIKE = ("chatml", "text_arguments", "coder", "qwen3")

@@ -17,8 +17,7 @@ from hermes_rl.models.tokens import Bridged, History, Renderer
 from hermes_rl.models.tokens.abridge import abridged
 from hermes_rl.models.tokens.template import Template
 from hermes_rl.models.tokens.tokenizer import Tokenizer
-from hermes_rl.testing.tiny_templates import TEMPLATES
-from hermes_rl.testing.tiny_tokenizer import tiny_renderer, tokenizer_json
+from hermes_rl.testing.tiny_tokenizer import TEMPLATES, tiny_renderer, tokenizer_json
 
 ASK: tuple[Message, ...] = (
     SystemMessage(content="Be brief."),

@@ -20,8 +20,12 @@ from hermes_rl.messages import (
 from hermes_rl.models.tokens import Renderer, TemplateRefused, load_renderer
 from hermes_rl.models.tokens.template import Template
 from hermes_rl.models.tokens.tokenizer import Tokenizer
-from hermes_rl.testing.tiny_templates import TEMPLATES
-from hermes_rl.testing.tiny_tokenizer import tiny_renderer, tiny_tokenizer, tokenizer_json
+from hermes_rl.testing.tiny_tokenizer import (
+    TEMPLATES,
+    tiny_renderer,
+    tiny_tokenizer,
+    tokenizer_json,
+)
 
 ASK = [SystemMessage(content="Be brief."), UserMessage(content="What is it?")]
 

@@ -7,8 +7,7 @@ from hermes_rl.models.tokens import Finding, Renderer
 from hermes_rl.models.tokens.forms import form_of
 from hermes_rl.models.tokens.template import Template
 from hermes_rl.models.tokens.tokenizer import Tokenizer
-from hermes_rl.testing.tiny_templates import TEMPLATES
-from hermes_rl.testing.tiny_tokenizer import tiny_renderer, tokenizer_json
+from hermes_rl.testing.tiny_tokenizer import TEMPLATES, tiny_renderer, tokenizer_json
 
 CALLS = ("a tool call", "text and a tool call", "several tool calls", "a second round of tools")
 
