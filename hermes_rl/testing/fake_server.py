@@ -8,10 +8,10 @@ its standard input closes when `--until-eof` is given. In a test:
     async with FakeServer(FakeConfig(script="echo-2")) as server:
         client = connect(Endpoint(server.base_url))
 
-The log has the outcome of each request: `served` (a complete answer), `refused` (an error before any
-work), `cut` (the answer was lost on purpose), `dropped` (the client closed the connection first). It
-is written before the answer's first byte, so it can be compared call by call with what a client
-recorded, even if either of them was killed.
+The log has the outcome of each request: `served` (a complete answer), `refused` (an error before
+any work), `cut` (the answer was lost on purpose), `dropped` (the client closed the connection
+first). It is written before the answer's first byte, so it can be compared call by call with what a
+client recorded, even if either of them was killed.
 """
 
 from __future__ import annotations
