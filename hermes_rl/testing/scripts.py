@@ -150,7 +150,7 @@ def _form(written: str, turn: int) -> Any:
     try:
         steps = json.loads(written)
     except ValueError as error:
-        raise ScriptError(f"SCRIPT is no JSON list: {error}") from None
+        raise ScriptError(f"SCRIPT is not a JSON list: {error}") from None
     return steps[turn] if turn < len(steps) else "done"
 
 

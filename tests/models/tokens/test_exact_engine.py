@@ -139,7 +139,7 @@ async def test_a_script_may_be_all_that_a_prompt_says(tmp_path, family, header, 
 async def test_a_script_that_is_none_is_said(tmp_path):
     async with engine_at(tmp_path / "t") as engine:
         client = client_of(engine, "vllm")
-        with pytest.raises(ModelError, match="SCRIPT is no JSON list"):
+        with pytest.raises(ModelError, match="SCRIPT is not a JSON list"):
             await client.complete(request_of(Conversation(asked('SCRIPT: ["one"'))))
         await client.aclose()
 
@@ -173,7 +173,7 @@ async def ask(engine, route: str, body: dict) -> tuple[int, dict]:
     [
         ("/v1/completions", {"prompt": [10**6]}, "out of the vocabulary"),
         ("/v1/completions", {"prompt": [[1]]}, "list of token ids"),
-        ("/v1/completions", {"prompt": [1], "stop": ["</s>"]}, "stops at token ids alone"),
+        ("/v1/completions", {"prompt": [1], "stop": ["</s>"]}, "stops only at token ids"),
         ("/generate", {"text": "a"}, "list of token ids"),
         ("/inference/v1/generate", {"token_ids": [1]}, "sampling_params"),
         ("/v1/completions", {"prompt": [1] * 40}, "maximum context length is 32 tokens"),
