@@ -212,7 +212,7 @@ def image_digest(image: str | None) -> str | None:
     """
     if image is None:
         return None
-    from hermes_rl.sandboxes.images import digest_of
+    from hermes_rl.sandboxes.recipe import digest_of
 
     try:
         return digest_of(image)

@@ -14,15 +14,54 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from hermes_rl.errors import SandboxStartError
+from hermes_rl.errors import SandboxStartError, UserError
 from hermes_rl.sandboxes import limits, processes, recipe
 from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sandboxes.disk import Storage
-from hermes_rl.sandboxes.hostfolder import HostFolder
-from hermes_rl.sandboxes.privilege import is_host_root
-from hermes_rl.sandboxes.slots import Slot
+from hermes_rl.sandboxes.slots import Slot, has_slots, is_host_root
 from hermes_rl.sandboxes.spawn import Launch, exited, gone, start
 from hermes_rl.threads import in_thread
+
+HOST_FOLDER_HOME = "/tmp"
+"""Home of sessions in a host folder: what programs keep in HOME is no part of your files."""
+
+
+@dataclass(frozen=True)
+class HostFolder:
+    """A folder that may be bound into a sandbox."""
+
+    path: Path
+    uid: int | None
+    """Who the sandbox runs as: the folder's owner where we are root; None is ourselves."""
+
+
+def host_folder(given: Path, state: Path) -> HostFolder:
+    """Look at a folder before it is bound.
+
+    Args:
+        given: the folder.
+        state: our own state folder, which no sandbox may reach.
+
+    Raises: UserError when there is none, when it holds more than files of yours, or when the
+        sandbox would have to run as root.
+    """
+    path = given.expanduser().resolve()
+    if not path.is_dir():
+        raise UserError(f"workspace {given}: no such folder. Make it, or name another")
+    if state.resolve().is_relative_to(path):
+        raise UserError(f"workspace {given}: it holds the folders of all sandboxes. Name a smaller")
+    if not has_slots():
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise UserError(f"workspace {given}: not writable for you. Name a folder of your own")
+        return HostFolder(path, None)
+    uid = path.stat().st_uid
+    if uid == 0:
+        raise UserError(
+            f"workspace {given}: it belongs to root, and no sandbox runs as root. "
+            f"Give it to a user (chown -R USER {given}), or start as an ordinary user"
+        )
+    return HostFolder(path, uid)
+
 
 END_S = 10.0
 """How long a bubblewrap may take to end after its process 1."""

@@ -15,23 +15,26 @@ from dataclasses import replace
 from pathlib import Path
 
 from hermes_rl.errors import SandboxError, SandboxStartError
-from hermes_rl.sandboxes import grading, hostfolder, limits, probe, recipe, warden
+from hermes_rl.sandboxes import grading, limits, probe, recipe, warden
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxSpec
-from hermes_rl.sandboxes.binary import find_binary, reachable
-from hermes_rl.sandboxes.box import Lease, Outer, abandon, confined, launch
+from hermes_rl.sandboxes.box import (
+    HOST_FOLDER_HOME,
+    Lease,
+    Outer,
+    abandon,
+    confined,
+    host_folder,
+    launch,
+)
 from hermes_rl.sandboxes.disk import Disks, Storage, find_disks
-from hermes_rl.sandboxes.gradingbox import GradingSandbox
-from hermes_rl.sandboxes.hostfolder import host_folder
-from hermes_rl.sandboxes.leased import BubblewrapSandbox
+from hermes_rl.sandboxes.leased import BubblewrapSandbox, GradingSandbox
 from hermes_rl.sandboxes.packing import Packing, Unpackable, pack_in_thread
-from hermes_rl.sandboxes.privilege import has_slots
+from hermes_rl.sandboxes.probe import find_binary, reachable
 from hermes_rl.sandboxes.processes import Jobs, look
-from hermes_rl.sandboxes.reaper import Warden, reap
 from hermes_rl.sandboxes.session import environment_file, not_started
 from hermes_rl.sandboxes.shell import Shell, ShellLost, ShellPaths, supervisor_text
-from hermes_rl.sandboxes.slots import Home, Slots
+from hermes_rl.sandboxes.slots import Home, Slots, Warden, has_slots, reap
 from hermes_rl.sandboxes.spawn import Spawner
-from hermes_rl.sandboxes.workspace import remove_tree
 
 _log = logging.getLogger(__name__)
 
@@ -161,7 +164,7 @@ class Bubblewrap:
             lease.make("ws")
         control = lease.make_readable("ctl")
         os.link(self._shared / "supervisor", control / "supervisor")
-        own_home = recipe.WORKSPACE if lease.host is None else hostfolder.HOME
+        own_home = recipe.WORKSPACE if lease.host is None else HOST_FOLDER_HOME
         variables = recipe.environment(own_home, spec.env)
         (control / "env").write_text(environment_file(variables, recipe.WORKSPACE, spec.cwd))
         (control / "env").chmod(0o644)
@@ -404,4 +407,4 @@ def _remove(lease: Lease) -> None:
     for path in lease.cgroup:
         warden.remove_cgroup(path)
     lease.storage.close()
-    remove_tree(lease.box)
+    warden.remove_tree(lease.box)

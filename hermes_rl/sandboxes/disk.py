@@ -19,12 +19,12 @@ import shutil
 import struct
 import subprocess
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from hermes_rl.sandboxes.base import SandboxLimits
-from hermes_rl.sandboxes.privilege import has_slots
+from hermes_rl.sandboxes.files import libc
 from hermes_rl.sandboxes.recipe import Writable
+from hermes_rl.sandboxes.slots import has_slots
 
 _log = logging.getLogger(__name__)
 
@@ -47,11 +47,6 @@ _FORMAT_MAX = 32 << 20
 """Bytes of an empty file system; more means that the disk does not know holes."""
 
 
-@lru_cache(maxsize=1)
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
 def _check(code: int, what: str) -> None:
     if code != 0:
         number = ctypes.get_errno()
@@ -61,8 +56,8 @@ def _check(code: int, what: str) -> None:
 def unshare_mounts() -> None:
     """Give this thread mounts of its own, which the machine does not see; those of the machine
     stay visible. Raises: OSError."""
-    _check(_libc().unshare(_CLONE_NEWNS | _CLONE_FS), "unshare")
-    _check(_libc().mount(None, b"/", None, _MS_REC | _MS_SLAVE, None), "mount --make-rslave /")
+    _check(libc().unshare(_CLONE_NEWNS | _CLONE_FS), "unshare")
+    _check(libc().mount(None, b"/", None, _MS_REC | _MS_SLAVE, None), "mount --make-rslave /")
 
 
 @dataclass(frozen=True)
@@ -149,7 +144,7 @@ def find_disks(folder: Path) -> Disks | str:
         try:
             small = SandboxLimits(workspace_bytes=1 << 20, workspace_files=100)
             os.close(made.make(small, trial)[1])
-            _libc().umount2(os.fsencode(trial), _MNT_DETACH)
+            libc().umount2(os.fsencode(trial), _MNT_DETACH)
         finally:
             trial.rmdir()
     except OSError as error:
@@ -211,7 +206,7 @@ def mount(number: int, where: Path) -> None:
     """Mount a loop device's file system in this thread's namespace. Raises: OSError."""
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOATIME
     device = f"/dev/loop{number}".encode()
-    _check(_libc().mount(device, os.fsencode(where), b"ext4", flags, _OPTIONS), f"mount {where}")
+    _check(libc().mount(device, os.fsencode(where), b"ext4", flags, _OPTIONS), f"mount {where}")
 
 
 class Storage:
@@ -291,7 +286,7 @@ class Storage:
                 self._entered = 1
             except OSError as error:  # it is looked at then, and its row says so
                 _log.warning("no file system of limited size for a sandbox: %s", error)
-                _libc().umount2(os.fsencode(where), _MNT_DETACH)
+                libc().umount2(os.fsencode(where), _MNT_DETACH)
                 self.close()
                 self._disks = None
         else:
@@ -303,7 +298,7 @@ class Storage:
         """What needs it has found it."""
         self._entered = max(0, self._entered - 1)
         if self.sized and self._entered == 0:
-            _libc().umount2(os.fsencode(self._box / "disk"), _MNT_DETACH)
+            libc().umount2(os.fsencode(self._box / "disk"), _MNT_DETACH)
 
     def close(self) -> None:
         """Give it back to the machine. Idempotent. Blocks: what was not written yet may be."""

@@ -40,14 +40,15 @@ class _How(ctypes.Structure):
 
 
 @lru_cache(maxsize=1)
-def _libc() -> ctypes.CDLL:
+def libc() -> ctypes.CDLL:
+    """The C library, for system calls that Python does not have."""
     return ctypes.CDLL(None, use_errno=True)
 
 
 def _openat2(folder: int, path: str, flags: int, mode: int = 0) -> int:
     how = _How(flags | (os.O_CLOEXEC if flags & os.O_PATH else _SAFE), mode, _RESOLVE)
     name = os.fsencode(path)
-    fd = _libc().syscall(_OPENAT2, folder, name, ctypes.byref(how), ctypes.sizeof(how))
+    fd = libc().syscall(_OPENAT2, folder, name, ctypes.byref(how), ctypes.sizeof(how))
     if fd < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), path)

@@ -22,8 +22,7 @@ from typing import Any
 
 from hermes_rl.errors import SandboxDied, SandboxStartError, TaskFault
 from hermes_rl.sandboxes.base import MAX_OUTPUT_BYTES, GradingResult, GradingSpec
-from hermes_rl.sandboxes.output import HeadTail
-from hermes_rl.sandboxes.pipes import DRAIN_PAUSE_S, LINE_MAX, Pipe
+from hermes_rl.sandboxes.streams import DRAIN_PAUSE_S, LINE_MAX, HeadTail, Pipe
 
 HOME = "/grading"
 VERIFY = "/verify"

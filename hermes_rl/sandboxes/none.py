@@ -22,13 +22,11 @@ from hermes_rl.sandboxes import grading, processes, recipe
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.packing import Unpackable, pack_in_thread
-from hermes_rl.sandboxes.reaper import Warden, reap
 from hermes_rl.sandboxes.session import Place, ShellSandbox, environment_file, not_started
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost, ShellPaths, supervisor_text
-from hermes_rl.sandboxes.slots import Home
+from hermes_rl.sandboxes.slots import Home, Warden, reap
 from hermes_rl.sandboxes.spawn import Launch, exited, start
-from hermes_rl.sandboxes.warden import MARK
-from hermes_rl.sandboxes.workspace import remove_tree
+from hermes_rl.sandboxes.warden import MARK, remove_tree
 
 
 @dataclass(frozen=True)

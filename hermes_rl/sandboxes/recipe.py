@@ -1,10 +1,12 @@
-"""What a bubblewrap sandbox is made of: the command line, and the /etc that it shows."""
+"""What a bubblewrap sandbox is made of: images, the command line, and the /etc that it shows."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -12,7 +14,7 @@ from pathlib import Path
 
 from hermes_rl.errors import TaskFault
 from hermes_rl.sandboxes.base import SandboxLimits
-from hermes_rl.sandboxes.privilege import is_host_root
+from hermes_rl.sandboxes.slots import is_host_root
 
 WORKSPACE = "/workspace"
 CONTROL = "/hx"
@@ -273,3 +275,28 @@ def environment(home: str, extra: Mapping[str, str]) -> dict[str, str]:
         "TMPDIR": "/tmp",
         **extra,
     }
+
+
+def digest_of(image: str) -> str:
+    """A digest of a root file system directory: over names, kinds, modes, sizes and times.
+
+    Contents are not read, since an image holds gigabytes; a file that changes without changing its
+    size or its time of modification goes unseen.
+
+    Raises: TaskFault when it is no directory.
+    """
+    root = Path(image).expanduser()
+    if not root.is_dir():
+        raise TaskFault(f"no such image: {image}. Name a root file system directory")
+    state = hashlib.sha256()
+    for folder, names, files in os.walk(root):
+        names.sort()
+        for name in sorted([*names, *files]):
+            path = os.path.join(folder, name)
+            found = os.lstat(path)
+            link = os.readlink(path) if stat.S_ISLNK(found.st_mode) else ""
+            moment = 0 if stat.S_ISDIR(found.st_mode) else found.st_mtime_ns
+            size = found.st_size if stat.S_ISREG(found.st_mode) else 0
+            line = (os.path.relpath(path, root), found.st_mode, size, moment, link)
+            state.update(repr(line).encode("utf-8", "surrogateescape"))
+    return "listing-sha256:" + state.hexdigest()

@@ -17,12 +17,11 @@ from types import TracebackType
 from typing import Self
 
 from hermes_rl.errors import SandboxError, SandboxStartError, TaskFault
-from hermes_rl.sandboxes.background import Background
 from hermes_rl.sandboxes.base import MAX_OUTPUT_BYTES, CommandResult, Process, SandboxInfo
 from hermes_rl.sandboxes.files import DOWNLOAD_MAX, READ_MAX, UNSAFE, UNSIZED_MAX, Beneath
-from hermes_rl.sandboxes.output import Everything, HeadTail, IntoFile, Sink
 from hermes_rl.sandboxes.packing import UNPACK, Unpackable, pack_in_thread
-from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost
+from hermes_rl.sandboxes.shell import Background, Ended, Shell, ShellLost
+from hermes_rl.sandboxes.streams import Everything, HeadTail, IntoFile, Sink
 
 _log = logging.getLogger(__name__)
 

@@ -26,10 +26,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hermes_rl.sandboxes.output import Nothing, Sink
-from hermes_rl.sandboxes.pipes import CHUNK, DRAIN_PAUSE_S, LINE_MAX, Pipe
 from hermes_rl.sandboxes.processes import Jobs
-from hermes_rl.sandboxes.watch import Watch
+from hermes_rl.sandboxes.streams import (
+    CHUNK,
+    DRAIN_PAUSE_S,
+    LINE_MAX,
+    HeadTail,
+    Nothing,
+    Pipe,
+    Sink,
+    Watch,
+    make_fifo,
+)
 
 END_S = 10.0
 """How long a killed command may take to be reported before the sandbox is given up."""
@@ -373,3 +381,152 @@ class Shell:
             self._watch.stop()
         self._pipe.close()
         os.close(self._command)
+
+
+KEPT = 200_000
+"""Bytes of unread output that are kept: the beginning and the end."""
+PAUSE_S = 0.02
+
+
+class BackgroundProcess:
+    """One of them (see `base.Process`)."""
+
+    def __init__(self, shell: Shell, number: int, end: Callable[[int], None]) -> None:
+        self.pid = 0
+        self._shell = shell
+        self._number = number
+        self._end = end
+        self._code: int | None = None
+        self._done = asyncio.Event()
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._output = HeadTail(KEPT)
+        control = shell.paths.control
+        self._in = make_fifo(control / f"p{number}.in", os.O_RDWR, 0o640)
+        self._out = make_fifo(control / f"p{number}.out", os.O_RDONLY, 0o620)
+        self._loop = asyncio.get_running_loop()
+        self._pump()
+
+    def take(self, kind: bytes, value: int) -> None:
+        """Take what the supervisor reports: P with the process id, X with the exit code.
+
+        Raises: ValueError when it has reported that already.
+        """
+        if kind == b"P" and not self.started.done():
+            self.pid = value
+            self.started.set_result(None)
+        elif kind == b"X" and self.started.done() and self._code is None:
+            self._code = value
+            self._done.set()
+        else:
+            raise ValueError(f"process {self._number} once more")
+
+    def lost(self) -> None:
+        """The sandbox is gone."""
+        if self._code is None:
+            self._code = 137
+        if not self.started.done():
+            self.started.cancel()
+        self._done.set()
+
+    def _pump(self) -> None:
+        """Take output, at most a chunk per pause, so that nobody can keep the loop busy."""
+        if self._out < 0:
+            return
+        try:
+            data = os.read(self._out, CHUNK)
+        except BlockingIOError:
+            data = b""
+        if data:
+            self._output.feed(data)
+        elif self._done.is_set():
+            self.close()
+            return
+        self._loop.call_later(PAUSE_S, self._pump)
+
+    async def poll(self) -> int | None:
+        """Exit code, or None while it runs."""
+        if self._shell.lost.is_set():
+            self.lost()
+        return self._code
+
+    async def write(self, data: bytes) -> None:
+        """Write to its stdin. Raises: BrokenPipeError when it has ended."""
+        view = memoryview(data)
+        while view:
+            if await self.poll() is not None or self._in < 0:
+                raise BrokenPipeError("the process has ended")
+            try:
+                view = view[os.write(self._in, view) :]
+            except BlockingIOError:
+                await asyncio.sleep(PAUSE_S)
+
+    async def read(self) -> bytes:
+        """Output since the last read."""
+        self._take_rest()
+        output, self._output = self._output, HeadTail(KEPT)
+        return b"".join(output.parts())
+
+    def _take_rest(self) -> None:
+        for _ in range(16):
+            if self._out < 0:
+                return
+            try:
+                data = os.read(self._out, CHUNK)
+            except BlockingIOError:
+                return
+            if not data:
+                return
+            self._output.feed(data)
+
+    async def kill(self) -> None:
+        """End its whole process tree."""
+        if await self.poll() is None:
+            await asyncio.to_thread(self._end, self.pid)
+            try:
+                async with asyncio.timeout(END_S):
+                    await self._done.wait()
+            except TimeoutError:  # the agent ended what would have reported it
+                self.lost()
+
+    def close(self) -> None:
+        """Close and remove its pipes."""
+        for fd in (self._in, self._out):
+            if fd >= 0:
+                os.close(fd)
+        self._in = self._out = -1
+        for kind in ("in", "out", "cmd"):
+            (self._shell.paths.control / f"p{self._number}.{kind}").unlink(missing_ok=True)
+
+
+class Background:
+    """All background processes of one session."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._processes: dict[int, BackgroundProcess] = {}
+        self._made = 0
+        shell.on_process = self._take
+
+    def _take(self, kind: bytes, number: int, value: int) -> None:
+        process = self._processes.get(number)
+        if process is None:
+            raise ValueError(f"process {number} is unknown")
+        process.take(kind, value)
+
+    async def start(self, text: bytes, end: Callable[[int], None]) -> BackgroundProcess:
+        """Start one in the session's present state. Raises: ShellLost."""
+        self._made += 1
+        number = self._made
+        command = self._shell.paths.control / f"p{number}.cmd"
+        command.write_bytes(text)
+        command.chmod(0o644)
+        process = self._processes[number] = BackgroundProcess(self._shell, number, end)
+        await self._shell.background(number, process.started)
+        return process
+
+    def close(self) -> None:
+        """The session is over."""
+        for process in self._processes.values():
+            process.lost()
+            process.close()
+        self._processes.clear()

@@ -15,13 +15,67 @@ import contextlib
 import os
 import secrets
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 from hermes_rl.errors import SandboxStartError
 from hermes_rl.locks import try_lock
 from hermes_rl.sandboxes import processes, warden
-from hermes_rl.sandboxes.privilege import account, first_slot
+
+FIRST_SLOT_UIDS = (1_900_000_000, 200_000)
+"""Sandboxes of root run as the first of these user ids that exists, and those above it. The lower
+ones are for containers with fewer ids: on a machine they may be a user's, who got them for
+containers of his own (/etc/subuid) and could open the files of sandboxes."""
+
+_UID_MAP = Path("/proc/self/uid_map")
+
+
+def has_slots() -> bool:
+    """Whether sandboxes can have user ids of their own: root, where those ids exist.
+
+    A rootless container maps some tens of thousands of ids, and `unshare -r` only one: there root
+    is an ordinary user of the machine, and all sandboxes share its id.
+    """
+    return first_slot() is not None
+
+
+def first_slot() -> int | None:
+    """The lowest user id of sandboxes; None when they cannot have ids of their own."""
+    if os.geteuid() != 0:
+        return None
+    ranges = _ranges()
+    for uid in FIRST_SLOT_UIDS:
+        if any(inside <= uid < inside + count for inside, _, count in ranges):
+            return uid
+    return None
+
+
+def is_host_root() -> bool:
+    """Whether the kernel takes us for the machine's root: no sandbox may start as we are."""
+    return os.geteuid() == 0 and any(
+        inside == 0 and outside == 0 for inside, outside, _ in _ranges()
+    )
+
+
+def account() -> str:
+    """Who we are, as a part of a folder's name: root of a user namespace is not the machine's."""
+    euid = os.geteuid()
+    for inside, outside, count in _ranges():
+        if inside <= euid < inside + count and outside != inside:
+            return f"{euid}-{outside + euid - inside}"
+    return str(euid)
+
+
+def _ranges() -> list[tuple[int, int, int]]:
+    """(first id inside, first id outside, how many), as user_namespaces(7) has them."""
+    try:
+        lines = _UID_MAP.read_text().splitlines()
+    except OSError:
+        return [(0, 0, 1 << 32)]
+    return [(int(a), int(b), int(c)) for a, b, c in (line.split() for line in lines)]
+
 
 SLOTS = 20_000
 OWNER_NAMES = 100
@@ -164,3 +218,61 @@ class Slots:
         for slot in self._free:
             slot.close()
         self._free.clear()
+
+
+def reap(state: Path, cgroups: str = "") -> list[str]:
+    """Clean up after all owners that are gone. Blocks. Returns their names."""
+    gone = []
+    owners = state / "owners"
+    known = set(os.listdir(owners))
+    for name in sorted(known):
+        try:
+            held = lock(owners / name)
+        except OSError:
+            continue
+        if held is None:
+            continue
+        warden.clean(str(state), name, cgroups)
+        os.close(held)
+        gone.append(name)
+    # A folder is made after its owner's lock and removed before it: without one it is a stray.
+    for box in os.listdir(state / "boxes"):
+        owner = box.rpartition(".")[0]
+        if owner not in known and not (owners / owner).exists():
+            warden.clean(str(state), owner, cgroups)
+            gone.append(owner)
+    return gone
+
+
+class Warden:
+    """The process that cleans up when this one is gone.
+
+    It is no child of this one: Ray kills an actor's children together with the actor.
+    """
+
+    def __init__(self, state: Path, owner: str, cgroups: str) -> None:
+        ours, self._pipe = os.pipe()
+        self._ended, theirs = os.pipe()
+        command = [sys.executable, "-I", "-S", warden.__file__, str(state), owner, cgroups]
+        subprocess.run(
+            ["/bin/sh", "-c", 'exec 3<&0; "$@" <&3 3<&- &', "sh", *command],
+            stdin=ours,
+            stdout=theirs,
+            stderr=subprocess.DEVNULL,
+            env={},
+            cwd="/",
+            start_new_session=True,
+            check=True,
+        )
+        os.close(ours)
+        os.close(theirs)
+
+    def close(self) -> None:
+        """All is cleaned up: let it go. Blocks a moment."""
+        if self._pipe >= 0:
+            with contextlib.suppress(BrokenPipeError):  # it was killed
+                os.write(self._pipe, b"closed")
+            os.close(self._pipe)
+            self._pipe = -1
+            os.read(self._ended, 1)  # end of file: it has ended
+            os.close(self._ended)

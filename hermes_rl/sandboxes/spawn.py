@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import TypeVar
+
+from hermes_rl.sandboxes.files import libc
 
 T = TypeVar("T")
 
@@ -53,11 +54,6 @@ _CALLS = {"x86_64": _Calls(116, 119, 117), "aarch64": _Calls(159, 149, 147)}
 _PR_SET_DUMPABLE = 4
 
 
-@lru_cache(maxsize=1)
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
 @contextmanager
 def identity(uid: int | None) -> Iterator[None]:
     """This thread as user and group `uid`, without any other group; root before and after. None,
@@ -69,11 +65,11 @@ def identity(uid: int | None) -> Iterator[None]:
     if uid is None or calls is None:
         yield
         return
-    libc = _libc()
+    library = libc()
     groups = os.getgroups()
 
     def call(number: int, *values: object) -> None:
-        if libc.syscall(number, *values) != 0:
+        if library.syscall(number, *values) != 0:
             code = ctypes.get_errno()
             raise OSError(code, f"cannot take the identity {uid}: {os.strerror(code)}")
 
@@ -86,7 +82,7 @@ def identity(uid: int | None) -> Iterator[None]:
         call(calls.setresuid, 0, 0, 0)
         call(calls.setresgid, 0, 0, 0)
         call(calls.setgroups, len(groups), (ctypes.c_uint32 * len(groups))(*groups))
-        libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # a change of identity clears it
+        library.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # a change of identity clears it
 
 
 def _setpriv(uid: int) -> list[str]:

@@ -89,7 +89,7 @@ def _kill(pid: int, tag: bytes, mark: bytes) -> bool:
         os.close(handle)
 
 
-def remove_tree(path: str) -> None:
+def remove_tree(path: str | os.PathLike[str]) -> None:
     """Remove a folder whatever was done to it: folders of mode 000, names of any length.
 
     Only for folders in which nothing runs any more.
@@ -108,7 +108,7 @@ def remove_tree(path: str) -> None:
     except RecursionError:
         pass
     if os.path.lexists(path):  # locked folders, or thousands of them in each other
-        for command in (["chmod", "-R", "u+rwx", path], ["rm", "-rf", path]):
+        for command in (["chmod", "-R", "u+rwx", os.fspath(path)], ["rm", "-rf", os.fspath(path)]):
             try:
                 subprocess.run(
                     command,
@@ -122,7 +122,7 @@ def remove_tree(path: str) -> None:
                 return
 
 
-def _remove_shallow(path: str, depth: int = SHALLOW) -> bool:
+def _remove_shallow(path: str | os.PathLike[str], depth: int = SHALLOW) -> bool:
     """Remove a folder with few levels, as most boxes are: `rmtree` makes four times the system
     calls. Returns False, with some of it gone, when it is deeper or something is locked."""
     try:

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from hermes_rl.errors import StoreError
+from hermes_rl.sandboxes.processes import find
 
 
 class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,12 +132,8 @@ def read_holder(fd: int) -> ProcessId | None:
 
 
 def _started(pid: int) -> int | None:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+    process = find(pid)
+    return process.start if process is not None and process.alive() else None
 
 
 def _boot_id() -> str:

@@ -76,7 +76,7 @@ class Boxes:
         self.kind, self.folder = kind, folder
         self._made = 0
         if kind == "bwrap":
-            from hermes_rl.sandboxes.binary import find_binary
+            from hermes_rl.sandboxes.probe import find_binary
 
             self._binary = find_binary()
             self._etc = recipe.make_etc(folder / "etc", network=False)

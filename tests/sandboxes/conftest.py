@@ -16,9 +16,9 @@ import pytest
 import pytest_asyncio
 
 from hermes_rl.sandboxes import warden
-from hermes_rl.sandboxes.binary import find_binary, reachable
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 from hermes_rl.sandboxes.none import Subprocess
+from hermes_rl.sandboxes.probe import find_binary, reachable
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

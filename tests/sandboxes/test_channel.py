@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hermes_rl.sandboxes.background import Background
-from hermes_rl.sandboxes.output import HeadTail
-from hermes_rl.sandboxes.pipes import LINE_MAX
 from hermes_rl.sandboxes.processes import Jobs, Look
-from hermes_rl.sandboxes.shell import Shell, ShellLost, ShellPaths
+from hermes_rl.sandboxes.shell import Background, Shell, ShellLost, ShellPaths
+from hermes_rl.sandboxes.streams import LINE_MAX, HeadTail
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hermes_rl.sandboxes import conformance_files
+from hermes_rl.sandboxes import conformance
 from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-from hermes_rl.sandboxes.conformance import Check
-from hermes_rl.sandboxes.conformance_files import CHECKS, tells_a_host_fault
+from hermes_rl.sandboxes.conformance import CHECKS, Check, tells_a_host_fault
 from hermes_rl.sandboxes.leased import BubblewrapSandbox
 from hermes_rl.sandboxes.none import Subprocess
 
@@ -34,7 +33,7 @@ async def test_none(plain: Subprocess, check: Check) -> None:
 def test_bubblewrap_of_an_ordinary_user(
     as_ordinary_user: Callable[[Path, str], None], check: Check
 ) -> None:
-    as_ordinary_user(Path(conformance_files.__file__), check.__name__)
+    as_ordinary_user(Path(conformance.__file__), check.__name__)
 
 
 async def test_a_host_fault_is_not_the_agents_deed(bubblewrap: Bubblewrap) -> None:

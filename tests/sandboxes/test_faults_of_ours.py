@@ -19,9 +19,10 @@ from hermes_rl.sandboxes.base import GradingSpec, SandboxBackend, SandboxSpec
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 from hermes_rl.sandboxes.disk import Storage
 from hermes_rl.sandboxes.files import Beneath, Look
+from hermes_rl.sandboxes.limits import measure
 from hermes_rl.sandboxes.none import Subprocess
 from hermes_rl.sandboxes.packing import Packing, Unpackable, pack_in_thread, reading
-from hermes_rl.sandboxes.workspace import measure, remove_tree
+from hermes_rl.sandboxes.warden import remove_tree
 
 KINDS = [Bubblewrap, Subprocess]
 Kind = type[Bubblewrap] | type[Subprocess]

@@ -1,4 +1,4 @@
-"""A grading sandbox is bounded as the agent's sandbox was: a verifier may run what the agent left."""
+"""A grading sandbox has the limits of the agent's: a verifier may run what the agent left."""
 
 import asyncio
 

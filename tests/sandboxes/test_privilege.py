@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hermes_rl.sandboxes import privilege
+from hermes_rl.sandboxes import slots
 
 ROOT = Path(__file__).parents[2]
 SAYS = (
-    "from hermes_rl.sandboxes import privilege as p, probe;"
+    "from hermes_rl.sandboxes import slots as p, probe;"
     "print(p.has_slots(), p.is_host_root(), p.account(), probe.probe().works)"
 )
 
@@ -33,15 +33,15 @@ def in_namespace(*before: str) -> list[str]:
 
 
 def test_here() -> None:
-    assert privilege.has_slots() == (os.geteuid() == 0)
-    assert privilege.is_host_root() == (os.geteuid() == 0)
-    assert privilege.account() == str(os.geteuid())
+    assert slots.has_slots() == (os.geteuid() == 0)
+    assert slots.is_host_root() == (os.geteuid() == 0)
+    assert slots.account() == str(os.geteuid())
 
 
 def test_sandboxes_have_user_ids_that_nobody_is_given() -> None:
     """useradd gives users ranges of 65,536 ids for their containers from 100,000 to 600,100,000:
     whoever has such an id could write into the pipes of the sandbox that has it too."""
-    found = privilege.first_slot()
+    found = slots.first_slot()
     assert found is None if os.geteuid() != 0 else found is not None and found > 600_100_000
 
 
