@@ -35,7 +35,7 @@ async def python(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     )
     text = done.output
     if done.timed_out:
-        text += f"\n[stopped after {TIMEOUT_S:g} s]"
+        text += f"\n[timed out after {TIMEOUT_S:g} s]"
     elif done.exit_code:
         text += f"\n[exit {done.exit_code}]"
-    return ToolResult(text=text or "[printed nothing]", ok=done.exit_code == 0)
+    return ToolResult(text=text or "[no output]", ok=done.exit_code == 0)

@@ -60,11 +60,11 @@ class HeadTail:
         return self._head, bytes(tail)
 
     def text(self) -> str:
-        """The kept output as text, a mark where the middle is missing."""
+        """The kept output as text, with a mark in place of the omitted middle."""
         head, tail = self.parts()
         if not self.dropped:
             return (head + tail).decode("utf-8", "replace")
-        mark = f"\n[... {self.dropped} bytes cut here ...]\n"
+        mark = f"\n[... {self.dropped} bytes omitted ...]\n"
         return head.decode("utf-8", "replace") + mark + tail.decode("utf-8", "replace")
 
 

@@ -38,7 +38,7 @@ def read_arguments(text: str, schema: Schema) -> dict[str, Any]:
     """
     if not text.strip():
         if required := schema.get("required"):
-            raise ToolError(f"no arguments were given; required: {', '.join(required)}")
+            raise ToolError(f"no arguments given; required: {', '.join(required)}")
         return {}
     try:
         value = msgspec.json.decode(text)
@@ -55,7 +55,7 @@ def _what_is_wrong(text: str, error: Exception) -> str:
     except json.JSONDecodeError as found:
         line = f"line {found.lineno}, column {found.colno}"
         if not text[found.pos :].strip():
-            return f"the arguments are not valid JSON: they end too early, at {line}"
+            return f"the arguments are not valid JSON: unexpected end at {line}"
         near = text[max(0, found.pos - _EXCERPT) : found.pos + _EXCERPT]
         what = found.msg.removesuffix(" at")
         return f"the arguments are not valid JSON: {what} at {line}, near {near!r}"
@@ -69,7 +69,13 @@ def _kind(value: Any) -> str:
         return "a boolean"
     if value is None:
         return "null"
-    names = {str: "text", int: "a number", float: "a number", list: "an array", dict: "an object"}
+    names = {
+        str: "a string",
+        int: "a number",
+        float: "a number",
+        list: "an array",
+        dict: "an object",
+    }
     return names.get(type(value), type(value).__name__)
 
 
@@ -78,7 +84,7 @@ def _object(value: dict[str, Any], schema: Schema, path: str) -> dict[str, Any]:
     required = schema.get("required") or ()
     for name in required:
         if name not in value:
-            raise ToolError(f"the argument '{path}{name}' is missing{_known(properties)}")
+            raise ToolError(f"missing argument '{path}{name}'{_known(properties)}")
     out = {}
     for name, inner in value.items():
         if name not in properties:
@@ -91,7 +97,11 @@ def _object(value: dict[str, Any], schema: Schema, path: str) -> dict[str, Any]:
 
 
 def _known(properties: Mapping[str, Any]) -> str:
-    return f" (arguments: {', '.join(properties)})" if properties else " (it takes no arguments)"
+    return (
+        f" (arguments: {', '.join(properties)})"
+        if properties
+        else " (this tool takes no arguments)"
+    )
 
 
 def _types(schema: Schema) -> tuple[str, ...]:

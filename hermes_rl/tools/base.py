@@ -1,15 +1,18 @@
 """The contract of tools: a schema, an async handler and limits (DESIGN 5.10).
 
 A handler returns a `ToolResult`; a failure that the model should see is a `ToolError`. Everything
-else
-that a handler raises ends the attempt.
+else that a handler raises ends the attempt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from hermes_rl.sandboxes.base import Sandbox
 
@@ -68,6 +71,21 @@ class Tool:
                 "parameters": self.parameters,
             },
         }
+
+
+@cache
+def _schemas() -> dict[str, dict[str, Any]]:
+    text = Path(__file__).with_name("schemas.json").read_bytes()
+    read: dict[str, dict[str, Any]] = msgspec.json.decode(text)
+    return read
+
+
+def schema(name: str) -> dict[str, Any]:
+    """The description and the parameters of a tool of this package, as `tool` takes them.
+
+    They are texts that models read, and part of a run's identity: see schemas.json.
+    """
+    return _schemas()[name]
 
 
 def tool(

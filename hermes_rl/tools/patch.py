@@ -6,7 +6,7 @@ import difflib
 from typing import Any
 
 from hermes_rl.errors import ToolError
-from hermes_rl.tools.base import ToolContext, ToolResult, tool
+from hermes_rl.tools.base import ToolContext, ToolResult, schema, tool
 from hermes_rl.tools.matching import find, replace
 from hermes_rl.tools.shell import FileBytes, read_bytes, write_bytes
 from hermes_rl.tools.text import json_result
@@ -16,28 +16,7 @@ MAX_RESULT_CHARS = 30_000
 _DIFF_LINES = 20_000
 
 
-@tool(
-    name="patch",
-    description=(
-        "Replace text in a file: old_string by new_string. Quote old_string with enough lines "
-        "around it to make it unique, or set replace_all. Returns a diff."
-    ),
-    parameters={
-        "type": "object",
-        "properties": {
-            "path": {"type": "string", "description": "The file."},
-            "old_string": {"type": "string", "description": "The text as it stands in the file."},
-            "new_string": {"type": "string", "description": "The text to put in its place."},
-            "replace_all": {
-                "type": "boolean",
-                "description": "Replace every place where it stands. Default false.",
-            },
-        },
-        "required": ["path", "old_string", "new_string"],
-    },
-    toolset="file",
-    max_chars=MAX_RESULT_CHARS,
-)
+@tool(name="patch", **schema("patch"), toolset="file", max_chars=MAX_RESULT_CHARS)
 async def patch(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     """Return {success, diff, replacements, strategy}."""
     path, old, new = args["path"], args["old_string"], args["new_string"]
@@ -53,12 +32,12 @@ async def patch(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
         raise ToolError(f"old_string was not found in '{path}'{_nearest(content, old)}")
     if len(found.spans) > 1 and not args.get("replace_all", False):
         raise ToolError(
-            f"old_string stands {len(found.spans)} times in '{path}': add lines around it to make "
-            "it unique, or set replace_all"
+            f"old_string occurs {len(found.spans)} times in '{path}'. Include more surrounding lines "
+            "to make it unique, or set replace_all to true"
         )
     changed = replace(content, found, old, new)
     if changed == content:
-        raise ToolError("the file would stay as it is: new_string already stands there")
+        raise ToolError("nothing to change: the file already contains new_string there")
     await write_bytes(ctx, path, _bytes_of(changed, crlf))
     fields = {
         "success": True,
@@ -75,7 +54,7 @@ def _text_of(file: FileBytes, path: str) -> tuple[str, bool]:
     Bytes that are no UTF-8 survive (surrogateescape).
     """
     if not file.whole:
-        raise ToolError(f"'{path}' has {file.size} bytes, too many for patch; use the terminal")
+        raise ToolError(f"'{path}' is too large for patch ({file.size} bytes); use the terminal")
     if b"\0" in file.data[:8192]:
         raise ToolError(f"'{path}' is a binary file")
     text = file.data.decode("utf-8", "surrogateescape")
@@ -102,15 +81,15 @@ def _diff(path: str, before: str, after: str) -> str:
     name = path.lstrip("/")
     lines = difflib.unified_diff(old, new, f"a/{name}", f"b/{name}", lineterm="")
     text = _printable("\n".join(lines))
-    return text if len(text) <= MAX_DIFF_CHARS else text[:MAX_DIFF_CHARS] + "\n... [diff cut]"
+    return text if len(text) <= MAX_DIFF_CHARS else text[:MAX_DIFF_CHARS] + "\n... [diff truncated]"
 
 
 def _nearest(content: str, old: str) -> str:
-    """Where the first line of the wanted text has its closest relative, for the message."""
+    """The line that is most like the first line of the wanted text, for the message."""
     first = next((line.strip() for line in old.split("\n") if line.strip()), "")
     lines = content.split("\n")[:5_000]
     near = difflib.get_close_matches(first, [x.strip() for x in lines], n=1, cutoff=0.6)
     if not near:
-        return "; read the file and quote it as it is"
+        return "; read the file and copy the text exactly"
     number = next(i for i, x in enumerate(lines, 1) if x.strip() == near[0])
-    return f"; the nearest line is {number}: {_printable(near[0])[:200]!r}"
+    return f"; the closest line is {number}: {_printable(near[0])[:200]!r}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hermes_rl.errors import ToolError
-from hermes_rl.tools.base import ToolContext, ToolResult, tool
+from hermes_rl.tools.base import ToolContext, ToolResult, schema, tool
 from hermes_rl.tools.shell import (
     WHOLE_FILE_BYTES,
     FileBytes,
@@ -24,7 +24,7 @@ MAX_LINE_CHARS = 2_000
 MAX_CONTENT_CHARS = 100_000
 MAX_RESULT_CHARS = 120_000
 _SNIFF_BYTES = 8_192
-_LINE_CUT = " ... [line cut]"
+_LINE_CUT = " ... [line truncated]"
 
 
 @dataclass(frozen=True)
@@ -35,27 +35,7 @@ class _Window:
 
 @tool(
     name="read_file",
-    description=(
-        "Read a text file. Lines come as NUMBER|TEXT. Read long files in windows by offset and "
-        "limit."
-    ),
-    parameters={
-        "type": "object",
-        "properties": {
-            "path": {"type": "string", "description": "The file."},
-            "offset": {
-                "type": "integer",
-                "description": "First line, counted from 1. Default 1.",
-                "minimum": 1,
-            },
-            "limit": {
-                "type": "integer",
-                "description": f"Number of lines. Default {DEFAULT_LINES}, at most {MAX_LINES}.",
-                "minimum": 1,
-            },
-        },
-        "required": ["path"],
-    },
+    **schema("read_file"),
     toolset="file",
     parallel=True,
     max_chars=MAX_RESULT_CHARS,
@@ -69,10 +49,12 @@ async def read_file(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     except ToolError as error:
         raise await _with_similar(ctx, path, error) from None
     if b"\0" in file.data[:_SNIFF_BYTES]:
-        raise ToolError(f"'{path}' is a binary file of {file.size} bytes; use the terminal for it")
+        raise ToolError(
+            f"'{path}' is a binary file ({file.size} bytes); use the terminal to inspect it"
+        )
     window = _window(file, offset, limit) if file.whole else await _far(ctx, file, offset, limit)
     if offset > max(window.total, 1):
-        raise ToolError(f"offset {offset} is beyond the end: '{path}' has {window.total} lines")
+        raise ToolError(f"offset {offset} is past the end: '{path}' has {window.total} lines")
     fields = _fields(window, offset, file.size)
     text = to_json(fields)
     while len(text) > MAX_RESULT_CHARS:  # escaping made it longer: give fewer lines
@@ -124,7 +106,7 @@ def _fields(window: _Window, offset: int, size: int) -> dict[str, Any]:
         "truncated": truncated,
     }
     if truncated:
-        fields["hint"] = f"go on with offset={last + 1} (lines {offset}-{last} are shown)"
+        fields["hint"] = f"showing lines {offset}-{last}; continue with offset={last + 1}"
     return fields
 
 
@@ -137,5 +119,5 @@ async def _with_similar(ctx: ToolContext, path: str, error: ToolError) -> ToolEr
     if not close:
         return error
     return ToolError(
-        f"{error}. Similar: {', '.join(directory + slash + by_lower[c] for c in close)}"
+        f"{error}. Did you mean: {', '.join(directory + slash + by_lower[c] for c in close)}"
     )

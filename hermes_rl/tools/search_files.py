@@ -8,16 +8,15 @@ from collections import Counter
 from typing import Any
 
 from hermes_rl.errors import ToolError
-from hermes_rl.tools.base import ToolContext, ToolResult, tool
+from hermes_rl.tools.base import ToolContext, ToolResult, schema, tool
 from hermes_rl.tools.shell import quote, run_script
 from hermes_rl.tools.text import to_json
 
 DEFAULT_LIMIT = 50
 MAX_LIMIT = 1_000
-MAX_CONTEXT = 50
 MAX_LINE_CHARS = 500
 MAX_SCAN_BYTES = 2_000_000
-"""Bytes of grep's or find's output that are looked at."""
+"""Bytes of the output of grep or find that are read."""
 MAX_RESULT_CHARS = 100_000
 
 SKIPPED = (".git", "node_modules", "__pycache__", ".venv", ".mypy_cache", ".pytest_cache")
@@ -31,50 +30,7 @@ Fields = dict[str, Any]
 
 @tool(
     name="search_files",
-    description=(
-        "Search files. target 'content' finds lines that match a regular expression; target "
-        "'files' finds files whose name matches a glob such as '*.py'. Skips binary files and "
-        "directories such as .git and node_modules."
-    ),
-    parameters={
-        "type": "object",
-        "properties": {
-            "pattern": {"type": "string", "description": "Regular expression, or glob of names."},
-            "target": {
-                "type": "string",
-                "enum": ["content", "files"],
-                "description": "What to search. Default content.",
-            },
-            "path": {"type": "string", "description": "Directory or file. Default '.'."},
-            "file_glob": {
-                "type": "string",
-                "description": "Only files whose name matches, such as '*.py' (content only).",
-            },
-            "limit": {
-                "type": "integer",
-                "minimum": 1,
-                "description": f"Results to return. Default {DEFAULT_LIMIT}.",
-            },
-            "offset": {
-                "type": "integer",
-                "minimum": 0,
-                "description": "Results to pass over. Default 0.",
-            },
-            "output_mode": {
-                "type": "string",
-                "enum": ["content", "files_only", "count"],
-                "description": "Matching lines, only the files, or matches per file. "
-                "Default content.",
-            },
-            "context": {
-                "type": "integer",
-                "minimum": 0,
-                "maximum": MAX_CONTEXT,
-                "description": "Lines around each match. Default 0.",
-            },
-        },
-        "required": ["pattern"],
-    },
+    **schema("search_files"),
     toolset="file",
     parallel=True,
     max_chars=MAX_RESULT_CHARS,
@@ -82,7 +38,7 @@ Fields = dict[str, Any]
 async def search_files(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     """Return {matches | files | counts, total_count, truncated, hint?}."""
     if not args["pattern"]:
-        raise ToolError("the pattern must not be empty")
+        raise ToolError("pattern must not be empty")
     if args.get("target", "content") == "files":
         fields = await _by_name(ctx, args)
     else:
@@ -98,7 +54,7 @@ async def _by_name(ctx: ToolContext, args: dict[str, Any]) -> Fields:
     skip = " -o ".join(f"-name {_quoted(name)}" for name in SKIPPED)
     where = quote(args.get("path", "."))
     script = f"""set -o pipefail; p={where}; [[ $p = -* ]] && p=./$p
-[[ -e $p ]] || {{ builtin echo 'there is no such path'; exit 99; }}
+[[ -e $p ]] || {{ exit 99; }}
 command find -H "$p" -type d \\( {skip} \\) -prune -o \\( -type f -o -type l \\) {test} -print0 \
 2>/dev/null | command head -c {MAX_SCAN_BYTES}"""
     raw = await _scan(ctx, script, args)
@@ -114,7 +70,7 @@ async def _by_content(ctx: ToolContext, args: dict[str, Any]) -> Fields:
     only = f"--include={_quoted(args['file_glob'])}" if args.get("file_glob") else ""
     skip = " ".join(f"--exclude-dir={_quoted(name)}" for name in SKIPPED)
     script = f"""set -o pipefail; p={quote(args.get("path", "."))}; [[ $p = -* ]] && p=./$p
-[[ -e $p ]] || {{ builtin echo 'there is no such path'; exit 99; }}
+[[ -e $p ]] || {{ exit 99; }}
 command grep -rHIsZ{flags}{kind} --color=never --no-group-separator {around} {only} {skip} \
 -e {_quoted(args["pattern"])} -- "$p" | command head -c {MAX_SCAN_BYTES}"""
     raw = await _scan(ctx, script, args)
@@ -132,17 +88,17 @@ command grep -rHIsZ{flags}{kind} --color=never --no-group-separator {around} {on
 
 def _quoted(text: str) -> str:
     if "\0" in text:
-        raise ToolError("the pattern must not hold NUL characters")
+        raise ToolError("pattern must not contain NUL characters")
     return shlex.quote(text)
 
 
 async def _scan(ctx: ToolContext, script: str, args: dict[str, Any]) -> bytes:
     result = await run_script(ctx, script, max_output_bytes=MAX_SCAN_BYTES)
     if result.exit_code == 99:
-        raise ToolError(f"there is no such path: '{args.get('path', '.')}'")
+        raise ToolError(f"no such file or directory: '{args.get('path', '.')}'")
     if result.exit_code == 2 and result.data.startswith(b"grep:"):
         said = result.text.removeprefix("grep: ")
-        raise ToolError(f"the regular expression is not valid: {said[:300]}")
+        raise ToolError(f"invalid regular expression: {said[:300]}")
     if result.exit_code in (126, 127):
         raise ToolError(f"cannot search: {result.text}")
     return result.data
@@ -189,7 +145,9 @@ def _matches(records: list[_Record], args: dict[str, Any], *, complete: bool) ->
     shown: list[Fields] = []
     for (path, line, is_match, text), match in zip(records, _owners(records), strict=True):
         if first <= match < last:
-            cut = text if len(text) <= MAX_LINE_CHARS else text[:MAX_LINE_CHARS] + " ... [cut]"
+            cut = (
+                text if len(text) <= MAX_LINE_CHARS else text[:MAX_LINE_CHARS] + " ... [truncated]"
+            )
             extra = {} if is_match else {"context": True}
             shown.append({"path": path, "line": line, "content": cut, **extra})
     return _closed({"matches": shown}, "matches", total, last, complete)
@@ -222,10 +180,15 @@ def _closed(fields: Fields, key: str, total: int, last: int, complete: bool) -> 
         items = fields[key]
         keep = max(1, len(items) * (MAX_RESULT_CHARS - 2_000) // size)
         fields[key] = dict(list(items.items())[:keep]) if isinstance(items, dict) else items[:keep]
-        return {**fields, "total_count": total, "truncated": True, "hint": "narrow the search"}
+        return {
+            **fields,
+            "total_count": total,
+            "truncated": True,
+            "hint": "too many results; narrow the search",
+        }
     fields |= {"total_count": total, "truncated": last < total or not complete}
     if not complete:
-        fields["hint"] = "more was found than could be looked at: narrow the search"
+        fields["hint"] = "too many matches, so the search stopped early; narrow it"
     elif last < total:
-        fields["hint"] = f"go on with offset={last}"
+        fields["hint"] = f"continue with offset={last}"
     return fields

@@ -41,7 +41,7 @@ class FileBytes:
 def sandbox_of(ctx: ToolContext) -> Sandbox:
     """The rollout's sandbox. Raises: ToolError when it has none."""
     if ctx.sandbox is None:
-        raise ToolError("this tool needs a sandbox, and there is none")
+        raise ToolError("this tool needs a sandbox, but none is available")
     return ctx.sandbox
 
 
@@ -51,7 +51,7 @@ def quote(path: str) -> str:
     Raises: ToolError when no file can have that path.
     """
     if not path or "\0" in path:
-        raise ToolError("the path must not be empty or hold NUL characters")
+        raise ToolError("path must not be empty or contain NUL characters")
     if path == "~":
         return '"$HOME"'
     if path.startswith("~/"):
@@ -93,11 +93,13 @@ builtin printf '{_MARKS}'
         command, timeout_s=timeout_s, stdin=stdin, max_output_bytes=max_output_bytes + _SPARE
     )
     if result.timed_out:
-        raise ToolError(f"it took longer than {timeout_s:g} s")
+        raise ToolError(f"timed out after {timeout_s:g} s")
     _, opened, rest = result.raw.partition(_MARK)
     data, closed, _ = rest.rpartition(_MARK)
     if not opened or not closed:
-        raise ToolError(f"the shell ended in the middle of it: {result.output.strip()[-300:]}")
+        raise ToolError(
+            f"the shell exited before the operation finished: {result.output.strip()[-300:]}"
+        )
     return ScriptResult(result.exit_code, data)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hermes_rl.errors import ToolError
 from hermes_rl.sandboxes.base import CommandResult
-from hermes_rl.tools.base import Tool, ToolContext, ToolResult, tool
+from hermes_rl.tools.base import Tool, ToolContext, ToolResult, schema, tool
 from hermes_rl.tools.shell import sandbox_of
 from hermes_rl.tools.text import cut_middle, json_result, strip_ansi
 
@@ -23,31 +23,7 @@ def _timeout_text(seconds: int) -> str:
     return f"Seconds until it is stopped. Default {seconds}, at most {MAX_TIMEOUT_S}."
 
 
-@tool(
-    name="terminal",
-    description=(
-        "Run a bash command. The working directory, variables and functions stay for the next "
-        "command. Returns the output (stdout and stderr together) and the exit code. Long output "
-        "loses its middle. Commands must end by themselves: nobody can type into them."
-    ),
-    parameters={
-        "type": "object",
-        "properties": {
-            "command": {"type": "string", "description": "The command."},
-            "timeout": {
-                "type": "number",
-                "description": _timeout_text(DEFAULT_TIMEOUT_S),
-            },
-            "workdir": {
-                "type": "string",
-                "description": "Directory to run it in. Default: where the last command ended.",
-            },
-        },
-        "required": ["command"],
-    },
-    toolset="terminal",
-    max_chars=MAX_RESULT_CHARS,
-)
+@tool(name="terminal", **schema("terminal"), toolset="terminal", max_chars=MAX_RESULT_CHARS)
 async def terminal(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     """Run `command` in the foreground; ok when it exits with 0."""
     timeout = args.get("timeout", DEFAULT_TIMEOUT_S)
@@ -69,7 +45,7 @@ async def terminal(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
 
 
 def with_timeout(tools: Mapping[str, Tool], seconds: int) -> dict[str, Tool]:
-    """The tools, with another time for a command of `terminal` that names none."""
+    """The tools, with another default timeout for `terminal`."""
     own = tools.get("terminal")
     if own is None or seconds == DEFAULT_TIMEOUT_S:
         return dict(tools)
@@ -88,5 +64,7 @@ def _fields(result: CommandResult, timeout_s: float) -> dict[str, Any]:
     fields: dict[str, Any] = {"output": output, "exit_code": result.exit_code}
     if result.timed_out:
         fields["exit_code"] = 124
-        fields["error"] = f"stopped after {timeout_s:g} s, with everything that it had started"
+        fields["error"] = (
+            f"timed out after {timeout_s:g} s; the command and everything it started were stopped"
+        )
     return fields

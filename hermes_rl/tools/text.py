@@ -32,7 +32,7 @@ def cut_middle(text: str, max_chars: int) -> str:
     """Text of at most `max_chars` characters: the first 40 %, a mark, the last 60 %."""
     if len(text) <= max_chars:
         return text
-    mark = f"\n\n... [{len(text) - max_chars} or more characters left out] ...\n\n"
+    mark = f"\n\n... [at least {len(text) - max_chars} characters omitted] ...\n\n"
     room = max(0, max_chars - len(mark))
     head = int(room * HEAD_SHARE)
     tail = room - head

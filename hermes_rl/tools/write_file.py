@@ -4,27 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hermes_rl.tools.base import ToolContext, ToolResult, tool
+from hermes_rl.tools.base import ToolContext, ToolResult, schema, tool
 from hermes_rl.tools.shell import write_bytes
 from hermes_rl.tools.text import to_json
 
 
-@tool(
-    name="write_file",
-    description=(
-        "Write a file: creates it with its directories, or replaces all that it holds. To change "
-        "a part of a file use patch."
-    ),
-    parameters={
-        "type": "object",
-        "properties": {
-            "path": {"type": "string", "description": "The file."},
-            "content": {"type": "string", "description": "All of the new content."},
-        },
-        "required": ["path", "content"],
-    },
-    toolset="file",
-)
+@tool(name="write_file", **schema("write_file"), toolset="file")
 async def write_file(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     """Return {bytes_written, created}."""
     data = args["content"].encode("utf-8", "replace")

@@ -46,7 +46,7 @@ async def test_that_time_bounds_a_command_and_the_model_is_told_of_it(stage: Ope
     opened = await stage(backend="none", agent=agent)
     row = await opened.attempt({"prompt": script({"run": "sleep 30"}, "done")})
     assert row.end_reason == "answered"
-    assert "stopped after 1 s" in " ".join(row.messages)
+    assert "timed out after 1 s" in " ".join(row.messages)
     assert "Default 1, at most 600." in str(row.tools)
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl.errors import UserError
+from hermes_rl.tools import read_file, search_files, terminal
 from hermes_rl.tools.distributions import DISTRIBUTIONS, draw_toolsets
 from hermes_rl.tools.registry import TOOLS, get_tool, get_tools, schema_digest, schemas
 from hermes_rl.tools.text import cut_middle, json_result, strip_ansi
@@ -22,6 +23,19 @@ def test_every_tool_has_a_valid_schema_and_is_in_a_toolset() -> None:
         assert all("description" in p for p in tool.parameters["properties"].values())
         assert name in TOOLSETS[tool.toolset].tools
     assert not TOOLS["terminal"].parallel
+
+
+def test_descriptions_state_the_defaults_and_limits_of_the_code() -> None:
+    def described(tool: str, parameter: str) -> str:
+        return str(TOOLS[tool].parameters["properties"][parameter]["description"])
+
+    assert described("terminal", "timeout").endswith(
+        f"Default {terminal.DEFAULT_TIMEOUT_S}, at most {terminal.MAX_TIMEOUT_S}."
+    )
+    assert described("read_file", "limit").endswith(
+        f"Default {read_file.DEFAULT_LINES}, at most {read_file.MAX_LINES}."
+    )
+    assert described("search_files", "limit").endswith(f"Default {search_files.DEFAULT_LIMIT}.")
 
 
 def test_names_that_do_not_exist_are_answered_with_those_that_do() -> None:

@@ -53,7 +53,7 @@ async def test_windows_and_modes(bench: Any) -> None:
     page = await bench("search_files", pattern=".", limit=10, offset=35)
     assert places(page) == [("f1", n) for n in range(36, 41)] + [("f2", n) for n in range(1, 6)]
     assert (page["total_count"], page["truncated"]) == (120, True)
-    assert page["hint"] == "go on with offset=45"
+    assert page["hint"] == "continue with offset=45"
     files = await bench("search_files", pattern="4", output_mode="files_only", limit=2)
     assert (files["files"], files["total_count"], files["truncated"]) == (["f1", "f2"], 3, True)
     counts = await bench("search_files", pattern="4", output_mode="count")
@@ -90,7 +90,7 @@ async def test_odd_lines_and_names(bench: Any) -> None:
     assert (first["path"], first["content"]) == ("a b/x:3:y-4-z", "k:1-2:v")
     await bench.sh("head -c 3000 /dev/zero | tr '\\0' k > long; echo >> long")
     long = await bench("search_files", pattern="k{9}")
-    assert long["matches"][0]["content"] == "k" * 500 + " ... [cut]"
+    assert long["matches"][0]["content"] == "k" * 500 + " ... [truncated]"
 
 
 async def test_much_is_bounded(bench: Any) -> None:
@@ -102,11 +102,11 @@ async def test_much_is_bounded(bench: Any) -> None:
 
 
 async def test_mistakes(bench: Any) -> None:
-    with pytest.raises(ToolError, match="regular expression is not valid: Unmatched"):
+    with pytest.raises(ToolError, match="invalid regular expression: Unmatched"):
         await bench("search_files", pattern="(")
     with pytest.raises(ToolError, match="regular expression is not valid"):
         await bench("search_files", pattern=r"\d(")
-    with pytest.raises(ToolError, match="no such path: 'nope'"):
+    with pytest.raises(ToolError, match="no such file or directory: 'nope'"):
         await bench("search_files", pattern="x", path="nope")
     with pytest.raises(ToolError, match="must not be empty"):
         await bench("search_files", pattern="")
