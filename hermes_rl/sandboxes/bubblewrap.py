@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hermes_rl.errors import SandboxError, SandboxStartError
-from hermes_rl.sandboxes import grading, limits, probe, recipe, warden
+from hermes_rl.sandboxes import grading, limits, probe, recipe, watchdog
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxSpec
 from hermes_rl.sandboxes.box import (
     HOST_FOLDER_HOME,
@@ -33,7 +33,7 @@ from hermes_rl.sandboxes.probe import find_binary, reachable
 from hermes_rl.sandboxes.processes import Jobs, look
 from hermes_rl.sandboxes.session import environment_file, not_started
 from hermes_rl.sandboxes.shell import Shell, ShellLost, ShellPaths, supervisor_text
-from hermes_rl.sandboxes.slots import Home, Slots, Warden, has_slots, reap
+from hermes_rl.sandboxes.slots import Home, Slots, Watchdog, has_slots, reap
 from hermes_rl.sandboxes.spawn import Spawner
 
 _log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Bubblewrap:
         self._cgroups = limits.Cgroups("")
         self._spawner = Spawner()
         self._home: Home | None = None
-        self._warden: Warden | None = None
+        self._watchdog: Watchdog | None = None
         self._slots: Slots | None = None
         self._etc: dict[bool, Path] = {}
         self._live: set[BubblewrapSandbox] = set()
@@ -99,7 +99,7 @@ class Bubblewrap:
         try:
             self._binary = reachable(self._binary or find_binary(), home.root)
             reap(home.root, self._cgroups.base)
-            self._warden = Warden(home.root, home.owner, self._cgroups.base)
+            self._watchdog = Watchdog(home.root, home.owner, self._cgroups.base)
             self._overlay = "--overlay-src" in probe.options(self._binary)
             if has_slots():
                 self._slots = Slots()
@@ -373,12 +373,12 @@ class Bubblewrap:
     def _close(self) -> None:
         assert self._home is not None
         # All boxes: one that was given back without a free descriptor may still be there.
-        warden.clean(str(self._home.root), self._home.owner, self._cgroups.base)
+        watchdog.clean(str(self._home.root), self._home.owner, self._cgroups.base)
         if self._slots is not None:
             self._slots.close()
         self._home.close()
-        if self._warden is not None:
-            self._warden.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
         self._home = None
 
 
@@ -405,6 +405,6 @@ async def _relieve(boxes: Sequence[BubblewrapSandbox | GradingSandbox], left: in
 
 def _remove(lease: Lease) -> None:
     for path in lease.cgroup:
-        warden.remove_cgroup(path)
+        watchdog.remove_cgroup(path)
     lease.storage.close()
-    warden.remove_tree(lease.box)
+    watchdog.remove_tree(lease.box)

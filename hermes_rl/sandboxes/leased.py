@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hermes_rl.errors import SandboxDied, SandboxError, SandboxKilled, SandboxStartError
-from hermes_rl.sandboxes import grading, limits, recipe, warden
+from hermes_rl.sandboxes import grading, limits, recipe, watchdog
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo
 from hermes_rl.sandboxes.box import Lease, Outer, confined
 from hermes_rl.sandboxes.disk import Storage
@@ -261,6 +261,6 @@ class GradingSandbox:
     def remove(self) -> None:
         """Remove all of it. Blocks."""
         for path in self._cgroup:
-            warden.remove_cgroup(path)
+            watchdog.remove_cgroup(path)
         self.storage.close()
-        warden.remove_tree(self.folder)
+        watchdog.remove_tree(self.folder)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hermes_rl.sandboxes import processes, warden
+from hermes_rl.sandboxes import processes, watchdog
 from hermes_rl.sandboxes.base import SandboxLimits
 from hermes_rl.sandboxes.disk import Storage
 from hermes_rl.sandboxes.files import Beneath, Look
@@ -100,7 +100,7 @@ class Cgroups:
             else:
                 _write(f"{path}/memory.limit_in_bytes", memory_bytes)
         except OSError:
-            warden.remove_cgroup(path)
+            watchdog.remove_cgroup(path)
             raise
         return path
 
@@ -142,7 +142,7 @@ def detect(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgr
             path = groups.make(name, 64 << 20)
         except OSError:
             continue
-        warden.remove_cgroup(path)
+        watchdog.remove_cgroup(path)
         return groups
     return Cgroups("")
 

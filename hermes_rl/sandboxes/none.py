@@ -24,9 +24,9 @@ from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.packing import Unpackable, pack_in_thread
 from hermes_rl.sandboxes.session import Place, ShellSandbox, environment_file, not_started
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost, ShellPaths, supervisor_text
-from hermes_rl.sandboxes.slots import Home, Warden, reap
+from hermes_rl.sandboxes.slots import Home, Watchdog, reap
 from hermes_rl.sandboxes.spawn import Launch, exited, start
-from hermes_rl.sandboxes.warden import MARK, remove_tree
+from hermes_rl.sandboxes.watchdog import MARK, remove_tree
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Tree:
 
     Every process inherits the writing end of a pipe, the life line: at its end nobody is left, and
     no search through the whole machine is needed. (A daemon that closed what it inherited escapes
-    this look; the warden finds it by its mark when the worker ends.)
+    this look; the watchdog finds it by its mark when the worker ends.)
 
     Args:
         process: the shell.
@@ -200,7 +200,7 @@ class Subprocess:
     def __init__(self, *, state_dir: Path | None = None) -> None:
         self._state_dir = state_dir
         self._home: Home | None = None
-        self._warden: Warden | None = None
+        self._watchdog: Watchdog | None = None
         self._opening = asyncio.Lock()
 
     async def lease(self, spec: SandboxSpec) -> PlainSandbox:
@@ -227,7 +227,7 @@ class Subprocess:
     def _prepare(self) -> Home:
         home = Home(self._state_dir)
         reap(home.root)
-        self._warden = Warden(home.root, home.owner, "")
+        self._watchdog = Watchdog(home.root, home.owner, "")
         self._shared = home.new_box()
         (self._shared / "supervisor").write_text(supervisor_text())
         return home
@@ -322,8 +322,8 @@ class Subprocess:
             await asyncio.to_thread(remove_tree, self._shared)
             self._home.close()
             self._home = None
-        if self._warden is not None:
-            await asyncio.to_thread(self._warden.close)
+        if self._watchdog is not None:
+            await asyncio.to_thread(self._watchdog.close)
 
 
 async def _nothing() -> None:

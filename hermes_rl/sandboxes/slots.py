@@ -5,7 +5,7 @@ and never a guess from a process id:
 
     STATE/owners/OWNER          locked while the owner lives
     STATE/boxes/OWNER.N/        one sandbox: control directory, workspace, layers
-    /dev/shm/.../OWNER.N/       its small files that every command writes (see `warden`)
+    /dev/shm/.../OWNER.N/       its small files that every command writes (see `watchdog`)
     STATE/slots/N               root only: locked while the N-th uid of sandboxes is in use here
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from hermes_rl.errors import SandboxStartError
 from hermes_rl.locks import try_lock
-from hermes_rl.sandboxes import processes, warden
+from hermes_rl.sandboxes import processes, watchdog
 
 FIRST_SLOT_UIDS = (1_900_000_000, 200_000)
 """Sandboxes of root run as the first of these user ids that exists, and those above it. The lower
@@ -123,12 +123,12 @@ class Home:
     """The state folder as one owner (a backend in a process) uses it."""
 
     def __init__(self, root: Path | None = None) -> None:
-        # Absolute: the warden and bubblewrap work elsewhere.
+        # Absolute: the watchdog and bubblewrap work elsewhere.
         self.root = own_folder((root or default_state_dir()).absolute(), 0o711)
         self.boxes = own_folder(self.root / "boxes", 0o711)
         self.owners = own_folder(self.root / "owners", 0o700)
         self._made = 0
-        self._memory = Path(warden.memory_folder(str(self.root)))
+        self._memory = Path(watchdog.memory_folder(str(self.root)))
         self._lock = self._become_owner()
 
     def _become_owner(self) -> int:
@@ -166,7 +166,7 @@ class Home:
     def close(self) -> None:
         """Give the ownership up; all boxes are removed by now."""
         if self._lock >= 0:
-            warden.remove_empty(str(self._memory))
+            watchdog.remove_empty(str(self._memory))
             (self.owners / self.owner).unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = -1
@@ -232,19 +232,19 @@ def reap(state: Path, cgroups: str = "") -> list[str]:
             continue
         if held is None:
             continue
-        warden.clean(str(state), name, cgroups)
+        watchdog.clean(str(state), name, cgroups)
         os.close(held)
         gone.append(name)
     # A folder is made after its owner's lock and removed before it: without one it is a stray.
     for box in os.listdir(state / "boxes"):
         owner = box.rpartition(".")[0]
         if owner not in known and not (owners / owner).exists():
-            warden.clean(str(state), owner, cgroups)
+            watchdog.clean(str(state), owner, cgroups)
             gone.append(owner)
     return gone
 
 
-class Warden:
+class Watchdog:
     """The process that cleans up when this one is gone.
 
     It is no child of this one: Ray kills an actor's children together with the actor.
@@ -253,7 +253,7 @@ class Warden:
     def __init__(self, state: Path, owner: str, cgroups: str) -> None:
         ours, self._pipe = os.pipe()
         self._ended, theirs = os.pipe()
-        command = [sys.executable, "-I", "-S", warden.__file__, str(state), owner, cgroups]
+        command = [sys.executable, "-I", "-S", watchdog.__file__, str(state), owner, cgroups]
         subprocess.run(
             ["/bin/sh", "-c", 'exec 3<&0; "$@" <&3 3<&- &', "sh", *command],
             stdin=ours,

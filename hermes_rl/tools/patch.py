@@ -32,8 +32,8 @@ async def patch(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
         raise ToolError(f"old_string was not found in '{path}'{_nearest(content, old)}")
     if len(found.spans) > 1 and not args.get("replace_all", False):
         raise ToolError(
-            f"old_string occurs {len(found.spans)} times in '{path}'. Include more surrounding lines "
-            "to make it unique, or set replace_all to true"
+            f"old_string occurs {len(found.spans)} times in '{path}'. Include more of the lines "
+            "around it to make it unique, or set replace_all to true"
         )
     changed = replace(content, found, old, new)
     if changed == content:

@@ -35,7 +35,7 @@ import kit
 from conftest import CLUSTER
 
 from hermes_rl.sandboxes.slots import default_state_dir
-from hermes_rl.sandboxes.warden import memory_folder
+from hermes_rl.sandboxes.watchdog import memory_folder
 from hermes_rl.store.crash import CRASH_POINTS, CRASH_VARIABLE
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from hermes_rl.sandboxes import warden
+from hermes_rl.sandboxes import watchdog
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 from hermes_rl.sandboxes.none import Subprocess
 from hermes_rl.sandboxes.probe import find_binary, reachable
@@ -36,7 +36,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = Path("/tmp") / f"hermes-test-{os.getpid()}-{os.urandom(4).hex()}"
     path.mkdir(mode=0o711)
     yield path
-    memory = Path(warden.memory_folder(str(path)))
+    memory = Path(watchdog.memory_folder(str(path)))
     left = [*path.glob("boxes/*"), *path.glob("owners/*"), *memory.glob("*")]
     shutil.rmtree(path, ignore_errors=True)
     assert left == [], "a closed backend leaves nothing"

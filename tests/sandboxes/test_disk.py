@@ -71,7 +71,7 @@ def test_a_killed_worker_leaves_no_device(state: Path) -> None:
     worker.wait()
     worker.stdout.close()
     assert given_back(state)
-    deadline = time.monotonic() + 20  # the warden cleans up
+    deadline = time.monotonic() + 20  # the watchdog cleans up
     while any(state.glob("owners/*")) and time.monotonic() < deadline:
         time.sleep(0.02)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hermes_rl.errors import SandboxStartError, TaskFault
-from hermes_rl.sandboxes import warden
+from hermes_rl.sandboxes import watchdog
 from hermes_rl.sandboxes.base import GradingSpec, SandboxBackend, SandboxSpec
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 from hermes_rl.sandboxes.disk import Storage
@@ -22,7 +22,7 @@ from hermes_rl.sandboxes.files import Beneath, Look
 from hermes_rl.sandboxes.limits import measure
 from hermes_rl.sandboxes.none import Subprocess
 from hermes_rl.sandboxes.packing import Packing, Unpackable, pack_in_thread, reading
-from hermes_rl.sandboxes.warden import remove_tree
+from hermes_rl.sandboxes.watchdog import remove_tree
 
 KINDS = [Bubblewrap, Subprocess]
 Kind = type[Bubblewrap] | type[Subprocess]
@@ -45,11 +45,11 @@ async def test_pipes_and_sparse_files_do_not_hold_us_up(state: Path, kind: Kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_killed_warden_is_no_error_of_the_end(state: Path, kind: Kind) -> None:
+async def test_a_killed_watchdog_is_no_error_of_the_end(state: Path, kind: Kind) -> None:
     backend = kind(state_dir=state)
     async with await backend.lease(SandboxSpec(lease="w")) as sandbox:
-        theirs = {*warden.tagged(str(state).encode())}
-        (pid,) = theirs.intersection(warden.tagged(warden.__file__.encode()))
+        theirs = {*watchdog.tagged(str(state).encode())}
+        (pid,) = theirs.intersection(watchdog.tagged(watchdog.__file__.encode()))
         os.kill(pid, signal.SIGKILL)
         assert (await sandbox.run("echo hi", timeout_s=20)).output == "hi\n"
     await backend.aclose()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hermes_rl.sandboxes import limits, processes, warden
+from hermes_rl.sandboxes import limits, processes, watchdog
 from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 from hermes_rl.sandboxes.leased import BubblewrapSandbox
@@ -41,7 +41,7 @@ def owners(state: Path, pid: int) -> list[str]:
 
 def gone(tag: bytes, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
-    while warden.tagged(tag):
+    while watchdog.tagged(tag):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
@@ -80,7 +80,7 @@ def daemon() -> str:
 
 def living(command: str) -> Iterator[processes.Proc]:
     """Processes of this machine with this command line."""
-    for pid in warden.tagged(command.split()[1].encode()):
+    for pid in watchdog.tagged(command.split()[1].encode()):
         found = processes.find(pid)
         if found is not None and found.alive():
             yield found
@@ -115,7 +115,7 @@ async def test_closing_an_idle_shell_leaves_nothing(
     assert [*living(daemon())] == []
     assert (tmp_path / "kept").read_text() == "x"
     assert [path.name for path in (state / "boxes").iterdir()] == [f"{owner}.1"]  # what is shared
-    assert [*Path(warden.memory_folder(str(state))).iterdir()] == []
+    assert [*Path(watchdog.memory_folder(str(state))).iterdir()] == []
 
 
 async def test_closing_ends_a_background_process_that_holds_nothing(plain: Subprocess) -> None:
@@ -144,12 +144,12 @@ async def test_slots_are_used_again(bubblewrap: Bubblewrap) -> None:
 @pytest.fixture
 def worker_state(state: Path) -> Iterator[Path]:
     yield state
-    warden_of = b"/warden.py"
-    for _ in range(100):  # wardens end by themselves
-        if not any(str(state).encode() in line for line in lines_with(warden_of)):
+    watchdog_of = b"/watchdog.py"
+    for _ in range(100):  # watchdogs end by themselves
+        if not any(str(state).encode() in line for line in lines_with(watchdog_of)):
             return
         time.sleep(0.05)
-    raise AssertionError("a warden is left")
+    raise AssertionError("a watchdog is left")
 
 
 def lines_with(word: bytes) -> list[bytes]:
@@ -173,7 +173,7 @@ async def test_a_killed_worker_leaves_nothing(worker_state: Path) -> None:
     wait_for(worker, "ready")
     [owner] = owners(worker_state, worker.pid)
     tag = f"{owner}.".encode()
-    assert len(warden.tagged(tag)) >= 150
+    assert len(watchdog.tagged(tag)) >= 150
     worker.kill()
     worker.wait()
     assert gone(tag, 5)
@@ -205,13 +205,13 @@ async def test_a_worker_killed_while_it_starts_sandboxes(
     assert [*(worker_state / "boxes").iterdir()] == []
 
 
-async def test_the_reaper_works_without_a_warden(worker_state: Path) -> None:
-    """Worker and warden killed together: the next start finds folders and processes."""
+async def test_the_reaper_works_without_a_watchdog(worker_state: Path) -> None:
+    """Worker and watchdog killed together: the next start finds folders and processes."""
     worker = doomed(worker_state, 3)
     wait_for(worker, "ready")
     [owner] = owners(worker_state, worker.pid)
-    theirs = {*warden.tagged(str(worker_state).encode())}
-    (pid,) = theirs.intersection(warden.tagged(warden.__file__.encode()))
+    theirs = {*watchdog.tagged(str(worker_state).encode())}
+    (pid,) = theirs.intersection(watchdog.tagged(watchdog.__file__.encode()))
     os.kill(pid, signal.SIGKILL)
     worker.kill()
     worker.wait()
@@ -219,13 +219,13 @@ async def test_the_reaper_works_without_a_warden(worker_state: Path) -> None:
     backend = Bubblewrap(state_dir=worker_state)
     sandbox = await backend.lease(SandboxSpec(lease="next"))
     assert [*(worker_state / "boxes").glob(f"{owner}.*")] == []
-    assert warden.tagged(f"{owner}.".encode()) == []
+    assert watchdog.tagged(f"{owner}.".encode()) == []
     await sandbox.aclose()
     await backend.aclose()
 
 
 async def test_a_worker_that_is_killed_with_its_children_leaves_nothing(worker_state: Path) -> None:
-    """So Ray does: the warden is no child of the worker, and cleans up."""
+    """So Ray does: the watchdog is no child of the worker, and cleans up."""
     worker = doomed(worker_state, 3)
     wait_for(worker, "ready")
     for pid in processes.children(worker.pid):
@@ -234,7 +234,7 @@ async def test_a_worker_that_is_killed_with_its_children_leaves_nothing(worker_s
     worker.wait()
     deadline = time.monotonic() + 20
     while [*(worker_state / "boxes").iterdir(), *(worker_state / "owners").iterdir()]:
-        assert time.monotonic() < deadline, "the warden died with its worker"
+        assert time.monotonic() < deadline, "the watchdog died with its worker"
         await asyncio.sleep(0.02)
 
 
@@ -258,13 +258,13 @@ async def test_a_killed_worker_without_sandboxes_leaves_nothing_either(worker_st
     wait_for(worker, "ready")
     [owner] = owners(worker_state, worker.pid)
     mark = f"HERMES_RL_LEASE={worker_state}/boxes/{owner}.".encode()
-    assert len(warden.tagged(f"{owner}.".encode(), mark)) > 3
-    memory = Path(warden.memory_folder(str(worker_state)))
+    assert len(watchdog.tagged(f"{owner}.".encode(), mark)) > 3
+    memory = Path(watchdog.memory_folder(str(worker_state)))
     assert len([*memory.glob(f"{owner}.*")]) in (0, 3)  # none where /dev/shm has no room
     worker.kill()
     worker.wait()
     deadline = time.monotonic() + 5
-    while warden.tagged(f"{owner}.".encode(), mark):
+    while watchdog.tagged(f"{owner}.".encode(), mark):
         assert time.monotonic() < deadline, "processes outlive their worker"
         await asyncio.sleep(0.05)
     backend = Subprocess(state_dir=worker_state)

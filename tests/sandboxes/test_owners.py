@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hermes_rl.sandboxes import warden
+from hermes_rl.sandboxes import watchdog
 from hermes_rl.sandboxes.base import GradingSpec, SandboxBackend, SandboxSpec
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 from hermes_rl.sandboxes.none import Subprocess
@@ -44,7 +44,7 @@ async def test_no_other_user_reaches_a_session_or_a_verdict(
     try:
         async with await backend.lease(SandboxSpec(lease="mine")) as sandbox:
             process = await sandbox.start_process("sleep 60")
-            assert_closed([state, Path(warden.memory_folder(str(state)))])
+            assert_closed([state, Path(watchdog.memory_folder(str(state)))])
             await process.kill()
             grading = asyncio.create_task(sandbox.grade(GradingSpec("sleep 60", score=True)))
             while not any(state.glob("boxes/*/grade1/ctl/out")):

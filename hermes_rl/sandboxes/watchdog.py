@@ -1,6 +1,6 @@
 """Ends what a worker left behind: run as a process of its own, on a pipe that the worker holds.
 
-    python -I -S warden.py STATE OWNER CGROUPS      cleans up when standard input closes
+    python -I -S watchdog.py STATE OWNER CGROUPS      cleans up when standard input closes
 
 The pipe closes when the worker ends, however it ends. What belongs to an owner is found by the tag
 `OWNER.N:` in the command line of its processes and by the names of its folders and cgroups, so
