@@ -1,4 +1,4 @@
-"""The executor: gives a source's attempts to workers and brings their receipts back.
+"""Gives a source's attempts to workers and brings their receipts back.
 
 Invariants: an attempt is journalled before it is sent; a worker never holds more than its capacity;
 an attempt that was sent comes back as exactly one receipt, from its worker or, when that died, from
@@ -10,18 +10,52 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from batch_runner.ports import Listener, WorkerFactory, WorkerHandle, WorkerLost
-from batch_runner.pulse import Pulse
+from batch_runner.source import RunSource
 from batch_runner.wire import Reply
 from hermes_rl.errors import DiskFull, HermesError, StoreError
-from hermes_rl.ports import WorkItem, WorkSource
+from hermes_rl.ports import WorkItem
 from hermes_rl.store.driver import Driver
 from hermes_rl.store.rundir import NotFenced
+
+
+class Pulse:
+    """Notices that this process did not run for a while: it was stopped, or its loop was blocked.
+    Its workers ended by themselves then, whatever they were running."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._last = _now()
+        self._pause, self._until = 0.0, self._last
+
+    async def beat(self) -> None:
+        """Look at the clock again and again."""
+        while True:
+            self._look()
+            await asyncio.sleep(self._lease_s / 12)
+
+    def pause(self) -> float:
+        """Seconds of the last pause that may have cost workers their lease; 0 for none."""
+        self._look()
+        return self._pause if _now() - self._until < 2 * self._lease_s else 0.0
+
+    def _look(self) -> None:
+        now = _now()
+        if now - self._last > self._lease_s / 2:
+            self._pause, self._until = now - self._last, now
+        self._last = now
+
+
+def _now() -> float:
+    """A clock that goes on while the machine sleeps, where there is one."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
 
 RESTART_PAUSE_S = 1.0
 """A worker that died with nothing in flight is replaced after this pause."""
@@ -107,7 +141,7 @@ class Dispatcher:
         self._worked = False
         """A worker was started."""
 
-    async def run(self, source: WorkSource) -> None:
+    async def run(self, source: RunSource) -> None:
         """Return when the source is done and all workers have published and ended.
 
         When this is cancelled the workers are killed and recovered: nothing finished is lost.
@@ -139,7 +173,7 @@ class Dispatcher:
             for watcher in watchers:
                 watcher.cancel()
 
-    async def _feed(self, source: WorkSource) -> None:
+    async def _feed(self, source: RunSource) -> None:
         """Hand out attempts, each to the worker with the most room, until there are no more."""
         # The first worker that is up must not take all of a small dataset.
         await self._until_fed(lambda: all(s.handle or s.failures for s in self._slots))
@@ -174,7 +208,7 @@ class Dispatcher:
         except WorkerLost:
             pass  # the poll of this worker meets it too, and recovers the attempt
 
-    async def _serve(self, slot: _Slot, source: WorkSource) -> None:
+    async def _serve(self, slot: _Slot, source: RunSource) -> None:
         """Keep one worker alive until nothing more is handed out."""
         while not self._ending.is_set():
             if await self._start(slot, source):
@@ -182,7 +216,7 @@ class Dispatcher:
             else:
                 await self._pause(slot.pause_s)
 
-    async def _serve_alone(self, source: WorkSource) -> None:
+    async def _serve_alone(self, source: RunSource) -> None:
         """Run attempts of units under which workers died, one after the other."""
         while True:
             await self._until_fed(lambda: bool(self._alone))
@@ -196,7 +230,7 @@ class Dispatcher:
             self._alone_slots.remove(slot)
             self._changed.set()
 
-    async def _run_alone(self, slot: _Slot, source: WorkSource, item: WorkItem) -> None:
+    async def _run_alone(self, slot: _Slot, source: RunSource, item: WorkItem) -> None:
         """Run one attempt in a fresh worker."""
         while not self._ending.is_set():
             if await self._start(slot, source):
@@ -209,7 +243,7 @@ class Dispatcher:
                 return
             await self._pause(slot.pause_s)
 
-    async def _start(self, slot: _Slot, source: WorkSource) -> bool:
+    async def _start(self, slot: _Slot, source: RunSource) -> bool:
         """Try to start a slot's worker; False when that failed, or nothing more is handed out.
 
         Raises: HermesError when not one worker could be started.
@@ -256,7 +290,7 @@ class Dispatcher:
         else:
             raise error
 
-    async def _live(self, slot: _Slot, source: WorkSource) -> None:
+    async def _live(self, slot: _Slot, source: RunSource) -> None:
         """The life of one worker, from its first poll to its end or loss."""
         assert slot.handle is not None
         handle = slot.handle
@@ -281,7 +315,7 @@ class Dispatcher:
             await self._pause(pause_s)
         self._changed.set()
 
-    async def _listen(self, slot: _Slot, handle: WorkerHandle, source: WorkSource) -> bool:
+    async def _listen(self, slot: _Slot, handle: WorkerHandle, source: RunSource) -> bool:
         """Bring receipts until the worker is to close and has nothing in flight; False after a
         fault. Raises: WorkerLost."""
         while slot.in_flight or not slot.closing.is_set():
@@ -314,13 +348,13 @@ class Dispatcher:
                 slot.starting.reschedule(0.0)
         self._changed.set()
 
-    async def _end_with(self, source: WorkSource) -> None:
+    async def _end_with(self, source: RunSource) -> None:
         """A run that is stopped waits for no worker that is still to be started."""
         await source.stopped()
         self._end()
 
     async def _recover(
-        self, writer: str, cause: str, source: WorkSource, units: Sequence[str] = ()
+        self, writer: str, cause: str, source: RunSource, units: Sequence[str] = ()
     ) -> None:
         """Take over from a worker that is gone.
 

@@ -1,11 +1,11 @@
-"""What the dispatcher needs of workers, of their factory, of the journal and of who listens."""
+"""What the dispatcher needs of workers, of their factory and of its listener."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from batch_runner.wire import Reply
-from hermes_rl.ports import Receipt, WorkItem
+from hermes_rl.ports import WorkItem
 
 
 class WorkerLost(Exception):
@@ -48,21 +48,6 @@ class WorkerFactory(Protocol):
         """Start worker number `worker`; nothing of it runs on when this fails or is cancelled.
 
         Raises: HermesError when it cannot be started.
-        """
-        ...
-
-
-class RunJournal(Protocol):
-    """What the dispatcher needs of the run's journal."""
-
-    def dispatch(self, item: WorkItem, writer: str) -> None:
-        """Note an attempt before it is sent. Raises: DiskFull."""
-        ...
-
-    async def recover(self, writer: str, cause: str) -> list[Receipt]:
-        """Fence a dead worker; receipts of those of its attempts that had none yet.
-
-        Raises: NotFenced, DiskFull; StoreError when its journal is damaged.
         """
         ...
 

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from textwrap import fill
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from batch_runner.report import Report
 from batch_runner.sink import Rates, Tally
@@ -96,44 +96,30 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-class Progress(Protocol):
-    """Where progress goes."""
+class Progress:
+    """Where progress goes. This one shows nothing; the others replace some of its methods."""
 
-    every_s: float
+    every_s = 3600.0
     """How often `tick` wants to be called, in seconds."""
 
     def note(self, text: str) -> None:
-        """One line that people should see."""
-        ...
+        """Show one line to people."""
 
     def attempt(self, receipt: Receipt, disposition: Disposition) -> None:
-        """An attempt ended."""
-        ...
+        """Take the end of an attempt."""
 
     def tick(self, view: View) -> None:
-        """The state now."""
-        ...
+        """Show the state now."""
 
-    def close(self, view: View | None) -> None:
-        """The last state."""
-        ...
-
-
-class Silent:
-    """No progress."""
-
-    every_s = 3600.0
-
-    def note(self, text: str) -> None: ...
-
-    def attempt(self, receipt: Receipt, disposition: Disposition) -> None: ...
-
-    def tick(self, view: View) -> None: ...
-
-    def close(self, view: View | None) -> None: ...
+    def close(self, view: View) -> None:
+        """Show the last state."""
+        self.tick(view)
 
 
-class PlainLines:
+Silent = Progress
+
+
+class PlainLines(Progress):
     """A line now and then, for logs and notebooks: at most every ten seconds, and at the end."""
 
     every_s = PLAIN_EVERY_S
@@ -145,17 +131,11 @@ class PlainLines:
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
-    def attempt(self, receipt: Receipt, disposition: Disposition) -> None: ...
-
     def tick(self, view: View) -> None:
         text = "\n".join(view.lines())
         if text != self._last:
             self.note(text)
         self._last = text
-
-    def close(self, view: View | None) -> None:
-        if view is not None:
-            self.tick(view)
 
 
 def wrapped(line: str, width: int) -> str:
@@ -169,7 +149,7 @@ def wrapped(line: str, width: int) -> str:
     return "\n".join(lines)
 
 
-class LiveLine:
+class LiveLine(Progress):
     """One line on a terminal that is written anew."""
 
     every_s = LIVE_EVERY_S
@@ -185,8 +165,6 @@ class LiveLine:
     def note(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False)
 
-    def attempt(self, receipt: Receipt, disposition: Disposition) -> None: ...
-
     def tick(self, view: View) -> None:
         from rich.text import Text
 
@@ -198,14 +176,12 @@ class LiveLine:
         text = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
         self._live.update(text, refresh=True)
 
-    def close(self, view: View | None) -> None:
-        if view is not None:
-            self.tick(view)
-        if self._started:
-            self._live.stop()
+    def close(self, view: View) -> None:
+        self.tick(view)
+        self._live.stop()
 
 
-class JsonEvents:
+class JsonEvents(Progress):
     """One JSON object a line on stdout, for programs."""
 
     every_s = 2.0
@@ -223,10 +199,6 @@ class JsonEvents:
 
     def tick(self, view: View) -> None:
         self.event("progress", **view.as_dict())
-
-    def close(self, view: View | None) -> None:
-        if view is not None:
-            self.tick(view)
 
     def report(self, report: Report) -> None:
         """The end."""

@@ -1,4 +1,4 @@
-"""Where work comes from: plan, retries and the breaker, behind the protocol `WorkSource`.
+"""Where work comes from: plan, retries and the breaker.
 
 Invariants: a unit is handed out only while it is open and not in flight; only receipts change the
 ledger; once stopped, nothing more is handed out.

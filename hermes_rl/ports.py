@@ -66,23 +66,3 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """At most 400 characters."""
     fatal_command: str | None = None
     """Names the tool call under which its sandbox died."""
-
-
-class WorkSource(Protocol):
-    """Where work comes from and results go back to. The executor asks, the source decides."""
-
-    async def next(self) -> WorkItem | None:
-        """The next attempt; waits while some may still come; None when all is done."""
-        ...
-
-    async def stopped(self) -> None:
-        """Return once nothing more will be handed out, because the run is to stop."""
-        ...
-
-    async def receive(self, receipt: Receipt) -> None:
-        """Take the receipt of a finished attempt."""
-        ...
-
-    async def leave(self, unit_id: str, reason: str) -> None:
-        """Expect no receipt for an attempt: its unit stays open for the next start."""
-        ...

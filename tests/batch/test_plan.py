@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from batch_runner.plan import Plan, PlanRules
-from batch_runner.seen import OccurrenceCounter
 from batch_runner.source import RunSource
-from batch_runner.units import UnitReader
+from batch_runner.units import OccurrenceCounter, UnitReader
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest, group_id, unit_id
 from hermes_rl.sources import read_rows
