@@ -11,12 +11,12 @@ from importlib import import_module
 
 from hermes_rl.errors import AuthError, ModelError, ProtocolError, ServerError, UserError
 from hermes_rl.models.base import Completion, ModelClient, ModelRequest
-from hermes_rl.models.calls.beginnings import Beginning
 from hermes_rl.models.endpoint import Endpoint, Timeouts
 from hermes_rl.models.errors.classify import classify
 from hermes_rl.models.providers.table import quirks_at
 from hermes_rl.models.transports.base import Reply, Transport
 from hermes_rl.models.wire.base import Decoder, Dialect, ReplyHead
+from hermes_rl.models.wire.decoding import Beginning
 
 __all__ = ["Endpoint", "Timeouts", "WireClient", "connect"]
 

@@ -155,3 +155,103 @@ def test_violations_are_found(file: str, code: str, why: str | None) -> None:
     ]
     assert len(found) == 1
     assert found[0] is None if why is None else why in (found[0] or "")
+
+
+# The layers inside hermes_rl/models, lowest first; the longest name that fits a module counts.
+# Modules of one name may import each other. Every other import goes to a lower row.
+MODEL_LAYERS = (
+    "base unparsed",
+    "errors",
+    "key_command prepare",
+    "wire",
+    "endpoint",
+    "transports providers.table",
+    "client played",
+    "limits rate tokens.graph",
+    "providers.prices tokens.capture",
+    "calls providers.raw",
+    "tokens",
+    "local",
+    "embedded providers",
+)
+MODEL_LEVELS = {name: level for level, row in enumerate(MODEL_LAYERS) for name in row.split()}
+KNOWN_CIRCLES = {
+    "hermes_rl.export.base",
+    "hermes_rl.testing.exact_engine",
+    "hermes_rl.testing.fake_server",
+}
+"""Modules in circles of imports; the set may only shrink."""
+
+
+def model_layer(dotted: str) -> str | None:
+    """The name in MODEL_LAYERS of a module of hermes_rl.models: 'providers.table', 'wire'."""
+    parts = dotted.removeprefix("hermes_rl.models.").split(".")
+    names = (".".join(parts[:size]) for size in range(len(parts), 0, -1))
+    return next((name for name in names if name in MODEL_LEVELS), None)
+
+
+def model_violation(module: str, target: str) -> str | None:
+    """Why an import inside hermes_rl.models is not from a lower layer, or None."""
+    here, there = model_layer(module), model_layer(target)
+    if here is None or there is None:
+        return f"{module if here is None else target} has no layer"
+    below = here == there or MODEL_LEVELS[there] < MODEL_LEVELS[here]
+    return None if below else f"{there} is not below {here}"
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module -> modules of this repository that it imports, in functions and for types too."""
+    return {
+        module_name(path): {i.module for i in imports_of(path) if is_module(i.module)}
+        - {module_name(path)}
+        for path in sources()
+    }
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    """All modules that a module imports, directly or not."""
+    found: set[str] = set()
+    queue = [*graph.get(start, ())]
+    while queue:
+        if (module := queue.pop()) not in found:
+            found.add(module)
+            queue += graph.get(module, ())
+    return found
+
+
+def test_models_import_from_lower_layers_only() -> None:
+    crossed = [
+        f"{path.relative_to(ROOT)}:{imp.line}: {why}"
+        for path in sources()
+        if (module := module_name(path)).startswith("hermes_rl.models.")
+        for imp in imports_of(path)
+        if imp.module.startswith("hermes_rl.models.")
+        if (why := model_violation(module, imp.module))
+    ]
+    assert not crossed, "\n".join(crossed)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = import_graph()
+    circular = {module for module in graph if module in reachable(graph, module)}
+    new = {m for m in circular if not reachable(graph, m) & KNOWN_CIRCLES & circular}
+    assert not new, f"circles of imports: {sorted(new)}"
+
+
+@pytest.mark.parametrize(
+    ("module", "target", "why"),
+    [
+        ("errors.body", "wire.base", "wire is not below errors"),
+        ("client", "providers.table", None),
+        ("client", "providers.pool", "providers is not below client"),
+        ("calls.retry", "tokens.graph", None),
+        ("calls.retry", "tokens.client", "tokens is not below calls"),
+        ("wire.chat", "wire.base", None),
+        ("nowhere", "base", "has no layer"),
+    ],
+)
+def test_the_check_of_model_layers_finds_crossings(
+    module: str, target: str, why: str | None
+) -> None:
+    found = model_violation(f"hermes_rl.models.{module}", f"hermes_rl.models.{target}")
+    assert found is None if why is None else why in (found or "")

@@ -24,8 +24,7 @@ from hermes_rl.models.prepare import (
     without_grammar,
 )
 from hermes_rl.models.prepare.arguments import canonical_json, repaired_arguments
-from hermes_rl.models.prepare.content import NO_IMAGE
-from hermes_rl.models.prepare.structure import NO_RESULT
+from hermes_rl.models.prepare.messages import NO_IMAGE, NO_RESULT
 
 few = settings(deadline=None, max_examples=60)
 ids = st.sampled_from(["a", "b", "c"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest, Sampling
 from hermes_rl.models.client import Endpoint, dialect_for
-from hermes_rl.models.prepare.content import NO_IMAGE
+from hermes_rl.models.prepare.messages import NO_IMAGE
 from hermes_rl.models.providers.table import quirks_at
 from hermes_rl.models.wire.anthropic import AnthropicMessages
 from hermes_rl.models.wire.chat import ChatCompletions

@@ -28,29 +28,26 @@ from hashlib import blake2b
 from typing import Any
 
 from hermes_rl.messages import Message, SystemMessage, ToolMessage
-from hermes_rl.models.base import Adaptation, ModelRequest
+from hermes_rl.models.base import Adaptation, ModelRequest, View
 from hermes_rl.models.prepare.arguments import canonical_arguments, repair_arguments
-from hermes_rl.models.prepare.content import (
+from hermes_rl.models.prepare.images import small_images
+from hermes_rl.models.prepare.messages import (
+    alternate,
     blocks_of,
     clean_surrogates,
+    cut,
     drop_internal,
+    drop_thinking_only,
     images_in,
+    join_texts,
+    pair_results,
+    says_something,
     text_only,
     tokens_of_images,
     without_encrypted,
     without_images,
     without_signatures,
 )
-from hermes_rl.models.prepare.images import small_images
-from hermes_rl.models.prepare.structure import (
-    alternate,
-    cut,
-    drop_thinking_only,
-    join_texts,
-    pair_results,
-    says_something,
-)
-from hermes_rl.models.view import View
 
 __all__ = [
     "Outgoing",
@@ -216,7 +213,7 @@ def _is_grammar(key: str, value: Any) -> bool:
 
 
 class _Pipeline:
-    """See `models.view.Preparation`."""
+    """See `Preparation`."""
 
     def __init__(self, exact: bool, adaptations: frozenset[Adaptation]) -> None:
         asked = tuple(step for name, step in ADAPTATIONS.items() if name in adaptations)

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from hermes_rl.messages import Message, UserMessage
-from hermes_rl.models.prepare.content import parts_of
+from hermes_rl.models.prepare.messages import parts_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image

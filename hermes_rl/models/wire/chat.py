@@ -30,9 +30,12 @@ from hermes_rl.models.wire.decoding import (
     Reading,
     decoder_for,
     fitting_id,
+    flatten,
     made_id,
+    merge_details,
+    reasoning_of,
+    split_think,
 )
-from hermes_rl.models.wire.reasoning import flatten, merge_details, reasoning_of, split_think
 from hermes_rl.models.wire.usage import read_chat_usage
 from hermes_rl.text import encode_json
 

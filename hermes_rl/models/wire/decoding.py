@@ -1,7 +1,6 @@
-"""What the decoders of all dialects share: how an answer's bytes are gathered, and what is read of
-them in the same way on every wire.
+"""What the decoders of all dialects share: gathering an answer's bytes, events, reasoning, ids.
 
-A dialect gives a function that reads a whole body and a subclass of `EventDecoder` that takes the
+A dialect has a function that reads a whole body and a subclass of `EventDecoder` that takes the
 events of a stream; `decoder_for` chooses between them.
 """
 
@@ -9,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from hermes_rl.errors import ModelError, ProtocolError
+from hermes_rl.errors import ConnectionLost, ModelError, ModelTimeout, ProtocolError
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Completion, ModelRequest, TokenCapture
 from hermes_rl.models.errors.classify import classify_in_answer, rate_headers, request_id
@@ -27,6 +27,12 @@ T = TypeVar("T")
 
 DONE = b"[DONE]"
 """The data of the last event of Chat Completions."""
+
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message (or delta) that may hold reasoning text; the first that does counts, because
+servers in transition send the same text in two."""
+
+_OPEN, _CLOSE = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -257,3 +263,125 @@ def decoder_for(
     if "event-stream" in kind or (streamed and "json" not in kind):
         return stream(reading)
     return BodyDecoder(reading, body)
+
+
+class Thought(NamedTuple):
+    """A text with its reasoning taken out."""
+
+    content: str
+    reasoning: str | None
+    raw: str | None
+    """The exact text, where taking out changed it."""
+
+
+def reasoning_of(form: Mapping[str, Any]) -> str | None:
+    """The reasoning text of a message or delta; None when it has none."""
+    for name in REASONING_FIELDS:
+        value = form.get(name)
+        if isinstance(value, str) and value:
+            return value
+    return None
+
+
+def split_think(text: str) -> Thought:
+    """Take `<think>…</think>` out of a text's head.
+
+    An opening tag may be missing (templates that write it into the prompt), and so may the closing
+    one (an answer cut by its length): then all of the text is reasoning.
+    """
+    if _OPEN not in text and _CLOSE not in text:
+        return Thought(text, None, None)
+    head = text.lstrip()
+    if head.startswith(_OPEN):
+        inner, closed, rest = head[len(_OPEN) :].partition(_CLOSE)
+        return Thought(rest.lstrip() if closed else "", inner.strip(), text)
+    inner, closed, rest = text.partition(_CLOSE)
+    if closed and _OPEN not in inner:
+        return Thought(rest.lstrip(), inner.strip(), text)
+    return Thought(text, None, None)
+
+
+def flatten(content: Any) -> tuple[str, str | None]:
+    """Text and reasoning of a content field: text, null, or a list of parts."""
+    if isinstance(content, str):
+        return content, None
+    if not isinstance(content, list):
+        return "", None
+    texts: list[str] = []
+    thoughts: list[str] = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, Mapping) and part.get("type") == "thinking":
+            inner = part.get("thinking")
+            thoughts.append(inner if isinstance(inner, str) else flatten(inner)[0])
+        elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+    return "".join(texts), "".join(thoughts) or None
+
+
+def merge_details(details: list[Any], more: Any) -> None:
+    """Add the reasoning blocks of a stream's delta: pieces of one block are joined in place."""
+    for block in more if isinstance(more, list) else ():
+        last = details[-1] if details else None
+        if last is not None and _same_block(last, block):
+            for key, value in block.items():
+                grows = key in ("text", "summary", "data") and isinstance(last.get(key), str)
+                last[key] = last[key] + value if grows and isinstance(value, str) else value
+        else:
+            details.append(dict(block) if isinstance(block, dict) else block)
+
+
+def _same_block(a: Any, b: Any) -> bool:
+    if not isinstance(a, dict) or not isinstance(b, dict) or b.get("index") is None:
+        return False
+    return (a.get("type"), a.get("index")) == (b.get("type"), b.get("index"))
+
+
+class BrokenOff(ConnectionLost):
+    """A streamed answer broke off behind some text, and the request was `continuable`: the rest can
+    be asked for, so the same is not asked for again.
+
+    Args:
+        text: what had arrived, without reasoning.
+        in_call: whether a tool call had begun behind it.
+    """
+
+    transient = False
+
+    def __init__(
+        self, error: ConnectionLost | ModelTimeout | ProtocolError, text: str, in_call: bool
+    ):
+        super().__init__(str(error), request_id=error.request_id, served=True, reason=error.reason)
+        self.text = text
+        self.in_call = in_call
+
+
+class Beginning:
+    """Hears one request's streamed text.
+
+    Args:
+        request: asks for it by `continuable`; others are left as they are.
+    """
+
+    def __init__(self, request: ModelRequest) -> None:
+        self._pieces: list[str] = []
+        self._on_delta = request.on_delta
+        self._wanted = request.continuable
+        self.request = replace(request, on_delta=self._hear) if self._wanted else request
+
+    @contextmanager
+    def kept(self, decoder: Decoder) -> Iterator[None]:
+        """Around the reading of the answer. Raises: BrokenOff in place of an error behind text."""
+        try:
+            yield
+        except (ConnectionLost, ModelTimeout, ProtocolError) as error:
+            text = split_think("".join(self._pieces)).content
+            if not text.strip():
+                raise
+            raise BrokenOff(error, text, decoder.in_call) from error
+
+    def _hear(self, piece: str) -> None:
+        self._pieces.append(piece)
+        if self._on_delta is not None:
+            self._on_delta(piece)

@@ -48,9 +48,9 @@ from hermes_rl.models.wire.decoding import (
     decoder_for,
     fitting_id,
     made_id,
+    split_think,
     text_or_none,
 )
-from hermes_rl.models.wire.reasoning import split_think
 from hermes_rl.models.wire.usage import read_responses_usage
 from hermes_rl.text import encode_json
 

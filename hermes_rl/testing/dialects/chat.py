@@ -10,8 +10,7 @@ import msgspec
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, from_openai
 from hermes_rl.models.base import Completion, TokenCapture
 from hermes_rl.models.wire.chat import NAME, ChatCompletions
-from hermes_rl.models.wire.decoding import DONE
-from hermes_rl.models.wire.reasoning import flatten
+from hermes_rl.models.wire.decoding import DONE, flatten
 from hermes_rl.testing.dialects.base import (
     ServedRequest,
     bearer,
