@@ -25,12 +25,12 @@ DEEP_IMPORTS = {
     "hermes_rl.cli": (0, 15),
     "hermes_rl.evals": (1, 2),
     "hermes_rl.export": (6, 20),
-    "hermes_rl.models": (116, 370),
+    "hermes_rl.models": (116, 353),
     "hermes_rl.rl": (22, 44),
     "hermes_rl.sandboxes": (27, 96),
     "hermes_rl.segments": (8, 10),
     "hermes_rl.store": (92, 162),
-    "hermes_rl.testing": (2, 171),
+    "hermes_rl.testing": (2, 188),
     "hermes_rl.tools": (27, 22),
 }
 """Package -> pairs of a file outside it and an inner module that the file imports: most in other
