@@ -33,6 +33,7 @@ from hermes_rl.errors import BadRequest, UserError
 from hermes_rl.messages import AssistantMessage, from_openai, to_openai
 from hermes_rl.models.tokens.parsers import ToolCallParser, parser_named
 from hermes_rl.models.tokens.renderer import Renderer, load_renderer
+from hermes_rl.testing.dialects.chat import ChatServer
 from hermes_rl.testing.exact_engine_model import (
     AnswerTokenizer,
     CallStyle,
@@ -73,8 +74,6 @@ from hermes_rl.testing.http_server import (
     program_parser,
     serve,
 )
-from hermes_rl.testing.routes import CHAT as CHAT_ERRORS
-from hermes_rl.testing.routes import server_dialect
 from hermes_rl.testing.server_logs import ExactOutcome, LineLog, Truth
 
 _BLOCK = 16
@@ -287,7 +286,7 @@ class ExactEngine(Server):
 
     def _refuse(self, connection: Connection, job: _Job, refusal: Refusal) -> None:
         self._note(job, "refused", None, scripted=False)
-        body = refusal_body(refusal, server_dialect(CHAT_ERRORS))
+        body = refusal_body(refusal, ChatServer())
         headers = {"content-type": "application/json", "x-request-id": job.request_id}
         if refusal.status == 429:
             headers["retry-after"] = f"{self.config.faults.retry_after_s:g}"

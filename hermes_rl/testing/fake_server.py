@@ -29,9 +29,12 @@ from typing import Self
 
 import msgspec
 
-from hermes_rl.testing.answers import answer_bytes, completion_of, spoken
+from hermes_rl.messages import AssistantMessage
+from hermes_rl.models.base import Completion
 from hermes_rl.testing.conditions import Conditions, limit_headers, needs_of, too_much
+from hermes_rl.testing.dialects import CHAT, Wire, any_key, wire_of
 from hermes_rl.testing.dialects.base import ServedRequest, ServerDialect
+from hermes_rl.testing.dialects.chat import ChatServer
 from hermes_rl.testing.faults import (
     BREAKS,
     REFUSALS,
@@ -54,7 +57,6 @@ from hermes_rl.testing.http_server import (
 )
 from hermes_rl.testing.limits import Limits, RateLimits
 from hermes_rl.testing.picky import PICKY, picky_refusal
-from hermes_rl.testing.routes import CHAT, Wire, any_key, server_dialect, wire_of
 from hermes_rl.testing.scripts import Asked, Play, ScriptError, Step, step_for, usage_of
 from hermes_rl.testing.server_logs import Entry, LineLog, LogOutcome
 from hermes_rl.usage import Usage
@@ -189,10 +191,10 @@ class FakeServer(Server):
         listed = {"object": "list", "data": data, "has_more": False}
         status, body = 200, msgspec.json.encode(listed)
         if not self._knows(any_key(request.headers)):
-            status, body = 401, refusal_body(REFUSALS["auth"], server_dialect(CHAT))
+            status, body = 401, refusal_body(REFUSALS["auth"], CHAT.dialect)
         elif self.config.conditions.is_out(self.now):
             refusal = REFUSALS[self.config.conditions.outage]
-            status, body = refusal.status, refusal_body(refusal, server_dialect(CHAT))
+            status, body = refusal.status, refusal_body(refusal, CHAT.dialect)
         elif not request.path.endswith(("/models", "/health")):
             status, body = 404, b"{}"
         kind = {"content-type": "application/json"}
@@ -268,9 +270,9 @@ class FakeServer(Server):
         assert step is not None
         usage = job.usage
         stream = request.stream
-        answer = completion_of(request, step, usage, job.fault)
+        answer = _completion_of(request, step, usage, job.fault)
         answer_id = job.wire.answer_prefix + job.body_hash
-        body = answer_bytes(spoken(job.dialect, step), request, answer, answer_id=answer_id)
+        body = _answer_bytes(_dialect_for(job.dialect, step), request, answer, answer_id=answer_id)
         reported = request.include_usage and job.fault not in ("no_usage", "partial_usage")
         broken = job.fault in BREAKS and job.fault != "stall_first"
         self._end(job, "cut" if broken else "served", usage, reported=reported and not broken)
@@ -347,7 +349,7 @@ class _Job:
         self.call_id = headers.get("x-hermes-call-id")
         self.unknown_route = wire is None
         self.wire = wire or CHAT
-        self.dialect: ServerDialect = server_dialect(self.wire)
+        self.dialect: ServerDialect = self.wire.dialect
         self.request: ServedRequest | None = None
         self.step: Step | None = None
         self.fault: str | None = None
@@ -355,6 +357,45 @@ class _Job:
         self.usage = Usage()
         self.headers: dict[str, str] = {}
         self.timer: asyncio.TimerHandle | None = None
+
+
+def _answer_bytes(
+    dialect: ServerDialect,
+    request: ServedRequest,
+    answer: Completion,
+    *,
+    answer_id: str,
+) -> bytes:
+    """Encode an answer, as events if the request wants a stream."""
+    if not request.stream:
+        return dialect.encode_answer(answer, answer_id=answer_id)
+    return b"".join(
+        dialect.encode_stream(answer, answer_id=answer_id, include_usage=request.include_usage)
+    )
+
+
+def _dialect_for(dialect: ServerDialect, step: Step) -> ServerDialect:
+    """Return the dialect with the reasoning field of a step (Chat Completions has several)."""
+    return ChatServer(step.reasoning_field) if isinstance(dialect, ChatServer) else dialect
+
+
+def _completion_of(
+    request: ServedRequest, step: Step, usage: Usage, fault: str | None
+) -> Completion:
+    """Return the answer of a step, changed by its fault."""
+    message, reason = step.message, step.finish_reason
+    reported: Usage | None = usage
+    if fault == "no_usage":
+        reported = None
+    elif fault == "partial_usage":
+        reported = Usage(input_tokens=usage.input_tokens)
+    elif fault == "filtered":
+        message, reason = AssistantMessage(), "content_filter"
+    elif fault == "abort":
+        reason = "abort"
+    return Completion(
+        message=message, finish_reason=reason, usage=reported, served_model=request.model
+    )
 
 
 # The program

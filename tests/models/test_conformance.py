@@ -17,9 +17,9 @@ from hermes_rl.messages import (
 )
 from hermes_rl.models.base import Sampling
 from hermes_rl.models.client import DIALECTS, Endpoint, Timeouts, connect
+from hermes_rl.testing.dialects import wire_of
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan
-from hermes_rl.testing.routes import server_dialect, wire_of
 
 KEY = "sk-canary-0123456789abcdef"
 WIRES = [(d, t, s) for d in DIALECTS for t in ("http", "sdk") for s in (False, True)]
@@ -265,7 +265,7 @@ async def test_what_is_sent_is_understood(kit, wire):
 
     class Spy(FakeServer):
         def handle(self, connection, request):
-            seen.append(server_dialect(wire_of(request.path)).decode_request(request.body))
+            seen.append(wire_of(request.path).dialect.decode_request(request.body))
             super().handle(connection, request)
 
     async with Spy() as server:

@@ -10,8 +10,8 @@ from hermes_rl.config import parse_config
 from hermes_rl.identity import digest
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolMessage
 from hermes_rl.models.client import DIALECTS
+from hermes_rl.testing.dialects import wire_of
 from hermes_rl.testing.fake_server import FakeServer
-from hermes_rl.testing.routes import server_dialect, wire_of
 from hermes_rl.wiring import identity_of
 
 from .conftest import Journal, Open, script
@@ -39,7 +39,7 @@ class Spied(FakeServer):
     def handle(self, connection: Any, request: Any) -> None:
         wire = wire_of(request.path)
         if request.method == "POST" and wire is not None:
-            self.seen.append(server_dialect(wire).decode_request(request.body))
+            self.seen.append(wire.dialect.decode_request(request.body))
         super().handle(connection, request)
 
 
