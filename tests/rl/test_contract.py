@@ -239,3 +239,48 @@ def test_a_section_that_is_none_is_said_of_its_file(
     said = capsys.readouterr().err
     assert says in said
     assert "--set" not in said
+
+
+BARE = """
+    class Config(EnvConfig):
+        sandboxed: bool = False
+
+    def tasks(self, split, seed):
+        yield make_task("say it", id="a")
+
+    async def compute_reward(self, task, trajectory, ctx):
+        return 1.0
+"""
+
+
+async def test_an_environment_without_sandboxes_starts_none(
+    tmp_path: Path, write_env: Write
+) -> None:
+    env = write_env(BARE).path
+    report = await ran(env, tmp_path / "run", model={"name": "noop"})
+    assert (report.done, report.given_up) == (4, 0)
+    rows = table(tmp_path / "run")
+    assert [row["reward"] for row in rows] == [1.0] * 4
+    assert {row["sandbox"] for row in rows} == {None}
+    assert {tuple(row["toolsets"]) for row in rows} == {()}
+
+
+async def test_a_toolset_that_needs_a_sandbox_is_a_task_fault_without_one(
+    tmp_path: Path, write_env: Write
+) -> None:
+    env = write_env(BARE).path
+    tools = {"toolsets": ["terminal"]}
+    await ran(env, tmp_path / "run", model={"name": "noop"}, agent=tools)
+    rows = table(tmp_path / "run", "failures")
+    assert {row["cause"] for row in rows} == {"task"}
+    assert "terminal needs a sandbox, and this environment has none" in rows[0]["error"]
+
+
+async def test_ctx_grading_without_a_sandbox_is_a_verifier_fault(
+    tmp_path: Path, write_env: Write
+) -> None:
+    body = BARE.replace("return 1.0", 'return float((await ctx.grading.run("true")).ok)')
+    await ran(write_env(body).path, tmp_path / "run", model={"name": "noop"})
+    rows = table(tmp_path / "run", "failures")
+    assert {row["cause"] for row in rows} == {"verifier"}
+    assert "with `sandboxed`" in rows[0]["error"]

@@ -1,4 +1,4 @@
-"""Calls that `score_group` makes are bound by the run's budgets, also those of earlier starts."""
+"""Calls of `score_group`: within the budgets of all starts, and with the run's keys."""
 
 import subprocess
 import sys
@@ -244,3 +244,40 @@ def test_groups_that_were_scored_outlive_a_kill(
     rows = table(out, "groups")
     assert sorted(row["task_id"] for row in rows) == ["t0", "t1", "t2", "t3"]
     assert [row["rewards"] for row in rows] == [[0.0, 1.0]] * 4
+
+
+KEYED = """
+uses = ("judge",)
+
+def tasks(self, split, seed):
+    yield make_task("Write.", id="t", toolsets=["none"])
+
+async def compute_reward(self, task, trajectory, ctx):
+    return 0.5
+
+async def score_group(self, task, members, ctx):
+    verdict = await ctx.judge.verdict("Which is best?", choices=("0", "1"))
+    return [float(str(m.member) == verdict.choice) for m in members]
+"""
+
+
+async def test_score_group_uses_the_key_that_the_run_began_with(
+    tmp_path: Path, write_env: Callable[..., Written]
+) -> None:
+    (tmp_path / "key").write_text("key-123456")
+    once = f"mkdir {tmp_path}/login && cat {tmp_path}/key"  # fails a second time
+    plays: Any = {
+        "critic": lambda request: '{"reason": "It is.", "verdict": "1"}',
+        "policy": lambda request: "something",
+    }
+    out = tmp_path / "run"
+    async with FakeServer(FakeConfig(key="key-123456", plays=plays)) as server:
+        await ran(
+            write_env(KEYED).path,
+            out,
+            server,
+            env={"judge": {"name": "critic"}},
+            endpoint={"api_key_env": "MY_KEY", "key_commands": {"MY_KEY": once}},
+            dataset={"repeats": 2},
+        )
+    assert [group["rewards"] for group in table(out, "groups")] == [[0.0, 1.0]]
