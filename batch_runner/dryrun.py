@@ -13,8 +13,8 @@ from batch_runner.progress import Progress
 from batch_runner.report import Report
 from batch_runner.runner import run_batch
 from batch_runner.settings import SMALL_UNITS, Settings, choose_workers, settle
+from hermes_rl.aio import run_sync
 from hermes_rl.config import RunConfig
-from hermes_rl.doors import run_sync
 from hermes_rl.store.commit import read_commits
 from hermes_rl.store.driver import refuse_changes
 from hermes_rl.store.ledger import Ledger

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from batch_runner.at_once import at_once
 from batch_runner.settings import Settings
 from batch_runner.within import within_budgets
+from hermes_rl.aio import in_thread
 from hermes_rl.errors import HermesError
 from hermes_rl.rl.groups import (
     INTERRUPTED,
@@ -29,7 +30,6 @@ from hermes_rl.store.derived import DerivedWriter, open_derived_writer
 from hermes_rl.store.driver import Driver
 from hermes_rl.store.reader import Run
 from hermes_rl.store.rows import Derived
-from hermes_rl.threads import in_thread
 
 if TYPE_CHECKING:
     from hermes_rl.rl.scoring import EnvScorer, ReadyGroup

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from hermes_rl.config_env import EnvSection
+from hermes_rl.config_endpoint import EnvSection
 
 if TYPE_CHECKING:
     from hermes_rl.rl.episodes import Host

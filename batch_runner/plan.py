@@ -10,8 +10,7 @@ from pathlib import Path
 from batch_runner.manifest import read_manifest
 from batch_runner.settings import Settings
 from batch_runner.units import Unit, UnitReader
-from hermes_rl.config import RunConfig
-from hermes_rl.config_rows import is_rows_file
+from hermes_rl.config import RunConfig, is_rows_file
 from hermes_rl.errors import UserError
 from hermes_rl.identity import group_id, unit_seed
 from hermes_rl.ports import WorkItem

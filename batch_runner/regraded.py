@@ -15,10 +15,9 @@ import msgspec
 from hermes_rl.messages import UNPARSED
 from hermes_rl.rl.groups import Gathered, Member, Scoring, gather
 from hermes_rl.rl.scoring import Grader, StoredRollout, TaskLookup
-from hermes_rl.rows import LazyRow
 from hermes_rl.store.reader import Run
 from hermes_rl.store.rundir import RunDir
-from hermes_rl.tasks import Task
+from hermes_rl.tasks import LazyRow, Task
 from hermes_rl.workspaces import WORKSPACES, Workspaces
 
 _TAKEN = 64

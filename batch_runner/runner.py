@@ -44,9 +44,9 @@ from batch_runner.spent import spent_before
 from batch_runner.stops import Stop
 from batch_runner.trouble import Trouble, Watch
 from batch_runner.units import UnitReader
+from hermes_rl.aio import run_sync
 from hermes_rl.config import RunConfig, to_yaml
 from hermes_rl.definitions import extra_body_of, policy_of, sampling_of
-from hermes_rl.doors import run_sync
 from hermes_rl.errors import DiskFull, cause_of
 from hermes_rl.models.limits.governor_wire import Charter
 from hermes_rl.models.tokens.plan import TokenPlan

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from hermes_rl.errors import UserError
 from hermes_rl.identity import unit_id, unit_key
-from hermes_rl.rows import LazyRow
-from hermes_rl.tasks import TaskRow
+from hermes_rl.tasks import LazyRow, TaskRow
 
 
 class OccurrenceCounter:

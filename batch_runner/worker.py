@@ -22,14 +22,13 @@ from batch_runner.governing import pots_of
 from batch_runner.hosts import Hosts
 from batch_runner.wire import Reply, WorkerSpec
 from hermes_rl.config import parse_config
-from hermes_rl.config_env import EnvSection
-from hermes_rl.episode import MakeEpisode, task_episode
+from hermes_rl.config_endpoint import EnvSection
 from hermes_rl.errors import DiskFull, HermesError, StoreError, cause_of
 from hermes_rl.events import AttemptKey, Ended, TokensAdded
 from hermes_rl.models.limits.share import Line, Share
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Segment, Trajectory
-from hermes_rl.rollout import Tape, lost_row, run_attempt
+from hermes_rl.rollout import MakeEpisode, Tape, lost_row, run_attempt, task_episode
 from hermes_rl.store.journal import JournalWriter, Publisher
 from hermes_rl.store.rows import Finished, receipt_of
 from hermes_rl.store.rundir import RunDir

@@ -10,8 +10,7 @@ from typing import Any, cast
 
 from hermes_rl.agent.agent import AIAgent as UnboundAgent
 from hermes_rl.config import ModelConfig
-from hermes_rl.config_endpoint import EndpointSection
-from hermes_rl.config_reach import given_reach
+from hermes_rl.config_endpoint import EndpointSection, given_reach
 from hermes_rl.errors import UserError
 from hermes_rl.models.base import Sampling
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy

@@ -1,18 +1,26 @@
-"""What people write: strict pydantic. Unknown keys are refused, and errors name the place.
+"""The configuration of a run and of `AIAgent`'s model: strict pydantic.
 
-`model`, `agent` and `sandbox` are the run's identity; `dataset`, `endpoint` and `run` are not
-(DESIGN 5.2).
-"""
+Unknown keys are refused, and errors name the place. `model`, `agent` and `sandbox` are the run's
+identity; `dataset`, `endpoint` and `run` are not (DESIGN 5.2)."""
 
 from __future__ import annotations
 
+import atexit
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
+    BaseModel,
     BeforeValidator,
     Field,
     SecretStr,
@@ -21,24 +29,171 @@ from pydantic import (
     model_validator,
 )
 
+from hermes_rl import __version__
 from hermes_rl.config_agent import AgentSection, Positive
 from hermes_rl.config_endpoint import (
     ApiMode,
     EndpointSection,
+    EnvSection,
     ExtraBody,
     Fallbacks,
     ProviderSection,
+    ReachSection,
     Seconds,
     Section,
     check_address,
     join_names,
 )
-from hermes_rl.config_env import EnvSection
-from hermes_rl.config_reach import ReachSection
-from hermes_rl.config_rows import rows_file
-from hermes_rl.config_yaml import LineOf, read_mapping
 from hermes_rl.errors import UserError
-from hermes_rl.input_errors import refusal
+from hermes_rl.input_errors import nearest_file, refusal
+
+_folders: set[Path] = set()
+"""Temporary folders of this process, one for each rows file."""
+
+
+def rows_file(rows: Iterable[Mapping[str, Any]], limit: int | None) -> str:
+    """Write rows to a temporary JSONL file, named by their content, and return its path.
+
+    The file is removed when this process ends. A run keeps a copy in its run directory.
+
+    Args:
+        limit: how many rows are read; an iterable may have no end.
+
+    Raises: UserError for rows that are not JSON, and when the file cannot be written.
+    """
+    digest, number = hashlib.sha256(), 0
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="hermes-rl-rows-"))
+        _folders.add(folder)
+        atexit.register(_remove, folder, os.getpid())
+        with (folder / "rows.jsonl").open("wb") as file:
+            for row in islice(rows, limit):
+                number += 1
+                line = json.dumps(row).encode() + b"\n"
+                digest.update(line)
+                file.write(line)
+        path = Path(file.name).rename(folder / f"rows-{digest.hexdigest()[:12]}.jsonl")
+    except (TypeError, ValueError) as error:
+        shutil.rmtree(folder)
+        raise UserError(f"dataset.path: row {number} is not JSON: {error}") from None
+    except OSError as error:
+        raise UserError(
+            f"dataset.path: rows cannot be kept in {tempfile.gettempdir()}: {error.strerror}"
+        ) from None
+    return str(path)
+
+
+def is_rows_file(path: str) -> bool:
+    """Whether this process wrote the file with `rows_file`."""
+    return Path(path).parent in _folders
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child ends before its parent
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_log = logging.getLogger(__name__)
+
+LineOf = Callable[[str], int | None]
+"""Dotted key -> its line in the file, or that of the nearest section around it."""
+
+
+class _KeyTwice(yaml.MarkedYAMLError):
+    """A mapping names a key a second time."""
+
+
+class _EachKeyOnce(yaml.SafeLoader):
+    """Refuses a key given twice, where YAML itself would drop the first value in silence."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    where = key.start_mark
+                    raise _KeyTwice(None, None, f"duplicate key '{key.value}'", where)
+                seen.add(key.value)
+        return node
+
+
+def read_mapping(path: Path, model: type[BaseModel]) -> tuple[dict[str, Any], LineOf]:
+    """The mapping in a YAML file.
+
+    Args:
+        model: what the file configures: of a run that another version wrote, keys that it does not
+            have are left out.
+
+    Raises: UserError when the file is absent, not YAML, or not a mapping.
+    """
+    try:
+        loader = _EachKeyOnce(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        data = loader.construct_document(node) if node is not None else None
+    except OSError as error:
+        raise UserError(f"{path}: {_why(path, error)}. Check --config") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not valid UTF-8 text. Check --config") from None
+    except RecursionError:
+        raise UserError(f"{path}: nested too deep. Check --config") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        twice = error.problem if isinstance(error, _KeyTwice) else "not valid YAML"
+        raise UserError(f"{path}{line}: {twice}. Fix that line") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: must hold sections such as 'dataset:' and 'model:'")
+    if _of_another_version(path):
+        _take_out_unknown(data, model, path)
+    return data, partial(_line_of, node)
+
+
+def _of_another_version(path: Path) -> bool:
+    """Whether it is the run.yaml of a run that another version of hermes_rl wrote."""
+    try:
+        manifest = json.loads(path.with_name("manifest.json").read_bytes())
+        return path.name == "run.yaml" and bool(manifest["versions"]["hermes_rl"] != __version__)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _take_out_unknown(data: dict[str, Any], model: type[BaseModel], path: Path) -> None:
+    """Take out the keys that this version does not have; each is named in a warning."""
+    try:
+        model.model_validate(data)
+    except ValidationError as error:
+        unknown = [one["loc"] for one in error.errors() if one["type"] == "extra_forbidden"]
+        for *sections, key in unknown:
+            inner: Any = data
+            for section in sections:
+                inner = inner[section]
+            del inner[key]
+            name = ".".join(map(str, (*sections, key)))
+            _log.warning("%s: '%s' is no key of this version and is left out", path, name)
+
+
+def _why(path: Path, error: OSError) -> str:
+    """Why a file cannot be read, and the name of one beside it that was probably meant."""
+    why, near = error.strerror or str(error), nearest_file(path)
+    hint = f" (did you mean {str(path.with_name(near))!r}?)" if near and not path.exists() else ""
+    return why[0].lower() + why[1:] + hint
+
+
+def _line_of(node: yaml.Node | None, key: str) -> int | None:
+    """The line of a dotted key, or of the last part of it that is there."""
+    line = None
+    for name in key.split("."):
+        if isinstance(node, yaml.SequenceNode) and name.isdecimal() and int(name) < len(node.value):
+            node = node.value[int(name)]
+            line = node.start_mark.line + 1
+        elif isinstance(node, yaml.MappingNode):
+            found = next((pair for pair in node.value if pair[0].value == name), None)
+            if found is None:
+                break
+            line, node = found[0].start_mark.line + 1, found[1]
+    return line
+
 
 Dollar = Annotated[float, Field(gt=0, le=1_000_000_000, allow_inf_nan=False)]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -1,24 +1,25 @@
 """One attempt end to end: lease a sandbox, run the agent, verify, record.
 
 `run_attempt` never raises for a failed attempt: the row says how it ended. Cancellation, a full
-disk and bugs
-of ours do raise; the worker above turns a bug into a row with cause `harness`, by `lost_row`.
-"""
+disk and internal errors do raise; the worker turns the latter into a row with cause `harness`, by
+`lost_row`.
+
+An `Episode` is what happens around the agent: it has tools, what comes before the first call, a
+user's replies and the reward. `TaskEpisode` is a plain task: no tools, no replies, its verifier
+judges."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from hermes_rl import events as ev
 from hermes_rl.agent.control import Control
 from hermes_rl.agent.run import AgentParts, AgentResult, run_agent
-from hermes_rl.episode import Episode, MakeEpisode, Stage, task_episode
-from hermes_rl.episode import Tape as Tape
 from hermes_rl.errors import (
     DiskFull,
     HermesError,
@@ -31,16 +32,124 @@ from hermes_rl.errors import (
     cause_of,
     end_reason_of,
 )
+from hermes_rl.events import Event, Graded
 from hermes_rl.identity import trajectory_id
-from hermes_rl.messages import with_unique_ids
-from hermes_rl.ports import WorkItem
+from hermes_rl.messages import Message, with_unique_ids
+from hermes_rl.models.limits.budget import Budget
+from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
 from hermes_rl.tasks import Task
 from hermes_rl.text import clean, scrub
+from hermes_rl.tools.base import Tool
 from hermes_rl.trajectory import fold
+from hermes_rl.verify import verify
 from hermes_rl.wiring import Draw, Workshop
 from hermes_rl.workspaces import Workspaces, state_text
+
+
+@dataclass
+class Tape:
+    """Records events and keeps them for the fold."""
+
+    recorder: Recorder
+    events: list[Event] = field(default_factory=list)
+
+    def record(self, event: Event) -> None:
+        """Journal first, keep second: what the row says is in the journal."""
+        self.recorder.record(event)
+        self.events.append(event)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One attempt, before it begins."""
+
+    workshop: Workshop
+    item: WorkItem
+    task: Task
+    tape: Tape
+    budget: Budget | None = None
+    """What the attempt may spend, on all models together."""
+
+
+class Episode(Protocol):
+    """One rollout's surroundings. Made for one attempt and used by it alone."""
+
+    @property
+    def env_name(self) -> str | None:
+        """For the row."""
+        ...
+
+    @property
+    def replies(self) -> bool:
+        """Somebody may reply to an answer."""
+        ...
+
+    @property
+    def sandboxed(self) -> bool:
+        """The rollout has a sandbox."""
+        ...
+
+    def tools(self) -> Mapping[str, Tool]:
+        """Tools beside those of the toolsets, by name. Raises: TaskFault."""
+        ...
+
+    def tool_state(self) -> dict[str, Any]:
+        """What tools find as `ToolContext.env`."""
+        ...
+
+    async def start(self, sandbox: Sandbox | None) -> None:
+        """After the task's setup, before the first call. Raises: HermesError."""
+        ...
+
+    async def reply(self, messages: Sequence[Message]) -> Message | None:
+        """What the user says to an answer; None ends the rollout. Raises: HermesError."""
+        ...
+
+    async def grade(self, sandbox: Sandbox | None, result: AgentResult) -> Graded:
+        """The reward; may end the agent's session. Raises: VerifierFault and other HermesErrors."""
+        ...
+
+
+MakeEpisode = Callable[[Stage], Episode]
+"""Makes an attempt's episode. Raises: HermesError."""
+
+
+@dataclass(frozen=True)
+class TaskEpisode:
+    """A task of a dataset."""
+
+    task: Task
+    env_name: str | None = None
+    replies: bool = False
+    sandboxed: bool = True
+
+    def tools(self) -> Mapping[str, Tool]:
+        """See `Episode`."""
+        return {}
+
+    def tool_state(self) -> dict[str, Any]:
+        """See `Episode`."""
+        return {}
+
+    async def start(self, sandbox: Sandbox | None) -> None:
+        """See `Episode`."""
+
+    async def reply(self, messages: Sequence[Message]) -> Message | None:
+        """See `Episode`."""
+        return None
+
+    async def grade(self, sandbox: Sandbox | None, result: AgentResult) -> Graded:
+        """See `Episode`."""
+        assert sandbox is not None
+        return await verify(sandbox, self.task.verify)
+
+
+def task_episode(stage: Stage) -> Episode:
+    """The episode of a plain task."""
+    return TaskEpisode(stage.task)
+
 
 SETUP_TIMEOUT_S = 300.0
 _ERROR_CHARS = 2_000
@@ -79,7 +188,7 @@ async def run_attempt(
     around: _Around | None = None
     finished = False
     try:
-        around = _around(workshop, item, tape, make)
+        around = _prepare_episode(workshop, item, tape, make)
         draw = workshop.draw(item, around.episode.tools() if around else None)
     except (UserError, TaskFault) as error:
         draw, fault = workshop.no_draw(item), error
@@ -120,7 +229,9 @@ class _Around:
     episode: Episode
 
 
-def _around(workshop: Workshop, item: WorkItem, tape: Tape, make: MakeEpisode) -> _Around | None:
+def _prepare_episode(
+    workshop: Workshop, item: WorkItem, tape: Tape, make: MakeEpisode
+) -> _Around | None:
     """None for a bad row."""
     if item.task is None:
         return None

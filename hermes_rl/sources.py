@@ -21,8 +21,7 @@ from typing import Any, BinaryIO, cast
 
 from hermes_rl.errors import HermesError, UserError
 from hermes_rl.input_errors import did_you_mean, nearest, nearest_file
-from hermes_rl.rows import LazyRow, lazy_rows
-from hermes_rl.tasks import Columns, RawRow, TaskRow, decoded, renamed, task_row
+from hermes_rl.tasks import Columns, LazyRow, RawRow, TaskRow, decoded, lazy_rows, renamed, task_row
 
 RUNS = "runs"
 """The folder of run directories, unless `--out` names another."""

@@ -26,7 +26,7 @@ from hermes_rl.agent.policy import preset as policy_of
 from hermes_rl.agent.prompt import system_prompt
 from hermes_rl.agent.run import run_agent
 from hermes_rl.agent.session import Session, common_length, open_session
-from hermes_rl.doors import Home
+from hermes_rl.aio import LoopThread
 from hermes_rl.errors import HermesError, Interrupted, ModelError, UserError, end_reason_of
 from hermes_rl.events import Event, MessageAdded
 from hermes_rl.messages import (
@@ -212,7 +212,7 @@ class AIAgent:
         policy = self._policy
         self._system = system or system_prompt(policy.name, self._tools, policy.wording)
         self._on_event, self._on_delta = on_event, on_delta
-        self._home = Home("hermes-rl-agent")
+        self._loop_thread = LoopThread("hermes-rl-agent")
         self._history: list[Message] = []
         self._control = Control()
         self._running = False
@@ -230,7 +230,7 @@ class AIAgent:
         Raises: as `run_conversation`; also the error that ended the run after its first request,
             whose `result` is what `run_conversation` would have returned.
         """
-        result, error = self._home.run(self._converse(message, None, None, None))
+        result, error = self._loop_thread.run(self._converse(message, None, None, None))
         if error is not None:
             raise error
         return str(result["final_response"] or "")
@@ -256,7 +256,7 @@ class AIAgent:
 
         Raises: UserError, SandboxError and the like before the first request.
         """
-        result, _ = self._home.run(
+        result, _ = self._loop_thread.run(
             self._converse(user_message, system_message, conversation_history, task_id)
         )
         return result
@@ -269,7 +269,7 @@ class AIAgent:
         task_id: str | None = None,
     ) -> dict[str, Any]:
         """See `run_conversation`; cancelling it ends the run at once."""
-        result, _ = await self._home.arun(
+        result, _ = await self._loop_thread.arun(
             self._converse(user_message, system_message, conversation_history, task_id)
         )
         return result
@@ -290,9 +290,9 @@ class AIAgent:
         """End the sandbox and the connections. Idempotent."""
         try:
             if self._link is not None or self._leased is not None:
-                self._home.run(self._release())
+                self._loop_thread.run(self._release())
         finally:
-            self._home.close()
+            self._loop_thread.close()
             session, self._session = self._session, None
             if session is not None:
                 session.close()

@@ -138,7 +138,7 @@ def _dialects() -> list[Finding]:
 
 
 def _explored(asked: Asked) -> list[Finding]:
-    from hermes_rl.doors import run_sync
+    from hermes_rl.aio import run_sync
     from hermes_rl.models.providers.capabilities import explore
     from hermes_rl.models.providers.routing import Keys, find_keys
     from hermes_rl.models.providers.targets import first_endpoint, targets_of
@@ -166,7 +166,7 @@ def _exact(where: EndpointSection, endpoint: Endpoint, model: str) -> list[Findi
     """
     if where.tokenizer is None or where.tokens in ("off", "chat"):
         return []
-    from hermes_rl.doors import run_sync
+    from hermes_rl.aio import run_sync
     from hermes_rl.models.tokens.renderer import load_renderer
     from hermes_rl.models.tokens.selection import Search
 

@@ -191,8 +191,8 @@ def regrade(
     import json
 
     from batch_runner.regrade import regrade as work
+    from hermes_rl.aio import run_sync
     from hermes_rl.config import parse_assignment
-    from hermes_rl.doors import run_sync
 
     _find_modules_here()
     changes = [parse_assignment(text) for text in settings or ()]
@@ -249,7 +249,7 @@ def _carry_out(mode: Mode, config: RunConfig, as_json: bool) -> int:
         report = run.carry_out(config, as_json)
         _tell_groups(Path(report.path), as_json)
         return report.exit_code
-    from hermes_rl.doors import run_sync
+    from hermes_rl.aio import run_sync
 
     return run_sync(_evaluate(config, as_json))
 

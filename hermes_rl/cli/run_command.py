@@ -296,7 +296,7 @@ def show_plan(config: RunConfig, as_json: bool) -> int:
     import json
 
     from batch_runner.dryrun import dry_run
-    from hermes_rl.doors import run_sync
+    from hermes_rl.aio import run_sync
 
     forecast = run_sync(dry_run(config))
     if as_json:

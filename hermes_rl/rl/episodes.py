@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from hermes_rl.agent.parts import AgentResult, Caller
-from hermes_rl.config_env import EnvSection, ModelPlace
+from hermes_rl.config_endpoint import EnvSection, ModelPlace
 from hermes_rl.definitions import sent_seed
-from hermes_rl.episode import Stage, Tape
 from hermes_rl.errors import (
     CannotJudge,
     HermesError,
@@ -34,6 +33,7 @@ from hermes_rl.rl.judging import Judge, ModelHandle
 from hermes_rl.rl.loading import AnyEnvironment, Opened, open_environment, tools_of
 from hermes_rl.rl.rewards import Rewards, check_rewards
 from hermes_rl.rl.view import Rollout
+from hermes_rl.rollout import Stage, Tape
 from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
 from hermes_rl.verify import BOXES
@@ -54,7 +54,7 @@ class Host:
         return self.opened.env
 
     def episode(self, stage: Stage) -> EnvEpisode:
-        """Make the episode of one attempt (`hermes_rl.episode.MakeEpisode`)."""
+        """Make the episode of one attempt (`hermes_rl.rollout.MakeEpisode`)."""
         return EnvEpisode(self, stage)
 
     def context(self, stage: Stage) -> RolloutContext:
@@ -123,7 +123,7 @@ async def open_host(section: EnvSection) -> AsyncIterator[Host]:
 
 
 class EnvEpisode:
-    """The `hermes_rl.episode.Episode` of one attempt."""
+    """The `hermes_rl.rollout.Episode` of one attempt."""
 
     def __init__(self, host: Host, stage: Stage) -> None:
         self.ctx = host.context(stage)

@@ -25,7 +25,7 @@ import msgspec
 from pydantic import ValidationError
 
 from hermes_rl.config import RunConfig, parse_config
-from hermes_rl.config_env import EnvSection
+from hermes_rl.config_endpoint import EnvSection
 from hermes_rl.errors import HermesError, UserError
 from hermes_rl.identity import digest
 from hermes_rl.input_errors import describe, unknown
@@ -33,8 +33,7 @@ from hermes_rl.messages import to_openai
 from hermes_rl.models.providers.others import USES
 from hermes_rl.rl import faults
 from hermes_rl.rl.environment import EnvConfig, Environment
-from hermes_rl.rows import LazyRow
-from hermes_rl.tasks import Task, TaskRow
+from hermes_rl.tasks import LazyRow, Task, TaskRow
 from hermes_rl.tools.base import Tool
 
 GROUP = "hermes_rl.environments"

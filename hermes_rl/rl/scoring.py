@@ -29,7 +29,6 @@ import msgspec
 
 from hermes_rl import events as ev
 from hermes_rl.config import RunConfig, parse_config
-from hermes_rl.episode import Stage, Tape
 from hermes_rl.errors import CAUSES, HermesError, TaskFault, UserError, VerifierFault, cause_of
 from hermes_rl.identity import digest, unit_seed
 from hermes_rl.models.providers.routing import Common
@@ -49,12 +48,12 @@ from hermes_rl.rl.groups import INTERRUPTED, SCORED_AT_ONCE, Gathered, Scoring
 from hermes_rl.rl.loading import Opened, env_rows
 from hermes_rl.rl.rewards import Rewards
 from hermes_rl.rl.view import Rollout
-from hermes_rl.rows import LazyRow
+from hermes_rl.rollout import Stage, Tape
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
 from hermes_rl.sources import read_rows
 from hermes_rl.store.rows import Grade
 from hermes_rl.store.rundir import RunDir
-from hermes_rl.tasks import Task
+from hermes_rl.tasks import LazyRow, Task
 from hermes_rl.text import scrub
 from hermes_rl.trajectory import fold
 from hermes_rl.usage import UsageTotal

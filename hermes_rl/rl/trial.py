@@ -15,9 +15,8 @@ from typing import Any
 
 import msgspec
 
+from hermes_rl.aio import run_sync
 from hermes_rl.config import parse_config
-from hermes_rl.doors import run_sync
-from hermes_rl.episode import Tape
 from hermes_rl.errors import HermesError, UserError
 from hermes_rl.identity import group_id, unit_id, unit_seed
 from hermes_rl.ports import WorkItem
@@ -25,9 +24,8 @@ from hermes_rl.record import Trajectory
 from hermes_rl.rl.episodes import open_host
 from hermes_rl.rl.loading import env_rows, open_environment, settle_env
 from hermes_rl.rl.scoring import DiscardingRecorder, work_item_of
-from hermes_rl.rollout import run_attempt
-from hermes_rl.rows import LazyRow
-from hermes_rl.tasks import Task
+from hermes_rl.rollout import Tape, run_attempt
+from hermes_rl.tasks import LazyRow, Task
 from hermes_rl.wiring import Workshop, open_workshop
 
 Changed = Callable[[Task], str | None]

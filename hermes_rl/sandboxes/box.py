@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+from hermes_rl.aio import in_thread
 from hermes_rl.errors import SandboxStartError, UserError
 from hermes_rl.sandboxes import limits, processes, recipe
 from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sandboxes.disk import Storage
 from hermes_rl.sandboxes.slots import Slot, has_slots, is_host_root
 from hermes_rl.sandboxes.spawn import Launch, exited, gone, start
-from hermes_rl.threads import in_thread
 
 HOST_FOLDER_HOME = "/tmp"
 """Home of sessions in a host folder: what programs keep in HOME is no part of your files."""

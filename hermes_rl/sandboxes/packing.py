@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from hermes_rl.threads import in_thread
+from hermes_rl.aio import in_thread
 
 T = TypeVar("T")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from hermes_rl.aio import in_thread, to_end
 from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey
 from hermes_rl.identity import canonical_json
@@ -33,7 +34,6 @@ from hermes_rl.store.recovery import (
 )
 from hermes_rl.store.rows import Derived, receipt_of
 from hermes_rl.store.rundir import GRACE_S, SCHEMA_VERSION, Epoch, RunDir, fence
-from hermes_rl.threads import in_thread, to_end
 
 _SHOWN = 40
 """Characters of a value."""

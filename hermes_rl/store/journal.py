@@ -19,6 +19,7 @@ from types import TracebackType
 
 import msgspec
 
+from hermes_rl.aio import in_thread, to_end
 from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey, Begun, Event
 from hermes_rl.locks import try_lock
@@ -28,7 +29,6 @@ from hermes_rl.store.files import AppendFile
 from hermes_rl.store.processes import Held
 from hermes_rl.store.rows import Derived, Finished
 from hermes_rl.store.rundir import DISPATCH_FILE, RunDir, epoch_of
-from hermes_rl.threads import in_thread, to_end
 
 
 class Dispatched(msgspec.Struct, frozen=True, kw_only=True):

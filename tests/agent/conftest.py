@@ -16,7 +16,7 @@ from hermes_rl.agent.hooks import Tape
 from hermes_rl.agent.parts import Caller
 from hermes_rl.agent.policy import PRESETS, Limits
 from hermes_rl.agent.run import AgentParts, AgentResult, run_agent
-from hermes_rl.doors import Home
+from hermes_rl.aio import LoopThread
 from hermes_rl.events import AttemptKey, Begun, CallEnded, CallStarted, Ended, Event, MessageAdded
 from hermes_rl.messages import Message, UserMessage
 from hermes_rl.models.base import ModelClient, Sampling
@@ -201,14 +201,14 @@ class Assembled:
 
 
 @pytest.fixture
-def home() -> Iterator[Home]:
+def home() -> Iterator[LoopThread]:
     """A loop in another thread: the fake server lives there."""
-    with Home() as home:
+    with LoopThread() as home:
         yield home
 
 
 @pytest.fixture
-def assembled(home: Home, tmp_path: Path) -> Iterator[Assembled]:
+def assembled(home: LoopThread, tmp_path: Path) -> Iterator[Assembled]:
     server = FakeServer()
     home.run(server.__aenter__())
     assembled = Assembled(server.base_url, tmp_path)

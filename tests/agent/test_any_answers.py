@@ -15,7 +15,7 @@ from hermes_rl.agent.parts import AgentResult
 from hermes_rl.agent.policy import PRESETS, Limits, Policy
 from hermes_rl.agent.prompt import LATEST, WORDINGS
 from hermes_rl.agent.run import run_agent
-from hermes_rl.doors import Home
+from hermes_rl.aio import LoopThread
 from hermes_rl.errors import ENDINGS, ModelError
 from hermes_rl.messages import AssistantMessage, Message, ToolMessage, UserMessage
 from hermes_rl.models.client import connect
@@ -76,7 +76,7 @@ TOOLS = {
 class Bench:
     """A server and a client on a loop of their own, for many runs."""
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: LoopThread) -> None:
         self.home, self.server = home, FakeServer()
         self.numbers = itertools.count()
         home.run(self.server.__aenter__())
@@ -104,7 +104,7 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    with Home() as home:
+    with LoopThread() as home:
         bench = Bench(home)
         yield bench
         bench.close()

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from hermes_rl.doors import Home, run_sync
+from hermes_rl.aio import LoopThread, run_sync
 from hermes_rl.errors import UserError
 
 
@@ -38,7 +38,7 @@ def test_a_home_keeps_one_loop_until_it_is_closed() -> None:
     async def loop_id() -> int:
         return id(asyncio.get_running_loop())
 
-    home = Home()
+    home = LoopThread()
     assert home.run(loop_id()) == home.run(loop_id()) == asyncio.run(home.arun(loop_id()))
     home.close()
     home.close()
@@ -56,7 +56,7 @@ def test_closing_cancels_what_runs() -> None:
         finally:
             ended.append("cleaned up")
 
-    home = Home()
+    home = LoopThread()
 
     def outside() -> None:
         with pytest.raises(asyncio.CancelledError):
@@ -79,7 +79,7 @@ async def test_cancelling_arun_goes_through() -> None:
         finally:
             ended.set()
 
-    with Home() as home:
+    with LoopThread() as home:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await home.arun(wait())
@@ -87,7 +87,7 @@ async def test_cancelling_arun_goes_through() -> None:
 
 
 def test_waiting_for_oneself_is_refused() -> None:
-    with Home() as home:
+    with LoopThread() as home:
 
         async def inner() -> None:
             home.run(name_of_thread())
@@ -98,7 +98,7 @@ def test_waiting_for_oneself_is_refused() -> None:
 
 PROGRAM = """
 import asyncio, signal, sys
-from hermes_rl.doors import Home, run_sync
+from hermes_rl.aio import LoopThread, run_sync
 
 # A shell that starts the tests in the background has SIGINT ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -119,7 +119,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("call", ["run_sync(work())", "Home().run(work())"])
+@pytest.mark.parametrize("call", ["run_sync(work())", "LoopThread().run(work())"])
 def test_ctrl_c_cancels_and_waits_for_the_clean_up(call: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(call=call)], stdout=subprocess.PIPE, text=True

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hermes_rl import AIAgent, Hooks, ModelConfig
 from hermes_rl.agent.hooks import PostToolCall, PreToolCall
 from hermes_rl.agent.session import FileSession, common_length, open_session
-from hermes_rl.doors import Home
+from hermes_rl.aio import LoopThread
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.messages import (
     AssistantMessage,
@@ -31,7 +31,7 @@ Make = Callable[..., AIAgent]
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
-    with Home() as home:
+    with LoopThread() as home:
         server = FakeServer(FakeConfig(key="right"))
         home.run(server.__aenter__())
         yield server

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hermes_rl import identity
 from hermes_rl.errors import UserError
-from hermes_rl.rows import lazy_rows
 from hermes_rl.sources import read_rows, read_tasks
+from hermes_rl.tasks import lazy_rows
 
 GOLDEN = {
     r'{"prompt": "p"}': "4b3f025124f2bcf3b1631fdfd45d9e593332f876d6d84aa8db7bf31564b7355d",

@@ -24,16 +24,15 @@ from source_tree import (
 # other. Names are those in hermes_rl, or the other import roots.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        "errors reasons input_errors messages usage identity config config_agent config_endpoint"
-        " config_reach config_env config_rows config_yaml tasks trajectory ports events record"
-        " images rows sources doors threads locks text",
+        "errors input_errors messages usage identity config config_agent config_endpoint tasks"
+        " trajectory ports events record images sources aio locks text",
     ),
     ("sandboxes",),
     ("models", "tools", "sessions"),
     ("segments",),
     ("agent", "store"),
     ("wiring definitions", "testing"),
-    ("rollout verify episode workspaces", "assembly", "evals"),
+    ("rollout verify workspaces", "assembly", "evals"),
     ("rl",),
     ("servers", "export", "environments", "batch_runner"),
     ("cli",),

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl import AIAgent, ModelConfig
+from hermes_rl.aio import LoopThread
 from hermes_rl.config import parse_config
-from hermes_rl.doors import Home
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest
@@ -338,7 +338,7 @@ def test_commands_that_can_never_be_of_use(commands: dict[str, str], said: str) 
 def test_the_agent_in_python_has_a_command_too(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("token-1")
-    with Home() as home:
+    with LoopThread() as home:
         server = FakeServer(FakeConfig(key="token-1"))
         home.run(server.__aenter__())
         model = ModelConfig(name="echo", base_url=server.base_url, key_command=f"cat {file}")

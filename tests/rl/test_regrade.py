@@ -18,8 +18,8 @@ from batch_runner.manifest import read_manifest
 from batch_runner.progress import Silent
 from batch_runner.regrade import regrade
 from batch_runner.spent import spent_before
+from hermes_rl.aio import run_sync
 from hermes_rl.cli import main
-from hermes_rl.doors import run_sync
 from hermes_rl.models.limits.spending import RUN_TOKENS
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer

@@ -12,7 +12,7 @@ from rl_kit import Written
 
 from batch_runner import run_batch
 from batch_runner.regrade import regrade
-from hermes_rl.doors import run_sync
+from hermes_rl.aio import run_sync
 from hermes_rl.errors import UserError
 from hermes_rl.store.reader import load_run
 

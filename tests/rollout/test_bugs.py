@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from hermes_rl import events as ev
-from hermes_rl.episode import Episode, Stage
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.rollout import Tape, lost_row, run_attempt
+from hermes_rl.rollout import Episode, Stage, Tape, lost_row, run_attempt
 
 from .conftest import Journal, Open, script
 

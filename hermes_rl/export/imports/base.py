@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from hermes_rl import events as ev
+from hermes_rl.aio import in_thread
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest, group_id, trajectory_id, unit_id
 from hermes_rl.messages import AssistantMessage, Message, UserMessage, text_of
@@ -24,7 +25,6 @@ from hermes_rl.store.journal import JournalWriter, Publisher
 from hermes_rl.store.reader import Run
 from hermes_rl.store.rows import Derived, Finished, Group
 from hermes_rl.store.stats import write_stats
-from hermes_rl.threads import in_thread
 from hermes_rl.trajectory import fold
 
 EPOCH = 1

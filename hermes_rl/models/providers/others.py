@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig
-from hermes_rl.config_env import ModelPlace
+from hermes_rl.config_endpoint import ModelPlace
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.models.providers.probe import probe
 from hermes_rl.models.providers.routing import Keys, Target, find_keys

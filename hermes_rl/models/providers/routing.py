@@ -13,7 +13,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from hermes_rl.config_reach import check_proxy, variable_of
+from hermes_rl.config_endpoint import check_proxy, variable_of
 from hermes_rl.errors import UserError
 from hermes_rl.models.base import ModelClient
 from hermes_rl.models.calls.route import Account, Route

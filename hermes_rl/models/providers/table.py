@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec.yaml
 
-from hermes_rl.config_reach import variables_of
+from hermes_rl.config_endpoint import variables_of
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import unknown
 from hermes_rl.models.endpoint import check_address

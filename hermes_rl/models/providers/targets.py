@@ -15,8 +15,8 @@ from hermes_rl.config_endpoint import (
     PriceSection,
     ProviderSection,
     extra_of,
+    given_reach,
 )
-from hermes_rl.config_reach import given_reach
 from hermes_rl.errors import UserError
 from hermes_rl.models.endpoint import Endpoint, Timeouts
 from hermes_rl.models.providers.prices import ModelPrice, PriceTable, price_table, read_price

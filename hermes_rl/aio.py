@@ -1,16 +1,16 @@
-"""The way from synchronous code into the one async path.
+"""Helpers for asyncio: async code called from synchronous code, and blocking work that a
+cancellation does not leave half done.
 
-`run_sync` is for one call. `Home` is an event loop in a thread of its own, for objects whose
+`run_sync` is for one call. `LoopThread` is an event loop in a thread of its own, for objects whose
 connections and sandboxes must stay on one loop over many calls; it works from plain scripts, from
-notebooks (where a loop is already running) and from any thread.
-"""
+notebooks (where a loop is already running) and from any thread."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from hermes_rl.errors import UserError
@@ -27,11 +27,11 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    with Home() as home:
+    with LoopThread() as home:
         return home.run(coroutine)
 
 
-class Home:
+class LoopThread:
     """An event loop in a thread of its own, started at the first use."""
 
     def __init__(self, name: str = "hermes-rl") -> None:
@@ -105,7 +105,7 @@ class Home:
                 self._thread.join()
             self._loop = self._thread = self._stop = None
 
-    def __enter__(self) -> Home:
+    def __enter__(self) -> LoopThread:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -119,3 +119,29 @@ def _hand_over(task: asyncio.Task[T], future: concurrent.futures.Future[T]) -> N
         future.set_exception(error)
     else:
         future.set_result(task.result())
+
+
+_T = TypeVar("_T")
+
+
+async def to_end(work: Awaitable[_T]) -> _T:
+    """Await something; a cancellation is raised only once it has ended by itself."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError:
+                continue
+        if not task.cancelled():
+            task.exception()  # seen: the cancellation goes first
+        raise
+
+
+async def in_thread(work: Callable[..., _T], *args: object) -> _T:
+    """Run blocking work in a thread, to its end: what it writes is never still being written when
+    the caller has moved on.
+    """
+    return await to_end(asyncio.to_thread(work, *args))
