@@ -12,8 +12,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments without the program's name; None takes the process's.
     """
     try:
-        from hermes_rl.cli.app import run_app
-        from hermes_rl.cli.output import escape_unprintable
+        from hermes_rl.cli.app import escape_unprintable, run_app
 
         escape_unprintable()
         return run_app(argv)

@@ -6,7 +6,10 @@ that returns the exit code (None is 0), or `app`, a `typer.Typer` of subcommands
 
 from __future__ import annotations
 
+import codecs
 import importlib
+import io
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -140,3 +143,20 @@ def _unknown(name: str) -> str:
     if name.startswith("-"):
         return f"no option {name!r}" + did_you_mean(name, ("--help", "--version"))
     return f"no command {name!r}" + did_you_mean(name, available())
+
+
+_HANDLER = "hermes_rl.escape"
+
+
+def escape_unprintable() -> None:
+    """Let stdout and stderr write `\\u2026` for what their encoding cannot say: JSON stays JSON."""
+    codecs.register_error(_HANDLER, _escaped)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_HANDLER)
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hermes_rl.cli.columns import column_map
+from hermes_rl.cli.run_command import column_map
 from hermes_rl.errors import ExitCode, HermesError, UserError
 from hermes_rl.store.rundir import is_run
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from hermes_rl.cli.columns import column_map
+from hermes_rl.cli.run_command import column_map
 from hermes_rl.errors import ExitCode, SandboxKilled, UserError
 from hermes_rl.input_errors import did_you_mean
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec

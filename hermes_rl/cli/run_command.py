@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -192,10 +192,7 @@ def _config(given: dict[str, Any], file: Path | None, settings: Any, columns: An
     from hermes_rl.config import check_keys, parse_config, set_key
 
     data, written = merged(given, FLAGS, file, settings)
-    for text in columns:
-        ours, sign, theirs = text.partition("=")
-        if not sign or not ours or not theirs:
-            raise UserError(f"--map {text}: write --map prompt=COLUMN")
+    for ours, theirs in column_map(columns).items():
         set_key(data, f"dataset.map.{ours}", theirs)
     check_keys(data, "run", written)
     _require(data)
@@ -305,3 +302,12 @@ def show_plan(config: RunConfig, as_json: bool) -> int:
         for line in forecast.lines():
             typer.echo(line)
     return ExitCode.DONE
+
+
+def column_map(given: Iterable[str] | None) -> dict[str, str]:
+    """Our name -> the dataset's. Raises: UserError for what is no pair."""
+    pairs = [(text, *text.partition("=")) for text in given or ()]
+    for text, ours, _, theirs in pairs:
+        if not ours or not theirs:
+            raise UserError(f"--map {text}: write --map prompt=COLUMN")
+    return {ours: theirs for _, ours, _, theirs in pairs}

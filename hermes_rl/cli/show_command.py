@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +11,6 @@ import typer
 
 from hermes_rl.cli import render
 from hermes_rl.cli import web as pages
-from hermes_rl.cli.known_costs import rows_of
 from hermes_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -147,3 +146,29 @@ def _plain(row: Row) -> Row:
         out["sandbox"] = {**sandbox, "limits": json.loads(sandbox["limits"])}
     out["image_data"] = [{"path": image["path"]} for image in row["image_data"] or []]
     return out
+
+
+def rows_of(run: Run, table: str, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows with some of their columns, `trajectory_id` and `unpriced_calls` among them. Those with
+    unpriced calls get a `known_cost_usd`: the sum of their other calls."""
+    rows: list[dict[str, Any]] = run.arrow(table, columns).to_pylist()
+    if any(row["unpriced_calls"] for row in rows):
+        known = _known_costs(run, table)
+        for row in rows:
+            if row["unpriced_calls"]:
+                row["known_cost_usd"] = known.get(row["trajectory_id"])
+    return rows
+
+
+def _known_costs(run: Run, table: str) -> dict[str, float | None]:
+    """Trajectory -> the sum of its calls' costs; absent without a call."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    found: dict[str, float | None] = {}
+    for batch in run.arrow(table, ["trajectory_id", "calls"]).to_batches():
+        costs = pc.struct_field(pc.list_flatten(batch["calls"]), "cost_usd")
+        ids = batch["trajectory_id"].take(pc.list_parent_indices(batch["calls"]))
+        sums = pa.table({"id": ids, "usd": costs}).group_by("id").aggregate([("usd", "sum")])
+        found |= {row["id"]: row["usd_sum"] for row in sums.to_pylist()}
+    return found

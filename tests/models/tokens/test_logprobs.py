@@ -333,7 +333,7 @@ async def test_a_template_that_forks_is_told_at_the_start(tmp_path):
 
 
 async def test_the_doctor_tells_how_a_run_would_get_its_ids(tmp_path):
-    from hermes_rl.cli.doctor_models import Asked, models
+    from hermes_rl.cli.doctor_command import Asked, models
 
     async with engine_at(tmp_path / "t", logprobs="scaled") as engine:
         config = tmp_path / "run.yaml"
