@@ -142,7 +142,9 @@ def _explain(rows: list[dict[str, Any]], wrong: list[str], out: Path) -> list[st
     replayed = [
         {**r, "oracle": _in_session(r), "verify": 'test -e "$WORKSPACE/.passed"'} for r in suspects
     ]
-    rewards = _run(replayed, Play("in session", "oracle", 1.0), out / "again")
+    rewards = _run(
+        replayed, Play("oracle, verified in the agent's sandbox", "oracle", 1.0), out / "again"
+    )
     hint = " (it passes in the agent's sandbox: /tmp and services do not reach the grading box)"
     return [
         line + hint if rewards.get(line.partition(":")[0], (0.0, None))[0] == 1.0 else line

@@ -278,8 +278,9 @@ def test_check_plays_a_dataset(tmp_path: Path) -> None:
     assert "  free: reward 1.0, wanted 0.0" in checked.out
     assert "  free (daemon): reward 1.0, wanted 0.0" in checked.out
     assert "good" not in checked.out
-    for line in ("oracle: 4 rollouts", "oracle: 2 rollouts", "no-op: 4 rollouts", "4/4 units  "):
-        assert line in checked.err
+    for name in ("oracle: 4", "oracle, verified in the agent's sandbox: 2", "no-op: 4"):
+        assert f"{name} rollouts\n" in checked.err
+    assert "4/4 units  " in checked.err
 
 
 def test_check_a_run(finished: Path) -> None:
