@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from hermes_rl.config import parse_config
 from hermes_rl.rl.scoring import TaskLookup, without_policy
-from hermes_rl.rows import LazyRow
 from hermes_rl.sources import read_rows
+from hermes_rl.tasks import LazyRow
 
 LENGTH = 30
 
