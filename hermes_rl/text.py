@@ -43,11 +43,11 @@ def one_line(text: str) -> str:
     return " ".join(CONTROL.sub(" ", text).split())
 
 
-def mask(text: str, secrets: Iterable[str]) -> str:
-    """Replace secrets by `***`, both as they are and in base64."""
+def mask(text: str, secrets: Iterable[str], shown: str = "***") -> str:
+    """Replace secrets by `shown`, both as they are and in base64."""
     for secret in secrets:
-        text = text.replace(secret, "***")
-        text = text.replace(base64.b64encode(secret.encode()).decode(), "***")
+        text = text.replace(secret, shown)
+        text = text.replace(base64.b64encode(secret.encode()).decode(), shown)
     return text
 
 

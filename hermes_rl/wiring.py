@@ -7,7 +7,6 @@ the tools, opened once and shared by all rollouts of the process.
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -64,6 +63,7 @@ from hermes_rl.models.wire.base import sendable
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.sandboxes.base import SandboxBackend, SandboxSpec
 from hermes_rl.tasks import Task
+from hermes_rl.text import mask
 from hermes_rl.tools.base import Tool
 from hermes_rl.tools.terminal import with_timeout
 from hermes_rl.tools.toolsets import resolve
@@ -221,10 +221,7 @@ class Workshop:
 
     def scrub(self, text: str) -> str:
         """A text without the secrets of this run."""
-        for secret in self.secrets:
-            for form in (secret, base64.b64encode(secret.encode()).decode()):
-                text = text.replace(form, "[secret]")
-        return text
+        return mask(text, self.secrets, "[secret]")
 
 
 def _played(name: str, task: Task) -> ModelClient:

@@ -42,6 +42,7 @@ from hermes_rl.messages import (
 from hermes_rl.models.base import Sampling
 from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes.base import Sandbox
+from hermes_rl.text import clean
 from hermes_rl.tools.toolsets import DEFAULT_TOOLSETS, resolve
 from hermes_rl.trajectory import fold
 
@@ -122,15 +123,10 @@ def continuable(messages: Iterable[Message]) -> list[Message]:
 
 def with_user(history: Sequence[Message], text: str) -> list[Message]:
     """The conversation with a user message at its end; two in a row become one."""
-    text = sendable(text)
+    text = clean(text)
     if history and isinstance(last := history[-1], UserMessage):
         return [*history[:-1], UserMessage(content=f"{text_of(last)}\n\n{text}")]
     return [*history, UserMessage(content=text)]
-
-
-def sendable(text: str) -> str:
-    """A text without lone surrogates, which can be neither sent nor stored."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def last_answer(events: Iterable[Event]) -> str | None:
@@ -331,7 +327,7 @@ class AIAgent:
             if history is not None:
                 own, given = split_system(conversation_from_openai(history))
                 self._history, system = continuable(given), system or own
-            self._system = sendable(system or self._system)
+            self._system = clean(system or self._system)
             return await self._until_done(text, task_id or uuid.uuid4().hex)
         except BaseException:
             self._ended = "error" if self._ended is not None else None

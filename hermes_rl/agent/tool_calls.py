@@ -15,6 +15,7 @@ from hermes_rl.agent.prompt import steer_note
 from hermes_rl.errors import SandboxDied, SandboxKilled, ToolError
 from hermes_rl.identity import ID_LENGTH, digest
 from hermes_rl.messages import ToolCall, ToolMessage
+from hermes_rl.text import clean
 from hermes_rl.tools.arguments import read_arguments
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
 from hermes_rl.tools.text import cut_middle, to_json
@@ -238,17 +239,8 @@ async def _run_one(
 
 
 def _told(error: str, *, seconds: float = 0.0, invalid: bool = False) -> _Outcome:
-    return _Outcome(_clean(to_json({"error": _clean(error)})), False, seconds, invalid)
+    return _Outcome(clean(to_json({"error": clean(error)})), False, seconds, invalid)
 
 
 def _text(result: ToolResult, tool: Tool) -> str:
-    return _clean(cut_middle(result.text, tool.max_chars))
-
-
-def _clean(text: str) -> str:
-    """Text that can be sent and stored: lone surrogates become question marks."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "replace").decode()
-    return text
+    return clean(cut_middle(result.text, tool.max_chars))

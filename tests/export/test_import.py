@@ -284,8 +284,8 @@ def test_half_characters_of_a_foreign_file_do_no_harm(tmp_path: Path) -> None:
     ]
     import_file(write(tmp_path / "x.jsonl", {"conversations": turns}), "hermes", tmp_path / "run")
     _, answer, result = load_run(tmp_path / "run").trajectories["messages"][0]
-    assert answer["tool_calls"][0]["function"]["arguments"] == {"a": "?"}
-    assert result["content"] == "?"
+    assert answer["tool_calls"][0]["function"]["arguments"] == {"a": "\ufffd"}
+    assert result["content"] == "\ufffd"
 
 
 def test_the_command_line_goes_both_ways(

@@ -24,6 +24,7 @@ from hermes_rl.messages import (
     UserMessage,
 )
 from hermes_rl.store.rows import Finished
+from hermes_rl.text import clean
 
 _TOOLS = re.compile(r"<tools>\s*(?=[\[{])")
 _SPACE = re.compile(r"\s*")
@@ -158,7 +159,7 @@ def _result(block: Any) -> ToolMessage:
 
 def _storable(value: Any) -> str:
     """Return text without lone surrogates (escapes such as `\\ud83d`), which cannot be stored."""
-    return str(value).encode("utf-8", "replace").decode()
+    return clean(str(value))
 
 
 def _blocks(text: str, tag: str) -> tuple[list[Any], str]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hermes_rl.messages import UNPARSED, AssistantMessage, Message, ToolCall, parse_arguments
+from hermes_rl.text import clean
 
 _sorted = msgspec.json.Encoder(order="sorted").encode
 
@@ -157,7 +158,7 @@ def _written(value: Any) -> str | None:
         return None
     try:
         written = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        written = written.encode("utf-8", "replace").decode()
+        written = clean(written)
     except (ValueError, TypeError, RecursionError):
         return None
     return written if parse_arguments(written) is not None else None
