@@ -288,32 +288,28 @@ async def abandon(outer: Outer) -> None:
     outer.close()
 
 
-def confine(
+async def confined(
     held: list[str], name: str, memory_bytes: int, groups: limits.Cgroups, inner: Inner
 ) -> None:
     """Put a sandbox, in which nothing of the agent's runs yet, into a control group.
+
+    Beside the loop: the kernel takes milliseconds to move a process. A cancelled caller waits for
+    its end, so that the group is known to whoever removes it.
 
     Args:
         held: takes the path of the group, to be removed with the sandbox.
         name: OWNER.N, or what begins so.
         memory_bytes: of the whole sandbox.
     """
-    if not groups.works:
-        return
-    try:
-        path = groups.make(name, memory_bytes)
-    except OSError:
-        return  # then the limit is not in force, and `info.limits` does not list it
-    held.append(path)
-    for pid in (inner.init, inner.supervisor):
-        limits.add(path, pid)
 
+    def confine() -> None:
+        try:
+            path = groups.make(name, memory_bytes)
+        except OSError:
+            return  # then the limit is not in force, and `info.limits` does not list it
+        held.append(path)
+        for pid in (inner.init, inner.supervisor):
+            limits.add(path, pid)
 
-async def confined(
-    held: list[str], name: str, memory_bytes: int, groups: limits.Cgroups, inner: Inner
-) -> None:
-    """`confine` beside the loop: the kernel takes milliseconds to move a process. A cancelled
-    caller waits for its end, so that the group is known to whoever removes it."""
-    if not groups.works:
-        return
-    await in_thread(confine, held, name, memory_bytes, groups, inner)
+    if groups.works:
+        await in_thread(confine)

@@ -30,7 +30,7 @@ from hermes_rl.sandboxes.disk import Disks, Storage, find_disks
 from hermes_rl.sandboxes.leased import BubblewrapSandbox, GradingSandbox
 from hermes_rl.sandboxes.packing import Packing, Unpackable, pack_in_thread
 from hermes_rl.sandboxes.probe import find_binary, reachable
-from hermes_rl.sandboxes.processes import Jobs, look
+from hermes_rl.sandboxes.processes import Jobs, snapshot
 from hermes_rl.sandboxes.session import environment_file, not_started
 from hermes_rl.sandboxes.shell import Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Home, Slots, Watchdog, has_slots, reap
@@ -186,7 +186,8 @@ class Bubblewrap:
             raise
         paths = ShellPaths(control, recipe.CONTROL, recipe.STATE)
         jobs = Jobs(
-            lambda: outer.inner().supervisor, lambda: look(outer.inner().children(), below=False)
+            lambda: outer.inner().supervisor,
+            lambda: snapshot(outer.inner().children(), below=False),
         )
         shell = Shell(host_end, paths, jobs)
         try:

@@ -151,19 +151,19 @@ class Report:
     async def started(self) -> None:
         """Wait for the starter's line: its writer becomes the verifier. Raises: SandboxStartError
         with what came instead."""
-        said = b""
+        received = b""
         try:
             async with asyncio.timeout(START_S):
-                while not said.endswith(b"R\n") and len(said) < LINE_MAX:
+                while not received.endswith(b"R\n") and len(received) < LINE_MAX:
                     await _readable(self._channel)
                     data, self._verifier = self._receive() or (b"", 0)
                     if not data:
                         break
-                    said += data
+                    received += data
         except TimeoutError:
-            said += b"it did not start in time"
-        if not said.endswith(b"R\n"):
-            why = said.decode("utf-8", "replace")
+            received += b"it did not start in time"
+        if not received.endswith(b"R\n"):
+            why = received.decode("utf-8", "replace")
             raise SandboxStartError(f"the grading sandbox did not start: {why}")
 
     def read(self) -> None:

@@ -120,7 +120,7 @@ class Tree:
         self.process = process
         eldest = processes.find(process.pid) or processes.Proc(0, process.pid)
         line = f"pipe:[{os.fstat(alive).st_ino}]"
-        self.kin = processes.Kin(eldest, f"{MARK}={mark}".encode(), line)
+        self.members = processes.MarkedProcesses(eldest, f"{MARK}={mark}".encode(), line)
         self._alive = alive
 
     def _held(self) -> bool:
@@ -142,40 +142,36 @@ class Tree:
                 self.process.kill()
                 self.process.wait()
             else:
-                processes.end_tree(self.kin.eldest)
+                processes.end_tree(self.members.eldest)
         if self._alive < 0:
             return
         for _ in range(processes.ROUNDS):
             if not self._held():
                 break
-            processes.send(self.kin.look().alive, signal.SIGKILL)
+            processes.send(self.members.snapshot().alive, signal.SIGKILL)
             time.sleep(0.001)
         os.close(self._alive)
         self._alive = -1
 
 
-def plant(argv: list[str], box: Path, stdio: socket.socket) -> Tree:
-    """Start a shell with a life line.
+def start_tree(argv: list[str], folder: Path, stdio: socket.socket) -> Tree:
+    """Start a shell with a life line; `stdio` is closed here.
 
-    In the thread that asks: nothing here dies with the thread that started it, and the start takes
-    half a millisecond, of which another thread would cost a tenth.
+    In the calling thread: nothing here dies with the thread that started it, and the start takes
+    half a millisecond, of which another thread would cost a tenth. In one go: a process that forks
+    while both ends of the line are open would hold it too.
     """
     with stdio:
-        return _grow(argv, str(box), stdio)
-
-
-def _grow(argv: list[str], mark: str, stdio: socket.socket) -> Tree:
-    """Start it. In one go: who forks while we hold both ends of the line would hold it too."""
-    alive, line = os.pipe()
-    os.set_blocking(alive, False)
-    try:
-        process = start(Launch(argv, argv[0], pass_fds=(line,), env={MARK: mark}), stdio)
-        return Tree(process, mark, alive)
-    except BaseException:
-        os.close(alive)
-        raise
-    finally:
-        os.close(line)
+        alive, line = os.pipe()
+        try:
+            os.set_blocking(alive, False)
+            launch = Launch(argv, argv[0], pass_fds=(line,), env={MARK: str(folder)})
+            return Tree(start(launch, stdio), str(folder), alive)
+        except BaseException:
+            os.close(alive)
+            raise
+        finally:
+            os.close(line)
 
 
 @cache
@@ -250,12 +246,12 @@ class Subprocess:
         ]
         host_end, inner_end = socket.socketpair()
         command = [*argv, *limits, f"{box.name}:{spec.lease}"]
-        tree = plant(command, box, inner_end)
+        tree = start_tree(command, box, inner_end)
         process = tree.process
         shell = Shell(
             host_end,
             ShellPaths(control, str(control), str(control), inputs=box),
-            processes.Jobs(lambda: process.pid, tree.kin.orphans),
+            processes.Jobs(lambda: process.pid, tree.members.orphans),
         )
         try:
             await shell.ready()
@@ -292,7 +288,7 @@ class Subprocess:
 
         async def begin(stdio: socket.socket) -> grading.Running:
             command = [find_bash(), "--norc", "--noprofile", str(control / "start")]
-            tree = plant(command, box, stdio)
+            tree = start_tree(command, box, stdio)
 
             async def ended() -> int:
                 code = await exited(tree.process)

@@ -140,16 +140,18 @@ def explain(error: str) -> str:
     """A failed start in one line: what stands in the way and what to do about it."""
     first = " ".join(error.split())[:300] or "no word from it"
     if _value(_APPARMOR) == "1":
-        mend = "sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0 (or an AppArmor profile)"
+        remedy = (
+            "sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0 (or an AppArmor profile)"
+        )
     elif _value(_CLONE) == "0":
-        mend = "sudo sysctl kernel.unprivileged_userns_clone=1"
+        remedy = "sudo sysctl kernel.unprivileged_userns_clone=1"
     elif _value(_MOST) == "0":
-        mend = "sudo sysctl user.max_user_namespaces=10000"
+        remedy = "sudo sysctl user.max_user_namespaces=10000"
     elif any(sign in first for sign in _SIGNS):
-        mend = "a container needs --security-opt seccomp=unconfined, or user namespaces allowed"
+        remedy = "a container needs --security-opt seccomp=unconfined, or user namespaces allowed"
     else:
         return f"bubblewrap did not start: {first}"
-    return f"user namespaces are forbidden here ({first}): {mend}"
+    return f"user namespaces are forbidden here ({first}): {remedy}"
 
 
 def probe(binary: str | None = None) -> Probe:
@@ -174,9 +176,9 @@ def probe(binary: str | None = None) -> Probe:
         code = process.wait(timeout=20)
         host_end.setblocking(False)
         try:
-            said = host_end.recv(4096).decode("utf-8", "replace")
+            output = host_end.recv(4096).decode("utf-8", "replace")
         except BlockingIOError:
-            said = ""
+            output = ""
     groups = limits.detect()
     names = ("processes", "file_bytes", "tmp_bytes", "shm_bytes", "address_space_bytes_per_process")
     enforced = dict.fromkeys(names, code == 0) | {"memory_bytes": groups.works}
@@ -186,7 +188,7 @@ def probe(binary: str | None = None) -> Probe:
     message = f"works; {who}" if code == 0 else ""
     return Probe(
         works=code == 0,
-        message=message or explain(said),
+        message=message or explain(output),
         binary=found,
         version=_output([found, "--version"]).strip(),
         overlay="--overlay-src" in listed,

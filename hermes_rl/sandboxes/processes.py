@@ -19,8 +19,8 @@ ROUNDS = 200
 """Rounds of SIGKILL, 5 ms apart, before a tree is called unkillable."""
 STOP_S = 10.0
 """How long a tree may take to stop. A process stops when it next runs: on a busy machine, late."""
-RESTLESS = 10
-"""Empty looks in a row that are believed even when strangers of the machine come and go."""
+BUSY_SNAPSHOTS = 10
+"""Empty snapshots in a row that suffice while other processes of the machine come and go."""
 
 
 @dataclass(frozen=True)
@@ -118,21 +118,21 @@ def children(pid: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What one look at /proc found."""
+class Snapshot:
+    """What /proc showed at one moment."""
 
     alive: list[Proc]
     dying: frozenset[Proc] = frozenset()
-    """Zombies, and who went away while we looked: what they forked just before may be missing."""
+    """Zombies, and what ended during the snapshot: what they forked just before may be missing."""
 
-    def __add__(self, other: Look) -> Look:
-        return Look(self.alive + other.alive, self.dying | other.dying)
-
-
-Orphans = Callable[[], Look]
+    def __add__(self, other: Snapshot) -> Snapshot:
+        return Snapshot(self.alive + other.alive, self.dying | other.dying)
 
 
-def look(pids: Iterable[int], *, below: bool = True) -> Look:
+Orphans = Callable[[], Snapshot]
+
+
+def snapshot(pids: Iterable[int], *, below: bool = True) -> Snapshot:
     """These processes, and all below them."""
     alive: list[Proc] = []
     dying: set[Proc] = set()
@@ -149,19 +149,19 @@ def look(pids: Iterable[int], *, below: bool = True) -> Look:
             alive.append(Proc(found.start, pid))
         if below:
             todo += children(pid)
-    return Look(alive, frozenset(dying))
+    return Snapshot(alive, frozenset(dying))
 
 
 def descendants(pid: int) -> list[Proc]:
     """All that live below this one."""
-    return look(children(pid)).alive
+    return snapshot(children(pid)).alive
 
 
-class Calm:
-    """Tells, from look to look, when all are gone.
+class Quiescence:
+    """Decides, from one snapshot to the next, when all processes are gone.
 
-    An empty look alone proves nothing: a child that was forked when the list had been read is
-    missed, and its parent was gone when we came to it. So the look before it was empty too, and
+    One empty snapshot proves nothing: it misses a child that was forked after the list was read
+    and whose parent ended before its turn. So the snapshot before it was empty too, and
     nobody was dying that was not dying then.
     """
 
@@ -169,12 +169,12 @@ class Calm:
         self._empty = 0
         self._dying: frozenset[Proc] = frozenset()
 
-    def gone(self, now: Look) -> bool:
-        """Take one more look into account."""
-        restless = not now.dying <= self._dying
+    def gone(self, now: Snapshot) -> bool:
+        """Take one more snapshot into account."""
+        busy = not now.dying <= self._dying
         self._dying = now.dying
         self._empty = 0 if now.alive else self._empty + 1
-        return self._empty >= (RESTLESS if restless else 2)
+        return self._empty >= (BUSY_SNAPSHOTS if busy else 2)
 
 
 def inside_pid(pid: int) -> int:
@@ -223,20 +223,20 @@ class Jobs:
         job = self.running()
         if job is None:
             return True
-        told: set[Proc] = set()
-        calm = Calm()
+        signalled: set[Proc] = set()
+        quiescence = Quiescence()
         deadline = time.monotonic() + GRACE_S
         pause = 0.001
-        while not calm.gone(now := self._look(job)):
+        while not quiescence.gone(now := self._job_snapshot(job)):
             if time.monotonic() > deadline:
-                return _kill(now, calm, lambda: self._look(job))
-            send([proc for proc in now.alive if proc not in told], signal.SIGTERM)
-            told.update(now.alive)
+                return _kill(now, quiescence, lambda: self._job_snapshot(job))
+            send([proc for proc in now.alive if proc not in signalled], signal.SIGTERM)
+            signalled.update(now.alive)
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
         return True
 
-    def _look(self, job: Proc) -> Look:
+    def _job_snapshot(self, job: Proc) -> Snapshot:
         """The job's tree, and what left it (by setsid and double forks).
 
         An orphan belongs to the job when it is younger; what an older background process started
@@ -247,7 +247,7 @@ class Jobs:
         orphans = self._orphans()
         supervisor = self._supervisor()
         left = [proc.pid for proc in orphans.alive if proc.pid != supervisor and proc.younger(job)]
-        return tree + Look([], orphans.dying) + look(left)
+        return tree + Snapshot([], orphans.dying) + snapshot(left)
 
 
 def _known(pid: int) -> Proc:
@@ -255,29 +255,29 @@ def _known(pid: int) -> Proc:
     return find(pid) or Proc(-1, pid)
 
 
-def _tree(root: Proc) -> Look:
+def _tree(root: Proc) -> Snapshot:
     """A process and all below it; not those of a stranger that has its id by now."""
-    return look([root.pid]) if find(root.pid) == root else Look([])
+    return snapshot([root.pid]) if find(root.pid) == root else Snapshot([])
 
 
 def stop_tree(root: Proc) -> None:
     """SIGSTOP a process and everything below it, so that nothing of it forks or leaves it.
 
     For a tree whose orphans nobody would find. A process in the middle of a fork stops after it:
-    so all have stopped before the look that must find nothing new. Gives up after `STOP_S`, as
+    so all have stopped before the snapshot that must find nothing new. Gives up after `STOP_S`, as
     when a process hangs in the kernel. Blocks: call it in a thread.
     """
-    told: set[Proc] = set()
+    signalled: set[Proc] = set()
     halted = False
     deadline = time.monotonic() + STOP_S
     while time.monotonic() < deadline:
-        fresh = [proc for proc in _tree(root).alive if proc not in told]
+        fresh = [proc for proc in _tree(root).alive if proc not in signalled]
         if halted and not fresh:
             return
         send(fresh, signal.SIGSTOP)
-        told.update(fresh)
+        signalled.update(fresh)
         time.sleep(0.001)
-        halted = all(proc.halted() for proc in told)
+        halted = all(proc.halted() for proc in signalled)
 
 
 def end_tree(root: Proc) -> bool:
@@ -288,22 +288,22 @@ def end_tree(root: Proc) -> bool:
     """
     known: set[Proc] = set()
 
-    def again() -> Look:
+    def again() -> Snapshot:
         """Also those whose parent is gone by now."""
         now = _tree(root)
         known.update(now.alive)
-        return Look([proc for proc in known if proc.alive()], now.dying)
+        return Snapshot([proc for proc in known if proc.alive()], now.dying)
 
-    return _kill(again(), Calm(), again)
+    return _kill(again(), Quiescence(), again)
 
 
-def _kill(now: Look, calm: Calm, again: Callable[[], Look]) -> bool:
-    """SIGKILL what a look found, look again, until all are gone. Returns whether they are."""
+def _kill(now: Snapshot, quiescence: Quiescence, again: Callable[[], Snapshot]) -> bool:
+    """SIGKILL what a snapshot holds, take another, until all are gone. Returns whether they are."""
     for _ in range(ROUNDS):
         send(now.alive, signal.SIGKILL)
         time.sleep(0.005)
         now = again()
-        if calm.gone(now):
+        if quiescence.gone(now):
             return True
     return False
 
@@ -315,8 +315,8 @@ def send(processes: Iterable[Proc], number: int) -> None:
 
 
 @dataclass(frozen=True)
-class Kin:
-    """How processes that belong together are known among all of the machine.
+class MarkedProcesses:
+    """Processes that belong together, found among all of the machine.
 
     By a variable of their environment, and by a pipe that they hold for writing. Each alone has
     gaps: `env -i` drops the variable, and in the middle of an exec no environment can be read; a
@@ -324,24 +324,24 @@ class Kin:
     """
 
     eldest: Proc
-    """The first of them: older processes are not looked at."""
+    """The first of them: older processes are skipped."""
     mark: bytes
     """NAME=VALUE of the variable."""
     line: str
     """The pipe, as links in /proc/PID/fd name it."""
 
-    def look(self) -> Look:
+    def snapshot(self) -> Snapshot:
         """All of them."""
         dying: set[Proc] = set()
         found = self._found(dying)
-        return Look([*found], frozenset(dying))
+        return Snapshot([*found], frozenset(dying))
 
-    def orphans(self) -> Look:
+    def orphans(self) -> Snapshot:
         """Those whose parent is not one of them."""
         dying: set[Proc] = set()
         found = self._found(dying)
         pids = {proc.pid for proc in found}
-        return Look([p for p, parent in found.items() if parent not in pids], frozenset(dying))
+        return Snapshot([p for p, parent in found.items() if parent not in pids], frozenset(dying))
 
     def _found(self, dying: set[Proc]) -> dict[Proc, int]:
         """Who lives, with the id of its parent."""

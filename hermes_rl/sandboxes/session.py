@@ -65,9 +65,9 @@ NO_CWD = "no working directory"
 
 def not_started(error: BaseException, text: str) -> TaskFault | SandboxStartError:
     """The error for a shell that did not come up: the task's fault when it was its `cwd`."""
-    said = str(error)
-    if NO_CWD in said:
-        return TaskFault(f"{said[said.index(NO_CWD) :].strip()} ('cwd')")
+    message = str(error)
+    if NO_CWD in message:
+        return TaskFault(f"{message[message.index(NO_CWD) :].strip()} ('cwd')")
     return SandboxStartError(text)
 
 

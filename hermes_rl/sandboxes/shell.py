@@ -32,7 +32,6 @@ from hermes_rl.sandboxes.streams import (
     DRAIN_PAUSE_S,
     LINE_MAX,
     HeadTail,
-    Nothing,
     Pipe,
     Sink,
     Watch,
@@ -289,7 +288,7 @@ class Shell:
         """Drop what a background job prints, at most a chunk per pause: it must never block."""
         if pipe not in self._aside:
             return
-        if pipe.read_into(Nothing(), CHUNK) is None:
+        if pipe.read_into(HeadTail(0), CHUNK) is None:
             self._aside.discard(pipe)
             pipe.close()
             return

@@ -102,16 +102,6 @@ class IntoFile:
             file.write(data)
 
 
-class Nothing:
-    """Takes output that nobody wants."""
-
-    total = 0
-    limit: int | None = None
-
-    def feed(self, data: bytes) -> None:
-        """Drop it."""
-
-
 CHUNK = 1 << 16
 """Bytes read at once: what a pipe holds."""
 DRAIN_PAUSE_S = 0.05

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hermes_rl.sandboxes.processes import Jobs, Look
+from hermes_rl.sandboxes.processes import Jobs, Snapshot
 from hermes_rl.sandboxes.shell import Background, Shell, ShellLost, ShellPaths
 from hermes_rl.sandboxes.streams import LINE_MAX, HeadTail
 
@@ -34,7 +34,7 @@ async def test_garbage_ends_the_session(tmp_path: Path, garbage: bytes) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         paths = ShellPaths(tmp_path, "/hx", "/run/hx")
-        shell = Shell(ours, paths, Jobs(lambda: 0, lambda: Look([])))
+        shell = Shell(ours, paths, Jobs(lambda: 0, lambda: Snapshot([])))
         theirs.send(b"R\n")
         await shell.ready()
         Background(shell)

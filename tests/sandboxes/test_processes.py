@@ -16,14 +16,14 @@ from hermes_rl.sandboxes.base import SandboxBackend, SandboxSpec
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 from hermes_rl.sandboxes.none import Subprocess
 from hermes_rl.sandboxes.processes import (
-    Calm,
     Jobs,
-    Kin,
-    Look,
+    MarkedProcesses,
     Proc,
+    Quiescence,
+    Snapshot,
     children,
     find,
-    look,
+    snapshot,
     stop_tree,
 )
 
@@ -55,10 +55,10 @@ def test_one_empty_look_is_not_the_end() -> None:
     with running(["bash", "-c", "sleep 971 & wait"]) as shell:
         only_child(shell.pid)
         with running(["sleep", "972"]) as stray:
-            misses = [Look([])] * 2  # while the job lives, and once more
+            misses = [Snapshot([])] * 2  # while the job lives, and once more
 
-            def orphans() -> Look:
-                return misses.pop() if misses else look([stray.pid])
+            def orphans() -> Snapshot:
+                return misses.pop() if misses else snapshot([stray.pid])
 
             assert Jobs(lambda: shell.pid, orphans).end()
             assert stray.wait(5) < 0
@@ -69,14 +69,19 @@ def test_whom_the_looks_find_dying() -> None:
     one, two = Proc(5, 1), Proc(-1, 2)
 
     def looks(*dying: set[Proc]) -> list[bool]:
-        calm = Calm()
-        return [calm.gone(Look([], frozenset(who))) for who in dying]
+        quiescence = Quiescence()
+        return [quiescence.gone(Snapshot([], frozenset(who))) for who in dying]
 
     assert looks(set(), set()) == [False, True]
     assert looks({one}, {one}) == [False, True]
     assert looks({one}, {one, two}, {two}) == [False, False, True]
-    calm = Calm()
-    assert [calm.gone(Look(alive)) for alive in ([], [one], [], [])] == [False, False, False, True]
+    quiescence = Quiescence()
+    assert [quiescence.gone(Snapshot(alive)) for alive in ([], [one], [], [])] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     strangers = [{Proc(-1, number)} for number in range(10)]
     assert looks(*strangers) == [False] * 9 + [True], "a busy machine holds nobody up for ever"
 
@@ -104,7 +109,9 @@ def test_kin_by_mark_and_by_life_line() -> None:
     mark = {"KIN": f"of {os.getpid()}"}
     try:
         with running(["sleep", "973"], env=mark) as elder, younger(seen(elder)) as eldest:
-            kin = Kin(eldest, f"KIN={mark['KIN']}".encode(), os.readlink(f"/proc/self/fd/{line}"))
+            marked_all = MarkedProcesses(
+                eldest, f"KIN={mark['KIN']}".encode(), os.readlink(f"/proc/self/fd/{line}")
+            )
             with (
                 running(shell, env=mark) as marked,
                 running(shell, env={}, pass_fds=(line,)) as holder,
@@ -112,8 +119,12 @@ def test_kin_by_mark_and_by_life_line() -> None:
             ):
                 child, held = only_child(marked.pid), only_child(holder.pid)
                 only_child(reader.pid)
-                assert {proc.pid for proc in kin.look().alive} == {marked.pid, child, held}
-                assert {proc.pid for proc in kin.orphans().alive} == {marked.pid, held}
+                assert {proc.pid for proc in marked_all.snapshot().alive} == {
+                    marked.pid,
+                    child,
+                    held,
+                }
+                assert {proc.pid for proc in marked_all.orphans().alive} == {marked.pid, held}
     finally:
         os.close(reads)
         os.close(line)
@@ -180,7 +191,7 @@ def test_a_tree_that_gets_little_cpu_time_is_stopped_all_the_same() -> None:
             shell.stdin.flush()
             shell.stdout.readline()
             stop_tree(root)
-            assert [proc for proc in look([root.pid]).alive if not proc.halted()] == []
+            assert [proc for proc in snapshot([root.pid]).alive if not proc.halted()] == []
         finally:
             os.killpg(shell.pid, signal.SIGKILL)
 
