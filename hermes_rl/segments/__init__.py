@@ -1,7 +1,6 @@
 """Token-exact segments: what an RL trainer trains on, made from an attempt's events.
 
-`with_segments` is what a worker calls; `segments_of` makes the rows and `check_segments` holds them
-against the events by a way of its own.
+`with_segments` makes and checks them for a worker. `check_segments` compares rows with events.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ __all__ = [
     "Exclusion",
     "TokensFault",
     "check_segments",
-    "segments_of",
     "with_segments",
 ]
 
@@ -31,19 +29,6 @@ _log = logging.getLogger(__name__)
 
 _CHARS = 500
 """Of an error in a row."""
-
-
-def segments_of(events: Sequence[ev.Event], row: Trajectory) -> list[Segment]:
-    """The segments of one attempt, one per branch of its tokens; none where no ids were recorded.
-
-    Args:
-        events: the attempt's events in order, also of one that was killed.
-        row: what they fold to. Segments of a row that is not `ok` are never trainable.
-
-    Raises: TokensFault when the recorded tokens contradict each other.
-    """
-    told = happened(events)
-    return rows_of(_branches(told), told, row) if told.tokens else []
 
 
 def check_segments(segments: Sequence[Segment], events: Sequence[ev.Event]) -> None:

@@ -3,13 +3,14 @@
 | file | what |
 |---|---|
 | `driver` | `open_run`: lock, epoch, recovery; dispatches and receipts |
-| `journal` `dispatch` `lines` | what is appended while a run goes on |
-| `publisher` `commit` `parts` | sealed batches become Parquet parts and commits |
-| `recovery` `replay` `fence` `repair` | what a killed run left |
-| `ledger` `summary` `stats` | what is done, given up and open; the sums |
-| `reader` | `load_run`: frames and Arrow |
-| `schema` `rows` `version` | the tables |
-| `rundir` `disk` `processes` `crash` | names, durable verbs, locks, the crash hook of the tests |
+| `journal` `derived` | what is appended while a run is in progress, and when it is published |
+| `commit` `parts` | sealed batches become Parquet parts and commits |
+| `recovery` | what a killed run left |
+| `integrity` | checks of every file, and repair |
+| `ledger` `summary` `stats` | what is done, given up and open; sums; stats.json, report.html |
+| `reader` | `load_run`: frames and Arrow; who drives a run, and what is in flight |
+| `rows` `schema` | the content of journal lines; the Arrow schemas of the tables |
+| `rundir` `files` `processes` `crash` | names, durable files, lock holders, the tests' crash hook |
 
 Import from these files: this one loads nothing.
 """

@@ -12,7 +12,7 @@ from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Conversation, ModelRequest, Sampling, TokenCapture
 from hermes_rl.models.tokens.capture import record_of
 from hermes_rl.models.tokens.graph import TokenGraph, TokensFault
-from hermes_rl.segments import check_segments, segments_of, with_segments
+from hermes_rl.segments import check_segments, with_segments
 from hermes_rl.trajectory import fold
 from hermes_rl.usage import Usage
 
@@ -67,9 +67,9 @@ class Story:
     def done(self, reason: str = "answered", cause: str | None = None):
         ended = ev.Ended(finished_at=2.0, end_reason=reason, cause=cause)
         self.events += [ev.Graded(reward=0.5), ended]
-        segments = segments_of(self.events, fold(self.events))
+        _, segments = with_segments(self.events, fold(self.events))
         check_segments(segments, self.events)
-        return segments
+        return list(segments)
 
 
 def test_the_golden_case_an_end_token_off_by_one_after_tool_calls():
