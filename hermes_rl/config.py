@@ -505,7 +505,7 @@ def load_config(path: Path) -> dict[str, Any]:
     data, line_of = read_mapping(path, RunConfig)
     for name, value in data.items():
         if name in RunConfig.model_fields and not isinstance(value, dict | None):
-            raise UserError(f"{path}: '{name}' is no section. Put its keys below it")
+            raise UserError(f"{path}: '{name}' is not a section. Put its keys below it")
     data = {name: value for name, value in data.items() if value is not None}
     check_keys(data, str(path), line_of=line_of)
     return data

@@ -143,7 +143,7 @@ def _check_json(value: Any, place: str) -> None:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError):
         raise UserError(
-            f"{place} holds what JSON has no word for (NaN, a date, half a surrogate pair). Mend it"
+            f"{place} is not JSON-serializable (NaN, a date, half a surrogate pair). Fix it"
         ) from None
 
 
@@ -175,6 +175,8 @@ def _json_file(given: str) -> tuple[str, Any]:
     try:
         return path, json.loads(_read(path, _PREFILL))
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: no JSON ({error.msg}). Mend that line") from None
+        raise UserError(
+            f"{path}:{error.lineno}: not valid JSON ({error.msg}). Fix that line"
+        ) from None
     except RecursionError:
         raise UserError(f"{path}: nested too deeply. Write a list of messages") from None

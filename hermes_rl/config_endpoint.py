@@ -113,7 +113,7 @@ def variables_of(texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_proxy(address: str, place: str) -> None:
-    """Raises: UserError for what is no address of a proxy; the address is not shown."""
+    """Raises: UserError for what is not a proxy address; the address is not shown."""
     try:
         parts = urlsplit(address)
         known = parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -121,7 +121,7 @@ def check_proxy(address: str, place: str) -> None:
     except ValueError:
         known = False
     if not known:
-        raise UserError(f"{place} is no address of a proxy. Use for example http://127.0.0.1:3128")
+        raise UserError(f"{place} is not a proxy address. Use for example http://127.0.0.1:3128")
 
 
 def given_reach(section: ReachSection) -> dict[str, Any]:
@@ -355,7 +355,7 @@ class EndpointSection(ReachSection):
     def _names(cls, given: dict[str, str]) -> dict[str, str]:
         if not all(map(_NAME.fullmatch, given)):  # it may be the key itself: it is not shown
             raise UserError(
-                "'endpoint.key_commands' holds what is no name of a variable. Write NAME: command"
+                "'endpoint.key_commands' has a key that is not a variable name. Write NAME: command"
             )
         return given
 
@@ -391,7 +391,7 @@ def check_address(given: str | None, key: str) -> str | None:
         where = urlsplit(given or "")
     except ValueError:  # the text itself is not shown: it may hold a password
         raise UserError(
-            f"'{key}' is no address. Use for example http://127.0.0.1:8000/v1"
+            f"'{key}' is not an address. Use for example http://127.0.0.1:8000/v1"
         ) from None
     if "@" in where.netloc or where.query:
         raise UserError(
@@ -404,13 +404,13 @@ def check_address(given: str | None, key: str) -> str | None:
 def join_names(given: Any) -> Any:
     """A list of names as one text with commas.
 
-    Raises: UserError for what is no name of a variable: likely the key itself, so it is not shown.
+    Raises: UserError for a text that is not a variable name: likely the key, so it is not shown.
     """
     if isinstance(given, list | tuple) and all(isinstance(name, str) for name in given):
         given = ",".join(given)
     if isinstance(given, str) and not all(map(_NAME.fullmatch, split_names(given))):
         raise UserError(
-            "'api_key_env' holds what is no name of a variable. Put the key into a variable, "
+            "'api_key_env' is not the name of a variable. Put the key into a variable, "
             "and name that"
         )
     return given
@@ -432,7 +432,7 @@ def read_prices_file(given: str) -> Any:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}. Check endpoint.prices") from None
     except (UnicodeDecodeError, yaml.YAMLError):
-        raise UserError(f"{path}: no YAML text. Check endpoint.prices") from None
+        raise UserError(f"{path}: not valid YAML. Check endpoint.prices") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: must hold models and their prices, as `gpt-5: {{input: 1, ...}}`")
     return data

@@ -55,7 +55,7 @@ def canonical_json(value: Any) -> str:
 def digest(value: Any) -> str:
     """sha256 over the canonical JSON of a value, as 64 hex digits.
 
-    Raises: ValueError for NaN and infinities; TypeError for what is no JSON.
+    Raises: ValueError for NaN and infinities; TypeError for what is not JSON-serializable.
     """
     try:
         return encoded_digest(_ready(value))
@@ -92,7 +92,7 @@ def _ready(value: Any) -> Any:
         return [_ready(v) for v in value]
     if kind is float:
         return canonical_float(value)
-    raise TypeError(f"{kind.__name__} is no plain JSON")
+    raise TypeError(f"{kind.__name__} is not plain JSON")
 
 
 def unit_id(config_hash: str, task_hash: str, occurrence: int, repeat: int) -> str:

@@ -18,7 +18,7 @@ import msgspec
 from hermes_rl.errors import UserError
 
 UNPARSED = "_unparsed"
-"""Key under which a row holds what is no JSON object, or one that common readers cannot hold."""
+"""Key under which a row holds what is not a JSON object, or one that common readers cannot hold."""
 
 MAX_DEPTH = 200
 """Levels of nesting that a row holds as JSON."""
@@ -81,7 +81,7 @@ Message = SystemMessage | UserMessage | AssistantMessage | ToolMessage
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """The arguments of a tool call as an object; None when the text is no JSON object."""
+    """The arguments of a tool call as an object; None when the text is not a JSON object."""
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
@@ -224,7 +224,7 @@ def conversation_from_openai(forms: Iterable[Mapping[str, Any]]) -> list[Message
     nor stored, become question marks, and each tool call has an id of its own
     (`with_unique_ids`).
 
-    Raises: UserError, also for what is no JSON.
+    Raises: UserError, also for what is not JSON-serializable.
     """
     given = [from_openai(_plain(form, place)) for place, form in enumerate(forms, 1)]
     return with_unique_ids(given)
@@ -317,5 +317,5 @@ def _plain(form: Any, place: int) -> Mapping[str, Any]:
         plain: Mapping[str, Any] = json.loads(text.encode("utf-8", "replace"))
         return plain
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
-        raise UserError(f"message {place} holds what is no JSON: {error}") from None
+        raise UserError(f"message {place} is not JSON-serializable: {error}") from None
     return form

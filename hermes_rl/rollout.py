@@ -369,7 +369,7 @@ class _Attempt:
 
     def _state_left(self) -> str | None:
         """What the rollout noted, before a grader may change it; None where nothing is kept, or it
-        is no plain JSON."""
+        is not plain JSON."""
         kept = self.workshop.workspaces is not None
         return state_text(self.episode.tool_state()) if kept else None
 

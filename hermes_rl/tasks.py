@@ -152,7 +152,9 @@ def _json_form(value: Any, column: str) -> Any:
         case str() | bool() | int() | float() | None:
             return value
     kind = type(value).__name__
-    raise TaskFault(f"column '{column}' holds a {kind}, which is no JSON; drop or convert it")
+    raise TaskFault(
+        f"column '{column}' holds a {kind}, which is not JSON-serializable; drop or convert it"
+    )
 
 
 def _id(row: Mapping[str, Any]) -> str:

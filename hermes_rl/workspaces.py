@@ -84,8 +84,8 @@ class Workspaces:
 
 
 def state_text(state: dict[str, Any]) -> str | None:
-    """A state as it is kept; None for one that is no plain JSON: nothing is kept of such a rollout,
-    for it cannot be graded again."""
+    """Encode a state to be kept; None for one that is not plain JSON: such a rollout cannot be
+    graded again, and nothing of it is kept."""
     try:
         return json.dumps(state, allow_nan=False)
     except (TypeError, ValueError, RecursionError):

@@ -67,7 +67,7 @@ _decode_run = msgspec.json.Decoder(_Run).decode
 class FileSession:
     """A session in a file, which is made when it is absent. One agent holds it at a time.
 
-    Raises: UserError for a file that cannot be written, is no session, or is in use.
+    Raises: UserError for a file that cannot be written, is not a session, or is in use.
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,7 +108,7 @@ class FileSession:
         whole = data[: data.rfind(b"\n") + 1]
         if not whole:
             if not _HEAD.startswith(data[: len(_HEAD)]):
-                raise UserError(f"{self.path} is no session file. Choose another")
+                raise UserError(f"{self.path} is not a session file. Choose another")
             os.ftruncate(self._fd, 0)
             self.session_id = uuid.uuid4().hex
             head = _Head(session_id=self.session_id, created_at=time.time())
@@ -127,7 +127,7 @@ class FileSession:
                 run = _decode_run(line)
                 messages = [*messages[: run.kept], *run.added]
         except msgspec.DecodeError as error:
-            raise UserError(f"{self.path} is no session file: {error}. Choose another") from None
+            raise UserError(f"{self.path} is not a session file: {error}. Choose another") from None
         return messages
 
     def _write(self, line: bytes) -> None:

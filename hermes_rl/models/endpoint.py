@@ -137,7 +137,7 @@ def check_address(base_url: str) -> None:
         known = False
     if not known:
         raise UserError(
-            f"base_url {base_url!r} is no address. Use for example http://127.0.0.1:8000/v1"
+            f"base_url {base_url!r} is not an address. Use for example http://127.0.0.1:8000/v1"
         )
 
 

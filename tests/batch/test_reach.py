@@ -207,7 +207,7 @@ async def test_an_answer_that_stands_still_is_given_up_after_idle_seconds() -> N
         ({"headers": {"x y": "a"}}, "'headers' holds 'x y'"),
         ({"headers": {"x-org": "a\nb"}}, "'headers.x-org' holds a line break"),
         ({"proxy": "http://me:pw@127.0.0.1:1"}, "'proxy' holds a user or a password"),
-        ({"proxy": "127.0.0.1:3128"}, "'proxy' is no address of a proxy"),
+        ({"proxy": "127.0.0.1:3128"}, "'proxy' is not a proxy address"),
         ({"proxy": "$NOT_SET_HERE"}, "'endpoint.proxy': the variable NOT_SET_HERE is not set"),
         ({"headers": {"x-token": "$NOT_SET_HERE"}}, "'endpoint.headers.x-token': the variable"),
         ({"ca_file": "/nowhere.pem"}, "/nowhere.pem: No such file or directory. Check endpoint"),

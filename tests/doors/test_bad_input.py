@@ -146,9 +146,9 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["run", "good.jsonl", *PLAYED, "--config", "typpo.yaml"],
         "error: typpo.yaml: no such file or directory (did you mean 'typo.yaml'?). Check --config",
     ),
-    "an endpoint that is no section": (
+    "an endpoint that is not a section": (
         ["doctor", "models", "--config", "list.yaml"],
-        "error: list.yaml: 'endpoint' is no section. Put its keys below it",
+        "error: list.yaml: 'endpoint' is not a section. Put its keys below it",
     ),
     "number out of range": (
         ["run", "good.jsonl", *PLAYED, "--repeats", "0"],

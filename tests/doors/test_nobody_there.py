@@ -52,7 +52,7 @@ def test_what_is_no_address_is_said(tmp_path: Path, address: str, more: tuple[st
     said = hermes(*ASKED, "--base-url", address, *more, cwd=tmp_path)
     assert said.code == 2
     assert said.error == (
-        f"error: base_url {address!r} is no address. Use for example http://127.0.0.1:8000/v1"
+        f"error: base_url {address!r} is not an address. Use for example http://127.0.0.1:8000/v1"
     )
 
 

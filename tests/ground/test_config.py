@@ -228,7 +228,7 @@ def test_a_budget_of_a_model_that_no_call_asks_is_refused() -> None:
     ],
 )
 def test_a_key_in_the_place_of_its_variable_is_not_shown(given: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="no name of a variable") as refused:
+    with pytest.raises(UserError, match="not the name of a variable") as refused:
         parse_config({**GOOD, **given})
     assert "secret" not in str(refused.value)
 

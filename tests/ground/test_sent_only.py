@@ -84,7 +84,7 @@ def test_bad_input_is_one_line(keys: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"[\n{]", r"shots.json:2: no JSON"),
+        (b"[\n{]", r"shots.json:2: not valid JSON"),
         (b"\xff", "not valid UTF-8 text"),
         (b"[" * 100_000, "nested too deeply"),
         (b'[{"role": "tool"}]', r"shots.json message 1 answers no tool call"),

@@ -320,7 +320,7 @@ def test_keys_at_the_start(tmp_path: Path) -> None:
     ("commands", "said"),
     [
         ({"MINE": "echo k"}, r"holds MINE, which the run does not ask for \(VERTEX_ACCESS_TOKEN\)"),
-        ({"no name": "echo k"}, "holds what is no name of a variable. Write NAME: command"),
+        ({"no name": "echo k"}, "has a key that is not a variable name. Write NAME: command"),
         ({"VERTEX_ACCESS_TOKEN": ""}, "VERTEX_ACCESS_TOKEN' must not be empty"),
     ],
 )

@@ -205,8 +205,8 @@ def test_a_package_whose_name_begins_as_ours_is_the_users() -> None:
 @pytest.mark.parametrize(
     ("text", "flags", "says"),
     [
-        ("env: [one, two]", [], "run.yaml: 'env' is no section. Put its keys below it"),
-        ("env: dialogue", [], "run.yaml: 'env' is no section"),
+        ("env: [one, two]", [], "run.yaml: 'env' is not a section. Put its keys below it"),
+        ("env: dialogue", [], "run.yaml: 'env' is not a section"),
         (
             "env: {judge: [one]}",
             ["--judge", "m"],
