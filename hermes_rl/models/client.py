@@ -142,6 +142,16 @@ class WireClient:
         """See `ModelClient.bound`."""
         return self._dialect.bound(request)
 
+    async def responds(self) -> bool:
+        """Whether the user's own server answers `GET {base_url}/models` with a status below 500,
+        though it keeps its callers waiting. False for every other server: it is not asked."""
+        if not self._where.local:
+            return False
+        from hermes_rl.models.transports.http import fetch_status
+
+        status = await fetch_status(self._where, self._where.url("/models"), self._headers)
+        return status is not None and status < 500
+
     async def renew(self, *, young_s: float = _YOUNG_S) -> None:
         """Use new connections from now on; what is under way on the old ones goes on there.
 

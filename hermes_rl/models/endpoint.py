@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -75,6 +77,14 @@ class Endpoint:
         host = parts.hostname or ""
         host = f"[{host}]" if ":" in host else host
         return f"{host}:{parts.port}" if parts.port else host
+
+    @property
+    def local(self) -> bool:
+        """The address is loopback or private: the user's own server."""
+        name = urlsplit(self.base_url).hostname or ""
+        with suppress(ValueError):
+            return ip_address(name).is_private
+        return name == "localhost"
 
     @property
     def secrets(self) -> Secrets:

@@ -80,7 +80,7 @@ class FakeConfig:
     keep: bool = True
     """Whether `entries` keeps the log too."""
     hold_at: int | None = None
-    """Answer no request from this one (1-based) on."""
+    """Answer no request from this one (1-based) on, GET requests included."""
     gather: int = 0
     """Hold answers until this many requests are in flight, then send them together."""
     port: int = 0
@@ -144,8 +144,10 @@ class FakeServer(Server):
 
     def handle(self, connection: Connection, request: Incoming) -> None:
         """Answer a model request, now or later, or refuse it."""
+        hold_at = self.config.hold_at
         if request.method == "GET":
-            self._tell(connection, request)
+            if hold_at is None or self.requests < hold_at:
+                self._tell(connection, request)
             return
         self.requests += 1
         n = self.requests
@@ -156,7 +158,7 @@ class FakeServer(Server):
         refusal = self._admit(request, job)
         self.in_flight += 1
         self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
-        if self.config.hold_at is not None and n >= self.config.hold_at:
+        if hold_at is not None and n >= hold_at:
             self._pending[connection] = job
         elif refusal is not None:
             self._refuse(connection, job, refusal)

@@ -9,6 +9,9 @@ import pytest
 from hermes_rl import errors as e
 from hermes_rl.messages import UserMessage
 from hermes_rl.models.calls.recovery import RetryPolicy
+from hermes_rl.models.calls.route import Route
+from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.limits.limiter import InProcessLimiter
 from hermes_rl.models.limits.traffic import Traffic
 from hermes_rl.testing.conditions import Conditions
 from hermes_rl.testing.fake_server import FakeServer
@@ -76,11 +79,44 @@ async def test_once_answered_an_endpoint_has_the_patience_of_an_outage(kit, stag
         assert await task
 
 
-async def test_a_slow_model_that_answers_a_word_is_waited_for(kit, stage):
-    """After half the time without a byte the model is asked for a word, once, beside the queue."""
+async def test_a_local_server_whose_slots_are_all_busy_is_waited_for(kit, stage):
+    """It answers no call for longer than silence may last, but it lists its models."""
+    async with stage() as s:
+        route = s.route(await s.server(latency_s=2.0), "noop")
+        calling = s.caller(route, policy=FIRST)
+        assert await asyncio.gather(*(calling.call(kit.request(), turn=1) for _ in range(3)))
+        assert s.outcomes == ["ok"] * 3
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [
+        ("127.0.0.1:8000", True),
+        ("[::1]:8000", True),
+        ("localhost", True),
+        ("192.168.1.7", True),
+        ("8.8.8.8", False),
+        ("api.example.com", False),
+    ],
+)
+def test_only_loopback_and_private_addresses_are_local(host, local):
+    assert Endpoint(f"http://{host}/v1").local is local
+
+
+class Remote:
+    """A client whose server is not local: it has no free sign of life."""
+
+    def __init__(self, client):
+        self.complete, self.bound, self.aclose = client.complete, client.bound, client.aclose
+        self.api_mode, self.endpoint = client.api_mode, client.endpoint
+
+
+async def test_a_slow_model_that_answers_a_probe_is_waited_for(kit, stage):
+    """After half the time without a byte the model gets a short probe, once, beside the queue."""
     slow = [UserMessage(content='SCRIPT: [{"text": "done", "latency_s": 1.5}]')]
     async with stage() as s:
-        route = s.route(await s.server(), "noop")
+        client = Remote(s.client(await s.server()))
+        route = Route.single("noop", client, InProcessLimiter(64))
         calling = s.caller(route, policy=FIRST)
         answers = await asyncio.gather(*(calling.call(kit.request(slow), turn=1) for _ in range(3)))
         assert [a.message.content for a in answers] == ["done"] * 3

@@ -51,6 +51,15 @@ class Renewable(Protocol):
         ...
 
 
+@runtime_checkable
+class Checkable(Protocol):
+    """A client that can ask its server for a sign of life beside the model calls."""
+
+    async def responds(self) -> bool:
+        """Whether the server answers at all."""
+        ...
+
+
 @dataclass(frozen=True)
 class _Asked:
     """A request, and where it goes."""
@@ -162,7 +171,7 @@ class ModelCaller:
         task, word = asyncio.ensure_future(sending), None
         try:
             for share in (0.5, 1.0):
-                if await self._answered(task, account, share):
+                if await self._answered(task, account, share) or await self._responds(account):
                     return await task
                 if not account.traffic.probed:
                     account.traffic.probed = True
@@ -187,6 +196,18 @@ class ModelCaller:
         left = since + part * silence_s - self._clock.monotonic()
         await asyncio.wait((task,), timeout=max(0.0, left))
         return task.done() or account.silent_since is None
+
+    async def _responds(self, account: Account) -> bool:
+        """Whether a silent server answers other requests: all its slots may be busy. A server that
+        fails model requests gets no credit for that."""
+        if account.traffic.said or not isinstance(account.client, Checkable):
+            return False
+        try:
+            async with asyncio.timeout((self._recovery.policy.silence_s or 0.0) / 8):
+                account.traffic.alive |= await account.client.responds()
+        except TimeoutError:
+            return False
+        return account.traffic.alive
 
     def fall_back(self) -> bool:
         """Leave the route in use, for the rest of the conversation: its answers are of no use.

@@ -121,6 +121,24 @@ class HttpTransport:
         return session
 
 
+async def fetch_status(endpoint: Endpoint, url: str, headers: Mapping[str, str]) -> int | None:
+    """The status of a GET request; None when nothing answers."""
+    try:
+        async with (
+            aiohttp.ClientSession(headers={"User-Agent": "hermes-rl"}) as session,
+            session.get(
+                url,
+                headers=headers,
+                ssl=endpoint.tls() or True,
+                proxy=endpoint.proxy,
+                allow_redirects=False,
+            ) as response,
+        ):
+            return response.status
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return None
+
+
 class _Response(aiohttp.ClientResponse):
     """Remembers its connection, which it gives back when it has ended."""
 
