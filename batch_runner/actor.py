@@ -9,11 +9,11 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
-from batch_runner.governor_ray import RayLine
 from batch_runner.open_files import make_room
 from batch_runner.wire import Reply, decode_item, decode_spec, encode_reply
 from batch_runner.worker import Worker, open_worker
 from hermes_rl.errors import HermesError, cause_of
+from hermes_rl.models.rate.share import decode_grant, encode
 
 _GATHER_S = 0.01
 """Receipts that come within this time of the first travel together."""
@@ -44,7 +44,7 @@ class WorkerActor:
         try:
             told = decode_spec(spec)
             make_room(told.capacity)
-            opened = open_worker(told, RayLine(told.governor), keys)
+            opened = open_worker(told, keys=keys)
             self._worker = await self._stack.enter_async_context(opened)
             self._watch = asyncio.create_task(self._outlive_driver())
         except HermesError as error:
@@ -60,6 +60,12 @@ class WorkerActor:
         """Receipts since the last poll; waits a while for some. Also the driver's heartbeat."""
         return encode_reply(await self._opened().poll(wait_s, _GATHER_S))
 
+    async def share(self, grant: bytes) -> bytes:
+        """Follow a grant of the coordinator; return the next report."""
+        share = self._opened().share
+        share.take_grant(decode_grant(grant))
+        return encode(await share.next_report())
+
     async def close(self) -> bytes:
         """Publish what is finished and let the journal go."""
         if self._watch is not None:
@@ -67,6 +73,7 @@ class WorkerActor:
         reply = Reply()
         try:
             await self._opened().publish()
+            await self._opened().share.leave()
         except HermesError as error:
             reply = Reply(fault=str(error), cause=cause_of(error))
         await self._stack.aclose()

@@ -1,4 +1,4 @@
-"""What starts workers and their governor: this process, or Ray."""
+"""What starts workers: this process, or Ray."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from batch_runner.governing import GovernorHost, LocalGovernor
 from batch_runner.local import LocalFactory
 from batch_runner.plan import open_reader
 from batch_runner.ports import WorkerFactory
-from batch_runner.progress import Progress
 from batch_runner.settings import (
     SMALL_S,
     SMALL_UNITS,
@@ -21,35 +19,24 @@ from batch_runner.settings import (
 )
 from batch_runner.wire import WorkerSpec
 from hermes_rl.config import RunConfig
-from hermes_rl.models.limits.governor_wire import Charter
+from hermes_rl.models.rate.coordinator import Coordinator
 from hermes_rl.models.tokens.plan import TokenPlan
 from hermes_rl.store.driver import Driver
 
 
 @contextmanager
 def open_factory(
-    settings: Settings, spec: WorkerSpec, charter: Charter, progress: Progress
-) -> Iterator[tuple[WorkerFactory, GovernorHost]]:
-    """Both for a run: this process without Ray, or a Ray cluster."""
+    settings: Settings, spec: WorkerSpec, coordinator: Coordinator
+) -> Iterator[WorkerFactory]:
+    """Open what starts a run's workers: this process without Ray, or a Ray cluster."""
     workers = settings.workers
     if not workers:
-        governor = LocalGovernor(charter)
-        yield LocalFactory(spec, governor.line(), settings.keys, settings.hosts), governor
+        yield LocalFactory(spec, coordinator, settings.keys, settings.hosts)
         return
-    from batch_runner.governor_ray import RayGovernor
     from batch_runner.pool import RayFactory, connected
 
-    def lost() -> None:
-        progress.note("the governor was lost; its workers tell a new one what they know")
-
     with connected(workers) as warden:
-        watch = warden.watch if warden is not None else _watch_nothing
-        host = RayGovernor(charter, spec.governor, watch=watch, lost=lost)
-        yield RayFactory(spec, workers, warden, settings.keys), host
-
-
-def _watch_nothing(pid: int) -> None:
-    """A cluster that was there before looks after its own processes."""
+        yield RayFactory(spec, workers, coordinator, warden, settings.keys)
 
 
 @contextmanager
@@ -90,6 +77,5 @@ def spec_of(settings: Settings, driver: Driver, tokens: TokenPlan | None) -> Wor
         publish_every_s=run.publish_every_s,
         config=settings.config.model_dump_json().encode(),
         config_hash=settings.config_hash,
-        governor=f"governor-{driver.run_id}-{driver.epoch}",
         tokens=tokens,
     )

@@ -13,7 +13,7 @@ from batch_runner.open_files import make_room
 from batch_runner.wire import Reply, WorkerSpec
 from batch_runner.worker import Worker, open_worker
 from hermes_rl.errors import HermesError, cause_of
-from hermes_rl.models.limits.share import Line
+from hermes_rl.models.rate.coordinator import Coordinator
 from hermes_rl.ports import WorkItem
 
 _POLL_S = 5.0
@@ -59,8 +59,8 @@ class LocalFactory:
     """Starts the one worker of this process."""
 
     spec: WorkerSpec
-    line: Line
-    """To the governor."""
+    coordinator: Coordinator
+    """Of the run's rates and budgets."""
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     """API keys by variable."""
     hosts: Hosts | None = None
@@ -76,6 +76,6 @@ class LocalFactory:
         spec = msgspec.structs.replace(self.spec, worker=worker, capacity=capacity)
         async with AsyncExitStack() as stack:
             opened = await stack.enter_async_context(
-                open_worker(spec, self.line, self.keys, self.hosts)
+                open_worker(spec, self.coordinator, self.keys, self.hosts)
             )
             return LocalWorker(opened, stack.pop_all())

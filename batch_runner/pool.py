@@ -21,6 +21,8 @@ from batch_runner.ports import WorkerLost
 from batch_runner.warden import Warden
 from batch_runner.wire import NAMESPACE, Reply, WorkerSpec, decode_reply, encode_item, encode_spec
 from hermes_rl.errors import UserError
+from hermes_rl.models.rate.coordinator import Coordinator
+from hermes_rl.models.rate.share import Grant, decode_report, encode
 from hermes_rl.ports import WorkItem
 
 _log = logging.getLogger(__name__)
@@ -44,6 +46,8 @@ class RayWorker:
 
     actor: Any
     spec: WorkerSpec
+    coordinator: Coordinator
+    _sharing: asyncio.Task[None] | None = None
 
     @property
     def writer(self) -> str:
@@ -63,9 +67,31 @@ class RayWorker:
             async with asyncio.timeout(lease):
                 return decode_reply(await self.actor.poll.remote(lease / 6))
         except TimeoutError:
+            self._stop_sharing()
             raise WorkerLost(f"not heard for {lease:g} s") from None
         except RayError as error:
+            self._stop_sharing()
             raise WorkerLost(_line(error)) from None
+
+    def share(self) -> None:
+        """Carry its reports to the coordinator from now on, and grants back."""
+        self._sharing = asyncio.create_task(self._share())
+
+    async def _share(self) -> None:
+        from ray.exceptions import RayError
+
+        grant, leaving = Grant(), False
+        while not leaving:
+            try:
+                report = decode_report(await self.actor.share.remote(encode(grant)))
+            except RayError:  # the next poll says so
+                return
+            grant, leaving = self.coordinator.handle(report), report.leaving
+
+    def _stop_sharing(self) -> None:
+        """A report after its loss would give it slots that nobody returns."""
+        if self._sharing is not None:
+            self._sharing.cancel()
 
     async def close(self) -> Reply:
         """Publish and end, however long that takes, as long as the worker is heard meanwhile.
@@ -91,6 +117,7 @@ class RayWorker:
         """End the actor's process at once."""
         import ray
 
+        self._stop_sharing()
         ray.kill(self.actor, no_restart=True)
 
 
@@ -100,6 +127,8 @@ class RayFactory:
 
     spec: WorkerSpec
     workers: int
+    coordinator: Coordinator
+    """Of the run's rates and budgets."""
     warden: Warden | None
     """Ends the processes of this machine's own cluster when the driver is killed."""
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -112,7 +141,7 @@ class RayFactory:
     async def start(self, worker: int, capacity: int) -> RayWorker:
         """Raises: UserError when the cluster has no room, or the worker cannot do its work."""
         spec = msgspec.structs.replace(self.spec, worker=worker, capacity=capacity)
-        handle = RayWorker(self._actor(worker, capacity), spec)
+        handle = RayWorker(self._actor(worker, capacity), spec, self.coordinator)
         try:
             started = await self._open(handle)
             self._check(handle, started)
@@ -121,6 +150,7 @@ class RayFactory:
             raise
         if self.warden is not None:
             self.warden.watch(started.pid)
+        handle.share()
         return handle
 
     async def _open(self, handle: RayWorker) -> Started:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from batch_runner.at_once import at_once
-from batch_runner.governing import refuse_unpriced
+from batch_runner.budgets import refuse_unpriced
 from batch_runner.manifest import read_manifest
 from batch_runner.regraded import Regraded, Regrouped, StoredRows, due_again, graded_metrics
 from batch_runner.within import within_budgets

@@ -9,18 +9,16 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
+from batch_runner.budgets import (
+    as_plain,
+    budgets_of,
+    joined,
+    make_coordinator,
+    refuse_unpriced,
+)
 from batch_runner.dispatcher import Dispatcher, Fleet
 from batch_runner.estimate import estimate_units
 from batch_runner.factory import open_factory, ray_on_this_thread, spec_of
-from batch_runner.governing import (
-    GovernorHost,
-    Prices,
-    as_plain,
-    charter_of,
-    joined,
-    pots_of,
-    refuse_unpriced,
-)
 from batch_runner.hosts import Hosts, own_or
 from batch_runner.interrupts import Interrupts, catching, stopping
 from batch_runner.manifest import capabilities, start_meta, write_manifest
@@ -40,7 +38,6 @@ from batch_runner.settings import (
 )
 from batch_runner.sink import Sink
 from batch_runner.source import RunSource
-from batch_runner.spent import spent_before
 from batch_runner.stops import Stop
 from batch_runner.trouble import Trouble, Watch
 from batch_runner.units import UnitReader
@@ -48,7 +45,7 @@ from hermes_rl.aio import run_sync
 from hermes_rl.config import RunConfig, to_yaml
 from hermes_rl.definitions import extra_body_of, policy_of, sampling_of
 from hermes_rl.errors import DiskFull, cause_of
-from hermes_rl.models.limits.governor_wire import Charter
+from hermes_rl.models.rate.coordinator import Coordinator
 from hermes_rl.models.tokens.plan import TokenPlan
 from hermes_rl.store.commit import read_commit
 from hermes_rl.store.driver import Driver, OpenOptions, open_run
@@ -128,9 +125,9 @@ class _Run:
         self.manifest: dict[str, Any] = {}
         """What manifest.json says beside the run's origin; see `write_manifest`."""
         self.tokens: TokenPlan | None = None
-        self.governor: GovernorHost | None = None
+        self.coordinator: Coordinator | None = None
         self.governed: dict[str, Any] = {}
-        """What the governor had to say at the end: see `as_plain`."""
+        """How limits came about and what is spent, once it is over: see `as_plain`."""
         self.estimate = 0
         """About how many units there are, as long as the dataset was not read to its end."""
         self.watch = Watch(settings.config.endpoint, self._show, self._store_trouble)
@@ -187,42 +184,31 @@ class _Run:
 
     async def _started(self, interrupts: Interrupts) -> None:
         """Start what makes attempts, and work. Ctrl-C while Ray starts ends the start."""
-        charter = await asyncio.to_thread(self._charter)
+        config, run_dir = self.settings.config, self.driver.run_dir
+        self.coordinator = await asyncio.to_thread(
+            make_coordinator, config, run_dir, self.settings.concurrency
+        )
         with ExitStack() as stack:
             opening = open_factory(
-                self.settings,
-                spec_of(self.settings, self.driver, self.tokens),
-                charter,
-                self.progress,
+                self.settings, spec_of(self.settings, self.driver, self.tokens), self.coordinator
             )
             try:
                 with interrupts.blocking():
-                    factory, self.governor = stack.enter_context(opening)
+                    factory = stack.enter_context(opening)
             except KeyboardInterrupt:
                 return
             if self.source.stop is None:
-                await self._governed(factory)
+                await self._watched(factory, self.coordinator)
 
-    def _charter(self) -> Charter:
-        """What the governor is told: blocking, because what was spent before is read."""
-        config = self.settings.config
-        pots = pots_of(config)
-        prices = Prices(config)
-        known = (pots, prices.worst, prices.models, prices.output_max)
-        spent = spent_before(self.driver.run_dir, *known) if pots else {}
-        return charter_of(config, self.settings.concurrency, spent)
-
-    async def _governed(self, factory: WorkerFactory) -> None:
-        assert self.governor is not None
-        async with self.governor:
-            watching = asyncio.create_task(self.watch.run(self.governor))
-            try:
-                await self._work(factory)
-            finally:
-                watching.cancel()
-                await asyncio.wait((watching,))
-                summary = await self.governor.summary()
-                self.governed = as_plain(summary, pots_of(self.settings.config))
+    async def _watched(self, factory: WorkerFactory, coordinator: Coordinator) -> None:
+        """Work, and look for trouble with endpoints meanwhile."""
+        watching = asyncio.create_task(self.watch.run(coordinator))
+        try:
+            await self._work(factory)
+        finally:
+            watching.cancel()
+            await asyncio.wait((watching,))
+            self.governed = as_plain(coordinator.summary(), budgets_of(self.settings.config))
 
     async def _close_groups(self) -> None:
         """Write the groups that are final; those of one member are none."""
@@ -278,8 +264,8 @@ class _Run:
     def lost(self, writer: str, why: str) -> None:
         """Listener of the dispatcher."""
         self.progress.note(f"worker {writer} was lost ({why}); its units go back")
-        if self.governor is not None:
-            self.governor.forget(writer)
+        if self.coordinator is not None:
+            self.coordinator.remove(writer)
 
     def note(self, text: str) -> None:
         """Listener of the dispatcher."""

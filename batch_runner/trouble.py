@@ -7,9 +7,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from batch_runner.governing import GovernorHost
 from hermes_rl.config_endpoint import EndpointSection
-from hermes_rl.models.limits.governor_wire import LaneSummary, Summary
+from hermes_rl.models.rate.coordinator import Coordinator, LaneSummary, Summary
 
 LOOK_S = 0.5
 _VERBS = ("answers ", "does not answer")
@@ -64,7 +63,7 @@ def _trouble(lane: LaneSummary, where: EndpointSection, now: float) -> Trouble |
     calls = lane.unanswered
     if calls is None:
         return None
-    quiet = not calls.said
+    quiet = not calls.message
     normal_s = FAILING_S
     if quiet:
         normal_s = QUIET_S if calls.never else STALLED_S
@@ -74,15 +73,15 @@ def _trouble(lane: LaneSummary, where: EndpointSection, now: float) -> Trouble |
     if calls.never and not calls.alive:
         patience_s = where.first_answer_seconds
     return Trouble(
-        endpoint=lane.lane.partition("|")[0],
-        said=calls.said,
+        endpoint=lane.endpoint,
+        said=calls.message,
         waiting=calls.waiting,
         gives_up_at=None if patience_s is None else now - calls.since_s + patience_s,
     )
 
 
 class Watch:
-    """Looks at a run's governor for trouble.
+    """Looks at a run's lanes for trouble.
 
     Args:
         changed: called when trouble begins, ends or becomes another.
@@ -101,18 +100,18 @@ class Watch:
         self._where, self._changed, self._store = where, changed, store
         self._stored_at = 0.0
 
-    async def run(self, governor: GovernorHost) -> None:
+    async def run(self, coordinator: Coordinator) -> None:
         """Until it is cancelled; then nothing waits any more."""
         try:
             while True:
                 await asyncio.sleep(LOOK_S)
-                await self.look(governor)
+                await self.look(coordinator)
         finally:
             self.troubles = ()
 
-    async def look(self, governor: GovernorHost) -> None:
+    async def look(self, coordinator: Coordinator) -> None:
         """Take in how things are now."""
-        summary = await governor.summary()
+        summary = coordinator.summary()
         self.answered = self.answered or any(lane.clean for lane in summary.lanes)
         before = self.troubles
         self.troubles = troubles(summary, self._where, time.time())

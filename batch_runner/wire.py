@@ -29,8 +29,6 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The run's configuration as JSON."""
     config_hash: str
     """As the driver found it: an image's digest may differ on another machine."""
-    governor: str = ""
-    """Name of the governor's actor; empty where it is in the worker's own process."""
     tokens: TokenPlan | None = None
     """How token ids are had, as it was found at the start."""
 

@@ -7,10 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from batch_runner.governing import LocalGovernor, Prices, as_plain, charter_of, pots_of
-from batch_runner.spent import spent_before
+from batch_runner.budgets import as_plain, budgets_of, make_coordinator
 from hermes_rl.config import RunConfig
-from hermes_rl.models.limits.share import Share
+from hermes_rl.models.rate.share import Share
 from hermes_rl.store.rundir import RunDir
 
 
@@ -25,12 +24,9 @@ async def within_budgets(
         governed: takes what there is to say when it is over: see `as_plain`. Its budgets are those
             of all starts of the run so far.
     """
-    pots, prices = pots_of(config), Prices(config)
-    known = (pots, prices.worst, prices.models, prices.output_max)
-    spent = await asyncio.to_thread(spent_before, run_dir, *known)
-    governor = LocalGovernor(charter_of(config, concurrency, spent))
+    coordinator = await asyncio.to_thread(make_coordinator, config, run_dir, concurrency)
     try:
-        async with Share("driver", governor.line(), tuple(pots)) as share:
+        async with Share("driver", coordinator.budgets).coordinated(coordinator.handle) as share:
             yield share
     finally:
-        governed |= as_plain(await governor.summary(), pots)
+        governed |= as_plain(coordinator.summary(), budgets_of(config))

@@ -17,15 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from batch_runner.budgets import budgets_of
 from batch_runner.collector import rare_collections
-from batch_runner.governing import pots_of
 from batch_runner.hosts import Hosts
 from batch_runner.wire import Reply, WorkerSpec
 from hermes_rl.config import parse_config
 from hermes_rl.config_endpoint import EnvSection
 from hermes_rl.errors import DiskFull, HermesError, StoreError, cause_of
 from hermes_rl.events import AttemptKey, Ended, TokensAdded
-from hermes_rl.models.limits.share import Line, Share
+from hermes_rl.models.rate.coordinator import Coordinator
+from hermes_rl.models.rate.share import Share
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Segment, Trajectory
 from hermes_rl.rollout import MakeEpisode, Tape, lost_row, run_attempt, task_episode
@@ -49,9 +50,12 @@ class Worker:
         spec: WorkerSpec,
         workshop: Workshop,
         journal: JournalWriter,
+        share: Share,
         make: MakeEpisode = task_episode,
     ) -> None:
         self.spec = spec
+        self.share = share
+        """Of the run's rates and budgets."""
         self._make = make
         self.heard = time.monotonic()
         """When the driver was last heard."""
@@ -207,14 +211,14 @@ def _environment(section: EnvSection, hosts: Hosts | None) -> AbstractAsyncConte
 @asynccontextmanager
 async def open_worker(
     spec: WorkerSpec,
-    line: Line,
+    coordinator: Coordinator | None = None,
     keys: Mapping[str, str] | None = None,
     hosts: Hosts | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker with its journal and workshop; on leaving, what still runs is aborted.
 
     Args:
-        line: to the run's governor.
+        coordinator: of the run's rates and budgets; None where the driver carries the reports.
         keys: API keys by variable, where this process's environment does not hold them.
         hosts: environments of a process that has more use for them.
 
@@ -226,7 +230,9 @@ async def open_worker(
     async with AsyncExitStack() as stack:
         writer = JournalWriter(run_dir, spec.epoch, spec.worker, lease_s=spec.lease_s)
         journal = await stack.enter_async_context(writer)
-        share = await stack.enter_async_context(Share(spec.writer, line, tuple(pots_of(config))))
+        share = Share(spec.writer, tuple(budgets_of(config)))
+        if coordinator is not None:
+            await stack.enter_async_context(share.coordinated(coordinator.handle))
         workshop = await stack.enter_async_context(
             open_workshop(
                 config,
@@ -244,6 +250,6 @@ async def open_worker(
         if config.env is not None:
             make = (await stack.enter_async_context(_environment(config.env, hosts))).episode
         stack.enter_context(rare_collections())
-        worker = Worker(spec, workshop, journal, make)
+        worker = Worker(spec, workshop, journal, share, make)
         stack.push_async_callback(worker.abort)
         yield worker

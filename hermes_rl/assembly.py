@@ -15,8 +15,9 @@ from hermes_rl.errors import UserError
 from hermes_rl.models.base import Sampling
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.played import NoopClient
-from hermes_rl.models.providers.routing import Alone, Keys, Routes, Sole, find_keys
+from hermes_rl.models.providers.routing import Keys, Routes, Sole, find_keys
 from hermes_rl.models.providers.targets import asks_endpoint, targets_of
+from hermes_rl.models.rate.share import Share
 from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
 from hermes_rl.wiring import BACKENDS, make_backend, open_models
@@ -102,11 +103,11 @@ class RealAssembly:
             environ = {**os.environ, **({_GIVEN_KEY: key} if key else {})}
             keys = await asyncio.to_thread(find_keys, places, environ, where.key_commands)
         held = Keys.renewed_by(where.key_commands, keys)
-        common = Alone(_CALLS_AT_ONCE)
+        share = Share(maximum=_CALLS_AT_ONCE)
         async with AsyncExitStack() as stack:
             routes = {config.name: targets}
-            models = await open_models(config.name, where, routes, stack, held, common)
-            return OpenLink(config, models or Sole(NoopClient(), common), stack.pop_all())
+            models = await open_models(config.name, where, routes, stack, held, share)
+            return OpenLink(config, models or Sole(NoopClient(), share), stack.pop_all())
 
     async def lease(self, sandbox: object) -> Sandbox:
         """See `Assembly.lease`."""

@@ -35,7 +35,7 @@ from hermes_rl.errors import (
 from hermes_rl.events import Event, Graded
 from hermes_rl.identity import trajectory_id
 from hermes_rl.messages import Message, with_unique_ids
-from hermes_rl.models.limits.budget import Budget
+from hermes_rl.models.rate.budgets import Budget
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec

@@ -34,16 +34,12 @@ from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import ModelClient, Sampling
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.limits.budget import Budget
-from hermes_rl.models.limits.spending import NANO, NO_UNIT, UNIT_TOKENS, UNIT_USD, UnitBudget
 from hermes_rl.models.played import NoopClient, OracleClient, free
 from hermes_rl.models.providers.exact import embedded_clients, exact_clients, find_plan
 from hermes_rl.models.providers.others import all_keys, other_targets, others_of, reach_others
 from hermes_rl.models.providers.probe import Probed
 from hermes_rl.models.providers.reach import reach_models
 from hermes_rl.models.providers.routing import (
-    Alone,
-    Common,
     Keys,
     Routes,
     Routing,
@@ -57,6 +53,8 @@ from hermes_rl.models.providers.targets import (
     endpoint_base,
     targets_by_model,
 )
+from hermes_rl.models.rate.budgets import NANO, NO_UNIT, UNIT_TOKENS, UNIT_USD, Budget
+from hermes_rl.models.rate.share import Share
 from hermes_rl.models.tokens.engines.base import spelled_out
 from hermes_rl.models.tokens.plan import TokenPlan
 from hermes_rl.models.wire.base import sendable
@@ -102,8 +100,8 @@ class Workshop:
     backend: SandboxBackend
     models: Routes | None
     """None for played models, whose clients are made per rollout."""
-    common: Common
-    """What the workers of a run share: limiters, and accounts that must rest."""
+    share: Share
+    """Limiters, cooldowns of accounts, and budgets; shared by the workers of a run."""
     free: bool = False
     """Calls cost nothing: played models."""
     others: Mapping[str, Routes] = field(default_factory=dict)
@@ -175,7 +173,7 @@ class Workshop:
             model: as it was drawn for the unit.
             budget: the attempt's.
         """
-        models = self.models or Sole(_played(model, task), self.common)
+        models = self.models or Sole(_played(model, task), self.share)
         price = free if self.free else None
         ours = not asks_endpoint(self.config.model.name, self.config.endpoint)
         patience = self._patience(ours=ours)
@@ -205,13 +203,12 @@ class Workshop:
     def budget(self, item: WorkItem | None = None) -> Budget | None:
         """What one attempt may spend: its own budget and the run's."""
         place = NO_UNIT if item is None else item.row_index << 20 | item.repeat
-        run, shared = self.config.run, self.common.budget(place)
-        limits: dict[str, int] = {}
+        run, limits = self.config.run, dict[str, int]()
         if run.unit_budget_tokens is not None:
             limits[UNIT_TOKENS] = run.unit_budget_tokens
         if run.unit_budget_usd is not None:
             limits[UNIT_USD] = round(run.unit_budget_usd * NANO)
-        return UnitBudget(limits, shared) if limits else shared
+        return self.share.budget(place, limits)
 
     async def digest_of(self, image: str | None) -> str | None:
         """See `image_digest`; each image is looked at once, off the loop."""
@@ -240,7 +237,7 @@ async def open_workshop(
     config_hash: str | None = None,
     state_dir: Path | None = None,
     keys: Mapping[str, str] | None = None,
-    share: Common | None = None,
+    share: Share | None = None,
     tokens: TokenPlan | None = None,
 ) -> AsyncIterator[Workshop]:
     """Open what this process needs, and close it all at the end.
@@ -257,7 +254,7 @@ async def open_workshop(
 
     Raises: UserError when the model or a key cannot be had.
     """
-    together = share or Alone(concurrency)
+    together = share or Share(maximum=concurrency)
     async with AsyncExitStack() as stack:
         backend = make_backend(config.sandbox.backend, state_dir)
         stack.push_async_callback(backend.aclose)
@@ -274,7 +271,7 @@ async def open_workshop(
             config_hash=config_hash or digest(identity_of(config)),
             backend=backend,
             models=models,
-            common=together,
+            share=together,
             free=models is None,
             exact=plan is not None and plan.exact,
             others=_open_others(config, stack, keyring, together),
@@ -282,14 +279,14 @@ async def open_workshop(
 
 
 def _open_others(
-    config: RunConfig, stack: AsyncExitStack, keys: Keys, common: Common
+    config: RunConfig, stack: AsyncExitStack, keys: Keys, share: Share
 ) -> dict[str, Routes]:
     """The routes to the models that an environment asks, closed by `stack`."""
     opened: dict[str, Routes] = {}
     for use, targets in other_targets(config).items():
         name = others_of(config)[use].name
         base, strategy = endpoint_base(config.endpoint), config.endpoint.key_strategy
-        routing = Routing({name: targets}, keys, common, base=base, strategy=strategy)
+        routing = Routing({name: targets}, keys, share, base=base, strategy=strategy)
         stack.push_async_callback(routing.aclose)
         opened[use] = routing
     return opened
@@ -314,7 +311,7 @@ async def open_models(
     targets: Mapping[str, Sequence[Target]],
     stack: AsyncExitStack,
     keys: Keys,
-    common: Common,
+    share: Share,
     tokens: TokenPlan | None = None,
 ) -> Routes | None:
     """The routes to a model or a mix, closed by `stack`; None for played models.
@@ -329,13 +326,13 @@ async def open_models(
         return None
     if not asks_endpoint(name, where):
         client = await _embedded(name, where, stack, tokens)
-        return Sole(client, common, targets[name][0].prices.own_alone())
+        return Sole(client, share, targets[name][0].prices.own_alone())
     first = min(targets)
     own = targets[first][0].place.base_url
     routing = Routing(
         targets,
         keys,
-        common,
+        share,
         base=endpoint_base(where),
         strategy=where.key_strategy,
         connect=await asyncio.to_thread(exact_clients, where, tokens, own),

@@ -24,9 +24,9 @@ GROUPS = {
     # Two Rays that start at once are too slow for Ray's own limits, and one serves many tests.
     "ray": (
         "batch/test_bill.py",
-        "batch/test_governor.py",
         "batch/test_interrupt.py",
         "batch/test_kills.py",
+        "batch/test_shared_limits.py",
         "batch/test_small_budgets.py",
         "batch/test_workers.py",
         "bench/test_bench.py",

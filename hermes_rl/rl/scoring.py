@@ -31,7 +31,7 @@ from hermes_rl import events as ev
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.errors import CAUSES, HermesError, TaskFault, UserError, VerifierFault, cause_of
 from hermes_rl.identity import digest, unit_seed
-from hermes_rl.models.providers.routing import Common
+from hermes_rl.models.rate.share import Share
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.rl import faults
@@ -302,7 +302,7 @@ class Grader:
 
 @asynccontextmanager
 async def open_grader(
-    config: RunConfig, opened: Opened | None, run_id: str, concurrency: int, share: Common
+    config: RunConfig, opened: Opened | None, run_id: str, concurrency: int, share: Share
 ) -> AsyncIterator[Grader]:
     """Open the grader of a run.
 
@@ -490,7 +490,7 @@ async def open_scorer(
     config: RunConfig,
     run_dir: RunDir,
     run_id: str,
-    share: Common,
+    share: Share,
     opens: OpensHost = open_host,
     keys: Mapping[str, str] | None = None,
 ) -> AsyncIterator[EnvScorer]:

@@ -24,7 +24,7 @@ from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.calls.route import Route
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.limits.limiter import InProcessLimiter
+from hermes_rl.models.rate.limiter import Limiter
 from hermes_rl.ports import Recorder
 from hermes_rl.record import Trajectory
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
@@ -125,7 +125,7 @@ class Rig:
     def parts(self, **changes: Any) -> AgentParts:
         self.tape = Tape(self.listener)
         caller = ModelCaller(
-            [Route.single("", self.client, InProcessLimiter(8))],
+            [Route.single("", self.client, Limiter(8))],
             self.tape,
             RetryPolicy(max_attempts=2, base_s=0.01, outage_s=0.2),
         )
@@ -177,7 +177,7 @@ class Linked:
         self.endpoint = client.endpoint
 
     def caller(self, recorder: Recorder) -> Caller:
-        return ModelCaller([Route.single("", self.client, InProcessLimiter(8))], recorder)
+        return ModelCaller([Route.single("", self.client, Limiter(8))], recorder)
 
     async def aclose(self) -> None:
         await self.client.aclose()

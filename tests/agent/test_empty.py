@@ -9,7 +9,7 @@ from hermes_rl.agent.prompt import EMPTY, LATEST, WORDINGS
 from hermes_rl.models.base import Completion, ModelRequest, Sampling
 from hermes_rl.models.calls.retry import ModelCaller
 from hermes_rl.models.calls.route import Route
-from hermes_rl.models.limits.limiter import InProcessLimiter
+from hermes_rl.models.rate.limiter import Limiter
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
 
 TEXTS = WORDINGS[LATEST].messages
@@ -186,7 +186,7 @@ async def test_other_routes_come_last(rig: Any, others: int, calls: int) -> None
 
 async def test_a_fallback_model_answers_in_its_place(rig: Any) -> None:
     parts = rig.parts()
-    routes = [Route.single(name, rig.client, InProcessLimiter(8)) for name in ("one", "two")]
+    routes = [Route.single(name, rig.client, Limiter(8)) for name in ("one", "two")]
     caller = ModelCaller(routes, rig.tape)
     ran = await rig.play([NOTHING] * 4 + ["There."], caller=caller, recorder=parts.recorder)
     assert (ran.result.end_reason, ran.result.final_response) == ("answered", "There.")

@@ -16,7 +16,7 @@ from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.calls.route import Route
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.limits.limiter import InProcessLimiter
+from hermes_rl.models.rate.limiter import Limiter
 from hermes_rl.testing.conditions import Conditions
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
@@ -48,7 +48,7 @@ async def test_ten_minutes_cost_an_agent_nothing(rig: Any, preset: str) -> None:
             monotonic=lambda: time.monotonic() * SCALE,
             sleep=lambda seconds: asyncio.sleep(seconds / SCALE),
         )
-        route = Route.single("", client, InProcessLimiter(8))
+        route = Route.single("", client, Limiter(8))
         caller = ModelCaller([route], rig.tape, RetryPolicy(), clock=clock)
         given = [UserMessage(content="Go.")]
         ran = await run_agent(replace(parts, caller=caller), given)

@@ -22,14 +22,13 @@ import kit
 import pytest
 import yaml
 
-from batch_runner.governing import Prices, pots_of
+from batch_runner.budgets import Prices, budgets_of, spent_before
 from batch_runner.progress import JsonEvents
 from batch_runner.runner import arun_batch
-from batch_runner.spent import spent_before
 from hermes_rl.cli import main
 from hermes_rl.cli.check_run import row_faults
 from hermes_rl.config import parse_config
-from hermes_rl.models.limits.spending import NANO
+from hermes_rl.models.rate.budgets import NANO
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.testing.fake_server import FakeServer
 from hermes_rl.testing.server_logs import Entry, read_log
@@ -312,7 +311,7 @@ async def test_an_unknown_call_of_a_dearer_fallback_counts_with_its_own_price(
     assert known == pytest.approx(answered[0]["cost_usd"], abs=1e-6)
     assert "cost: <$0.01 + 1 calls unpriced" in report.lines()[1]
     said = json.loads((tmp_path / "run" / "manifest.json").read_bytes())["budgets"]
-    before = spent_before(RunDir(tmp_path / "run"), pots_of(config), Prices(config).worst)
+    before = spent_before(RunDir(tmp_path / "run"), budgets_of(config), Prices(config).worst)
     for pot in ("run:usd", "model:spare:usd"):
         assert before[pot] / NANO == pytest.approx(said[pot]["spent"], abs=1e-8)
     assert before["model:main:usd"] == said["model:main:usd"]["spent"] == 0

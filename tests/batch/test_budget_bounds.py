@@ -8,12 +8,11 @@ from typing import Any
 import kit
 import pytest
 
-from batch_runner.governing import Prices, pots_of
+from batch_runner.budgets import Prices, budgets_of, spent_before
 from batch_runner.progress import JsonEvents
 from batch_runner.runner import arun_batch
-from batch_runner.spent import spent_before
 from hermes_rl.config import RunConfig, parse_config
-from hermes_rl.models.limits.budget import OUTPUT_MAX
+from hermes_rl.models.rate.budgets import OUTPUT_MAX
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
@@ -71,7 +70,7 @@ async def test_a_model_that_makes_more_than_is_set_aside_cannot_pass_the_budget(
     assert None not in {entry.max_tokens for entry in served}
     assert all(e.completion_tokens <= (e.max_tokens or 0) < MAKES for e in served)
     prices = Prices(config)
-    books = spent_before(RunDir(tmp_path / "run"), pots_of(config), prices.worst, prices.models)
+    books = spent_before(RunDir(tmp_path / "run"), budgets_of(config), prices.worst, prices.models)
     if "budget_tokens" in budget:
         assert books["run:tokens"] == spent
     else:  # answers of cached tokens, without their price: the most that they can have cost

@@ -15,16 +15,15 @@ import kit
 import pytest
 from aiohttp import web
 
+from batch_runner.budgets import Prices, asked_name, budgets_of, spent_before
 from batch_runner.dryrun import pilot_run
-from batch_runner.governing import Prices, pots_of
 from batch_runner.pilot import Pilot, predict, student_t
 from batch_runner.progress import JsonEvents
 from batch_runner.report import Report
 from batch_runner.runner import arun_batch
-from batch_runner.spent import asked_name, spent_before
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.errors import UserError
-from hermes_rl.models.limits.spending import NANO
+from hermes_rl.models.rate.budgets import NANO
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.testing.fake_server import FakeServer
 
@@ -199,7 +198,7 @@ async def test_the_books_say_what_the_budget_said(bench: Bench) -> None:
     kit.write(Path(config.dataset.path), rows)
     report = await arun_batch(config, progress=quiet())
     assert (report.exit_code, report.unknown_calls) == (0, 8)
-    pots = pots_of(config)
+    pots = budgets_of(config)
     before = spent_before(RunDir(bench.out), pots, Prices(config).worst)
     said = json.loads((bench.out / "manifest.json").read_bytes())["budgets"]
     tokens = said["run:tokens"]["spent"]
@@ -225,7 +224,7 @@ async def test_calls_without_a_bound_count_with_what_their_model_can_make(
     assert (await arun_batch(parsed, progress=quiet())).unknown_calls == 1
     prices = Prices(parsed)
     known = (prices.worst, prices.models, prices.output_max)
-    before = spent_before(RunDir(bench.out), pots_of(parsed), *known)
+    before = spent_before(RunDir(bench.out), budgets_of(parsed), *known)
     said = json.loads((bench.out / "manifest.json").read_bytes())["budgets"]
     assert before["run:tokens"] == said["run:tokens"]["spent"]
     assert before["run:usd"] / NANO == pytest.approx(said["run:usd"]["spent"], abs=1e-8)
@@ -277,7 +276,7 @@ async def test_a_fallbacks_longer_name_counts_for_its_own_budget_when_resumed(be
     (row,) = kit.final_rows(bench.out).values()
     assert row["served_models"] == ["spare-2025-08-07"]
     prices = Prices(parsed)
-    before = spent_before(RunDir(bench.out), pots_of(parsed), prices.worst, prices.models)
+    before = spent_before(RunDir(bench.out), budgets_of(parsed), prices.worst, prices.models)
     said = json.loads((bench.out / "manifest.json").read_bytes())["budgets"]
     assert before["model:spare:usd"] > 0
     for pot in ("model:spare:usd", "model:fake:usd"):

@@ -143,9 +143,8 @@ _CLOSE = """
 import asyncio, json, os, signal, sys, time
 from pathlib import Path
 from batch_runner.factory import open_factory
-from batch_runner.governing import charter_of
+from batch_runner.budgets import make_coordinator
 from batch_runner.ports import WorkerLost
-from batch_runner.progress import Silent
 from batch_runner.settings import settle
 from batch_runner.wire import WorkerSpec
 from hermes_rl.config import load_config, parse_config
@@ -158,20 +157,20 @@ async def main():
         spec = WorkerSpec(
             run_path=str(settings.out), run_id=driver.run_id, epoch=1, worker=0, capacity=1,
             lease_s=2.0, publish_every_s=1.0, config=settings.config.model_dump_json().encode(),
-            config_hash=settings.config_hash, governor="governor-of-close",
+            config_hash=settings.config_hash,
         )
-        with open_factory(settings, spec, charter_of(settings.config, 1, {}), Silent()) as made:
-            async with made[1]:
-                worker = await made[0].start(1, 1)
-                pid = json.loads((settings.out / "journal/1-1/alive").read_bytes())["pid"]
-                os.kill(pid, signal.SIGSTOP)
-                begun = time.monotonic()
-                try:
-                    await worker.close()
-                except WorkerLost as error:
-                    await worker.kill()
-                    await driver.recover_worker(worker.writer)
-                    print(json.dumps([str(error), time.monotonic() - begun, pid]))
+        coordinator = make_coordinator(settings.config, driver.run_dir, 1)
+        with open_factory(settings, spec, coordinator) as factory:
+            worker = await factory.start(1, 1)
+            pid = json.loads((settings.out / "journal/1-1/alive").read_bytes())["pid"]
+            os.kill(pid, signal.SIGSTOP)
+            begun = time.monotonic()
+            try:
+                await worker.close()
+            except WorkerLost as error:
+                await worker.kill()
+                await driver.recover_worker(worker.writer)
+                print(json.dumps([str(error), time.monotonic() - begun, pid]))
 
 asyncio.run(main())
 """

@@ -23,7 +23,7 @@ from hermes_rl.messages import UserMessage
 from hermes_rl.models.calls.retry import ModelCaller
 from hermes_rl.models.calls.route import Route
 from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.limits.limiter import InProcessLimiter
+from hermes_rl.models.rate.limiter import Limiter
 from hermes_rl.tools.toolsets import resolve
 
 LOOKS = 120
@@ -43,7 +43,7 @@ class Kept:
 async def hold(url: str, agents: int) -> dict[str, float]:
     """Start them all and look when each has its request out."""
     client = connect(Endpoint(base_url=url))
-    route = Route.single("", client, InProcessLimiter(agents, start=agents))
+    route = Route.single("", client, Limiter(agents, start=agents))
     policy, tools = preset("datagen"), resolve(())
 
     async def one(number: int) -> None:

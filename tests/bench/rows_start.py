@@ -90,7 +90,7 @@ def _notes() -> tuple[str, ...]:
     if find_spec("rfc3987_syntax") is None:
         return ()
     slow = "rfc3987-syntax is installed, not by our lock: each process of Ray loads it, for 1 s"
-    return (f"{slow}. Ours are one more than the bare run's (the governor)",)
+    return (slow,)
 
 
 def commands(bench: Bench) -> Row:

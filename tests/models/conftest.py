@@ -17,7 +17,7 @@ from hermes_rl.models.base import Conversation, ModelClient, ModelRequest
 from hermes_rl.models.calls.retry import Clock, ModelCaller, RetryPolicy
 from hermes_rl.models.calls.route import Route
 from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.limits.limiter import InProcessLimiter
+from hermes_rl.models.rate.limiter import Limiter
 from hermes_rl.models.wire.base import ReplyHead
 from hermes_rl.models.wire.chat import ChatCompletions
 from hermes_rl.testing.dialects.base import encode_event
@@ -99,7 +99,7 @@ def request(
 
 def caller(client: ModelClient, events: Events, **options: Any) -> ModelCaller:
     options.setdefault("policy", RetryPolicy(base_s=0.01, max_attempts=50))
-    return ModelCaller([Route.single("", client, InProcessLimiter(256))], events, **options)
+    return ModelCaller([Route.single("", client, Limiter(256))], events, **options)
 
 
 async def rollout(
@@ -185,7 +185,7 @@ class Stage:
         return client
 
     def route(self, server, model="", **endpoint):
-        return Route.single(model, self.client(server, **endpoint), InProcessLimiter(64))
+        return Route.single(model, self.client(server, **endpoint), Limiter(64))
 
     def caller(self, *routes, policy=quick, **options):
         return ModelCaller(routes, self.events, policy, **options)

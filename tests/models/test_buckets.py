@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_rl.errors import ModelError, RateLimited
+from hermes_rl.errors import ModelError
 from hermes_rl.models.calls.retry import RetryPolicy
 from hermes_rl.models.calls.route import Route
-from hermes_rl.models.limits.buckets import Bucket, Buckets, Estimate, Expectation, Rates
-from hermes_rl.models.limits.limiter import InProcessLimiter
-from hermes_rl.models.limits.quotas import Quota, read_quotas
+from hermes_rl.models.rate.buckets import Bucket, Buckets, Estimate, Expectation, Rates
+from hermes_rl.models.rate.headers import Quota, read_quotas
+from hermes_rl.models.rate.limiter import Limiter
 from hermes_rl.testing.limits import RateLimits
 from hermes_rl.usage import Usage
 
@@ -156,7 +156,7 @@ def test_estimates_come_to_fit():
     estimate = Estimate(input_tokens=4000, output_tokens=8000)
     assert expected.charge(estimate)["tokens"] == 12000
     for _ in range(60):
-        used = expected.heard(
+        used = expected.learn(
             estimate, Usage(input_tokens=1000, output_tokens=50, cache_read_tokens=900)
         )
     assert used == {
@@ -167,8 +167,8 @@ def test_estimates_come_to_fit():
 
 
 async def test_a_limiter_keeps_the_rate_of_requests():
-    limiter = InProcessLimiter(100, rates=Rates(requests=60 * 100))  # 100 a second, 500 at first
-    limiter.buckets.by_kind["requests"].balance = 0
+    limiter = Limiter(100, rates=Rates(requests=60 * 100))  # 100 a second, 500 at first
+    limiter.rate.buckets.by_kind["requests"].balance = 0
     began = time.monotonic()
 
     async def one():
@@ -181,26 +181,11 @@ async def test_a_limiter_keeps_the_rate_of_requests():
     assert time.monotonic() - began >= 0.45
 
 
-async def test_headers_reach_buckets_and_clamp():
-    limiter = InProcessLimiter(100, unix=lambda: NOW)
+async def test_headers_reach_buckets():
+    limiter = Limiter(100, unix=lambda: NOW)
     async with limiter.slot() as slot:
         slot.report(None, None, openai("requests", 600, 30, "57s"))
-    assert limiter.buckets.by_kind["requests"].balance == pytest.approx(30, abs=1)
-    bare = InProcessLimiter(100, unix=lambda: NOW)
-    async with bare.slot() as slot:
-        slot.report(None, None, {"x-ratelimit-remaining-requests": "3"})
-        assert bare.controller.allowed(time.monotonic()) == 3
-    assert bare.controller.limit == 32
-    assert bare.controller.history[-1].reason == "remaining"
-
-
-async def test_a_clamp_ends():
-    limiter = InProcessLimiter(4, unix=lambda: NOW)
-    headers = {"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "50ms"}
-    async with limiter.slot() as slot:
-        slot.report(RateLimited("busy"), None, headers)
-        async with asyncio.timeout(10), limiter.slot() as second:
-            assert 0.02 < second.waited_s < 5
+    assert limiter.rate.buckets.by_kind["requests"].balance == pytest.approx(30, abs=1)
 
 
 @pytest.mark.parametrize("transport", ["http", "sdk"])
@@ -212,12 +197,12 @@ async def test_the_first_refusal_tells_the_limits(stage, kit, mode, transport):
         await client.complete(
             kit.request()
         )  # takes all there is, and this limiter hears nothing of it
-        limiter = InProcessLimiter(100)
+        limiter = Limiter(100)
         route = Route.single("", client, limiter)
         calling = s.caller(route, policy=RetryPolicy(base_s=0.01, outage_s=0.0))
         with pytest.raises(ModelError):
             await calling.call(kit.request(), turn=1)
-        told = limiter.buckets.by_kind["requests"]
+        told = limiter.rate.buckets.by_kind["requests"]
         assert told.capacity == 60
         assert told.balance <= 1
-        assert limiter.buckets.wait_s({"requests": 1.0}, time.monotonic()) > 0
+        assert limiter.rate.buckets.wait_s({"requests": 1.0}, time.monotonic()) > 0

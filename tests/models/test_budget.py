@@ -1,4 +1,4 @@
-"""Budgets: leases from the governor, reservations from the leases, refusals."""
+"""Budgets: leases from the coordinator, reservations from the leases, refusals."""
 
 import asyncio
 
@@ -7,36 +7,41 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hermes_rl.errors import CostLimit, UnitCostLimit
-from hermes_rl.models.limits.budget import Spend
-from hermes_rl.models.limits.governor import Governor
-from hermes_rl.models.limits.governor_wire import Charter, PotGrant, Report
-from hermes_rl.models.limits.rests import Rests
-from hermes_rl.models.limits.spending import NANO, Lease, SharedBudget, UnitBudget
+from hermes_rl.models.rate.budgets import (
+    NANO,
+    UNIT_TOKENS,
+    UNIT_USD,
+    Budget,
+    Lease,
+    LeaseGrant,
+    Spend,
+    UnitSpending,
+)
+from hermes_rl.models.rate.coordinator import Coordinator
+from hermes_rl.models.rate.ledger import CALLS, Costs, may_spend
+from hermes_rl.models.rate.share import Report
 
 WORKERS = ("a", "b", "c")
 
 
-def govern(**charter):
-    return Governor(Charter(maximum=10, **charter), lambda: 100.0, Rests())
+def coordinate(budgets, spent=None, maximum=10):
+    return Coordinator(maximum, budgets, spent or {}, clock=lambda: 100.0, unix=lambda: 100.0)
 
 
-def pot_of(governor, worker):
+def lease_of(coordinator, worker):
     lease = Lease("run:tokens")
 
-    def exchange(*, heard=True, answered=True):
-        report = lease.report()
-        if heard:
-            grant = governor.handle(Report(worker=worker, pots=(report,)))
-            if answered:
-                lease.granted(grant.pots[0])
+    def exchange():
+        grant = coordinator.handle(Report(worker=worker, leases=(lease.report(),)))
+        lease.take_grant(grant.leases[0])
 
     return lease, exchange
 
 
 async def test_a_budget_waits_for_reservations_and_refuses_what_cannot_fit():
-    governor = govern(pots={"run:tokens": 100}, spent={"run:tokens": 20})
-    one, exchange_one = pot_of(governor, "a")
-    two, exchange_two = pot_of(governor, "b")
+    coordinator = coordinate({"run:tokens": 100}, {"run:tokens": 20})
+    one, exchange_one = lease_of(coordinator, "a")
+    two, exchange_two = lease_of(coordinator, "b")
     first = asyncio.create_task(one.reserve(60))
     await asyncio.sleep(0)
     exchange_one()
@@ -56,12 +61,12 @@ async def test_a_budget_waits_for_reservations_and_refuses_what_cannot_fit():
     exchange_two()
     with pytest.raises(CostLimit, match="the run's budget is used up: 40 tokens left"):
         await third
-    assert governor.summary().spent == {"run:tokens": 60}
+    assert coordinator.summary().spent == {"run:tokens": 60}
 
 
 BUDGET_STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["reserve", "settle", "exchange", "unheard", "unanswered", "cancel"]),
+        st.sampled_from(["reserve", "settle", "exchange", "cancel"]),
         st.sampled_from(WORKERS),
         st.integers(0, 60),
     ),
@@ -76,8 +81,8 @@ def test_a_budget_is_never_overdrawn(steps, limit):
 
 
 async def spend(steps, limit):
-    governor = govern(pots={"run:tokens": limit})
-    sides = {worker: pot_of(governor, worker) for worker in WORKERS}
+    coordinator = coordinate({"run:tokens": limit})
+    sides = {worker: lease_of(coordinator, worker) for worker in WORKERS}
     waiting = {worker: [] for worker in WORKERS}
     calls = {worker: [] for worker in WORKERS}
     for what, worker, amount in steps:
@@ -89,8 +94,8 @@ async def spend(steps, limit):
             lease.settle(need, min(need, amount))
         elif what == "cancel" and waiting[worker]:
             waiting[worker][0][1].cancel()
-        elif what in ("exchange", "unheard", "unanswered"):
-            exchange(heard=what != "unheard", answered=what != "unanswered")
+        elif what == "exchange":
+            exchange()
         for _ in range(3):
             await asyncio.sleep(0)
         for name, tasks in waiting.items():
@@ -102,7 +107,7 @@ async def spend(steps, limit):
         out = sum(side.spent + side.reserved for side, _ in sides.values())
         assert out <= limit
         assert all(sum(calls[w]) == sides[w][0].reserved for w in WORKERS)
-        assert governor.pots["run:tokens"].left >= 0
+        assert coordinator.ledgers["run:tokens"].left >= 0
     await finish(sides, waiting, calls)
 
 
@@ -126,24 +131,21 @@ async def finish(sides, waiting, calls):
     raise AssertionError(f"calls wait for ever: {waiting}")
 
 
-async def test_a_dead_workers_lease_counts_as_spent_until_it_reports_again():
-    governor = govern(pots={"run:tokens": 100})
-    lease, exchange = pot_of(governor, "a")
+async def test_a_dead_workers_lease_counts_as_spent():
+    coordinator = coordinate({"run:tokens": 100})
+    lease, exchange = lease_of(coordinator, "a")
     task = asyncio.create_task(lease.reserve(70))
     await asyncio.sleep(0)
     exchange()
     await task
-    governor.forget("a")
-    assert governor.summary().spent == {"run:tokens": 70}
-    lease.settle(70, 5)
-    exchange()
-    assert governor.summary().spent == {"run:tokens": 5}
+    coordinator.remove("a")
+    assert coordinator.summary().spent == {"run:tokens": 70}
 
 
 async def test_a_units_budget_stands_beside_the_runs():
-    governor = govern(pots={"run:tokens": 1000})
-    lease, exchange = pot_of(governor, "a")
-    unit = UnitBudget({"unit:usd": NANO}, SharedBudget({"run:tokens": lease}))
+    coordinator = coordinate({"run:tokens": 1000})
+    lease, exchange = lease_of(coordinator, "a")
+    unit = Budget({"run:tokens": lease}, limits={UNIT_USD: NANO})
     asking = asyncio.create_task(unit.reserve("m", Spend(tokens=100, usd=0.6)))
     await asyncio.sleep(0)
     exchange()
@@ -157,11 +159,11 @@ async def test_a_units_budget_stands_beside_the_runs():
     with pytest.raises(UnitCostLimit, match="the unit's budget is used up"):
         await unit.reserve("m", Spend(tokens=1, usd=0.2))
     exchange()
-    assert governor.summary().spent == {"run:tokens": 60}
+    assert coordinator.summary().spent == {"run:tokens": 60}
 
 
 async def test_a_unit_has_tokens_too():
-    unit = UnitBudget({"unit:tokens": 100, "unit:usd": NANO}, None)
+    unit = Budget({}, limits={UNIT_TOKENS: 100, UNIT_USD: NANO})
     held = await unit.reserve("m", Spend(tokens=60, usd=0.1))
     waiting = asyncio.create_task(unit.reserve("m", Spend(tokens=60, usd=0.1)))
     await asyncio.sleep(0)
@@ -178,10 +180,10 @@ async def test_a_unit_has_tokens_too():
 
 
 async def test_a_call_that_gives_up_gives_back():
-    governor = govern(pots={"run:tokens": 100, "run:usd": 10**9})
+    coordinator = coordinate({"run:tokens": 100, "run:usd": 10**9})
     tokens, usd = Lease("run:tokens"), Lease("run:usd")
-    tokens.granted(PotGrant(pot="run:tokens", add=100, most=100))
-    budget = SharedBudget({"run:tokens": tokens, "run:usd": usd})
+    tokens.take_grant(LeaseGrant(budget="run:tokens", add=100, most=100))
+    budget = Budget({"run:tokens": tokens, "run:usd": usd})
     asking = asyncio.create_task(budget.reserve("m", Spend(tokens=60, usd=0.5)))
     await asyncio.sleep(0)
     assert tokens.reserved == 60
@@ -189,4 +191,87 @@ async def test_a_call_that_gives_up_gives_back():
     with pytest.raises(asyncio.CancelledError):
         await asking
     assert (tokens.reserved, tokens.free, tokens.spent) == (0, 100, 0)
-    assert governor.summary().spent == {"run:tokens": 0, "run:usd": 0}
+    assert coordinator.summary().spent == {"run:tokens": 0, "run:usd": 0}
+
+
+WORST = 100
+"""Of each call."""
+
+
+def waiting(place, spent=0):
+    return UnitSpending(place, spent, 0, WORST)
+
+
+def test_while_nobody_knows_what_a_unit_costs_few_begin():
+    units = [waiting(place) for place in range(60)]
+    costs = Costs(WORST, None)
+    assert may_spend(units, 2 * CALLS * WORST, costs, more=60) == {0, 1}
+    assert may_spend(units, WORST, costs, more=60) == {0}
+    assert may_spend(units, 120 * CALLS * WORST, costs, more=60) is None
+
+
+def test_begun_units_come_first_and_what_they_need_is_set_aside():
+    units = [waiting(0), waiting(7, spent=50), waiting(3, spent=250)]
+    assert may_spend(units, 1000, Costs(WORST, 300), more=60) == {3, 7, 0}
+    assert may_spend(units, 500, Costs(WORST, 300), more=60) == {3, 7}
+    assert may_spend(units, 300, Costs(WORST, 300), more=60) == {3}
+
+
+def test_a_unit_at_its_tools_keeps_its_place():
+    working = UnitSpending(1, spent=100)
+    assert may_spend([working, waiting(2, spent=10)], 450, Costs(WORST, 300), more=9) == set()
+    assert may_spend([working, waiting(2, spent=10)], 500, Costs(WORST, 300), more=9) == {2}
+
+
+def test_calls_of_no_unit_never_wait_for_units():
+    units = [waiting(-1), waiting(-1), waiting(0)]
+    assert may_spend(units, 3 * WORST, Costs(WORST, 300), more=9) == {-1, 0}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.lists(st.integers(1, WORST), min_size=1, max_size=8), min_size=1, max_size=20),
+    st.integers(0, 4000),
+    st.integers(1, 3),
+)
+def test_units_end_or_are_refused_and_the_budget_holds(units, limit, workers):
+    """Units of so many calls of so much, spread over workers, all begun at once."""
+    finished, spent = asyncio.run(work(units, limit, workers))
+    assert spent <= limit
+    dearest, worst = max(map(sum, units)), CALLS * WORST
+    if limit >= sum(map(sum, units)) + worst:
+        assert len(finished) == len(units)
+    elif limit >= dearest + worst:
+        assert finished
+
+
+async def work(units, limit, workers):
+    coordinator = coordinate({"run:tokens": limit}, maximum=len(units))
+    leases = [Lease("run:tokens") for _ in range(workers)]
+    finished = []
+
+    async def unit(place, calls):
+        lease, done = leases[place % workers], False
+        try:
+            for cost in calls:
+                await lease.reserve(WORST, place)
+                await asyncio.sleep(0)
+                lease.settle(WORST, cost, place)
+                assert sum(one.spent + one.reserved for one in leases) <= limit
+            finished.append(place)
+            done = True
+        except CostLimit:
+            pass
+        lease.end(place, finished=done)
+
+    tasks = [asyncio.create_task(unit(place, calls)) for place, calls in enumerate(units)]
+    for _ in range(3000):
+        for number, lease in enumerate(leases):
+            report = Report(worker=str(number), leases=(lease.report(),))
+            lease.take_grant(coordinator.handle(report).leases[0])
+            await asyncio.sleep(0)
+        if all(task.done() for task in tasks):
+            break
+    assert all(task.done() for task in tasks), "calls wait for ever"
+    await asyncio.gather(*tasks)
+    return finished, sum(lease.spent for lease in leases)

@@ -14,9 +14,9 @@ from hermes_rl.messages import AssistantMessage, ToolCall, ToolMessage, UserMess
 from hermes_rl.models.base import Sampling
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.calls.route import Account, Route
-from hermes_rl.models.limits.limiter import InProcessLimiter
-from hermes_rl.models.limits.rests import Rests
 from hermes_rl.models.providers.pool import KeyPool
+from hermes_rl.models.rate.limiter import Limiter
+from hermes_rl.models.rate.share import Cooldowns
 from hermes_rl.testing.conditions import Conditions
 from hermes_rl.testing.picky import OUTPUT_CAP, PROMPT, WINDOW
 
@@ -219,15 +219,14 @@ async def test_a_refused_key_gives_way_to_the_next(kit, stage):
         server = await s.server(key="sk-right-key-123")
         keys = {"WRONG": "sk-wrong-key-123", "RIGHT": "sk-right-key-123"}
         accounts = [
-            Account(name, s.client(server, api_key=key), InProcessLimiter(8))
-            for name, key in keys.items()
+            Account(name, s.client(server, api_key=key), Limiter(8)) for name, key in keys.items()
         ]
-        route = Route("noop", KeyPool(accounts, Rests(), scope="noop"))
+        route = Route("noop", KeyPool(accounts, Cooldowns(), scope="noop"))
         for turn in (1, 2):
             await s.caller(route).call(kit.request(), turn=turn)
         assert s.outcomes == ["refused", "ok", "ok"], "the refused key rests for all rollouts"
         assert [start.model for start in s.events.starts] == ["noop"] * 3
-        only = Route("noop", KeyPool(accounts[:1], Rests(), scope="noop"))
+        only = Route("noop", KeyPool(accounts[:1], Cooldowns(), scope="noop"))
         with pytest.raises(e.AuthError):
             await s.caller(only).call(kit.request(), turn=1)
 
@@ -260,9 +259,7 @@ async def test_new_connections_leave_old_requests_alone(kit, stage, transport):
     async with stage() as s:
         server = await s.server(latency_s=0.2)
         client = s.client(server, transport=transport)
-        calling = ModelCaller(
-            [Route.single("noop", client, InProcessLimiter(8))], s.events, s.quick
-        )
+        calling = ModelCaller([Route.single("noop", client, Limiter(8))], s.events, s.quick)
         slow = asyncio.create_task(calling.call(kit.request(), turn=1))
         await kit.until(lambda: server.in_flight)
         await client.renew()

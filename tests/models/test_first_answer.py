@@ -11,8 +11,8 @@ from hermes_rl.messages import UserMessage
 from hermes_rl.models.calls.recovery import RetryPolicy
 from hermes_rl.models.calls.route import Route
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.limits.limiter import InProcessLimiter
-from hermes_rl.models.limits.traffic import Traffic
+from hermes_rl.models.rate.limiter import Limiter
+from hermes_rl.models.rate.traffic import Traffic
 from hermes_rl.testing.conditions import Conditions
 from hermes_rl.testing.fake_server import FakeServer
 from hermes_rl.testing.faults import FaultPlan
@@ -116,7 +116,7 @@ async def test_a_slow_model_that_answers_a_probe_is_waited_for(kit, stage):
     slow = [UserMessage(content='SCRIPT: [{"text": "done", "latency_s": 1.5}]')]
     async with stage() as s:
         client = Remote(s.client(await s.server()))
-        route = Route.single("noop", client, InProcessLimiter(64))
+        route = Route.single("noop", client, Limiter(64))
         calling = s.caller(route, policy=FIRST)
         answers = await asyncio.gather(*(calling.call(kit.request(slow), turn=1) for _ in range(3)))
         assert [a.message.content for a in answers] == ["done"] * 3

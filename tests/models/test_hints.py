@@ -13,10 +13,8 @@ from hermes_rl.messages import AssistantMessage, UserMessage
 from hermes_rl.models.base import Completion, Conversation, ModelRequest
 from hermes_rl.models.calls.retry import Clock, ModelCaller
 from hermes_rl.models.calls.route import Route
-from hermes_rl.models.limits.governor import Governor
-from hermes_rl.models.limits.governor_wire import Charter
-from hermes_rl.models.limits.rests import Rests
-from hermes_rl.models.limits.share import DirectLine, Share
+from hermes_rl.models.rate.coordinator import Coordinator
+from hermes_rl.models.rate.share import Share
 from hermes_rl.testing.limits import Limits, RateLimits
 from hermes_rl.usage import Usage
 
@@ -86,7 +84,7 @@ class Server:
 async def eight_workers(server, kit):
     """Calls as rollouts make them, retried as they are."""
     time = asyncio.get_running_loop().time
-    governor = Governor(Charter(maximum=WORKERS * CALLERS), time, Rests())
+    coordinator = Coordinator(WORKERS * CALLERS, {}, {}, clock=time, unix=time)
     clock = Clock(monotonic=time, time=time, uniform=server.chance.uniform)
     conversation = Conversation([UserMessage(content="hello")])
 
@@ -97,10 +95,10 @@ async def eight_workers(server, kit):
             await calling.call(request, turn=1)
 
     async with AsyncExitStack() as stack:
-        shares = [Share(f"1-{n}", DirectLine(governor), clock=time) for n in range(WORKERS)]
-        limiters = [
-            (await stack.enter_async_context(share)).limiter("h", "KEY", "m") for share in shares
-        ]
+        shares = [Share(f"1-{n}", clock=time) for n in range(WORKERS)]
+        limiters = [share.limiter("h", "KEY", "m") for share in shares]
+        for share in shares:
+            await stack.enter_async_context(share.coordinated(coordinator.handle))
         tasks = [asyncio.create_task(caller(lane)) for lane in limiters for _ in range(CALLERS)]
         await asyncio.sleep(DOUBLES_S)
         server.limits.factor = 2.0

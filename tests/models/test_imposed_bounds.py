@@ -13,11 +13,9 @@ from hermes_rl.models.base import Sampling
 from hermes_rl.models.calls.route import Route
 from hermes_rl.models.client import Endpoint, connect
 from hermes_rl.models.errors.body import facts_of
-from hermes_rl.models.limits.budget import OUTPUT_MAX
-from hermes_rl.models.limits.governor_wire import PotGrant
-from hermes_rl.models.limits.limiter import InProcessLimiter
-from hermes_rl.models.limits.spending import NANO, Lease, SharedBudget, UnitBudget
 from hermes_rl.models.providers.prices import PriceTable, read_price
+from hermes_rl.models.rate.budgets import NANO, OUTPUT_MAX, Budget, Lease, LeaseGrant
+from hermes_rl.models.rate.limiter import Limiter
 from hermes_rl.testing.picky import OUTPUT_CAP, PROMPT, WINDOW
 
 DIALECTS = ("chat_completions", "codex_responses", "anthropic_messages")
@@ -30,8 +28,8 @@ def pots(**amounts):
     for name, amount in amounts.items():
         pot = name.replace("_", ":")
         leases[pot] = Lease(pot)
-        leases[pot].granted(PotGrant(pot=pot, add=amount, most=amount))
-    return SharedBudget(leases)
+        leases[pot].take_grant(LeaseGrant(budget=pot, add=amount, most=amount))
+    return Budget(leases)
 
 
 def sent(server):
@@ -72,10 +70,10 @@ async def test_what_is_set_aside_is_sent_and_recorded_and_nothing_without_a_budg
         (pots(run_usd=NANO, run_tokens=10**6), None, OUTPUT_MAX),
         (pots(model_noop_tokens=10**6), None, OUTPUT_MAX),
         (pots(model_other_tokens=10**6), None, None),
-        (UnitBudget({"unit:tokens": 10**6}, None), None, OUTPUT_MAX),
-        (UnitBudget({"unit:usd": NANO}, pots(run_tokens=10**6)), None, OUTPUT_MAX),
-        (UnitBudget({"unit:usd": NANO}, None), priced(), OUTPUT_MAX),
-        (UnitBudget({"unit:usd": NANO}, pots(run_usd=NANO)), None, None),
+        (Budget({}, limits={"unit:tokens": 10**6}), None, OUTPUT_MAX),
+        (Budget(pots(run_tokens=10**6).leases, limits={"unit:usd": NANO}), None, OUTPUT_MAX),
+        (Budget({}, limits={"unit:usd": NANO}), priced(), OUTPUT_MAX),
+        (Budget(pots(run_usd=NANO).leases, limits={"unit:usd": NANO}), None, None),
     ],
 )
 async def test_which_calls_a_budget_bounds(kit, stage, budget, prices, bound):
@@ -97,7 +95,7 @@ async def test_a_bound_in_a_field_of_the_users_own_is_the_bound(kit, stage):
             await s.caller(s.route(server, "noop"), budget=pots(run_tokens=60)).call(asked, turn=1)
 
 
-class Noting(InProcessLimiter):
+class Noting(Limiter):
     """Keeps what calls were taken for."""
 
     def __init__(self):
@@ -201,7 +199,7 @@ async def talking_to(stage, address, **options):
     async with stage() as s:
         client = connect(Endpoint(address))
         s.stack.push_async_callback(client.aclose)
-        yield s.caller(Route.single("m", client, InProcessLimiter(4)), **options)
+        yield s.caller(Route.single("m", client, Limiter(4)), **options)
 
 
 async def talk(kit, calling, turns, chars):

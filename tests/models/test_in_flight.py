@@ -3,14 +3,13 @@
 import asyncio
 import os
 import resource
+import time
 
 import pytest
 
 from hermes_rl.models.client import DIALECTS, Endpoint, connect
-from hermes_rl.models.limits.governor import Governor
-from hermes_rl.models.limits.governor_wire import Charter
-from hermes_rl.models.limits.rests import Rests
-from hermes_rl.models.limits.share import DirectLine, Share
+from hermes_rl.models.rate.coordinator import Coordinator
+from hermes_rl.models.rate.share import Share
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 AT_ONCE = 2_000
@@ -39,14 +38,10 @@ async def ask(limiter, client, request):
 @pytest.mark.slow
 async def test_two_thousand_calls_in_flight(kit, descriptors):
     """The server answers nobody before all have asked: a pool that held some back would hang."""
-    governor = Governor(
-        Charter(maximum=AT_ONCE, start=AT_ONCE, lease_s=300.0),
-        asyncio.get_running_loop().time,
-        Rests(),
-    )
+    coordinator = Coordinator(AT_ONCE, {}, {}, clock=time.monotonic, unix=time.time, start=AT_ONCE)
     async with (
         FakeServer(FakeConfig(gather=AT_ONCE, keep=False)) as server,
-        Share("1", DirectLine(governor)) as share,
+        Share("1").coordinated(coordinator.handle) as share,
     ):
         limiter = share.limiter("h", "K", "m")
         clients = [connect(Endpoint(server.base_url, api_mode=mode)) for mode in DIALECTS]

@@ -11,9 +11,9 @@ from hermes_rl.models.base import Completion
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.calls.route import Account, Route
 from hermes_rl.models.key_command import KeyRenewed, NoNewKey
-from hermes_rl.models.limits.limiter import InProcessLimiter
-from hermes_rl.models.limits.rests import Rests
 from hermes_rl.models.providers.pool import KeyPool
+from hermes_rl.models.rate.limiter import Limiter
+from hermes_rl.models.rate.share import Cooldowns
 from hermes_rl.usage import Usage
 
 ANSWER = Completion(
@@ -51,10 +51,10 @@ def setup(kit, *scripts, **policy):
     time = kit.FakeTime()
     clients = [Slow(time, *script) for script in scripts]
     accounts = [
-        Account(name, client, InProcessLimiter(4))
+        Account(name, client, Limiter(4))
         for name, client in zip("AB"[: len(clients)], clients, strict=True)
     ]
-    pool = KeyPool(accounts, Rests(lambda: time.now), scope="h m")
+    pool = KeyPool(accounts, Cooldowns(lambda: time.now), scope="h m")
     calling = ModelCaller(
         [Route(model="m", accounts=pool)], kit.Events(), RetryPolicy(**policy), clock=time.clock()
     )

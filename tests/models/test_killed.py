@@ -17,7 +17,7 @@ import msgspec
 from hermes_rl.messages import ToolMessage, UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest
 from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.limits.limiter import InProcessLimiter
+from hermes_rl.models.rate.limiter import Limiter
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.calls.route import Route
 
@@ -39,7 +39,7 @@ async def rollout(caller):
 
 async def main():
     client = connect(Endpoint(sys.argv[1]))
-    route = Route.single("", client, InProcessLimiter(8))
+    route = Route.single("", client, Limiter(8))
     caller = ModelCaller([route], Journal(sys.argv[2]), RetryPolicy(base_s=0.01))
     await asyncio.gather(*(rollout(caller) for _ in range(8)))
 

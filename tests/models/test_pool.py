@@ -17,10 +17,10 @@ from hermes_rl.errors import (
 )
 from hermes_rl.models.calls.route import Account
 from hermes_rl.models.errors.classify import classify
-from hermes_rl.models.limits.limiter import InProcessLimiter
-from hermes_rl.models.limits.rests import Rests
 from hermes_rl.models.played import NoopClient
 from hermes_rl.models.providers.pool import KeyPool
+from hermes_rl.models.rate.limiter import Limiter
+from hermes_rl.models.rate.share import Cooldowns
 
 NINETY = {"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "90s"}
 
@@ -34,7 +34,7 @@ class Clock:
 
 
 def accounts(*names: str) -> list[Account]:
-    return [Account(n, NoopClient(), InProcessLimiter(4)) for n in names]
+    return [Account(n, NoopClient(), Limiter(4)) for n in names]
 
 
 @pytest.fixture
@@ -44,7 +44,9 @@ def clock() -> Clock:
 
 def pool(clock: Clock, strategy: Any = "fill_first", names: str = "ABC") -> KeyPool:
     chance = random.Random(1)
-    return KeyPool(accounts(*names), Rests(clock), scope="h m", strategy=strategy, chance=chance)
+    return KeyPool(
+        accounts(*names), Cooldowns(clock), scope="h m", strategy=strategy, chance=chance
+    )
 
 
 def chosen(of: KeyPool, times: int) -> str:
@@ -119,7 +121,7 @@ def test_one_key_is_always_the_next_and_nobody_is_turned_to(clock: Clock) -> Non
 
 
 def test_a_rate_is_of_one_model_and_a_refused_key_of_all(clock: Clock) -> None:
-    rests = Rests(clock)
+    rests = Cooldowns(clock)
     small, large = (KeyPool(accounts("A", "B"), rests, scope=f"h {m}") for m in ("s", "l"))
     small.rest(small.accounts[0], RateLimited("x", status=429))
     assert (small.choose().name, large.choose().name) == ("B", "A")

@@ -11,8 +11,8 @@ from hermes_rl.models.base import Completion
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.calls.route import Route
 from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.limits.limiter import InProcessLimiter
-from hermes_rl.models.limits.traffic import Traffic
+from hermes_rl.models.rate.limiter import Limiter
+from hermes_rl.models.rate.traffic import Traffic
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan
 from hermes_rl.usage import Usage
@@ -49,7 +49,7 @@ class Scripted:
 
 def setup(kit, *outcomes, **policy):
     client, events, time = Scripted(*outcomes), kit.Events(), kit.FakeTime()
-    limiter = InProcessLimiter(4, clock=lambda: time.now)
+    limiter = Limiter(4, clock=lambda: time.now)
     route = Route.single("", client, limiter)
     calling = ModelCaller([route], events, RetryPolicy(**policy), clock=time.clock())
     return client, events, time, calling
@@ -174,7 +174,7 @@ async def test_a_request_that_fails_where_others_are_answered_is_given_up(kit):
         async def complete(self, request):
             return await (ill if request.model == "ill" else good).complete(request)
 
-    route = Route.single("", Both(), InProcessLimiter(8))
+    route = Route.single("", Both(), Limiter(8))
 
     def caller():
         return ModelCaller([route], events, RetryPolicy(max_attempts=4), clock=time.clock())
@@ -192,7 +192,7 @@ async def test_retries_that_may_be_paid_twice_are_a_share_of_the_traffic(kit):
     """40 rollouts meet an endpoint that loses every answer: a few retries at once, then a trickle
     until it answers again, and no rollout is lost."""
     client, events, time, _ = setup(kit, e.ConnectionLost("reset", served=True))
-    route = Route.single("", client, InProcessLimiter(64))
+    route = Route.single("", client, Limiter(64))
     callers = [ModelCaller([route], events, clock=time.clock()) for _ in range(40)]
     began = time.now
     async with asyncio.TaskGroup() as group:
@@ -249,7 +249,7 @@ async def test_a_bug_is_recorded_and_passes_through(kit):
 async def test_prices_come_from_the_hook(kit):
     client, events = Scripted(ANSWER), kit.Events()
     calling = ModelCaller(
-        [Route.single("", client, InProcessLimiter(1))],
+        [Route.single("", client, Limiter(1))],
         events,
         price=lambda model, usage: {"echo": 0.5}[model] * usage.output_tokens,
     )
@@ -260,7 +260,7 @@ async def test_prices_come_from_the_hook(kit):
 async def test_cancelled_in_a_pause(kit):
     """At once, the slot free, the waiting recorded."""
     client, events = Scripted(e.RateLimited("429", retry_after_s=500)), kit.Events()
-    limiter = InProcessLimiter(1)
+    limiter = Limiter(1)
     calling = ModelCaller([Route.single("", client, limiter)], events)
     task = asyncio.create_task(calling.call(kit.request(), turn=1))
     await kit.until(lambda: events.ends)
@@ -274,7 +274,7 @@ async def test_cancelled_in_a_pause(kit):
 
 
 async def test_waiting_for_a_slot_is_not_the_models_time(kit):
-    limiter, events = InProcessLimiter(1), kit.Events()
+    limiter, events = Limiter(1), kit.Events()
     async with FakeServer(FakeConfig(latency_s=0.15, script="noop")) as server:
         client = connect(Endpoint(server.base_url))
         calling = ModelCaller([Route.single("", client, limiter)], events)

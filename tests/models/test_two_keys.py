@@ -13,11 +13,9 @@ from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Completion
 from hermes_rl.models.calls.retry import Clock, ModelCaller, RetryPolicy
 from hermes_rl.models.calls.route import Account, Route
-from hermes_rl.models.limits.governor import Governor
-from hermes_rl.models.limits.governor_wire import Charter
-from hermes_rl.models.limits.rests import Rests
-from hermes_rl.models.limits.share import DirectLine, Share
 from hermes_rl.models.providers.pool import KeyPool
+from hermes_rl.models.rate.coordinator import Coordinator
+from hermes_rl.models.rate.share import Share
 from hermes_rl.usage import Usage
 
 LATENCY_S = 0.25
@@ -81,14 +79,14 @@ class Server:
 
 @asynccontextmanager
 async def limits(loop, workers):
-    """What each worker has: limiters, and the rests of accounts."""
+    """What each worker has: limiters and cooldowns."""
     async with AsyncExitStack() as stack:
-        governor = Governor(Charter(maximum=64), loop.time, Rests(loop.time))
-        shares = [
-            Share(str(n), DirectLine(governor), clock=loop.time, unix=loop.time)
-            for n in range(workers)
+        coordinator = Coordinator(64, {}, {}, clock=loop.time, unix=loop.time)
+        shares = [Share(str(n), clock=loop.time, unix=loop.time) for n in range(workers)]
+        yield [
+            await stack.enter_async_context(share.coordinated(coordinator.handle))
+            for share in shares
         ]
-        yield [await stack.enter_async_context(share) for share in shares]
 
 
 class Simulation:
@@ -104,7 +102,7 @@ class Simulation:
             Account(f"K{n}", server, share.limiter("limited", f"K{n}", "m"))
             for n, server in enumerate(self.servers)
         ]
-        pool = KeyPool(accounts, share.rests, scope="h m", strategy=self.strategy)
+        pool = KeyPool(accounts, share.cooldowns, scope="h m", strategy=self.strategy)
         return Route(model="m", accounts=pool)
 
     async def caller(self, route):

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from rl_kit import Written, ran, table, tokens
 
+from batch_runner.budgets import spent_before
 from batch_runner.regrade import regrade
-from batch_runner.spent import spent_before
-from hermes_rl.models.limits.spending import RUN_TOKENS
+from hermes_rl.models.rate.budgets import RUN_TOKENS
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 

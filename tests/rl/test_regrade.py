@@ -14,13 +14,13 @@ import pytest
 from rl_kit import Written, configured, ran, table, tokens
 
 from batch_runner import arun_batch, run_batch
+from batch_runner.budgets import spent_before
 from batch_runner.manifest import read_manifest
 from batch_runner.progress import Silent
 from batch_runner.regrade import regrade
-from batch_runner.spent import spent_before
 from hermes_rl.aio import run_sync
 from hermes_rl.cli import main
-from hermes_rl.models.limits.spending import RUN_TOKENS
+from hermes_rl.models.rate.budgets import RUN_TOKENS
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from rl_kit import Written, ran, table, tokens
 
+from batch_runner.budgets import spent_before
 from batch_runner.manifest import read_manifest
-from batch_runner.spent import spent_before
-from hermes_rl.models.limits.spending import RUN_TOKENS
+from hermes_rl.models.rate.budgets import RUN_TOKENS
 from hermes_rl.rl.groups import group_report
 from hermes_rl.store.reader import load_run
 from hermes_rl.store.rundir import RunDir

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_runner.governing import Prices
+from batch_runner.budgets import Prices
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.models.providers.targets import drawn_model, keys_of, targets_by_model, targets_of
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
@@ -162,7 +162,7 @@ async def test_a_refused_key_makes_way_for_the_next_and_then_rests(
     assert first.end_reason == second.end_reason == "answered"
     assert [call.outcome for call in first.calls] == ["refused", "ok", "ok"]
     assert [call.outcome for call in second.calls] == ["ok", "ok"]
-    assert s.workshop.common.rests.left_s("STALE_KEY") == pytest.approx(300, abs=30)
+    assert s.workshop.share.cooldowns.left_s("STALE_KEY") == pytest.approx(300, abs=30)
 
 
 def test_the_worked_example_of_the_docs_holds() -> None:

@@ -17,7 +17,7 @@ from hermes_rl.models.base import Conversation, ModelRequest, Sampling
 from hermes_rl.models.calls.attempts import Clock
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.calls.route import Route
-from hermes_rl.models.limits.traffic import Traffic
+from hermes_rl.models.rate.traffic import Traffic
 from hermes_rl.record import Segment, Trajectory
 from hermes_rl.segments import with_segments
 from hermes_rl.segments.rules import book_faults, rollout_faults, row_faults, runs_of

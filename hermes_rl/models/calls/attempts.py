@@ -20,9 +20,9 @@ from hermes_rl.models.base import Completion, ModelRequest
 from hermes_rl.models.calls.prompts import learn, prompt_bound
 from hermes_rl.models.calls.route import Account, Route
 from hermes_rl.models.errors.classify import classify_exception
-from hermes_rl.models.limits.buckets import Estimate
-from hermes_rl.models.limits.budget import OUTPUT_MAX, Budget, Reservation, Spend
-from hermes_rl.models.limits.limiter import Slot
+from hermes_rl.models.rate.buckets import Estimate
+from hermes_rl.models.rate.budgets import OUTPUT_MAX, Budget, Reservation, Spend
+from hermes_rl.models.rate.limiter import Slot
 from hermes_rl.models.tokens.capture import CAPTURED, record_of
 from hermes_rl.models.tokens.graph import TokenGraph
 from hermes_rl.ports import Recorder
@@ -215,7 +215,7 @@ class Attempts:
         return route.prices.price if route.prices is not None else _unpriced
 
     async def _answer(
-        self, request: ModelRequest, account: Account, sent: _Sent, slot: Slot
+        self, request: ModelRequest, account: Account, sent: _Sent, slot: Slot | _NoSlot
     ) -> Completion:
         """Send and record the end."""
         try:

@@ -27,15 +27,19 @@ from hermes_rl.errors import (
     ConnectionLost,
     ContentFiltered,
     ContextOverflow,
+    Facts,
+    ModelAborted,
     ModelError,
     ModelNotFound,
     ModelTimeout,
+    Outage,
+    Overloaded,
     PayloadTooLarge,
+    ProtocolError,
+    RateLimited,
     Reason,
 )
 from hermes_rl.models.base import Adaptation, ModelRequest
-from hermes_rl.models.calls.blame import at_fault, no_first_answer, outage, waiting_helps
-from hermes_rl.models.calls.room import Room
 
 
 @dataclass(frozen=True)
@@ -161,13 +165,53 @@ _RENEW_AFTER = 2
 _COMPRESSIONS = 3
 
 
+_MARGIN = 1 / 16
+"""So much longer than the estimate may a prompt be."""
+_FULL = 8
+"""With less than this part of the window left an estimate would cut answers: the server is asked,
+whose refusal says the very number."""
+
+
+@dataclass
+class Window:
+    """What one conversation knows of the context window of one route.
+
+    From one refusal on it says how much room a small window leaves for an answer."""
+
+    size: int | None = None
+    """Tokens of prompt and answer together."""
+    _share: float = 1.0
+    """Tokens of a prompt for each that its bound counts (`ModelClient.bound`)."""
+
+    def learn(self, facts: Facts, bound: int) -> None:
+        """Keep what a refusal says.
+
+        Args:
+            bound: of the refused prompt, as the client counts it.
+        """
+        if facts.context_limit and facts.prompt_tokens and bound > 0:
+            self.size = facts.context_limit
+            self._share = facts.prompt_tokens / bound
+
+    def left(self, bound: int) -> int | None:
+        """About as many tokens as an answer may have; None when that is not known well enough.
+
+        Args:
+            bound: of the prompt.
+        """
+        if self.size is None:
+            return None
+        left = self.size - math.ceil(self._share * bound * (1 + _MARGIN))
+        return left if left >= self.size // _FULL else None
+
+
 @dataclass
 class _Learned:
     """What one route will not take, for the rest of the conversation."""
 
     adaptations: set[Adaptation] = field(default_factory=set)
     output_cap: int | None = None
-    room: Room = field(default_factory=Room)
+    window: Window = field(default_factory=Window)
 
 
 class Recovery:
@@ -234,8 +278,8 @@ class CallRecovery:
         if learned.adaptations:
             request = replace(request, adaptations=request.adaptations | learned.adaptations)
         room = None
-        if imposed and self._output_cap is None and learned.room.window is not None:
-            room = learned.room.left(imposed(request))
+        if imposed and self._output_cap is None and learned.window.size is not None:
+            room = learned.window.left(imposed(request))
         caps = (self._output_cap, learned.output_cap, room)
         cap = min((c for c in caps if c is not None), default=None)
         asked = request.sampling.max_tokens
@@ -291,7 +335,7 @@ class CallRecovery:
             return None
         self._output_cap = cap
         learned = self._rollout.of_route(self.route)
-        learned.room.learn(error.facts, at.bound)
+        learned.window.learn(error.facts, at.bound)
         if error.reason == "format_error" and error.facts.context_limit is None:
             learned.output_cap = cap
         return Again()
@@ -327,9 +371,9 @@ class CallRecovery:
         if call.since is None:
             call.since = at.now
         silent = self._first_left(at) < math.inf  # then it is not the request's fault
-        if self._others_answered(error, at) or (at_fault(error) and not silent):
+        if self._others_answered(error, at) or (_at_fault(error) and not silent):
             call.counted += 1
-        elif not waiting_helps(error):
+        elif not _waiting_helps(error):
             call.unexplained += 1
         call.last = at.now
         call.turned.clear()
@@ -352,7 +396,7 @@ class CallRecovery:
     def _others_answered(self, error: ModelError, at: Situation) -> bool:
         """The server answered somebody since this call's last failure, which waiting should have
         mended."""
-        if waiting_helps(error) or self._failed.last is None or at.answered_at is None:
+        if _waiting_helps(error) or self._failed.last is None or at.answered_at is None:
             return False
         return at.answered_at > self._failed.last
 
@@ -374,7 +418,7 @@ class CallRecovery:
         """The pause, or the end when it is longer than the patience that is left."""
         left = self._first_left(at)
         if left <= 0:
-            return GiveUp(no_first_answer(error, self._policy.first_answer_s or 0.0))
+            return GiveUp(_no_first_answer(error, self._policy.first_answer_s or 0.0))
         if left < math.inf:
             return replace(wait, seconds=min(wait.seconds, left))
         since = at.now if self._failed.since is None else self._failed.since
@@ -383,7 +427,7 @@ class CallRecovery:
             return wait
         if at.answered_at is not None and at.answered_at > since:
             return GiveUp(error)  # the endpoint works: it is this call that fails
-        return GiveUp(outage(error, spent))
+        return GiveUp(_outage(error, spent))
 
 
 def _unwanted(error: ModelError, at: Situation) -> Adaptation | None:
@@ -396,3 +440,48 @@ def _unwanted(error: ModelError, at: Situation) -> Adaptation | None:
             return None
         return "small_images" if at.shrinkable and not error.facts.no_images else "no_images"
     return _ADAPTATIONS.get(error.reason)
+
+
+def _outage(error: ModelError, spent_s: float) -> Outage:
+    """Return the error that stops the run: nobody was answered for as long as patience lasts."""
+    span = f"{spent_s:.0f} s" if spent_s < 120 else f"{spent_s / 60:.0f} min"
+    return Outage(
+        f"no answer for {span}, the last error: {error}",
+        status=error.status,
+        request_id=error.request_id,
+        served=error.served,
+        reason=error.reason,
+    )
+
+
+def _no_first_answer(error: ModelError, seconds: float) -> Outage:
+    """Return the error that stops the run early: there never was a sign of life."""
+    return Outage(
+        f"nothing was answered within {seconds:g} s, the last error: {error}",
+        status=error.status,
+        request_id=error.request_id,
+        served=error.served,
+        reason=error.reason,
+    )
+
+
+def refused_alike(text: str, calls: int) -> Outage:
+    """Return the error that stops the run when no request is accepted."""
+    return Outage(f"{calls} calls were refused in the same words, none was answered: {text}")
+
+
+def _waiting_helps(error: ModelError) -> bool:
+    """Whether the server is overloaded for now, or not there."""
+    if isinstance(error, RateLimited | Overloaded):
+        return True
+    return isinstance(error, ConnectionLost) and not error.served
+
+
+def _at_fault(error: ModelError) -> bool:
+    """Whether the server accepted the request and began to answer: another request may do better,
+    this one perhaps not."""
+    if isinstance(error, RateLimited | Overloaded | ConnectionLost):
+        return False
+    return isinstance(error, ProtocolError | ModelAborted) or (
+        error.served and error.status is None
+    )

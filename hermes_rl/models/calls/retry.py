@@ -17,7 +17,6 @@ from hermes_rl.events import Purpose
 from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampling
 from hermes_rl.models.calls.attempts import Attempts, Clock, Label, Price
-from hermes_rl.models.calls.blame import refused_alike
 from hermes_rl.models.calls.recovery import (
     Action,
     CallRecovery,
@@ -27,11 +26,12 @@ from hermes_rl.models.calls.recovery import (
     RetryPolicy,
     Situation,
     Wait,
+    refused_alike,
 )
 from hermes_rl.models.calls.route import Account, Route
-from hermes_rl.models.limits.budget import Budget
-from hermes_rl.models.limits.traffic import Traffic
 from hermes_rl.models.prepare.images import can_shrink
+from hermes_rl.models.rate.budgets import Budget
+from hermes_rl.models.rate.traffic import Traffic
 from hermes_rl.ports import Recorder
 
 __all__ = ["Clock", "ModelCaller", "OnOverflow", "Price", "RetryPolicy"]
@@ -183,7 +183,7 @@ class ModelCaller:
             if ending:
                 await asyncio.wait(ending)
         host = account.client.endpoint
-        said = account.traffic.said.removeprefix(f"{host} ") or "does not answer"
+        said = account.traffic.message.removeprefix(f"{host} ") or "does not answer"
         raise ModelTimeout(f"{host} {said}", served=True)
 
     async def _answered(
@@ -200,7 +200,7 @@ class ModelCaller:
     async def _responds(self, account: Account) -> bool:
         """Whether a silent server answers other requests: all its slots may be busy. A server that
         fails model requests gets no credit for that."""
-        if account.traffic.said or not isinstance(account.client, Checkable):
+        if account.traffic.message or not isinstance(account.client, Checkable):
             return False
         try:
             async with asyncio.timeout((self._recovery.policy.silence_s or 0.0) / 8):

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from hermes_rl.errors import ModelError
 from hermes_rl.models.base import ModelClient, ModelRequest, Sampling
 from hermes_rl.models.key_command import KeyRenewed
-from hermes_rl.models.limits.limiter import Limiter
-from hermes_rl.models.limits.traffic import Traffic
 from hermes_rl.models.providers.prices import PriceTable
+from hermes_rl.models.rate.limiter import Limiter
+from hermes_rl.models.rate.traffic import Traffic
 from hermes_rl.models.wire.base import NO_LIMIT
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ its limiter would let another request start (a second at least), one without cre
 Of the accounts that need not rest, those come first whose limiter lets a request start now.
 A refusal for the rate speaks of one model, the others of the whole account. What is nobody's
 account's fault (5xx, 529, a bad request) lets nobody rest. Rests are shared by all workers of a run
-(`hermes_rl.models.limits.rests`).
+(`hermes_rl.models.rate.share`).
 
 Where there is one account there is nothing to turn to: it is never let rest for its rate, because
 the limiter sees to that.
@@ -25,8 +25,8 @@ from typing import Literal
 from hermes_rl.errors import ModelError
 from hermes_rl.models.calls.route import Account
 from hermes_rl.models.key_command import KeyRenewed
-from hermes_rl.models.limits.quotas import resets_s
-from hermes_rl.models.limits.rests import Rests
+from hermes_rl.models.rate.headers import resets_s
+from hermes_rl.models.rate.share import Cooldowns
 
 Strategy = Literal["fill_first", "round_robin", "random", "least_used"]
 
@@ -46,20 +46,20 @@ class KeyPool:
     Args:
         accounts: at least one.
         scope: what a rate is counted by, for example endpoint and model.
-        rests: shared by all pools of the process.
+        cooldowns: shared by all pools of the process.
     """
 
     def __init__(
         self,
         accounts: Sequence[Account],
-        rests: Rests,
+        cooldowns: Cooldowns,
         *,
         scope: str,
         strategy: Strategy = "fill_first",
         chance: random.Random | None = None,
     ) -> None:
         self.accounts = tuple(accounts)
-        self._rests, self._scope, self._strategy = rests, scope, strategy
+        self._cooldowns, self._scope, self._strategy = cooldowns, scope, strategy
         self._chance = chance or random.Random()
         self._used = dict.fromkeys(range(len(self.accounts)), 0)
         self._turn = 0
@@ -85,7 +85,7 @@ class KeyPool:
         be refused again, and that would stop the run."""
 
         def how_bad(i: int) -> tuple[bool, float]:
-            return self._rests.left_s(self.accounts[i].name) > 0, left[i]
+            return self._cooldowns.left_s(self.accounts[i].name) > 0, left[i]
 
         return min(range(len(left)), key=how_bad)
 
@@ -97,11 +97,11 @@ class KeyPool:
         if seconds:
             of_rate = error.reason in _OF_ITS_RATE
             name = self._rate_of(account) if of_rate else account.name
-            self._rests.rest(name, seconds, error.reason)
+            self._cooldowns.start(name, seconds, error.reason)
         others = [a for a in self.accounts if a.name != account.name]
         if error.reason in _OF_THE_ACCOUNT:
             # Who only rests for his rate is waited for: nobody left would stop the run.
-            return any(self._rests.left_s(a.name) <= 0 for a in others)
+            return any(self._cooldowns.left_s(a.name) <= 0 for a in others)
         return any(self._left_s(a) <= 0 for a in others)
 
     def _seconds(self, account: Account, error: ModelError) -> float:
@@ -112,7 +112,7 @@ class KeyPool:
         if of_rate or error.reason in _OF_THE_ACCOUNT:
             told = error.retry_after_s
             if told is None:
-                told = resets_s(error.rate_limit, self._rests.now())
+                told = resets_s(error.rate_limit, self._cooldowns.now())
             if told is None:
                 told = min(account.limiter.backlog_s, REST_S) if of_rate else REST_S
             return max(told, LEAST_REST_S)
@@ -134,7 +134,7 @@ class KeyPool:
 
     def _left_s(self, account: Account) -> float:
         names = (account.name, self._rate_of(account))
-        return max(self._rests.left_s(name) for name in names)
+        return max(self._cooldowns.left_s(name) for name in names)
 
     def _rate_of(self, account: Account) -> str:
         return f"{account.name} {self._scope}"

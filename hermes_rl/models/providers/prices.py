@@ -29,7 +29,7 @@ from typing import Any
 import msgspec.yaml
 
 from hermes_rl.models.base import CacheTime
-from hermes_rl.models.limits.budget import OUTPUT_MAX
+from hermes_rl.models.rate.budgets import OUTPUT_MAX
 from hermes_rl.usage import Usage
 
 _MILLION = Decimal(1_000_000)

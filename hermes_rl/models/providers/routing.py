@@ -19,13 +19,10 @@ from hermes_rl.models.base import ModelClient
 from hermes_rl.models.calls.route import Account, Route
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.key_command import KeyCommand, LiveKey
-from hermes_rl.models.limits.budget import Budget
-from hermes_rl.models.limits.limiter import InProcessLimiter, Limiter
-from hermes_rl.models.limits.rests import Rests
-from hermes_rl.models.limits.spending import NO_UNIT
 from hermes_rl.models.providers.pool import KeyPool, Strategy
 from hermes_rl.models.providers.prices import PriceTable
 from hermes_rl.models.providers.table import Place
+from hermes_rl.models.rate.share import Share
 from hermes_rl.models.wire.base import Quirks
 
 NO_KEY = "no-key"
@@ -42,51 +39,6 @@ class Target:
     prices: PriceTable = field(default_factory=PriceTable)
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of each request's body."""
-
-
-class Common(Protocol):
-    """What all workers of a run share (`hermes_rl.models.limits.share.Share`)."""
-
-    @property
-    def rests(self) -> Rests:
-        """Accounts that must rest."""
-        ...
-
-    def limiter(self, endpoint: str, account: str, model: str) -> Limiter:
-        """The limiter of one endpoint, account and model; the same at every call."""
-        ...
-
-    def budget(self, place: int = NO_UNIT) -> Budget | None:
-        """What the run may spend; None is no limit.
-
-        Args:
-            place: of the unit that spends, in the dataset.
-        """
-        ...
-
-
-class Alone:
-    """`Common` for a process without others.
-
-    Args:
-        concurrency: never more requests at once than this, on each lane.
-    """
-
-    def __init__(self, concurrency: int) -> None:
-        self.rests = Rests()
-        self._concurrency = concurrency
-        self._lanes: dict[tuple[str, str, str], InProcessLimiter] = {}
-
-    def limiter(self, endpoint: str, account: str, model: str) -> Limiter:
-        """See `Common.limiter`."""
-        name = (endpoint, account, model)
-        if name not in self._lanes:
-            self._lanes[name] = InProcessLimiter(self._concurrency)
-        return self._lanes[name]
-
-    def budget(self, place: int = NO_UNIT) -> Budget | None:
-        """See `Common.budget`."""
-        return None
 
 
 @dataclass(frozen=True)
@@ -215,7 +167,7 @@ class Routing:
         targets: model -> where its calls go, in order. Of several models the first one's hold for
             names that are not there.
         keys: as `find_keys` returned them, maybe on another machine.
-        common: limiters and rests.
+        share: limiters and cooldowns.
         base: what all endpoints have in common; address, key, mode and quirks are filled in.
         connect: makes the client of an endpoint; None makes an ordinary one.
     """
@@ -224,7 +176,7 @@ class Routing:
         self,
         targets: Mapping[str, Sequence[Target]],
         keys: Keys,
-        common: Common,
+        share: Share,
         *,
         base: Endpoint,
         strategy: Strategy = "fill_first",
@@ -232,7 +184,7 @@ class Routing:
     ) -> None:
         self._targets = {model: tuple(places) for model, places in targets.items()}
         self._secrets: list[Iterable[str]] = []
-        self._keys, self._common, self._strategy = keys, common, strategy
+        self._keys, self._share, self._strategy = keys, share, strategy
         self._base, self._make = base, connect
         self._stack = AsyncExitStack()
         self._clients: dict[tuple[Place, str], ModelClient] = {}
@@ -279,14 +231,14 @@ class Routing:
             Account(
                 name=name,
                 client=client,
-                limiter=self._common.limiter(client.endpoint, name, model),
+                limiter=self._share.limiter(client.endpoint, name, model),
             )
             for (at, name), client in self._clients.items()
             if at == place
         ]
         pool = KeyPool(
             accounts,
-            self._common.rests,
+            self._share.cooldowns,
             scope=f"{accounts[0].client.endpoint} {model}",
             strategy=self._strategy,
         )
@@ -300,11 +252,9 @@ class Routing:
 class Sole:
     """The one route to a client that is made elsewhere (embedded, played)."""
 
-    def __init__(
-        self, client: ModelClient, common: Common, prices: PriceTable | None = None
-    ) -> None:
+    def __init__(self, client: ModelClient, share: Share, prices: PriceTable | None = None) -> None:
         self.secrets: tuple[str, ...] = ()
-        self._client, self._common = client, common
+        self._client, self._share = client, share
         self._prices = prices or PriceTable()
         self._routes: dict[str, tuple[Route, ...]] = {}
 
@@ -319,7 +269,7 @@ class Sole:
         return Seen(self._client.api_mode, self._client.endpoint)
 
     def _route(self, model: str) -> Route:
-        limiter = self._common.limiter(self._client.endpoint, NO_KEY, model)
+        limiter = self._share.limiter(self._client.endpoint, NO_KEY, model)
         account = Account(name=NO_KEY, client=self._client, limiter=limiter)
-        pool = KeyPool((account,), self._common.rests, scope=f"{self._client.endpoint} {model}")
+        pool = KeyPool((account,), self._share.cooldowns, scope=f"{self._client.endpoint} {model}")
         return Route(model=model, accounts=pool, prices=self._prices)

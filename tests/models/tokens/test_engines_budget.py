@@ -9,9 +9,8 @@ from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.calls.route import Route
-from hermes_rl.models.limits.budget import OUTPUT_MAX
-from hermes_rl.models.limits.limiter import InProcessLimiter
-from hermes_rl.models.limits.spending import UnitBudget
+from hermes_rl.models.rate.budgets import OUTPUT_MAX, Budget
+from hermes_rl.models.rate.limiter import Limiter
 
 WINDOW = 1024
 
@@ -28,7 +27,7 @@ class Tape:
 
 
 async def talk(client, tape, budget):
-    route = Route.single("toy", client, InProcessLimiter(4))
+    route = Route.single("toy", client, Limiter(4))
     calling = ModelCaller([route], tape, RetryPolicy(adapt=False), budget=budget)
     conversation = Conversation(asked(script("one", "two", "three")))
     request = ModelRequest("toy", conversation, "", tools=TOOLS, sampling=FREE, exact=True)
@@ -43,9 +42,9 @@ async def test_a_small_window_costs_one_refused_call(tmp_path, wire):
     async with engine_at(tmp_path / "t", window=WINDOW) as engine:
         client, free, bound = client_of(engine, wire), Tape(), Tape()
         await talk(client, free, None)
-        await talk(client, bound, UnitBudget({"unit:tokens": 10**6}, None))
+        await talk(client, bound, Budget({}, limits={"unit:tokens": 10**6}))
         with pytest.raises(UnitCostLimit):
-            await talk(client, Tape(), UnitBudget({"unit:tokens": OUTPUT_MAX}, None))
+            await talk(client, Tape(), Budget({}, limits={"unit:tokens": OUTPUT_MAX}))
         await client.aclose()
     assert {start.max_output_tokens for start in free.starts} == {None}
     assert [end.outcome for end in free.ends] == ["ok"] * 3

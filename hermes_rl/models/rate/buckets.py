@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hermes_rl.models.limits.quotas import KINDS, Kind, Quota
+from hermes_rl.models.rate.headers import KINDS, Kind, Quota
 from hermes_rl.usage import Usage
 
 Charge = Mapping[Kind, float]
@@ -62,6 +62,11 @@ class Bucket:
         if self.balance < self.capacity:
             self.balance = min(self.capacity, self.balance + gained)
         return self.balance
+
+    def resize(self, per_s: float, capacity: float, now: float) -> None:
+        """Fill at another rate from now on, up to another capacity."""
+        self.fill(now)
+        self.per_s, self.capacity = per_s, max(1.0, capacity)
 
     def wait_s(self, amount: float, now: float) -> float:
         """Seconds until so much may be taken; infinite when it does not fill by itself."""
@@ -141,36 +146,28 @@ class Buckets:
                 bucket.balance = min(bucket.capacity, bucket.balance + back)
 
     def learn(self, quotas: Iterable[Quota], now: float) -> None:
-        """Heed what a server says."""
+        """Take in what response headers say."""
         for quota in quotas:
-            per_s = quota.per_s(self._window_s)
-            bucket = self.by_kind.get(quota.kind)
+            per_s, bucket = quota.per_s(self._window_s), self.by_kind.get(quota.kind)
             if per_s is not None and quota.limit and quota.kind not in self._configured:
-                bucket = self._resize(bucket, quota.kind, per_s * MARGIN, quota.limit, now)
+                if bucket is None:
+                    bucket = self.by_kind[quota.kind] = Bucket(per_s * MARGIN, quota.limit, now)
+                bucket.resize(per_s * MARGIN, quota.limit, now)
             if bucket is not None and quota.remaining is not None:
                 bucket.balance = min(bucket.fill(now), quota.remaining)
 
-    def pace(self, per_s: float, now: float) -> None:
-        """Requests start at that rate from now on."""
-        bucket = self.by_kind.get("pace")
-        if bucket is None:
-            bucket = self.by_kind["pace"] = Bucket(per_s, 1.0, now, 0.0)
-        bucket.fill(now)
-        bucket.per_s, bucket.capacity = per_s, max(1.0, per_s * self._window_s * PACE_BURST)
+    def set_pace(self, per_s: float | None, now: float) -> None:
+        """Start requests at that rate from now on; None means no bound."""
+        if per_s is None:
+            self.by_kind.pop("pace", None)
+            return
+        bucket = self.by_kind.setdefault("pace", Bucket(per_s, 1.0, now, 0.0))
+        bucket.resize(per_s, per_s * self._window_s * PACE_BURST, now)
 
-    def throttled(self, now: float) -> None:
-        """A request was refused: nothing is left, whatever was thought."""
+    def drain(self, now: float) -> None:
+        """A request was refused: nothing is left, whatever was expected."""
         for bucket in self.by_kind.values():
             bucket.balance = min(bucket.fill(now), 0.0)
-
-    def _resize(
-        self, bucket: Bucket | None, kind: Kind, per_s: float, capacity: float, now: float
-    ) -> Bucket:
-        if bucket is None:
-            bucket = self.by_kind[kind] = Bucket(per_s, capacity, now)
-        bucket.fill(now)
-        bucket.per_s, bucket.capacity = per_s, max(1.0, capacity)
-        return bucket
 
 
 class Expectation:
@@ -191,8 +188,8 @@ class Expectation:
         made = min(made, bound) if bound else made
         return _charge(given, given, made)
 
-    def heard(self, estimate: Estimate, usage: Usage) -> Charge:
-        """What a request did use; learns from it."""
+    def learn(self, estimate: Estimate, usage: Usage) -> Charge:
+        """Learn from what a request used; returns that."""
         given, made = usage.input_tokens or 0, usage.output_tokens or 0
         weight = self.WEIGHT if self._output is not None else 1.0
         if estimate.input_tokens > 0:

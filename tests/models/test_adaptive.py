@@ -1,4 +1,4 @@
-"""The pace: what refusals alone tell of a rate, on a simulated clock."""
+"""The adaptive rate: concurrency, and what refusals alone tell of a rate, on a simulated clock."""
 
 import heapq
 import itertools
@@ -6,12 +6,19 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hermes_rl.models.limits.buckets import Estimate, Expectation
-from hermes_rl.models.limits.pace import Pace
-from hermes_rl.models.limits.regulator import News, Regulator
+from hermes_rl import errors as e
+from hermes_rl.models.rate.adaptive import (
+    AdaptiveConcurrency,
+    AdaptiveRate,
+    Events,
+    History,
+    Pace,
+    signal_of,
+)
+from hermes_rl.models.rate.buckets import Estimate, Expectation
 
 ONE = Expectation().charge(Estimate())
 
@@ -52,7 +59,7 @@ def simulate(server, seconds, *, latency, callers, changes=(), seed=1, refusal=0
     """Callers that ask again and again, as one limiter allows. Returns (time, answered) per
     request; `changes` are (time, factor of the rate). Who is refused waits for `hint` and more."""
     chance, changes = random.Random(seed), list(changes)
-    regulator = Regulator(callers, 0.0)
+    regulator = AdaptiveRate(callers, 0.0)
     ends, events, order = [], [(0.0, 0, "tick")], 0
     waiting, in_flight = callers, 0
     while events[0][0] <= seconds:
@@ -61,23 +68,23 @@ def simulate(server, seconds, *, latency, callers, changes=(), seed=1, refusal=0
             server.rate *= changes.pop(0)[1]
         again = None
         if what == "tick":  # somebody waits for a bucket, and a worker reports
-            regulator.heard(News(running=in_flight), now)
+            regulator.update(Events(running=in_flight), now)
             again = (now + 0.05, "tick")
         elif what == "back":
             waiting += 1
         else:
             in_flight -= 1
             ends.append((now, what == "clean"))
-            regulator.heard(News(running=in_flight, **{what: 1}), now)
+            regulator.update(Events(running=in_flight, **{what: 1}), now)
             again = (now + (what != "clean") * (hint + chance.uniform(0.2, 2.0)), "back")
         begun = [again] if again else []
-        while waiting and in_flight < regulator.controller.limit:
+        while waiting and in_flight < regulator.concurrency.limit:
             if regulator.buckets.wait_s(ONE, now) > 0:
                 break
             regulator.buckets.take(ONE)
             waiting, in_flight = waiting - 1, in_flight + 1
-            regulator.controller.started(in_flight)
-            regulator.heard(News(started=1, running=in_flight), now)
+            regulator.concurrency.note_started(in_flight)
+            regulator.update(Events(started=1, running=in_flight), now)
             if server.admits(now):
                 begun.append((now + latency * chance.uniform(0.5, 1.5), "clean"))
             else:
@@ -134,24 +141,24 @@ def test_callers_that_all_wait_for_89_seconds_come_back_paced(burst_s, rate, lat
 def test_where_nobody_was_let_in_there_is_no_rate_to_keep():
     """Whoever was refused is held back by his own pause, and nothing else."""
     pace = Pace(0.0)
-    pace.heard(0.0, started=8, running=8)
-    pace.heard(0.1, throttled=8)
+    pace.update(0.0, Events(started=8, running=8))
+    pace.update(0.1, Events(throttled=8))
     for tick in range(1, 100):
-        pace.heard(tick / 2)
+        pace.update(tick / 2, Events())
     assert pace.per_s is None
 
 
 def test_a_few_refusals_while_others_are_served_begin_no_pace():
     """Their answers are slow, so nobody begins: that is no silence."""
     pace = Pace(0.0)
-    pace.heard(0.0, started=64, running=64)
-    pace.heard(0.1, throttled=5, running=59)
+    pace.update(0.0, Events(started=64, running=64))
+    pace.update(0.1, Events(throttled=5, running=59))
     for tick in range(1, 100):
-        pace.heard(tick / 2, running=59)
+        pace.update(tick / 2, Events(running=59))
     assert pace.per_s is None
-    pace.heard(50.0, started=5, clean=59, running=5)
-    pace.heard(60.0, clean=5)
-    pace.heard(600.0)
+    pace.update(50.0, Events(started=5, clean=59, running=5))
+    pace.update(60.0, Events(clean=5))
+    pace.update(600.0, Events())
     assert pace.per_s is None
 
 
@@ -200,33 +207,31 @@ def test_a_server_that_refuses_everybody_for_minutes_teaches_nothing(refusal):
 
 
 @pytest.mark.parametrize("latency", [0.05, 10.0])
-@pytest.mark.parametrize("rate", [0.25, 1, 2.5, 10])
-def test_fixed_windows_are_recognized(rate, latency):
-    """And their ends are tried once in a hundred requests."""
+@pytest.mark.parametrize("rate", [1, 10])
+def test_fixed_windows_without_headers_are_used(rate, latency):
+    """Their ends are not learned: more requests are refused there than elsewhere."""
     callers = max(64, int(4 * rate * latency))
-    ends = simulate(Windows(rate), 1200, latency=latency, callers=callers)
-    answered, refused = between(ends, 240, 1200)
-    assert answered >= 0.85 * rate
-    assert refused < 0.05
+    ends = simulate(Windows(rate), 900, latency=latency, callers=callers)
+    assert between(ends, 240, 900)[0] >= 0.85 * rate
 
 
 def test_there_is_no_pace_without_refusals_in_a_row():
     pace = Pace(0.0)
     for second in range(600):
-        pace.heard(float(second), started=20, throttled=second % 100 == 99)
+        pace.update(float(second), Events(started=20, throttled=second % 100 == 99))
     assert pace.per_s is None
 
 
 def steady(pace, seconds, since, per_s, *, used=1.0, **ends):
     for tick in range(int(seconds * 10)):
-        pace.heard(since + tick / 10, started=round(per_s * used / 10), **ends)
+        pace.update(since + tick / 10, Events(started=round(per_s * used / 10), **ends))
 
 
 def measured():
     """A pace that began with 100 requests a second of which 20 were admitted."""
     pace = Pace(0.0)
     for tick in range(100):
-        pace.heard(tick / 10, started=10, throttled=8)
+        pace.update(tick / 10, Events(started=10, throttled=8))
         if pace.per_s is not None:
             return pace, tick / 10
     raise AssertionError("no pace")
@@ -241,18 +246,18 @@ def test_what_is_admitted_between_refusals_is_the_quota():
 def test_what_was_on_its_way_when_the_pace_was_set_says_nothing_of_it():
     pace, now = measured()
     first = pace.per_s
-    pace.heard(now + 0.1, throttled=8)
+    pace.update(now + 0.1, Events(throttled=8))
     for tick in range(2, 60):  # as many again were on their way and are admitted
-        pace.heard(now + tick / 10, started=round(first / 10), throttled=tick == 20)
+        pace.update(now + tick / 10, Events(started=round(first / 10), throttled=tick == 20))
     assert pace.per_s == first
 
 
 def test_requests_that_all_were_on_their_way_tell_no_quota():
     pace, now = measured()
     first = pace.per_s
-    pace.heard(now + 1.1, started=100)
+    pace.update(now + 1.1, Events(started=100))
     for tick in range(30):  # more end refused than begin
-        pace.heard(now + 1.1 + tick / 10, started=1, throttled=4)
+        pace.update(now + 1.1 + tick / 10, Events(started=1, throttled=4))
     assert pace.per_s >= 0.8 * first
 
 
@@ -260,7 +265,7 @@ def grown(pace, seconds, since):
     """What the pace was, where it is used."""
     found = []
     for tick in range(int(10 * seconds)):
-        pace.heard(since + tick / 10, started=round(pace.per_s / 10) + 1)
+        pace.update(since + tick / 10, Events(started=round(pace.per_s / 10) + 1))
         found.append(pace.per_s)
     return sorted(set(found))
 
@@ -285,9 +290,9 @@ def test_after_four_clean_rounds_it_grows_twice_as_fast_until_it_is_refused():
         [1.05**2] * (len(steps) - 5)
     )
     assert len(steps) in (7, 8)
-    pace.heard(now + 21.0, started=1, throttled=1)
+    pace.update(now + 21.0, Events(started=1, throttled=1))
     low = pace.per_s
-    pace.heard(now + 24.5, started=round(3 * low))  # the end of a round that is not clean
+    pace.update(now + 24.5, Events(started=round(3 * low)))  # the end of a round that is not clean
     steps = grown(pace, 6.5, now + 36.5)
     assert steps[1] / steps[0] == pytest.approx(1.05)
 
@@ -304,7 +309,7 @@ def test_a_few_refusals_after_a_cut_show_the_quota_too():
     pace, now = measured()
     now += 16.0
     for second in range(16):
-        pace.heard(now + second, started=10, clean=8, throttled=2 * (second % 2))
+        pace.update(now + second, Events(started=10, clean=8, throttled=2 * (second % 2)))
     assert pace.per_s == pytest.approx(0.95 * 9, rel=0.1)
 
 
@@ -312,7 +317,7 @@ def test_one_cut_in_fifteen_seconds():
     pace, now = measured()
     first, now = pace.per_s, now + 16.0
     for second in range(16):
-        pace.heard(now + second, started=20, clean=19, throttled=1)
+        pace.update(now + second, Events(started=20, clean=19, throttled=1))
     assert pace.per_s == pytest.approx(0.64 * first)
 
 
@@ -326,20 +331,156 @@ def test_one_cut_in_fifteen_seconds():
             st.integers(0, 3),
         ),
         max_size=80,
-    ),
-    st.floats(0, 1e6),
+    )
 )
-def test_it_keeps_its_bounds_and_another_goes_on_with_it(news, shift):
+def test_the_pace_keeps_its_bounds(news):
     pace, now = Pace(0.0), 0.0
     for seconds, started, clean, throttled, trouble in news:
         now += seconds
         before = pace.per_s
-        pace.heard(now, started=started, clean=clean, throttled=throttled, trouble=trouble)
-        if pace.per_s is not None:
-            assert pace.per_s >= 1 / 15
-            if before is not None:  # it doubles where it is low and no quota was measured yet
-                assert pace.per_s <= max(before / 0.8, 2 * min(before, 5.0)) * 1.0001
-    other = Pace(now + shift)
-    other.resume(pace.state(now), now + shift)
-    assert other.per_s == pace.per_s
-    assert other.state(now + shift).history == pace.state(now).history
+        pace.update(now, Events(started, clean, throttled, trouble))
+        if pace.per_s is None:
+            continue
+        assert pace.per_s >= 1 / 15
+        assert 0 < pace.rate(now) <= pace.per_s
+        if before is not None:  # it doubles where it is low and no quota was measured yet
+            assert pace.per_s <= max(1.05**2 * before, 2 * min(before, 5.0)) * 1.0001
+
+
+SIGNALS = st.lists(
+    st.tuples(
+        st.sampled_from(["clean", "throttled", "trouble", "neutral"]),
+        st.floats(min_value=0, max_value=40),
+        st.integers(min_value=0, max_value=300),
+    ),
+    max_size=300,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(-3, 200), st.integers(1, 64), SIGNALS)
+def test_the_limit_keeps_its_bounds(maximum, start, heard):
+    controller, now, last_cut = AdaptiveConcurrency(maximum, start), 0.0, None
+    for signal, seconds, in_flight in heard:
+        now += seconds
+        before = controller.limit
+        controller.note_started(min(in_flight, before))
+        controller.note_ended(signal, now)
+        after = controller.limit
+        assert 1 <= after <= max(1, maximum)
+        if after < before:
+            assert signal == "throttled"
+            assert last_cut is None or now - last_cut >= 15
+            assert after >= int(before * 0.8)
+            last_cut = now
+        if after > before:
+            assert signal == "clean"
+            assert after <= max(before + 1, before * 1.05)
+
+
+def answer(controller, requests, now=0.0):
+    for _ in range(requests):
+        controller.note_started(controller.limit)
+        controller.note_ended("clean", now)
+
+
+def test_slow_start_doubles_per_round():
+    controller = AdaptiveConcurrency(1000, start=8)
+    answer(controller, 8)
+    assert controller.limit == 16
+    answer(controller, 16)
+    assert controller.limit == 32
+
+
+def test_after_a_refusal_it_grows_by_five_percent_a_round():
+    controller = AdaptiveConcurrency(1000, start=100)
+    controller.note_ended("throttled", 0.0)
+    assert controller.limit == 80
+    answer(controller, 80)
+    assert controller.limit == 84
+    answer(controller, 83)
+    assert controller.limit == 84
+
+
+def test_it_does_not_go_back_to_where_it_was_refused_before_a_cut_is_due():
+    controller = AdaptiveConcurrency(1000, start=100)
+    controller.note_ended("throttled", 0.0)
+    answer(controller, 1000, now=14.0)
+    assert controller.limit == 95
+    answer(controller, 95, now=15.0)
+    assert controller.limit == 99
+
+
+def test_a_burst_of_refusals_is_one_cut():
+    controller = AdaptiveConcurrency(1000, start=100)
+    for second in range(15):
+        controller.note_ended("throttled", float(second))
+    assert controller.limit == 80
+    controller.note_ended("throttled", 15.0)
+    assert controller.limit == 64
+
+
+def test_an_unused_limit_does_not_grow():
+    controller = AdaptiveConcurrency(1000, start=100)
+    for _ in range(500):
+        controller.note_started(79)
+        controller.note_ended("clean", 0.0)
+    assert controller.limit == 100
+
+
+def test_the_servers_trouble_only_holds_growth():
+    controller = AdaptiveConcurrency(1000, start=100)
+    controller.note_ended("throttled", 0.0)
+    for _ in range(10):
+        answer(controller, 79)
+        controller.note_ended("trouble", 1.0)
+    assert controller.limit == 80
+
+
+def test_it_grows_from_one():
+    controller = AdaptiveConcurrency(10, start=1)
+    controller.note_ended("throttled", 0.0)
+    answer(controller, 5, now=14.0)
+    assert controller.limit == 1
+    answer(controller, 1, now=15.0)
+    assert controller.limit == 2
+
+
+def test_signals():
+    assert signal_of(None) == "clean"
+    assert signal_of(e.RateLimited("", retry_after_s=3600)) == "throttled"
+    assert signal_of(e.Overloaded("")) == "trouble"
+    assert signal_of(e.ServerError("")) == "trouble"
+    assert signal_of(e.ModelTimeout("")) == "neutral"
+
+
+def test_long_hints_and_quick_retries_do_not_freeze_it():
+    """Refusals every 2 s that each ask for 89 s: cut by cut goes on, and so does growth after."""
+    controller, now = AdaptiveConcurrency(1000, start=100), 0.0
+    refusal = e.RateLimited("slow down", retry_after_s=89.0)
+    limits = []
+    for _ in range(45):
+        controller.note_started(controller.limit)
+        controller.note_ended(signal_of(refusal), now)
+        limits.append(controller.limit)
+        now += 2.0
+    assert len(set(limits)) == 6  # one cut per 15 s in 90 s
+    low = controller.limit
+    for _ in range(60):  # a minute of answers, one round a second
+        answer(controller, controller.limit, now)
+        now += 1.0
+    assert controller.limit > 2 * low
+    assert [c.reason for c in controller.history.changes][:3] == ["start", "throttled", "throttled"]
+
+
+@given(st.lists(st.sampled_from(["slow_start", "clean_round", "throttled"]), max_size=900))
+def test_a_history_is_bounded_and_keeps_its_ends(reasons):
+    history = History(0.0)
+    history.add(0.0, 32, "start")
+    for n, reason in enumerate(reasons):
+        history.add(1.0 + n, n, reason)
+    kept = history.changes
+    assert len(kept) <= History.BOUND + 1
+    assert kept[0].reason == "start"
+    assert not reasons or kept[-1].value == len(reasons) - 1
+    assert [c.at_s for c in kept] == sorted(c.at_s for c in kept)

@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import msgspec
+
 from hermes_rl.errors import (
     BadRequest,
     ConnectionLost,
@@ -27,7 +29,6 @@ from hermes_rl.errors import (
     RateLimited,
     ServerError,
 )
-from hermes_rl.models.limits.governor_wire import Unanswered
 
 _NO_SIGN_OF_LIFE = (ServerError, ModelTimeout, ConnectionLost, ProtocolError)
 """Failures after which nobody may be there who could ever answer."""
@@ -36,6 +37,22 @@ _BETWEEN_TRIES_S = 1.0
 _SAID_CHARS = 160
 _VARIES = re.compile(r"\w*\d\w*")
 """Counts, sizes and request ids: refusals that differ in these alone are the same refusal."""
+
+
+class Unanswered(msgspec.Struct, frozen=True, kw_only=True):
+    """Calls that wait for answers. In healthy traffic `since_s` is short."""
+
+    message: str = ""
+    """What the last failed request was told: `answers 500 'injected'`; empty for silence."""
+    waiting: int
+    """Calls without an answer: in flight, queued, or pausing before their next try."""
+    since_s: float
+    """Seconds since the first failure after the last answer; else since the last answer, or since
+    calls began to wait."""
+    never: bool = False
+    """Nobody was ever answered."""
+    alive: bool = True
+    """There was a sign of life, so `endpoint.outage_seconds` holds."""
 
 
 class Traffic:
@@ -63,7 +80,7 @@ class Traffic:
         self._waiting = 0
         self._idle_since = -math.inf
         self._failing_since: float | None = None
-        self.said = ""
+        self.message = ""
         """What the last request was told, since the last answer."""
         self._refusals: Counter[str] = Counter()
         self._refusal = ""
@@ -89,7 +106,7 @@ class Traffic:
     def answered(self, now: float) -> None:
         """A complete answer came."""
         self.answered_at, self.alive = now, True
-        self._failing_since, self.said = None, ""
+        self._failing_since, self.message = None, ""
         self._refusals.clear()
 
     def failed(self, error: ModelError, now: float) -> None:
@@ -97,7 +114,7 @@ class Traffic:
         if not isinstance(error, _NO_SIGN_OF_LIFE):
             self.alive = True
         if isinstance(error, (*_NO_SIGN_OF_LIFE, RateLimited, Overloaded, BadRequest)):
-            self.said = _report(error)
+            self.message = _report(error)
             if self._failing_since is None:
                 self._failing_since = now
 
@@ -121,7 +138,7 @@ class Traffic:
         elif self.answered_at is not None:
             since = max(since, self.answered_at)
         return Unanswered(
-            said=self.said,
+            message=self.message,
             waiting=self._waiting,
             since_s=max(0.0, now - since),
             never=self.answered_at is None,

@@ -1,0 +1,290 @@
+"""A run's limits and budgets at the driver: prices, what earlier starts spent, and the summary."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from decimal import Decimal
+from typing import Any
+
+from hermes_rl.config import PLAYED_MODELS, RunConfig
+from hermes_rl.errors import UserError
+from hermes_rl.models.providers.others import other_targets
+from hermes_rl.models.providers.prices import PriceTable
+from hermes_rl.models.providers.targets import asks_endpoint, targets_by_model
+from hermes_rl.models.rate.buckets import Rates
+from hermes_rl.models.rate.budgets import (
+    NANO,
+    OUTPUT_MAX,
+    RUN_TOKENS,
+    RUN_USD,
+    model_budget,
+    model_of,
+)
+from hermes_rl.models.rate.coordinator import Coordinator, Summary
+from hermes_rl.models.rate.headers import KINDS
+from hermes_rl.store.rundir import RunDir
+
+Worst = Callable[[str, int, int], Decimal | None]
+"""(model, input tokens, output tokens) -> the most that such calls can have cost, in US dollars;
+None where there is no price."""
+
+_TABLES = ("trajectories", "failures")
+"""Calls of sub-agents stand in their root's row too."""
+
+_DERIVED = ("groups", "grades")
+"""Calls of `score_group` and of regrades: no row of a unit has them."""
+
+_UNKNOWN = ("unknown_input_tokens_max", "unknown_output_tokens_max")
+"""Metrics of rows with calls whose usage nobody knows: upper bounds."""
+
+
+class Prices:
+    """What models cost where a run's calls go.
+
+    Args:
+        config: its endpoint, fallbacks, providers and prices.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._tables: list[tuple[str, PriceTable]] = [
+            (target.model or "", target.prices)
+            for targets in other_targets(config).values()
+            for target in targets
+        ]
+        if config.model.name in PLAYED_MODELS:
+            return
+        asked = asks_endpoint(config.model.name, config.endpoint)
+        for model, targets in targets_by_model(config).items():
+            for target in targets:
+                table = target.prices if asked else target.prices.own_alone()
+                self._tables.append((target.model or model, table))
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names that the run asks for."""
+        return tuple(model for model, _ in self._tables)
+
+    def unpriced(self) -> list[str]:
+        """Models of the run without a price."""
+        return [model for model, table in self._tables if table.find(model) is None]
+
+    def output_max(self, model: str) -> int:
+        """The most output tokens of a call to a model that names no bound."""
+        known = [table.output_max(model) for _, table in self._tables]
+        return max(known, default=OUTPUT_MAX)
+
+    def worst(self, model: str, max_input: int, max_output: int) -> Decimal | None:
+        """Return the most that such calls can cost at any place that serves the model."""
+        found = [table.worst(model, max_input, max_output) for _, table in self._tables]
+        return max((cost for cost in found if cost is not None), default=None)
+
+
+def refuse_unpriced(config: RunConfig) -> None:
+    """Raises: UserError for a budget in dollars beside a model without a price."""
+    run = config.run
+    wanted = run.budget_usd is not None or run.unit_budget_usd is not None or run.model_budgets
+    if not wanted or run.allow_unpriced:
+        return
+    for model in Prices(config).unpriced():
+        raise UserError(
+            f"a budget in dollars, and {model} has no price here. Say what it costs under "
+            "endpoint.prices, use run.budget_tokens, or set run.allow_unpriced=true"
+        )
+
+
+def budgets_of(config: RunConfig) -> dict[str, int]:
+    """Return the run's budgets by name."""
+    run = config.run
+    budgets = {model_budget(name): round(usd * NANO) for name, usd in run.model_budgets.items()}
+    budgets |= {model_budget(name, "tokens"): n for name, n in run.model_token_budgets.items()}
+    if run.budget_usd is not None:
+        budgets[RUN_USD] = round(run.budget_usd * NANO)
+    if run.budget_tokens is not None:
+        budgets[RUN_TOKENS] = run.budget_tokens
+    return budgets
+
+
+def make_coordinator(config: RunConfig, run_dir: RunDir, concurrency: int) -> Coordinator:
+    """Make the coordinator of a run's limits and budgets. Blocking: reads what was spent before.
+
+    Args:
+        concurrency: of the whole run.
+    """
+    budgets, prices, spent = budgets_of(config), Prices(config), dict[str, int]()
+    if budgets:
+        spent = spent_before(run_dir, budgets, prices.worst, prices.models, prices.output_max)
+    rates = Rates(**{kind: getattr(config.endpoint.rates, kind) for kind in KINDS})
+    return Coordinator(
+        concurrency, budgets, spent, clock=time.monotonic, unix=time.time, rates=rates
+    )
+
+
+def as_plain(summary: Summary, budgets: Mapping[str, int]) -> dict[str, Any]:
+    """Convert a summary for manifest.json: how each limit came about, and what is spent.
+
+    Dollars are dollars again; `limits` is a list of [seconds since the start, limit, reason],
+    `paces` of [seconds since the start, requests per minute, reason].
+    """
+    lanes = [
+        {
+            "endpoint": lane.endpoint,
+            "account": lane.account,
+            "model": lane.model,
+            "limit": lane.limit,
+            "requests": {
+                "clean": lane.clean,
+                "throttled": lane.throttled,
+                "server_trouble": lane.trouble,
+            },
+            "limits": [[c.at_s, c.value, c.reason] for c in lane.limits],
+            "pace": _per_minute(lane.per_s),
+            "paces": [[c.at_s, _per_minute(c.value), c.reason] for c in lane.paces],
+        }
+        for lane in summary.lanes
+    ]
+    spent = {
+        name: {"budget": _amount(name, budgets[name]), "spent": _amount(name, amount)}
+        for name, amount in summary.spent.items()
+    }
+    return {"rate_limits": lanes, "budgets": spent}
+
+
+def joined(first: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Join two summaries of one start; the later one began with what the first had spent.
+
+    Args:
+        later: empty when there was none.
+    """
+    if not later:
+        return first
+    lanes = [*first.get("rate_limits", ()), *later["rate_limits"]]
+    return {"rate_limits": lanes, "budgets": later["budgets"]}
+
+
+def _per_minute(per_s: float | None) -> float | None:
+    return None if per_s is None else round(60 * per_s, 1)
+
+
+def _amount(budget: str, amount: int) -> float | int:
+    return amount / NANO if budget.endswith(":usd") else amount
+
+
+def spent_before(
+    run_dir: RunDir,
+    budgets: Collection[str],
+    worst: Worst,
+    models: Collection[str] = (),
+    output_max: Callable[[str], int] = lambda model: OUTPUT_MAX,
+) -> dict[str, int]:
+    """Return budget -> what is spent of it. Blocking. Calls of unknown usage count with their worst
+    case.
+
+    Args:
+        models: names that the run asks for, beside those that have budgets: what a call's model is
+            taken for.
+        output_max: the most output tokens of a model's call that named no bound.
+    """
+    found: Counter[str] = Counter()
+    with_budgets = (name for budget in budgets if (name := model_of(budget)) is not None)
+    asks = frozenset((*models, *with_budgets))
+    if not budgets:
+        return {}
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from hermes_rl.store.schema import schema_of
+
+    for table in _TABLES:
+        for part in run_dir.parts(table):
+            rows = pq.read_table(part, columns=["model", "calls", "metrics"])
+            _add_known(found, rows, asks, worst)
+            _add_unknown(found, rows, asks, worst, output_max)
+    for table in _DERIVED:
+        for part in run_dir.parts(table):
+            schema = schema_of(table)
+            rows = pq.read_table(part, schema=schema, columns=["calls", "metrics"])
+            rows = rows.append_column("model", pa.array([""] * len(rows), pa.string()))
+            _add_known(found, rows, asks, worst)
+            _add_unknown(found, rows, asks, worst, output_max)
+    return {budget: found[budget] for budget in budgets}
+
+
+def asked_name(served: str, row_model: str, models: Collection[str]) -> str:
+    """The name under which a model was asked for, from the name in a call: a server may call it by
+    a longer one (`gpt-5-2025-08-07`, `openai/gpt-5`). The row's own model where none fits.
+
+    Args:
+        row_model: what the unit was to ask.
+        models: all that the run asks for.
+    """
+    if served in models or served == row_model:
+        return served
+    bare = served.rpartition("/")[2]
+    fitting = [name for name in {*models, row_model} if _is_longer(bare, name.rpartition("/")[2])]
+    return max(fitting, key=lambda name: (len(name.rpartition("/")[2]), name), default=row_model)
+
+
+def _is_longer(served: str, asked: str) -> bool:
+    return served == asked or (served.startswith(asked) and served[len(asked)] in "-@:._")
+
+
+def _add_known(found: Counter[str], rows: Any, models: Collection[str], worst: Worst) -> None:
+    """Calls of known usage. Where their price is known and what they cost is not, as the answers
+    did not say all that the price needs, it is the most that it can have been."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    lists = rows["calls"].combine_chunks()
+    calls = pc.list_flatten(lists)
+    asked = rows["model"].combine_chunks().take(pc.list_parent_indices(lists))
+    columns = {name: pc.struct_field(calls, name) for name in ("model", "cost_usd", *_COUNTS)}
+    columns |= {"asked": asked, "costed": pc.is_valid(columns["cost_usd"])}
+    sums = pa.table(columns).group_by(["model", "asked", "costed"])
+    for row in sums.aggregate([(name, "sum") for name in ("cost_usd", *_COUNTS)]).to_pylist():
+        given, made = (row[f"{name}_sum"] or 0 for name in _COUNTS)
+        model, tokens = asked_name(row["model"], row["asked"], models), given + made
+        cost = row["cost_usd_sum"] if row["costed"] else worst(model, given, made)
+        usd = round((cost or 0) * NANO)
+        found[RUN_TOKENS] += tokens
+        found[model_budget(model, "tokens")] += tokens
+        found[RUN_USD] += usd
+        found[model_budget(model)] += usd
+
+
+_COUNTS = ("input_tokens", "output_tokens")
+
+
+def _add_unknown(
+    found: Counter[str],
+    rows: Any,
+    models: Collection[str],
+    worst: Worst,
+    output_max: Callable[[str], int],
+) -> None:
+    for at, (model, metrics) in enumerate(
+        zip(rows["model"].to_pylist(), rows["metrics"].to_pylist(), strict=True)
+    ):
+        bounds = {m["name"]: int(m["value"]) for m in metrics or () if m["name"] in _UNKNOWN}
+        if not bounds:
+            continue
+        unknown = _unknown_models(rows["calls"][at].as_py()) or [model]
+        asked_for = {asked_name(name, model, models) for name in unknown}
+        given, made = (bounds.get(name) for name in _UNKNOWN)
+        if made is None:  # a call named no bound
+            made = len(unknown) * max(map(output_max, asked_for))
+        found[RUN_TOKENS] += (given or 0) + made
+        # The bounds are of all unknown calls together; a fallback may be dearer than the model.
+        costs = {
+            asked: math.ceil((worst(asked, given or 0, made) or 0) * NANO) for asked in asked_for
+        }
+        found[RUN_USD] += max(costs.values())
+        for asked, nano in costs.items():
+            found[model_budget(asked)] += nano
+            found[model_budget(asked, "tokens")] += (given or 0) + made
+
+
+def _unknown_models(calls: list[dict[str, Any]]) -> list[str]:
+    return [c["model"] for c in calls if c["outcome"] != "refused" and c["input_tokens"] is None]

@@ -1,0 +1,268 @@
+"""The driver's side of rates and budgets: one limit for all workers, divided by their demand. Pure.
+
+A lane is one endpoint, account and model. Each worker's report is answered by a grant, which holds
+until the next one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hermes_rl.models.rate.adaptive import AdaptiveRate, Change, Events
+from hermes_rl.models.rate.buckets import Rates
+from hermes_rl.models.rate.headers import Kind
+from hermes_rl.models.rate.ledger import Ledger
+from hermes_rl.models.rate.limiter import LaneGrant, LaneReport
+from hermes_rl.models.rate.share import Cooldowns, Grant, Report
+from hermes_rl.models.rate.traffic import Unanswered
+
+TURN_S = 1.0
+"""Seconds after which the last units of a limit go to other workers."""
+
+
+def divide(limit: int, demands: Mapping[str, int], turn: int = 0) -> dict[str, int]:
+    """Divide a limit so that nobody gets more than it demands while another gets less than it
+    (max-min fairness), then spread what nobody demands: a worker that starts more calls need not
+    wait for its next grant. One part is kept back for whoever asks first.
+
+    Args:
+        turn: where the last units begin to go round.
+    """
+    shares, left = dict.fromkeys(demands, 0), max(0, limit)
+    names = sorted(demands)
+    begin = turn % len(names) if names else 0
+    short = [n for n in (*names[begin:], *names[:begin]) if demands[n] > 0]
+    while left and short:
+        each = left // len(short)
+        for name in short if each else short[:left]:
+            more = min(max(each, 1), demands[name] - shares[name])
+            shares[name] += more
+            left -= more
+        short = [n for n in short if shares[n] < demands[n]]
+    parts = len(shares) + (len(shares) > 1)
+    return {name: share + left // parts for name, share in shares.items()} if shares else {}
+
+
+@dataclass(frozen=True)
+class LaneSummary:
+    """One lane, for the manifest, the report and live messages."""
+
+    endpoint: str
+    account: str
+    model: str
+    limit: int
+    limits: tuple[Change[int], ...]
+    per_s: float | None
+    paces: tuple[Change[float], ...]
+    clean: int
+    throttled: int
+    trouble: int
+    unanswered: Unanswered | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The state of a run's rates and budgets."""
+
+    lanes: tuple[LaneSummary, ...] = ()
+    spent: dict[str, int] = field(default_factory=dict)
+    """By budget, earlier starts and leases of lost workers included."""
+
+
+@dataclass
+class _Part:
+    """One worker's part of a lane."""
+
+    report: LaneReport
+    heard_at: float = 0.0
+    answered_at: float | None = None
+    slots: int = 0
+    out: int = 0
+    """Slots that it may be using: before its grant arrives it may use the last one."""
+    served: dict[Kind, float] = field(default_factory=lambda: defaultdict(float))
+    """When it was last given what it waited for."""
+
+    def waits(self, kind: Kind, now: float) -> bool:
+        """Whether it waits for its part of a bucket, and could use it."""
+        return self.slots > 0 and self.first(kind) > 0 and now - self.heard_at < TURN_S
+
+    def first(self, kind: Kind) -> float:
+        """What its first request in the queue would use."""
+        return self.report.first.get(kind, 0.0)
+
+
+class _Lane:
+    """Invariant: what is granted never raises the sum of what is out above the limit."""
+
+    def __init__(self, name: str, rate: AdaptiveRate) -> None:
+        self.name, self.rate = name, rate
+        self.parts: dict[str, _Part] = {}
+        self.counts = {"clean": 0, "throttled": 0, "trouble": 0}
+
+    def update(self, worker: str, report: LaneReport, now: float) -> None:
+        """Take in a worker's report."""
+        part = self.parts.setdefault(worker, _Part(report))
+        part.report, part.heard_at = report, now
+        part.out = max(part.slots, report.running)
+        if report.answered_s is not None:
+            part.answered_at = now - report.answered_s
+        for name in self.counts:
+            self.counts[name] += getattr(report, name)
+        for kind, bucket in self.rate.buckets.by_kind.items():
+            bucket.fill(now)
+            bucket.balance = min(bucket.capacity, bucket.balance + report.balance.get(kind, 0.0))
+        self.rate.concurrency.note_started(sum(p.report.peak for p in self.parts.values()))
+        events = Events(
+            started=report.started,
+            clean=report.clean,
+            throttled=report.throttled,
+            trouble=report.trouble,
+            running=sum(p.report.running for p in self.parts.values()),
+            quotas=report.quotas,
+        )
+        self.rate.update(events, now)
+
+    def grant(self, worker: str, now: float) -> LaneGrant:
+        """Return what a worker may do from now on."""
+        part, limit = self.parts[worker], self.rate.concurrency.limit
+        shares = divide(limit, {n: p.report.demand for n, p in self.parts.items()}, int(now))
+        others = [p for name, p in self.parts.items() if name != worker]
+        part.slots = max(0, min(shares[worker], limit - sum(p.out for p in others)))
+        part.out = max(part.out, part.slots)
+        answered = max((p.answered_at for p in others if p.answered_at is not None), default=None)
+        buckets = self.rate.buckets.by_kind
+        return LaneGrant(
+            lane=self.name,
+            slots=part.slots,
+            balance={kind: self._withdraw(kind, part, now) for kind in buckets},
+            capacity={kind: bucket.capacity for kind, bucket in buckets.items()},
+            per_s={kind: bucket.per_s / len(self.parts) for kind, bucket in buckets.items()},
+            answered_s=None if answered is None else now - answered,
+        )
+
+    def _withdraw(self, kind: Kind, part: _Part, now: float) -> float:
+        """Take a worker's part from a bucket: at least what one request needs, and nothing that a
+        worker waits for who was served longer ago (reports come in a fixed order, and the first
+        after a refill would take it all)."""
+        bucket = self.rate.buckets.by_kind[kind]
+        there = bucket.fill(now)
+        first = min(part.first(kind), bucket.capacity)
+        others = [p for p in self.parts.values() if p is not part and p.waits(kind, now)]
+        ahead = (p for p in others if p.served[kind] < part.served[kind])
+        left = there - sum(min(p.first(kind), bucket.capacity) for p in ahead)
+        if not part.slots or left <= 0 or left < first:
+            return 0.0
+        wanted = min(part.report.want.get(kind, 0.0), there / (1 + len(others)))
+        amount = min(left, max(first, wanted))
+        bucket.balance -= amount
+        if first:
+            part.served[kind] = now
+        return amount
+
+    def summary(self) -> LaneSummary:
+        """Return the state of the lane."""
+        endpoint, account, model = self.name.split("|", 2)
+        return LaneSummary(
+            endpoint=endpoint,
+            account=account,
+            model=model,
+            limit=self.rate.concurrency.limit,
+            limits=self.rate.concurrency.history.changes,
+            per_s=self.rate.pace.per_s,
+            paces=self.rate.pace.history.changes,
+            clean=self.counts["clean"],
+            throttled=self.counts["throttled"],
+            trouble=self.counts["trouble"],
+            unanswered=self._unanswered(),
+        )
+
+    def _unanswered(self) -> Unanswered | None:
+        """Sum up what the calls of all workers wait for; an answer anywhere counts for all."""
+        parts = self.parts.values()
+        found = [p.report.unanswered for p in parts if p.report.unanswered is not None]
+        if not found:
+            return None
+        longest = max(found, key=lambda u: (u.message != "", u.since_s))
+        answered = (p.report.answered_s for p in parts if p.report.answered_s is not None)
+        return Unanswered(
+            message=longest.message,
+            waiting=sum(u.waiting for u in found),
+            since_s=min((longest.since_s, *answered)),
+            never=all(p.answered_at is None for p in parts),
+            alive=any(u.alive for u in found),
+        )
+
+
+class Coordinator:
+    """Answers the reports of a run's workers.
+
+    Args:
+        maximum: requests in flight of the whole run, on any lane.
+        budgets: limits by budget.
+        spent: what earlier starts of the run spent, by budget.
+        clock: monotonic, in seconds.
+        unix: the time of day.
+        start: where slow start begins.
+        rates: limits per minute that are known.
+        minute_s: seconds that limits are stated for; shorter in tests. Cuts are a quarter apart.
+    """
+
+    def __init__(
+        self,
+        maximum: int,
+        budgets: Mapping[str, int],
+        spent: Mapping[str, int],
+        *,
+        clock: Callable[[], float],
+        unix: Callable[[], float],
+        start: int = 32,
+        rates: Rates = Rates(),
+        minute_s: float = 60.0,
+    ) -> None:
+        self.ledgers = {
+            name: Ledger(name, limit, spent.get(name, 0), maximum)
+            for name, limit in budgets.items()
+        }
+        self._lanes: dict[str, _Lane] = {}
+        self._clock, self._cooldowns = clock, Cooldowns(unix)
+        self._make_rate: Callable[[], AdaptiveRate] = lambda: AdaptiveRate(
+            maximum, clock(), start=start, rates=rates, interval_s=minute_s / 4, window_s=minute_s
+        )
+
+    @property
+    def budgets(self) -> Sequence[str]:
+        """The names of the run's budgets."""
+        return tuple(self.ledgers)
+
+    def handle(self, report: Report) -> Grant:
+        """Take in a worker's report and return its grant."""
+        now = self._clock()
+        self._cooldowns.update(report.cooldowns)
+        for news in report.lanes:
+            if news.lane not in self._lanes:
+                self._lanes[news.lane] = _Lane(news.lane, self._make_rate())
+            self._lanes[news.lane].update(report.worker, news, now)
+        for lease in report.leases:
+            self.ledgers[lease.budget].update(report.worker, lease)
+        if report.leaving:
+            self.remove(report.worker)
+            return Grant()
+        lanes = (self._lanes[news.lane].grant(report.worker, now) for news in report.lanes)
+        leases = (self.ledgers[lease.budget].grant(report.worker) for lease in report.leases)
+        return Grant(lanes=tuple(lanes), leases=tuple(leases), cooldowns=self._cooldowns.current())
+
+    def remove(self, worker: str) -> None:
+        """A worker is gone: its slots are free, and its leases count as spent."""
+        for lane in self._lanes.values():
+            lane.parts.pop(worker, None)
+        for ledger in self.ledgers.values():
+            ledger.remove(worker)
+
+    def summary(self) -> Summary:
+        """Return the state of all lanes and budgets."""
+        return Summary(
+            lanes=tuple(lane.summary() for lane in self._lanes.values()),
+            spent={name: ledger.spent for name, ledger in self.ledgers.items()},
+        )

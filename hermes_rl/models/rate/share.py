@@ -1,0 +1,210 @@
+"""A worker's share of the rates and budgets of its run.
+
+About four times a second, and at once when calls wait, a worker reports to the driver's coordinator
+and gets its share in return: slots and bucket contents, leases of budgets, cooldowns of accounts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+
+import msgspec
+
+from hermes_rl.models.rate.budgets import NO_UNIT, Budget, Lease, LeaseGrant, LeaseReport
+from hermes_rl.models.rate.limiter import LaneGrant, LaneReport, Limiter
+
+TICK_S = 0.25
+"""Seconds between two reports."""
+
+GAP_S = 0.02
+"""Seconds between two reports at least, when calls wait."""
+
+
+FAREWELL_S = 2.0
+"""Seconds that the last report may take."""
+
+
+class Cooldown(msgspec.Struct, frozen=True, kw_only=True):
+    """An account that must not be used for a while."""
+
+    account: str
+    """The variable that holds its key, never the key."""
+    until: float
+    """Unix time."""
+    reason: str
+    """A `Reason` of `hermes_rl.errors`."""
+
+
+class Cooldowns:
+    """Account -> its cooldown. The later end holds.
+
+    Args:
+        clock: unix time, because cooldowns travel between machines.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.now = clock
+        self._by_account: dict[str, Cooldown] = {}
+
+    def left_s(self, account: str) -> float:
+        """Seconds until an account may be used; 0 when it may now."""
+        known = self._by_account.get(account)
+        return 0.0 if known is None else max(0.0, known.until - self.now())
+
+    def start(self, account: str, seconds: float, reason: str) -> None:
+        """Do not use an account for a while."""
+        self.update((Cooldown(account=account, until=self.now() + seconds, reason=reason),))
+
+    def update(self, cooldowns: Iterable[Cooldown]) -> None:
+        """Take in what others know."""
+        for new in cooldowns:
+            known = self._by_account.get(new.account)
+            if new.until > self.now() and (known is None or new.until > known.until):
+                self._by_account[new.account] = new
+
+    def current(self) -> tuple[Cooldown, ...]:
+        """Return the cooldowns that have not ended."""
+        now = self.now()
+        self._by_account = {k: c for k, c in self._by_account.items() if c.until > now}
+        return tuple(self._by_account.values())
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """From a worker to the coordinator."""
+
+    worker: str
+    lanes: tuple[LaneReport, ...] = ()
+    leases: tuple[LeaseReport, ...] = ()
+    cooldowns: tuple[Cooldown, ...] = ()
+    leaving: bool = False
+    """The worker's last report: what it holds is free."""
+
+
+class Grant(msgspec.Struct, frozen=True, kw_only=True):
+    """From the coordinator to a worker; holds until the next one."""
+
+    lanes: tuple[LaneGrant, ...] = ()
+    leases: tuple[LeaseGrant, ...] = ()
+    cooldowns: tuple[Cooldown, ...] = ()
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_report = msgspec.msgpack.Decoder(Report).decode
+decode_grant = msgspec.msgpack.Decoder(Grant).decode
+
+
+class Share:
+    """Limiters, budgets and cooldowns of one process.
+
+    Args:
+        worker: its name, unique in the run.
+        budgets: names of the run's budgets.
+        maximum: of a process without a coordinator: requests in flight on each lane, at most.
+        tick_s: seconds between two reports.
+        clock: monotonic, in seconds.
+        unix: the time of day.
+    """
+
+    def __init__(
+        self,
+        worker: str = "",
+        budgets: Sequence[str] = (),
+        *,
+        maximum: int | None = None,
+        tick_s: float = TICK_S,
+        clock: Callable[[], float] = time.monotonic,
+        unix: Callable[[], float] = time.time,
+    ) -> None:
+        self.cooldowns = Cooldowns(unix)
+        self._worker, self._maximum, self._tick_s = worker, maximum, tick_s
+        self._clock, self._unix = clock, unix
+        self._limiters: dict[str, Limiter] = {}
+        self._news = asyncio.Event()
+        self._leases = {name: Lease(name, on_demand=self._news.set) for name in budgets}
+        self._left = asyncio.Event()
+        self._leaving = False
+
+    def limiter(self, endpoint: str, account: str, model: str) -> Limiter:
+        """Return the limiter of one endpoint, account and model; the same at every call."""
+        name = f"{endpoint}|{account}|{model}"
+        if name not in self._limiters:
+            self._limiters[name] = Limiter(
+                self._maximum,
+                name=name,
+                on_demand=self._news.set,
+                clock=self._clock,
+                unix=self._unix,
+            )
+        return self._limiters[name]
+
+    def budget(self, place: int = NO_UNIT, limits: dict[str, int] | None = None) -> Budget | None:
+        """Return what the calls of one attempt may spend; None means no limit.
+
+        Args:
+            place: of the unit in the dataset: earlier ones have priority.
+            limits: of this attempt alone, by budget.
+        """
+        return Budget(self._leases, place, limits) if self._leases or limits else None
+
+    async def next_report(self) -> Report:
+        """Return what happened, once calls wait or it is time. The last report says so."""
+        await asyncio.sleep(min(GAP_S, self._tick_s))
+        try:
+            async with asyncio.timeout(max(0.0, self._tick_s - GAP_S)):
+                await self._news.wait()
+        except TimeoutError:
+            pass
+        return self.report()
+
+    def report(self) -> Report:
+        """Return what happened since the last report."""
+        if not self._leaving:
+            self._news.clear()
+        report = Report(
+            worker=self._worker,
+            lanes=tuple(limiter.report() for limiter in self._limiters.values()),
+            leases=tuple(lease.report(leaving=self._leaving) for lease in self._leases.values()),
+            cooldowns=self.cooldowns.current(),
+            leaving=self._leaving,
+        )
+        if self._leaving:
+            self._left.set()
+        return report
+
+    def take_grant(self, grant: Grant) -> None:
+        """Follow a grant from now on."""
+        self.cooldowns.update(grant.cooldowns)
+        for lane in grant.lanes:
+            self._limiters[lane.lane].take_grant(lane)
+        for lease in grant.leases:
+            self._leases[lease.budget].take_grant(lease)
+
+    async def leave(self) -> None:
+        """Nothing is called any more: return once the last report was taken, or soon."""
+        self._leaving = True
+        self._news.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                await self._left.wait()
+
+    @asynccontextmanager
+    async def coordinated(self, handle: Callable[[Report], Grant]) -> AsyncIterator[Share]:
+        """Report to a coordinator in the same process."""
+
+        async def exchange() -> None:
+            report = self.report()
+            while not report.leaving:
+                self.take_grant(handle(report))
+                report = await self.next_report()
+            handle(report)
+
+        exchanging = asyncio.create_task(exchange())
+        try:
+            yield self
+        finally:
+            self._leaving = True
+            self._news.set()
+            await exchanging

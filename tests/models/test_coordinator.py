@@ -1,0 +1,264 @@
+"""How the driver divides one limit among workers: what holds whatever happens, on a fake clock."""
+
+import asyncio
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hermes_rl.errors import Overloaded, RateLimited
+from hermes_rl.models.rate.buckets import Estimate, Rates
+from hermes_rl.models.rate.coordinator import Coordinator, divide
+from hermes_rl.models.rate.headers import Quota
+from hermes_rl.models.rate.limiter import LaneReport, Limiter
+from hermes_rl.models.rate.share import Cooldown, Report, decode_grant, decode_report, encode
+
+WORKERS = ("a", "b", "c")
+LANE = "host|KEY|model"
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def coordinate(clock, **options):
+    return Coordinator(1000, {}, {}, **{"start": 12, "clock": clock, "unix": clock, **options})
+
+
+DEMANDS = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 50), min_size=1)
+
+
+@given(st.integers(-2, 200), DEMANDS, st.integers(0, 9))
+def test_shares_are_fair(limit, demands, turn):
+    shares = divide(limit, demands, turn)
+    assert sum(shares.values()) <= max(0, limit)
+    assert sum(shares.values()) >= min(max(0, limit), sum(demands.values()))
+    for name, share in shares.items():
+        if share < demands[name]:  # whoever lacks has no less than anybody else, a unit apart
+            assert share >= max(shares.values()) - 1
+
+
+def test_the_last_slots_go_round():
+    demands = dict.fromkeys("abcd", 3)
+    turns = [{n for n, s in divide(2, demands, turn).items() if s} for turn in range(4)]
+    assert set.union(*turns) == set("abcd")
+
+
+class Fleet:
+    """Workers without calls of their own: what each may use and runs, as messages see it."""
+
+    def __init__(self):
+        self.clock = Clock()
+        self.coordinator = coordinate(self.clock)
+        self.running = dict.fromkeys(WORKERS, 0)
+        self.slots = dict.fromkeys(WORKERS, 0)
+        self.ended = {name: [] for name in WORKERS}
+
+    def out(self):
+        return sum(max(self.slots[w], self.running[w]) for w in WORKERS)
+
+    @property
+    def limit(self):
+        return self.coordinator.summary().lanes[0].limit
+
+    def report(self, worker, demand):
+        """Send a report; returns the grant, which may be on its way for a while."""
+        running, ended = self.running[worker], self.ended[worker]
+        lane = LaneReport(
+            lane=LANE,
+            clean=ended.count("clean"),
+            throttled=ended.count("throttled"),
+            peak=running,
+            demand=max(demand, running),
+            running=running,
+        )
+        ended.clear()
+        report = decode_report(encode(Report(worker=worker, lanes=(lane,))))
+        return decode_grant(encode(self.coordinator.handle(report)))
+
+    def exchange(self, worker, demand):
+        self.slots[worker] = self.report(worker, demand).lanes[0].slots
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["start", "clean", "throttled", "exchange", "ask", "take", "die", "wait"]),
+        st.sampled_from(WORKERS),
+        st.integers(0, 30),
+    ),
+    max_size=150,
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(STEPS)
+def test_all_workers_together_never_exceed_a_limit_that_did_not_fall(steps):
+    fleet, grants, highest = Fleet(), {}, 12
+    for what, worker, number in steps:
+        if what == "start":
+            fleet.running[worker] += max(
+                0, min(number, fleet.slots[worker] - fleet.running[worker])
+            )
+        elif what in ("clean", "throttled") and fleet.running[worker]:
+            fleet.running[worker] -= 1
+            fleet.ended[worker].append(what)
+        elif what == "exchange" and worker not in grants:
+            fleet.exchange(worker, number)
+        elif what == "ask" and worker not in grants:
+            grants[worker] = fleet.report(worker, number)
+        elif what == "take" and worker in grants:
+            fleet.slots[worker] = grants.pop(worker).lanes[0].slots
+        elif what == "die":
+            fleet.coordinator.remove(worker)
+            fleet.running[worker] = fleet.slots[worker] = 0
+            grants.pop(worker, None)
+        elif what == "wait":
+            fleet.clock.now += number
+        if fleet.coordinator.summary().lanes:
+            highest = max(highest, fleet.limit)
+        assert fleet.out() <= highest
+
+
+def test_a_limit_goes_to_those_who_need_it():
+    fleet = Fleet()
+    for _ in range(3):
+        fleet.exchange("a", 20)
+        fleet.exchange("b", 20)
+        fleet.exchange("c", 1)
+    assert fleet.out() == 12
+    assert fleet.slots["c"] <= 2
+
+
+def test_a_dead_workers_part_goes_to_the_others():
+    fleet = Fleet()
+    fleet.exchange("a", 6)
+    fleet.exchange("b", 6)
+    fleet.coordinator.remove("a")
+    fleet.exchange("b", 20)
+    assert fleet.slots["b"] == 12
+
+
+def test_cooldowns_are_known_to_all():
+    coordinator = coordinate(Clock())
+    cooldown = Cooldown(account="KEY_1", until=4e9, reason="billing")
+    coordinator.handle(Report(worker="a", cooldowns=(cooldown,)))
+    assert coordinator.handle(Report(worker="b")).cooldowns == (cooldown,)
+
+
+def test_a_bucket_is_divided_and_never_handed_out_twice():
+    clock = Clock()
+    coordinator = coordinate(clock, rates=Rates(requests=60.0, input_tokens=6000.0))
+    balances = {w: {"requests": 0.0, "input_tokens": 0.0} for w in WORKERS}
+    used = {"requests": 0.0, "input_tokens": 0.0}
+    for step in range(1200):
+        clock.now += 0.1
+        worker = WORKERS[step % 3]
+        balance = balances[worker]
+        need = {"requests": 1.0, "input_tokens": 70.0}
+        want = {kind: 4 * amount for kind, amount in need.items()}
+        lane = LaneReport(lane=LANE, demand=4, balance=dict(balance), want=want, first=need)
+        balance.update(coordinator.handle(Report(worker=worker, lanes=(lane,))).lanes[0].balance)
+        while all(balance[kind] >= need[kind] for kind in need):
+            for kind, amount in need.items():
+                balance[kind] -= amount
+                used[kind] += amount
+    # 120 s: a request a second, and five at first.
+    assert 115 <= used["requests"] <= 125.1
+    assert used["input_tokens"] <= 120 * 100 + 500
+
+
+def test_headers_of_one_worker_bind_all():
+    coordinator = coordinate(Clock())
+    quota = Quota(kind="requests", limit=60, remaining=2, reset_s=58)
+    coordinator.handle(Report(worker="a", lanes=(LaneReport(lane=LANE, quotas=(quota,)),)))
+    want = LaneReport(lane=LANE, demand=9, want={"requests": 9}, first={"requests": 1})
+    received = 0.0
+    for _ in range(3):  # a has all slots until it reports again
+        coordinator.handle(Report(worker="a", lanes=(LaneReport(lane=LANE),)))
+        received += (
+            coordinator.handle(Report(worker="b", lanes=(want,))).lanes[0].balance["requests"]
+        )
+    assert received == 2
+
+
+def test_a_bucket_is_divided_whoever_reports_first_after_a_refill():
+    clock = Clock()
+    coordinator = coordinate(clock, rates=Rates(requests=60.0))
+    waits = LaneReport(lane=LANE, demand=4, want={"requests": 8}, first={"requests": 1})
+    for _ in range(2):
+        for worker in WORKERS:
+            coordinator.handle(Report(worker=worker, lanes=(waits,)))
+    received = dict.fromkeys(WORKERS, 0.0)
+    for _ in range(300):  # a new request a second, and a is always the first to ask
+        clock.now += 0.25
+        for worker in WORKERS:
+            grant = coordinator.handle(Report(worker=worker, lanes=(waits,)))
+            received[worker] += grant.lanes[0].balance["requests"]
+    assert sum(received.values()) >= 70
+    assert max(received.values()) - min(received.values()) <= 6
+
+
+def limiter_of(coordinator, clock):
+    limiter = Limiter(None, name=LANE, clock=clock)
+
+    def exchange():
+        grant = coordinator.handle(Report(worker="a", lanes=(limiter.report(),)))
+        limiter.take_grant(grant.lanes[0])
+
+    return limiter, exchange
+
+
+async def test_a_limiter_waits_for_its_grant_and_reports_what_happened():
+    clock = Clock()
+    coordinator = coordinate(clock, start=2)
+    limiter, exchange = limiter_of(coordinator, clock)
+
+    async def call(error):
+        async with limiter.slot() as slot:
+            slot.report(error)
+
+    tasks = [asyncio.create_task(call(e)) for e in (None, None, RateLimited(""), Overloaded(""))]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in tasks)
+    exchange()
+    await asyncio.gather(*tasks)
+    exchange()
+    (lane,) = coordinator.summary().lanes
+    assert (lane.clean, lane.throttled, lane.trouble) == (2, 1, 1)
+    exchange()
+    assert coordinator.summary().lanes == (lane,)  # each event once
+
+
+async def test_what_headers_say_while_a_grant_is_on_its_way_is_reported_next():
+    clock = Clock()
+    coordinator = coordinate(clock)
+    limiter, exchange = limiter_of(coordinator, clock)
+    exchange()
+    limiter.report()
+    async with limiter.slot() as slot:
+        slot.report(None, headers={"x-ratelimit-remaining-requests": "7"})
+    assert [quota.remaining for quota in limiter.report().quotas] == [7]
+    assert limiter.report().quotas == ()
+
+
+async def test_a_request_larger_than_a_bucket_begins_when_it_is_full_and_leaves_a_debt():
+    clock, began = Clock(), []
+    coordinator = coordinate(clock, rates=Rates(input_tokens=600.0))  # a bucket of 50
+    limiter, exchange = limiter_of(coordinator, clock)
+
+    async def call():
+        async with limiter.slot(Estimate(1000)):
+            began.append(clock.now)
+
+    tasks = [asyncio.create_task(call()) for _ in range(2)]
+    for _ in range(600):
+        await asyncio.sleep(0)
+        exchange()
+        clock.now += 0.25
+    await asyncio.gather(*tasks)
+    assert 99 <= began[1] - began[0] <= 101
