@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from pydantic import ValidationError
@@ -30,9 +30,8 @@ from hermes_rl.errors import HermesError, UserError
 from hermes_rl.identity import digest
 from hermes_rl.input_errors import describe, unknown
 from hermes_rl.messages import to_openai
-from hermes_rl.models.providers.others import USES
 from hermes_rl.rl import faults
-from hermes_rl.rl.environment import EnvConfig, Environment
+from hermes_rl.rl.environment import EnvConfig, Environment, Uses
 from hermes_rl.tasks import LazyRow, Task, TaskRow
 from hermes_rl.tools.base import Tool
 
@@ -345,7 +344,7 @@ def open_environment(section: EnvSection, *, to_run: bool = True) -> Opened:
 
 def _refuse_models(env: AnyEnvironment, section: EnvSection) -> None:
     """Raises: UserError for a judge or user that only one of environment and run names."""
-    for use in USES:
+    for use in get_args(Uses):
         named = getattr(section, use) is not None
         if use in env.uses and not named:
             raise UserError(
