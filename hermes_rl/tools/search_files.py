@@ -188,7 +188,7 @@ def _closed(fields: Fields, key: str, total: int, last: int, complete: bool) -> 
         }
     fields |= {"total_count": total, "truncated": last < total or not complete}
     if not complete:
-        fields["hint"] = "too many matches, so the search stopped early; narrow it"
+        fields["hint"] = "too many matches: the search stopped early; narrow the search"
     elif last < total:
         fields["hint"] = f"continue with offset={last}"
     return fields
