@@ -35,7 +35,7 @@ CacheTime = Literal["5m", "1h"]
 
 
 class Preparation(Protocol):
-    """How messages are made fit to be sent."""
+    """How messages are prepared for sending."""
 
     def run(self, messages: list[Message]) -> list[Message]:
         """The messages as they are sent; what needs no change is the same object. Pure."""
@@ -45,18 +45,6 @@ class Preparation(Protocol):
         """The last place (at least `start`) at which the list can be cut so that the prepared
         pieces, from `start` on, are what the whole would be, whatever comes later."""
         ...
-
-
-class AsTheyAre:
-    """Sends what is stored."""
-
-    def run(self, messages: list[Message]) -> list[Message]:
-        """See `Preparation.run`."""
-        return messages
-
-    def cut(self, messages: list[Message], start: int) -> int:
-        """See `Preparation.cut`."""
-        return len(messages)
 
 
 class View:
@@ -157,15 +145,6 @@ class Conversation:
         if found is None:
             found = self._views[key] = View(self._messages, preparation)
         return found
-
-    def wire(self, dialect: str, encode: Callable[[Message], bytes]) -> list[bytes]:
-        """All messages as they are stored, as a dialect encodes them; only new ones are encoded.
-
-        Args:
-            dialect: names `encode`, so that a conversation may be sent in several ways.
-            encode: one message to the bytes of its JSON value.
-        """
-        return self.view(None, AsTheyAre()).encoded(dialect, encode)
 
 
 @dataclass(frozen=True)

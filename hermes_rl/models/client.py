@@ -22,12 +22,12 @@ __all__ = ["Endpoint", "Timeouts", "WireClient", "connect"]
 
 CALL_ID_HEADER = "x-hermes-call-id"
 _ERROR_BYTES = 65_536
-"""As much of an error's body is read."""
+"""The most bytes that are read of an error's body."""
 _START_BYTES = 64
 _FORM = re.compile(rb"(\xef\xbb\xbf)?\s*([{\[]|data:|event:|id:|retry:|:)")
-"""How JSON and streams of events begin."""
+"""How JSON and event streams begin."""
 _YOUNG_S = 30.0
-"""Connections are not renewed again before that: many rollouts ask for it at once."""
+"""Connections are renewed at most this often: many rollouts request it at once."""
 
 
 def connect(endpoint: Endpoint, dialect: Dialect | None = None) -> ModelClient:
@@ -43,12 +43,12 @@ def connect(endpoint: Endpoint, dialect: Dialect | None = None) -> ModelClient:
 
 
 class _TooLong(ProtocolError):
-    """An answer that does not end."""
+    """The answer exceeds the maximum size."""
 
 
 @dataclass
 class _Line:
-    """A transport, and how many requests are on it."""
+    """A transport and the number of its requests in flight."""
 
     transport: Transport
     since: float = field(default_factory=time.monotonic)

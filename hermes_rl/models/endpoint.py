@@ -1,4 +1,4 @@
-"""Where a model is reached: address, key and patience."""
+"""Where a model is reached: address, key and timeouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TransportName = Literal["http", "sdk"]
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Patience in seconds, by phase. There is no limit on a whole call: long answers are fine."""
+    """Timeouts in seconds, by phase. A whole call has no limit: long answers are fine."""
 
     connect_s: float = 10.0
     """Name look-up, TCP and TLS."""
@@ -31,7 +31,7 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Secrets:
-    """Texts that no message may show: also those that come later."""
+    """Texts that must not appear in messages, including later ones."""
 
     fixed: tuple[str, ...] = field(default=(), repr=False)
     live: LiveKey | None = field(default=None, repr=False)
@@ -152,7 +152,7 @@ def check_address(base_url: str) -> None:
 
 
 def _telling(text: str) -> bool:
-    """Whether a secret can be told from ordinary text."""
+    """Whether a secret is long enough to be distinguished from ordinary text."""
     return len(text) >= 6
 
 

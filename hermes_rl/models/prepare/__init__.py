@@ -1,4 +1,4 @@
-"""How a request's messages are made from what is stored: small pure steps, list to list.
+"""How the messages of a request are made from the stored ones: small pure steps, list to list.
 
 Every dialect builds its body from `outgoing(request)`, never from the conversation itself:
 
@@ -71,7 +71,7 @@ REPAIRS: tuple[Step, ...] = (
     canonical_arguments,
     clean_surrogates,
 )
-"""What every history goes through unless the request is exact."""
+"""The steps of every request that is not exact."""
 
 ADAPTATIONS: dict[Adaptation, Step] = {
     "small_images": small_images,

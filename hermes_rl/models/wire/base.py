@@ -25,7 +25,7 @@ MaxTokensField = Literal["max_tokens", "max_completion_tokens"]
 
 @dataclass(frozen=True)
 class ReplyHead:
-    """What a decoder needs to know of an answer's head."""
+    """The head of an answer, as far as decoders need it."""
 
     headers: Mapping[str, str]
     """Names in lower case."""
@@ -33,10 +33,10 @@ class ReplyHead:
 
 
 class Decoder(Protocol):
-    """Takes one answer's bytes as they come."""
+    """Decodes one answer as its bytes arrive."""
 
     done: bool
-    """The answer said that it is complete; what follows is of no interest."""
+    """The answer is complete by its own statement; further bytes are ignored."""
 
     @property
     def in_call(self) -> bool:
@@ -79,7 +79,7 @@ class Dialect(Protocol):
 
 @dataclass(frozen=True)
 class Quirks:
-    """Ways of one provider, for its dialects."""
+    """The peculiarities of one provider, for the dialects."""
 
     max_tokens_field: MaxTokensField = "max_tokens"
     """The field for the most output tokens in Chat Completions."""

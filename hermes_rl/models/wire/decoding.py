@@ -37,18 +37,18 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class Reading:
-    """What is known while one answer is read, beside its bytes."""
+    """The context of one answer while it is read."""
 
     head: ReplyHead
     secrets: Iterable[str] = ()
-    """Texts that no error may show."""
+    """Texts that must not appear in errors."""
     salt: str = ""
     """Makes ids of calls that came without one differ between turns."""
     on_delta: Callable[[str], None] | None = None
-    """Is told the answer's text as it comes."""
+    """Called with the answer's text as it arrives."""
 
     def tell(self, text: str) -> None:
-        """Pass visible text on to who listens."""
+        """Pass visible text to `on_delta`."""
         if text and self.on_delta is not None:
             self.on_delta(text)
 
@@ -65,12 +65,12 @@ class Reading:
         return classify_in_answer(error, self.head.headers, secrets=self.secrets)
 
     def parse(self, decode: Callable[[bytes], T], data: bytes, what: str = "JSON object") -> T:
-        """One JSON text, repaired where it is no UTF-8.
+        """Decode one JSON text, repaired where it is not valid UTF-8.
 
         Args:
-            what: it should be, for the error.
+            what: the kind of text that was expected, for the error.
 
-        Raises: ProtocolError when it is none.
+        Raises: ProtocolError if it is not JSON.
         """
         try:
             return decode(data)
@@ -339,8 +339,9 @@ def _same_block(a: Any, b: Any) -> bool:
 
 
 class BrokenOff(ConnectionLost):
-    """A streamed answer broke off behind some text, and the request was `continuable`: the rest can
-    be asked for, so the same is not asked for again.
+    """A streamed answer broke off after some text, and the request was `continuable`.
+
+    The caller can request the rest, so the request is not retried as a whole.
 
     Args:
         text: what had arrived, without reasoning.
@@ -358,17 +359,17 @@ class BrokenOff(ConnectionLost):
 
 
 class Beginning:
-    """Hears one request's streamed text.
+    """Collects the streamed text of one request.
 
     Args:
-        request: asks for it by `continuable`; others are left as they are.
+        request: only the text of `continuable` requests is collected.
     """
 
     def __init__(self, request: ModelRequest) -> None:
         self._pieces: list[str] = []
         self._on_delta = request.on_delta
         self._wanted = request.continuable
-        self.request = replace(request, on_delta=self._hear) if self._wanted else request
+        self.request = replace(request, on_delta=self._collect) if self._wanted else request
 
     @contextmanager
     def kept(self, decoder: Decoder) -> Iterator[None]:
@@ -381,7 +382,7 @@ class Beginning:
                 raise
             raise BrokenOff(error, text, decoder.in_call) from error
 
-    def _hear(self, piece: str) -> None:
+    def _collect(self, piece: str) -> None:
         self._pieces.append(piece)
         if self._on_delta is not None:
             self._on_delta(piece)
