@@ -11,9 +11,8 @@ from typing import Any
 
 from hermes_rl.config import PLAYED_MODELS, RunConfig
 from hermes_rl.errors import UserError
-from hermes_rl.models.providers.others import other_targets
 from hermes_rl.models.providers.prices import PriceTable
-from hermes_rl.models.providers.targets import asks_endpoint, targets_by_model
+from hermes_rl.models.providers.targets import asks_endpoint, other_targets, targets_by_model
 from hermes_rl.models.rate.buckets import Rates
 from hermes_rl.models.rate.budgets import (
     NANO,

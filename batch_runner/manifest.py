@@ -19,7 +19,7 @@ import msgspec
 from batch_runner.settings import Settings
 from hermes_rl import __version__
 from hermes_rl.config import RunConfig
-from hermes_rl.models.providers.probe import Probed
+from hermes_rl.models.providers.probe import EndpointReport
 from hermes_rl.models.providers.targets import asks_endpoint, targets_by_model
 from hermes_rl.store.driver import Driver
 from hermes_rl.store.rundir import RunDir
@@ -60,7 +60,7 @@ def start_meta(settings: Settings) -> dict[str, Any]:
     }
 
 
-def capabilities(config: RunConfig, probed: Probed | None) -> dict[str, Any]:
+def capabilities(config: RunConfig, probed: EndpointReport | None) -> dict[str, Any]:
     """What is known of the model's endpoint before the first call.
 
     Args:
@@ -74,8 +74,8 @@ def capabilities(config: RunConfig, probed: Probed | None) -> dict[str, Any]:
         known.update(provider=first.provider, api_mode=first.api_mode)
         if len(set(places.values())) > 1:
             known["places"] = {m: [p.provider, p.api_mode, p.host] for m, p in places.items()}
-    if probed is not None and probed.found:
-        known["probed"] = dict(probed.found)
+    if probed is not None and probed.capabilities is not None:
+        known["probed"] = probed.capabilities.as_dict()
     if probed is not None and probed.tokens is not None:
         known["tokens"] = msgspec.to_builtins(probed.tokens)
     if probed is not None and probed.models is not None:

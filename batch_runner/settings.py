@@ -17,7 +17,7 @@ from hermes_rl.definitions import in_terms_of, with_switches_of
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
 from hermes_rl.input_errors import nearest
-from hermes_rl.models.providers.others import all_keys
+from hermes_rl.models.providers.targets import all_keys
 from hermes_rl.sources import dataset_name
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.wiring import identity_of

@@ -35,10 +35,14 @@ from hermes_rl.models.base import ModelClient, Sampling
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.played import NoopClient, OracleClient, free
-from hermes_rl.models.providers.exact import embedded_clients, exact_clients, find_plan
-from hermes_rl.models.providers.others import all_keys, other_targets, others_of, reach_others
-from hermes_rl.models.providers.probe import Probed
-from hermes_rl.models.providers.reach import reach_models
+from hermes_rl.models.providers.preflight import (
+    embedded_clients,
+    exact_clients,
+    find_plan,
+    reach_models,
+    reach_others,
+)
+from hermes_rl.models.providers.probe import EndpointReport
 from hermes_rl.models.providers.routing import (
     Keys,
     Routes,
@@ -48,9 +52,12 @@ from hermes_rl.models.providers.routing import (
     Target,
 )
 from hermes_rl.models.providers.targets import (
+    all_keys,
     asks_endpoint,
     drawn_model,
     endpoint_base,
+    other_targets,
+    others_of,
     targets_by_model,
 )
 from hermes_rl.models.rate.budgets import NANO, NO_UNIT, UNIT_TOKENS, UNIT_USD, Budget
@@ -341,7 +348,7 @@ async def open_models(
     return routing
 
 
-async def reach(config: RunConfig, keys: Mapping[str, str] | None = None) -> Probed | None:
+async def reach(config: RunConfig, keys: Mapping[str, str] | None = None) -> EndpointReport | None:
     """Look whether a sandbox starts and the endpoint answers. Costs no token, but for a few where
     token ids are wanted (see `reach_models`).
 

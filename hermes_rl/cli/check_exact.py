@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from hermes_rl.errors import ExitCode, UserError
 from hermes_rl.export.samples import Sample, samples_of
 from hermes_rl.messages import AssistantMessage, Message, ToolMessage, conversation_from_openai
-from hermes_rl.models.tokens.capture import shaped_by
+from hermes_rl.models.tokens.logprobs import shaped_by
 from hermes_rl.models.tokens.renderer import Renderer, load_renderer
 from hermes_rl.models.tokens.template import TemplateRefused
 from hermes_rl.segments.branches import DRIFT, MAIN

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hermes_rl.config import RunConfig
     from hermes_rl.config_endpoint import EndpointSection
     from hermes_rl.models.endpoint import Endpoint
-    from hermes_rl.models.providers.capabilities import Capabilities, ProbeCall
+    from hermes_rl.models.providers.probe import Capabilities, ProbeCall
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ def _dialects() -> list[Finding]:
 
 def _explored(asked: Asked) -> list[Finding]:
     from hermes_rl.aio import run_sync
-    from hermes_rl.models.providers.capabilities import explore
+    from hermes_rl.models.providers.probe import find_capabilities
     from hermes_rl.models.providers.routing import Keys, find_keys
     from hermes_rl.models.providers.targets import first_endpoint, targets_of
 
@@ -332,7 +332,7 @@ def _explored(asked: Asked) -> list[Finding]:
     keys = find_keys([target.place], os.environ, where.key_commands)
     endpoint = first_endpoint(where, target.place, Keys(keys))
     try:
-        found = run_sync(explore(endpoint, asked.model, target.prices, target.extra))
+        found = run_sync(find_capabilities(endpoint, asked.model, target.prices, target.extra))
         exact = _exact(where, endpoint, asked.model)
     except HermesError as error:
         return [Finding("endpoint", endpoint.host, False, str(error))]
@@ -349,10 +349,10 @@ def _exact(where: EndpointSection, endpoint: Endpoint, model: str) -> list[Findi
     if where.tokenizer is None or where.tokens in ("off", "chat"):
         return []
     from hermes_rl.aio import run_sync
+    from hermes_rl.models.providers.probe import TokenSearch
     from hermes_rl.models.tokens.renderer import load_renderer
-    from hermes_rl.models.tokens.selection import Search
 
-    search = Search(endpoint, model, load_renderer(where.tokenizer))
+    search = TokenSearch(endpoint, model, load_renderer(where.tokenizer))
     plan = run_sync(search.plan(where.tokens))
     return [Finding("endpoint", "exact tokens", plan.exact or None, t) for t in plan.lines()]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from hermes_rl import events as ev
-from hermes_rl.models.tokens.graph import TokenGraph, TokensFault
+from hermes_rl.models.tokens.capture import TokenGraph, TokensFault
 from hermes_rl.record import Segment, Trajectory
 from hermes_rl.segments.branches import DRIFT, Branches, Happened, branches_of, happened
 from hermes_rl.segments.rows import Exclusion, rows_of

@@ -18,8 +18,7 @@ from hermes_rl.errors import ModelError, UserError
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest, Sampling
 from hermes_rl.models.client import DIALECTS, Endpoint, connect
-from hermes_rl.models.providers.others import other_targets
-from hermes_rl.models.providers.targets import targets_by_model
+from hermes_rl.models.providers.targets import other_targets, targets_by_model
 from hermes_rl.models.wire.base import OWN, Quirks
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.http_server import Connection, Incoming

@@ -12,7 +12,7 @@ from batch_runner.manifest import capabilities, read_manifest, write_manifest
 from batch_runner.settings import settle
 from hermes_rl.config import parse_config
 from hermes_rl.errors import UserError
-from hermes_rl.models.providers.probe import Probed
+from hermes_rl.models.providers.probe import EndpointReport
 from hermes_rl.store.driver import open_run
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.wiring import reach
@@ -66,7 +66,7 @@ def test_run_batch_takes_plain_data_and_says_what_else_it_wants(tmp_path: Path) 
 def test_capabilities_are_what_the_endpoint_said() -> None:
     config = parse_config({"dataset": {"path": "smoke"}, "model": {"name": "m"}})
     assert "models" not in capabilities(config, None)
-    found = capabilities(config, Probed(models=("a", "b")))
+    found = capabilities(config, EndpointReport(models=("a", "b")))
     assert (found["models"], found["models_listed"]) == (["a", "b"], 2)
     assert found["stream"] is False
 

@@ -18,7 +18,7 @@ from prompts_made_here import ASK, CALL, FOUND
 
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage
 from hermes_rl.models.tokens import History, Renderer, TemplateRefused, load_renderer
-from hermes_rl.models.tokens.forms import PROBE_TOOL, message_form
+from hermes_rl.models.tokens.rendering import PROBE_TOOL, message_form
 from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer
 
 CONTROL = re.compile(

@@ -13,7 +13,7 @@ from typing import Any
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, UserMessage
 from hermes_rl.messages import SystemMessage as System
 from hermes_rl.models.tokens import Renderer, TemplateRefused, load_renderer
-from hermes_rl.models.tokens.forms import PROBE_TOOL, message_form
+from hermes_rl.models.tokens.rendering import PROBE_TOOL, message_form
 from hermes_rl.testing.tiny_tokenizer import TEMPLATES, tiny_tokenizer
 
 CALL = ToolCall(id="call00001", name="look_up", arguments='{"subject": "é \\"<b>\\" 🙂"}')

@@ -42,7 +42,7 @@ def test_bridged_prompts_are_those_of_transformers(
         assert title.endswith("thought") or title.startswith(
             ("gemma4", "diffusion_gemma", "gptoss")
         )
-        assert "drops the reasoning" in why or "rewrites what stands before" in why
+        assert "drops the reasoning" in why or "rewrites what comes before" in why
 
 
 def _whole(one: dict[str, Any], readers: dict[str, PreTrainedTokenizerFast]) -> list[int]:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from hermes_rl.errors import AuthError, Outage
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.providers.capabilities import MAX_TOKENS, explore
 from hermes_rl.models.providers.prices import ModelPrice, PriceTable, Rates
+from hermes_rl.models.providers.probe import MAX_TOKENS, find_capabilities
 from hermes_rl.models.tokens.logprobs import kind_of
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
@@ -100,7 +100,7 @@ async def test_an_engine_is_found_out(raw: bool, ids: str | None, most: int) -> 
         return answer(body, raw=raw, ids=ids)
 
     async with serving(reply, most) as base_url:
-        found = await explore(Endpoint(base_url=base_url), "m", prices)
+        found = await find_capabilities(Endpoint(base_url=base_url), "m", prices)
     assert found.listed
     assert (found.answers, found.tools, found.streaming) == (True, True, True)
     assert (found.usage, found.usage_in_streams, found.cached_tokens) == (True, True, True)
@@ -122,13 +122,15 @@ async def test_the_fake_server_in_all_dialects() -> None:
             ("anthropic_messages", server.base_url.removesuffix("/v1")),
         ):
             where = Endpoint(base_url=base, api_mode=mode, api_key="sk-right-key")
-            found = await explore(where, "echo")
+            found = await find_capabilities(where, "echo")
             assert found.answers, (mode, found.calls)
             assert found.streaming, (mode, found.calls)
             assert found.usage_in_streams, (mode, found.calls)
             assert len(found.calls) <= 7
         with pytest.raises(AuthError):
-            await explore(Endpoint(base_url=server.base_url, api_key="sk-wrong-key"), "echo")
+            await find_capabilities(
+                Endpoint(base_url=server.base_url, api_key="sk-wrong-key"), "echo"
+            )
 
 
 @pytest.mark.parametrize(
@@ -148,18 +150,18 @@ async def test_odd_logprobs_are_none(logprobs: Any) -> None:
         return form
 
     async with serving(reply) as url:
-        found = await explore(Endpoint(url), "m")
+        found = await find_capabilities(Endpoint(url), "m")
     assert (found.answers, found.logprobs) == (True, None)
 
 
 async def test_nobody_there_is_said() -> None:
     with pytest.raises(Outage, match="Start the server"):
-        await explore(Endpoint(base_url="http://127.0.0.1:9/v1"), "m")
+        await find_capabilities(Endpoint(base_url="http://127.0.0.1:9/v1"), "m")
 
 
 async def test_a_model_that_fails_is_not_asked_again() -> None:
     async with FakeServer(FakeConfig(models=("other",))) as server:
-        found = await explore(Endpoint(base_url=server.base_url), "m")
+        found = await find_capabilities(Endpoint(base_url=server.base_url), "m")
     assert not found.answers
     assert len(found.calls) == 1
     assert found.calls[0].error is not None
@@ -187,7 +189,7 @@ def test_too_little_tells_nothing() -> None:
 
 async def test_a_server_that_has_another_name_for_the_bound_can_be_asked() -> None:
     async with FakeServer() as server:
-        found = await explore(Endpoint(server.base_url), "fault-old_cap")
+        found = await find_capabilities(Endpoint(server.base_url), "fault-old_cap")
     assert found.answers
     assert found.streaming
     assert [call.error is None for call in found.calls[:3]] == [False, True, True]
@@ -203,6 +205,6 @@ async def test_all_questions_hold_the_users_own_fields() -> None:
 
     pinned = {"provider": {"order": ["one"]}}
     async with serving(reply) as address:
-        await explore(Endpoint(address), "m", extra=pinned)
+        await find_capabilities(Endpoint(address), "m", extra=pinned)
     assert len(asked) > 5
     assert all(body["provider"] == {"order": ["one"]} for body in asked)

@@ -23,9 +23,9 @@ from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest
 from hermes_rl.models.client import Endpoint, connect
 from hermes_rl.models.key_command import LEAST_S, KeyCommand, KeyRenewed, LiveKey, NoNewKey, ends_at
-from hermes_rl.models.providers.others import all_keys
 from hermes_rl.models.providers.routing import Keys, find_keys
 from hermes_rl.models.providers.table import Place
+from hermes_rl.models.providers.targets import all_keys
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 EXPIRED = AuthError("401: expired", status=401)

@@ -4,7 +4,10 @@ import re
 from dataclasses import fields
 from datetime import date
 from decimal import Decimal
+from importlib.resources import files
 
+import msgspec.json
+import msgspec.yaml
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +18,7 @@ from hermes_rl.models.providers.prices import (
     Rates,
     list_prices,
     price_table,
+    read_price,
 )
 from hermes_rl.models.wire.usage import read_chat_usage
 from hermes_rl.usage import Usage
@@ -187,6 +191,22 @@ def test_the_worst_case_needs_a_bound_on_the_output() -> None:
     assert table.worst("n", MILLION, 1) is None
 
 
+def test_prices_read_from_vendors_come_before_those_of_the_package() -> None:
+    folder = files("hermes_rl.models.providers")
+    checked = msgspec.yaml.decode(folder.joinpath("prices.yaml").read_bytes())
+    added = msgspec.json.decode(folder.joinpath("genai_prices.json").read_bytes())
+    assert set(added) <= set(checked)
+    for provider, form in added.items():
+        assert form["models"]
+        assert not set(form["models"]) & set(checked[provider]["models"])
+        assert (form["version"], form["read"]) > ("", "2026-01-01")
+    table = list_prices()
+    assert table["google"]["gemini-3.6-flash"] is None
+    assert table["openai"]["gpt-3.5-turbo"] == read_price(
+        {**added["openai"], **added["openai"]["models"]["gpt-3.5-turbo"]}
+    )
+
+
 def test_every_shipped_price_has_a_source_and_a_day() -> None:
     table = list_prices()
     known = [p for models in table.values() for p in models.values() if p is not None]
@@ -194,6 +214,6 @@ def test_every_shipped_price_has_a_source_and_a_day() -> None:
     for price in known:
         assert re.match(r"https://\S+$", price.source)
         assert date(2026, 1, 1) <= date.fromisoformat(price.read) <= date.today()
-        assert 0 < price.base.input < price.base.output <= 1000
+        assert 0 < price.base.input <= price.base.output <= 1000
         if price.base.cache_read is not None:
             assert price.base.cache_read < price.base.input

@@ -13,7 +13,7 @@ import pytest
 
 from hermes_rl import errors as e
 from hermes_rl.models.client import Endpoint, Timeouts, connect
-from hermes_rl.models.providers.probe import probe
+from hermes_rl.models.providers.probe import list_models
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 TLS = Path(__file__).parent / "tls"  # a key that protects nothing; valid for 127.0.0.1
@@ -214,8 +214,8 @@ async def test_the_environment_is_not_asked_for_a_proxy(kit, transport, monkeypa
 
 async def test_a_probe_costs_nothing():
     async with FakeServer(FakeConfig(key="k-right", models=("a", "b"))) as server:
-        found = await probe(Endpoint(server.base_url, api_key="k-right"))
-    assert found.models == ("a", "b")
+        found = await list_models(Endpoint(server.base_url, api_key="k-right"))
+    assert found == ("a", "b")
     assert server.requests == 0
 
 
@@ -223,15 +223,15 @@ async def test_a_probe_of_nobody():
     async with FakeServer() as server:
         url = server.base_url
     with pytest.raises(e.Outage, match=r"^127\.0\.0\.1:\d+: .*Start the server"):
-        await probe(Endpoint(url))
+        await list_models(Endpoint(url))
     with pytest.raises(e.UserError, match=r"Use for example http"):
-        await probe(Endpoint("nowhere"))
+        await list_models(Endpoint("nowhere"))
 
 
 async def test_a_probe_with_a_wrong_key():
     async with FakeServer(FakeConfig(key="k-right")) as server:
         with pytest.raises(e.AuthError, match="401") as caught:
-            await probe(Endpoint(server.base_url, api_key="k-wrong-one"))
+            await list_models(Endpoint(server.base_url, api_key="k-wrong-one"))
     assert "k-wrong-one" not in str(caught.value)
 
 
@@ -253,13 +253,13 @@ async def test_a_probe_where_no_list_is_kept(reply, models):
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        assert (await probe(Endpoint(f"http://127.0.0.1:{port}/v1"))).models == models
+        assert (await list_models(Endpoint(f"http://127.0.0.1:{port}/v1"))) == models
 
 
 async def test_a_probe_is_short():
     async with serving(b"", pause=60) as url:
         with pytest.raises(e.Outage, match=r"no answer within 0\.2 s"):
-            await probe(Endpoint(url), seconds=0.2)
+            await list_models(Endpoint(url), seconds=0.2)
 
 
 @TRANSPORTS
@@ -284,4 +284,4 @@ async def test_a_403_that_is_no_refused_key_does_not_keep_a_run_from_starting():
     page = b"<html>Error 1015 You are being rate limited</html>"
     reply = f"HTTP/1.1 403 x\r\ncontent-length: {len(page)}\r\n\r\n".encode() + page
     async with serving(reply) as url:
-        assert (await probe(Endpoint(url))).models is None
+        assert (await list_models(Endpoint(url))) is None

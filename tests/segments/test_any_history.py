@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_segments import Story
 
 from hermes_rl import events as ev
-from hermes_rl.models.tokens.graph import TokensFault
+from hermes_rl.models.tokens.capture import TokensFault
 from hermes_rl.segments import check_segments, with_segments
 from hermes_rl.segments.rules import book_faults, rollout_faults, row_faults
 from hermes_rl.trajectory import fold

@@ -9,7 +9,7 @@ from test_segments import PLAIN, Story
 
 from hermes_rl import events as ev
 from hermes_rl.models.base import Sampling
-from hermes_rl.models.tokens.graph import TokensFault
+from hermes_rl.models.tokens.capture import TokensFault
 from hermes_rl.record import Segment
 from hermes_rl.segments import check_segments
 from hermes_rl.segments.rules import book_faults, rollout_faults, row_faults

@@ -10,8 +10,7 @@ from episode_kit import BEGUN, rounded
 from hermes_rl import events as ev
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Conversation, ModelRequest, Sampling, TokenCapture
-from hermes_rl.models.tokens.capture import record_of
-from hermes_rl.models.tokens.graph import TokenGraph, TokensFault
+from hermes_rl.models.tokens.capture import TokenGraph, TokensFault, record_of
 from hermes_rl.segments import check_segments, with_segments
 from hermes_rl.trajectory import fold
 from hermes_rl.usage import Usage

@@ -23,8 +23,7 @@ from hermes_rl.models.errors.classify import classify_exception
 from hermes_rl.models.rate.buckets import Estimate
 from hermes_rl.models.rate.budgets import OUTPUT_MAX, Budget, Reservation, Spend
 from hermes_rl.models.rate.limiter import Slot
-from hermes_rl.models.tokens.capture import CAPTURED, record_of
-from hermes_rl.models.tokens.graph import TokenGraph
+from hermes_rl.models.tokens.capture import CAPTURED, TokenGraph, record_of
 from hermes_rl.ports import Recorder
 from hermes_rl.usage import Usage
 

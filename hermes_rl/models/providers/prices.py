@@ -26,6 +26,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
+import msgspec.json
 import msgspec.yaml
 
 from hermes_rl.models.base import CacheTime
@@ -33,7 +34,7 @@ from hermes_rl.models.rate.budgets import OUTPUT_MAX
 from hermes_rl.usage import Usage
 
 _MILLION = Decimal(1_000_000)
-_DATE = re.compile(r"(-\d{4}-\d{2}-\d{2}|[-@]20\d{6})$")
+DATE = re.compile(r"(-\d{4}-\d{2}-\d{2}|[-@]20\d{6})$")
 _RATES = ("input", "output", "cache_read", "cache_write_5m", "cache_write_1h")
 
 
@@ -52,7 +53,7 @@ class Rates:
     cache_write_1h: Decimal | None = None
 
     def cost(self, usage: Usage) -> Decimal | None:
-        """US dollars; None when a count or a price that is needed is missing."""
+        """Return US dollars; None if a count or a price that is needed is missing."""
         if usage.input_tokens is None or usage.output_tokens is None:
             return None
         read = _part(usage.cache_read_tokens, self.cache_read)
@@ -140,7 +141,7 @@ class PriceTable:
     def find(self, model: str) -> ModelPrice | None:
         """A model's price; None when there is none that fits exactly."""
         bare = model.removeprefix(self._prefix)
-        for name in (bare, _DATE.sub("", bare)):
+        for name in (bare, DATE.sub("", bare)):
             own = (self._prefix + name, name) if self._prefix else (name,)
             for key in own:
                 if key in self._own:
@@ -208,16 +209,26 @@ def price_table(
 
 @lru_cache(maxsize=1)
 def list_prices() -> Mapping[str, Mapping[str, ModelPrice | None]]:
-    """Provider -> model -> price: the table that is shipped (`prices.yaml`), read once."""
-    text = files(__package__).joinpath("prices.yaml").read_bytes()
-    table: dict[str, dict[str, ModelPrice | None]] = {}
-    for provider, form in msgspec.yaml.decode(text).items():
-        known = {"source": form["source"], "read": str(form["read"])}
-        table[provider] = {
-            str(model): None if entry is None else read_price({**known, **entry})
-            for model, entry in form["models"].items()
-        }
-    return table
+    """Return provider -> model -> price: the shipped tables, read once.
+
+    Prices in `prices.yaml` were read from the vendors and come first. `genai_prices.json` adds
+    models from the package genai-prices (`scripts/update_prices.py` writes it).
+    """
+    folder = files(__package__)
+    checked = msgspec.yaml.decode(folder.joinpath("prices.yaml").read_bytes())
+    added = msgspec.json.decode(folder.joinpath("genai_prices.json").read_bytes())
+    return {name: {**_listed(added.get(name)), **_listed(form)} for name, form in checked.items()}
+
+
+def _listed(form: Mapping[str, Any] | None) -> dict[str, ModelPrice | None]:
+    """Return the prices of one provider in one table."""
+    if form is None:
+        return {}
+    known = {"source": form["source"], "read": str(form["read"])}
+    return {
+        str(model): None if entry is None else read_price({**known, **entry})
+        for model, entry in form["models"].items()
+    }
 
 
 def read_price(form: Mapping[str, Any]) -> ModelPrice:

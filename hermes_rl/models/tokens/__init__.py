@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hermes_rl.models.tokens.bridge import Bridged as Bridged
     from hermes_rl.models.tokens.bridge import History as History
-    from hermes_rl.models.tokens.probes import Finding as Finding
     from hermes_rl.models.tokens.renderer import Renderer as Renderer
     from hermes_rl.models.tokens.renderer import load_renderer as load_renderer
     from hermes_rl.models.tokens.template import TemplateRefused as TemplateRefused
+    from hermes_rl.models.tokens.template_checks import Finding as Finding
 
 _HOMES = {
     "Bridged": "bridge",
-    "Finding": "probes",
+    "Finding": "template_checks",
     "History": "bridge",
     "Renderer": "renderer",
     "TemplateRefused": "template",

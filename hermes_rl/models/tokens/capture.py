@@ -1,78 +1,207 @@
-"""From an answer's token ids to the event that records them."""
+"""The token ids of a rollout: a graph of its calls, in which each call holds only what it added.
+
+A call's *path* is everything that the model read and wrote: its prompt, then its answer. The prompt
+of a new call is compared with all paths by ids. If it continues the end of one, it extends that
+path; otherwise it forks at the longest common prefix. Tokens are kept as int32 bytes: four bytes
+each, compared by `memcmp`, and shared with the recorded event.
+"""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
+import msgspec
+
+from hermes_rl.errors import HermesError
 from hermes_rl.events import Purpose, TokensAdded, pack_ids, pack_logprobs
 from hermes_rl.models.base import ModelRequest, TokenCapture
-from hermes_rl.models.tokens.graph import TokenGraph
+from hermes_rl.models.tokens.logprobs import shaped_by
+
+_WIDTH = 4
+"""Bytes per id."""
+
+
+class TokensFault(HermesError):
+    """Recorded tokens contradict themselves or a rule: a bug in this package (cause `harness`)."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """The tokens of one call. Offsets count tokens from the beginning of its path."""
+
+    added: TokensAdded
+    agent: str
+    parent: int
+    """Index of the node whose path it extends or forks from; -1 for none."""
+    prompt_end: int
+    """Offset at which its answer begins."""
+    end: int
+    """Offset at which its answer ends: the length of its path."""
+
+    @property
+    def kept(self) -> int:
+        """Offset at which the tokens that it added begin."""
+        return self.added.kept
+
+
+class Stretch(NamedTuple):
+    """Tokens of a path that one call added: its glue, or (the beginning of) its answer."""
+
+    node: int
+    sampled: bool
+    data: bytes
+
+
+class TokenGraph:
+    """The nodes of one rollout, in the order in which the calls ended. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._index: dict[str, int] = {}
+
+    @classmethod
+    def of(cls, events: Iterable[TokensAdded], agents: Mapping[str, str]) -> Self:
+        """Rebuild the graph from its recorded events.
+
+        Args:
+            agents: call_id -> agent.
+
+        Raises: TokensFault when no graph can have recorded these events.
+        """
+        graph = cls()
+        for event in events:
+            graph._put(event, agents.get(event.call_id, "main"))
+        return graph
+
+    def add(self, tokens: TokensAdded, prompt: bytes, agent: str) -> TokensAdded:
+        """Add a call.
+
+        Args:
+            tokens: the call without its position: `parent`, `kept` and `glue` are replaced.
+            prompt: its whole prompt, as returned by `events.pack_ids`.
+            agent: the agent that made the call.
+
+        Returns: the event to record.
+
+        Raises: TokensFault for a call that is already in the graph.
+        """
+        parent, shared = self._nearest(prompt, agent)
+        placed = msgspec.structs.replace(
+            tokens,
+            parent=self.nodes[parent].added.call_id if shared else None,
+            kept=shared,
+            glue=prompt[shared * _WIDTH :],
+        )
+        self._put(placed, agent)
+        return placed
+
+    def index(self, call_id: str) -> int | None:
+        """Return the index of a call's node; None for a call without tokens."""
+        return self._index.get(call_id)
+
+    def stretches(self, node: int) -> list[Stretch]:
+        """Return a call's whole path as stretches, in order; none is empty."""
+        pieces = list(self._backwards(node))
+        pieces.reverse()
+        return pieces
+
+    def path(self, node: int) -> bytes:
+        """Return a call's whole path, as int32."""
+        return b"".join(piece.data for piece in self.stretches(node))
+
+    def _backwards(self, number: int) -> Iterator[Stretch]:
+        limit = self.nodes[number].end
+        while number >= 0:
+            node = self.nodes[number]
+            if limit > node.prompt_end:
+                yield Stretch(number, True, node.added.sampled[: (limit - node.prompt_end) * 4])
+                limit = node.prompt_end
+            if limit > node.kept:
+                yield Stretch(number, False, node.added.glue[: (limit - node.kept) * _WIDTH])
+            limit = min(limit, node.kept)
+            number = node.parent
+
+    def _nearest(self, prompt: bytes, agent: str) -> tuple[int, int]:
+        """Return the node that shares most tokens with a prompt, and their number.
+
+        Among equals, a node whose whole path is shared comes first, then one of the same agent,
+        then the latest: the same answer may have been sampled twice. The tokens that a node added
+        are compared once, and only if everything before them is shared.
+        """
+        best, rank = -1, (0, False, False)
+        shared: list[int] = []
+        for number, node in enumerate(self.nodes):
+            before = shared[node.parent] if node.parent >= 0 else 0
+            length = min(before, node.kept)
+            if length == node.kept:
+                length += _common(prompt, length, node.added.glue)
+            if length == node.prompt_end:
+                length += _common(prompt, length, node.added.sampled)
+            shared.append(length)
+            this = (length, length == node.end, node.agent == agent)
+            if this > rank or (this == rank and this[1]):
+                best, rank = number, this
+        return best, rank[0]
+
+    def _put(self, event: TokensAdded, agent: str) -> None:
+        if event.call_id in self._index:
+            raise TokensFault(f"the tokens of call {event.call_id} are recorded twice")
+        parent = -1
+        if event.parent is not None:
+            parent = self._index.get(event.parent, -1)
+            if parent < 0:
+                raise TokensFault(
+                    f"call {event.call_id} continues {event.parent}, which is unknown"
+                )
+        end_of_parent = self.nodes[parent].end if parent >= 0 else 0
+        if not 0 <= event.kept <= end_of_parent:
+            raise TokensFault(
+                f"call {event.call_id} shares {event.kept} of {end_of_parent} tokens with another"
+            )
+        if len(event.glue) % _WIDTH or len(event.sampled) % _WIDTH:
+            raise TokensFault(f"call {event.call_id}: the length of its ids is not a multiple of 4")
+        prompt_end = event.kept + len(event.glue) // _WIDTH
+        self._index[event.call_id] = len(self.nodes)
+        self.nodes.append(
+            Node(
+                added=event,
+                agent=agent,
+                parent=parent,
+                prompt_end=prompt_end,
+                end=prompt_end + len(event.sampled) // _WIDTH,
+            )
+        )
+
+
+def _common(prompt: bytes, start: int, added: bytes) -> int:
+    """Return how many of a node's tokens a prompt shares from token `start` on."""
+    there = prompt[start * _WIDTH : start * _WIDTH + len(added)]
+    if there == added[: len(there)]:
+        return len(there) // _WIDTH
+    low, high = 0, len(there) // _WIDTH  # equal up to low, not up to high
+    while high - low > 1:
+        middle = (low + high) // 2
+        stretch = slice(low * _WIDTH, middle * _WIDTH)
+        low, high = (middle, high) if there[stretch] == added[stretch] else (low, middle)
+    return low
+
 
 CAPTURED: tuple[Purpose, ...] = ("agent", "summary")
-"""Calls of the policy. Judges and users are other models, or play other parts."""
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "repeat_penalty": (1,),
-    "typical_p": (1,),
-    "min_tokens": (0,),
-    "no_repeat_ngram_size": (0,),
-    "xtc_probability": (0,),
-    "dry_multiplier": (0,),
-    "mirostat": (0,),
-    "top_a": (0,),
-    "tfs_z": (1,),
-    "top_n_sigma": (0, -1),
-    "dynatemp_range": (0,),
-    "smoothing_factor": (0,),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "min_new_tokens": (0,),
-    "custom_logit_processor": (),
-    "ignore_eos": (False,),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
-    "logit_bias": (),
-    "bad_words": (),
-    "allowed_token_ids": (),
-    "logits_processors": (),
-    "grammar": (),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "structural_tag": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-}
-"""Body fields that change what is sampled, with the values at which they do not (beside absence and
-emptiness)."""
-
-
-def shaped_by(extra: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of body fields that change the distribution beside temperature, top_p, top_k, min_p."""
-    return tuple(
-        name
-        for name, neutral in _NEUTRAL.items()
-        if extra.get(name) not in (None, "", *neutral, [], {})
-    )
+"""Purposes of the policy's calls. Judges and simulated users are other models or other roles."""
 
 
 def record_of(
     graph: TokenGraph, call_id: str, agent: str, tokens: TokenCapture, request: ModelRequest
 ) -> TokensAdded | None:
-    """Place an answer's tokens in a rollout's graph.
+    """Add an answer's tokens to a rollout's graph.
 
-    Returns: the event to record; None when they have no place: ids of the prompt or of the answer
-        are absent, or are none (over 31 bits).
+    Returns: the event to record; None if ids of the prompt or of the answer are missing or invalid
+        (more than 31 bits).
 
-    Raises: TokensFault for a call that was recorded already.
+    Raises: TokensFault for a call that is already recorded.
     """
     sampled, prompt = tokens.completion_ids, tokens.prompt_ids
     if not sampled or prompt is None:

@@ -22,12 +22,12 @@ PATTERNS = (
     "generation_config.json",
     "config.json",
 )
-"""What is fetched of a model on the hub; never its weights."""
+"""The files that are fetched from the hub; never weights."""
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What the files of a model say about its tokens."""
+    """The contents of a model's tokenizer files."""
 
     tokenizer: bytes
     """The text of tokenizer.json."""
@@ -48,9 +48,9 @@ class TokenizerFiles:
 
 
 def folder_of(path_or_name: str | Path, revision: str | None = None) -> Path:
-    """The folder itself, or the files of a model fetched from the hub.
+    """Return the folder itself, or a folder with the files of a model from the hub.
 
-    Raises: UserError when there is neither, or the hub cannot be asked.
+    Raises: UserError when there is neither, or the hub is unreachable.
     """
     path = Path(path_or_name).expanduser()
     if path.is_dir():
@@ -71,15 +71,15 @@ def _fetched(name: str, revision: str | None) -> Path:
     except Exception as error:  # the hub's client raises its own, its transport's and the system's
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"no folder {name!r}, and the hub does not give a tokenizer of that name: {first}"
+            f"no folder {name!r}, and the hub has no tokenizer of that name: {first}"
         ) from error
     return Path(found)
 
 
 def read_folder(folder: Path) -> TokenizerFiles:
-    """Reads all files of a folder.
+    """Read all files of a folder.
 
-    Raises: UserError when tokenizer.json is missing or a file is no JSON.
+    Raises: UserError when tokenizer.json is missing or a file is not valid JSON.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -103,14 +103,14 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(path.read_bytes())
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no JSON: {error}") from None
+        raise UserError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object")
+        raise UserError(f"{path} is not a JSON object")
     return value
 
 
 def _named(form: Mapping[str, Any]) -> dict[str, Any]:
-    """The special tokens that a file names, each as its text."""
+    """Return the special tokens that a file names, each as its text."""
     out: dict[str, Any] = {}
     for key, value in form.items():
         if key.endswith("_token") and (text := _text(value)) is not None:

@@ -1,14 +1,14 @@
-"""What an engine's logprobs are of, found out from one position at temperature 1 and at 0.5.
+"""What an engine's logprobs stand for, found from one position at temperatures 1 and 0.5.
 
 Let l be the log-softmax of the model's logits. Logprobs of the distribution that is sampled from
-are the log-softmax of logits / T: at T = 0.5 their differences are twice those at T = 1. Raw ones,
-taken before temperature, stay as they are. So the slope of the differences to the likeliest token,
-by least squares, says which they are: 2 is `sampling`, 1 is `raw`. Any other slope, a bad fit, or
-tokens that are all equally likely (temperature would change nothing) is `unknown`.
+are the log-softmax of logits / T: at T = 0.5 their differences are twice those at T = 1. Raw
+logprobs, taken before temperature, stay the same. So the slope of the differences to the likeliest
+token, by least squares, tells which they are: 2 is `sampling`, 1 is `raw`. Any other slope, a bad
+fit, or tokens that are all equally likely (temperature would change nothing) is `unknown`.
 
-Temperature is not all: SGLang's logprobs are taken behind it and before top-p, top-k and min-p,
-llama.cpp's and vLLM's `processed_logprobs` behind all. A third look, with top-k 2, tells the two
-apart: behind that filter two tokens hold all the probability.
+Filters matter too: SGLang's logprobs are taken after temperature and before top-p, top-k and min-p;
+those of llama.cpp and vLLM's `processed_logprobs` after all of them. A third call, with top-k 2,
+tells the two apart: after that filter two tokens hold all the probability.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 from hermes_rl.models.base import LogprobsKind
 
 TOP = (20, 5)
-"""Numbers of likely tokens to ask for; servers differ in what they allow."""
+"""Numbers of likely tokens to request; servers differ in what they allow."""
 
-_SLOPE_ROOM = 0.15
-_FIT_ROOM = 0.02
+_SLOPE_TOLERANCE = 0.15
+_FIT_TOLERANCE = 0.02
 """Of the squared differences at T = 0.5, the share that the slope may leave unexplained."""
 _FLAT = 0.01
 _ABSURD = 1e3
@@ -32,33 +32,33 @@ _ABSURD = 1e3
 Token = TypeVar("Token", bound=Hashable)
 
 CUT = 2
-"""The top-k of the third look."""
+"""The top-k of the third call."""
 _ALL = 0.999
 _CLEARLY_LESS = 0.98
 
 
 def filters_shown(at_one: Mapping[Token, float], cut: Mapping[Token, float]) -> bool:
-    """Whether logprobs are of what top-k leaves over; False also where that cannot be told.
+    """Return whether logprobs stand for what top-k leaves; also False if that is undecidable.
 
     Args:
         at_one: token -> logprob, of the likeliest tokens at temperature 1.
         cut: the same with top-k `CUT`.
     """
-    return _held(at_one) < _CLEARLY_LESS and _ALL < _held(cut) < 1 / _ALL
+    return _probability(at_one) < _CLEARLY_LESS and _ALL < _probability(cut) < 1 / _ALL
 
 
-def _held(told: Mapping[Token, float]) -> float:
-    """The probability of the `CUT` likeliest tokens."""
-    likely = sorted((p for p in told.values() if -_ABSURD < p <= _FIT_ROOM), reverse=True)
+def _probability(logprobs: Mapping[Token, float]) -> float:
+    """Return the probability of the `CUT` likeliest tokens."""
+    likely = sorted((p for p in logprobs.values() if -_ABSURD < p <= _FIT_TOLERANCE), reverse=True)
     return math.fsum(map(math.exp, likely[:CUT]))
 
 
 def kind_in(kind: LogprobsKind, filtered: bool, sent: Mapping[str, Any]) -> LogprobsKind:
-    """What the logprobs of one call are of.
+    """Return what the logprobs of one call stand for.
 
     Args:
-        kind: as `kind_of` told it.
-        filtered: as `filters_shown` told it.
+        kind: the result of `kind_of`.
+        filtered: the result of `filters_shown`.
         sent: what was sent of temperature, top_p, top_k and min_p.
 
     Returns: `unknown` where logprobs are those of the sampling policy in other calls and not in
@@ -72,7 +72,7 @@ def kind_in(kind: LogprobsKind, filtered: bool, sent: Mapping[str, Any]) -> Logp
 
 
 def kind_of(at_one: Mapping[Token, float], at_half: Mapping[Token, float]) -> LogprobsKind:
-    """The kind of logprobs from those of one position at temperature 1 and at 0.5.
+    """Return the kind of logprobs from those of one position at temperatures 1 and 0.5.
 
     Args:
         at_one: token -> logprob, of the likeliest tokens.
@@ -88,8 +88,60 @@ def kind_of(at_one: Mapping[Token, float], at_half: Mapping[Token, float]) -> Lo
         return "unknown"
     slope = sum(x * y for x, y in apart) / square
     left = sum((y - slope * x) ** 2 for x, y in apart)
-    if left > _FIT_ROOM * sum(y * y for _, y in apart):
+    if left > _FIT_TOLERANCE * sum(y * y for _, y in apart):
         return "unknown"
-    if abs(slope - 2) <= _SLOPE_ROOM:
+    if abs(slope - 2) <= _SLOPE_TOLERANCE:
         return "sampling"
-    return "raw" if abs(slope - 1) <= _SLOPE_ROOM else "unknown"
+    return "raw" if abs(slope - 1) <= _SLOPE_TOLERANCE else "unknown"
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "repeat_penalty": (1,),
+    "typical_p": (1,),
+    "min_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "mirostat": (0,),
+    "top_a": (0,),
+    "tfs_z": (1,),
+    "top_n_sigma": (0, -1),
+    "dynatemp_range": (0,),
+    "smoothing_factor": (0,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "min_new_tokens": (0,),
+    "custom_logit_processor": (),
+    "ignore_eos": (False,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "logit_bias": (),
+    "bad_words": (),
+    "allowed_token_ids": (),
+    "logits_processors": (),
+    "grammar": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+}
+"""Body fields that change the sampling distribution, with values at which they do not. Missing and
+empty values do not change it either."""
+
+
+def shaped_by(extra: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the body fields that change the distribution, beyond temperature, top_p, top_k,
+    min_p."""
+    return tuple(
+        name
+        for name, neutral in _NEUTRAL.items()
+        if extra.get(name) not in (None, "", *neutral, [], {})
+    )

@@ -1,4 +1,4 @@
-"""How a run gets exact token ids: what was found at its start, for its workers and its manifest."""
+"""How a run gets exact token ids: found when it starts, for its workers and its manifest."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import msgspec
 
 from hermes_rl.events import LogprobsKind
 from hermes_rl.models.base import Sampling
-from hermes_rl.models.tokens.capture import shaped_by
 from hermes_rl.models.tokens.engines.base import spelled_out
+from hermes_rl.models.tokens.logprobs import shaped_by
 
 Wanted = Literal["off", "auto", "chat", "vllm", "sglang", "llamacpp"]
-"""What a configuration asks for."""
+"""The values of `endpoint.tokens`."""
 Way = Literal["off", "chat", "vllm", "vllm_generate", "sglang", "llamacpp"]
 Spelling = Literal["vllm", "sglang"]
-"""Whose names the ids in chat answers have."""
+"""The engine whose field names the ids in chat answers have."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,19 +30,19 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run gets its ids."""
+    """The way in which a run gets token ids, and what is known of its logprobs."""
 
     way: Way = "off"
     logprobs: LogprobsKind = "unknown"
-    """What the engine's logprobs are of."""
+    """What the engine's logprobs stand for."""
     filtered: bool = False
-    """Logprobs of kind `sampling` are taken behind top-p, top-k and min-p too."""
+    """Logprobs of kind `sampling` are taken after top-p, top-k and min-p too."""
     spelling: Spelling | None = None
     """Of a chat endpoint."""
     why: str = ""
-    """For people, where there are no ids."""
+    """Why there are no ids, for people."""
     template: tuple[str, ...] = ()
-    """What is known of the template: where it makes conversations fork."""
+    """Where the chat template makes conversations fork."""
     calls: tuple[Asked, ...] = ()
 
     @property
@@ -53,27 +53,28 @@ class TokenPlan(msgspec.Struct, frozen=True, kw_only=True):
     def lines(
         self, sampling: Sampling | None = None, extra: Mapping[str, Any] | None = None
     ) -> list[str]:
-        """For people, at the start of a run.
+        """Return lines of text for the start of a run.
 
         Args:
-            sampling: how the run samples; None says nothing of what that means.
+            sampling: how the run samples; None leaves out whether that is trainable.
             extra: further fields of its requests' bodies.
         """
         if not self.exact:
             return [f"no token ids: {self.why}. Rows get no segments"] if self.why else []
-        kind = self.logprobs if self.calls else "shown by its answers"
-        told = [f"token ids by {self.way}; logprobs: {kind}"]
-        if sampling is not None and (why := self._in_vain(spelled_out(sampling), extra or {})):
-            told.append(f"nothing will be trainable: {why}")
-        return told + [f"template: {line}" for line in self.template]
+        kind = self.logprobs if self.calls else "as its answers report"
+        lines = [f"token ids by {self.way}; logprobs: {kind}"]
+        if sampling is not None and (why := self._untrainable(spelled_out(sampling), extra or {})):
+            lines.append(f"nothing will be trainable: {why}")
+        return lines + [f"template: {line}" for line in self.template]
 
-    def _in_vain(self, sent: Sampling, extra: Mapping[str, Any]) -> str | None:
-        """Why this sampling makes logprobs that nobody can train on; None when it does not."""
+    def _untrainable(self, sent: Sampling, extra: Mapping[str, Any]) -> str | None:
+        """Return why this sampling gives logprobs that cannot be trained on; None if it does
+        not."""
         cut = sent.top_p != 1 or sent.top_k != -1 or sent.min_p != 0
         if self.logprobs == "raw" and (cut or sent.temperature != 1):
             return (
                 "logprobs are of the model before temperature and filters. Use temperature 1 and "
-                "top_p 1, or an engine that tells those it sampled from"
+                "top_p 1, or an engine that returns those it sampled from"
             )
         if self.logprobs == "raw" and (shaped := shaped_by(extra)):
             return f"logprobs are of the model before {', '.join(shaped)}. Leave that out"

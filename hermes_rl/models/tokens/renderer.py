@@ -1,4 +1,4 @@
-"""One model's rendering: messages to token ids, ids to text, and the bridge between calls."""
+"""The renderer of one model: messages to token ids, ids to text, and bridges between calls."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, UserMessage
-from hermes_rl.models.tokens import bridge as bridges
-from hermes_rl.models.tokens import probes, written
-from hermes_rl.models.tokens.bridge import Bridged, History
+from hermes_rl.models.tokens import template_checks
+from hermes_rl.models.tokens.bridge import Bridged, Fork, History, bridge, seam
 from hermes_rl.models.tokens.files import TokenizerFiles, folder_of, read_folder
-from hermes_rl.models.tokens.forms import PROBE_TOOL, Form, form_of
 from hermes_rl.models.tokens.parsers import PARSERS
-from hermes_rl.models.tokens.shield import Shield
+from hermes_rl.models.tokens.rendering import (
+    PROBE_TOOL,
+    Form,
+    LookalikeMarker,
+    PromptWriter,
+    detect_form,
+)
 from hermes_rl.models.tokens.template import Template, TemplateRefused
 from hermes_rl.models.tokens.tokenizer import Tokenizer
-from hermes_rl.models.tokens.typeset import Typesetter
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -28,8 +31,9 @@ class Renderer:
     Args:
         tokenizer: encodes and decodes.
         template: writes a conversation as text.
-        end_ids: ids that end a turn, as the model's files say; what the template ends an
-            assistant's turn with is added.
+        end_ids: ids that end a turn according to the model's files. The token with which the
+        template
+            ends an assistant's turn is added.
     """
 
     def __init__(
@@ -37,14 +41,14 @@ class Renderer:
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self._told_ends = frozenset(end_ids)
-        shield = Shield(tokenizer.added, self._source)
-        self._setter = Typesetter(template, form_of(template), shield)
+        self._file_end_ids = frozenset(end_ids)
+        marker = LookalikeMarker(tokenizer.added, self._source)
+        self._writer = PromptWriter(template, detect_form(template), marker)
 
     @property
     def form(self) -> Form:
-        """How the template reads messages."""
-        return self._setter.form
+        """The form in which the template reads messages."""
+        return self._writer.form
 
     @property
     def tokenizer_hash(self) -> str:
@@ -58,36 +62,36 @@ class Renderer:
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
-        """The ids that end an assistant's turn: stop at these, never at a text."""
+        """The ids that end an assistant's turn. Generation stops at these, never at a text."""
         found = (self._end_of(answer, tools) for answer, tools in _PLAIN_TURNS)
-        return self._told_ends | {token_id for token_id in found if token_id is not None}
+        return self._file_end_ids | {token_id for token_id in found if token_id is not None}
 
     @cached_property
     def opens_reasoning(self) -> bool:
-        """Whether the opening of the assistant's turn already holds `<think>`: what is sampled
-        then begins in the middle of reasoning."""
+        """Whether the opening of the assistant's turn holds `<think>`, so that sampling begins
+        inside reasoning."""
         ask = [UserMessage(content="A question?")]
         try:
-            text = self._setter.sheet(ask, ()).text(generation_prompt=True)
+            text = self._writer.prompt(ask, ()).text(generation_prompt=True)
         except TemplateRefused:
             return False
         return text.rstrip().endswith("<think>")
 
     @property
     def parser_name(self) -> str:
-        """The tool-call parser for what the template writes; `hermes` where none fits."""
-        return self._written.parser or "hermes"
+        """The name of the tool-call parser that fits the template; `hermes` if none does."""
+        return self._rendered_call.parser or "hermes"
 
     @property
     def parser_fits(self) -> bool:
-        """Whether a parser here reads calls as this template writes them. False as well where it
-        writes none: what was called, and what it gave, would be missing in the next prompt."""
-        return self._setter.form.writes_calls and self._written.parser is not None
+        """Whether a parser reads calls as this template writes them. Also False if it writes none:
+        calls and their results would be missing in the next prompt."""
+        return self._writer.form.writes_calls and self._rendered_call.parser is not None
 
     @property
     def unread_calls(self) -> str:
-        """For people, where no parser fits: how the template writes a call, and what to do."""
-        if not self._setter.form.writes_calls:
+        """Why no parser fits, and what to do: a message for users."""
+        if not self._writer.form.writes_calls:
             return (
                 "this model's chat template writes no tool calls: it could not show the model what "
                 "was called. Put one that does into the folder of endpoint.tokenizer "
@@ -95,13 +99,13 @@ class Renderer:
             )
         return (
             f"no parser here reads tool calls as this model's template writes them: "
-            f"{self._written.text!r} (the parsers are {', '.join(PARSERS)}). Use "
+            f"{self._rendered_call.text!r} (the parsers are {', '.join(PARSERS)}). Use "
             "endpoint.tokens=chat, where the engine reads them, or a template in one of these forms"
         )
 
     @cached_property
-    def _written(self) -> written.Written:
-        return written.written_call(self._setter, self.tokenizer)
+    def _rendered_call(self) -> template_checks.RenderedCall:
+        return template_checks.render_call(self._writer, self.tokenizer)
 
     @property
     def _source(self) -> str:
@@ -110,7 +114,7 @@ class Renderer:
     def render(
         self, messages: Iterable[Message], tools: Tools = (), generation_prompt: bool = True
     ) -> list[int]:
-        """The prompt of a conversation. Nothing in its messages becomes a control token.
+        """Return the prompt of a conversation. Nothing in its messages becomes a control token.
 
         Args:
             tools: OpenAI function schemas.
@@ -118,22 +122,22 @@ class Renderer:
 
         Raises: TemplateRefused; UserError for images.
         """
-        sheet = self._setter.sheet(self._setter.fitted(messages), tools)
-        return self.tokenizer.encode(sheet.text(generation_prompt=generation_prompt), sheet.mark)
+        marked = self._writer.prompt(self._writer.fitted(messages), tools)
+        return self.tokenizer.encode(marked.text(generation_prompt=generation_prompt), marked.mark)
 
     def text(
         self, messages: Iterable[Message], tools: Tools = (), generation_prompt: bool = True
     ) -> str:
-        """The rendered text, for people. Raises: as `render`."""
-        sheet = self._setter.sheet(self._setter.fitted(messages), tools)
-        return sheet.text(generation_prompt=generation_prompt).replace(sheet.mark, "")
+        """Return the rendered text, for people. Raises: as `render`."""
+        marked = self._writer.prompt(self._writer.fitted(messages), tools)
+        return marked.text(generation_prompt=generation_prompt).replace(marked.mark, "")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens included."""
+        """Return the text of ids, including control tokens."""
         return self.tokenizer.decode(ids)
 
     def answer_text(self, sampled_ids: Sequence[int]) -> str:
-        """The text of an answer without the end token that it may end with, for a parser."""
+        """Return the text of an answer for a parser, without its end token."""
         ended = bool(sampled_ids) and sampled_ids[-1] in self.end_ids
         return self.decode(sampled_ids[:-1] if ended else sampled_ids)
 
@@ -144,30 +148,31 @@ class Renderer:
         new_messages: Sequence[Message],
         tools: Tools = (),
     ) -> Bridged:
-        """The next prompt: the last one, what was sampled, and the template's words behind it.
+        """Return the next prompt: the last one, what was sampled, and what the template writes
+        next.
 
         Args:
             history: the last call: its conversation, its prompt, and its answer as parsed.
             sampled_ids: every id of the answer in the order sampled, its end token included.
-            new_messages: what was added behind the answer.
+            new_messages: the messages after the answer.
 
         Raises: UserError for images.
         """
-        return bridges.bridge(
-            self._setter, self.tokenizer, self.end_ids, history, sampled_ids, new_messages, tools
+        return bridge(
+            self._writer, self.tokenizer, self.end_ids, history, sampled_ids, new_messages, tools
         )
 
-    def preserves_prefix(self) -> probes.Finding:
-        """Whether the template only adds at the end, and what breaks it otherwise."""
+    def preserves_prefix(self) -> template_checks.Finding:
+        """Return whether the template only adds at the end, and what it rewrites otherwise."""
         return self._finding
 
     @cached_property
-    def _finding(self) -> probes.Finding:
-        found = probes.find(self._setter, self.tokenizer, self.end_ids)
-        return found if self.parser_fits else found.noting(self.unread_calls)
+    def _finding(self) -> template_checks.Finding:
+        found = template_checks.check_prefix(self._writer, self.tokenizer, self.end_ids)
+        return found if self.parser_fits else found.with_note(self.unread_calls)
 
     def _end_of(self, answer: AssistantMessage, tools: Tools) -> int | None:
-        """The id that the template ends such a turn with."""
+        """Return the id with which the template ends such a turn."""
         ask = UserMessage(content="A question?")
         results = [
             ToolMessage(tool_call_id=call.id, name=call.name, content="A result.")
@@ -175,12 +180,12 @@ class Renderer:
         ]
         history = History(messages=(ask,), prompt_ids=(), answer=answer)
         try:
-            found = bridges.seam(
-                self._setter, self.tokenizer, self._told_ends, history, results or [ask], tools
+            found = seam(
+                self._writer, self.tokenizer, self._file_end_ids, history, results or [ask], tools
             )
         except TemplateRefused:
             return None
-        if isinstance(found, bridges.Fork) or not found.end:
+        if isinstance(found, Fork) or not found.end:
             return None
         return self.tokenizer.id_of(found.end)
 
@@ -199,11 +204,11 @@ def load_renderer(
     variables: Mapping[str, Any] | None = None,
     revision: str | None = None,
 ) -> Renderer:
-    """The renderer of a model.
+    """Return the renderer of a model.
 
     Args:
         path_or_name: a folder with tokenizer.json, or a model's name on the hub.
-        template: the source of a chat template, in the place of the model's own.
+        template: the source of a chat template, in place of the model's own.
         variables: for the template, such as `enable_thinking`.
         revision: of the model on the hub.
 
@@ -219,11 +224,11 @@ def renderer_of(
     template: str | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> Renderer:
-    """The renderer of files that were read. Raises: as `load_renderer`."""
+    """Return the renderer of files that were read. Raises: as `load_renderer`."""
     tokenizer = Tokenizer(files.tokenizer, special=files.special, added=files.added)
     sources: Mapping[str, str] | str = files.templates if template is None else template
-    told = Template(sources, variables={**files.named, **(variables or {})})
+    chat_template = Template(sources, variables={**files.named, **(variables or {})})
     end = files.named.get("eos_token")
     end_id = tokenizer.any_id_of(end) if isinstance(end, str) else None
     ends = files.end_ids | ({end_id} if end_id is not None else set())
-    return Renderer(tokenizer, told, end_ids=ends)
+    return Renderer(tokenizer, chat_template, end_ids=ends)

@@ -1,8 +1,8 @@
-"""Chat templates, rendered as their authors test them: jinja2 in a sandbox, nothing volatile.
+"""Chat templates, rendered with jinja2 in a sandbox, without anything volatile.
 
-The environment is the one that chat templates are written for: blocks trimmed, `break` and
-`continue`, a `generation` block, `raise_exception`, and a `tojson` that keeps characters and
-escapes no HTML. A template that asks for today's date gets a fixed one: a prompt that changes at
+The environment is the one that chat templates are written for: trimmed blocks, `break` and
+`continue`, a `generation` block, `raise_exception`, and a `tojson` that keeps characters and does
+not escape HTML. A template that asks for today's date gets a fixed one: a prompt that changes at
 midnight could neither be cached nor compared.
 """
 
@@ -18,6 +18,9 @@ from hermes_rl.errors import BadRequest, UserError
 
 if TYPE_CHECKING:
     import jinja2
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
 
 DATE = datetime.date(2024, 7, 26)
 """The date of every prompt: the one that Llama's templates fall back to."""
@@ -112,17 +115,36 @@ def _environment(date: datetime.date) -> jinja2.Environment:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
         raise UserError(_EXTRA) from None
-    from hermes_rl.models.tokens.generation_block import GenerationBlock
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", GenerationBlock],
+        extensions=["jinja2.ext.loopcontrols", _generation_block()],
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _fixed(date)
     return environment
+
+
+def _generation_block() -> type[Extension]:
+    """Return the extension for `{% generation %} ... {% endgeneration %}`, which prints its body.
+
+    Templates put the block around what the assistant writes, for trainers. Masks here come from
+    sampled ids instead, so the block only has to be parsed.
+    """
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class GenerationBlock(Extension):
+        tags = {"generation"}  # noqa: RUF012 - the name and form that jinja2 requires
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    return GenerationBlock
 
 
 def _fixed(date: datetime.date) -> Callable[[str], str]:

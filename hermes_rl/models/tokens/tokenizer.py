@@ -1,12 +1,12 @@
-"""A tokenizer read from `tokenizer.json`, which also encodes text that only looks like a token.
+"""A tokenizer read from `tokenizer.json`, which can also encode text that only looks like a token.
 
-`encode` gives what the `tokenizers` library gives, and never adds a token of its own (no second
-BOS). A *mark*, one character before each character of a lookalike, says that this piece came from
-a message and is text: `<|im_end|>` in a tool's output then becomes the ids of its characters.
+`encode` returns what the `tokenizers` library returns, and never adds a token (such as a second
+BOS). A *mark*, one character before each character of a lookalike, says that a piece came from a
+message and is text: `<|im_end|>` in a tool's output then becomes the ids of its characters.
 
-How: a second tokenizer, built from the same file, knows its added tokens under names that no text
-holds. Those that the template wrote are written with these names, the marks are taken away, and
-everything is encoded at once, so that pieces have the neighbours that they have in the text.
+How: a second tokenizer, built from the same file, has its added tokens under names that occur in no
+text. The tokens that the template wrote are replaced by these names, the marks are removed, and
+everything is encoded at once, so that each piece has the same neighbours as in the text.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Tokenizer:
         added: tokens that only other files of the model list, in the form of `added_tokens`.
 
     Raises:
-        UserError: it is no such file, or its added tokens have other ids than it says.
+        UserError: it is not such a file, or its added tokens do not get the ids in it.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class Tokenizer:
             if self._plain.token_to_id(token.text) != token.id:
                 raise UserError(
                     f"tokenizer.json: the added token {token.text!r} does not get its id {token.id}"
-                    ": the file was edited, or its vocabulary is of another model"
+                    ": the file was edited, or its vocabulary belongs to another model"
                 )
         self._ids = {token.text: token.id for token in self.added}
         self._texts = {token.id: token.text for token in self.added}
         self._renamed: dict[int, tokenizers.Tokenizer] = {}
 
     def encode(self, text: str, mark: str = "") -> list[int]:
-        """The ids of a text; nothing is added to them.
+        """Return the ids of a text; nothing is added.
 
         Args:
-            text: rendered text. What can be no UTF-8 (half surrogates) becomes question marks.
-            mark: the character that stands before each character of a lookalike.
+            text: rendered text. Lone surrogates, which UTF-8 cannot encode, become question marks.
+            mark: the character before each character of a lookalike.
         """
         text = clean(text)
         if mark and mark in text:
@@ -89,19 +89,19 @@ class Tokenizer:
         return self._plain.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens included. Cut characters show as U+FFFD."""
+        """Return the text of ids, including control tokens. Incomplete characters become U+FFFD."""
         return self._plain.decode(list(ids), skip_special_tokens=False)
 
     def id_of(self, text: str) -> int | None:
-        """The id of an added token."""
+        """Return the id of an added token."""
         return self._ids.get(text)
 
     def text_of(self, token_id: int) -> str | None:
-        """The text of an added token."""
+        """Return the text of an added token."""
         return self._texts.get(token_id)
 
     def any_id_of(self, text: str) -> int | None:
-        """The id of any token by its name in the vocabulary."""
+        """Return the id of any token by its name in the vocabulary."""
         return self._plain.token_to_id(text)
 
     @property
@@ -117,7 +117,7 @@ class Tokenizer:
         named = pattern.sub(lambda m: _name(salt, str(self._ids[m.group()])) + _CLOSE, text)
         encoding = self._with_names(salt).encode(named.replace(mark, ""), add_special_tokens=False)
         name = re.compile(re.escape(_name(salt, "")) + rf"(\d+){_CLOSE}")
-        # A token that swallows the blanks beside it shows them in its piece.
+        # A token that includes the white space next to it has it in its piece.
         found = [name.search(piece) for piece in encoding.tokens]
         return [
             int(match.group(1)) if match else token_id
@@ -125,7 +125,7 @@ class Tokenizer:
         ]
 
     def _with_names(self, salt: int) -> tokenizers.Tokenizer:
-        """The same tokenizer with its added tokens under names that no text holds."""
+        """Return the same tokenizer with its added tokens under names that occur in no text."""
         if salt not in self._renamed:
             names = {t.text: _name(salt, str(t.id)) + _CLOSE for t in self.added}
             spec = {
@@ -142,7 +142,7 @@ class Tokenizer:
 
 
 def clean(text: str) -> str:
-    """The text with question marks for half surrogates, which no tokenizer takes."""
+    """Replace lone surrogates, which no tokenizer accepts, by question marks."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -151,7 +151,8 @@ def clean(text: str) -> str:
 
 
 def lookalikes(texts: Iterable[str], *, after: str = "") -> re.Pattern[str]:
-    """Finds the leftmost, then longest of these texts; none that `after` stands before."""
+    """Return a pattern for the leftmost, then longest of these texts, unless `after` precedes
+    it."""
     longest_first = sorted({text for text in texts if text}, key=lambda text: (-len(text), text))
     choices = "|".join(re.escape(text) for text in longest_first) or r"(?!)"
     guard = f"(?<!{re.escape(after)})" if after else ""
@@ -166,9 +167,9 @@ def _spec(raw: bytes, special: frozenset[str], added: list[Mapping[str, Any]]) -
     try:
         spec = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"tokenizer.json is no JSON: {error}") from None
+        raise UserError(f"tokenizer.json is not valid JSON: {error}") from None
     if not isinstance(spec, dict) or not isinstance(spec.get("model"), dict):
-        raise UserError("tokenizer.json has no 'model': give the file of the tokenizers library")
+        raise UserError("tokenizer.json has no 'model': use the format of the tokenizers library")
     known = list(spec.get("added_tokens") or [])
     have = {form["content"] for form in known}
     known += [dict(form) for form in added if form["content"] not in have]
@@ -180,10 +181,10 @@ def _spec(raw: bytes, special: frozenset[str], added: list[Mapping[str, Any]]) -
 
 
 def _renamed_model(model: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The model of a tokenizer that cannot make an added token out of text.
+    """Return the model of a tokenizer that never produces an added token from text.
 
-    Some models have them in their own vocabulary, where a Unigram model finds them in text, and
-    a BPE model where merges lead to them.
+    Some models have added tokens in their vocabulary, where a Unigram model finds them in text, and
+    a BPE model if merges produce them.
     """
     out = dict(model)
     vocabulary = model.get("vocab")
@@ -199,7 +200,7 @@ def _renamed_model(model: Mapping[str, Any], names: Mapping[str, str]) -> dict[s
 
 
 def _makes(merge: Any, names: Mapping[str, str]) -> bool:
-    """Whether a merge makes one of these texts, or goes on from it."""
+    """Return whether a merge produces one of these texts, or continues it."""
     first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
     return first + second in names or first in names or second in names
 

@@ -14,7 +14,7 @@ from hermes_rl.messages import (
     UserMessage,
 )
 from hermes_rl.models.tokens import Renderer
-from hermes_rl.models.tokens.forms import PROBE_TOOL
+from hermes_rl.models.tokens.rendering import PROBE_TOOL
 from hermes_rl.testing.tiny_tokenizer import CONTROL, MARKUP, TEMPLATES, tiny_renderer
 
 TOOLS = [PROBE_TOOL]

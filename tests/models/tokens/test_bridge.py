@@ -14,7 +14,7 @@ from hermes_rl.messages import (
     UserMessage,
 )
 from hermes_rl.models.tokens import Bridged, History, Renderer
-from hermes_rl.models.tokens.abridge import abridged
+from hermes_rl.models.tokens.bridge import abridged
 from hermes_rl.models.tokens.template import Template
 from hermes_rl.models.tokens.tokenizer import Tokenizer
 from hermes_rl.testing.tiny_tokenizer import TEMPLATES, tiny_renderer, tokenizer_json
@@ -160,7 +160,7 @@ def test_tools_that_move_behind_the_last_question_are_a_fork() -> None:
     ids = sampled(renderer, ASK, answer)
     found = bridged(renderer, ASK, answer, ids, [GO_ON])
     assert found.ids is None
-    assert "rewrites what stands before" in (found.fork_reason or "")
+    assert "rewrites what comes before" in (found.fork_reason or "")
     history = History(messages=ASK, prompt_ids=renderer.render(ASK), answer=answer)
     assert renderer.bridge(history, ids, [GO_ON]).ids is not None
 

@@ -113,7 +113,7 @@ def test_the_last_end_of_a_conversation_that_goes_on_is_a_fork() -> None:
     history = History(messages=ASK, prompt_ids=renderer.render(ASK, TOOLS), answer=answer)
     found = renderer.bridge(history, [7, max(renderer.end_ids)], new, TOOLS)
     assert found.ids is None
-    assert "rewrites what stands before the new messages" in (found.fork_reason or "")
+    assert "rewrites what comes before the new messages" in (found.fork_reason or "")
 
 
 def test_results_behind_an_answer_that_ended_its_turn_are_a_fork() -> None:
@@ -127,7 +127,7 @@ def test_results_behind_an_answer_that_ended_its_turn_are_a_fork() -> None:
     found = renderer.bridge(history, [7, end], results([ONE], "Found."), TOOLS)
     assert found.ids is None
     assert "ended with '<|im_end|>'" in (found.fork_reason or "")
-    assert "goes on with '[TOOL_RESULTS]'" in (found.fork_reason or "")
+    assert "continues with '[TOOL_RESULTS]'" in (found.fork_reason or "")
 
 
 @pytest.mark.parametrize("build", SOURCES)

@@ -9,10 +9,10 @@ from hermes_rl.errors import UserError
 from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Conversation
 from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.providers.probe import TokenSearch
 from hermes_rl.models.tokens.client import token_client
 from hermes_rl.models.tokens.parsers import parser_named
 from hermes_rl.models.tokens.renderer import Renderer, load_renderer
-from hermes_rl.models.tokens.selection import Search
 from hermes_rl.wiring import reach
 
 UNREAD = "no parser here reads tool calls as this model's template writes them: '<tool_call>look_up"
@@ -46,10 +46,10 @@ async def test_a_way_that_was_named_is_refused_at_the_start_where_there_are_tool
     async with engine_at(tmp_path / "t") as engine:
         at, renderer = Endpoint(engine.base_url), renderer_at(engine)
         with pytest.raises(UserError, match=f"endpoint.tokens=vllm: {UNREAD}") as raised:
-            await Search(at, "toy", renderer).plan("vllm")
+            await TokenSearch(at, "toy", renderer).plan("vllm")
         assert "endpoint.tokens=chat" in str(raised.value)
         assert not engine.truth
-        plan = await Search(at, "toy", renderer, tools=False).plan("vllm")
+        plan = await TokenSearch(at, "toy", renderer, tools=False).plan("vllm")
         assert plan.way == "vllm"
         assert any(UNREAD in line for line in plan.lines())
 
@@ -63,10 +63,10 @@ async def test_a_template_without_tool_calls_is_refused_where_there_are_tools(tm
         at = Endpoint(engine.base_url)
         renderer = load_renderer(engine.config.tokenizer, template=silent)
         with pytest.raises(UserError, match=r"endpoint\.tokens=vllm: .* writes no tool calls"):
-            await Search(at, "toy", renderer).plan("vllm")
+            await TokenSearch(at, "toy", renderer).plan("vllm")
         assert not engine.truth
-        assert (await Search(at, "toy", renderer).plan("auto")).way == "chat"
-        plan = await Search(at, "toy", renderer, tools=False).plan("vllm")
+        assert (await TokenSearch(at, "toy", renderer).plan("auto")).way == "chat"
+        plan = await TokenSearch(at, "toy", renderer, tools=False).plan("vllm")
         assert plan.way == "vllm"
         client = token_client(at, renderer, "vllm")
         with pytest.raises(UserError, match="offer no tools"):
@@ -78,10 +78,10 @@ async def test_a_template_without_tool_calls_is_refused_where_there_are_tools(tm
 
 async def test_auto_lets_the_engine_read_the_calls_or_says_why_there_are_no_ids(tmp_path):
     async with engine_at(tmp_path / "t") as engine:
-        plan = await Search(Endpoint(engine.base_url), "toy", renderer_at(engine)).plan("auto")
+        plan = await TokenSearch(Endpoint(engine.base_url), "toy", renderer_at(engine)).plan("auto")
         assert plan.way == "chat"
     async with engine_at(tmp_path / "u", chat_ids="none") as engine:
-        plan = await Search(Endpoint(engine.base_url), "toy", renderer_at(engine)).plan("auto")
+        plan = await TokenSearch(Endpoint(engine.base_url), "toy", renderer_at(engine)).plan("auto")
         assert not plan.exact
         assert UNREAD in plan.why
 

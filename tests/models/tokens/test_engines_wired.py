@@ -13,7 +13,7 @@ from hermes_rl.events import CallEnded, Event, TokensAdded
 from hermes_rl.messages import ToolMessage
 from hermes_rl.models.base import Completion, Conversation, ModelRequest
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.providers.exact import wanted_ids
+from hermes_rl.models.providers.preflight import wanted_ids
 from hermes_rl.testing.faults import FaultPlan
 from hermes_rl.wiring import open_workshop, reach
 
@@ -201,7 +201,7 @@ async def test_the_embedded_model_has_ways_of_its_own():
         form["endpoint"] = {"tokens": tokens}
         plan = (await reach(parse_config(form))).tokens
         assert plan.way == way
-        assert plan.lines() == [f"token ids by {way}; logprobs: shown by its answers"]
+        assert plan.lines() == [f"token ids by {way}; logprobs: as its answers report"]
     form["endpoint"] = {"tokens": "sglang"}
     with pytest.raises(UserError, match="Use llamacpp"):
         await reach(parse_config(form))

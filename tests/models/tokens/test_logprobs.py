@@ -15,12 +15,13 @@ from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampling, TokenCapture
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.providers.exact import exact_clients
+from hermes_rl.models.providers.preflight import exact_clients
+from hermes_rl.models.providers.probe import TokenSearch
+from hermes_rl.models.tokens.client import client_for
 from hermes_rl.models.tokens.engines.chat import ChatIdsClient
 from hermes_rl.models.tokens.logprobs import filters_shown, kind_of
 from hermes_rl.models.tokens.plan import TokenPlan
 from hermes_rl.models.tokens.renderer import load_renderer
-from hermes_rl.models.tokens.selection import Search, client_for
 from hermes_rl.testing.exact_engine_model import log_softmax
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan
@@ -203,9 +204,9 @@ def test_what_cannot_be_told_is_unknown(at_one, at_half):
     assert kind_of(at_one, at_half) == "unknown"
 
 
-def search_at(engine, *, tokenizer: bool = True) -> Search:
+def search_at(engine, *, tokenizer: bool = True) -> TokenSearch:
     renderer = load_renderer(engine.config.tokenizer) if tokenizer else None
-    return Search(Endpoint(engine.base_url), "toy", renderer)
+    return TokenSearch(Endpoint(engine.base_url), "toy", renderer)
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -263,7 +264,7 @@ async def test_an_endpoint_without_ids_gives_none_and_says_so(tmp_path):
 
 async def test_a_hosted_provider_that_ignores_the_question_gives_none():
     async with FakeServer(FakeConfig(script="noop")) as server:
-        plan = await Search(Endpoint(server.base_url), "m").plan("auto")
+        plan = await TokenSearch(Endpoint(server.base_url), "m").plan("auto")
     assert plan.way == "off"
 
 
@@ -294,7 +295,7 @@ async def test_the_tokenizer_of_another_model_is_found_out(tmp_path):
     assert changed != tokenizer_json()
     (other / "tokenizer.json").write_text(changed, encoding="utf-8")
     async with engine_at(tmp_path / "t") as engine:
-        search = Search(Endpoint(engine.base_url), "toy", load_renderer(other))
+        search = TokenSearch(Endpoint(engine.base_url), "toy", load_renderer(other))
         with pytest.raises(UserError, match="not the tokenizer of 'toy'"):
             await search.plan("vllm")
 
@@ -317,7 +318,7 @@ async def test_a_fault_that_passes_costs_a_run_nothing_and_one_that_stays_is_sai
 
 
 async def test_off_asks_nothing():
-    assert await Search(Endpoint("http://127.0.0.1:9/v1"), "m").plan("off") == TokenPlan()
+    assert await TokenSearch(Endpoint("http://127.0.0.1:9/v1"), "m").plan("off") == TokenPlan()
     endpoint = Endpoint("http://127.0.0.1:9/v1")
     clients = [client_for(TokenPlan(), endpoint, None), connect(endpoint)]
     assert type(clients[0]) is type(clients[1])

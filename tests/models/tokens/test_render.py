@@ -250,10 +250,10 @@ def test_tokens_that_only_the_configuration_lists_are_tokens(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "content", "error"),
     [
-        ("tokenizer.json", "{", "tokenizer.json is no JSON"),
+        ("tokenizer.json", "{", "tokenizer.json is not valid JSON"),
         ("tokenizer.json", "{}", "has no 'model'"),
         ("tokenizer.json", '{"model": {"type": "Nothing"}}', "tokenizer.json: "),
-        ("tokenizer_config.json", "[]", "holds no JSON object"),
+        ("tokenizer_config.json", "[]", "is not a JSON object"),
         ("tokenizer_config.json", "{}", "no chat template"),
     ],
 )

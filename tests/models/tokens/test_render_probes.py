@@ -4,7 +4,7 @@ import pytest
 from render_kit import GLM_LIKE
 
 from hermes_rl.models.tokens import Finding, Renderer
-from hermes_rl.models.tokens.forms import form_of
+from hermes_rl.models.tokens.rendering import detect_form
 from hermes_rl.models.tokens.template import Template
 from hermes_rl.models.tokens.tokenizer import Tokenizer
 from hermes_rl.testing.tiny_tokenizer import TEMPLATES, tiny_renderer, tokenizer_json
@@ -92,7 +92,7 @@ def test_a_template_that_numbers_its_messages_from_the_end_forks() -> None:
     finding = finding_of(source)
     assert outcomes(finding)["a question after an answer"] == "forks"
     assert outcomes(finding)["a tool call"] == "refused"
-    assert "rewrites what stands before" in finding.forks[0].why
+    assert "rewrites what comes before" in finding.forks[0].why
 
 
 def test_a_template_that_writes_no_answers_forks() -> None:
@@ -138,7 +138,7 @@ def test_calls_that_no_parser_reads_are_told() -> None:
 
 def test_the_form_that_a_template_reads_is_found() -> None:
     def form(source: str) -> tuple[str, str, bool, bool, bool]:
-        found = form_of(Template(source, variables={"eos_token": "</s>"}))
+        found = detect_form(Template(source, variables={"eos_token": "</s>"}))
         return (
             found.arguments,
             found.empty_content,

@@ -7,6 +7,7 @@ call goes on where the last one ended is the server's rendering; the graph of a 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from hermes_rl.models.base import (
     Completion,
@@ -18,7 +19,12 @@ from hermes_rl.models.base import (
 from hermes_rl.models.calls.retry import Renewable
 from hermes_rl.models.tokens.engines.base import PENALTIES, spelled_out
 from hermes_rl.models.tokens.logprobs import kind_in
+from hermes_rl.models.tokens.plan import Spelling
 from hermes_rl.usage import Usage
+
+CHAT_MODE = "chat_completions"
+_ABSURD = 1e9
+"""No logprob is so far from 0."""
 
 
 class ChatIdsClient:
@@ -87,3 +93,34 @@ def _contradict(told: TokenCapture, usage: Usage | None) -> bool:
         return False
     counted = ((usage.input_tokens, told.prompt_ids), (usage.output_tokens, told.completion_ids))
     return any(n is not None and ids is not None and n != len(ids) for n, ids in counted)
+
+
+def first_logprobs(form: Any) -> dict[str, float]:
+    """Return token -> logprob of the first position of a chat answer; empty if there are none."""
+    logprobs = _first(_field(form, "choices")).get("logprobs")
+    top = _first(_field(logprobs, "content")).get("top_logprobs")
+    listed = [one for one in top if isinstance(one, dict)] if isinstance(top, list) else []
+    pairs = ((one.get("token"), one.get("logprob")) for one in listed)
+    return {
+        t: float(p)
+        for t, p in pairs
+        if isinstance(t, str) and isinstance(p, int | float) and abs(p) < _ABSURD
+    }
+
+
+def ids_spelling(form: Any) -> Spelling | None:
+    """Return whose field names the token ids of a chat answer have; None if there are none."""
+    choice = _first(_field(form, "choices"))
+    if choice.get("response_token_ids"):
+        return "sglang"
+    return "vllm" if choice.get("token_ids") and _field(form, "prompt_token_ids") else None
+
+
+def _field(form: Any, name: str) -> Any:
+    return form.get(name) if isinstance(form, dict) else None
+
+
+def _first(listed: Any) -> dict[str, Any]:
+    """Return the first of a list if it is an object, else an empty one."""
+    first = listed[0] if isinstance(listed, list) and listed else None
+    return first if isinstance(first, dict) else {}

@@ -1,7 +1,9 @@
-"""What every parser of tool calls gives, and what they share.
+"""# base: What every parser of tool calls gives, and what they share.
 
 A parser reads; it never edits. Ids and raw text are recorded apart from what it makes of them, so
 the worst that a wrong reading can do is to answer the model wrongly, never to change a token.
+
+# reasoning: `<think> ... </think>` at the beginning of an answer.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from hermes_rl.messages import AssistantMessage, ToolCall
 from hermes_rl.models.unparsed import Tools, looks_unparsed
@@ -125,3 +127,36 @@ def outside(text: str, start: int, calls: Sequence[ParsedCall]) -> str:
         return pieces[0]
     kept = [piece.strip() for piece in pieces]
     return "\n".join(piece for piece in kept if piece)
+
+
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+class Split(NamedTuple):
+    """An answer's reasoning, and where the rest begins."""
+
+    reasoning: str | None
+    start: int
+    """First character behind the reasoning and the line breaks that end it."""
+    closed: bool
+    """False when the answer ends inside of its reasoning."""
+
+
+def split_reasoning(text: str, *, opened: bool = False) -> Split:
+    """Splits the reasoning off. Only a block at the beginning is one; tags later are text, since
+    they may stand in an argument.
+
+    Args:
+        opened: the prompt already opened the block.
+    """
+    lead = len(text) - len(text.lstrip())
+    begins = text.startswith(_OPEN, lead)
+    close = text.find(_CLOSE)
+    if not begins and not opened:
+        return Split(None, 0, True)
+    start = lead + len(_OPEN) if begins else 0
+    if close < 0:
+        return Split(text[start:].strip("\n"), len(text), False)
+    behind = close + len(_CLOSE)
+    behind += len(text) - behind - len(text[behind:].lstrip("\n"))
+    return Split(text[start:close].strip("\n"), behind, True)

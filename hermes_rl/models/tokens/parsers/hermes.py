@@ -13,9 +13,9 @@ from hermes_rl.models.tokens.parsers.base import (
     ParsedCall,
     call_id,
     outside,
+    split_reasoning,
 )
 from hermes_rl.models.tokens.parsers.json_call import arguments_of, members, name_in, why_unread
-from hermes_rl.models.tokens.parsers.reasoning import split_reasoning
 from hermes_rl.models.unparsed import Tools
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"

@@ -19,6 +19,7 @@ from hermes_rl.models.tokens.parsers.base import (
     ParsedCall,
     call_id,
     outside,
+    split_reasoning,
 )
 from hermes_rl.models.tokens.parsers.json_call import (
     JSON,
@@ -28,7 +29,6 @@ from hermes_rl.models.tokens.parsers.json_call import (
     skip,
     why_unread,
 )
-from hermes_rl.models.tokens.parsers.reasoning import split_reasoning
 from hermes_rl.models.unparsed import Tools
 
 _MARK = "[TOOL_CALLS]"

@@ -1,9 +1,11 @@
-"""Which clients a run uses so that token ids come with its answers (`models.tokens.selection`)."""
+"""What a run asks its endpoints before it starts, and the clients that follow from the answers."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +17,21 @@ from hermes_rl.errors import AuthError, UserError
 from hermes_rl.models.base import ModelClient
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.providers.probe import (
+    EndpointReport,
+    TokenSearch,
+    find_capabilities,
+    list_models,
+)
 from hermes_rl.models.providers.routing import Keys, Target
-from hermes_rl.models.providers.targets import asks_endpoint, first_endpoint, targets_by_model
+from hermes_rl.models.providers.table import Place
+from hermes_rl.models.providers.targets import (
+    asks_endpoint,
+    first_endpoint,
+    other_targets,
+    targets_by_model,
+)
+from hermes_rl.models.tokens.engines.chat import CHAT_MODE
 from hermes_rl.models.tokens.plan import NO_IDS, TokenPlan, Wanted
 
 if TYPE_CHECKING:
@@ -24,7 +39,49 @@ if TYPE_CHECKING:
 
 Connect = Callable[[Endpoint], ModelClient]
 
-CHAT_MODE = "chat_completions"
+
+async def reach_models(config: RunConfig, keys: Keys) -> EndpointReport | None:
+    """Ask the place of each of the run's models for its list of models, which costs no token.
+
+    Where token ids are wanted, find out with a few calls of one token how to get them; with
+    `run.probe` full, also what one model can do. Fallbacks are not asked: they are for outages.
+
+    Returns: what the first model's place answers; None if it was not asked or refused the key.
+
+    Raises: Outage when nobody answers at an address; UserError when token ids were asked for in a
+    way that does not exist.
+    """
+    if not asks_endpoint(config.model.name, config.endpoint):
+        plan = await find_plan(config, Keys())
+        return None if plan is None else EndpointReport(None, tokens=plan)
+    routes = targets_by_model(config)
+    model = min(routes)
+    listed: dict[Place, tuple[str, ...] | None] = {}
+    with contextlib.suppress(AuthError):
+        for targets in routes.values():
+            place = targets[0].place
+            if place not in listed:
+                listed[place] = await list_models(first_endpoint(config.endpoint, place, keys))
+    first = routes[model][0]
+    if first.place not in listed:
+        return None
+    plan, capabilities = await find_plan(config, keys), None
+    if config.run.probe == "full":
+        endpoint = first_endpoint(config.endpoint, first.place, keys)
+        asked = first.model or model
+        capabilities = await find_capabilities(endpoint, asked, first.prices, first.extra)
+        capabilities = replace(capabilities, model=model)
+    return EndpointReport(listed[first.place], capabilities, plan)
+
+
+async def reach_others(config: RunConfig, keys: Keys) -> None:
+    """Ask each place of the environment's models for its list of models, which costs no token.
+
+    Raises: Outage when nobody answers at an address.
+    """
+    for place in {targets[0].place for targets in other_targets(config).values()}:
+        with contextlib.suppress(AuthError):  # the run itself stops for it and can be resumed
+            await list_models(first_endpoint(config.endpoint, place, keys))
 
 
 def wanted_ids(config: RunConfig) -> Wanted:
@@ -56,8 +113,6 @@ async def find_plan(config: RunConfig, keys: Keys) -> TokenPlan | None:
         return None
     if not asks_endpoint(config.model.name, config.endpoint):
         return _fitting(_embedded_plan(wanted), config)
-    from hermes_rl.models.tokens.selection import Search
-
     routes = targets_by_model(config)
     model = min(routes)
     target = routes[model][0]
@@ -65,7 +120,7 @@ async def find_plan(config: RunConfig, keys: Keys) -> TokenPlan | None:
     renderer = await asyncio.to_thread(_renderer, config.endpoint)
     try:
         tools = config.agent.toolsets != () or config.agent.distribution is not None
-        search = Search(endpoint, target.model or model, renderer, tools, target.extra)
+        search = TokenSearch(endpoint, target.model or model, renderer, tools, target.extra)
         found = await search.plan(wanted)
     except AuthError:
         return NO_IDS
@@ -135,13 +190,13 @@ async def embedded_clients(
     """
     if plan is None or not plan.exact:
         return connect
-    from hermes_rl.models.tokens.selection import Search, client_for
+    from hermes_rl.models.tokens.client import client_for
 
     renderer: Renderer | None = None
     if plan.way != "chat":
         renderer = await asyncio.to_thread(_own_renderer, where, weights)
         # Which tools are offered is not known here: the client refuses them at the first call.
-        plan = await Search(endpoint, name, renderer, tools=False).plan("llamacpp")
+        plan = await TokenSearch(endpoint, name, renderer, tools=False).plan("llamacpp")
     found = plan
     return lambda endpoint: client_for(found, endpoint, renderer)
 
@@ -166,7 +221,7 @@ def exact_clients(where: EndpointSection, plan: TokenPlan | None, base_url: str)
     """
     if plan is None or not plan.exact:
         return connect
-    from hermes_rl.models.tokens.selection import client_for
+    from hermes_rl.models.tokens.client import client_for
 
     renderer = _renderer(where) if plan.way != "chat" else None
 
