@@ -13,7 +13,6 @@ from hermes_rl.errors import AuthError, ModelError, ProtocolError, ServerError, 
 from hermes_rl.models.base import Completion, ModelClient, ModelRequest
 from hermes_rl.models.endpoint import Endpoint, Timeouts
 from hermes_rl.models.errors.classify import classify
-from hermes_rl.models.providers.table import quirks_at
 from hermes_rl.models.transports.base import Reply, Transport
 from hermes_rl.models.wire.base import Decoder, Dialect, ReplyHead
 from hermes_rl.models.wire.decoding import Beginning
@@ -207,6 +206,8 @@ def dialect_for(endpoint: Endpoint) -> Dialect:
         raise UserError(
             f"api_mode {endpoint.api_mode!r} is unknown. Use one of {', '.join(DIALECTS)}"
         )
+    from hermes_rl.models.providers.table import quirks_at  # loads pydantic, so late
+
     module, kind = DIALECTS[endpoint.api_mode]
     loaded = import_module(f"hermes_rl.models.wire.{module}")
     by_host = endpoint.api_mode == "anthropic_messages"
