@@ -85,7 +85,7 @@ class Workspaces:
 
 def state_text(state: dict[str, Any]) -> str | None:
     """Encode a state to be kept; None for one that is not plain JSON: such a rollout cannot be
-    graded again, and nothing of it is kept."""
+    graded again, and it is not kept."""
     try:
         return json.dumps(state, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
