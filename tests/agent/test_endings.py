@@ -213,7 +213,7 @@ async def test_a_tool_error_goes_to_the_model(rig: Any) -> None:
     tool = Tool("terminal", "", {"type": "object"}, failing, "x")
     ran = await rig.play({"calls": [{}]}, "done", tools={"terminal": tool})
     assert ran.result.end_reason == "answered"
-    assert ran.results()[0].message.content == '{"error":"no such thing: ?"}'
+    assert ran.results()[0].message.content == '{"error":"no such thing: \ufffd"}'
     assert ran.results()[0].tool_ok is False
 
 

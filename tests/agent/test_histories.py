@@ -61,8 +61,11 @@ def test_other_spellings_of_openai_s_form(form: dict[str, Any], message: Any) ->
     [
         (["hello"], "message 1 is 'hello'"),
         ([{"role": "user", "content": "x"}, None], "message 2 is None"),
-        ([{"role": "user", "content": [{"type": "text", "text": object()}]}], "no JSON"),
-        ([call(id="a", function={"name": "n", "arguments": object()})], "no JSON"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": object()}]}],
+            "not JSON-serializable",
+        ),
+        ([call(id="a", function={"name": "n", "arguments": object()})], "not JSON-serializable"),
     ],
 )
 def test_what_is_no_message_is_refused_in_one_line(history: Any, says: str) -> None:

@@ -234,7 +234,7 @@ def test_sessions_by_name_and_what_is_no_session(
         open_session("../up")
     other = tmp_path / "other.jsonl"
     other.write_text('{"prompt": "p"}\n')
-    with pytest.raises(UserError, match="no session file"):
+    with pytest.raises(UserError, match="not a session file"):
         open_session(other)
     if os.geteuid():
         (tmp_path / "shut").mkdir(mode=0o500)
@@ -281,6 +281,6 @@ def test_a_system_message_is_a_message_too() -> None:
 def test_a_file_that_is_no_session_is_left_as_it_is(tmp_path: Path, text: str) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(text)
-    with pytest.raises(UserError, match="no session file"):
+    with pytest.raises(UserError, match="not a session file"):
         FileSession(path)
     assert path.read_text() == text
