@@ -62,6 +62,8 @@ class RayWorker:
         """What happened since the last poll. Raises: WorkerLost."""
         from ray.exceptions import RayError
 
+        if self._sharing is not None and self._sharing.done() and not self._sharing.cancelled():
+            self._sharing.result()  # raises: without grants the worker would wait for ever
         lease = self.spec.lease_s
         try:
             async with asyncio.timeout(lease):

@@ -117,7 +117,7 @@ grades, token-exact segments and kept workspaces."""
 def old_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The unpacked run. Prompts and tool schemas are identity: here they are those of its time."""
     with tarfile.open(RUN_OF_VERSION_1) as archive:
-        archive.extractall(tmp_path, filter="data")
+        archive.extractall(tmp_path)  # made by us; `filter` exists from 3.11.4 on
     monkeypatch.chdir(tmp_path)
     began = json.loads((tmp_path / "run/epochs/1.json").read_bytes())["identity"]["agent"]
     texts = {name: began[name] for name in ("tools", "system_prompt", "texts")}

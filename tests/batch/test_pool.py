@@ -15,6 +15,7 @@ from batch_runner.pool import RayWorker, connected
 from batch_runner.ports import WorkerLost
 from batch_runner.wire import Reply, WorkerSpec, encode_reply
 from hermes_rl.errors import UserError
+from hermes_rl.models.rate.coordinator import Coordinator
 
 
 class BadRay(SimpleNamespace):
@@ -107,7 +108,8 @@ def worker(actor: Actor, lease_s: float) -> RayWorker:
         run_path="/nowhere", run_id="r", epoch=1, worker=1, capacity=1, lease_s=lease_s,
         publish_every_s=1.0, config=b"{}", config_hash="h",
     )  # fmt: skip
-    return RayWorker(actor, spec)
+    coordinator = Coordinator(1, {}, {}, clock=time.monotonic, unix=time.time)
+    return RayWorker(actor, spec, coordinator)
 
 
 async def test_a_worker_may_publish_longer_than_its_lease(killed: list[object]) -> None:

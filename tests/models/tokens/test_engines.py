@@ -62,7 +62,7 @@ async def test_a_cut_answer_goes_on_behind_an_end_token_of_ours(tmp_path, wire):
         second = await client.complete(request_of(conversation, 1))
         await client.aclose()
     agree([*answers, second], engine.truth, kind(wire))
-    end = engine.lexicon.added["<|im_end|>"]
+    end = engine.vocabulary.added["<|im_end|>"]
     cut = engine.truth[0]
     assert cut.finish == "length"
     assert cut.sampled_ids[-1] != end
@@ -74,7 +74,7 @@ async def test_an_end_token_that_the_engine_leaves_out_is_glue_and_one_that_it_g
 ):
     async with engine_at(tmp_path / "t") as engine:
         client = client_of(engine, "vllm")
-        end = engine.lexicon.added["<|im_end|>"]
+        end = engine.vocabulary.added["<|im_end|>"]
         for step in ({"run": "ls", "end": False}, {"run": "ls"}):
             _, answers = await played(client, asked(script(step, "done")))
             first, second = answers
@@ -96,7 +96,7 @@ async def test_another_end_token_is_no_text_and_the_turn_is_closed_behind_it(tmp
     agree(answers, engine.truth)
     first, second = answers
     assert "endoftext" not in (first.message.raw_content or "") + first.message.content
-    other, end = (engine.lexicon.added[t] for t in ("<|endoftext|>", "<|im_end|>"))
+    other, end = (engine.vocabulary.added[t] for t in ("<|endoftext|>", "<|im_end|>"))
     place = len(first.tokens.prompt_ids) + len(first.tokens.completion_ids)
     assert second.tokens.prompt_ids[place - 1 : place + 1] == (other, end)
 
@@ -162,7 +162,7 @@ async def test_what_this_conversation_did_not_sample_is_rendered(tmp_path):
         await client.aclose()
     assert answer.tokens.source == "bridged"
     assert answer.tokens.prompt_ids[: len(path)] == path
-    assert "Mine." in engine.lexicon.text(answer.tokens.prompt_ids[len(path) :])
+    assert "Mine." in engine.vocabulary.text(answer.tokens.prompt_ids[len(path) :])
 
 
 async def test_an_edited_answer_begins_a_new_branch(tmp_path):
@@ -204,8 +204,8 @@ async def test_layers_that_are_sent_and_not_stored_are_rendered_and_bridge_as_we
         conversation.append(UserMessage(content="Go on."))
         second = await client.complete(request_of(conversation, 1, **layers))
         await client.aclose()
-    assert "secret" in engine.lexicon.text(first.tokens.prompt_ids)
-    assert "Hello" in engine.lexicon.text(first.tokens.prompt_ids)
+    assert "secret" in engine.vocabulary.text(first.tokens.prompt_ids)
+    assert "Hello" in engine.vocabulary.text(first.tokens.prompt_ids)
     path = first.tokens.prompt_ids + first.tokens.completion_ids
     assert second.tokens.prompt_ids[: len(path)] == path
     assert second.tokens.source == "bridged"
