@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -33,6 +35,17 @@ def catching(first: Callable[[], None], second: Callable[[], None]) -> Iterator[
                 signal.signal(number, handler)
 
 
+def _without_interrupts(report: Callable[[Any], object]) -> Callable[[Any], object]:
+    """A hook for exceptions that nobody can handle, such as in a callback after a fork. Python
+    drops a KeyboardInterrupt there and prints its traceback; the signal was counted before."""
+
+    def hook(unraisable: Any) -> None:
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            report(unraisable)
+
+    return hook
+
+
 class Interrupts:
     """Signals that are caught; made by `catching`."""
 
@@ -50,9 +63,12 @@ class Interrupts:
         self.leave()
         for number in self._signals:
             signal.signal(number, self._break_off)
+        report = sys.unraisablehook
+        sys.unraisablehook = _without_interrupts(report)
         try:
             yield
         finally:
+            sys.unraisablehook = report
             self.listen()
 
     def listen(self) -> None:

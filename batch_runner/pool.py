@@ -39,6 +39,11 @@ ROLLOUT_BYTES = 3 * 2**20
 
 _HEAD = "node:__internal_head__"
 
+KEEP_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
+"""By default an actor that Ray ends kills its child processes first. For a moment it then sees its
+sandboxes and verifiers die, and would record that as their end. The watchdog of the sandboxes ends
+them once the actor is gone."""
+
 
 @dataclass
 class RayWorker:
@@ -183,6 +188,8 @@ class RayFactory:
             "max_task_retries": 0,
             "scheduling_strategy": _strategy(worker),
         }
+        if self.warden is None:  # a Ray that we did not start, so not with this setting
+            options["runtime_env"] = {"env_vars": KEEP_CHILDREN}
         return ray.remote(WorkerActor).options(**options).remote()
 
     def _check(self, handle: RayWorker, started: Started) -> None:
@@ -269,6 +276,8 @@ def _start_once(workers: int) -> Warden:
     import ray
 
     warden = Warden()
+    before = {name: os.environ.get(name) for name in KEEP_CHILDREN}
+    os.environ.update(KEEP_CHILDREN)  # Ray's processes inherit it
     try:
         ray.init(
             **_quiet(),
@@ -283,6 +292,12 @@ def _start_once(workers: int) -> Warden:
         ray.shutdown()
         warden.close()
         raise
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
     return warden
 
 

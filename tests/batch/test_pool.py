@@ -123,3 +123,37 @@ async def test_a_worker_that_falls_silent_while_it_publishes_is_lost(killed: lis
     with pytest.raises(WorkerLost, match=r"not heard for 0\.3 s"):
         await worker(Actor(close_s=600.0, poll_s=600.0), lease_s=0.3).close()
     assert time.monotonic() - begun < 5.0
+
+
+CHILD = """
+import os, subprocess, sys, time
+import ray
+from batch_runner.pool import connected
+
+def parent_of(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[:2]
+
+@ray.remote
+class Actor:
+    def start(self):
+        child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        return os.getpid(), child.pid
+
+with connected(1):
+    actor = Actor.options(num_cpus=0).remote()
+    pid, child = ray.get(actor.start.remote())
+    ray.kill(actor)
+    while os.path.exists(f"/proc/{pid}"):
+        time.sleep(0.01)
+    print(parent_of(child)[0])
+    os.kill(child, 9)
+"""
+
+
+def test_an_actor_that_ray_ends_does_not_see_its_children_die_first() -> None:
+    """It would record the end of a sandbox or a verifier that nobody but Ray has killed."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "S\n", done.stderr

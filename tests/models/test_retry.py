@@ -298,7 +298,7 @@ async def test_the_books_are_the_servers(kit, transport, stream):
         async with asyncio.TaskGroup() as group:
             runs = [
                 group.create_task(kit.rollout(calling, f"task {i}", "m", stream=stream))
-                for i in range(40)
+                for i in range(60)
             ]
         await client.aclose()
     assert all(run.result()[-1].content == "All 3 steps are done." for run in runs)
@@ -315,7 +315,7 @@ async def test_the_books_are_the_servers(kit, transport, stream):
             assert end.usage.output_tokens == entry.completion_tokens
             assert end.usage.cache_read_tokens == entry.cached_tokens
     outcomes = [end.outcome for end in ours.values()]
-    assert outcomes.count("ok") == 160
-    assert outcomes.count("refused") > 3
-    assert outcomes.count("cut") > 3
+    assert outcomes.count("ok") == 240
+    assert outcomes.count("refused") > 0
+    assert outcomes.count("cut") > 0
     assert any(x.outcome == "ok" and x.usage is None for x in ours.values())
