@@ -275,7 +275,7 @@ def _start_once(workers: int) -> Warden:
     """Raises: whatever Ray does; nothing of it is left running then."""
     import ray
 
-    warden = Warden()
+    watchdog = Warden()
     before = {name: os.environ.get(name) for name in KEEP_CHILDREN}
     os.environ.update(KEEP_CHILDREN)  # Ray's processes inherit it
     try:
@@ -286,11 +286,11 @@ def _start_once(workers: int) -> Warden:
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
         )
-        warden.watch_children()
+        watchdog.watch_children()
     except BaseException:
-        warden.watch_children()
+        watchdog.watch_children()
         ray.shutdown()
-        warden.close()
+        watchdog.close()
         raise
     finally:
         for name, value in before.items():
@@ -298,7 +298,7 @@ def _start_once(workers: int) -> Warden:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-    return warden
+    return watchdog
 
 
 def _quiet() -> dict[str, Any]:
