@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from hermes_rl.config_endpoint import EndpointSection
+from hermes_rl.models.endpoint import EMBEDDED
 from hermes_rl.models.rate.coordinator import Coordinator, LaneSummary, Summary
 
 LOOK_S = 0.5
@@ -17,7 +18,8 @@ FAILING_S = 2.0
 QUIET_S = 3.0
 """So long without anything from an endpoint that never answered."""
 STALLED_S = 60.0
-"""So long without anything from an endpoint that has answered: models may be slow."""
+"""So long without anything from an endpoint that has answered, or from the embedded model, whose
+first answer can take a minute on a slow CPU."""
 REWRITE_S = 5.0
 """The file that other terminals read is written again at most so often."""
 
@@ -63,14 +65,14 @@ def _trouble(lane: LaneSummary, where: EndpointSection, now: float) -> Trouble |
     calls = lane.unanswered
     if calls is None:
         return None
-    quiet = not calls.message
+    quiet, computed_here = not calls.message, lane.endpoint.startswith(EMBEDDED)
     normal_s = FAILING_S
     if quiet:
-        normal_s = QUIET_S if calls.never else STALLED_S
+        normal_s = QUIET_S if calls.never and not computed_here else STALLED_S
     if calls.since_s < normal_s:
         return None
     patience_s = None if quiet else where.outage_seconds
-    if calls.never and not calls.alive:
+    if calls.never and not calls.alive and not (quiet and computed_here):
         patience_s = where.first_answer_seconds
     return Trouble(
         endpoint=lane.endpoint,

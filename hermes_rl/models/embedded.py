@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hermes_rl.errors import ConnectionLost, UserError
 from hermes_rl.models.base import Completion, ModelClient, ModelRequest
 from hermes_rl.models.client import connect
-from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.endpoint import EMBEDDED, Endpoint
 from hermes_rl.models.local import LocalServer
 
 Connect = Callable[[Endpoint], ModelClient]
@@ -24,7 +24,7 @@ class EmbeddedClient:
     api_mode = "chat_completions"
 
     def __init__(self, name: str, server: LocalServer, connect: Connect = connect) -> None:
-        self.endpoint = f"embedded:{name}"
+        self.endpoint = f"{EMBEDDED}{name}"
         self._server, self._connect = server, connect
         self._client: ModelClient | None = None
         self._address = ""

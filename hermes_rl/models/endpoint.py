@@ -16,6 +16,9 @@ from hermes_rl.models.wire.base import Quirks
 
 TransportName = Literal["http", "sdk"]
 
+EMBEDDED = "embedded:"
+"""How the endpoint of the embedded model begins in rows and messages; other endpoints are hosts."""
+
 
 @dataclass(frozen=True)
 class Timeouts:

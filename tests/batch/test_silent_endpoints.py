@@ -9,7 +9,11 @@ from pathlib import Path
 import kit
 import pytest
 
+from batch_runner.trouble import troubles
 from hermes_rl.cli.status_command import look
+from hermes_rl.config_endpoint import EndpointSection
+from hermes_rl.models.rate.coordinator import LaneSummary, Summary
+from hermes_rl.models.rate.traffic import Unanswered
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan
 
@@ -89,3 +93,28 @@ async def test_trouble_is_reported_within_seconds_and_ctrl_c_ends_it(
     assert re.fullmatch(r"stopping: \d rollouts without any answer are cancelled", note)
     assert {row["cause"] for row in kit.table(out, "failures")} == {"interrupted"}
     assert (await asyncio.to_thread(look, out)).trouble == ()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "seconds", "reported"),
+    [
+        (
+            "127.0.0.1:8000",
+            10.0,
+            "127.0.0.1:8000 does not answer; 4 calls waiting; gives up in 50 s",
+        ),
+        ("embedded:local", 10.0, None),
+        ("embedded:local", 70.0, "embedded:local does not answer; 4 calls waiting"),
+    ],
+)
+def test_a_slow_embedded_model_is_not_reported_as_silent(
+    endpoint: str, seconds: float, reported: str | None
+) -> None:
+    """Its first answer can take a minute on a slow CPU, and the run never gives up for that."""
+    calls = Unanswered(waiting=4, since_s=seconds, never=True, alive=False)
+    lane = LaneSummary(
+        endpoint, "", "m", 4, (), per_s=None, paces=(), clean=0, throttled=0, trouble=0,
+        unanswered=calls,
+    )  # fmt: skip
+    found = troubles(Summary(lanes=(lane,)), EndpointSection(), time.time())
+    assert [trouble.line for trouble in found] == ([] if reported is None else [reported])
