@@ -12,7 +12,6 @@ import pickle
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 from hermes_rl.errors import CannotJudge, UserError
@@ -139,12 +138,7 @@ class Pool:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await asyncio.shield(self.aclose())
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 MAX_OUTPUT_BYTES = 50_000
@@ -223,12 +222,7 @@ class Sandbox(Protocol):
 
     async def __aenter__(self) -> Self: ...
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    async def __aexit__(self, *exc: object) -> None: ...
 
 
 class SandboxBackend(Protocol):

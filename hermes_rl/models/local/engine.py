@@ -10,7 +10,6 @@ import secrets
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hermes_rl.errors import UserError
@@ -107,12 +106,7 @@ class EngineClient:
         self.template_has_tools = bool(props["chat_template_caps"]["supports_tools"])
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
