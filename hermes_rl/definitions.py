@@ -17,7 +17,7 @@ from hermes_rl.models.base import Sampling
 from hermes_rl.tasks import Task
 from hermes_rl.tools.base import Tool
 from hermes_rl.tools.distributions import draw_toolsets, get_distribution
-from hermes_rl.tools.registry import schema_digest
+from hermes_rl.tools.registry import schema_digest, with_wording
 from hermes_rl.tools.terminal import DEFAULT_TIMEOUT_S
 from hermes_rl.tools.toolsets import DEFAULT_TOOLSETS, resolve
 
@@ -111,9 +111,9 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
     toolsets = DEFAULT_TOOLSETS if agent.toolsets is None else agent.toolsets
     if agent.distribution is not None and agent.toolsets is None:
         toolsets = tuple(get_distribution(agent.distribution))
-    tools = resolve(toolsets)
-    drawn = agent.distribution and dict(get_distribution(agent.distribution))
     policy = policy_of(config)
+    tools = with_wording(resolve(toolsets), policy.wording)
+    drawn = agent.distribution and dict(get_distribution(agent.distribution))
     switches = {k: v for k, v in vars(policy).items() if k != "sampling"}
     return {
         "model": {

@@ -70,6 +70,7 @@ from hermes_rl.sandboxes.base import SandboxBackend, SandboxSpec
 from hermes_rl.tasks import Task
 from hermes_rl.text import mask
 from hermes_rl.tools.base import Tool
+from hermes_rl.tools.registry import with_wording
 from hermes_rl.tools.terminal import with_timeout
 from hermes_rl.tools.toolsets import resolve
 
@@ -141,7 +142,8 @@ class Workshop:
 
     def _draw(self, item: WorkItem, toolsets: tuple[str, ...], more: Mapping[str, Tool]) -> Draw:
         policy = policy_of(self.config)
-        tools = with_timeout(resolve(toolsets), policy.command_timeout_s)
+        tools = with_wording(resolve(toolsets), policy.wording)
+        tools = with_timeout(tools, policy.command_timeout_s)
         if twice := sorted(tools.keys() & more.keys()):
             raise UserError(f"tool {twice[0]!r} is in a toolset and the environment's: rename it")
         tools = {**tools, **more}

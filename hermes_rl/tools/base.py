@@ -74,18 +74,22 @@ class Tool:
 
 
 @cache
-def _schemas() -> dict[str, dict[str, Any]]:
+def _schemas() -> dict[str, dict[str, dict[str, Any]]]:
     text = Path(__file__).with_name("schemas.json").read_bytes()
-    read: dict[str, dict[str, Any]] = msgspec.json.decode(text)
+    read: dict[str, dict[str, dict[str, Any]]] = msgspec.json.decode(text)
     return read
 
 
-def schema(name: str) -> dict[str, Any]:
-    """The description and the parameters of a tool of this package, as `tool` takes them.
+def schema(name: str, wording: int | None = None) -> dict[str, Any]:
+    """Return the description and the parameters of a tool of this package, as `tool` takes them.
 
-    They are texts that models read, and part of a run's identity: see schemas.json.
+    They are texts that models read, and part of a run's identity: schemas.json keeps every wording.
+
+    Args:
+        wording: a key of schemas.json; None is the latest.
     """
-    return _schemas()[name]
+    wordings = _schemas()
+    return wordings[max(wordings, key=int) if wording is None else str(wording)][name]
 
 
 def tool(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from hermes_rl.errors import UserError
-from hermes_rl.tools.base import Tool
+from hermes_rl.tools.base import Tool, schema
 from hermes_rl.tools.patch import patch
 from hermes_rl.tools.read_file import read_file
 from hermes_rl.tools.search_files import search_files
@@ -33,6 +34,11 @@ def get_tools(names: Iterable[str]) -> dict[str, Tool]:
     """Tools by name, in the registry's order whatever the order of names. Raises: UserError."""
     wanted = {get_tool(name).name for name in names}
     return {name: tool for name, tool in TOOLS.items() if name in wanted}
+
+
+def with_wording(tools: Mapping[str, Tool], wording: int) -> dict[str, Tool]:
+    """Return the tools with the descriptions of that wording (see `agent.prompt.WORDINGS`)."""
+    return {name: replace(tool, **schema(name, wording)) for name, tool in tools.items()}
 
 
 def schemas(tools: Iterable[Tool]) -> tuple[dict[str, Any], ...]:

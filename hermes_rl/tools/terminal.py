@@ -19,10 +19,6 @@ MAX_OUTPUT_CHARS = 50_000
 MAX_RESULT_CHARS = 60_000
 
 
-def _timeout_text(seconds: int) -> str:
-    return f"Seconds until it is stopped. Default {seconds}, at most {MAX_TIMEOUT_S}."
-
-
 @tool(name="terminal", **schema("terminal"), toolset="terminal", max_chars=MAX_RESULT_CHARS)
 async def terminal(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     """Run `command` in the foreground; ok when it exits with 0."""
@@ -55,7 +51,10 @@ def with_timeout(tools: Mapping[str, Tool], seconds: int) -> dict[str, Tool]:
         return await own.handler(ctx, {"timeout": seconds, **args})
 
     parameters = deepcopy(own.parameters)
-    parameters["properties"]["timeout"]["description"] = _timeout_text(seconds)
+    timeout = parameters["properties"]["timeout"]
+    timeout["description"] = timeout["description"].replace(
+        f"Default {DEFAULT_TIMEOUT_S}", f"Default {seconds}"
+    )
     return {**tools, "terminal": replace(own, parameters=parameters, handler=handler)}
 
 

@@ -47,7 +47,7 @@ async def test_that_time_bounds_a_command_and_the_model_is_told_of_it(stage: Ope
     row = await opened.attempt({"prompt": script({"run": "sleep 30"}, "done")})
     assert row.end_reason == "answered"
     assert "timed out after 1 s" in " ".join(row.messages)
-    assert "Default 1, at most 600." in str(row.tools)
+    assert "Default 1, maximum 600." in str(row.tools)
 
 
 def test_the_embedded_model_is_not_asked_to_go_on_repeating_itself() -> None:
@@ -67,6 +67,7 @@ def test_what_the_harness_says_is_part_of_it() -> None:
 
 # As a run directory of version 0.1.0 has them, written before there was the switch `wording`.
 OLD_TEXTS = "9440e1810271cc973009f983fc81ebc50bb47c86ee2b18398f1b8ee1880447fd"
+OLD_TOOLS = "8f07cf4d76676746777794c8eda8b881b6f27676b0818a9d7c860f7d3c6e04d0"
 OLD_SYSTEM = "1451d8bf49067723945033bed16a9bdef2523479d0f5e0631972aaff62ef4539"
 
 
@@ -75,7 +76,8 @@ async def test_a_resumed_run_keeps_its_texts(stage: Open) -> None:
     before = identity_of(now)
     for switch in ("wording", "command_timeout_s"):
         del before["agent"]["preset"][switch]
-    before["agent"] |= {"texts": OLD_TEXTS, "system_prompt": OLD_SYSTEM}
+    before["agent"] |= {"texts": OLD_TEXTS, "tools": OLD_TOOLS}
+    before["agent"]["system_prompt"] = OLD_SYSTEM
     resumed = with_switches_of(now, before)
     assert in_terms_of(before, identity_of(resumed)) == before
     assert digest(identity_of(now)) != digest(before)
@@ -84,6 +86,10 @@ async def test_a_resumed_run_keeps_its_texts(stage: Open) -> None:
     row = await opened.attempt({"prompt": script(CUT, "two.")})
     assert WORDINGS[1].messages.cut_text in row.messages[3]
     assert WORDINGS[1].without_tools in row.messages[0]
+    opened = await stage(backend="none", agent={"toolsets": ["terminal"], "switches": switches})
+    row = await opened.attempt({"prompt": script("done")})
+    assert "Long output loses its middle." in row.tools
+    assert "Default 180, at most 600." in row.tools
     with pytest.raises(UserError, match=r"agent\.switches\.wording must be from 1 to 2, not 9"):
         identity_of(config(switches={"wording": 9}))
 

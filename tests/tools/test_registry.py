@@ -30,10 +30,10 @@ def test_descriptions_state_the_defaults_and_limits_of_the_code() -> None:
         return str(TOOLS[tool].parameters["properties"][parameter]["description"])
 
     assert described("terminal", "timeout").endswith(
-        f"Default {terminal.DEFAULT_TIMEOUT_S}, at most {terminal.MAX_TIMEOUT_S}."
+        f"Default {terminal.DEFAULT_TIMEOUT_S}, maximum {terminal.MAX_TIMEOUT_S}."
     )
     assert described("read_file", "limit").endswith(
-        f"Default {read_file.DEFAULT_LINES}, at most {read_file.MAX_LINES}."
+        f"Default {read_file.DEFAULT_LINES}, maximum {read_file.MAX_LINES}."
     )
     assert described("search_files", "limit").endswith(f"Default {search_files.DEFAULT_LIMIT}.")
 
