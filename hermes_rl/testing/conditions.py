@@ -1,23 +1,190 @@
-"""The fake model server's day: its clock, outages and prices, and how limits are told."""
+"""The fake model server's rate limits, outages and prices, on a clock of its own.
+
+Each limit is a token bucket per account that refills continuously and holds what comes in during
+`burst_s`. A request passes when every bucket holds what it needs, or is full (else a request larger
+than a bucket would never pass), and takes it; a refused one takes nothing. What a request needs is
+known beforehand, because answers are scripted. Cache reads do not count where the wire marks what
+it caches.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from decimal import Decimal
+from typing import Literal, NamedTuple
 
 from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.testing.faults import REFUSALS, Refusal
-from hermes_rl.testing.limits import (
-    Limit,
-    Limits,
-    Verdict,
-    anthropic_headers,
-    openai_headers,
-)
 from hermes_rl.usage import Usage
 
+Limit = Literal["requests", "tokens", "input_tokens", "output_tokens"]
+
 _MILLION = Decimal(1_000_000)
+
+
+@dataclass(frozen=True)
+class RateLimits:
+    """What one account (API key) may use in a minute; None is no limit."""
+
+    requests: float | None = None
+    tokens: float | None = None
+    """Input and output together, as OpenAI counts."""
+    input_tokens: float | None = None
+    output_tokens: float | None = None
+    burst_s: float = 60.0
+    """Seconds of refill that a bucket holds."""
+    schedule: tuple[tuple[float, float], ...] = ()
+    """(seconds since the server's start, factor of all limits from then on), in order."""
+    retry_after_s: float | None = None
+    """What a refusal asks to wait; by default the time until the request would pass."""
+    headers: bool = True
+    """Answers report the limits and what is left of them."""
+
+
+@dataclass
+class _Bucket:
+    per_minute: float
+    level: float
+    """Share of a full bucket, so that a changed quota changes what is in it too."""
+    at: float
+
+
+class State(NamedTuple):
+    """One limit, as headers report it."""
+
+    limit: float
+    remaining: float
+    reset_s: float
+    """Until the bucket is full."""
+
+
+class Verdict(NamedTuple):
+    """Whether a request passes."""
+
+    refused: Limit | None
+    """The limit that it meets."""
+    wait_s: float
+    """Until it would pass."""
+    states: Mapping[Limit, State]
+    """After the request."""
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """The answer to a request that does not pass."""
+        if self.refused is None:
+            return None
+        words = self.refused.replace("_", " ")
+        text = f"Rate limit reached for {words} per minute. Try later."
+        return Refusal(429, self.refused, "rate_limit_exceeded", text)
+
+
+@dataclass
+class Limits:
+    """The buckets of all accounts."""
+
+    limits: RateLimits
+    factor: float = 1.0
+    """On top of the schedule's; a test may change it at any time."""
+    _accounts: dict[str, dict[Limit, _Bucket]] = field(default_factory=dict)
+
+    def admit(self, account: str, needs: Mapping[Limit, float], now: float) -> Verdict:
+        """Let a request in, or not.
+
+        Args:
+            needs: how much the request takes of each limit.
+            now: seconds since the server's start.
+        """
+        given, burst, hint = self.limits, self.limits.burst_s, self.limits.retry_after_s
+        buckets = self._accounts.get(account) or self._open(account, now)
+        scheduled = next((f for since, f in reversed(given.schedule) if now >= since), 1.0)
+        factor = self.factor * scheduled
+        refused: Limit | None = None
+        wait = 0.0
+        for name, bucket in buckets.items():
+            bucket.level = min(1.0, bucket.level + (now - bucket.at) / burst)
+            bucket.at = now
+            size = bucket.per_minute * factor * burst / 60
+            lacking = min(needs.get(name, 0.0) / size, 1.0) - bucket.level
+            if lacking > 1e-9 and lacking * burst >= wait:
+                refused, wait = name, lacking * burst
+        states: dict[Limit, State] = {}
+        for name, bucket in buckets.items():
+            size = bucket.per_minute * factor * burst / 60
+            if refused is None:
+                bucket.level -= needs.get(name, 0.0) / size
+            remaining, reset = max(0.0, bucket.level) * size, (1.0 - bucket.level) * burst
+            states[name] = State(bucket.per_minute * factor, remaining, reset)
+        return Verdict(refused, wait if hint is None else hint, states)
+
+    def _open(self, account: str, now: float) -> dict[Limit, _Bucket]:
+        given: dict[Limit, float | None] = {
+            "requests": self.limits.requests,
+            "tokens": self.limits.tokens,
+            "input_tokens": self.limits.input_tokens,
+            "output_tokens": self.limits.output_tokens,
+        }
+        buckets = {name: _Bucket(n, 1.0, now) for name, n in given.items() if n is not None}
+        self._accounts[account] = buckets
+        return buckets
+
+    def headers(self, verdict: Verdict, dialect: str, unix_now: float) -> dict[str, str]:
+        """Return the rate-limit headers of an answer."""
+        anthropic = dialect == "anthropic_messages"
+        headers: dict[str, str] = {}
+        if self.limits.headers:
+            write = _anthropic_headers if anthropic else _openai_headers
+            headers = write(verdict.states, unix_now)
+        if verdict.refused is not None:
+            headers["retry-after"] = str(max(1, math.ceil(verdict.wait_s)))
+            if not anthropic:
+                headers["retry-after-ms"] = str(max(1, int(verdict.wait_s * 1000)))
+        return headers
+
+
+def needs_of(request: ServedRequest, usage: Usage) -> dict[Limit, float]:
+    """Return what a request takes of each limit."""
+    read = 0 if request.cache_marks is None else usage.cache_read_tokens or 0
+    given, taken = (usage.input_tokens or 0) - read, usage.output_tokens or 0
+    return {"requests": 1, "tokens": given + taken, "input_tokens": given, "output_tokens": taken}
+
+
+def _openai_headers(states: Mapping[Limit, State], unix_now: float) -> dict[str, str]:
+    """Resets are durations. OpenAI has only combined tokens; without that limit, input tokens."""
+    shown = {"requests": states.get("requests")}
+    shown["tokens"] = states.get("tokens") or states.get("input_tokens")
+    out = {}
+    for name, state in shown.items():
+        if state is not None:
+            out[f"x-ratelimit-limit-{name}"] = str(int(state.limit))
+            out[f"x-ratelimit-remaining-{name}"] = str(int(state.remaining))
+            out[f"x-ratelimit-reset-{name}"] = _duration(state.reset_s)
+    return out
+
+
+def _anthropic_headers(states: Mapping[Limit, State], unix_now: float) -> dict[str, str]:
+    """Resets are points in time."""
+    out = {}
+    for name, state in states.items():
+        scope = f"anthropic-ratelimit-{name.replace('_', '-')}"
+        reset = datetime.fromtimestamp(math.ceil(unix_now + state.reset_s), UTC)
+        out[f"{scope}-limit"] = str(int(state.limit))
+        out[f"{scope}-remaining"] = str(int(state.remaining))
+        out[f"{scope}-reset"] = reset.isoformat().replace("+00:00", "Z")
+    return out
+
+
+def _duration(seconds: float) -> str:
+    """Format as OpenAI does: `120ms`, `1.5s` or `6m0s`."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(seconds, 60)
+    return f"{int(minutes)}m{rest:.0f}s" if minutes else f"{rest:.3g}s"
+
+
+# Outages and prices
 
 
 @dataclass(frozen=True)
@@ -30,8 +197,8 @@ class Price:
     cache_write: Decimal | None = None
     cache_write_1h: Decimal | None = None
 
-    def bill(self, usage: Usage) -> Decimal:
-        """What a call costs: every token of its prompt once, as what it is."""
+    def cost(self, usage: Usage) -> Decimal:
+        """Return the cost of a call: every token of its prompt once, as what it is."""
         read, written = usage.cache_read_tokens or 0, usage.cache_write_tokens or 0
         hour = usage.cache_write_1h_tokens or 0
         short = self.input if self.cache_write is None else self.cache_write
@@ -67,36 +234,7 @@ class Conditions:
         """Whether there is an outage."""
         return any(since <= now < until for since, until in self.outages)
 
-    def bill(self, model: str, usage: Usage) -> Decimal | None:
-        """What a call costs; None for a model without a price."""
+    def cost(self, model: str, usage: Usage) -> Decimal | None:
+        """Return the cost of a call; None for a model without a price."""
         price = self.prices.get(model) or self.prices.get("*")
-        return None if price is None else price.bill(usage)
-
-
-def needs_of(request: ServedRequest, usage: Usage) -> dict[Limit, float]:
-    """What a request takes of each limit."""
-    read = 0 if request.cache_marks is None else usage.cache_read_tokens or 0
-    given, taken = (usage.input_tokens or 0) - read, usage.output_tokens or 0
-    return {"requests": 1, "tokens": given + taken, "input_tokens": given, "output_tokens": taken}
-
-
-def limit_headers(limits: Limits, verdict: Verdict, dialect: str, unix: float) -> dict[str, str]:
-    """The rate-limit headers of an answer."""
-    headers: dict[str, str] = {}
-    if limits.limits.headers:
-        tell = anthropic_headers if dialect == "anthropic_messages" else openai_headers
-        headers = tell(verdict.states, unix)
-    if verdict.refused is not None:
-        wait = verdict.wait_s
-        headers["retry-after"] = str(max(1, -int(-wait // 1)))
-        if dialect != "anthropic_messages":
-            headers["retry-after-ms"] = str(max(1, int(wait * 1000)))
-    return headers
-
-
-def too_much(limit: Limit) -> Refusal:
-    """The refusal of a request that meets a limit."""
-    words = limit.replace("_", " ")
-    return Refusal(
-        429, limit, "rate_limit_exceeded", f"Rate limit reached for {words} per minute. Try later."
-    )
+        return None if price is None else price.cost(usage)

@@ -31,7 +31,7 @@ import msgspec
 
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Completion
-from hermes_rl.testing.conditions import Conditions, limit_headers, needs_of, too_much
+from hermes_rl.testing.conditions import Conditions, Limits, RateLimits, needs_of
 from hermes_rl.testing.dialects import CHAT, Wire, any_key, wire_of
 from hermes_rl.testing.dialects.base import ServedRequest, ServerDialect
 from hermes_rl.testing.dialects.chat import ChatServer
@@ -40,6 +40,7 @@ from hermes_rl.testing.faults import (
     REFUSALS,
     FaultPlan,
     Refusal,
+    conditional_refusal,
     plan_from_json,
     refusal_body,
     refusal_for,
@@ -55,9 +56,7 @@ from hermes_rl.testing.http_server import (
     program_parser,
     serve,
 )
-from hermes_rl.testing.limits import Limits, RateLimits
-from hermes_rl.testing.picky import PICKY, picky_refusal
-from hermes_rl.testing.scripts import Asked, Play, ScriptError, Step, step_for, usage_of
+from hermes_rl.testing.scripts import Asked, Play, Step, step_for, usage_of
 from hermes_rl.testing.server_logs import Entry, LineLog, LogOutcome
 from hermes_rl.usage import Usage
 
@@ -151,8 +150,8 @@ class FakeServer(Server):
             return
         self.requests += 1
         n = self.requests
-        wire = wire_of(request.path)
-        job = _Job(n, f"req-{self._prefix}-{n}", request.headers, wire)
+        call_id = request.headers.get("x-hermes-call-id")
+        job = _Job(n, f"req-{self._prefix}-{n}", call_id, wire_of(request.path))
         if self._on_request is not None:
             self._on_request(n)
         refusal = self._admit(request, job)
@@ -212,7 +211,7 @@ class FakeServer(Server):
         if self.config.conditions.is_out(self.now):
             job.fault = self.config.conditions.outage
             return refusal_for(job.fault, name)
-        if job.unknown_route:
+        if job.route is None:
             return Refusal(404, "not_found_error", None, f"No route {request.path}.")
         key = job.dialect.key_of(request.headers)
         if not self._knows(key):
@@ -220,7 +219,7 @@ class FakeServer(Server):
         try:
             job.request = job.dialect.decode_request(request.body)
             job.step = step_for(job.request, self.config.script, self._asked, self.config.plays)
-        except (ScriptError, ValueError) as error:
+        except ValueError as error:
             return Refusal(400, "invalid_request_error", None, str(error))
         if self.config.models and job.request.model not in self.config.models:
             return refusal_for("not_found", name)
@@ -231,20 +230,19 @@ class FakeServer(Server):
         nonce = job.call_id or request.headers.get("x-stainless-retry-count", "")
         identity = f"{job.call_id or job.body_hash}:{nonce}".encode()
         job.fault = job.step.fault or self.config.faults.draw(identity)
-        if job.fault in PICKY:
-            return picky_refusal(job.fault, job.request, request.body)
-        return refusal_for(job.fault or "", name)
+        return conditional_refusal(job.fault, job.request, request.body) or refusal_for(
+            job.fault, name
+        )
 
     def _meter(self, job: _Job, account: str) -> Refusal | None:
         """Charge the request to its account; return a refusal when it hits a limit."""
         if self.limits is None or job.request is None:
             return None
         verdict = self.limits.admit(account, needs_of(job.request, job.usage), self.now)
-        job.headers = limit_headers(self.limits, verdict, job.dialect.name, time.time())
-        if verdict.refused is None:
-            return None
-        job.fault = "rate_limit"
-        return too_much(verdict.refused)
+        job.headers = self.limits.headers(verdict, job.dialect.name, time.time())
+        if verdict.refused is not None:
+            job.fault = "rate_limit"
+        return verdict.refusal
 
     def _delay(self, job: _Job) -> float:
         assert job.step is not None
@@ -267,22 +265,27 @@ class FakeServer(Server):
 
     def _answer(self, connection: Connection, job: _Job) -> None:
         self._pending.pop(connection, None)
-        request, step = job.request, job.step
+        request, step, dialect = job.request, job.step, job.dialect
         assert request is not None
         assert step is not None
-        usage = job.usage
-        stream = request.stream
-        answer = _completion_of(request, step, usage, job.fault)
+        answer = _completion_of(request, step, job.usage, job.fault)
         answer_id = job.wire.answer_prefix + job.body_hash
-        body = _answer_bytes(_dialect_for(job.dialect, step), request, answer, answer_id=answer_id)
+        if isinstance(dialect, ChatServer):  # Chat Completions have several reasoning fields
+            dialect = ChatServer(step.reasoning_field)
+        if request.stream:
+            events = dialect.encode_stream(
+                answer, answer_id=answer_id, include_usage=request.include_usage
+            )
+            kind, body = "text/event-stream", b"".join(events)
+        else:
+            kind, body = "application/json", dialect.encode_answer(answer, answer_id=answer_id)
         reported = request.include_usage and job.fault not in ("no_usage", "partial_usage")
         broken = job.fault in BREAKS and job.fault != "stall_first"
-        self._end(job, "cut" if broken else "served", usage, reported=reported and not broken)
-        kind = "text/event-stream" if stream else "application/json"
+        self._end(job, "cut" if broken else "served", job.usage, reported=reported and not broken)
         headers = {"content-type": kind, job.wire.id_header: job.request_id, **job.headers}
         if broken:
-            self._break(connection, job.fault, headers, body, stream)
-        elif stream:
+            self._break(connection, job.fault, headers, body, request.stream)
+        elif request.stream:
             connection.send(head(200, headers, None) + chunked(body) + LAST_CHUNK)
         else:
             connection.send(head(200, headers, len(body)) + body)
@@ -317,7 +320,7 @@ class FakeServer(Server):
         if not self._log.wanted:
             return
         model = job.request.model if job.request else None
-        bill = self.config.conditions.bill(model, usage) if model and usage else None
+        cost = self.config.conditions.cost(model, usage) if model and usage else None
         usage = usage or Usage()
         self._log.add(
             Entry(
@@ -335,94 +338,63 @@ class FakeServer(Server):
                 reasoning_tokens=usage.reasoning_tokens or 0,
                 max_tokens=None if job.request is None else job.request.sampling.max_tokens,
                 reported=reported,
-                dollars=bill,
+                dollars=cost,
                 fault=job.fault,
             )
         )
 
 
+@dataclass(eq=False)
 class _Job:
     """One request in progress."""
 
-    def __init__(
-        self, n: int, request_id: str, headers: Mapping[str, str], wire: Wire | None
-    ) -> None:
-        self.n, self.request_id = n, request_id
-        self.call_id = headers.get("x-hermes-call-id")
-        self.unknown_route = wire is None
-        self.wire = wire or CHAT
-        self.dialect: ServerDialect = self.wire.dialect
-        self.request: ServedRequest | None = None
-        self.step: Step | None = None
-        self.fault: str | None = None
-        self.body_hash = ""
-        self.usage = Usage()
-        self.headers: dict[str, str] = {}
-        self.timer: asyncio.TimerHandle | None = None
+    n: int
+    request_id: str
+    call_id: str | None
+    route: Wire | None
+    """None for an unknown one."""
+    request: ServedRequest | None = None
+    step: Step | None = None
+    fault: str | None = None
+    body_hash: str = ""
+    usage: Usage = field(default_factory=Usage)
+    headers: dict[str, str] = field(default_factory=dict)
+    timer: asyncio.TimerHandle | None = None
 
+    @property
+    def wire(self) -> Wire:
+        return self.route or CHAT
 
-def _answer_bytes(
-    dialect: ServerDialect,
-    request: ServedRequest,
-    answer: Completion,
-    *,
-    answer_id: str,
-) -> bytes:
-    """Encode an answer, as events if the request wants a stream."""
-    if not request.stream:
-        return dialect.encode_answer(answer, answer_id=answer_id)
-    return b"".join(
-        dialect.encode_stream(answer, answer_id=answer_id, include_usage=request.include_usage)
-    )
-
-
-def _dialect_for(dialect: ServerDialect, step: Step) -> ServerDialect:
-    """Return the dialect with the reasoning field of a step (Chat Completions has several)."""
-    return ChatServer(step.reasoning_field) if isinstance(dialect, ChatServer) else dialect
+    @property
+    def dialect(self) -> ServerDialect:
+        return self.wire.dialect
 
 
 def _completion_of(
     request: ServedRequest, step: Step, usage: Usage, fault: str | None
 ) -> Completion:
     """Return the answer of a step, changed by its fault."""
-    message, reason = step.message, step.finish_reason
-    reported: Usage | None = usage
-    if fault == "no_usage":
-        reported = None
-    elif fault == "partial_usage":
-        reported = Usage(input_tokens=usage.input_tokens)
-    elif fault == "filtered":
-        message, reason = AssistantMessage(), "content_filter"
-    elif fault == "abort":
-        reason = "abort"
-    return Completion(
-        message=message, finish_reason=reason, usage=reported, served_model=request.model
+    answer = Completion(
+        message=step.message,
+        finish_reason=step.finish_reason,
+        usage=usage,
+        served_model=request.model,
     )
+    if fault == "no_usage":
+        return replace(answer, usage=None)
+    if fault == "partial_usage":
+        return replace(answer, usage=Usage(input_tokens=usage.input_tokens))
+    if fault == "filtered":
+        return replace(answer, message=AssistantMessage(), finish_reason="content_filter")
+    return replace(answer, finish_reason="abort") if fault == "abort" else answer
 
 
 # The program
 
-_ABOUT = "A fake model server over a real socket: deterministic, fast, with a log."
-
-
-def _config_from(arguments: argparse.Namespace) -> FakeConfig:
-    config = FakeConfig(
-        script=arguments.script,
-        key=arguments.key,
-        models=tuple(arguments.model),
-        latency_s=arguments.latency,
-        log=arguments.log,
-        keep=False,
-        hold_at=arguments.hold_at,
-        port=arguments.port,
-        rate=msgspec.json.decode(arguments.rate.encode(), type=RateLimits | None),
-        conditions=msgspec.json.decode(arguments.conditions.encode(), type=Conditions),
-    )
-    return replace(config, faults=plan_from_json(arguments.faults))
-
 
 def _parser() -> argparse.ArgumentParser:
-    parser = program_parser("fake_server", _ABOUT)
+    about = "A fake model server over a real socket: deterministic, fast, with a log."
+    parser = program_parser("fake_server", about)
     parser.add_argument("--script", default="echo", help="for models whose name is no script")
     parser.add_argument("--rate", default="null", help="rate limits of an account as JSON")
     parser.add_argument("--conditions", default="{}", help="clock, outages and prices as JSON")
@@ -436,13 +408,25 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Serve until a signal, or the end of stdin."""
     arguments = _parser().parse_args()
+    config = FakeConfig(
+        script=arguments.script,
+        faults=plan_from_json(arguments.faults),
+        key=arguments.key,
+        models=tuple(arguments.model),
+        latency_s=arguments.latency,
+        log=arguments.log,
+        keep=False,
+        hold_at=arguments.hold_at,
+        port=arguments.port,
+        rate=msgspec.json.decode(arguments.rate.encode(), type=RateLimits | None),
+        conditions=msgspec.json.decode(arguments.conditions.encode(), type=Conditions),
+    )
 
     def notify(n: int) -> None:
         if n in (arguments.notify_at, arguments.hold_at):
             print_json({"request": n})
 
-    server = FakeServer(_config_from(arguments), notify)
-    asyncio.run(serve(server, until_eof=arguments.until_eof))
+    asyncio.run(serve(FakeServer(config, notify), until_eof=arguments.until_eof))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,35 @@
-"""Faults that the fake model server injects, by seeded probability.
+"""Faults that the fake servers inject: by seeded probability, or where a script asks for one.
 
-Whether a request meets a fault, and which, is a pure function of the plan and of the request's own
-identity (its call id; for clients without one the body's hash and the client's retry count). So a
-run can be repeated, the server keeps no state, and another attempt is another draw.
+Whether a request meets a fault of the plan, and which, is a pure function of the plan and of the
+request's own identity (its call id; for clients without one the body's hash and the client's retry
+count). So a run can be repeated, the server keeps no state, and another attempt is another draw.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from hermes_rl.testing.dialects.base import ServerDialect
+from hermes_rl.messages import UserMessage
+from hermes_rl.testing.dialects.base import ServedRequest, ServerDialect
+
+OUTPUT_CAP = 4096
+"""The most output tokens of the fault `over_cap`."""
+WINDOW = 8192
+PROMPT = 6192
+"""The window of the fault `over_window`, and what it takes every prompt to be."""
+MESSAGES = 3
+"""The most messages that the fault `too_many` accepts."""
+IMAGE_CHARS = 300_000
+"""Characters of the longest image that the fault `heavy_images` accepts, in base64."""
+
+_BASE64 = re.compile(rb"[A-Za-z0-9+/]+")
 
 
 class Refusal(NamedTuple):
@@ -26,58 +41,26 @@ class Refusal(NamedTuple):
     message: str
 
 
-REFUSALS: dict[str, Refusal] = {
-    "bad_request": Refusal(400, "invalid_request_error", None, "Invalid value for 'messages'."),
-    "context_overflow": Refusal(
-        400,
-        "invalid_request_error",
-        "context_length_exceeded",
-        "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens.",
-    ),
-    "content_filter": Refusal(
-        400, "invalid_request_error", "content_filter", "The prompt was filtered."
-    ),
-    "auth": Refusal(401, "invalid_request_error", "invalid_api_key", "Incorrect API key provided."),
-    "billing": Refusal(402, "insufficient_credits", None, "Insufficient credits."),
-    "forbidden": Refusal(403, "permission_error", None, "You may not use this model."),
-    "not_found": Refusal(404, "not_found_error", "model_not_found", "The model does not exist."),
-    "timeout": Refusal(408, "timeout_error", None, "Request timed out."),
-    "too_large": Refusal(413, "request_too_large", None, "Request body is too large."),
-    "rate_limit": Refusal(429, "rate_limit_error", "rate_limit_exceeded", "Rate limit reached."),
-    "rate_limit_after": Refusal(429, "rate_limit_error", "rate_limit_exceeded", "Slow down."),
-    "rate_limit_date": Refusal(429, "rate_limit_error", "rate_limit_exceeded", "Slow down."),
-    "quota": Refusal(
-        429, "insufficient_quota", "insufficient_quota", "You exceeded your current quota."
-    ),
-    "server_error": Refusal(500, "server_error", None, "Internal server error."),
-    "unavailable": Refusal(503, "server_error", None, "The server is overloaded."),
-    "overloaded": Refusal(529, "overloaded_error", None, "Overloaded."),
-}
-"""Fault kind -> the refusal. Nothing is served."""
+class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One refusal in refusals.toml."""
 
-OWN_WORDS: dict[str, dict[str, Refusal]] = {
-    "anthropic_messages": {
-        "context_overflow": Refusal(
-            400, "invalid_request_error", None, "prompt is too long: 5000 tokens > 4096 maximum"
-        ),
-        "content_filter": Refusal(
-            400, "invalid_request_error", None, "Output blocked by content filtering policy"
-        ),
-        "auth": Refusal(401, "authentication_error", None, "invalid x-api-key"),
-        "billing": Refusal(402, "billing_error", None, "There is an issue with your billing."),
-        "not_found": Refusal(404, "not_found_error", None, "model: no-such-model"),
-        "too_large": Refusal(
-            413, "request_too_large", None, "Request exceeds the maximum allowed number of bytes."
-        ),
-        "quota": Refusal(
-            400,
-            "invalid_request_error",
-            None,
-            "Your credit balance is too low to access the Anthropic API.",
-        ),
-    },
-}
-"""Wire -> fault kind -> the refusal where a provider says it in words or a status of its own."""
+    message: str
+    status: int = 400
+    kind: str = "invalid_request_error"
+    code: str | None = None
+    contains: tuple[str, ...] = ()
+
+    @property
+    def refusal(self) -> Refusal:
+        return Refusal(self.status, self.kind, self.code, self.message)
+
+
+_TABLE = msgspec.toml.decode(
+    (Path(__file__).parent / "refusals.toml").read_bytes(), type=dict[str, dict[str, _Row]]
+)
+
+REFUSALS: dict[str, Refusal] = {kind: row.refusal for kind, row in _TABLE["always"].items()}
+"""Fault kind -> the refusal. Nothing is served."""
 
 BREAKS = ("reset", "cut", "garbage", "stall_first", "stall_mid")
 """The request is served, and its answer is lost: connection reset before the first byte; body cut
@@ -93,7 +76,7 @@ MIXED = (
     "rate_limit", "rate_limit_after", "server_error", "overloaded", "unavailable", "reset", "cut",
     "garbage", "slow", "no_usage", "partial_usage",
 )  # fmt: skip
-"""The mixture of `FaultPlan(mixed=...)`: what another attempt mends, in equal parts."""
+"""The mixture of `FaultPlan(mixed=...)`, in equal parts; another attempt gets over each of them."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +103,7 @@ class FaultPlan:
             raise ValueError("the shares of faults add up to more than 1")
 
     def draw(self, identity: bytes) -> str | None:
-        """The fault that a request meets, if any."""
+        """Return the fault that a request meets, if any."""
         if not self.mixed and not self.rates:
             return None
         digest = hashlib.blake2b(identity, digest_size=8, key=str(self.seed).encode()).digest()
@@ -136,18 +119,50 @@ class FaultPlan:
 
 
 def plan_from_json(text: str) -> FaultPlan:
-    """A plan from its JSON form, for example `{"seed": 1, "mixed": 0.2}`. Raises: ValueError."""
+    """Parse a plan, for example `{"seed": 1, "mixed": 0.2}`. Raises: ValueError."""
     return msgspec.json.decode(text.encode(), type=FaultPlan)
 
 
-def refusal_for(fault: str, dialect: str) -> Refusal | None:
-    """How a fault is refused on a wire; None when the fault is no refusal."""
-    own = OWN_WORDS.get(dialect, {})
-    return own.get(fault) or REFUSALS.get(fault)
+def refusal_for(fault: str | None, dialect: str) -> Refusal | None:
+    """Return how a fault is refused on a wire; None when the fault is no refusal."""
+    own = _TABLE.get(dialect, {}).get(fault or "")
+    return own.refusal if own is not None else REFUSALS.get(fault or "")
+
+
+def conditional_refusal(fault: str | None, request: ServedRequest, body: bytes) -> Refusal | None:
+    """Return the refusal of what a request holds; None for a request without it.
+
+    A client that sends the request again without it gets the step's answer.
+    """
+    row = _TABLE["conditional"].get(fault or "")
+    if row is None:
+        return None
+    met = any(text.encode() in body for text in row.contains) or (
+        fault in _CONDITIONS and _CONDITIONS[fault](request, body)
+    )
+    return row.refusal if met else None
+
+
+def _over(request: ServedRequest, cap: int) -> bool:
+    asked = request.sampling.max_tokens
+    return asked is None or asked > cap
+
+
+_CONDITIONS: dict[str, Callable[[ServedRequest, bytes], bool]] = {
+    "heavy_images": lambda _, body: any(
+        len(found[0]) > IMAGE_CHARS for found in _BASE64.finditer(body)
+    ),
+    "parts": lambda request, _: any(
+        isinstance(m.content, list) for m in request.messages if isinstance(m, UserMessage)
+    ),
+    "over_cap": lambda request, _: _over(request, OUTPUT_CAP),
+    "over_window": lambda request, _: _over(request, WINDOW - PROMPT),
+    "too_many": lambda request, _: len(request.messages) > MESSAGES,
+}
 
 
 def refusal_body(refusal: Refusal, dialect: ServerDialect) -> bytes:
-    """The JSON of a refusal in the form of a wire."""
+    """Encode a refusal as JSON of a wire."""
     return dialect.encode_error(
         refusal.message, status=refusal.status, kind=refusal.kind, code=refusal.code
     )

@@ -48,18 +48,8 @@ class Step:
     fault: str | None = None
 
 
-class Asked:
-    """How often the turns of scripts were asked for; one per server."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[int, int]] = Counter()
-
-    def times(self, written: str, turn: int) -> int:
-        """How often this turn was asked for before."""
-        key = (hash(written), turn)
-        self._counts[key] += 1
-        return self._counts[key] - 1
-
+Asked = Counter[tuple[int, int]]
+"""How often the turns of scripts (by hash) were asked for."""
 
 Play = Callable[[ServedRequest], Any]
 """Plays a model: a request's step, as it stands in a script."""
@@ -69,35 +59,32 @@ class ScriptError(ValueError):
     """The script in a prompt cannot be played; the server answers 400 with this text."""
 
 
-def step_for(
-    request: ServedRequest,
-    default: str = "echo",
-    asked: Asked | None = None,
-    plays: Mapping[str, Play] | None = None,
-) -> Step:
-    """The step that answers a request. Raises: ScriptError.
+def step_for(request: ServedRequest, default: str, asked: Asked, plays: Mapping[str, Play]) -> Step:
+    """Return the step that answers a request. Raises: ScriptError.
 
     Args:
-        asked: counts, for steps that are lists; without it these give their first.
+        asked: counts of a server, for steps that are lists.
         plays: by model: users, judges and policies that are functions.
     """
     turn = sum(isinstance(m, AssistantMessage) for m in request.messages)
-    if plays and request.model in plays:
+    if request.model in plays:
         try:
-            return _of_form(plays[request.model](request), turn)
+            return _parse_step(plays[request.model](request), turn)
         except Exception as error:  # a boundary: a test's function
             raise ScriptError(f"what plays {request.model} failed: {error!r}") from error
-    written = _written(request.messages)
-    if written is not None:
-        times = 0
-        if asked is not None and isinstance(_form(written, turn), list):
-            times = asked.times(written, turn)
-        return _step_of(written, turn, times)
-    return _named(request.model, turn) or _named(default, turn) or _echo(5, turn)
+    script = _script_in(request.messages)
+    if script is None:
+        return _named(request.model, turn) or _named(default, turn) or _echo(5, turn)
+    steps = _parse_turn(script, turn)
+    if len(steps) == 1:
+        return steps[0]
+    key = (hash(script), turn)
+    asked[key] += 1
+    return steps[min(asked[key], len(steps)) - 1]
 
 
 def usage_of(request: ServedRequest, step: Step) -> Usage:
-    """Tokens as this server counts them: a fixed cost and a quarter of the characters per message.
+    """Count tokens: a fixed number and a quarter of the characters per message.
 
     Cached is all but the last message: what an engine with a warm prefix cache would have. Where
     the wire caches only what is marked, a request with marks reads what the turn before it had
@@ -135,34 +122,26 @@ def _size(message: Message) -> int:
     return 4 + size // 4
 
 
-def _written(messages: Sequence[Message]) -> str | None:
-    """The script text in the first user message."""
+def _script_in(messages: Sequence[Message]) -> str | None:
+    """Return the script in the first user message."""
     first = next((text_of(m) for m in messages if isinstance(m, UserMessage)), "")
-    if "SCRIPT:" not in first:
-        return None
-    found = _MARK.search(first)
+    found = _MARK.search(first) if "SCRIPT:" in first else None
     return found.group(1) if found else None
 
 
 @lru_cache(maxsize=4096)
-def _form(written: str, turn: int) -> Any:
-    """A step as it is written."""
+def _parse_turn(script: str, turn: int) -> tuple[Step, ...]:
+    """Parse the steps of a turn: one for each time that it is asked for."""
     try:
-        steps = json.loads(written)
+        steps = json.loads(script)
     except ValueError as error:
         raise ScriptError(f"SCRIPT is not a JSON list: {error}") from None
-    return steps[turn] if turn < len(steps) else "done"
+    form = steps[turn] if turn < len(steps) else "done"
+    listed = form if isinstance(form, list) and form else [form]
+    return tuple(_parse_step(one, turn) for one in listed)
 
 
-@lru_cache(maxsize=4096)
-def _step_of(written: str, turn: int, times: int) -> Step:
-    step = _form(written, turn)
-    if isinstance(step, list) and step:
-        step = step[min(times, len(step) - 1)]
-    return _of_form(step, turn)
-
-
-def _of_form(step: Any, turn: int) -> Step:
+def _parse_step(step: Any, turn: int) -> Step:
     if isinstance(step, str):
         return _text(step)
     if not isinstance(step, dict):

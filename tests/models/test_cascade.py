@@ -18,7 +18,7 @@ from hermes_rl.models.providers.pool import KeyPool
 from hermes_rl.models.rate.limiter import Limiter
 from hermes_rl.models.rate.share import Cooldowns
 from hermes_rl.testing.conditions import Conditions
-from hermes_rl.testing.picky import OUTPUT_CAP, PROMPT, WINDOW
+from hermes_rl.testing.faults import OUTPUT_CAP, PROMPT, WINDOW
 
 DOT = "data:image/png;base64,iVBORw0KGgo="
 PICTURE = UserMessage(

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from hermes_rl import errors as e
 from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.testing.conditions import Conditions, Price
+from hermes_rl.testing.conditions import Conditions, Limits, Price, RateLimits
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
-from hermes_rl.testing.limits import Limits, RateLimits
 from hermes_rl.usage import Usage
 
 MODES = ["chat_completions", "anthropic_messages", "codex_responses"]
@@ -166,7 +165,7 @@ def test_each_token_of_a_prompt_is_billed_once():
         output_tokens=10,
     )
     cents = 100 * 10 + 600 * 1 + 200 * Decimal("12.5") + 100 * 20 + 10 * 50
-    assert price.bill(usage) == cents / 1_000_000
+    assert price.cost(usage) == cents / 1_000_000
 
 
 async def test_as_a_program(kit):

@@ -15,7 +15,7 @@ from hermes_rl.models.calls.retry import Clock, ModelCaller
 from hermes_rl.models.calls.route import Route
 from hermes_rl.models.rate.coordinator import Coordinator
 from hermes_rl.models.rate.share import Share
-from hermes_rl.testing.limits import Limits, RateLimits
+from hermes_rl.testing.conditions import Limits, RateLimits
 from hermes_rl.usage import Usage
 
 WORKERS, CALLERS = 8, 8

@@ -16,7 +16,7 @@ from hermes_rl.models.errors.body import facts_of
 from hermes_rl.models.providers.prices import PriceTable, read_price
 from hermes_rl.models.rate.budgets import NANO, OUTPUT_MAX, Budget, Lease, LeaseGrant
 from hermes_rl.models.rate.limiter import Limiter
-from hermes_rl.testing.picky import OUTPUT_CAP, PROMPT, WINDOW
+from hermes_rl.testing.faults import OUTPUT_CAP, PROMPT, WINDOW
 
 DIALECTS = ("chat_completions", "codex_responses", "anthropic_messages")
 PRICE = {"input": 1, "output": 2}

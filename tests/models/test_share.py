@@ -18,9 +18,8 @@ from hermes_rl.models.client import Endpoint, connect
 from hermes_rl.models.rate.budgets import Spend
 from hermes_rl.models.rate.coordinator import Coordinator
 from hermes_rl.models.rate.share import Share
-from hermes_rl.testing.conditions import Conditions
+from hermes_rl.testing.conditions import Conditions, RateLimits
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
-from hermes_rl.testing.limits import RateLimits
 from hermes_rl.usage import Usage
 
 SCALE = 12

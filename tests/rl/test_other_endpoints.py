@@ -14,10 +14,10 @@ from rl_kit import Written, ran, table, turn_of
 
 from batch_runner.manifest import read_manifest
 from hermes_rl.store.rundir import RunDir
+from hermes_rl.testing.conditions import RateLimits
 from hermes_rl.testing.dialects import any_key
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.http_server import Connection, Incoming
-from hermes_rl.testing.limits import RateLimits
 
 TALK = """
 uses = ("user", "judge")
