@@ -18,7 +18,6 @@ from hermes_rl.errors import (
     CannotJudge,
     HermesError,
     TaskFault,
-    ToolError,
     UserError,
     VerifierFault,
 )
@@ -112,12 +111,8 @@ async def open_host(section: EnvSection) -> AsyncIterator[Host]:
     """
     opened = await asyncio.to_thread(open_environment, section)
     env = opened.env
-    try:
+    with faults.user_code(env.name, env.setup, UserError):
         await env.setup()
-    except HermesError:
-        raise
-    except Exception as error:  # a boundary: user code
-        raise UserError(faults.describe_error(env.name, env.setup, error)) from error
     async with Pool(section.cpu_workers, opened.loaded.modules) as pool:
         yield Host(opened, pool)
 
@@ -245,14 +240,8 @@ async def call_method(
     Raises: `fault` for its bugs, with their place, a UserError included; other HermesErrors and
         cancellation unchanged.
     """
-    try:
+    with faults.user_code(env.name, method, fault, described=(UserError,)):
         return await method(*args)
-    except UserError as error:
-        raise fault(faults.describe_error(env.name, method, error)) from error
-    except HermesError:
-        raise
-    except Exception as error:  # a boundary: user code
-        raise fault(faults.describe_error(env.name, method, error)) from error
 
 
 def _guarded(
@@ -261,12 +250,8 @@ def _guarded(
     """Wrap a tool's handler so that its bugs are faults of the task, not of the model."""
 
     async def handler(ctx: ToolContext, arguments: dict[str, Any]) -> ToolResult:
-        try:
+        with faults.user_code(env.name, tool.handler, TaskFault):
             result = await tool.handler(ctx, arguments)
-        except (ToolError, HermesError):
-            raise
-        except Exception as error:  # a boundary: user code
-            raise TaskFault(faults.describe_error(env.name, tool.handler, error)) from error
         if isinstance(result, str):
             return ToolResult(text=result)
         if not isinstance(result, ToolResult):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hermes_rl.errors import CannotJudge
+from hermes_rl.errors import CannotJudge, HermesError
 
 _CHARS = 300
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
@@ -17,6 +18,27 @@ _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 class NoVerdict(CannotJudge):
     """No verdict after all allowed attempts: asking again would only cost more."""
+
+
+@contextmanager
+def user_code(
+    name: str,
+    method: Callable[..., Any],
+    fault: type[HermesError],
+    *,
+    described: tuple[type[HermesError], ...] = (),
+) -> Iterator[None]:
+    """Turn what a method of an environment raises into a fault with its place.
+
+    Args:
+        described: of our own errors, those that become a fault too; the others pass unchanged.
+    """
+    try:
+        yield
+    except Exception as error:  # a boundary: user code
+        if isinstance(error, HermesError) and not isinstance(error, described):
+            raise
+        raise fault(describe_error(name, method, error)) from error
 
 
 def describe_error(name: str, method: Callable[..., Any], error: BaseException) -> str:
@@ -27,26 +49,22 @@ def describe_error(name: str, method: Callable[..., Any], error: BaseException) 
         method: bound or not; its definition is the place when no frame of the traceback is in the
             user's code.
     """
-    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")[:_CHARS]
-    return f"environment {name}: {_name(method)}() raised {text} ({_raised_at(method, error)})"
+    frames = _user_frames(error)
+    home = _file_of(method)
+    here = [f for f in frames if home and Path(f.filename).parent == Path(home).parent]
+    found = here or frames
+    place = f"{_short(found[-1].filename)}:{found[-1].lineno}" if found else _defined_at(method)
+    text = _text(error).removesuffix(":")
+    return f"environment {name}: {_name(method)}() raised {text} ({place})"
 
 
-def describe_import_error(error: BaseException, file: str | None = None) -> str:
-    """Describe an exception of the user's code during import, with its place.
-
-    Args:
-        file: the file that was imported; a SyntaxError names its own.
-    """
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:_CHARS]
+def describe_import_error(error: BaseException) -> str:
+    """Describe an exception of the user's code during import, with its place."""
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{text} ({_short(error.filename)}:{error.lineno})"
-    frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [f for f in frames if not f.filename.startswith((_PACKAGE, "<"))]
-    return (
-        f"{text} ({_short(user_frames[-1].filename)}:{user_frames[-1].lineno})"
-        if user_frames
-        else text
-    )
+        return f"{_text(error)} ({_short(error.filename)}:{error.lineno})"
+    frames = _user_frames(error)
+    place = f" ({_short(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return _text(error) + place
 
 
 def describe_misuse(
@@ -63,20 +81,17 @@ def describe_misuse(
     return f"environment {name}: {_name(method)}() {what} ({place})"
 
 
+def _text(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:_CHARS]
+
+
 def _name(method: Callable[..., Any]) -> str:
     return getattr(method, "__name__", repr(method))
 
 
-def _raised_at(method: Callable[..., Any], error: BaseException) -> str:
-    """The innermost frame of the user's own files; of any file when there is none."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename]
-    user_frames = [f for f in frames if not f.filename.startswith((_PACKAGE, "<"))]
-    home = _file_of(method)
-    here = [f for f in user_frames if home and Path(f.filename).parent == Path(home).parent]
-    for found in (here, user_frames):
-        if found:
-            return f"{_short(found[-1].filename)}:{found[-1].lineno}"
-    return _defined_at(method)
+def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f for f in frames if f.filename and not f.filename.startswith((_PACKAGE, "<"))]
 
 
 def _defined_at(method: Callable[..., Any]) -> str:

@@ -8,10 +8,12 @@ leaves open (`settle_env`) and yields tasks (`env_rows`).
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -138,14 +140,9 @@ def load_module(name: str, file: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except HermesError:
-        del sys.modules[name]
-        raise
     except Exception as error:  # a boundary: user code
         del sys.modules[name]
-        raise UserError(
-            f"{file}: cannot be imported: {faults.describe_import_error(error, file)}"
-        ) from error
+        raise _import_error(file, error) from error
     return module
 
 
@@ -194,65 +191,52 @@ def _exists(dotted: str) -> bool:
 def _import(dotted: str) -> ModuleType:
     try:
         return importlib.import_module(dotted)
-    except HermesError:
-        raise
     except Exception as error:  # a boundary: user code
-        raise UserError(
-            f"{dotted}: cannot be imported: {faults.describe_import_error(error)}"
-        ) from error
+        raise _import_error(dotted, error) from error
+
+
+def _import_error(what: str, error: Exception) -> HermesError:
+    if isinstance(error, HermesError):
+        return error
+    return UserError(f"{what}: cannot be imported: {faults.describe_import_error(error)}")
 
 
 def _class_in(module: ModuleType, wanted: str) -> type[AnyEnvironment]:
-    """Return the class that is wanted, or the only one."""
-    inner = f"{module.__name__}.environment"
-    found = list(_classes(module))
-    if not found and not wanted and _exists(inner):
-        found = list(_classes(_import(inner)))
+    """Return the class that is wanted, or the only one, of a module or its `environment`."""
+    found, inner = _environments(module), f"{module.__name__}.environment"
     if wanted:
-        cls = getattr(module, wanted, None)
-        if cls is None and _exists(inner):
-            cls = getattr(_import(inner), wanted, None)
+        there = hasattr(module, wanted) or not _exists(inner)
+        cls = getattr(module if there else _import(inner), wanted, None)
         if not (isinstance(cls, type) and issubclass(cls, Environment)):
-            names = ", ".join(c.__name__ for c in found) or "none"
+            names = ", ".join(c.__name__ for c in found if not inspect.isabstract(c)) or "none"
             raise UserError(f"{module.__name__}: no Environment {wanted!r} (found: {names})")
-        if inspect.isabstract(cls):
-            raise UserError(f"{module.__name__}: {_unfinished(cls)}")
-        return cls
-    if not found:
-        raise UserError(f"{module.__name__}: {_lacking(module)}")
-    if len(found) > 1:
-        names = ", ".join(c.__name__ for c in found)
-        raise UserError(
-            f"{module.__name__}: which Environment? (found: {names}). Add :Class to the name"
-        )
-    return found[0]
+        found = [cls]
+    elif all(map(inspect.isabstract, found)) and _exists(inner):
+        found += _environments(_import(inner))
+    concrete = [cls for cls in found if not inspect.isabstract(cls)]
+    if len(concrete) == 1:
+        return concrete[0]
+    if concrete:
+        names = ", ".join(cls.__name__ for cls in concrete)
+        why = f"which Environment? (found: {names}). Add :Class to the name"
+    elif found:
+        missing = " and ".join(sorted(found[0].__abstractmethods__))
+        why = f"{found[0].__name__} lacks {missing}. Write it"
+    else:
+        why = "no Environment in it. Derive a class from hermes_rl.rl.Environment"
+    raise UserError(f"{module.__name__}: {why}")
 
 
-def _lacking(module: ModuleType) -> str:
-    """Explain why a module has no environment."""
-    inner = sys.modules.get(f"{module.__name__}.environment")
-    for cls in [c for m in (module, inner) if m for c in _subclasses(m) if inspect.isabstract(c)]:
-        return _unfinished(cls)
-    return "no Environment in it. Derive a class from hermes_rl.rl.Environment"
-
-
-def _unfinished(cls: type[AnyEnvironment]) -> str:
-    return f"{cls.__name__} lacks {' and '.join(sorted(cls.__abstractmethods__))}. Write it"
-
-
-def _classes(module: ModuleType) -> Iterator[type[AnyEnvironment]]:
-    """Yield the environments of a module that are not abstract."""
-    return (cls for cls in _subclasses(module) if not inspect.isabstract(cls))
-
-
-def _subclasses(module: ModuleType) -> Iterator[type[AnyEnvironment]]:
-    """Yield the environments defined in a module or its submodules, abstract ones too."""
+def _environments(module: ModuleType) -> list[type[AnyEnvironment]]:
+    """Return the environments defined in a module or its submodules, abstract ones too."""
     own = module.__name__
-    for value in vars(module).values():
-        if not (isinstance(value, type) and issubclass(value, Environment)):
-            continue
-        if value.__module__ == own or value.__module__.startswith(f"{own}."):
-            yield value
+    return [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, Environment)
+        and (value.__module__ == own or value.__module__.startswith(f"{own}."))
+    ]
 
 
 def _sources(file: Path) -> tuple[Path, ...]:
@@ -319,22 +303,15 @@ def open_environment(section: EnvSection, *, to_run: bool = True) -> Opened:
     name = getattr(cls, "name", None)
     if not isinstance(name, str) or not name:
         raise UserError(f"{cls.__name__}: give it a name, such as `name = 'my_env'`")
-    try:
-        config = cls.Config.model_validate(section.config)
-    except ValidationError as error:
-        raise UserError(
-            f"environment {name}: env.config: {describe(error.errors(), cls.Config)[1]}"
-        ) from None
-    except HermesError:
-        raise
-    except Exception as error:  # a boundary: a user's validator
-        raise UserError(faults.describe_error(name, cls.Config, error)) from error
-    try:
+    with faults.user_code(name, cls.Config, UserError):
+        try:
+            config = cls.Config.model_validate(section.config)
+        except ValidationError as error:
+            raise UserError(
+                f"environment {name}: env.config: {describe(error.errors(), cls.Config)[1]}"
+            ) from None
+    with faults.user_code(name, cls.__init__, UserError):
         env = cls(config)
-    except HermesError:
-        raise
-    except Exception as error:  # a boundary: user code
-        raise UserError(faults.describe_error(name, cls.__init__, error)) from error
     if section.split not in env.splits:
         raise UserError(f"environment {name}: {unknown('split', section.split, env.splits)}")
     if to_run:
@@ -373,8 +350,8 @@ def settle_env(config: RunConfig) -> tuple[RunConfig, Opened | None]:
         if value is not None:
             *sections, key = dotted.split(".")
             place = data
-            for section in sections:
-                place = place.setdefault(section, {})
+            for name in sections:
+                place = place.setdefault(name, {})
             place.setdefault(key, value)
     data["env"]["name"] = opened.loaded.name
     if opened.env.endless and data["dataset"].get("limit") is None:
@@ -434,28 +411,28 @@ def env_rows(opened: Opened, limit: int | None = None) -> Iterator[LazyRow]:
 
 def _stream(opened: Opened, limit: int | None) -> Iterator[Task]:
     env, section = opened.env, opened.section
-    try:
+    guard = functools.partial(
+        faults.user_code, env.name, env.tasks, UserError, described=(HermesError,)
+    )
+    with guard():
         returned: Any = env.tasks(section.split, section.seed)
-    except Exception as error:  # a boundary: user code
-        raise UserError(faults.describe_error(env.name, env.tasks, error)) from error
     if not isinstance(returned, Iterable):
         what = f"returned {type(returned).__name__}; yield tasks, or return a list of them"
         raise UserError(faults.describe_misuse(env.name, env.tasks, what))
     stream = iter(returned)
-    count = 0
-    while limit is None or count < limit:
-        try:
-            task = next(stream)
-        except StopIteration:
+    for count in itertools.count() if limit is None else range(limit):
+        with guard():
+            task: Any = next(stream, _END)
+        if task is _END:
             return
-        except Exception as error:  # a boundary: user code
-            raise UserError(faults.describe_error(env.name, env.tasks, error)) from error
         if why := _unfit(task, {"split": section.split, "position": count}):
             frame = getattr(stream, "gi_frame", None)
             line = frame.f_lineno if frame is not None else None
             raise UserError(faults.describe_misuse(env.name, env.tasks, why, line))
         yield task
-        count += 1
+
+
+_END = object()
 
 
 def _unfit(task: object, placed: Mapping[str, Any]) -> str | None:
@@ -502,20 +479,16 @@ def hashed(task: Task) -> dict[str, Any]:
 
 def tools_of(env: AnyEnvironment, task: Task) -> Mapping[str, Tool]:
     """Return the environment's own tools for a task, by name. Raises: UserError."""
-    try:
+    with faults.user_code(env.name, env.tools, UserError):
         returned = list(env.tools(task))
-    except HermesError:
-        raise
-    except Exception as error:  # a boundary: user code
-        raise UserError(faults.describe_error(env.name, env.tools, error)) from error
     tools: dict[str, Tool] = {}
     for one in returned:
+        what = None
         if not isinstance(one, Tool):
             what = f"returned {type(one).__name__} instead of Tool. Make it with @tool(...)"
+        elif one.name in tools:
+            what = f"returned {one.name!r} twice"
+        if what is not None:
             raise UserError(faults.describe_misuse(env.name, env.tools, what))
-        if one.name in tools:
-            raise UserError(
-                faults.describe_misuse(env.name, env.tools, f"returned {one.name!r} twice")
-            )
         tools[one.name] = one
     return tools
