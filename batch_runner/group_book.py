@@ -32,7 +32,7 @@ from hermes_rl.store.reader import Run
 from hermes_rl.store.rows import Derived
 
 if TYPE_CHECKING:
-    from hermes_rl.rl.scoring import EnvScorer, ReadyGroup
+    from hermes_rl.rl.scoring import Grader, ReadyGroup
 
 PER_BATCH = 1_000
 """Groups that are published together, where making them costs nothing."""
@@ -41,18 +41,20 @@ PER_BATCH = 1_000
 @asynccontextmanager
 async def _scoring(
     settings: Settings, driver: Driver, governed: dict[str, Any]
-) -> AsyncIterator[EnvScorer]:
+) -> AsyncIterator[Grader]:
     """The scorer within what is left of the run's budgets: its workers have ended.
 
     Args:
         governed: see `within_budgets`.
     """
-    from hermes_rl.rl.scoring import open_scorer
+    from hermes_rl.rl.scoring import open_grader
 
     config, run_dir, keys = settings.config, driver.run_dir, settings.keys
     async with (
         within_budgets(config, run_dir, SCORED_AT_ONCE, governed) as share,
-        open_scorer(config, run_dir, driver.run_id, share, settings.hosts.open, keys) as scorer,
+        open_grader(
+            config, run_dir, driver.run_id, share, opens=settings.hosts.open, keys=keys
+        ) as scorer,
     ):
         yield scorer
 
@@ -104,7 +106,7 @@ async def close_groups(
         ) as book,
     ):
         work = _Scored(scores, book, closed)
-        await at_once(scores.stream(due), work.score, SCORED_AT_ONCE)
+        await at_once(scores.ready(due), work.score, SCORED_AT_ONCE)
     return closed
 
 
@@ -121,7 +123,7 @@ def scored_by_env(settings: Settings) -> bool:
 class _Scored:
     """Groups on their way to their rows."""
 
-    scores: EnvScorer
+    scores: Grader
     book: DerivedWriter
     closed: Closed
 

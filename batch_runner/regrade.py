@@ -24,14 +24,12 @@ from batch_runner.within import within_budgets
 from hermes_rl.config import RunConfig, load_config, parse_config, set_key
 from hermes_rl.errors import UserError, cause_of
 from hermes_rl.rl.groups import INTERRUPTED, SCORED_AT_ONCE, Gathered, Scoring, make_group
-from hermes_rl.rl.loading import Opened, settle_env
+from hermes_rl.rl.loading import settle_env
 from hermes_rl.rl.scoring import (
-    EnvScorer,
     Grader,
     ReadyGroup,
     StoredRollout,
     open_grader,
-    scores_groups,
     without_policy,
 )
 from hermes_rl.store.derived import DerivedWriter, PendingRow, open_derived_writer
@@ -59,15 +57,16 @@ async def regrade(
 
     Raises: UserError; StoreError when the run is in use; DiskFull.
     """
-    config, opened = await asyncio.to_thread(_settled, path, changes)
-    plain = without_policy(config)
-    refuse_unpriced(plain)
+    config = await asyncio.to_thread(_settled, path, changes)
+    refuse_unpriced(without_policy(config))
     done = Regraded()
     governed: dict[str, Any] = {}
     async with await _open(RunDir(path)) as driver:
         async with (
             within_budgets(config, driver.run_dir, concurrency, governed) as share,
-            open_grader(plain, opened, driver.run_id, concurrency, share) as grader,
+            open_grader(
+                config, driver.run_dir, driver.run_id, share, concurrency=concurrency
+            ) as grader,
             open_derived_writer(driver.run_dir, driver.epoch) as book,
         ):
             rows = await asyncio.to_thread(StoredRows, driver.run_dir, grader, done)
@@ -75,7 +74,7 @@ async def regrade(
             await at_once(rows.stream(), work.grade, concurrency)
             if done.stopped is None:
                 groups = await asyncio.to_thread(due_again, driver.run_dir, rows.judged_by)
-                await work.regroup(groups, _scorer(grader, driver.run_dir))
+                await work.regroup(groups)
         await asyncio.to_thread(_note_budgets, driver.run_dir, governed)
     return done
 
@@ -91,14 +90,7 @@ async def _open(run_dir: RunDir) -> Driver:
     return await open_run(run_dir.path, first.identity, meta, options)
 
 
-def _scorer(grader: Grader, run_dir: RunDir) -> EnvScorer | None:
-    host = grader.host
-    if host is None or not scores_groups(host.opened):
-        return None
-    return EnvScorer.over(host, grader.workshop, run_dir)
-
-
-def _settled(path: Path, changes: Sequence[tuple[str, Any]]) -> tuple[RunConfig, Opened | None]:
+def _settled(path: Path, changes: Sequence[tuple[str, Any]]) -> RunConfig:
     """The run's configuration with the changes."""
     if not (path / "run.yaml").exists():
         raise UserError(f"{path} is no run directory (no run.yaml). Give the path of a run")
@@ -115,7 +107,7 @@ def _settled(path: Path, changes: Sequence[tuple[str, Any]]) -> tuple[RunConfig,
             f"{path} kept no workspaces, so nothing of it can be graded again. Make the run in "
             "another --out with --set run.keep_workspaces=true"
         )
-    return settle_env(config)
+    return settle_env(config)[0]
 
 
 @dataclass(frozen=True)
@@ -141,19 +133,16 @@ class _Work:
         done.changed += grade.reward not in (None, stored.row["reward"])
         return True
 
-    async def regroup(self, groups: Sequence[Regrouped], scorer: EnvScorer | None) -> None:
-        """New rows for groups.
-
-        Args:
-            scorer: of an environment that compares members: it is asked to do so again.
-        """
-        if scorer is None:
+    async def regroup(self, groups: Sequence[Regrouped]) -> None:
+        """New rows for groups; an environment that compares members does so again."""
+        grader = self.grader
+        if not grader.scores_groups:
             for one in groups:
                 await self.book.add(Derived(groups=(make_group(one.gathered, one.scoring),)))
             self.done.groups += len(groups)
             return
         graded = {one.gathered.facts["group_id"]: one.scoring for one in groups}
-        metrics = await asyncio.to_thread(graded_metrics, scorer.rows.run_dir)
+        metrics = await asyncio.to_thread(graded_metrics, grader.run_dir)
 
         async def score(ready: ReadyGroup) -> bool:
             by_members = graded[ready.gathered.facts["group_id"]]
@@ -168,10 +157,10 @@ class _Work:
                 ready.gathered, replace(by_members, by="score_group", error=INTERRUPTED)
             )
             question = self.book.begin(Derived(groups=(cut,)))
-            scored = await scorer.score(ready, question)
+            scored = await grader.score(ready, question)
             return await self._take(ready.gathered, by_members, scored, question)
 
-        await at_once(scorer.stream([one.gathered for one in groups]), score, SCORED_AT_ONCE)
+        await at_once(grader.ready([one.gathered for one in groups]), score, SCORED_AT_ONCE)
 
     async def _take(
         self, gathered: Gathered, graded: Scoring, scored: Scoring, question: PendingRow

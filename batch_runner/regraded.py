@@ -14,7 +14,7 @@ import msgspec
 
 from hermes_rl.messages import UNPARSED
 from hermes_rl.rl.groups import Gathered, Member, Scoring, gather
-from hermes_rl.rl.scoring import Grader, StoredRollout, TaskLookup
+from hermes_rl.rl.scoring import Grader, StoredRollout
 from hermes_rl.store.reader import Run
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.tasks import LazyRow, Task
@@ -100,7 +100,6 @@ class StoredRows:
     def __init__(self, run_dir: RunDir, grader: Grader, done: Regraded) -> None:
         self._run_dir, self._grader, self._done = run_dir, grader, done
         self._kept = Workspaces(run_dir.path / WORKSPACES)
-        self._tasks = TaskLookup(grader.rows)
         self._known = {pair for pair, r in _rewards(Run(run_dir)).items() if r is not None}
         self.judged_by: dict[str, str] = {}
         """Trajectory -> the grader of its task as it is now."""
@@ -128,7 +127,7 @@ class StoredRows:
         with pq.ParquetFile(part) as file:
             light = file.read(columns=list(_LIGHT)).to_pylist()
             light = [row for row in light if only is None or row["trajectory_id"] in only]
-            tasks = self._tasks.find({row["row_index"] for row in light})
+            tasks = self._grader.tasks.find({row["row_index"] for row in light})
             wanted = {row["trajectory_id"]: t for row in light if (t := self._wanted(row, tasks))}
             ids = pa.array(wanted, pa.string())
             for batch in file.iter_batches(batch_size=_TAKEN) if wanted else ():

@@ -72,10 +72,9 @@ class Scoring:
 
     by: str = "compute_reward"
     grade_id: str | None = None
-    rewards: Sequence[float | None] | None = None
-    """In the order of the members, in place of their own; one without a trajectory has none."""
-    scored: Sequence[Rewards | None] | None = None
-    """What `score_group` returned for each member: the rewards with their components."""
+    rewards: Sequence[Rewards | float | None] | None = None
+    """In the order of the members, in place of their own; those of `score_group` have components.
+    One without a trajectory has none."""
     calls: list[Call] = field(default_factory=list)
     usage: UsageTotal = _NOTHING
     cost_usd: float | None = None
@@ -91,14 +90,14 @@ def make_group(gathered: Gathered, scoring: Scoring | None = None) -> Group:
     """Make the row of a group; statistics and advantages are over valid members only."""
     scoring = scoring or Scoring()
     members = gathered.members
-    scores = [m.reward for m in members] if scoring.rewards is None else list(scoring.rewards)
-    if scoring.error is not None:
-        scores = [None] * len(members)
+    given = [m.reward for m in members] if scoring.rewards is None else scoring.rewards
     rewards = [
-        s if m.trajectory_id is not None else None for m, s in zip(members, scores, strict=True)
+        (r.total if isinstance(r, Rewards) else r)
+        if m.trajectory_id is not None and scoring.error is None
+        else None
+        for m, r in zip(members, given, strict=True)
     ]
     valid = [r for r in rewards if r is not None]
-    scored = [None] * len(members) if scoring.scored is None else scoring.scored
     missing = "not graded" if scoring.error is None else "not scored"
     return Group(
         **gathered.facts,
@@ -108,8 +107,13 @@ def make_group(gathered: Gathered, scoring: Scoring | None = None) -> Group:
         unit_ids=[m.unit_id for m in members],
         trajectory_ids=[m.trajectory_id for m in members],
         rewards=rewards,
-        reward_parts=[list(one.parts) if one else [] for one in scored],
-        reward_metrics=[_metrics(one) for one in scored],
+        reward_parts=[list(r.parts) if isinstance(r, Rewards) else [] for r in given],
+        reward_metrics=[
+            [Metric(name=n, value=float(v)) for n, v in r.metrics.items()]
+            if isinstance(r, Rewards)
+            else []
+            for r in given
+        ],
         valid=[r is not None for r in rewards],
         why_invalid=[
             None if r is not None else m.why_invalid or missing
@@ -131,10 +135,6 @@ def make_group(gathered: Gathered, scoring: Scoring | None = None) -> Group:
         error=scoring.error,
         created_at=time.time_ns() // 1000,
     )
-
-
-def _metrics(scored: Rewards | None) -> list[Metric]:
-    return [Metric(name=n, value=float(v)) for n, v in scored.metrics.items()] if scored else []
 
 
 MembersOf = Callable[[int], int | None]

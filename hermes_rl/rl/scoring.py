@@ -29,7 +29,7 @@ import msgspec
 
 from hermes_rl import events as ev
 from hermes_rl.config import RunConfig, parse_config
-from hermes_rl.errors import CAUSES, HermesError, TaskFault, UserError, VerifierFault, cause_of
+from hermes_rl.errors import CAUSES, HermesError, TaskFault, VerifierFault, cause_of
 from hermes_rl.identity import digest, unit_seed
 from hermes_rl.models.rate.share import Share
 from hermes_rl.ports import Recorder, WorkItem
@@ -73,63 +73,12 @@ _BEGUN_COLUMNS = (
     *("run_id", "group_id", "member", "repeat", "row_index", "task_id", "task_hash"),
     *("config_hash", "seed", "model", "api_mode", "endpoint"),
 )
+_GRADE_COLUMNS = ("trajectory_id", "unit_id", "group_id", "run_id", "task_id", "env_name")
 
 
-class DiscardingRecorder:
-    """A recorder that keeps nothing."""
-
-    def record(self, event: ev.Event) -> None:
-        """Discard the event."""
-
-
-def work_item_of(
-    row: Mapping[str, Any], task: Task | None, *, bad_row: str | None = None
-) -> WorkItem:
-    """Describe a rollout that is no attempt of a run to its environment.
-
-    Args:
-        row: a row of `trajectories`, or the same columns.
-        bad_row: why there is no task.
-    """
-    columns = {name: row[name] for name in _ITEM_COLUMNS}
-    return WorkItem(**columns, epoch=0, task=task, bad_row=bad_row)
-
-
-def _begin_log(row: Mapping[str, Any], recorder: Recorder) -> Tape:
-    """Begin an event log for calls about a stored rollout.
-
-    Args:
-        row: a row of `trajectories`.
-    """
-    log = Tape(recorder)
-    key = ev.AttemptKey(unit_id=row["unit_id"], epoch=0, attempt=row["attempt"])
-    columns = {name: row[name] for name in _BEGUN_COLUMNS}
-    log.record(ev.Begun(**columns, key=key, started_at=time.time(), prompt=""))
-    return log
-
-
-@dataclass(frozen=True)
-class _Outcome(Generic[T]):
-    """The result of asking a verifier or an environment, with what it cost."""
-
-    value: T | None
-    error: str | None
-    """Why there is no value, scrubbed of secrets."""
-    stop: HermesError | None
-    record: Trajectory
-    """The calls with their usage and cost; `metrics` bounds calls of unknown usage."""
-
-
-async def _account_for(workshop: Workshop, log: Tape, work: Awaitable[T]) -> _Outcome[T]:
-    """Await `work`, whose calls go to `log`. Raises: DiskFull of the recorder."""
-    value, error, stop = None, None, None
-    try:
-        value = await work
-    except HermesError as fault:
-        error = scrub(workshop.scrub(f"{type(fault).__name__}: {fault}"))
-        stop = fault if CAUSES[cause_of(fault)].breaker else None
-    ended = ev.Ended(finished_at=time.time(), end_reason="answered")
-    return _Outcome(value, error, stop, fold([*log.events, ended]))
+def _work_item(row: Mapping[str, Any], task: Task) -> WorkItem:
+    """Describe a stored rollout, which is no attempt of a run, to its environment."""
+    return WorkItem(**{name: row[name] for name in _ITEM_COLUMNS}, epoch=0, task=task)
 
 
 class TaskLookup:
@@ -154,22 +103,42 @@ class TaskLookup:
         Raises: UserError when the stream cannot be read.
         """
         found: dict[int, LazyRow] = {}
-        if not indices:
-            return found
-        if min(indices) < self._next:
+        if min(indices, default=self._next) < self._next:
             self._rows, self._next = self._begin(), 0
-        last = max(indices)
-        while self._next <= last:
-            row = next(self._rows, None)
-            if row is None:
-                break
+        last = max(indices, default=-1)
+        while self._next <= last and (row := next(self._rows, None)):
             self._next = row.index + 1
             if row.index in indices:
                 found[row.index] = row
         return found
 
 
-# Stored rollouts
+@dataclass
+class _PublishedRows:
+    """Finds rows of rollouts by id, one part in memory at a time. Blocking.
+
+    Rollouts that only a regrade could grade are in `failures`. Memory: an entry for each row of the
+    run.
+    """
+
+    run_dir: RunDir
+    _part_of: dict[str, Path] = field(default_factory=dict)
+
+    def find(self, wanted: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Return those of the rows that are published."""
+        import pyarrow.parquet as pq
+
+        if not self._part_of:
+            for part in (p for t in ("trajectories", "failures") for p in self.run_dir.parts(t)):
+                ids = pq.read_table(part, columns=["trajectory_id"])["trajectory_id"].to_pylist()
+                self._part_of |= dict.fromkeys(ids, part)
+        found, kept = {}, Workspaces(self.run_dir.path / WORKSPACES)
+        for part in sorted({self._part_of[one] for one in wanted if one in self._part_of}):
+            table = pq.read_table(part, filters=[("trajectory_id", "in", list(wanted))])
+            for row in table.to_pylist():
+                metrics = {m["name"]: m["value"] for m in row["metrics"]}
+                found[row["trajectory_id"]] = kept.as_rolled({**row, "metrics": metrics})
+        return found
 
 
 @dataclass(frozen=True)
@@ -195,26 +164,64 @@ class GradeResult:
 
 
 @dataclass(frozen=True)
-class Grader:
-    """Grades stored rollouts with an environment or with their tasks' own verifiers."""
+class ReadyGroup:
+    """A group with what its environment is shown of it."""
 
-    workshop: Workshop
-    host: Host | None
-    """None for the tasks' own verifiers."""
-    identity: str
-    """Of the environment; empty without one."""
-    rows: Callable[[], Iterator[LazyRow]]
-    """Begins the run's dataset, or its environment's task stream."""
+    gathered: Gathered
+    task: Task | None
+    rows: tuple[dict[str, Any], ...]
+    """Of its members with a reward, in their order."""
+
+
+@dataclass(frozen=True)
+class _Outcome(Generic[T]):
+    """The result of asking a verifier or an environment, with what it cost."""
+
+    value: T | None
+    error: str | None
+    """Why there is no value, scrubbed of secrets."""
+    stop: HermesError | None
+    record: Trajectory
+    """The calls with their usage and cost; `metrics` bounds calls of unknown usage."""
+
+
+class Grader:
+    """Grades stored rollouts and scores groups, with an environment or the tasks' own verifiers.
+
+    Args:
+        host: None for the tasks' own verifiers.
+    """
+
+    def __init__(self, workshop: Workshop, host: Host | None, run_dir: RunDir) -> None:
+        self.host, self.run_dir, self._workshop = host, run_dir, workshop
+        dataset = workshop.config.dataset
+        self.tasks = TaskLookup(
+            functools.partial(read_rows, dataset.path, columns=dataset.map)
+            if host is None
+            else functools.partial(env_rows, host.opened)
+        )
+        """Of the run's dataset, or its environment's stream."""
+        self._rows = _PublishedRows(run_dir)
 
     @property
     def sandboxed(self) -> bool:
         """Whether grading needs a workspace."""
         return self.host is None or self.host.env.config.sandboxed
 
+    @property
+    def scores_groups(self) -> bool:
+        """Whether the environment scores whole groups."""
+        return self.host is not None and scores_groups(self.host.opened)
+
+    @functools.cached_property
+    def _identity(self) -> str:
+        assert self.host is not None
+        return digest(self.host.opened.identity)
+
     def grade_id(self, task: Task) -> str:
-        """Return the identity of what grades a task's rollouts."""
+        """Return the identity of what grades a task's rollouts. Blocking."""
         if self.host is not None:
-            return self.identity
+            return self._identity
         verifier = task.verify
         if verifier is None:
             return digest([])
@@ -222,16 +229,12 @@ class Grader:
         how = (verifier.score, verifier.image, verifier.timeout_s)
         return digest([verifier.script, files, *how])
 
+    # Stored rollouts
+
     def pending(self, stored: StoredRollout) -> Grade:
         """Return the grade that stands until the rollout is graded."""
-        row = stored.row
         return Grade(
-            trajectory_id=row["trajectory_id"],
-            unit_id=row["unit_id"],
-            group_id=row["group_id"],
-            run_id=row["run_id"],
-            task_id=row["task_id"],
-            env_name=row["env_name"],
+            **{name: stored.row[name] for name in _GRADE_COLUMNS},
             grade_id=stored.grade_id,
             reward=None,
             rewards=[],
@@ -253,8 +256,9 @@ class Grader:
         Raises: DiskFull of the recorder.
         """
         began = time.monotonic()
-        log = _begin_log(stored.row, recorder)
-        outcome = await _account_for(self.workshop, log, self._grade_workspace(stored, log))
+        outcome = await self._record(
+            stored.row, recorder, functools.partial(self._grade_workspace, stored)
+        )
         graded, record = outcome.value or ev.Graded(reward=None), outcome.record
         grade = msgspec.structs.replace(
             self.pending(stored),
@@ -272,7 +276,7 @@ class Grader:
     async def _grade_workspace(self, stored: StoredRollout, log: Tape) -> ev.Graded:
         if stored.archive is None:
             return await self._grade_in(None, stored, log)
-        run = self.workshop
+        run = self._workshop
         spec = SandboxSpec(
             lease=f"{run.run_id}-regrade-{stored.row['trajectory_id'][:16]}",
             image=stored.task.image or run.config.sandbox.image,
@@ -293,37 +297,150 @@ class Grader:
         if self.host is None:
             assert sandbox is not None
             return await verify(sandbox, stored.task.verify)
-        item = work_item_of(stored.row, stored.task)
-        stage = Stage(self.workshop, item, stored.task, log, self.workshop.budget())
-        episode = EnvEpisode(self.host, stage)
+        episode = EnvEpisode(self.host, self._stage(_work_item(stored.row, stored.task), log))
         episode.ctx.state.update(stored.state)
         return await episode.judge(sandbox, Rollout.of_row(stored.row))
+
+    # Whole groups
+
+    async def ready(self, groups: Sequence[Gathered]) -> AsyncGenerator[ReadyGroup, None]:
+        """Read what is needed to score these groups, a bounded number of them at a time.
+
+        Args:
+            groups: in the order of the dataset.
+        """
+        for at in range(0, len(groups), GROUPS_IN_MEMORY):
+            for ready in await asyncio.to_thread(self._read, groups[at : at + GROUPS_IN_MEMORY]):
+                yield ready
+
+    def _read(self, batch: Sequence[Gathered]) -> list[ReadyGroup]:
+        wanted = [
+            [m.trajectory_id or "" for m in gathered.members if m.why_invalid is None]
+            for gathered in batch
+        ]
+        rows = self._rows.find({one for own in wanted for one in own})
+        tasks = self.tasks.find({gathered.row_index for gathered in batch})
+        ready = []
+        for gathered, own in zip(batch, wanted, strict=True):
+            lazy = tasks.get(gathered.row_index)
+            if all(one in rows for one in own):  # else it waits until they are published
+                task = lazy.parse().task if lazy else None
+                ready.append(ReadyGroup(gathered, task, tuple(rows[one] for one in own)))
+        return ready
+
+    async def score(self, ready: ReadyGroup, recorder: Recorder) -> Scoring:
+        """Return the rewards of a group's members; `error` says why there are none now.
+
+        Args:
+            recorder: takes the events of its calls.
+
+        Raises: DiskFull of the recorder.
+        """
+        if ready.task is None or not ready.rows:
+            return Scoring()
+        outcome = await self._record(
+            ready.rows[0], recorder, functools.partial(self._ask, ready, ready.task)
+        )
+        rewards: list[Rewards | float | None] | None = None
+        if outcome.value is not None:
+            units = (row["unit_id"] for row in ready.rows)
+            by_unit = dict(zip(units, outcome.value, strict=True))
+            rewards = [by_unit.get(member.unit_id) for member in ready.gathered.members]
+        kept = rewards is None and outcome.error is None
+        return Scoring(
+            by="compute_reward" if kept else "score_group",
+            rewards=rewards,
+            calls=outcome.record.calls,
+            usage=outcome.record.usage,
+            cost_usd=outcome.record.cost_usd,
+            metrics=outcome.record.metrics,
+            error=outcome.error,
+            stop=outcome.stop,
+        )
+
+    async def _ask(self, ready: ReadyGroup, task: Task, log: Tape) -> list[Rewards] | None:
+        """Raises: VerifierFault, ModelError, CostLimit."""
+        assert self.host is not None
+        env = self.host.env
+        members = [Rollout.of_row(row) for row in ready.rows]
+        # The group takes the place of a unit: it has a seed of its own.
+        group_id = ready.gathered.facts["group_id"]
+        seed = unit_seed(self._workshop.config.agent.base_seed, group_id)
+        item = msgspec.structs.replace(
+            _work_item(ready.rows[0], task), unit_id=group_id, attempt=0, repeat=0, seed=seed
+        )
+        ctx = self.host.context(self._stage(item, log))
+        value = await call_method(env, env.score_group, VerifierFault, task, members, ctx)
+        if value is None:
+            return None
+        scores = list(value) if isinstance(value, Iterable) else None
+        if scores is None or len(scores) != len(members):
+            what = f"returned {type(value).__name__}; return a list of rewards, or None"
+            if scores is not None:
+                what = f"returned {len(scores)} rewards for {len(members)} members"
+            raise VerifierFault(faults.describe_misuse(env.name, env.score_group, what))
+        pairs = zip(scores, members, strict=True)
+        return [check_reward(env, env.score_group, one, member.turns) for one, member in pairs]
+
+    # Both
+
+    def _stage(self, item: WorkItem, log: Tape) -> Stage:
+        assert item.task is not None
+        return Stage(self._workshop, item, item.task, log, self._workshop.budget())
+
+    async def _record(
+        self, row: Mapping[str, Any], recorder: Recorder, work: Callable[[Tape], Awaitable[T]]
+    ) -> _Outcome[T]:
+        """Do work about a stored rollout and record its calls.
+
+        Args:
+            row: of `trajectories`.
+
+        Raises: DiskFull of the recorder.
+        """
+        log = Tape(recorder)
+        key = ev.AttemptKey(unit_id=row["unit_id"], epoch=0, attempt=row["attempt"])
+        columns = {name: row[name] for name in _BEGUN_COLUMNS}
+        log.record(ev.Begun(**columns, key=key, started_at=time.time(), prompt=""))
+        value, error, stop = None, None, None
+        try:
+            value = await work(log)
+        except HermesError as fault:
+            error = scrub(self._workshop.scrub(f"{type(fault).__name__}: {fault}"))
+            stop = fault if CAUSES[cause_of(fault)].breaker else None
+        ended = ev.Ended(finished_at=time.time(), end_reason="answered")
+        return _Outcome(value, error, stop, fold([*log.events, ended]))
 
 
 @asynccontextmanager
 async def open_grader(
-    config: RunConfig, opened: Opened | None, run_id: str, concurrency: int, share: Share
+    config: RunConfig,
+    run_dir: RunDir,
+    run_id: str,
+    share: Share,
+    *,
+    concurrency: int = SCORED_AT_ONCE,
+    opens: OpensHost = open_host,
+    keys: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Grader]:
-    """Open the grader of a run.
+    """Open the grader of a run; the policy itself is never called.
 
     Args:
-        config: with a policy that is never called (`without_policy`).
-        opened: the run's environment; None takes the verifiers of its dataset.
+        config: of the run; without an environment its dataset's verifiers grade.
         share: limiters, and what is left of the run's budgets.
+        opens: the environment.
+        keys: API keys by variable, as the run began with them; None finds them. A command that
+            prints keys is then only run when one is refused.
 
     Raises: UserError.
     """
+    plain = without_policy(config)
     async with AsyncExitStack() as stack:
         workshop = await stack.enter_async_context(
-            open_workshop(config, run_id=run_id, concurrency=concurrency, share=share)
+            open_workshop(plain, run_id=run_id, concurrency=concurrency, share=share, keys=keys)
         )
-        if opened is None or config.env is None:
-            dataset = config.dataset
-            plain = functools.partial(read_rows, dataset.path, columns=dataset.map)
-            yield Grader(workshop, None, "", plain)
-            return
-        host = await stack.enter_async_context(open_host(config.env))
-        yield Grader(workshop, host, digest(opened.identity), functools.partial(env_rows, opened))
+        host = None if plain.env is None else await stack.enter_async_context(opens(plain.env))
+        yield Grader(workshop, host, run_dir)
 
 
 def without_policy(config: RunConfig) -> RunConfig:
@@ -340,177 +457,6 @@ def without_policy(config: RunConfig) -> RunConfig:
     return parse_config(data)
 
 
-# Whole groups
-
-
 def scores_groups(opened: Opened) -> bool:
     """Whether the environment overrides `score_group`."""
     return type(opened.env).score_group is not Environment.score_group
-
-
-@dataclass(frozen=True)
-class ReadyGroup:
-    """A group with what its environment is shown of it."""
-
-    gathered: Gathered
-    task: Task | None
-    rows: tuple[dict[str, Any], ...]
-    """Of its members with a reward, in their order."""
-
-
-@dataclass
-class PublishedRows:
-    """Finds rows of rollouts by id, one part in memory at a time. Blocking.
-
-    Rollouts that only a regrade could grade are in `failures`. Memory: an entry for each row of the
-    run.
-    """
-
-    run_dir: RunDir
-    _part_of: dict[str, Path] = field(default_factory=dict)
-
-    def find(self, wanted: Collection[str]) -> dict[str, dict[str, Any]]:
-        """Return those of the rows that are published."""
-        import pyarrow.parquet as pq
-
-        if not self._part_of:
-            for part in (p for t in ("trajectories", "failures") for p in self.run_dir.parts(t)):
-                ids = pq.read_table(part, columns=["trajectory_id"])["trajectory_id"].to_pylist()
-                self._part_of |= dict.fromkeys(ids, part)
-        found, kept = {}, Workspaces(self.run_dir.path / WORKSPACES)
-        for part in sorted({self._part_of[one] for one in wanted if one in self._part_of}):
-            table = pq.read_table(part, filters=[("trajectory_id", "in", list(wanted))])
-            for row in table.to_pylist():
-                metrics = {m["name"]: m["value"] for m in row["metrics"]}
-                rolled = kept.as_rolled({**row, "metrics": metrics})
-                found[row["trajectory_id"]] = rolled
-        return found
-
-
-@dataclass(frozen=True)
-class EnvScorer:
-    """Asks an environment for the rewards of groups."""
-
-    host: Host
-    workshop: Workshop
-    rows: PublishedRows
-    tasks: TaskLookup
-
-    @classmethod
-    def over(cls, host: Host, workshop: Workshop, run_dir: RunDir) -> EnvScorer:
-        """Return a scorer of the groups of a run."""
-        tasks = TaskLookup(functools.partial(env_rows, host.opened))
-        return cls(host, workshop, PublishedRows(run_dir), tasks)
-
-    async def stream(self, groups: Sequence[Gathered]) -> AsyncGenerator[ReadyGroup, None]:
-        """Read what is needed to score these groups, a bounded number of them at a time.
-
-        Args:
-            groups: in the order of the dataset.
-        """
-        for at in range(0, len(groups), GROUPS_IN_MEMORY):
-            for ready in await asyncio.to_thread(self._read, groups[at : at + GROUPS_IN_MEMORY]):
-                yield ready
-
-    def _read(self, batch: Sequence[Gathered]) -> list[ReadyGroup]:
-        valid = {
-            g.facts["group_id"]: [m for m in g.members if m.why_invalid is None] for g in batch
-        }
-        rows = self.rows.find({m.trajectory_id or "" for found in valid.values() for m in found})
-        tasks = self.tasks.find({gathered.row_index for gathered in batch})
-        ready = []
-        for gathered in batch:
-            lazy = tasks.get(gathered.row_index)
-            wanted = [m.trajectory_id or "" for m in valid[gathered.facts["group_id"]]]
-            if all(one in rows for one in wanted):  # else it waits until they are published
-                own = tuple(rows[one] for one in wanted)
-                ready.append(ReadyGroup(gathered, lazy.parse().task if lazy else None, own))
-        return ready
-
-    async def score(self, ready: ReadyGroup, recorder: Recorder) -> Scoring:
-        """Return the rewards of a group's members; `error` says why there are none now.
-
-        Args:
-            recorder: takes the events of its calls.
-
-        Raises: DiskFull of the recorder.
-        """
-        if ready.task is None or not ready.rows:
-            return Scoring()
-        log = _begin_log(ready.rows[0], recorder)
-        outcome = await _account_for(self.workshop, log, self._ask(ready, ready.task, log))
-        value, record = outcome.value, outcome.record
-        scored = None if value is None else _for_all_members(ready, value)
-        kept = scored is None and outcome.error is None
-        return Scoring(
-            by="compute_reward" if kept else "score_group",
-            rewards=None if scored is None else [one.total if one else None for one in scored],
-            scored=scored,
-            calls=record.calls,
-            usage=record.usage,
-            cost_usd=record.cost_usd,
-            metrics=record.metrics,
-            error=outcome.error,
-            stop=outcome.stop,
-        )
-
-    async def _ask(self, ready: ReadyGroup, task: Task, log: Tape) -> list[Rewards] | None:
-        """Raises: VerifierFault, ModelError, CostLimit."""
-        env = self.host.env
-        members = [Rollout.of_row(row) for row in ready.rows]
-        # The group takes the place of a unit: it has a seed of its own.
-        group_id = ready.gathered.facts["group_id"]
-        seed = unit_seed(self.workshop.config.agent.base_seed, group_id)
-        item = msgspec.structs.replace(
-            work_item_of(ready.rows[0], task), unit_id=group_id, attempt=0, repeat=0, seed=seed
-        )
-        ctx = self.host.context(Stage(self.workshop, item, task, log, self.workshop.budget()))
-        value = await call_method(env, env.score_group, VerifierFault, task, members, ctx)
-        if value is None:
-            return None
-        if not isinstance(value, Iterable):
-            what = f"returned {type(value).__name__}; return a list of rewards, or None"
-            raise VerifierFault(faults.describe_misuse(env.name, env.score_group, what))
-        scores = list(value)
-        if len(scores) != len(members):
-            what = f"returned {len(scores)} rewards for {len(members)} members"
-            raise VerifierFault(faults.describe_misuse(env.name, env.score_group, what))
-        pairs = zip(scores, members, strict=True)
-        return [check_reward(env, env.score_group, one, member.turns) for one, member in pairs]
-
-
-def _for_all_members(ready: ReadyGroup, scores: Sequence[Rewards]) -> list[Rewards | None]:
-    """The scores in the order of all members, None for those that were not scored."""
-    by_unit = dict(zip((row["unit_id"] for row in ready.rows), scores, strict=True))
-    return [by_unit.get(member.unit_id) for member in ready.gathered.members]
-
-
-@asynccontextmanager
-async def open_scorer(
-    config: RunConfig,
-    run_dir: RunDir,
-    run_id: str,
-    share: Share,
-    opens: OpensHost = open_host,
-    keys: Mapping[str, str] | None = None,
-) -> AsyncIterator[EnvScorer]:
-    """Open the scorer of a run's environment; the policy itself is never called.
-
-    Args:
-        share: limiters, and what is left of the run's budgets.
-        opens: the environment.
-        keys: API keys by variable, as the run began with them; None finds them. A command that
-            prints keys is then only run when one is refused.
-
-    Raises: UserError.
-    """
-    plain = without_policy(config)
-    if plain.env is None:
-        raise UserError("a run without an environment has no score_group")
-    async with (
-        open_workshop(
-            plain, run_id=run_id, concurrency=SCORED_AT_ONCE, share=share, keys=keys
-        ) as workshop,
-        opens(plain.env) as host,
-    ):
-        yield EnvScorer.over(host, workshop, run_dir)

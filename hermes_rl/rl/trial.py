@@ -18,12 +18,12 @@ import msgspec
 from hermes_rl.aio import run_sync
 from hermes_rl.config import parse_config
 from hermes_rl.errors import HermesError, UserError
+from hermes_rl.events import Event
 from hermes_rl.identity import group_id, unit_id, unit_seed
 from hermes_rl.ports import WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.rl.episodes import open_host
 from hermes_rl.rl.loading import env_rows, open_environment, settle_env
-from hermes_rl.rl.scoring import DiscardingRecorder, work_item_of
 from hermes_rl.rollout import Tape, run_attempt
 from hermes_rl.tasks import LazyRow, Task
 from hermes_rl.wiring import Workshop, open_workshop
@@ -109,11 +109,19 @@ async def atrial(
         )
         host = await stack.enter_async_context(open_host(opened.section))
         rows = await asyncio.to_thread(list, env_rows(opened, tasks))
-        items = [_item(workshop, row, solution) for row in rows]
         runs = (
-            run_attempt(workshop, i, Tape(DiscardingRecorder()), make=host.episode) for i in items
+            run_attempt(
+                workshop, _item(workshop, row, solution), Tape(_Discard()), make=host.episode
+            )
+            for row in rows
         )
         return list(await asyncio.gather(*runs))
+
+
+class _Discard:
+    """A recorder that keeps nothing."""
+
+    def record(self, event: Event) -> None: ...
 
 
 def _item(workshop: Workshop, row: LazyRow, solution: Changed | None) -> WorkItem:
@@ -122,15 +130,16 @@ def _item(workshop: Workshop, row: LazyRow, solution: Changed | None) -> WorkIte
     if task is not None and solution is not None:
         task = msgspec.structs.replace(task, oracle=solution(task))
     unit = unit_id(workshop.config_hash, row.task_hash, 0, 0)
-    columns = {
-        "unit_id": unit,
-        "group_id": group_id(workshop.config_hash, row.task_hash, 0),
-        "attempt": 0,
-        "repeat": 0,
-        "row_index": row.index,
-        "task_id": parsed.raw_id,
-        "task_hash": row.task_hash,
-        "seed": unit_seed(0, unit),
-    }
-    why = f"{row.place}: {parsed.error}" if parsed.error else None
-    return work_item_of(columns, task, bad_row=why)
+    return WorkItem(
+        unit_id=unit,
+        group_id=group_id(workshop.config_hash, row.task_hash, 0),
+        epoch=0,
+        attempt=0,
+        repeat=0,
+        row_index=row.index,
+        task_id=parsed.raw_id,
+        task=task,
+        task_hash=row.task_hash,
+        seed=unit_seed(0, unit),
+        bad_row=f"{row.place}: {parsed.error}" if parsed.error else None,
+    )
