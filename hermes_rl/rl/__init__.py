@@ -22,33 +22,19 @@ if TYPE_CHECKING:
     from hermes_rl.tasks import Task, Verify
     from hermes_rl.tools.base import Tool, ToolContext, ToolResult, tool
 
-_MODULES = {
-    "AssistantMessage": "hermes_rl.messages",
-    "BoxResult": "hermes_rl.rl.context",
-    "CannotJudge": "hermes_rl.errors",
-    "EnvConfig": "hermes_rl.rl.environment",
-    "Environment": "hermes_rl.rl.environment",
-    "Grading": "hermes_rl.rl.context",
-    "Judge": "hermes_rl.rl.judging",
-    "Message": "hermes_rl.messages",
-    "ModelHandle": "hermes_rl.rl.judging",
-    "RewardPart": "hermes_rl.events",
-    "Rewards": "hermes_rl.rl.rewards",
-    "Rollout": "hermes_rl.rl.view",
-    "RolloutContext": "hermes_rl.rl.context",
-    "Task": "hermes_rl.tasks",
-    "Tool": "hermes_rl.tools.base",
-    "ToolContext": "hermes_rl.tools.base",
-    "ToolError": "hermes_rl.errors",
-    "ToolResult": "hermes_rl.tools.base",
-    "ToolUse": "hermes_rl.rl.view",
-    "UserMessage": "hermes_rl.messages",
-    "Verdict": "hermes_rl.rl.judging",
-    "Verify": "hermes_rl.tasks",
-    "make_task": "hermes_rl.rl.environment",
-    "part": "hermes_rl.rl.rewards",
-    "tool": "hermes_rl.tools.base",
+_NAMES = {
+    "hermes_rl.errors": ("CannotJudge", "ToolError"),
+    "hermes_rl.events": ("RewardPart",),
+    "hermes_rl.messages": ("AssistantMessage", "Message", "UserMessage"),
+    "hermes_rl.rl.context": ("BoxResult", "Grading", "RolloutContext"),
+    "hermes_rl.rl.environment": ("EnvConfig", "Environment", "make_task"),
+    "hermes_rl.rl.judging": ("Judge", "ModelHandle", "Verdict"),
+    "hermes_rl.rl.rewards": ("Rewards", "part"),
+    "hermes_rl.rl.view": ("Rollout", "ToolUse"),
+    "hermes_rl.tasks": ("Task", "Verify"),
+    "hermes_rl.tools.base": ("Tool", "ToolContext", "ToolResult", "tool"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 """Public name -> its module."""
 
 __all__ = [

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hermes_rl.errors import SandboxDied, SandboxStartError, UserError
+from hermes_rl.rl.cpu import Pool
 from hermes_rl.rl.faults import NoVerdict
 from hermes_rl.rl.judging import Judge, ModelHandle
 from hermes_rl.sandboxes.base import GradingSpec, Sandbox
@@ -143,14 +144,6 @@ def _bytes(data: bytes | str) -> bytes:
     return data.encode() if isinstance(data, str) else bytes(data)
 
 
-class CpuPool(Protocol):
-    """Runs functions in other processes (`hermes_rl.rl.cpu.Pool`)."""
-
-    async def run(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
-        """Call a function as `RolloutContext.cpu` does."""
-        ...
-
-
 @dataclass
 class RolloutContext:
     """The seed, state and helpers of one rollout.
@@ -173,7 +166,7 @@ class RolloutContext:
     _grading: Grading | None = field(default=None, repr=False)
     _judge: Judge | None = field(default=None, repr=False)
     _user: ModelHandle | None = field(default=None, repr=False)
-    _pool: CpuPool | None = field(default=None, repr=False)
+    _pool: Pool | None = field(default=None, repr=False)
     _rng: random.Random | None = field(default=None, repr=False)
 
     @property

@@ -83,17 +83,13 @@ async def _env_metrics(opened: Opened, run: Run, opens: OpensHost) -> Metrics:
         env = host.env
         returned: Any = await call_method(env, env.evaluate, UserError, run)
     try:
-        return {str(name): _finite(value) for name, value in dict(returned).items()}
+        metrics = {str(name): float(value) for name, value in dict(returned).items()}
+        if all(map(math.isfinite, metrics.values())):
+            return metrics
     except (TypeError, ValueError):
-        what = "returned no mapping of names to finite numbers"
-        raise UserError(faults.describe_misuse(env.name, env.evaluate, what)) from None
-
-
-def _finite(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError
-    return number
+        pass
+    what = "returned no mapping of names to finite numbers"
+    raise UserError(faults.describe_misuse(env.name, env.evaluate, what))
 
 
 def _write(run: Run, config: RunConfig, name: str, metrics: Metrics, text: str) -> None:
@@ -127,7 +123,8 @@ def _samples(run: Run) -> Iterator[bytes]:
     """Encode one line per graded rollout, in the order of the tasks."""
     rows = run.trajectories.sort_values(["row_index", "repeat"])
     for row in rows.to_dict("records"):
-        score = _or_none(row["reward"])
+        reward = row["reward"]
+        score = None if reward is None or math.isnan(reward) else float(reward)
         sample = {
             "task_id": row["task_id"],
             "repeat": int(row["repeat"]),
@@ -142,7 +139,3 @@ def _samples(run: Run) -> Iterator[bytes]:
             "trajectory_id": row["trajectory_id"],
         }
         yield msgspec.json.encode(sample) + b"\n"
-
-
-def _or_none(value: float | None) -> float | None:
-    return None if value is None or math.isnan(value) else float(value)

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hermes_rl.errors import HermesError
@@ -151,16 +152,21 @@ def due_groups(run: Run, ledger: Ledger, *, size: MembersOf | None) -> Iterator[
             unit is in the tables.
     """
     changed = _changed(run)
-    rows = _known_rows(run, changed)
+    names = ["group_id", "unit_ids", "trajectory_ids", "error"]
+    rows = {
+        row["group_id"]: (row["unit_ids"], row["trajectory_ids"])
+        for row in _of_groups(run.arrow("groups", names), changed).to_pylist()
+        if row["error"] is None
+    }
     for gathered in gather(run, only=changed):
         units = [m.unit_id for m in gathered.members]
         if any(ledger.disposition(unit) == "open" for unit in units):
             continue
-        if size is not None:
-            members = size(gathered.row_index)
-            if members is None or len(units) < members:
-                continue
-        if rows.get(gathered.facts["group_id"]) != _state(gathered.members):
+        members = 0 if size is None else size(gathered.row_index)
+        if members is None or len(units) < members:
+            continue
+        state = (units, [m.trajectory_id for m in gathered.members])
+        if rows.get(gathered.facts["group_id"]) != state:
             yield gathered
 
 
@@ -201,30 +207,18 @@ def gather(run: Run, *, only: pa.Array | None = None) -> list[Gathered]:
     found: dict[str, dict[int, tuple[int, Member]]] = {}
     facts: dict[str, tuple[int, dict[str, Any]]] = {}
     for table in ("failures", "trajectories"):  # finished rows take precedence
-        for row in _rows(run, table, only):
+        rows = _of_groups(run.arrow(table, [*_SHARED, *_OWN, "row_index"]), only)
+        for row in (r for b in rows.to_batches(max_chunksize=1_000) for r in b.to_pylist()):
             group_id, attempt = row["group_id"], int(row["attempt"])
-            if group_id not in facts:
-                facts[group_id] = (row["row_index"], {name: row[name] for name in _SHARED})
-                found[group_id] = {}
-            member, members = _member(row, table), found[group_id]
+            facts.setdefault(group_id, (row["row_index"], {name: row[name] for name in _SHARED}))
+            member, members = _member(row, table), found.setdefault(group_id, {})
             known = members.get(member.index)
             if known is None or table == "trajectories" or known[0] <= attempt:
                 members[member.index] = (attempt, member)
-    ordered = sorted(facts, key=lambda group_id: (facts[group_id][0], group_id))
     return [
-        Gathered(
-            facts=facts[group_id][1],
-            members=tuple(member for _, (_, member) in sorted(found[group_id].items())),
-            row_index=facts[group_id][0],
-        )
-        for group_id in ordered
+        Gathered(shared, tuple(found[group_id][n][1] for n in sorted(found[group_id])), row_index)
+        for group_id, (row_index, shared) in sorted(facts.items(), key=lambda f: (f[1][0], f[0]))
     ]
-
-
-def _rows(run: Run, table: str, only: pa.Array | None) -> Iterator[dict[str, Any]]:
-    rows = _of_groups(run.arrow(table, [*_SHARED, *_OWN, "row_index"]), only)
-    for batch in rows.to_batches(max_chunksize=1_000):
-        yield from batch.to_pylist()
 
 
 def _member(row: dict[str, Any], table: str) -> Member:
@@ -240,27 +234,10 @@ def _member(row: dict[str, Any], table: str) -> Member:
     )
 
 
-State = list[tuple[str, str | None]]
-
-
-def _state(members: Sequence[Member]) -> State:
-    return [(m.unit_id, m.trajectory_id) for m in members]
-
-
 def _of_groups(rows: pa.Table, only: pa.Array | None) -> pa.Table:
     import pyarrow.compute as pc
 
     return rows if only is None else rows.filter(pc.is_in(rows["group_id"], only))
-
-
-def _known_rows(run: Run, only: pa.Array) -> dict[str, State]:
-    names = ["group_id", "unit_ids", "trajectory_ids", "error"]
-    rows = _of_groups(run.arrow("groups", names), only).to_pylist()
-    return {
-        row["group_id"]: list(zip(row["unit_ids"], row["trajectory_ids"], strict=True))
-        for row in rows
-        if row["error"] is None
-    }
 
 
 # The report of `env process`
@@ -276,6 +253,26 @@ class RolloutStats:
     """Input and output tokens, over rollouts of known usage."""
     endings: dict[str, int]
     """End reason, or the cause of a failure -> rollouts."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]]) -> RolloutStats:
+        """Compute them from rows of `trajectories` and `failures`."""
+        tokens = [row["usage"]["total_tokens"] for row in rows]
+        known = [count for count in tokens if count is not None]
+        return cls(
+            count=len(rows),
+            mean_turns=fmean(row["turns"] for row in rows) if rows else None,
+            mean_tokens=fmean(known) if known else None,
+            endings=dict(Counter(str(r["cause"] or r["end_reason"]) for r in rows).most_common()),
+        )
+
+    def __str__(self) -> str:
+        if not self.count:
+            return "0 rollouts"
+        turns = "?" if self.mean_turns is None else f"{self.mean_turns:.1f}"
+        tokens = "?" if self.mean_tokens is None else f"{self.mean_tokens:,.0f}"
+        endings = ", ".join(f"{name} {count}" for name, count in self.endings.items())
+        return f"{self.count:,} rollouts, {turns} turns and {tokens} tokens on average ({endings})"
 
 
 @dataclass(frozen=True)
@@ -308,8 +305,8 @@ class GroupReport:
         lines = [
             f"groups: {self.groups} ({self.sendable} sendable, {self.equal_scores} with equal "
             f"scores; {sizes})",
-            f"kept:    {_summary(self.kept)}",
-            f"dropped: {_summary(self.dropped)}",
+            f"kept:    {self.kept}",
+            f"dropped: {self.dropped}",
         ]
         if self.unjudged:
             share = self.unjudged / (self.kept.count + self.dropped.count)
@@ -337,41 +334,19 @@ def group_report(run: Run) -> GroupReport:
     columns = ["trajectory_id", "group_id", "turns", "usage", "end_reason", "cause"]
     rows = [row for t in ("trajectories", "failures") for row in run.arrow(t, columns).to_pylist()]
     grouped = {group["group_id"] for group in groups}
-    kept = [row for row in rows if row["trajectory_id"] in kept_ids]
-    dropped = [
-        row for row in rows if row["trajectory_id"] not in kept_ids and row["group_id"] in grouped
-    ]
+    kept, dropped = [], []
+    for row in rows:
+        if row["trajectory_id"] in kept_ids:
+            kept.append(row)
+        elif row["group_id"] in grouped:
+            dropped.append(row)
     return GroupReport(
         groups=len(groups),
         sendable=len(sendable),
         equal_scores=sum(bool(group["equal_scores"]) for group in groups),
         n_valid=dict(Counter(int(group["n_valid"]) for group in groups)),
-        kept=_statistics(kept),
-        dropped=_statistics(dropped),
+        kept=RolloutStats.of(kept),
+        dropped=RolloutStats.of(dropped),
         unjudged=sum(row["cause"] == "verifier" for row in dropped),
         unscored=sum(isinstance(group["error"], str) for group in groups),
     )
-
-
-def _statistics(rows: Sequence[Mapping[str, Any]]) -> RolloutStats:
-    tokens = [row["usage"]["total_tokens"] for row in rows]
-    endings = Counter(str(row["cause"] or row["end_reason"]) for row in rows)
-    return RolloutStats(
-        count=len(rows),
-        mean_turns=_mean([row["turns"] for row in rows]),
-        mean_tokens=_mean([count for count in tokens if count is not None]),
-        endings=dict(endings.most_common()),
-    )
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _summary(some: RolloutStats) -> str:
-    if not some.count:
-        return "0 rollouts"
-    turns = "?" if some.mean_turns is None else f"{some.mean_turns:.1f}"
-    tokens = "?" if some.mean_tokens is None else f"{some.mean_tokens:,.0f}"
-    endings = ", ".join(f"{name} {count}" for name, count in some.endings.items())
-    return f"{some.count:,} rollouts, {turns} turns and {tokens} tokens on average ({endings})"

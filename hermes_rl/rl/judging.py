@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -195,7 +196,13 @@ class Judge(ModelHandle):
         sha256 = hashlib.sha256(sent).hexdigest()
         conversation: list[Message] = [UserMessage(content=prompt)]
         for asked in range(1, _ASKS + 1):
-            completion = await self._commit(conversation, system)
+            try:
+                completion = await self.complete(conversation, system=system)
+            except ModelError as error:
+                if CAUSES[error.cause].breaker:
+                    raise
+                why = f"the judge {self.model}: {type(error).__name__}: {error}"
+                raise NoVerdict(why) from error
             text = completion.message.content
             found = _parse_verdict(text, choices)
             open_form = found is not None and found[0] == "" and asked < _OPEN_ASKS
@@ -215,28 +222,16 @@ class Judge(ModelHandle):
             f"the judge {self.model} gave no verdict in {_ASKS} answers: {text[:200]!r}"
         )
 
-    async def _commit(self, conversation: Sequence[Message], system: str) -> Completion:
-        try:
-            return await self.complete(conversation, system=system)
-        except ModelError as error:
-            if CAUSES[error.cause].breaker:
-                raise
-            raise NoVerdict(f"the judge {self.model}: {type(error).__name__}: {error}") from error
-
 
 def _conversation(messages: Messages, system: str | None) -> list[Message]:
     head: list[Message] = [SystemMessage(content=system)] if system else []
     if isinstance(messages, str):
         return [*head, UserMessage(content=messages)]
-    listed: list[Message] = []
     for message in messages:
-        if isinstance(message, Mapping):
-            listed += conversation_from_openai([message])
-        else:
-            listed.append(message)
-    if not listed:
+        head += conversation_from_openai([message]) if isinstance(message, Mapping) else [message]
+    if len(head) == bool(system):
         raise UserError("a model call needs at least one message")
-    return [*head, *listed]
+    return head
 
 
 def _question(question: str, data: Mapping[str, str], choices: Sequence[str]) -> tuple[str, str]:
@@ -276,15 +271,11 @@ def _last_object(text: str) -> dict[str, Any] | None:
     An object in the middle of text may be quoted from the judged material and is no verdict.
     """
     bare = text.strip().removesuffix("```").rstrip()
-    if bare.endswith("}"):
-        start = -1
-        for _ in range(_OBJECTS):
-            start = bare.find("{", start + 1)
-            if start < 0:
-                break
-            value = _object(bare[start:])
-            if value is not None:
-                return value
+    braces = [found.start() for found in re.finditer(r"\{", bare)] if bare.endswith("}") else []
+    for start in braces[:_OBJECTS]:
+        value = _object(bare[start:])
+        if value is not None:
+            return value
     begin = bare.removeprefix("```").removeprefix("json").lstrip()
     return _object(begin, whole=False) if begin.startswith("{") else None
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hermes_rl import events as ev
 from hermes_rl.errors import ENDINGS
 from hermes_rl.images import with_images
 from hermes_rl.messages import UNPARSED, to_openai
+
+_COLUMNS = ("task_id", "member", "final_response", "end_reason", "turns")
+
+_Mark = tuple[int, bool, bool | None]
+"""Of a message: its turn, whether the harness wrote it, whether the tool succeeded."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +67,7 @@ class Rollout:
     @property
     def answers(self) -> tuple[str, ...]:
         """The model's texts that are not empty, in order."""
-        own = (
-            message
-            for place, (message, turn) in enumerate(zip(self.messages, self.turn_of, strict=True))
-            if turn and message["role"] == "assistant" and place not in self.synthetic
-        )
-        return tuple(text for message in own if (text := message.get("content") or ""))
+        return tuple(text for m in self._own_messages() if (text := m.get("content") or ""))
 
     @classmethod
     def of_events(
@@ -89,52 +89,49 @@ class Rollout:
         assert isinstance(begun, ev.Begun)
         added = [e for e in stream if isinstance(e, ev.MessageAdded)]
         ran = {e.turn for e in stream if isinstance(e, ev.CallStarted) and e.purpose == "agent"}
-        messages = [to_openai(e.message, parsed_arguments=True) for e in added]
-        marks = [_Mark(e.turn, e.synthetic, e.tool_ok) for e in added]
-        last = _last_text(messages, marks)
-        return cls(
+        rollout = cls._of_messages(
+            [to_openai(e.message, parsed_arguments=True) for e in added],
+            [(e.turn, e.synthetic, e.tool_ok) for e in added],
             task_id=begun.task_id,
             member=begun.member,
-            messages=tuple(messages),
-            turn_of=tuple(e.turn for e in added),
-            final_response=last if final_response is None else final_response,
+            final_response=final_response,
             end_reason=end_reason,
             turns=len(ran),
-            tool_calls=_uses(messages, marks),
             metrics=dict(metrics or {}),
-            synthetic=_synthetic(marks),
         )
+        own = [m["content"] for m in rollout._own_messages()]
+        if final_response is None and own:
+            return replace(rollout, final_response=own[-1])
+        return rollout
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Rollout:
         """Build a rollout from a row of `trajectories` (JSON columns as text or decoded)."""
         decoded = [json.loads(m) if isinstance(m, str | bytes) else m for m in row["messages"]]
-        messages = with_images(decoded, row.get("image_data") or ())
-        infos = row["message_info"]
-        marks = [_Mark(i["turn"], i["synthetic"], i["tool_ok"]) for i in infos]
-        return cls(
-            task_id=row["task_id"],
-            member=row["member"],
-            messages=tuple(messages),
-            turn_of=tuple(m.turn for m in marks),
-            final_response=row["final_response"],
-            end_reason=row["end_reason"],
-            turns=row["turns"],
-            tool_calls=_uses(messages, marks),
+        return cls._of_messages(
+            with_images(decoded, row.get("image_data") or ()),
+            [(i["turn"], i["synthetic"], i["tool_ok"]) for i in row["message_info"]],
             metrics=_metrics(row["metrics"]),
-            synthetic=_synthetic(marks),
+            **{name: row[name] for name in _COLUMNS},
         )
 
+    @classmethod
+    def _of_messages(
+        cls, messages: Sequence[dict[str, Any]], marks: Sequence[_Mark], **columns: Any
+    ) -> Rollout:
+        return cls(
+            messages=tuple(messages),
+            turn_of=tuple(turn for turn, _, _ in marks),
+            tool_calls=_tool_uses(messages, marks),
+            synthetic=frozenset(at for at, (_, synthetic, _) in enumerate(marks) if synthetic),
+            **columns,
+        )
 
-@dataclass(frozen=True)
-class _Mark:
-    turn: int
-    synthetic: bool
-    tool_ok: bool | None
-
-
-def _synthetic(marks: Sequence[_Mark]) -> frozenset[int]:
-    return frozenset(place for place, mark in enumerate(marks) if mark.synthetic)
+    def _own_messages(self) -> Iterator[dict[str, Any]]:
+        """Yield what the model wrote."""
+        for at, (message, turn) in enumerate(zip(self.messages, self.turn_of, strict=True)):
+            if turn and message["role"] == "assistant" and at not in self.synthetic:
+                yield message
 
 
 def _metrics(metrics: Any) -> dict[str, float]:
@@ -146,21 +143,14 @@ def _metrics(metrics: Any) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
-def _last_text(messages: Sequence[Mapping[str, Any]], marks: Sequence[_Mark]) -> str | None:
-    texts = [
-        m["content"]
-        for m, mark in zip(messages, marks, strict=True)
-        if m["role"] == "assistant" and mark.turn and not mark.synthetic
-    ]
-    return texts[-1] if texts else None
-
-
-def _uses(messages: Sequence[Mapping[str, Any]], marks: Sequence[_Mark]) -> tuple[ToolUse, ...]:
+def _tool_uses(
+    messages: Sequence[Mapping[str, Any]], marks: Sequence[_Mark]
+) -> tuple[ToolUse, ...]:
     """Return the calls of the rollout's turns; a result belongs to the latest call with its id."""
     uses: list[ToolUse] = []
     waiting: dict[str, int] = {}
-    for message, mark in zip(messages, marks, strict=True):
-        if not mark.turn:
+    for message, (turn, _, tool_ok) in zip(messages, marks, strict=True):
+        if not turn:
             continue
         for call in message.get("tool_calls") or ():
             function = call["function"]
@@ -168,13 +158,8 @@ def _uses(messages: Sequence[Mapping[str, Any]], marks: Sequence[_Mark]) -> tupl
             if not isinstance(arguments, dict):
                 arguments = {UNPARSED: arguments}
             waiting[call["id"]] = len(uses)
-            uses.append(ToolUse(mark.turn, function["name"], arguments, None, ok=False))
-        if (
-            message["role"] == "tool"
-            and (at := waiting.pop(message["tool_call_id"], None)) is not None
-        ):
-            use = uses[at]
-            uses[at] = ToolUse(
-                use.turn, use.name, use.arguments, message["content"], ok=mark.tool_ok is not False
-            )
+            uses.append(ToolUse(turn, function["name"], arguments, None, ok=False))
+        at = waiting.pop(message["tool_call_id"], None) if message["role"] == "tool" else None
+        if at is not None:
+            uses[at] = replace(uses[at], result=message["content"], ok=tool_ok is not False)
     return tuple(uses)
