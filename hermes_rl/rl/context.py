@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hermes_rl.errors import SandboxDied, SandboxStartError, UserError
-from hermes_rl.rl.cpu import Pool
 from hermes_rl.rl.faults import NoVerdict
 from hermes_rl.rl.judging import Judge, ModelHandle
 from hermes_rl.sandboxes.base import GradingSpec, Sandbox
@@ -166,7 +165,7 @@ class RolloutContext:
     _grading: Grading | None = field(default=None, repr=False)
     _judge: Judge | None = field(default=None, repr=False)
     _user: ModelHandle | None = field(default=None, repr=False)
-    _pool: Pool | None = field(default=None, repr=False)
+    _cpu: Callable[..., Awaitable[Any]] | None = field(default=None, repr=False)
     _rng: random.Random | None = field(default=None, repr=False)
 
     @property
@@ -220,7 +219,7 @@ class RolloutContext:
 
         Raises: CannotJudge when the process died or ran too long; the function's own exceptions.
         """
-        if self._pool is None:
+        if self._cpu is None:
             raise UserError("ctx.cpu has no processes here")
-        found: T = await self._pool.run(function, *args, timeout_s=timeout_s)
+        found: T = await self._cpu(function, *args, timeout_s=timeout_s)
         return found

@@ -71,7 +71,7 @@ class Host:
             member=item.repeat,
             _judge=judge,
             _user=user,
-            _pool=self.pool,
+            _cpu=self.pool.run,
         )
 
 
