@@ -46,12 +46,12 @@ class Member:
     """0-based: the repeat."""
     unit_id: str
     trajectory_id: str | None
-    """None when it was given up."""
+    """None when it was values up."""
     reward: float | None
     why_invalid: str | None
     """None for a member with a reward."""
     unjudged: str | None = None
-    """The rollout of a member that was given up because its verifier failed; a regrade may grade
+    """The rollout of a member that was values up because its verifier failed; a regrade may grade
     it."""
 
 
@@ -91,12 +91,12 @@ def make_group(gathered: Gathered, scoring: Scoring | None = None) -> Group:
     """Make the row of a group; statistics and advantages are over valid members only."""
     scoring = scoring or Scoring()
     members = gathered.members
-    given = [m.reward for m in members] if scoring.rewards is None else scoring.rewards
+    values = [m.reward for m in members] if scoring.rewards is None else scoring.rewards
     rewards = [
         (r.total if isinstance(r, Rewards) else r)
         if m.trajectory_id is not None and scoring.error is None
         else None
-        for m, r in zip(members, given, strict=True)
+        for m, r in zip(members, values, strict=True)
     ]
     valid = [r for r in rewards if r is not None]
     missing = "not graded" if scoring.error is None else "not scored"
@@ -108,12 +108,12 @@ def make_group(gathered: Gathered, scoring: Scoring | None = None) -> Group:
         unit_ids=[m.unit_id for m in members],
         trajectory_ids=[m.trajectory_id for m in members],
         rewards=rewards,
-        reward_parts=[list(r.parts) if isinstance(r, Rewards) else [] for r in given],
+        reward_parts=[list(r.parts) if isinstance(r, Rewards) else [] for r in values],
         reward_metrics=[
             [Metric(name=n, value=float(v)) for n, v in r.metrics.items()]
             if isinstance(r, Rewards)
             else []
-            for r in given
+            for r in values
         ],
         valid=[r is not None for r in rewards],
         why_invalid=[

@@ -229,13 +229,13 @@ def _class_in(module: ModuleType, wanted: str) -> type[AnyEnvironment]:
 
 def _environments(module: ModuleType) -> list[type[AnyEnvironment]]:
     """Return the environments defined in a module or its submodules, abstract ones too."""
-    own = module.__name__
+    name = module.__name__
     return [
         value
         for value in vars(module).values()
         if isinstance(value, type)
         and issubclass(value, Environment)
-        and (value.__module__ == own or value.__module__.startswith(f"{own}."))
+        and (value.__module__ == name or value.__module__.startswith(f"{name}."))
     ]
 
 

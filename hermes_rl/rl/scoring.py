@@ -318,14 +318,14 @@ class Grader:
             [m.trajectory_id or "" for m in gathered.members if m.why_invalid is None]
             for gathered in batch
         ]
-        rows = self._rows.find({one for own in wanted for one in own})
+        rows = self._rows.find({one for ids in wanted for one in ids})
         tasks = self.tasks.find({gathered.row_index for gathered in batch})
         ready = []
-        for gathered, own in zip(batch, wanted, strict=True):
+        for gathered, ids in zip(batch, wanted, strict=True):
             lazy = tasks.get(gathered.row_index)
-            if all(one in rows for one in own):  # else it waits until they are published
+            if all(one in rows for one in ids):  # else it waits until they are published
                 task = lazy.parse().task if lazy else None
-                ready.append(ReadyGroup(gathered, task, tuple(rows[one] for one in own)))
+                ready.append(ReadyGroup(gathered, task, tuple(rows[one] for one in ids)))
         return ready
 
     async def score(self, ready: ReadyGroup, recorder: Recorder) -> Scoring:

@@ -67,7 +67,7 @@ class Rollout:
     @property
     def answers(self) -> tuple[str, ...]:
         """The model's texts that are not empty, in order."""
-        return tuple(text for m in self._own_messages() if (text := m.get("content") or ""))
+        return tuple(text for m in self._model_messages() if (text := m.get("content") or ""))
 
     @classmethod
     def of_events(
@@ -99,9 +99,9 @@ class Rollout:
             turns=len(ran),
             metrics=dict(metrics or {}),
         )
-        own = [m["content"] for m in rollout._own_messages()]
-        if final_response is None and own:
-            return replace(rollout, final_response=own[-1])
+        texts = [m["content"] for m in rollout._model_messages()]
+        if final_response is None and texts:
+            return replace(rollout, final_response=texts[-1])
         return rollout
 
     @classmethod
@@ -127,7 +127,7 @@ class Rollout:
             **columns,
         )
 
-    def _own_messages(self) -> Iterator[dict[str, Any]]:
+    def _model_messages(self) -> Iterator[dict[str, Any]]:
         """Yield what the model wrote."""
         for at, (message, turn) in enumerate(zip(self.messages, self.turn_of, strict=True)):
             if turn and message["role"] == "assistant" and at not in self.synthetic:
