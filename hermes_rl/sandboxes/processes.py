@@ -18,7 +18,8 @@ GRACE_S = 0.1
 ROUNDS = 200
 """Rounds of SIGKILL, 5 ms apart, before a tree is called unkillable."""
 STOP_S = 10.0
-"""How long a tree may take to stop. A process stops when it next runs: on a busy machine, late."""
+"""How long the next process of a tree may take to stop. It stops when it next runs: on a busy
+machine, late."""
 BUSY_SNAPSHOTS = 10
 """Empty snapshots in a row that suffice while other processes of the machine come and go."""
 
@@ -264,20 +265,22 @@ def stop_tree(root: Proc) -> None:
     """SIGSTOP a process and everything below it, so that nothing of it forks or leaves it.
 
     For a tree whose orphans nobody would find. A process in the middle of a fork stops after it:
-    so all have stopped before the snapshot that must find nothing new. Gives up after `STOP_S`, as
-    when a process hangs in the kernel. Blocks: call it in a thread.
+    so all have stopped before the snapshot that must find nothing new. Gives up when nothing has
+    changed for `STOP_S`, as when a process hangs in the kernel. Blocks: call it in a thread.
     """
     signalled: set[Proc] = set()
-    halted = False
+    running: list[Proc] | None = None
     deadline = time.monotonic() + STOP_S
     while time.monotonic() < deadline:
         fresh = [proc for proc in _tree(root).alive if proc not in signalled]
-        if halted and not fresh:
+        if running == [] and not fresh:
             return
         send(fresh, signal.SIGSTOP)
         signalled.update(fresh)
         time.sleep(0.001)
-        halted = all(proc.halted() for proc in signalled)
+        before, running = running, [proc for proc in signalled if not proc.halted()]
+        if fresh or running != before:
+            deadline = time.monotonic() + STOP_S
 
 
 def end_tree(root: Proc) -> bool:
