@@ -1,26 +1,39 @@
 """Publishing a sealed batch: steps 7 to 9 of the commit protocol, the same for writer and
 recovery.
 
-A redo gives the same rows under the same names, so that it may be killed and repeated at will.
+A redo gives the same rows under the same names, so it may be killed and repeated at will.
 """
 
 from __future__ import annotations
 
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from hermes_rl.errors import StoreError
-from hermes_rl.store.files import check_digest, payloads, with_digest
+from hermes_rl.events import AttemptKey
+from hermes_rl.store.files import check_digest, file_sha256, payloads, with_digest
 from hermes_rl.store.rundir import SCHEMA_VERSION, TABLES, RunDir, part_name
 from hermes_rl.store.summary import Summary
 
 if TYPE_CHECKING:
     from hermes_rl.store.parts import PartWriter
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How one attempt ended."""
+
+    key: AttemptKey
+    done: bool
+    """Its row is in `trajectories`."""
+    end_reason: str
+    cause: str | None
+    fatal_command: str | None = None
+    """Names the tool call under which its sandbox died."""
 
 
 class Keys(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +50,39 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
     """-1 for none."""
     names: list[str]
     fatal_commands: dict[int, str] = {}
-    """Place of an attempt in these columns -> the tool call under which its sandbox died."""
+    """By place of the attempt in these columns."""
+
+    @classmethod
+    def of(cls, outcomes: Iterable[Outcome]) -> Keys:
+        """The columns of some attempts."""
+        ended = list(outcomes)
+        names: dict[str, int] = {}
+
+        def index(name: str | None) -> int:
+            return -1 if name is None else names.setdefault(name, len(names))
+
+        return cls(
+            unit_id=[o.key.unit_id for o in ended],
+            epoch=[o.key.epoch for o in ended],
+            attempt=[o.key.attempt for o in ended],
+            table="".join("t" if o.done else "f" for o in ended),
+            end=[index(o.end_reason) for o in ended],
+            cause=[index(o.cause) for o in ended],
+            names=list(names),
+            fatal_commands={n: o.fatal_command for n, o in enumerate(ended) if o.fatal_command},
+        )
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """All attempts, in order. Raises: ValueError or IndexError for damaged columns."""
+        columns = (self.unit_id, self.epoch, self.attempt, self.table, self.end, self.cause)
+        for n, (unit, epoch, attempt, table, end, cause) in enumerate(zip(*columns, strict=True)):
+            yield Outcome(
+                key=AttemptKey(unit_id=unit, epoch=epoch, attempt=attempt),
+                done=table == "t",
+                end_reason=self.names[end],
+                cause=None if cause < 0 else self.names[cause],
+                fatal_command=self.fatal_commands.get(n),
+            )
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,14 +110,50 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 _decode_commit = msgspec.json.Decoder(Commit).decode
 
 
+class Tally:
+    """Collects keys and summary of a batch while its rows pass by."""
+
+    def __init__(self) -> None:
+        self._summary = Summary()
+        self._ended: list[Outcome] = []
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Count a `done` line; rows made from other rows do not count."""
+        if "row" not in line:
+            return
+        row = line["row"]
+        self._summary.add(row, _table(row))
+        for segment in line.get("segments", ()):
+            self._summary.add_segment(segment)
+        self._ended.append(
+            Outcome(
+                key=AttemptKey(**line["key"]),
+                done=row["status"] == "ok",
+                end_reason=row["end_reason"],
+                cause=row["cause"],
+                fatal_command=line.get("fatal_command"),
+            )
+        )
+
+    def commit(self, stem: str, parts: Iterable[Part] = (), committed_at: float = 0.0) -> Commit:
+        """The commit of the batch."""
+        return Commit(
+            stem=stem,
+            schema_version=SCHEMA_VERSION,
+            committed_at=committed_at,
+            keys=Keys.of(self._ended),
+            parts=list(parts),
+            summary=self._summary,
+        )
+
+
 def publish_batch(run_dir: RunDir, done: Path, stem: str, *, sound: bool = True) -> Commit | None:
     """Publish the rows of a sealed `done` file, then unlink it. Blocking: for threads.
 
     Args:
-        run_dir: the run directory.
         done: the sealed file.
         stem: EPOCH-WORKER-SEQ.
-        sound: False passes over damaged lines (repair).
+        sound: False skips damaged lines (repair).
 
     Returns None when there is nothing to publish: no rows, or committed already.
     Raises: DiskFull (the `done` file stays), DamagedFile, StoreError when what was published is
@@ -104,11 +185,8 @@ def part_fault(run_dir: RunDir, stem: str, part: Part, *, content: bool = False)
             return "is no file, but its batch is committed"
         if status.st_size != part.size:
             return f"has {status.st_size} bytes, committed were {part.size}"
-        if content:
-            from hermes_rl.store.parts import file_sha256
-
-            if file_sha256(path) != part.sha256:
-                return "is not the file that was committed: its sha256 is another"
+        if content and file_sha256(path) != part.sha256:
+            return "is not the file that was committed: its sha256 is another"
     except FileNotFoundError:
         return "is missing, but its batch is committed"
     except OSError as error:
@@ -142,19 +220,15 @@ def _as_found(run_dir: RunDir, commit: Commit) -> Commit:
     part = next((p for p in commit.parts if p.table == "trajectories"), None)
     if part is None or part_fault(run_dir, commit.stem, part) is None:
         return commit
-    keys = commit.keys
     held = _keys_in(run_dir.part_path(part.table, commit.stem))
-    attempts = zip(keys.unit_id, keys.attempt, keys.table, strict=True)
-    gone = {n for n, (u, a, t) in enumerate(attempts) if t == "t" and (u, a) not in held}
-    names = [*keys.names, "driver_lost"]
-    found = msgspec.structs.replace(
-        keys,
-        table="".join("f" if n in gone else t for n, t in enumerate(keys.table)),
-        cause=[len(names) - 1 if n in gone else c for n, c in enumerate(keys.cause)],
-        names=names,
-    )
+    found = [
+        msgspec.structs.replace(o, done=False, cause="driver_lost")
+        if o.done and (o.key.unit_id, o.key.attempt) not in held
+        else o
+        for o in commit.keys.outcomes()
+    ]
     summary = commit.summary if held else Summary()
-    return msgspec.structs.replace(commit, keys=found, summary=summary)
+    return msgspec.structs.replace(commit, keys=Keys.of(found), summary=summary)
 
 
 def _keys_in(part: Path) -> set[tuple[str, int]]:
@@ -182,65 +256,41 @@ def write_commit(run_dir: RunDir, commit: Commit) -> None:
 
 
 def _commit(run_dir: RunDir, lines: Iterable[bytes], stem: str) -> Commit | None:
-    tally = Tally()
-    writers = _write_tables(run_dir, lines, stem, tally)
-    if not writers:
-        return None
-    parts = []
-    try:
-        for table in TABLES:
-            if table in writers:
-                parts.append(publish_part(run_dir, writers[table], table, stem))
-    finally:
-        for writer in writers.values():
-            writer.path.unlink(missing_ok=True)  # what a full disk kept from its final name
-    commit = Commit(
-        stem=stem,
-        schema_version=SCHEMA_VERSION,
-        committed_at=time.time(),
-        keys=tally.keys(),
-        parts=parts,
-        summary=tally.summary,
-    )
-    write_commit(run_dir, commit)
-    return commit
-
-
-def publish_part(run_dir: RunDir, writer: PartWriter, table: str, stem: str) -> Part:
-    """Step 7 for one table."""
-    from hermes_rl.store.parts import file_sha256
-
-    digest, size = file_sha256(writer.path), writer.path.stat().st_size
-    run_dir.storage.put_file(part_name(table, stem), writer.path, point="publish-7")
-    return Part(table=table, rows=writer.rows, size=size, sha256=digest)
-
-
-def _write_tables(
-    run_dir: RunDir, lines: Iterable[bytes], stem: str, tally: Tally
-) -> dict[str, PartWriter]:
     from hermes_rl.store.parts import PartWriter
+    from hermes_rl.store.schema import schema_of
 
-    writers: dict[str, PartWriter] = {}
+    tally, writers = Tally(), dict[str, PartWriter]()
     try:
         for payload in lines:
             line = msgspec.json.decode(payload)
             for table, row in rows_of(line):
                 if table not in writers:
                     path = run_dir.storage.temporary(part_name(table, stem))
-                    writers[table] = PartWriter(path, table, run_dir.crash)
+                    writers[table] = PartWriter(path, schema_of(table))
                 writers[table].add(row, len(payload))
-            if "row" in line:
-                tally.add(line)
+            tally.add(line)
         for writer in writers.values():
-            writer.close()
-    except BaseException:
-        for writer in writers.values():
+            writer.close(run_dir.crash)
+        if not writers:
+            return None
+        written = [(table, writers[table]) for table in TABLES if table in writers]
+        parts = [publish_part(run_dir, writer, table, stem) for table, writer in written]
+    finally:
+        for writer in writers.values():  # what an error or a full disk kept from its final name
             writer.abandon()
-        raise
-    return writers
+    commit = tally.commit(stem, parts, time.time())
+    write_commit(run_dir, commit)
+    return commit
 
 
-def rows_of(line: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def publish_part(run_dir: RunDir, writer: PartWriter, table: str, stem: str) -> Part:
+    """Step 7 for one table."""
+    digest, size = file_sha256(writer.path), writer.path.stat().st_size
+    run_dir.storage.put_file(part_name(table, stem), writer.path, point="publish-7")
+    return Part(table=table, rows=writer.rows, size=size, sha256=digest)
+
+
+def rows_of(line: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of one `done` line with their tables."""
     if "row" in line:
         yield _table(line["row"]), line["row"]
@@ -249,46 +299,5 @@ def rows_of(line: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield table, row
 
 
-def _table(row: dict[str, Any]) -> str:
+def _table(row: Mapping[str, Any]) -> str:
     return "trajectories" if row["status"] == "ok" else "failures"
-
-
-class Tally:
-    """Collects keys and summary of a batch while its rows pass by."""
-
-    def __init__(self) -> None:
-        self.summary = Summary()
-        self._columns: dict[str, list[Any]] = {
-            name: [] for name in ("unit_id", "epoch", "attempt", "end", "cause")
-        }
-        self._table = ""
-        self._names: dict[str, int] = {}
-        self._fatal_commands: dict[int, str] = {}
-
-    def add(self, line: dict[str, Any]) -> None:
-        """Count one finished attempt."""
-        key, row = line["key"], line["row"]
-        table = _table(row)
-        self.summary.add(row, table)
-        for segment in line.get("segments", ()):
-            self.summary.add_segment(segment)
-        if line.get("fatal_command"):
-            self._fatal_commands[len(self._table)] = line["fatal_command"]
-        self._table += table[0]
-        for name in ("unit_id", "epoch", "attempt"):
-            self._columns[name].append(key[name])
-        self._columns["end"].append(self._index(row["end_reason"]))
-        cause = row["cause"]
-        self._columns["cause"].append(-1 if cause is None else self._index(cause))
-
-    def _index(self, name: str) -> int:
-        return self._names.setdefault(name, len(self._names))
-
-    def keys(self) -> Keys:
-        """The keys of all attempts, in order."""
-        return Keys(
-            **self._columns,
-            table=self._table,
-            names=list(self._names),
-            fatal_commands=self._fatal_commands,
-        )

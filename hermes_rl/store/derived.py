@@ -3,7 +3,7 @@
 Finished rows go the way of attempts: a line of a `done` file, durable at once, and published with
 others. Calls that a kill cuts are recorded too: attempts have `live` files for that, grades and
 groups have `asked` files. These hold each row as it would be if its work came to nothing, and then
-the events of that work as they happen. They are read after a kill alone.
+the events of that work. They are read after a kill alone.
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ import msgspec
 
 from hermes_rl.events import CallStarted, Ended, Event
 from hermes_rl.store.files import AppendFile, payloads
-from hermes_rl.store.journal import PUBLISH_EVERY_S, JournalWriter, Publisher, encode
-from hermes_rl.store.rows import Derived
-from hermes_rl.store.rundir import RunDir, journal_files
+from hermes_rl.store.journal import (
+    PUBLISH_EVERY_S,
+    EventFiles,
+    JournalWriter,
+    Publisher,
+    decoded,
+    encode,
+)
+from hermes_rl.store.rows import Derived, Grade, Group
+from hermes_rl.store.rundir import RunDir
 from hermes_rl.trajectory import fold
 
 FILE_BYTES = 16 * 1024 * 1024
@@ -31,7 +38,7 @@ class PendingLine(msgspec.Struct, frozen=True, kw_only=True):
     """One line of an `asked` file: of each pending row the row first, then its events."""
 
     n: int
-    """Number of the row in its file."""
+    """Number of the row in this journal."""
     row: Derived | None = None
     e: Event | None = None
 
@@ -39,33 +46,28 @@ class PendingLine(msgspec.Struct, frozen=True, kw_only=True):
 _decode = msgspec.json.Decoder(PendingLine).decode
 
 
-class _PendingFile:
-    def __init__(self, file: AppendFile) -> None:
-        self.file = file
-        self.begun = self.ended = 0
-
-
 class PendingRow:
     """Takes the events of the work for one row (a `ports.Recorder`); they outlive a kill."""
 
-    def __init__(self, file: _PendingFile, row: Derived) -> None:
-        self.file = file
-        file.begun += 1
-        self._number = file.begun
-        file.file.append(encode(PendingLine(n=self._number, row=row)))
+    def __init__(self, files: EventFiles, row: Derived) -> None:
+        self.file: AppendFile
+        self.file, self._number = files.begin(self)
+        self.file.append(encode(PendingLine(n=self._number, row=row)))
 
     def record(self, event: Event) -> None:
         """See `ports.Recorder`."""
-        self.file.file.append(encode(PendingLine(n=self._number, e=event)))
+        self.file.append(encode(PendingLine(n=self._number, e=event)))
 
 
 class DerivedWriter:
     """Writes derived rows, and notes before them what is under way; see `open_derived_writer`."""
 
     def __init__(self, journal: JournalWriter) -> None:
+        run_dir = journal.run_dir
         self._journal = journal
-        self._files: list[_PendingFile] = []
-        self._made = 0
+        self.pending = EventFiles(
+            run_dir.writer_path(journal.writer), "asked", run_dir.crash, "derived-asked"
+        )
 
     def begin(self, row: Derived) -> PendingRow:
         """Begin the work for a row.
@@ -75,12 +77,10 @@ class DerivedWriter:
 
         Raises: DiskFull.
         """
-        if not self._files or self._files[-1].file.size >= FILE_BYTES:
-            run_dir = self._journal.run_dir
-            path = run_dir.writer_path(self._journal.writer) / f"asked-{self._made}.jsonl"
-            self._made += 1
-            self._files.append(_PendingFile(AppendFile(path, run_dir.crash, "derived-asked")))
-        return PendingRow(self._files[-1], row)
+        begun = PendingRow(self.pending, row)
+        if begun.file.size >= FILE_BYTES:
+            self.pending.rotate()
+        return begun
 
     async def add(self, rows: Derived | None, pending: PendingRow | None = None) -> None:
         """Write rows; they are durable on return.
@@ -93,28 +93,8 @@ class DerivedWriter:
         """
         if rows is not None:
             await self._journal.finish(rows)
-        if pending is not None:
-            pending.file.ended += 1
-            for file in self._files[:-1]:
-                if file.ended == file.begun:
-                    self._delete(file)
-
-    def close(self, *, clean: bool) -> None:
-        """Close all `asked` files. Blocking.
-
-        Args:
-            clean: all rows are published; else recovery reads the files.
-        """
-        for file in list(self._files):
-            if clean:
-                self._delete(file)
-            else:
-                file.file.close()
-
-    def _delete(self, file: _PendingFile) -> None:
-        self._files.remove(file)
-        file.file.close()
-        file.file.path.unlink()
+        for path in self.pending.end([pending]):
+            path.unlink()
 
 
 @asynccontextmanager
@@ -139,13 +119,11 @@ async def open_derived_writer(
             clean = True
         finally:
             publishing.cancel()
-            await asyncio.wait((publishing,))
-            if not publishing.cancelled():
-                publishing.exception()  # seen: a full disk shows again in the next line
+            await asyncio.gather(publishing, return_exceptions=True)  # drain meets a full disk too
             try:
                 await publisher.drain()
             finally:
-                writer.close(clean=clean)
+                writer.pending.close(keep_open=not clean)
 
 
 def _free_name(run_dir: RunDir, epoch: int) -> str:
@@ -167,14 +145,10 @@ def cut_rows(run_dir: RunDir, writer: str, *, sound: bool = True) -> list[Derive
     Raises: DamagedFile, when `sound`.
     """
     found: list[Derived] = []
-    for path in journal_files(run_dir.writer_path(writer), "asked"):
+    for _, path in run_dir.journals("asked", writer):
         rows: dict[int, Derived] = {}
         events: dict[int, list[Event]] = {}
-        for payload in payloads(path, sound=sound):
-            try:
-                line = _decode(payload)
-            except msgspec.ValidationError:
-                continue  # a sound line with a value that JSON cannot hold, such as NaN
+        for line in decoded(payloads(path, sound=sound), _decode):
             if line.row is not None:
                 rows[line.n] = line.row
             elif line.e is not None:
@@ -186,8 +160,8 @@ def cut_rows(run_dir: RunDir, writer: str, *, sound: bool = True) -> list[Derive
 
 
 def _call_ids(cut: Derived) -> set[str]:
-    grades = {call.call_id for row in cut.grades for call in row.calls}
-    return grades | {call.call_id for row in cut.groups for call in row.calls}
+    rows: list[Grade | Group] = [*cut.grades, *cut.groups]
+    return {call.call_id for row in rows for call in row.calls}
 
 
 def _with_calls(cut: Derived, events: list[Event]) -> Derived:
@@ -204,8 +178,7 @@ def _known_calls(run_dir: RunDir) -> set[str]:
     import pyarrow.parquet as pq
 
     known: set[str] = set()
-    for table in ("grades", "groups"):
-        for part in run_dir.parts(table):
-            calls = pc.list_flatten(pq.read_table(part, columns=["calls"])["calls"])
-            known |= set(pc.struct_field(calls, "call_id").to_pylist())
+    for part in (*run_dir.parts("grades"), *run_dir.parts("groups")):
+        calls = pc.list_flatten(pq.read_table(part, columns=["calls"])["calls"])
+        known |= set(pc.struct_field(calls, "call_id").to_pylist())
     return known

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,21 +16,12 @@ from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey
 from hermes_rl.identity import canonical_json
 from hermes_rl.ports import Receipt, WorkItem
-from hermes_rl.store.commit import read_commit
 from hermes_rl.store.files import one_line_errors, with_digest
 from hermes_rl.store.journal import Dispatched, DispatchJournal
 from hermes_rl.store.ledger import Disposition, Ledger
 from hermes_rl.store.processes import Held
-from hermes_rl.store.recovery import (
-    Lost,
-    Recovery,
-    Report,
-    outcomes,
-    quarantined,
-    twice_message,
-    unpublished_receipts,
-)
-from hermes_rl.store.rows import Derived, receipt_of
+from hermes_rl.store.recovery import Recovery, Report, quarantined, twice_message
+from hermes_rl.store.rows import Derived
 from hermes_rl.store.rundir import GRACE_S, SCHEMA_VERSION, Epoch, RunDir, fence
 
 _SHOWN = 40
@@ -120,7 +110,6 @@ class Driver:
         self.epoch = epoch.epoch
         self.run_id = epoch.run_id
         self.ledger = ledger
-        self._info = epoch
         self._lock: Held | None = lock
         self._recovery = recovery
         self._journal = DispatchJournal(run_dir, f"{epoch.epoch}-driver")
@@ -160,6 +149,17 @@ class Driver:
         """
         return await to_end(self._take_over(writer, cause))
 
+    async def _take_over(self, writer: str, cause: str) -> list[Receipt]:
+        # Before the lock: nobody else waits for a process that is slow to end.
+        await asyncio.to_thread(fence, self.run_dir, writer, grace_s=self._grace_s)
+        async with self._recovering:
+            sent = {k: d for k, d in self._in_flight.items() if d.writer == writer}
+            receipts = await in_thread(self._recovery.of_worker, writer, cause, sent)
+        missing = [receipts[key] for key in sent if self._in_flight.pop(key, None) is not None]
+        for receipt in missing:
+            self._apply(receipt)
+        return missing
+
     async def publish(self, derived: Derived) -> None:
         """Publish rows that were made from rows of this run, as a batch of its own.
 
@@ -171,17 +171,6 @@ class Driver:
         async with self._recovering:  # one batch of the driver's own at a time
             await in_thread(self._recovery.publish_own, [derived])
 
-    async def _take_over(self, writer: str, cause: str) -> list[Receipt]:
-        # Before the lock: nobody else waits for a process that is slow to end.
-        await asyncio.to_thread(fence, self.run_dir, writer, grace_s=self._grace_s)
-        async with self._recovering:
-            sent = {k: d for k, d in self._in_flight.items() if d.writer == writer}
-            receipts = await in_thread(self._recover_worker, writer, cause, sent)
-        missing = [receipts[key] for key in sent if self._in_flight.pop(key, None) is not None]
-        for receipt in missing:
-            self._apply(receipt)
-        return missing
-
     def _apply(self, receipt: Receipt) -> None:
         self.ledger.apply(
             receipt.unit_id,
@@ -190,27 +179,6 @@ class Driver:
             cause=receipt.cause,
             fatal_command=receipt.fatal_command,
         )
-
-    def _recover_worker(
-        self, writer: str, cause: str, sent: dict[AttemptKey, Dispatched]
-    ) -> dict[AttemptKey, Receipt]:
-        unpublished = unpublished_receipts(self.run_dir, writer)
-        self._recovery.publish_finished(writer)
-        stems = [s for s in self.run_dir.commit_stems() if s.rpartition("-")[0] == writer]
-        ended = [o for stem in stems for o in outcomes(read_commit(self.run_dir, stem))]
-        receipts = {o.key: unpublished.get(o.key) or o.receipt(writer) for o in ended}
-        attempts = Lost(
-            recorded=lambda key: key in receipts or key not in sent,
-            cause=cause,
-            run_id=self.run_id,
-            config_hash=str(self._info.meta.get("config_hash", "")),
-        )
-        rows = list(self._recovery.lost([writer], attempts))
-        missing = [d for k, d in sent.items() if k not in attempts.found and k not in receipts]
-        rows += [attempts.never_begun(d) for d in missing]
-        list(self._recovery.publish_lost(rows))
-        self._recovery.remove(writer)
-        return receipts | {row.key: receipt_of(row, writer) for row in rows}
 
     async def __aenter__(self) -> Driver:
         return self
@@ -291,7 +259,7 @@ def _recovered(
             f"{damaged[0]} waits for `hermes-rl check {run_dir.path} --repair`, "
             "which saves its good lines"
         )
-    recovery = Recovery(run_dir, epoch, itertools.count())
+    recovery = Recovery(run_dir, epoch)
     recovery.report.epochs_lost = epoch.epoch - len(run_dir.epochs())
     ledger = Ledger(options.max_attempts)
     report = recovery.at_start(ledger, grace_s=options.grace_s)

@@ -20,7 +20,6 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -32,28 +31,9 @@ from hermes_rl.store.crash import CrashHook
 class DamagedFile(StoreError):
     """A journal file has a bad line that is not its tail."""
 
-    def __init__(self, path: Path, line: int, offset: int) -> None:
-        super().__init__(f"{path}: line {line} (byte {offset}) is damaged")
+    def __init__(self, path: Path, number: int, offset: int) -> None:
+        super().__init__(f"{path}: line {number} (byte {offset}) is damaged")
         self.path = path
-        self.line = line
-        self.offset = offset
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line as read."""
-
-    number: int
-    """1-based."""
-    offset: int
-    """Of its first byte."""
-    payload: bytes | None
-    """None when it is torn or damaged."""
-    last: bool
-    """Nothing follows it."""
-    zeros: bool = False
-    """It holds zeros, which no line has: the page was never written. A flipped bit makes one at
-    most."""
 
 
 def encode_line(payload: bytes) -> bytes:
@@ -75,30 +55,6 @@ def decode_line(line: bytes) -> bytes | None:
     return payload if sound else None
 
 
-def scan(path: Path) -> Iterator[Line]:
-    """All lines of a file, good and bad, one in memory at a time.
-
-    Raises: FileNotFoundError; StoreError when it is no file, or cannot be opened.
-    """
-    try:
-        opened = path.open("rb")
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror}") from error
-    with opened as file:
-        number, offset = 0, 0
-        line = file.readline()
-        while line:
-            # Only the end of a file has no newline: what a writer adds in this moment is not looked
-            # at, or the line that it is about to complete would pass for a damaged one.
-            after = file.readline() if line.endswith(b"\n") else b""
-            number += 1
-            yield Line(number, offset, decode_line(line), not after, b"\0\0" in line)
-            offset += len(line)
-            line = after
-
-
 class _Synced(msgspec.Struct):
     synced: int = 0
 
@@ -107,23 +63,50 @@ _decode_synced = msgspec.json.Decoder(_Synced).decode
 
 
 def payloads(path: Path, *, sound: bool = True) -> Iterator[bytes]:
-    """The payloads of a file without what a kill or a power loss tore.
+    """The payloads of a file, one in memory at a time, without what a kill or a power loss tore.
 
     Args:
-        sound: False passes over damaged lines (repair).
+        sound: False skips damaged lines (repair).
 
-    Raises: DamagedFile for a bad line that is neither the tail nor an unwritten page, when `sound`.
+    Raises: FileNotFoundError; StoreError when it is no file; DamagedFile for a bad line that is
+        neither the tail nor an unwritten page, when `sound`.
     """
-    unwritten: Line | None = None
-    for line in scan(path):
-        if line.payload is not None:
-            if unwritten is not None and _decode_synced(line.payload).synced > unwritten.offset:
-                raise DamagedFile(path, unwritten.number, unwritten.offset)
-            yield line.payload
-        elif sound and line.zeros:
-            unwritten = unwritten or line
-        elif sound and not line.last:
-            raise DamagedFile(path, line.number, line.offset)
+    unwritten: tuple[int, int] | None = None
+    for number, offset, line, last in _lines(path):
+        payload = decode_line(line)
+        if payload is not None:
+            if unwritten is not None and _decode_synced(payload).synced > unwritten[1]:
+                raise DamagedFile(path, *unwritten)
+            yield payload
+        elif sound and b"\0\0" in line:  # a flipped bit makes one zero at most
+            unwritten = unwritten or (number, offset)
+        elif sound and not last:
+            raise DamagedFile(path, number, offset)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int, bytes, bool]]:
+    """Number, offset and bytes of each line, and whether it is the last."""
+    try:
+        opened = path.open("rb")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}") from error
+    with opened as file:
+        number, offset = 1, 0
+        line = file.readline()
+        while line:
+            # Only the end of a file has no newline. What a writer adds at this moment is ignored,
+            # or the line that it is about to complete would be taken for a damaged one.
+            after = file.readline() if line.endswith(b"\n") else b""
+            yield number, offset, line, not after
+            number, offset, line = number + 1, offset + len(line), after
+
+
+def file_sha256(path: Path) -> str:
+    """The digest of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 _DIGEST = b',"sha256":"'
@@ -203,15 +186,11 @@ class Storage:
         final = self._root / name
         with disk_errors():
             self.sync_path(local)
-            self._pass(point, "written")
+            self._crash(f"{point}-written")
             os.rename(local, final)
-            self._pass(point, "renamed")
+            self._crash(f"{point}-renamed")
             self.sync_path(final.parent)
-            self._pass(point, "durable")
-
-    def delete(self, name: str) -> None:
-        """Remove a file; nothing happens when it is absent."""
-        (self._root / name).unlink(missing_ok=True)
+            self._crash(f"{point}-durable")
 
     def sync_path(self, path: Path) -> None:
         """fsync a file, or a folder: names made or changed in it are durable."""
@@ -246,10 +225,6 @@ class Storage:
                 local.unlink(missing_ok=True)
                 raise
         return local
-
-    def _pass(self, point: str, step: str) -> None:
-        if point:
-            self._crash(f"{point}-{step}")
 
 
 @contextmanager

@@ -8,7 +8,6 @@ commit) lets it be killed and repeated: until the commit is rewritten the unit c
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -24,21 +23,13 @@ import pyarrow.parquet as pq
 from hermes_rl.errors import CAUSES, StoreError, end_reason_of
 from hermes_rl.events import AttemptKey
 from hermes_rl.identity import trajectory_id
-from hermes_rl.store.commit import Commit, Keys, Part, part_fault, read_commit, write_commit
+from hermes_rl.store.commit import Keys, Part, part_fault, read_commit, write_commit
 from hermes_rl.store.driver import begin_epoch
-from hermes_rl.store.files import disk_errors, one_line_errors, payloads
+from hermes_rl.store.files import disk_errors, file_sha256, one_line_errors, payloads
 from hermes_rl.store.ledger import Ledger
-from hermes_rl.store.parts import file_sha256
 from hermes_rl.store.reader import driver_of, load_run
-from hermes_rl.store.recovery import (
-    Recovery,
-    Report,
-    finals,
-    foreign_parts,
-    outcomes,
-    quarantined,
-)
-from hermes_rl.store.rundir import FOLDERS, GRACE_S, RunDir, journal_files, order_of, part_name
+from hermes_rl.store.recovery import Recovery, Report, finals, foreign_parts, quarantined
+from hermes_rl.store.rundir import FOLDERS, GRACE_S, RunDir, order_of, part_name
 from hermes_rl.store.schema import schema_of, storage_schema
 from hermes_rl.store.summary import Summary
 
@@ -88,7 +79,7 @@ def _commit_faults(run_dir: RunDir, stem: str) -> Iterator[Fault]:
     place = run_dir.path / "commits" / f"{stem}.json"
     try:
         commit = read_commit(run_dir, stem)
-        list(outcomes(commit))
+        list(commit.keys.outcomes())
     except (StoreError, ValueError, IndexError) as error:
         yield place, _why(place, error)
         return
@@ -105,8 +96,7 @@ def _journal_faults(run_dir: RunDir) -> Iterator[Fault]:
     for name in run_dir.storage.names("journal"):
         if order_of(f"{name}-0")[0] and not (folder / name).is_dir():
             yield folder / name, "is no folder"
-    writers = [run_dir.writer_path(writer) for writer in run_dir.writers()]
-    for path in (path for w in writers for kind in _JOURNAL for path in journal_files(w, kind)):
+    for path in (path for kind in _JOURNAL for _, path in run_dir.journals(kind)):
         try:
             for payload in payloads(path):
                 msgspec.json.decode(payload)
@@ -212,10 +202,11 @@ def repair_run(path: str | Path, *, grace_s: float = GRACE_S) -> RepairReport:
 def _repair(run_dir: RunDir, grace_s: float) -> RepairReport:
     epoch = begin_epoch(run_dir, None, {"repair": True})
     saved = [_give_back(run_dir, damaged) for damaged in quarantined(run_dir)]
-    recovery = Recovery(run_dir, epoch, itertools.count(), sound=False)
+    recovery = Recovery(run_dir, epoch, sound=False)
     report = recovery.at_start(Ledger(), grace_s=grace_s)
     for unit_id in report.twice:
-        _settle(run_dir, unit_id)
+        for stem, key in finals(run_dir, unit_id)[1:]:
+            move_to_failures(run_dir, stem, key)
     return RepairReport(report, saved, report.twice)
 
 
@@ -232,39 +223,37 @@ def _give_back(run_dir: RunDir, damaged: Path) -> str:
     return str(kept)
 
 
-def _settle(run_dir: RunDir, unit_id: str) -> None:
-    """Keep the earliest of a unit's final rows."""
-    for stem, key in finals(run_dir, unit_id)[1:]:
-        move_to_failures(run_dir, stem, key)
-
-
 CAUSE = "duplicate"
 
 
 def move_to_failures(run_dir: RunDir, stem: str, key: AttemptKey) -> None:
     """Take one attempt's row out of `trajectories`. Blocking. Raises: DiskFull."""
-    finals, failures = _rows(run_dir, "trajectories", stem), _rows(run_dir, "failures", stem)
+    read = {name: _rows(run_dir, name, stem) for name in ("segments", "failures", "trajectories")}
+    segments, failures, finals = read.values()
     mine = [r for r in finals if (r["unit_id"], r["attempt"]) == (key.unit_id, key.attempt)]
     known = {r["trajectory_id"] for r in failures}
     failures += [_duplicate(r) for r in mine if r["trajectory_id"] not in known]
     finals = [r for r in finals if r not in mine]
     own = trajectory_id(key.unit_id, key.epoch, key.attempt)
-    segments = [
-        _untrained(s) if s["trajectory_id"] == own else s for s in _rows(run_dir, "segments", stem)
-    ]
+    segments = [_untrained(s) if s["trajectory_id"] == own else s for s in segments]
     tables = {"segments": segments, "failures": failures, "trajectories": finals}
     parts = [part for name, rows in tables.items() if (part := _rewrite(run_dir, name, stem, rows))]
-    before = read_commit(run_dir, stem)
     summary = Summary()
-    for table, rows in (("failures", failures), ("trajectories", finals)):
-        for row in rows:
+    for table in ("failures", "trajectories"):
+        for row in tables[table]:
             metrics = {m["name"]: m["value"] for m in row["metrics"]}
             summary.add({**row, "metrics": metrics}, table)
     for segment in segments:
         summary.add_segment(segment)
+    before = read_commit(run_dir, stem)
+    failed = {"done": False, "end_reason": end_reason_of(CAUSE), "cause": CAUSE}
+    outcomes = (
+        msgspec.structs.replace(outcome, **failed) if outcome.key == key else outcome
+        for outcome in before.keys.outcomes()
+    )
     others = [p for p in before.parts if p.table not in tables]
     after = msgspec.structs.replace(
-        before, keys=_moved(before, key), parts=others + parts, summary=summary
+        before, keys=Keys.of(outcomes), parts=others + parts, summary=summary
     )
     write_commit(run_dir, after)
 
@@ -287,28 +276,6 @@ def _untrained(segment: dict[str, Any]) -> dict[str, Any]:
     return {**segment, "reward": None, "trainable": False, "exclude_reason": "failed"}
 
 
-def _moved(commit: Commit, key: AttemptKey) -> Keys:
-    keys = commit.keys
-    names = [*keys.names]
-    for name in (end_reason_of(CAUSE), CAUSE):
-        if name not in names:
-            names.append(name)
-    wanted = (key.unit_id, key.epoch, key.attempt)
-    every = zip(keys.unit_id, keys.epoch, keys.attempt, strict=True)
-    mine = [found == wanted for found in every]
-
-    def changed(old: list[int], name: str) -> list[int]:
-        return [names.index(name) if m else o for m, o in zip(mine, old, strict=True)]
-
-    return msgspec.structs.replace(
-        keys,
-        table="".join("f" if m else t for m, t in zip(mine, keys.table, strict=True)),
-        end=changed(keys.end, end_reason_of(CAUSE)),
-        cause=changed(keys.cause, CAUSE),
-        names=names,
-    )
-
-
 def _rows(run_dir: RunDir, table: str, stem: str) -> list[dict[str, Any]]:
     path = run_dir.part_path(table, stem)
     rows: list[dict[str, Any]] = pq.read_table(path).to_pylist() if path.exists() else []
@@ -325,10 +292,6 @@ def _rewrite(run_dir: RunDir, table: str, stem: str, rows: list[dict[str, Any]])
     content = pa.Table.from_pylist(rows, schema=storage_schema(schema)).cast(schema)
     with disk_errors():
         pq.write_table(content, local, compression="zstd", compression_level=3)
-    part = _part(table, len(rows), local)
     run_dir.storage.put_file(part_name(table, stem), local)
-    return part
-
-
-def _part(table: str, rows: int, path: Path) -> Part:
-    return Part(table=table, rows=rows, size=path.stat().st_size, sha256=file_sha256(path))
+    size = final.stat().st_size
+    return Part(table=table, rows=len(rows), size=size, sha256=file_sha256(final))

@@ -11,10 +11,12 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -23,11 +25,14 @@ from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey, Begun, Event
 from hermes_rl.locks import try_lock
 from hermes_rl.ports import Recorder, WorkItem
-from hermes_rl.store.commit import Commit, publish_batch
+from hermes_rl.store.commit import publish_batch
+from hermes_rl.store.crash import CrashHook
 from hermes_rl.store.files import AppendFile
 from hermes_rl.store.processes import Held
 from hermes_rl.store.rows import Derived, Finished
-from hermes_rl.store.rundir import DISPATCH_FILE, RunDir, epoch_of
+from hermes_rl.store.rundir import RunDir, epoch_of
+
+T = TypeVar("T")
 
 
 class Dispatched(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,45 +55,38 @@ class Dispatched(msgspec.Struct, frozen=True, kw_only=True):
             key=self.key,
             started_at=self.at,
             run_id=run_id,
-            group_id=self.group_id,
-            member=self.repeat,
-            repeat=self.repeat,
-            row_index=self.row_index,
-            task_id=self.task_id,
-            task_hash=self.task_hash,
             config_hash=config_hash,
-            seed=self.seed,
+            member=self.repeat,
             prompt="",
             model="",
             api_mode="",
             endpoint="",
+            **{name: getattr(self, name) for name in _OF_ITEM},
         )
+
+
+_OF_ITEM = ("group_id", "repeat", "row_index", "task_id", "task_hash", "seed")
+"""What a dispatch repeats of its work item."""
 
 
 class DispatchJournal:
     """Appends dispatches; the file is made at the first one."""
 
     def __init__(self, run_dir: RunDir, driver: str) -> None:
-        self._run_dir = run_dir
-        self._folder = run_dir.writer_path(driver)
+        self._crash = run_dir.crash
+        self._path = run_dir.writer_path(driver) / "dispatch.jsonl"
         self._file: AppendFile | None = None
 
     def append(self, item: WorkItem, writer: str) -> Dispatched:
         """Step 1: note an attempt before it is sent. Raises: DiskFull."""
         if self._file is None:
-            self._folder.mkdir(exist_ok=True)
-            path = self._folder / DISPATCH_FILE
-            self._file = AppendFile(path, self._run_dir.crash, "attempt-1-dispatch")
+            self._path.parent.mkdir(exist_ok=True)
+            self._file = AppendFile(self._path, self._crash, "attempt-1-dispatch")
         line = Dispatched(
             key=AttemptKey(unit_id=item.unit_id, epoch=item.epoch, attempt=item.attempt),
             writer=writer,
             at=time.time(),
-            group_id=item.group_id,
-            repeat=item.repeat,
-            row_index=item.row_index,
-            task_id=item.task_id,
-            task_hash=item.task_hash,
-            seed=item.seed,
+            **{name: getattr(item, name) for name in _OF_ITEM},
         )
         self._file.append(msgspec.json.encode(line))
         return line
@@ -98,10 +96,10 @@ class DispatchJournal:
         if self._file is not None:
             self._file.close()
             self._file = None
-            if clean:
-                (self._folder / DISPATCH_FILE).unlink()
-        if clean and self._folder.is_dir() and not any(self._folder.iterdir()):
-            self._folder.rmdir()
+        if clean:
+            self._path.unlink(missing_ok=True)
+            with suppress(OSError):  # there is no such folder, or it holds something else
+                self._path.parent.rmdir()
 
 
 _encoder = msgspec.json.Encoder()
@@ -114,6 +112,17 @@ def encode(value: msgspec.Struct) -> bytes:
     except UnicodeEncodeError:
         text = json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
         return text.encode("utf-8", "replace")
+
+
+def decoded(lines: Iterable[bytes], decode: Callable[[bytes], T]) -> Iterator[T]:
+    """The records of an event file. A sound line with a value that JSON cannot hold, such as NaN,
+    is left out."""
+    for line in lines:
+        try:
+            record = decode(line)
+        except msgspec.ValidationError:
+            continue
+        yield record
 
 
 @dataclass(frozen=True)
@@ -139,13 +148,6 @@ class Batch:
     """time.monotonic() of the first row."""
 
 
-class _LiveFile:
-    def __init__(self, file: AppendFile) -> None:
-        self.file = file
-        self.open: set[AttemptKey] = set()
-        """Attempts that began here and are in no committed batch yet."""
-
-
 class LiveLine(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a live file."""
 
@@ -154,15 +156,72 @@ class LiveLine(msgspec.Struct, frozen=True, kw_only=True):
     e: Event
 
 
+class EventFiles:
+    """Files that take the events of work in progress, and are needed only after a kill.
+
+    Args:
+        folder: of the writer.
+        kind: names the files.
+        crash, point: the crash point of each line.
+    """
+
+    def __init__(self, folder: Path, kind: str, crash: CrashHook, point: str) -> None:
+        self._folder = folder
+        self._kind = kind
+        self._crash, self._point = crash, point
+        self._made = self._begun = 0
+        self._open: dict[AppendFile, set[Hashable]] = {}
+        """The work of each file that has not ended."""
+        self._current: AppendFile | None = None
+
+    def begin(self, work: Hashable) -> tuple[AppendFile, int]:
+        """The file that takes the events of some work, and the number of this work."""
+        if self._current is None:
+            path = self._folder / f"{self._kind}-{self._made}.jsonl"
+            self._current = AppendFile(path, self._crash, self._point)
+            self._open[self._current] = set()
+            self._made += 1
+        self._open[self._current].add(work)
+        self._begun += 1
+        return self._current, self._begun
+
+    def rotate(self) -> None:
+        """Let new work begin in a new file, so that the present one can end."""
+        self._current = None
+
+    def end(self, works: Iterable[Hashable]) -> list[Path]:
+        """Note that work has ended; returns the files to delete, whose work has all ended."""
+        ended = set(works)
+        for open_ in self._open.values():
+            open_ -= ended
+        over = [f for f, open_ in self._open.items() if not open_ and f is not self._current]
+        for file in over:
+            file.close()
+            del self._open[file]
+        return [file.path for file in over]
+
+    def close(self, *, keep_open: bool = True) -> None:
+        """Close all files, and delete those whose work has ended.
+
+        Args:
+            keep_open: False deletes all of them.
+        """
+        for file, open_ in self._open.items():
+            file.close()
+            if not (open_ and keep_open):
+                file.path.unlink(missing_ok=True)
+        self._open = {}
+
+
 class _LiveRecorder:
     """Appends the events of one attempt."""
 
-    def __init__(self, live: _LiveFile, ordinal: int) -> None:
-        self._live = live
-        self._ordinal = ordinal
+    def __init__(self, file: AppendFile, number: int) -> None:
+        self._file = file
+        self._number = number
 
     def record(self, event: Event) -> None:
-        self._live.file.append(encode(LiveLine(a=self._ordinal, e=event)))
+        self._file.append(encode(LiveLine(a=self._number, e=event)))
 
 
 class GroupSync:
@@ -199,8 +258,12 @@ class GroupSync:
             except OSError as failure:
                 self._failure = failure
             for _, done in group:
-                if not done.done():
-                    _settle(done, self._failure)
+                if done.done():
+                    continue
+                if self._failure is None:
+                    done.set_result(None)
+                else:
+                    done.set_exception(self._failure)
         self._task = None
 
     def _sync(self, files: set[AppendFile]) -> None:
@@ -209,13 +272,6 @@ class GroupSync:
             self._run_dir.storage.sync(file.fileno())
             file.synced = size
         self._run_dir.crash("attempt-4-synced")
-
-
-def _settle(done: asyncio.Future[None], error: BaseException | None) -> None:
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)
 
 
 class JournalWriter:
@@ -247,11 +303,8 @@ class JournalWriter:
         self.alive: Held | None = None
         """The lock of `alive` while the journal is open; who writes for the writer holds it."""
         self._sequence = 0
-        self._live_number = 0
-        self._ordinal = 0
         self._batch: Batch | None = None
-        self._live: _LiveFile | None = None
-        self._where: dict[AttemptKey, _LiveFile] = {}
+        self._live = EventFiles(self._path, "live", run_dir.crash, "attempt-2-live")
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="journal-sync")
         self._sync = GroupSync(run_dir, self._pool)
         self._sealing = asyncio.Lock()
@@ -283,11 +336,6 @@ class JournalWriter:
         return batch
 
     @property
-    def waiting(self) -> int:
-        """Finished attempts in the open batch."""
-        return self._batch.rows if self._batch else 0
-
-    @property
     def age_s(self) -> float:
         """Seconds since the first row of the open batch; 0 when it is empty."""
         since = self._batch.since if self._batch else None
@@ -295,14 +343,7 @@ class JournalWriter:
 
     def recorder(self, key: AttemptKey) -> Recorder:
         """Where the events of one attempt go. Its first event must be `Begun`."""
-        if self._live is None:
-            path = self._path / f"live-{self._live_number}.jsonl"
-            self._live = _LiveFile(AppendFile(path, self.run_dir.crash, "attempt-2-live"))
-            self._live_number += 1
-        self._ordinal += 1
-        self._live.open.add(key)
-        self._where[key] = self._live
-        return _LiveRecorder(self._live, self._ordinal)
+        return _LiveRecorder(*self._live.begin(key))
 
     async def finish(self, rows: Finished | Derived) -> None:
         """Write the rows of a finished attempt, or derived ones; on return they are durable.
@@ -331,30 +372,15 @@ class JournalWriter:
             self.run_dir.crash("publish-6-opened")
             sealed, self._batch = self._batch, fresh
             self.full.clear()
-            self._retire_live()
+            self._live.rotate()
             await self._sync.durable(sealed.file)
             sealed.file.close()
             self.run_dir.crash("publish-6-sealed")
             return sealed
 
-    def _retire_live(self) -> None:
-        """New attempts go to a new live file, so that the old one can end."""
-        live, self._live = self._live, None
-        if live is not None and not live.open:
-            live.file.close()
-            live.file.path.unlink(missing_ok=True)
-
     async def committed(self, batch: Batch) -> None:
         """Step 9 for live files: unlink those whose attempts are all in committed batches."""
-        ended: list[Path] = []
-        for key in batch.attempts:
-            live = self._where.pop(key, None)
-            if live is None:
-                continue
-            live.open.discard(key)
-            if not live.open and live is not self._live:
-                live.file.close()
-                ended.append(live.file.path)
+        ended = self._live.end(batch.attempts)
         await in_thread(self._unlink, ended)
 
     def _unlink(self, paths: list[Path]) -> None:
@@ -381,13 +407,7 @@ class JournalWriter:
         batch.file.close()
         if not batch.rows:
             batch.file.path.unlink()
-        lives = {id(live): live for live in self._where.values()}
-        if self._live is not None:
-            lives[id(self._live)] = self._live
-        for live in lives.values():
-            live.file.close()
-            if not live.open:
-                live.file.path.unlink(missing_ok=True)
+        self._live.close()
         if [p.name for p in self._path.iterdir()] == ["alive"]:
             (self._path / "alive").unlink()
             self._path.rmdir()
@@ -420,19 +440,11 @@ class Publisher:
     Args:
         journal: the writer.
         every_s: a batch is published when its first row is this old.
-        on_commit: told of every commit, on the event loop.
     """
 
-    def __init__(
-        self,
-        journal: JournalWriter,
-        *,
-        every_s: float = PUBLISH_EVERY_S,
-        on_commit: Callable[[Commit], None] | None = None,
-    ) -> None:
+    def __init__(self, journal: JournalWriter, *, every_s: float = PUBLISH_EVERY_S) -> None:
         self._journal = journal
         self._every_s = every_s
-        self._on_commit = on_commit
         self._sealed: list[Batch] = []
         self._busy = asyncio.Lock()
 
@@ -461,20 +473,14 @@ class Publisher:
             if batch is not None:
                 self._sealed.append(batch)
             while self._sealed:
-                await self._publish(self._sealed[0])
-                self._sealed.pop(0)
+                await in_thread(self._publish, self._sealed[0])
+                await self._journal.committed(self._sealed.pop(0))
 
-    async def _publish(self, batch: Batch) -> None:
-        commit = await in_thread(self._publish_alive, batch)
-        await self._journal.committed(batch)
-        if commit is not None and self._on_commit is not None:
-            self._on_commit(commit)
-
-    def _publish_alive(self, batch: Batch) -> Commit | None:
+    def _publish(self, batch: Batch) -> None:
         """The thread holds `alive` itself: it may go on after its writer was closed, when the disk
         stalls, and recovery must not touch the batch before it has ended."""
         alive = self._journal.alive
         if alive is None:
             raise StoreError(f"writer {self._journal.writer} is closed")
         with alive.shared():
-            return publish_batch(self._journal.run_dir, batch.file.path, batch.stem)
+            publish_batch(self._journal.run_dir, batch.file.path, batch.stem)

@@ -66,7 +66,7 @@ class Ledger:
         """Of the few units of which a sandbox died under a tool call."""
 
     def disposition(self, unit_id: str) -> Disposition:
-        """done, given_up or open; a unit never heard of is open."""
+        """done, given_up or open; an unknown unit is open."""
         return self._judge(self._get(unit_id))
 
     def is_done(self, key: bytes) -> bool:
@@ -113,11 +113,12 @@ class Ledger:
         return judged
 
     def load(self, commits: Iterable[Commit]) -> list[str]:
-        """Fill an empty ledger; returns the units that stand in `trajectories` more than once."""
+        """Add the attempts of some commits; returns the units of them that are done twice."""
         twice: set[bytes] = set()
         for commit in commits:
             self.summary.merge(commit.summary)
             self._take(commit, twice)
+        self.done = self.given_up = 0
         for unit, count in Counter(self._units.values()).items():
             self._recount(self._judge(unit), count)
         return sorted(key.hex() for key in twice)

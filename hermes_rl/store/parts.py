@@ -2,8 +2,8 @@
 
 Arrays are made from buffers. pyarrow's own conversion of Python objects imports pandas first: 0.2 s
 of CPU and 30 MB in every worker. This one takes about as long per value and knows only what our
-schemas hold. It refuses what it does not know or what does not fit, and the caller takes pyarrow's
-way. It accepts one thing more: a whole number in a column of floats becomes the nearest one.
+schemas hold. A whole number in a column of floats becomes the nearest one; any other value of
+another type is refused.
 
 Conversion goes in small steps, so that the interpreter's lock is never held for long beside a busy
 event loop.
@@ -11,10 +11,10 @@ event loop.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from array import array
-from collections.abc import Sequence
+from base64 import b64decode
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hermes_rl.store.crash import CrashHook
 from hermes_rl.store.files import disk_errors
-from hermes_rl.store.schema import schema_of, storage_schema
 
-_NUMBERS = {"int32": "i", "int64": "q", "timestamp[us, tz=UTC]": "q", "float": "f", "double": "d"}
+_NUMBERS = {
+    "int8": "b",
+    "int32": "i",
+    "int64": "q",
+    "timestamp[us, tz=UTC]": "q",
+    "float": "f",
+    "double": "d",
+}
 """Type codes of `array`, by the name of the Arrow type."""
 
 
@@ -50,6 +55,9 @@ def array_of(values: Sequence[Any], kind: Any) -> Any:
         _only(values, list, tuple)
         children = [array_of([*chain.from_iterable(v for v in values if v)], kind.value_type)]
         return _made(kind, values, [_offsets(values)], children)
+    if pa.types.is_null(kind):
+        _only(values)
+        return pa.nulls(len(values))
     return _made(kind, values, _content(values, kind))
 
 
@@ -89,7 +97,7 @@ def _only(values: Sequence[Any], *kinds: type) -> None:
     """Raises: TypeError for a value of another type, None apart."""
     strange = {*map(type, values)} - {*kinds, type(None)}
     if strange:
-        raise TypeError(f"{strange.pop().__name__} where {kinds[0].__name__} belongs")
+        raise TypeError(f"{strange.pop().__name__} is none of {kinds}")
 
 
 def _offsets(values: Sequence[Any]) -> Any:
@@ -107,52 +115,46 @@ def _bits(values: Sequence[Any]) -> Any:
 ROW_GROUP_BYTES = 64 * 1024 * 1024
 """Of Arrow data in one row group, at most (a larger single row stands alone)."""
 
-_STEP_BYTES = 2 * 1024 * 1024
+STEP_BYTES = 2 * 1024 * 1024
 """Of JSON that is converted in one go."""
 
 
 class PartWriter:
-    """Writes the rows of one table to a temporary file. Blocking: for threads.
+    """Writes rows to a temporary Parquet file. Blocking: for threads.
 
     Raises: DiskFull from every method.
     """
 
-    def __init__(self, path: Path, table: str, crash: CrashHook) -> None:
-        schema = schema_of(table)
+    def __init__(self, path: Path, schema: Any) -> None:
         self.path = path
         self.rows = 0
         self._schema = schema
-        self._crash = crash
         self._step: list[dict[str, Any]] = []
         self._step_size = 0
         self._tables: list[Any] = []
         with disk_errors():
-            self._writer = pq.ParquetWriter(
-                path, schema, compression="zstd", compression_level=3, store_schema=True
-            )
+            self._writer = pq.ParquetWriter(path, schema, compression="zstd", compression_level=3)
 
     def add(self, row: dict[str, Any], size: int) -> None:
         """Add one row; `size` is about its bytes as JSON."""
         self.rows += 1
         self._step.append(row)
         self._step_size += size
-        if self._step_size >= _STEP_BYTES:
+        if self._step_size >= STEP_BYTES:
             self._convert()
 
-    def close(self) -> None:
+    def close(self, crash: Callable[[str], None] = lambda name: None) -> None:
         """Write the rest and the footer."""
         self._convert()
         self._write()
-        self._crash("publish-7-half")
+        crash("publish-7-half")
         with disk_errors():
             self._writer.close()
 
     def abandon(self) -> None:
-        """Give the file up."""
-        try:
+        """Remove the file, unless it was moved to its final name."""
+        with suppress(OSError):
             self._writer.close()
-        except OSError:
-            pass
         self.path.unlink(missing_ok=True)
 
     def _convert(self) -> None:
@@ -174,7 +176,7 @@ class PartWriter:
 
 
 def to_arrow(rows: list[dict[str, Any]], schema: Any) -> Any:
-    """A table of the declared schema from rows as they stand in a `done` line.
+    """A table of a schema from rows as they stand in a `done` line.
 
     A value that its column cannot hold (an integer beyond 64 bits) becomes null and `error` says
     so: one such row must never keep a batch from being published.
@@ -182,55 +184,36 @@ def to_arrow(rows: list[dict[str, Any]], schema: Any) -> Any:
     columns = [_columns(row) for row in rows]
     try:
         return table_of(columns, schema)
-    except (TypeError, ValueError, OverflowError):  # a row is strange: the others lose nothing
-        return pa.concat_tables([_alone(row, schema) for row in columns])
+    except _MISFIT:  # the others lose nothing
+        return pa.concat_tables([table_of([_fitted(row, schema)], schema) for row in columns])
 
 
-def _alone(row: dict[str, Any], schema: Any) -> Any:
-    try:
-        return table_of([row], schema)
-    except (TypeError, ValueError, OverflowError):
-        pass  # such a row is rare, and pyarrow knows more ways to fit one
-    plain = storage_schema(schema)
-    try:
-        table = pa.Table.from_pylist([row], schema=plain)
-    except (pa.ArrowException, TypeError, ValueError, OverflowError):
-        table = pa.Table.from_pylist([_fitted(row, plain)], schema=plain)
-    return table.cast(schema)
+_MISFIT = (TypeError, ValueError, OverflowError)
 
 
-def _fitted(row: dict[str, Any], plain: Any) -> dict[str, Any]:
-    misfits = [field.name for field in plain if not _fits(row[field.name], field.type)]
+def _fitted(row: dict[str, Any], schema: Any) -> dict[str, Any]:
+    misfits = [field.name for field in schema if not _fits(row.get(field.name), field.type)]
     if not misfits:
         return row
     note = f"store: {', '.join(misfits)} did not fit the column"
     error = f"{row['error']}; {note}" if row.get("error") else note
-    kept = {name: None if name in misfits else value for name, value in row.items()}
-    return {**kept, "error": error} if "error" in row else kept
+    return {**row, **dict.fromkeys(misfits), "error": error}
 
 
 def _fits(value: Any, kind: Any) -> bool:
     try:
-        pa.array([value], type=kind)
-    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        array_of([value], kind)
+    except _MISFIT:
         return False
     return True
 
 
 def _columns(row: dict[str, Any]) -> dict[str, Any]:
     """Journal form to column form: metrics as pairs, image bytes out of base64."""
-    if "metrics" not in row:
-        return row
-    out = {**row, "metrics": [{"name": k, "value": v} for k, v in row["metrics"].items()]}
+    out = row
+    if isinstance(row.get("metrics"), dict):
+        out = {**row, "metrics": [{"name": k, "value": v} for k, v in row["metrics"].items()]}
     if row.get("image_data"):
-        out["image_data"] = [
-            {**i, "bytes": None if i["bytes"] is None else base64.b64decode(i["bytes"])}
-            for i in row["image_data"]
-        ]
+        images = [{**i, "bytes": i["bytes"] and b64decode(i["bytes"])} for i in row["image_data"]]
+        out = {**out, "image_data": images}
     return out
-
-
-def file_sha256(path: Path) -> str:
-    """The digest of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

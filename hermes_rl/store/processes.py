@@ -68,7 +68,8 @@ class Held:
         self._fd = fd
         self._users = 1
         self._guard = threading.Lock()
-        write_holder(fd, lease_s)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, msgspec.json.encode(this_process(lease_s)), 0)
         _held.add(self)
 
     @contextmanager
@@ -90,19 +91,15 @@ class Held:
         """Unlock the file for everybody who shares its descriptor, and close it."""
         with self._guard:
             self._users -= 1
-            if not self._users and self._fd >= 0:
+            if not self._users:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
-                self._close()
+                os.close(self._fd)
 
     def drop(self) -> None:
         """Close the descriptor without unlocking the file: the parent process holds it."""
-        if self._fd >= 0:
-            self._close()
+        if self._users > 0:
+            os.close(self._fd)
         self._users = 0
-
-    def _close(self) -> None:
-        fd, self._fd = self._fd, -1
-        os.close(fd)
 
 
 _held: weakref.WeakSet[Held] = weakref.WeakSet()
@@ -115,12 +112,6 @@ def _drop_inherited() -> None:
 
 
 os.register_at_fork(after_in_child=_drop_inherited)
-
-
-def write_holder(fd: int, lease_s: float | None = None) -> None:
-    """Write into a lock file who holds it."""
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, msgspec.json.encode(this_process(lease_s)), 0)
 
 
 def read_holder(fd: int) -> ProcessId | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,15 +20,7 @@ from hermes_rl.store.files import payloads
 from hermes_rl.store.journal import Dispatched
 from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.processes import ProcessId, read_holder
-from hermes_rl.store.rundir import (
-    SCHEMA_VERSION,
-    TABLES,
-    RunDir,
-    journal_files,
-    order_of,
-    sequence_of,
-    stem_of,
-)
+from hermes_rl.store.rundir import TABLES, RunDir, order_of, stem_of
 from hermes_rl.store.stats import compute_stats
 
 if TYPE_CHECKING:
@@ -137,27 +130,24 @@ def in_flight(run_dir: RunDir) -> set[AttemptKey]:
     epochs = run_dir.epochs()
     if not epochs:
         return set()
-    now = epochs[-1]
-    sent: set[AttemptKey] = set()
-    for path in journal_files(run_dir.writer_path(f"{now}-driver"), "dispatch"):
-        sent |= _keys(path, _decode_dispatch)
+    driver = f"{epochs[-1]}-driver"
+    sent = _keys(run_dir.journals("dispatch", driver), _decode_dispatch)
     # Journals before commits: an attempt that is published in between stands in one of the two.
-    for writer in run_dir.writers():
-        for done in journal_files(run_dir.writer_path(writer), "done"):
-            sent -= _keys(done, _decode_done)
+    sent -= _keys(run_dir.journals("done"), _decode_done)
     for commit in read_commits(run_dir):
-        columns = zip(commit.keys.unit_id, commit.keys.epoch, commit.keys.attempt, strict=True)
-        sent -= {AttemptKey(unit_id=u, epoch=e, attempt=a) for u, e, a in columns if e == now}
+        sent -= {o.key for o in commit.keys.outcomes() if o.key.epoch == epochs[-1]}
     return sent
 
 
-def _keys(path: Path, decode: Callable[[bytes], _Keyed | Dispatched]) -> set[AttemptKey]:
-    """The attempts that a file names; none when its owner has just removed it."""
-    try:
-        found = [decode(line).key for line in payloads(path)]
-    except FileNotFoundError:
-        return set()
-    return {key for key in found if key is not None}
+def _keys(
+    files: Iterable[tuple[str, Path]], decode: Callable[[bytes], _Keyed | Dispatched]
+) -> set[AttemptKey]:
+    """The attempts that files name, but for those that their owner removes meanwhile."""
+    found: set[AttemptKey] = set()
+    for _, path in files:
+        with suppress(FileNotFoundError):
+            found |= {key for line in payloads(path) if (key := decode(line).key) is not None}
+    return found
 
 
 _loads = msgspec.json.decode
@@ -282,7 +272,7 @@ class Run:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        from hermes_rl.store.schema import schema_of
+        from hermes_rl.store.schema import empty_table, schema_of
 
         schema = schema_of(table)
         waiting = self.unpublished([table])[table]
@@ -294,7 +284,7 @@ class Run:
             except (OSError, pa.ArrowException) as error:
                 raise self._unreadable(part.name, error) from error
         tables = [found[stem] for stem in sorted(found, key=order_of)]
-        return pa.concat_tables(tables) if tables else _empty(schema).select(names)
+        return pa.concat_tables(tables) if tables else empty_table(schema).select(names)
 
     def _unreadable(self, what: str, error: Exception) -> StoreError:
         why = str(error).partition("\n")[0]
@@ -375,34 +365,16 @@ def _pending_batches(run_dir: RunDir) -> dict[str, Commit]:
     for stem, lines in _pending_lines(run_dir):
         tally = Tally()
         for line in lines:
-            if "row" in line:
-                tally.add(line)
-        found[stem] = Commit(
-            stem=stem,
-            schema_version=SCHEMA_VERSION,
-            committed_at=0.0,
-            keys=tally.keys(),
-            parts=[],
-            summary=tally.summary,
-        )
+            tally.add(line)
+        found[stem] = tally.commit(stem)
     return found
 
 
 def _pending_lines(run_dir: RunDir) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """The lines of each `done` file, with the stem of its batch."""
-    for writer in run_dir.writers():
-        for done in journal_files(run_dir.writer_path(writer), "done"):
-            try:
-                lines = [_loads(payload) for payload in payloads(done, sound=False)]
-            except FileNotFoundError:
-                continue  # published meanwhile
-            yield f"{writer}-{sequence_of(done)}", lines
-
-
-def _empty(schema: pa.Schema) -> pa.Table:
-    from hermes_rl.store.schema import empty_table
-
-    return empty_table(schema)
+    for stem, done in run_dir.journals("done"):
+        with suppress(FileNotFoundError):  # published meanwhile
+            yield stem, [_loads(payload) for payload in payloads(done, sound=False)]
 
 
 def _decode_metrics(pairs: Iterable[Mapping[str, Any]]) -> dict[str, float]:

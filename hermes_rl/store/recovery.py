@@ -9,22 +9,23 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey, Begun, Ended, Event
 from hermes_rl.ports import Receipt
-from hermes_rl.store.commit import Commit, part_fault, publish_batch, read_commits
+from hermes_rl.store.commit import Commit, part_fault, publish_batch, read_commit, read_commits
 from hermes_rl.store.derived import cut_rows
 from hermes_rl.store.files import AppendFile, DamagedFile, payloads
-from hermes_rl.store.journal import Dispatched, LiveLine
+from hermes_rl.store.journal import Dispatched, LiveLine, decoded
 from hermes_rl.store.ledger import Ledger
-from hermes_rl.store.rows import Derived, Finished, FinishedFigures, receipt_of
+from hermes_rl.store.rows import RECEIPT_COLUMNS, Derived, Finished, make_receipt, receipt_of
 from hermes_rl.store.rundir import (
     GRACE_S,
     TABLES,
@@ -32,80 +33,13 @@ from hermes_rl.store.rundir import (
     RunDir,
     epoch_of,
     fence,
-    journal_files,
     part_name,
-    sequence_of,
     stem_of,
 )
 from hermes_rl.trajectory import fold
-from hermes_rl.usage import UsageTotal
 
 _decode_live = msgspec.json.Decoder(LiveLine).decode
 _decode_dispatch = msgspec.json.Decoder(Dispatched).decode
-
-
-@dataclass
-class Lost:
-    """Finds the lost attempts in journal folders and makes one row of each.
-
-    Args:
-        recorded: whether an attempt already has its row.
-        cause: `driver_lost` or `worker_lost`.
-        run_id, config_hash: for rows of attempts that never began.
-        sound: False takes damaged lines for absent (repair).
-    """
-
-    recorded: Callable[[AttemptKey], bool]
-    cause: str
-    run_id: str
-    config_hash: str
-    sound: bool = True
-    found: set[AttemptKey] = field(default_factory=set)
-    """Keys of all attempts that were given a row."""
-
-    def live(self, path: Path) -> Iterator[Finished]:
-        """Rows of the lost attempts of one live file. Raises: DamagedFile."""
-        at = path.stat().st_mtime
-        for events in self._attempts(path):
-            begun = events[0]
-            assert isinstance(begun, Begun)
-            yield self._row(begun, events, at)
-
-    def dispatched(self, path: Path) -> Iterator[Finished]:
-        """Rows of attempts that were sent and left no live line. Raises: DamagedFile."""
-        for payload in payloads(path, sound=self.sound):
-            line = _decode_dispatch(payload)
-            if line.key not in self.found and not self.recorded(line.key):
-                yield self.never_begun(line)
-
-    def never_begun(self, line: Dispatched) -> Finished:
-        """The row of an attempt of which only the dispatch is known."""
-        begun = line.begun(self.run_id, self.config_hash)
-        return self._row(begun, [begun], line.at)
-
-    def _row(self, begun: Begun, events: list[Event], at: float) -> Finished:
-        from hermes_rl.segments import with_segments  # few starts have such a row to make
-
-        self.found.add(begun.key)
-        # An end without its `done` line was never reported: the attempt counts as cut.
-        kept = [e for e in events if not isinstance(e, Ended)]
-        row, segments = with_segments(kept, fold(kept, lost=self.cause, at=at))
-        return Finished(key=begun.key, row=row, segments=segments)
-
-    def _attempts(self, path: Path) -> Iterator[list[Event]]:
-        attempts: dict[int, list[Event]] = {}
-        for payload in payloads(path, sound=self.sound):
-            try:
-                line = _decode_live(payload)
-            except msgspec.ValidationError:
-                continue  # a sound line with a value that JSON cannot hold, such as NaN
-            if isinstance(line.e, Begun):
-                if line.e.key not in self.found and not self.recorded(line.e.key):
-                    attempts[line.a] = [line.e]
-            elif line.a in attempts:
-                attempts[line.a].append(line.e)
-        yield from attempts.values()
-
 
 LOST_ROWS_PER_BATCH = 1000
 
@@ -155,18 +89,15 @@ class Recovery:
     Args:
         run_dir: the run directory; its LOCK is held.
         epoch: of this driver.
-        sequence: numbers for the driver's own batches.
         sound: False takes damaged lines for absent (repair).
     """
 
-    def __init__(
-        self, run_dir: RunDir, epoch: Epoch, sequence: Iterator[int], *, sound: bool = True
-    ) -> None:
+    def __init__(self, run_dir: RunDir, epoch: Epoch, *, sound: bool = True) -> None:
         self.run_dir = run_dir
         self.report = Report()
         self._epoch = epoch
         self._driver = f"{epoch.epoch}-driver"
-        self._sequence = sequence
+        self._sequence = itertools.count()
         self._sound = sound
 
     def at_start(self, ledger: Ledger, *, grace_s: float = GRACE_S) -> Report:
@@ -181,33 +112,72 @@ class Recovery:
             fence(self.run_dir, writer, grace_s=max(0.0, deadline - time.monotonic()))
         crash("recover-2-fenced")
         for writer in old:
-            self.publish_finished(writer)
+            self._publish_finished(writer)
         self.report.twice = ledger.load(self._commits())
         crash("recover-5-loaded")
-        for commit in self.publish_lost(self._lost_at_start(old, ledger)):
-            _apply(ledger, commit)
+        lost = self._lost(
+            old, lambda key: key.attempt < ledger.next_attempt(key.unit_id), "driver_lost"
+        )
+        for commit in self._publish_lost(lost):
+            ledger.load([commit])
         for writer in old:
-            self.publish_cut(writer)
-            self.remove(writer)
+            self._publish_cut(writer)
+            self._remove(writer)
         self._delete_temporary("")
-        self.run_dir.crash("recover-5-emptied")
+        crash("recover-5-emptied")
         self.report.foreign = foreign_parts(self.run_dir)
         return self.report
 
-    def publish_finished(self, writer: str) -> list[Commit]:
+    def of_worker(
+        self, writer: str, cause: str, sent: Mapping[AttemptKey, Dispatched]
+    ) -> dict[AttemptKey, Receipt]:
+        """Take over from a fenced worker: publish what it finished, and give each attempt that was
+        cut a row with this cause.
+
+        Args:
+            sent: its attempts without a receipt.
+
+        Returns the receipts of these. Raises: StoreError for damage; DiskFull.
+        """
+        self._publish_finished(writer)
+        receipts = self._receipts(writer, sent)
+        lost = list(self._lost([writer], lambda key: key in receipts or key not in sent, cause))
+        begun = receipts.keys() | {row.key for row in lost}
+        lost += [self._never_begun(line, cause) for key, line in sent.items() if key not in begun]
+        for _ in self._publish_lost(lost):
+            pass
+        self._remove(writer)
+        return receipts | {row.key: receipt_of(row, writer) for row in lost}
+
+    def publish_own(self, batch: Sequence[Finished | Derived]) -> Commit | None:
+        """Write rows to a `done` file of the driver's own, and publish it. Raises: DiskFull."""
+        folder = self.run_dir.writer_path(self._driver)
+        stem = f"{self._driver}-{next(self._sequence)}"
+        folder.mkdir(exist_ok=True)
+        self.run_dir.storage.sync_path(folder.parent)
+        done = folder / f"done-{stem.rpartition('-')[2]}.jsonl"
+        file = AppendFile(done, self.run_dir.crash, "attempt-3-done")
+        try:
+            self.run_dir.storage.sync_path(folder)
+            for line in batch:
+                file.append(msgspec.json.encode(line))
+            self.run_dir.storage.sync(file.fileno())
+        finally:
+            file.close()
+        self.run_dir.crash("recover-4-written")
+        commit = publish_batch(self.run_dir, done, stem)
+        self.run_dir.crash("recover-4-published")
+        return commit
+
+    def _publish_finished(self, writer: str) -> None:
         """R3: publish (or only unlink) the `done` files of one fenced writer."""
-        commits = []
-        for done in journal_files(self.run_dir.writer_path(writer), "done"):
-            stem = f"{writer}-{sequence_of(done)}"
+        for stem, done in self.run_dir.journals("done", writer):
             with self._quarantine(writer):
                 commit = publish_batch(self.run_dir, done, stem, sound=self._sound)
-            if commit is not None:
-                self.report.batches += 1
-                commits.append(commit)
+            self.report.batches += commit is not None
             self.run_dir.crash("recover-3-batch")
-        return commits
 
-    def publish_lost(self, rows: Iterable[Finished]) -> Iterator[Commit]:
+    def _publish_lost(self, rows: Iterable[Finished]) -> Iterator[Commit]:
         """R4: write rows of lost attempts to the driver's own `done` files and publish them."""
         stream = iter(rows)
         while batch := list(itertools.islice(stream, LOST_ROWS_PER_BATCH)):
@@ -216,41 +186,107 @@ class Recovery:
             if commit is not None:
                 yield commit
 
-    def publish_cut(self, writer: str) -> None:
+    def _publish_cut(self, writer: str) -> None:
         """R4 for what is no attempt: rows for the calls of a driver's own that were cut."""
         with self._quarantine(writer):
             rows = cut_rows(self.run_dir, writer, sound=self._sound)
         if rows:
             self.publish_own(rows)
 
-    def publish_own(self, batch: Sequence[Finished | Derived]) -> Commit | None:
-        """Write rows to a `done` file of the driver's own, and publish it. Raises: DiskFull."""
-        folder = self.run_dir.writer_path(self._driver)
-        sequence = next(self._sequence)
-        folder.mkdir(exist_ok=True)
-        self.run_dir.storage.sync_path(folder.parent)
-        done = self._write_done(folder / f"done-{sequence}.jsonl", batch)
-        self.run_dir.crash("recover-4-written")
-        commit = publish_batch(self.run_dir, done, f"{self._driver}-{sequence}")
-        self.run_dir.crash("recover-4-published")
-        return commit
+    def _lost(
+        self, writers: Sequence[str], recorded: Callable[[AttemptKey], bool], cause: str
+    ) -> Iterator[Finished]:
+        """One row for each lost attempt of some fenced writers.
 
-    def lost(self, writers: Iterable[str], attempts: Lost) -> Iterator[Finished]:
-        """The rows of all lost attempts of some fenced writers."""
-        kinds = (("live", attempts.live), ("dispatch", attempts.dispatched))
-        folders = [(w, self.run_dir.writer_path(w)) for w in writers]
-        for kind, read in kinds:
-            for writer, folder in folders:
-                for path in journal_files(folder, kind):
-                    with self._quarantine(writer):
-                        yield from read(path)
+        Args:
+            recorded: whether an attempt already has its row.
+            cause: `driver_lost` or `worker_lost`.
+        """
+        found: set[AttemptKey] = set()
 
-    def remove(self, writer: str) -> None:
+        def is_lost(key: AttemptKey) -> bool:
+            return key not in found and not recorded(key)
+
+        journals = [(w, kind) for kind in ("live", "dispatch") for w in writers]
+        for writer, kind in journals:
+            for _, path in self.run_dir.journals(kind, writer):
+                read = self._cut_attempts if kind == "live" else self._unbegun
+                with self._quarantine(writer):
+                    for row in read(path, is_lost, cause):
+                        found.add(row.key)
+                        yield row
+
+    def _cut_attempts(
+        self, path: Path, is_lost: Callable[[AttemptKey], bool], cause: str
+    ) -> Iterator[Finished]:
+        """The lost attempts of a live file. An end without its `done` line was never reported: the
+        attempt counts as cut."""
+        at = path.stat().st_mtime
+        attempts: dict[int, list[Event]] = {}
+        for line in decoded(payloads(path, sound=self._sound), _decode_live):
+            if isinstance(line.e, Begun):
+                if is_lost(line.e.key):
+                    attempts[line.a] = [line.e]
+            elif line.a in attempts and not isinstance(line.e, Ended):
+                attempts[line.a].append(line.e)
+        for events in attempts.values():
+            yield self._row(events, cause, at)
+
+    def _unbegun(
+        self, path: Path, is_lost: Callable[[AttemptKey], bool], cause: str
+    ) -> Iterator[Finished]:
+        """Attempts that were sent and left no live line."""
+        for payload in payloads(path, sound=self._sound):
+            line = _decode_dispatch(payload)
+            if is_lost(line.key):
+                yield self._never_begun(line, cause)
+
+    def _never_begun(self, line: Dispatched, cause: str) -> Finished:
+        """The row of an attempt of which only the dispatch is known."""
+        begun = line.begun(self._epoch.run_id, str(self._epoch.meta.get("config_hash", "")))
+        return self._row([begun], cause, line.at)
+
+    def _row(self, events: list[Event], cause: str, at: float) -> Finished:
+        from hermes_rl.segments import with_segments  # few starts have such a row to make
+
+        begun = events[0]
+        assert isinstance(begun, Begun)
+        row, segments = with_segments(events, fold(events, lost=cause, at=at))
+        return Finished(key=begun.key, row=row, segments=segments)
+
+    def _receipts(
+        self, writer: str, sent: Mapping[AttemptKey, Dispatched]
+    ) -> dict[AttemptKey, Receipt]:
+        """The receipts of those of the attempts that are published."""
+        found: dict[AttemptKey, Receipt] = {}
+        for stem in self.run_dir.commit_stems():
+            if stem.rpartition("-")[0] != writer:
+                continue
+            commit = read_commit(self.run_dir, stem)
+            ended = {(o.key.unit_id, o.key.attempt): o for o in commit.keys.outcomes()}
+            if any(outcome.key in sent for outcome in ended.values()):
+                for row in self._published(commit):
+                    outcome = ended[row["unit_id"], row["attempt"]]
+                    fatal = outcome.fatal_command
+                    found[outcome.key] = make_receipt(outcome.key, row, writer, fatal)
+        return found
+
+    def _published(self, commit: Commit) -> Iterator[dict[str, Any]]:
+        """What receipts are made of, from the parts of a batch."""
+        import pyarrow.parquet as pq
+
+        columns = ["unit_id", "attempt", *RECEIPT_COLUMNS]
+        for part in commit.parts:
+            if part.table in ("trajectories", "failures"):
+                path = self.run_dir.part_path(part.table, commit.stem)
+                yield from pq.read_table(path, columns=columns).to_pylist()
+
+    def _remove(self, writer: str) -> None:
         """Unlink what a writer left, once its rows are published."""
         self._delete_temporary(rf"(\w+\.part-|commits\.){re.escape(writer)}-\d+\.")
         folder = self.run_dir.writer_path(writer)
         for kind in ("live", "dispatch", "asked"):
-            for path in journal_files(folder, kind):
+            for _, path in self.run_dir.journals(kind, writer):
                 path.unlink()
                 self.run_dir.crash("recover-4-unlinked")
         (folder / "alive").unlink(missing_ok=True)
@@ -266,33 +302,11 @@ class Recovery:
                     self.report.damaged.append(f"{name} {fault}")
             yield commit
 
-    def _lost_at_start(self, old: list[str], ledger: Ledger) -> Iterator[Finished]:
-        attempts = Lost(
-            recorded=lambda key: key.attempt < ledger.next_attempt(key.unit_id),
-            cause="driver_lost",
-            run_id=self._epoch.run_id,
-            config_hash=str(self._epoch.meta.get("config_hash", "")),
-            sound=self._sound,
-        )
-        return self.lost(old, attempts)
-
-    def _write_done(self, path: Path, batch: Sequence[Finished | Derived]) -> Path:
-        file = AppendFile(path, self.run_dir.crash, "attempt-3-done")
-        try:
-            self.run_dir.storage.sync_path(path.parent)
-            for line in batch:
-                file.append(msgspec.json.encode(line))
-            self.run_dir.storage.sync(file.fileno())
-        finally:
-            file.close()
-        return path
-
     def _delete_temporary(self, beginning: str) -> None:
         """Delete the files in tmp/ whose names begin so (a pattern)."""
-        for name in self.run_dir.storage.names("tmp"):
-            # We make no folders there.
-            if re.match(beginning, name) and not (self.run_dir.path / "tmp" / name).is_dir():
-                self.run_dir.storage.delete(f"tmp/{name}")
+        for path in (self.run_dir.path / "tmp").glob("*"):
+            if re.match(beginning, path.name) and not path.is_dir():  # we make no folders there
+                path.unlink(missing_ok=True)
 
     @contextmanager
     def _quarantine(self, writer: str) -> Iterator[None]:
@@ -319,81 +333,8 @@ def foreign_parts(run_dir: RunDir) -> list[str]:
     """Parts whose stem neither a commit nor a `done` file names, as TABLE/NAME."""
     # Parts are listed first: a batch that is published meanwhile is found in one of the others.
     parts = [(table, part) for table in TABLES for part in run_dir.parts(table)]
-    stems = {
-        f"{writer}-{sequence_of(done)}"
-        for writer in run_dir.writers()
-        for done in journal_files(run_dir.writer_path(writer), "done")
-    }
-    stems.update(run_dir.commit_stems())
+    stems = {*(stem for stem, _ in run_dir.journals("done")), *run_dir.commit_stems()}
     return [f"{table}/{part.name}" for table, part in parts if stem_of(part) not in stems]
-
-
-def _apply(ledger: Ledger, commit: Commit) -> None:
-    ledger.summary.merge(commit.summary)
-    for outcome in outcomes(commit):
-        key = outcome.key
-        ledger.apply(key.unit_id, key.attempt, done=outcome.done, cause=outcome.cause)
-
-
-_decode_figures = msgspec.json.Decoder(FinishedFigures).decode
-
-
-def unpublished_receipts(run_dir: RunDir, writer: str) -> dict[AttemptKey, Receipt]:
-    """The receipts of a writer's finished attempts whose rows are not published yet."""
-    lines = (
-        _decode_figures(payload)
-        for done in journal_files(run_dir.writer_path(writer), "done")
-        for payload in payloads(done, sound=False)
-    )
-    return {line.key: receipt_of(line, writer) for line in lines}
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How one attempt ended, as its commit says."""
-
-    key: AttemptKey
-    done: bool
-    end_reason: str
-    cause: str | None
-    fatal_command: str | None = None
-
-    def receipt(self, writer: str) -> Receipt:
-        """A receipt where only the commit is at hand: its figures are in the table alone."""
-        failed = "cancelled" if self.end_reason == self.cause else "failed"
-        return Receipt(
-            unit_id=self.key.unit_id,
-            epoch=self.key.epoch,
-            attempt=self.key.attempt,
-            writer=writer,
-            task_id="",
-            repeat=0,
-            status="ok" if self.done else failed,
-            end_reason=self.end_reason,
-            cause=self.cause,
-            reward=None,
-            turns=0,
-            usage=UsageTotal(),
-            cost_usd=None,
-            unpriced_calls=0,
-            seconds=0.0,
-            fatal_command=self.fatal_command,
-        )
-
-
-def outcomes(commit: Commit) -> Iterator[Outcome]:
-    """All attempts of a batch."""
-    keys = commit.keys
-    columns = zip(
-        keys.unit_id, keys.epoch, keys.attempt, keys.table, keys.end, keys.cause, strict=True
-    )
-    for place, (unit_id, epoch, attempt, table, end, cause) in enumerate(columns):
-        yield Outcome(
-            key=AttemptKey(unit_id=unit_id, epoch=epoch, attempt=attempt),
-            done=table == "t",
-            end_reason=keys.names[end],
-            cause=None if cause < 0 else keys.names[cause],
-            fatal_command=keys.fatal_commands.get(place),
-        )
 
 
 def finals(run_dir: RunDir, unit_id: str) -> list[tuple[str, AttemptKey]]:
@@ -401,7 +342,7 @@ def finals(run_dir: RunDir, unit_id: str) -> list[tuple[str, AttemptKey]]:
     found = [
         (commit.committed_at, commit.stem, outcome.key)
         for commit in read_commits(run_dir)
-        for outcome in outcomes(commit)
+        for outcome in commit.keys.outcomes()
         if outcome.done and outcome.key.unit_id == unit_id
     ]
     return [(stem, key) for _, stem, key in sorted(found, key=lambda f: f[:2])]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
 from hermes_rl.events import AttemptKey, RewardPart
 from hermes_rl.ports import Receipt
 from hermes_rl.record import Call, Segment, Timestamp, Trajectory
+from hermes_rl.store.summary import known_cost
 from hermes_rl.usage import UsageTotal
 
 
@@ -22,66 +26,45 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     keeps it, so that the next attempt is told, also after a restart."""
 
 
-class _Seconds(msgspec.Struct, frozen=True, kw_only=True):
-    total_s: float
-
-
-class _CallCost(msgspec.Struct, frozen=True, kw_only=True):
-    cost_usd: float | None
-
-
-class _Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """The columns of a `Trajectory` that its receipt needs."""
-
-    task_id: str
-    repeat: int
-    status: str
-    end_reason: str
-    cause: str | None
-    reward: float | None
-    turns: int
-    usage: UsageTotal
-    calls: list[_CallCost]
-    cost_usd: float | None
-    unpriced_calls: int
-    timing: _Seconds
-    error: str | None
-
-
-class FinishedFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a `Finished` line that its receipt needs."""
-
-    key: AttemptKey
-    row: _Figures
-    fatal_command: str | None = None
-
-
 TEXT_CHARS = 400
 """Of the two texts in a receipt: at four bytes a character they still leave it under 4 KB."""
 
 
-def receipt_of(finished: Finished | FinishedFigures, writer: str) -> Receipt:
+_UNCHANGED = (
+    "repeat",
+    "status",
+    "end_reason",
+    "cause",
+    "reward",
+    "turns",
+    "unpriced_calls",
+)
+RECEIPT_COLUMNS = (*_UNCHANGED, "task_id", "usage", "cost_usd", "calls", "timing", "error")
+"""The columns of `trajectories` and `failures` that a receipt is made of."""
+
+
+def receipt_of(finished: Finished, writer: str) -> Receipt:
     """The receipt of a finished attempt, under 4 KB whatever the row holds."""
-    key, row = finished.key, finished.row
-    costs = [call.cost_usd for call in row.calls if call.cost_usd is not None]
+    row = {name: getattr(finished.row, name) for name in RECEIPT_COLUMNS}
+    return make_receipt(finished.key, msgspec.to_builtins(row), writer, finished.fatal_command)
+
+
+def make_receipt(
+    key: AttemptKey, row: Mapping[str, Any], writer: str, fatal_command: str | None
+) -> Receipt:
+    """The receipt of an attempt. Args: row: its `RECEIPT_COLUMNS`, as plain values."""
     return Receipt(
         unit_id=key.unit_id,
         epoch=key.epoch,
         attempt=key.attempt,
         writer=writer,
-        task_id=row.task_id[:TEXT_CHARS],
-        repeat=row.repeat,
-        status=row.status,
-        end_reason=row.end_reason,
-        cause=row.cause,
-        reward=row.reward,
-        turns=row.turns,
-        usage=row.usage,
-        cost_usd=row.cost_usd if row.cost_usd is not None or not costs else sum(costs),
-        unpriced_calls=row.unpriced_calls,
-        seconds=row.timing.total_s,
-        error=row.error[:TEXT_CHARS] if row.error else None,
-        fatal_command=finished.fatal_command,
+        task_id=row["task_id"][:TEXT_CHARS],
+        usage=msgspec.convert(row["usage"] or {}, UsageTotal),
+        cost_usd=known_cost(row),
+        seconds=row["timing"]["total_s"],
+        error=row["error"] and row["error"][:TEXT_CHARS],
+        fatal_command=fatal_command,
+        **{name: row[name] for name in _UNCHANGED},
     )
 
 

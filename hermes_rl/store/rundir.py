@@ -25,7 +25,6 @@ TABLES = ("segments", "subagents", "failures", "trajectories", "grades", "groups
 after the rows that say `done`."""
 
 
-DISPATCH_FILE = "dispatch.jsonl"
 FOLDERS = ("epochs", "journal", "commits", "tmp", *TABLES)
 _STEM = re.compile(r"(\d+-[A-Za-z0-9_.]+-\d+)")
 
@@ -171,6 +170,19 @@ class RunDir:
         folders = [n for n in names if self.writer_path(n).is_dir()]
         return sorted(folders, key=lambda n: (epoch_of(n), n))
 
+    def journals(self, kind: str, writer: str | None = None) -> list[tuple[str, Path]]:
+        """The `done`, `live`, `asked` or `dispatch` files of one writer or of all, by number; each
+        with the stem of its batch. Other files are ignored: a file system may leave some
+        (`.nfs...`)."""
+        pattern = re.compile(kind if kind == "dispatch" else rf"{kind}-(\d+)")
+        found = []
+        for owner in self.writers() if writer is None else [writer]:
+            folder = self.writer_path(owner)
+            named = [(pattern.fullmatch(p.stem), p) for p in folder.glob(f"{kind}*.jsonl")]
+            numbered = [(int(m[1]) if m.groups() else 0, p) for m, p in named if m]
+            found += [(f"{owner}-{number}", path) for number, path in sorted(numbered)]
+        return found
+
     def part_path(self, table: str, stem: str) -> Path:
         """The final name of a part."""
         return self.path / part_name(table, stem)
@@ -199,21 +211,6 @@ def is_run(path: Path) -> bool:
 def epoch_of(writer: str) -> int:
     """The epoch in a writer's name or a stem."""
     return int(writer.partition("-")[0])
-
-
-def journal_files(folder: Path, kind: str) -> list[Path]:
-    """The `done`, `live`, `asked` or `dispatch` files of a journal folder, by number. Other files
-    are not ours: a file system may leave some (`.nfs...`)."""
-    if kind == "dispatch":
-        path = folder / DISPATCH_FILE
-        return [path] if path.exists() else []
-    found = [p for p in folder.glob(f"{kind}-*.jsonl") if re.fullmatch(r".*-\d+", p.stem)]
-    return sorted(found, key=sequence_of)
-
-
-def sequence_of(done: Path) -> int:
-    """The number in `done-S.jsonl` or `live-K.jsonl`."""
-    return int(done.stem.rpartition("-")[2])
 
 
 def part_name(table: str, stem: str) -> str:

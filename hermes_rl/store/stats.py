@@ -5,46 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
+from pathlib import Path
 from typing import Any
 
+from hermes_rl.errors import CAUSES
 from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.store.summary import (
     REWARD_EDGES,
+    TOKENS,
     UNPARSED_COUNT,
     Summary,
     cache_shares,
-    known_causes,
 )
 from hermes_rl.trajectory import UNSENT
 from hermes_rl.usage import cost_text
 
 Bar = tuple[str, float, str]
 """Label, value, and the value as text."""
-
-_STYLE = """\
-:root { color-scheme: light dark; --ink: #1c1f24; --soft: #5d6570; --bar: #3565b5; --line: #d9dde3;
-  --back: #ffffff }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e8eb; --soft: #9aa3ae; --bar: #7ba4ea; --line: #363c45; --back: #15181c } }
-body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--back);
-  max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.5rem; margin: 0 0 .2rem; overflow-wrap: anywhere }
-h2 { font-size: 1rem; margin: 0 0 .5rem }
-p { color: var(--soft); margin: 0 0 1.5rem }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)); gap: 1rem;
-  margin: 0 0 2rem }
-dt { color: var(--soft) }
-dd { margin: 0; font-size: 1.3rem; font-variant-numeric: tabular-nums }
-main { display: grid; gap: 2rem;
-  grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)) }
-table { border-collapse: collapse; width: 100% }
-th { font-weight: normal; text-align: left; white-space: nowrap; padding: .15rem .8rem .15rem 0 }
-td { padding: .15rem 0; font-variant-numeric: tabular-nums }
-td:nth-child(2) { width: 60%; border-left: 1px solid var(--line) }
-td:last-child { text-align: right; padding-left: .8rem; white-space: nowrap }
-td div { background: var(--bar); height: .8rem }
-"""
 
 _PARTS = {
     "model_s": "model",
@@ -89,10 +67,11 @@ def document(title: str, lead: str, body: str, style: str = "") -> str:
         body: HTML.
         style: CSS beside that of all pages.
     """
+    shared = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{_STYLE}{style}</style>\n</head>\n<body>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{shared}{style}</style>\n</head>\n<body>\n"
         f"<h1>{escape(title)}</h1>\n<p>{escape(lead)}</p>\n{body}\n</body>\n</html>\n"
     )
 
@@ -179,14 +158,6 @@ def _times(seconds: Mapping[str, float]) -> list[Bar]:
     ]
 
 
-_TOKENS = (
-    "input_tokens",
-    "cache_read_tokens",
-    "cache_write_tokens",
-    "output_tokens",
-    "reasoning_tokens",
-    "total_tokens",
-)
 MANY_FORKS = 0.05
 """A higher share of forks says that histories drift: their shared beginnings are computed and
 stored again with each."""
@@ -220,7 +191,7 @@ def compute_stats(summary: Summary, ledger: Ledger, plan: Mapping[str, Any]) -> 
             "truncated": counts.get("truncated", 0),
         },
         "ends": _prefixed(counts, "end."),
-        "causes": known_causes(summary),
+        "causes": {c: n for c in CAUSES if (n := counts.get(f"cause.{c}", 0))},
         "owners": _prefixed(counts, "owner."),
         "reward": {
             "graded": graded,
@@ -236,7 +207,7 @@ def compute_stats(summary: Summary, ledger: Ledger, plan: Mapping[str, Any]) -> 
             "suspected_unparsed": counts.get(UNPARSED_COUNT, 0),
             "unsent": _prefixed(counts, UNSENT),
         },
-        "tokens": {name: counts.get(name) for name in _TOKENS},
+        "tokens": {name: counts.get(name) for name in TOKENS},
         "cache": cache_shares(counts),
         "exact_tokens": _exact_tokens(counts),
         "cost_usd": _cost(summary),

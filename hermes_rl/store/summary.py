@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from hermes_rl.errors import CAUSES
 from hermes_rl.trajectory import UNSENT
 
 LEAST_TOKENS = 1024
@@ -64,21 +63,24 @@ def cache_shares(counts: Mapping[str, int]) -> dict[str, Any]:
 REWARD_EDGES = tuple(i / 10 for i in range(11))
 """Upper ends of the reward buckets; one more bucket takes what lies above."""
 
-_TOKENS = (
+TOKENS = (
     "input_tokens",
     "cache_read_tokens",
     "cache_write_tokens",
     "output_tokens",
     "reasoning_tokens",
     "total_tokens",
-    "unknown_calls",
 )
-TOKEN_COUNTS = ("captured_calls", "followed_calls", "forked_calls", "segments_rejected")
-"""Metrics of rollouts with exact tokens (`segments.with_segments`), summed here."""
 UNPARSED_COUNT = "suspected_unparsed_calls"
-"""Metric of rollouts that is summed too: answers that may hold a call which no server parsed."""
-
-_TIMES = ("queued_s", "sandbox_s", "model_s", "tool_s", "waiting_s", "verify_s", "total_s")
+"""Metric of rollouts: answers that may hold a call which no server parsed."""
+_SUMMED_METRICS = (
+    "captured_calls",
+    "followed_calls",
+    "forked_calls",
+    "segments_rejected",
+    UNPARSED_COUNT,
+)
+"""The first four are of rollouts with exact tokens (`segments.with_segments`)."""
 
 
 class Summary(msgspec.Struct, kw_only=True):
@@ -86,9 +88,9 @@ class Summary(msgspec.Struct, kw_only=True):
 
     counts: dict[str, int] = {}
     """`trajectories`, `failures`, `end.REASON`, `cause.CAUSE`, `owner.OWNER`, `graded`, `solved`,
-    `turns`, `tool_calls`, `calls`, token sums (those of `caching` too), `UNPARSED_COUNT`, rows
-    by parameter that an endpoint refused (`UNSENT`), and of exact tokens `TOKEN_COUNTS`,
-    `segments`, `trainable_segments`, `trained_tokens`. A key that nothing reported is absent."""
+    `turns`, `tool_calls`, `calls`, token sums (with `cache_counts`), metrics that are summed, rows
+    by parameter that an endpoint refused (`UNSENT`), `segments`, `trainable_segments` and
+    `trained_tokens`. A key that nothing reported is absent."""
     sums: dict[str, float] = {}
     """`reward`, `cost_usd` (of priced rows), `known_cost_usd` (of priced calls) and seconds by
     part."""
@@ -98,72 +100,63 @@ class Summary(msgspec.Struct, kw_only=True):
 
     def add(self, row: Mapping[str, Any], table: str) -> None:
         """Count one root row."""
-        self._count(table, 1)
-        self._count(f"end.{row['end_reason']}", 1)
-        self._count(f"owner.{row['owner']}", 1)
-        if row["cause"] is not None:
-            self._count(f"cause.{row['cause']}", 1)
+        metrics = row["metrics"]
+        counts: dict[str, int | None] = {
+            table: 1,
+            f"end.{row['end_reason']}": 1,
+            f"owner.{row['owner']}": 1,
+            f"cause.{row['cause']}": None if row["cause"] is None else 1,
+            "turns": row["turns"],
+            "tool_calls": row["tool_call_count"],
+            "calls": len(row["calls"]),
+            "unpriced_calls": row["unpriced_calls"],
+            "unknown_calls": row["usage"]["unknown_calls"],
+            **{name: row["usage"][name] for name in TOKENS},
+            **cache_counts(row["calls"]),
+            **{name: int(metrics[name]) for name in _SUMMED_METRICS if name in metrics},
+            **{name: 1 for name in metrics if name.startswith(UNSENT)},
+        }
+        costs = {"cost_usd": row["cost_usd"], "known_cost_usd": known_cost(row)}
+        _add(self.counts, counts)
+        _add(self.sums, {**costs, **row["timing"]})
         if table == "trajectories":
             self._add_outcome(row)
-        self._count("turns", row["turns"])
-        self._count("tool_calls", row["tool_call_count"])
-        self._count("calls", len(row["calls"]))
-        self._count("unpriced_calls", row["unpriced_calls"])
-        for name in _TOKENS:
-            self._count(name, row["usage"][name])
-        for name, tokens in cache_counts(row["calls"]).items():
-            self._count(name, tokens)
-        for name in (*TOKEN_COUNTS, UNPARSED_COUNT):
-            if name in row["metrics"]:
-                self._count(name, int(row["metrics"][name]))
-        for name in row["metrics"]:
-            if name.startswith(UNSENT):
-                self._count(name, 1)
-        self._sum("cost_usd", row["cost_usd"])
-        self._sum("known_cost_usd", known_cost(row))
-        for name in _TIMES:
-            self._sum(name, row["timing"][name])
 
     def add_segment(self, segment: Mapping[str, Any]) -> None:
         """Count one token-exact segment; its tokens only when they may be trained."""
-        self._count("segments", 1)
+        _add(self.counts, {"segments": 1})
         if segment["trainable"]:
-            self._count("trainable_segments", 1)
-            self._count("trained_tokens", sum(segment["loss_mask"]))
+            tokens = sum(segment["loss_mask"])
+            _add(self.counts, {"trainable_segments": 1, "trained_tokens": tokens})
 
     def _add_outcome(self, row: Mapping[str, Any]) -> None:
+        buckets = {
+            "turns": int(row["turns"]).bit_length(),
+            "total_tokens": int(row["usage"]["total_tokens"] or 0).bit_length(),
+            "total_s": int(row["timing"]["total_s"]).bit_length(),
+        }
         if row["truncated"]:
-            self._count("truncated", 1)
-        if row["reward"] is not None:
-            self._count("graded", 1)
-            self._count("solved", int(row["reward"] >= 1.0))
-            self._sum("reward", row["reward"])
-            self._bucket("reward", sum(row["reward"] > edge for edge in REWARD_EDGES))
-        self._bucket("turns", int(row["turns"]).bit_length())
-        self._bucket("total_tokens", int(row["usage"]["total_tokens"] or 0).bit_length())
-        self._bucket("total_s", int(row["timing"]["total_s"]).bit_length())
+            _add(self.counts, {"truncated": 1})
+        if (reward := row["reward"]) is not None:
+            _add(self.counts, {"graded": 1, "solved": int(reward >= 1.0)})
+            _add(self.sums, {"reward": reward})
+            buckets["reward"] = sum(reward > edge for edge in REWARD_EDGES)
+        for name, bucket in buckets.items():
+            _add(self.histograms.setdefault(name, {}), {bucket: 1})
 
     def merge(self, other: Summary) -> None:
         """Add another summary to this one."""
-        for name, count in other.counts.items():
-            self._count(name, count)
-        for name, value in other.sums.items():
-            self._sum(name, value)
+        _add(self.counts, other.counts)
+        _add(self.sums, other.sums)
         for name, buckets in other.histograms.items():
-            for bucket, rows in buckets.items():
-                self._bucket(name, bucket, rows)
+            _add(self.histograms.setdefault(name, {}), buckets)
 
-    def _count(self, name: str, more: int | None) -> None:
-        if more is not None:
-            self.counts[name] = self.counts.get(name, 0) + more
 
-    def _sum(self, name: str, more: float | None) -> None:
-        if more is not None:
-            self.sums[name] = self.sums.get(name, 0.0) + more
-
-    def _bucket(self, name: str, bucket: int, rows: int = 1) -> None:
-        histogram = self.histograms.setdefault(name, {})
-        histogram[bucket] = histogram.get(bucket, 0) + rows
+def _add(total: dict[Any, Any], more: Mapping[Any, float | None]) -> None:
+    """Add numbers by name; None is not reported."""
+    for name, number in more.items():
+        if number is not None:
+            total[name] = total.get(name, 0) + number
 
 
 def known_cost(row: Mapping[str, Any]) -> float | None:
@@ -173,8 +166,3 @@ def known_cost(row: Mapping[str, Any]) -> float | None:
         return float(row["cost_usd"])
     costs = [call["cost_usd"] for call in row["calls"] if call["cost_usd"] is not None]
     return sum(costs) if costs else None
-
-
-def known_causes(summary: Summary) -> dict[str, int]:
-    """Failures by cause, in the order of the error table."""
-    return {c: n for c in CAUSES if (n := summary.counts.get(f"cause.{c}", 0))}

@@ -16,7 +16,6 @@ import msgspec
 from hermes_rl import events as ev
 from hermes_rl.messages import AssistantMessage, ToolMessage, UserMessage
 from hermes_rl.record import Trajectory
-from hermes_rl.store.crash import CrashHook
 from hermes_rl.trajectory import fold
 
 MESSAGES = 100
@@ -84,8 +83,9 @@ def main() -> None:
 def write(path: Path, lines: list[bytes]) -> None:
     """One part, as the publisher writes it."""
     from hermes_rl.store.parts import PartWriter
+    from hermes_rl.store.schema import TRAJECTORIES
 
-    writer = PartWriter(path, "trajectories", CrashHook())
+    writer = PartWriter(path, TRAJECTORIES)
     for line in lines:
         writer.add(msgspec.json.decode(line), len(line))
     writer.close()

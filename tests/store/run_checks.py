@@ -12,11 +12,9 @@ import pyarrow.parquet as pq
 from scripted_driver import Plan
 
 from hermes_rl.store.commit import read_commits
-from hermes_rl.store.files import payloads
-from hermes_rl.store.parts import file_sha256
+from hermes_rl.store.files import file_sha256, payloads
 from hermes_rl.store.reader import load_run
-from hermes_rl.store.recovery import outcomes
-from hermes_rl.store.rundir import TABLES, RunDir, journal_files
+from hermes_rl.store.rundir import TABLES, RunDir
 from hermes_rl.store.schema import schema_of
 
 Key = tuple[str, int, int]
@@ -55,18 +53,16 @@ def always(path: Path) -> None:
 
 def committed_keys(run_dir: RunDir) -> dict[str, list[Key]]:
     return {
-        commit.stem: [(o.key.unit_id, o.key.epoch, o.key.attempt) for o in outcomes(commit)]
+        commit.stem: [(o.key.unit_id, o.key.epoch, o.key.attempt) for o in commit.keys.outcomes()]
         for commit in read_commits(run_dir)
     }
 
 
 def waiting_keys(run_dir: RunDir) -> dict[str, list[Key]]:
     found = {}
-    for writer in run_dir.writers():
-        for done in journal_files(run_dir.writer_path(writer), "done"):
-            keys = [msgspec.json.decode(line)["key"] for line in payloads(done)]
-            stem = f"{writer}-{done.stem.rpartition('-')[2]}"
-            found[stem] = [(k["unit_id"], k["epoch"], k["attempt"]) for k in keys]
+    for stem, done in run_dir.journals("done"):
+        keys = [msgspec.json.decode(line)["key"] for line in payloads(done)]
+        found[stem] = [(k["unit_id"], k["epoch"], k["attempt"]) for k in keys]
     return found
 
 

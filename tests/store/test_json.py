@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from hermes_rl.identity import canonical_json
 from hermes_rl.messages import MAX_DEPTH
-from hermes_rl.store.crash import CrashHook
 from hermes_rl.store.parts import PartWriter
 from hermes_rl.store.reader import Run
 from hermes_rl.store.rundir import RunDir
+from hermes_rl.store.schema import TRAJECTORIES
 
 # Texts as models and tools write them: everything but half characters (no UTF-8 has them).
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
@@ -48,7 +48,7 @@ class Written:
         self.path = folder
         (folder / "trajectories").mkdir(parents=True, exist_ok=True)
         self.part = folder / "trajectories" / "part-1-0-0.parquet"
-        writer = PartWriter(self.part, "trajectories", CrashHook())
+        writer = PartWriter(self.part, TRAJECTORIES)
         self.messages = []
         for number, (given_arguments, content) in enumerate(zip(arguments, contents, strict=True)):
             made = made_up.row(

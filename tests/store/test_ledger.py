@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hermes_rl.errors import CAUSES
 from hermes_rl.store.commit import Commit, Tally
 from hermes_rl.store.ledger import Ledger
-from hermes_rl.store.summary import Summary
 
 causes = st.sampled_from([None, *CAUSES])
 histories = st.dictionaries(st.integers(0, 400), st.lists(causes, min_size=1, max_size=5))
@@ -42,14 +41,7 @@ def commit_of(attempts: list[tuple[int, int, str | None]]) -> Commit:
         key = {"unit_id": made_up.unit(number), "epoch": 1, "attempt": attempt}
         fatal_command = fatal(attempt, cause)
         tally.add({"key": key, "row": rows[cause], "fatal_command": fatal_command})
-    return Commit(
-        stem="1-0-0",
-        schema_version=1,
-        committed_at=0.0,
-        keys=tally.keys(),
-        parts=[],
-        summary=Summary(),
-    )
+    return tally.commit("1-0-0")
 
 
 @settings(max_examples=40, deadline=None)
@@ -69,7 +61,8 @@ def test_dispositions(history: dict[int, list[str | None]], max_attempts: int, o
             fatal_command=fatal(attempt, cause),
         )
     whole = Ledger(max_attempts)
-    more = whole.load([commit_of(attempts[:half]), commit_of(attempts[half:])])
+    whole.load([commit_of(attempts[:half])])
+    more = whole.load([commit_of(attempts[half:])])
 
     counts: dict[str, int] = defaultdict(int)
     for number, tries in history.items():

@@ -12,7 +12,7 @@ import run_checks as checks
 from made_up import Play, attempt
 
 from hermes_rl.store.driver import open_run
-from hermes_rl.store.journal import JournalWriter, Publisher, SealPolicy
+from hermes_rl.store.journal import Batch, JournalWriter, Publisher, SealPolicy
 from hermes_rl.store.reader import load_run
 
 
@@ -79,16 +79,25 @@ def test_statistics_of_a_killed_run_equal_those_of_an_unbroken_one(
     checks.always(whole)
 
 
+class Noting(JournalWriter):
+    """Notes the batches that are committed."""
+
+    stems: asyncio.Queue[str]
+
+    async def committed(self, batch: Batch) -> None:
+        await super().committed(batch)
+        self.stems.put_nowait(batch.stem)
+
+
 async def test_a_batch_is_published_by_age(run_path: Path) -> None:
     async with (
         await open_run(run_path, made_up.CONFIG) as driver,
-        JournalWriter(driver.run_dir, 1, 0) as journal,
+        Noting(driver.run_dir, 1, 0) as journal,
         asyncio.TaskGroup() as group,
     ):
-        stems: asyncio.Queue[str] = asyncio.Queue()
-        publisher = Publisher(journal, every_s=0.2, on_commit=lambda c: stems.put_nowait(c.stem))
-        publishing = group.create_task(publisher.run())
+        journal.stems = asyncio.Queue()
+        publishing = group.create_task(Publisher(journal, every_s=0.2).run())
         await attempt(driver, journal, 0)
-        assert stems.empty()
-        assert await asyncio.wait_for(stems.get(), 20) == "1-0-0"
+        assert journal.stems.empty()
+        assert await asyncio.wait_for(journal.stems.get(), 20) == "1-0-0"
         publishing.cancel()

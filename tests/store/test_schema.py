@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from hermes_rl.record import Segment, Trajectory
-from hermes_rl.store.crash import CrashHook
 from hermes_rl.store.parts import PartWriter, to_arrow
 from hermes_rl.store.rows import Grade, Group
 from hermes_rl.store.schema import (
@@ -54,7 +53,7 @@ def test_the_schema_is_the_same_for_few_many_and_no_values(tmp_path: Path, table
         "segments": [msgspec.to_builtins(f.segments[0]) for f in (bare, full)],
     }[table]
     for number, row in enumerate(rows):
-        writer = PartWriter(tmp_path / f"{number}.parquet", table, CrashHook())
+        writer = PartWriter(tmp_path / f"{number}.parquet", schema_of(table))
         writer.add(row, 100)
         writer.close()
     pq.write_table(empty_table(schema_of(table)), tmp_path / "none.parquet")
@@ -65,7 +64,7 @@ def test_the_schema_is_the_same_for_few_many_and_no_values(tmp_path: Path, table
 def test_row_groups_stay_small(tmp_path: Path) -> None:
     row = msgspec.to_builtins(made_up.row(1))
     row["final_response"] = "x" * 3_000_000
-    writer = PartWriter(tmp_path / "p.parquet", "trajectories", CrashHook())
+    writer = PartWriter(tmp_path / "p.parquet", TRAJECTORIES)
     for _ in range(50):
         writer.add(dict(row), 3_000_000)
     writer.close()

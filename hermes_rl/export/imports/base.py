@@ -19,7 +19,7 @@ from hermes_rl.identity import digest, group_id, trajectory_id, unit_id
 from hermes_rl.messages import AssistantMessage, Message, UserMessage, text_of
 from hermes_rl.record import Segment
 from hermes_rl.rl.groups import gather, make_group
-from hermes_rl.store.commit import Commit
+from hermes_rl.store.commit import read_commits
 from hermes_rl.store.driver import Driver, open_run
 from hermes_rl.store.journal import JournalWriter, Publisher
 from hermes_rl.store.reader import Run
@@ -177,21 +177,18 @@ async def write_run(
     first = list(islice(remaining, ROWS_PER_SYNC))  # a bad first line leaves no run directory
     async with await open_run(path, identity) as driver:
         async with JournalWriter(driver.run_dir, driver.epoch, "import") as journal:
-            publisher = Publisher(journal, on_commit=lambda commit: _add_to_ledger(driver, commit))
+            publisher = Publisher(journal)
             for batch in _batches(first, remaining):
                 await asyncio.gather(*(journal.finish(made) for made in batch))
                 count += len(batch)
                 if journal.full.is_set():
                     await publisher.drain()
             await publisher.drain()
+        await in_thread(driver.ledger.load, read_commits(driver.run_dir))
         if grouped and (groups := await in_thread(_groups, driver)):
             await driver.publish(Derived(groups=groups))
         await in_thread(write_stats, driver.run_dir, driver.ledger, {"units": count})
     return count
-
-
-def _add_to_ledger(driver: Driver, commit: Commit) -> None:
-    driver.ledger.load([commit])
 
 
 def _groups(driver: Driver) -> tuple[Group, ...]:
