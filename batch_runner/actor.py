@@ -39,7 +39,7 @@ class WorkerActor:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self, spec: bytes, keys: dict[str, str]) -> bytes:
-        """Open journal and workshop; returns `Started`."""
+        """Open journal and context; returns `Started`."""
         fault = None
         try:
             told = decode_spec(spec)

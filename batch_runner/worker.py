@@ -24,16 +24,16 @@ from batch_runner.wire import Reply, WorkerSpec
 from hermes_rl.config import parse_config
 from hermes_rl.config_endpoint import EnvSection
 from hermes_rl.errors import DiskFull, HermesError, StoreError, cause_of
-from hermes_rl.events import AttemptKey, Ended, TokensAdded
+from hermes_rl.events import AttemptKey, Ended, EventLog, TokensAdded
 from hermes_rl.models.rate.coordinator import Coordinator
 from hermes_rl.models.rate.share import Share
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Segment, Trajectory
-from hermes_rl.rollout import MakeEpisode, Tape, lost_row, run_attempt, task_episode
+from hermes_rl.rollout import MakeEpisode, lost_row, run_attempt, task_episode
 from hermes_rl.store.journal import JournalWriter, Publisher
 from hermes_rl.store.rows import Finished, receipt_of
 from hermes_rl.store.rundir import RunDir
-from hermes_rl.wiring import Workshop, open_workshop
+from hermes_rl.wiring import RunContext, open_run_context
 
 if TYPE_CHECKING:
     from hermes_rl.rl.episodes import Host
@@ -48,7 +48,7 @@ class Worker:
     def __init__(
         self,
         spec: WorkerSpec,
-        workshop: Workshop,
+        context: RunContext,
         journal: JournalWriter,
         share: Share,
         make: MakeEpisode = task_episode,
@@ -59,7 +59,7 @@ class Worker:
         self._make = make
         self.heard = time.monotonic()
         """When the driver was last heard."""
-        self._workshop = workshop
+        self._context = context
         self._journal = journal
         self._publisher = Publisher(journal, every_s=spec.publish_every_s)
         self._publishing = asyncio.create_task(self._publish())
@@ -131,13 +131,13 @@ class Worker:
 
     async def _attempt(self, item: WorkItem) -> None:
         key = AttemptKey(unit_id=item.unit_id, epoch=item.epoch, attempt=item.attempt)
-        tape, segments = Tape(self._journal.recorder(key)), tuple[Segment, ...]()
-        row = await self._row(item, tape)
-        if any(isinstance(e, TokensAdded) for e in tape.events):
+        log, segments = EventLog(self._journal.recorder(key).record), tuple[Segment, ...]()
+        row = await self._row(item, log)
+        if any(isinstance(e, TokensAdded) for e in log.events):
             from hermes_rl.segments import with_segments  # most runs have no tokens
 
-            row, segments = await asyncio.to_thread(with_segments, tape.events, row)
-        fatal = _fatal_command(tape)
+            row, segments = await asyncio.to_thread(with_segments, log.events, row)
+        fatal = _fatal_command(log)
         made = Finished(key=key, row=row, segments=segments, fatal_command=fatal)
         await self._journal.finish(made)
         self._outbox.append(receipt_of(made, self.spec.writer))
@@ -145,13 +145,13 @@ class Worker:
         self._throttled += sum(_was_throttled(call.error) for call in row.calls)
         self._news.set()
 
-    async def _row(self, item: WorkItem, tape: Tape) -> Trajectory:
+    async def _row(self, item: WorkItem, log: EventLog) -> Trajectory:
         try:
-            return await run_attempt(self._workshop, item, tape, make=self._make)
+            return await run_attempt(self._context, item, log, make=self._make)
         except DiskFull:
             raise
         except Exception as error:  # a bug of ours must end one attempt, not the run
-            return lost_row(tape, error)
+            return lost_row(log, error)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -182,9 +182,9 @@ class Worker:
         self._news.set()
 
 
-def _fatal_command(tape: Tape) -> str | None:
+def _fatal_command(log: EventLog) -> str | None:
     """The tool call under which an attempt's sandbox died: its last event is its end."""
-    end = tape.events[-1]
+    end = log.events[-1]
     return end.fatal_command if isinstance(end, Ended) else None
 
 
@@ -215,7 +215,7 @@ async def open_worker(
     keys: Mapping[str, str] | None = None,
     hosts: Hosts | None = None,
 ) -> AsyncIterator[Worker]:
-    """A worker with its journal and workshop; on leaving, what still runs is aborted.
+    """A worker with its journal and context; on leaving, what still runs is aborted.
 
     Args:
         coordinator: of the run's rates and budgets; None where the driver carries the reports.
@@ -233,8 +233,8 @@ async def open_worker(
         share = Share(spec.writer, tuple(budgets_of(config)))
         if coordinator is not None:
             await stack.enter_async_context(share.coordinated(coordinator.handle))
-        workshop = await stack.enter_async_context(
-            open_workshop(
+        context = await stack.enter_async_context(
+            open_run_context(
                 config,
                 run_id=spec.run_id,
                 concurrency=spec.capacity,
@@ -245,11 +245,11 @@ async def open_worker(
             )
         )
         if config.run.keep_workspaces:
-            workshop = replace(workshop, workspaces=run_dir.path / "workspaces")
+            context = replace(context, workspaces=run_dir.path / "workspaces")
         make = task_episode
         if config.env is not None:
             make = (await stack.enter_async_context(_environment(config.env, hosts))).episode
         stack.enter_context(rare_collections())
-        worker = Worker(spec, workshop, journal, share, make)
+        worker = Worker(spec, context, journal, share, make)
         stack.push_async_callback(worker.abort)
         yield worker

@@ -8,7 +8,7 @@ the calls that were paid. They are frozen, small and tagged by `event`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -296,3 +296,25 @@ Event = (
     | Graded
     | Ended
 )
+
+
+class EventLog:
+    """The events of one attempt, kept for `trajectory.fold`.
+
+    Args:
+        sink: called with each event before the rollout continues: a journal, or a listener, which
+            must be quick.
+        events: what was recorded before.
+    """
+
+    def __init__(
+        self, sink: Callable[[Event], None] | None = None, events: Iterable[Event] = ()
+    ) -> None:
+        self.events = list(events)
+        self._sink = sink
+
+    def record(self, event: Event) -> None:
+        """Append one event. Raises: what the sink raises."""
+        self.events.append(event)
+        if self._sink is not None:
+            self._sink(event)

@@ -14,7 +14,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hermes_rl import events as ev
@@ -32,11 +32,11 @@ from hermes_rl.errors import (
     cause_of,
     end_reason_of,
 )
-from hermes_rl.events import Event, Graded
+from hermes_rl.events import EventLog, Graded
 from hermes_rl.identity import trajectory_id
 from hermes_rl.messages import Message, with_unique_ids
 from hermes_rl.models.rate.budgets import Budget
-from hermes_rl.ports import Recorder, WorkItem
+from hermes_rl.ports import WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
 from hermes_rl.tasks import Task
@@ -44,31 +44,18 @@ from hermes_rl.text import clean, scrub
 from hermes_rl.tools.base import Tool
 from hermes_rl.trajectory import fold
 from hermes_rl.verify import verify
-from hermes_rl.wiring import Draw, Workshop
+from hermes_rl.wiring import Draw, RunContext
 from hermes_rl.workspaces import Workspaces, state_text
-
-
-@dataclass
-class Tape:
-    """Records events and keeps them for the fold."""
-
-    recorder: Recorder
-    events: list[Event] = field(default_factory=list)
-
-    def record(self, event: Event) -> None:
-        """Journal first, keep second: what the row says is in the journal."""
-        self.recorder.record(event)
-        self.events.append(event)
 
 
 @dataclass(frozen=True)
 class Stage:
     """One attempt, before it begins."""
 
-    workshop: Workshop
+    context: RunContext
     item: WorkItem
     task: Task
-    tape: Tape
+    log: EventLog
     budget: Budget | None = None
     """What the attempt may spend, on all models together."""
 
@@ -155,20 +142,20 @@ SETUP_TIMEOUT_S = 300.0
 _ERROR_CHARS = 2_000
 
 
-def lost_row(tape: Tape, error: BaseException) -> Trajectory:
+def lost_row(log: EventLog, error: BaseException) -> Trajectory:
     """The row of an attempt that a bug of ours ended; its turns and calls are kept."""
     why = scrub(clean(f"{type(error).__name__}: {error}"))
-    tape.record(ev.Ended(finished_at=time.time(), end_reason="error", cause="harness", error=why))
+    log.record(ev.Ended(finished_at=time.time(), end_reason="error", cause="harness", error=why))
     try:
-        return fold(tape.events)
+        return fold(log.events)
     except Exception:  # the bug may lie in a message: the books of the attempt must still stand
-        return fold(e for e in tape.events if not isinstance(e, ev.MessageAdded | ev.ToolsOffered))
+        return fold(e for e in log.events if not isinstance(e, ev.MessageAdded | ev.ToolsOffered))
 
 
 async def run_attempt(
-    workshop: Workshop,
+    context: RunContext,
     item: WorkItem,
-    tape: Tape,
+    log: EventLog,
     control: Control | None = None,
     *,
     make: MakeEpisode = task_episode,
@@ -176,9 +163,9 @@ async def run_attempt(
     """Make one attempt at a unit and return its row.
 
     Args:
-        workshop: what this process has for all its rollouts.
+        context: what this process has for all its rollouts.
         item: the attempt to make.
-        tape: takes every event, `Begun` and `Ended` included.
+        log: takes every event, `Begun` and `Ended` included.
         control: lets an operator interrupt or steer it.
         make: what happens around the agent; a plain task's by default.
 
@@ -188,21 +175,21 @@ async def run_attempt(
     around: _Around | None = None
     finished = False
     try:
-        around = _prepare_episode(workshop, item, tape, make)
-        draw = workshop.draw(item, around.episode.tools() if around else None)
+        around = _prepare_episode(context, item, log, make)
+        draw = context.draw(item, around.episode.tools() if around else None)
     except (UserError, TaskFault) as error:
-        draw, fault = workshop.no_draw(item), error
+        draw, fault = context.no_draw(item), error
     except Exception:  # a bug of ours: its row needs a beginning
-        tape.record(_begun(workshop, item, workshop.no_draw(item), None))
+        log.record(_begun(context, item, context.no_draw(item), None))
         raise
     name = around.episode.env_name if around else None
-    tape.record(_begun(workshop, item, draw, name))
+    log.record(_begun(context, item, draw, name))
     try:
         if fault is not None or around is None:
             raise fault or TaskFault(item.bad_row or "bad row")
         attempt = _Attempt(around.stage, draw, control or Control(), around.episode)
         result = await attempt.within_wall_limit()
-        tape.record(
+        log.record(
             ev.Ended(
                 finished_at=time.time(),
                 end_reason=result.end_reason,
@@ -214,11 +201,11 @@ async def run_attempt(
     except DiskFull:
         raise
     except HermesError as error:
-        tape.record(_failed(workshop, error))
+        log.record(_failed(context, error))
     finally:
         if around is not None and around.stage.budget is not None:
             around.stage.budget.end(finished=finished)
-    return fold(tape.events)
+    return fold(log.events)
 
 
 @dataclass(frozen=True)
@@ -230,40 +217,40 @@ class _Around:
 
 
 def _prepare_episode(
-    workshop: Workshop, item: WorkItem, tape: Tape, make: MakeEpisode
+    context: RunContext, item: WorkItem, log: EventLog, make: MakeEpisode
 ) -> _Around | None:
     """None for a bad row."""
     if item.task is None:
         return None
-    stage = Stage(workshop, item, item.task, tape, workshop.budget(item))
+    stage = Stage(context, item, item.task, log, context.budget(item))
     return _Around(stage, make(stage))
 
 
-def _begun(workshop: Workshop, item: WorkItem, draw: Draw, env_name: str | None) -> ev.Begun:
+def _begun(context: RunContext, item: WorkItem, draw: Draw, env_name: str | None) -> ev.Begun:
     now = time.time()
     return ev.Begun(
         key=ev.AttemptKey(unit_id=item.unit_id, epoch=item.epoch, attempt=item.attempt),
         started_at=now,
-        run_id=workshop.run_id,
+        run_id=context.run_id,
         group_id=item.group_id,
         member=item.repeat,
         repeat=item.repeat,
         row_index=item.row_index,
         task_id=item.task_id,
         task_hash=item.task_hash,
-        config_hash=workshop.config_hash,
+        config_hash=context.config_hash,
         seed=item.seed,
         prompt=item.task.prompt_text if item.task else "",
         model=draw.model,
         api_mode=draw.api_mode,
         endpoint=draw.endpoint,
         toolsets=draw.toolsets,
-        sampling={**workshop.sent(draw).as_dict(), **draw.extra},
+        sampling={**context.sent(draw).as_dict(), **draw.extra},
         split=_text(item.task, "split"),
         env_name=env_name,
         metadata=item.task.metadata if item.task else {},
         queued_s=max(0.0, now - item.enqueued_at) if item.enqueued_at else 0.0,
-        prompt_sha256=_sha256(workshop.config.agent.ephemeral_system_prompt),
+        prompt_sha256=_sha256(context.config.agent.ephemeral_system_prompt),
     )
 
 
@@ -276,9 +263,9 @@ def _text(task: Task | None, column: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _failed(workshop: Workshop, error: HermesError) -> ev.Ended:
+def _failed(context: RunContext, error: HermesError) -> ev.Ended:
     cause = "task" if isinstance(error, UserError) else cause_of(error)
-    text = workshop.scrub(clean(f"{type(error).__name__}: {error}"))[:_ERROR_CHARS]
+    text = context.scrub(clean(f"{type(error).__name__}: {error}"))[:_ERROR_CHARS]
     return ev.Ended(
         finished_at=time.time(),
         end_reason=end_reason_of(cause),
@@ -299,8 +286,8 @@ class _Attempt:
 
     def __post_init__(self) -> None:
         stage = self.stage
-        self.workshop, self.item = stage.workshop, stage.item
-        self.task, self.tape = stage.task, stage.tape
+        self.context, self.item = stage.context, stage.item
+        self.task, self.log = stage.task, stage.log
 
     async def within_wall_limit(self) -> AgentResult:
         limit = self.draw.limits.wall_seconds
@@ -316,16 +303,16 @@ class _Attempt:
         start = time.monotonic()
         if not self.episode.sandboxed:
             return await self._run_bare(start)
-        sandbox = await self.workshop.backend.lease(self._spec())
+        sandbox = await self.context.backend.lease(self._spec())
         try:
             try:
                 await prepare(sandbox, self.task)
                 await self.episode.start(sandbox)
             finally:
                 seconds = time.monotonic() - start
-                self.tape.record(await self._leased(sandbox, seconds))
+                self.log.record(await self._leased(sandbox, seconds))
             result = await self._agent(sandbox, seconds)
-            self.tape.record(await self._graded(sandbox, result))
+            self.log.record(await self._graded(sandbox, result))
             return result
         finally:
             # A cancelled attempt must still end its sandbox: the shield lets teardown finish.
@@ -345,7 +332,7 @@ class _Attempt:
             )
         await self.episode.start(None)
         result = await self._agent(None, time.monotonic() - start)
-        self.tape.record(await self._graded(None, result))
+        self.log.record(await self._graded(None, result))
         return result
 
     async def _graded(self, sandbox: Sandbox | None, result: AgentResult) -> ev.Graded:
@@ -370,7 +357,7 @@ class _Attempt:
     def _state_left(self) -> str | None:
         """What the rollout noted, before a grader may change it; None where nothing is kept, or it
         is not plain JSON."""
-        kept = self.workshop.workspaces is not None
+        kept = self.context.workspaces is not None
         return state_text(self.episode.tool_state()) if kept else None
 
     async def _keep(
@@ -380,44 +367,44 @@ class _Attempt:
         unjudged: Mapping[str, Any] | None = None,
     ) -> None:
         """Store the workspace, where the run keeps them, before the row that says it is there."""
-        if self.workshop.workspaces is None or state is None:
+        if self.context.workspaces is None or state is None:
             return
         item = self.item
         own_id = trajectory_id(item.unit_id, item.epoch, item.attempt)
-        await Workspaces(self.workshop.workspaces).keep(sandbox, own_id, state, unjudged)
+        await Workspaces(self.context.workspaces).keep(sandbox, own_id, state, unjudged)
 
     async def _leased(self, sandbox: Sandbox, seconds: float) -> ev.SandboxLeased:
         given = sandbox.info
         return ev.SandboxLeased(
             backend=given.backend,
             image=given.image,
-            digest=given.digest or await self.workshop.digest_of(self._image()),
+            digest=given.digest or await self.context.digest_of(self._image()),
             limits=given.limits,
             seconds=seconds,
         )
 
     def _image(self) -> str | None:
-        return self.task.image or self.workshop.config.sandbox.image
+        return self.task.image or self.context.config.sandbox.image
 
     def _spec(self) -> SandboxSpec:
         key = f"{self.item.unit_id[:16]}-{self.item.epoch}-{self.item.attempt}"
         return SandboxSpec(
-            lease=f"{self.workshop.run_id}-{key}",
+            lease=f"{self.context.run_id}-{key}",
             image=self._image(),
             cwd=self.task.cwd,
-            network=self.workshop.config.sandbox.network,
+            network=self.context.config.sandbox.network,
         )
 
     async def _agent(self, sandbox: Sandbox | None, active_s: float) -> AgentResult:
         draw = self.draw
-        endpoint, agent = self.workshop.config.endpoint, self.workshop.config.agent
+        endpoint, agent = self.context.config.endpoint, self.context.config.agent
         given = self.task.prompt
         parts = AgentParts(
-            caller=self.workshop.caller(self.task, self.tape, draw.model, self.stage.budget),
+            caller=self.context.caller(self.task, self.log, draw.model, self.stage.budget),
             model=draw.model,
             tools=draw.tools,
             sandbox=sandbox,
-            recorder=self.tape,
+            recorder=self.log,
             policy=draw.policy,
             limits=draw.limits,
             sampling=draw.sampling,

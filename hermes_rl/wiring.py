@@ -1,7 +1,7 @@
 """The only file that knows all variants by name: from a configuration to parts that work together.
 
-A `Workshop` is what one process needs for its rollouts: routes to its models, a sandbox backend and
-the tools, opened once and shared by all rollouts of the process.
+A `RunContext` is what one process needs for its rollouts: routes to its models, a sandbox backend
+and the tools, opened once and shared by all rollouts of the process.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Workshop:
+class RunContext:
     """What one process has for all its rollouts."""
 
     config: RunConfig
@@ -238,7 +238,7 @@ def _played(name: str, task: Task) -> ModelClient:
 
 
 @asynccontextmanager
-async def open_workshop(
+async def open_run_context(
     config: RunConfig,
     *,
     run_id: str,
@@ -248,7 +248,7 @@ async def open_workshop(
     keys: Mapping[str, str] | None = None,
     share: Share | None = None,
     tokens: TokenPlan | None = None,
-) -> AsyncIterator[Workshop]:
+) -> AsyncIterator[RunContext]:
     """Open what this process needs, and close it all at the end.
 
     Args:
@@ -274,7 +274,7 @@ async def open_workshop(
         models = await open_models(
             config.model.name, config.endpoint, targets, stack, keyring, together, plan
         )
-        yield Workshop(
+        yield RunContext(
             config=config,
             run_id=run_id,
             config_hash=config_hash or digest(identity_of(config)),

@@ -19,7 +19,7 @@ import msgspec
 
 from hermes_rl import events as ev
 from hermes_rl.agent.control import Control
-from hermes_rl.agent.hooks import Hooked, Hooks, OnEvent, SessionEnd, SessionStart, Tape, told
+from hermes_rl.agent.hooks import Hooked, Hooks, OnEvent, SessionEnd, SessionStart, told
 from hermes_rl.agent.parts import AgentParts, Caller
 from hermes_rl.agent.policy import Limits, Policy
 from hermes_rl.agent.policy import preset as policy_of
@@ -28,7 +28,7 @@ from hermes_rl.agent.run import run_agent
 from hermes_rl.agent.session import Session, common_length, open_session
 from hermes_rl.aio import LoopThread
 from hermes_rl.errors import HermesError, Interrupted, ModelError, UserError, end_reason_of
-from hermes_rl.events import Event, MessageAdded
+from hermes_rl.events import Event, EventLog, MessageAdded
 from hermes_rl.messages import (
     AssistantMessage,
     Message,
@@ -341,17 +341,17 @@ class AIAgent:
         """Run; after an interrupt with a message, run on with that."""
         link = await self._open()
         await self._begin_session(link)
-        tape = Tape(self._on_event)
-        tape.events.append(self._begun(link, text, task_id))
+        log = EventLog(self._on_event)
+        log.events.append(self._begun(link, text, task_id))
         while True:
-            first, prompt = len(tape.events), with_user(self._history, text)
+            first, prompt = len(log.events), with_user(self._history, text)
             try:
-                ended = await self._run_once(link, tape, prompt, task_id)
+                ended = await self._run_once(link, log, prompt, task_id)
             except BaseException:  # cancelled, or a bug: what was paid for is kept all the same
-                self._remember(tape.events[first:], failed=True)
+                self._remember(log.events[first:], failed=True)
                 await asyncio.to_thread(self._save, "error")
                 raise
-            messages = self._remember(tape.events[first:], failed=ended.error is not None)
+            messages = self._remember(log.events[first:], failed=ended.error is not None)
             control, self._control = self._control, Control()
             for hint in control.take_steers():
                 self._control.steer(hint)
@@ -366,7 +366,7 @@ class AIAgent:
             "completed": ended.end_reason == "answered",
             "end_reason": ended.end_reason,
             "error": None if ended.error is None else error_of(ended.error),
-            **accounts_of(tape.events, ended),
+            **accounts_of(log.events, ended),
             "model": link.model,
             "session_id": self.session_id,
             "task_id": task_id,
@@ -384,15 +384,17 @@ class AIAgent:
             self._history = continuable(messages)
         return messages
 
-    async def _run_once(self, link: Link, tape: Tape, prompt: list[Message], task_id: str) -> Ended:
-        first = len(tape.events)
+    async def _run_once(
+        self, link: Link, log: EventLog, prompt: list[Message], task_id: str
+    ) -> Ended:
+        first = len(log.events)
         hooked = Hooked(self.hooks, self.session_id, task_id)
         parts = AgentParts(
-            caller=hooked.caller(link.caller(tape)),
+            caller=hooked.caller(link.caller(log)),
             model=link.model,
             tools=hooked.tools(self._tools),
             sandbox=self._leased,
-            recorder=tape,
+            recorder=log,
             policy=self._policy,
             limits=self._limits,
             sampling=link.sampling,
@@ -403,11 +405,11 @@ class AIAgent:
         try:
             result = await run_agent(parts, prompt, self._control)
         except Interrupted:
-            return Ended("interrupted", last_answer(tape.events[first:]))
+            return Ended("interrupted", last_answer(log.events[first:]))
         except HermesError as error:
-            if not any(isinstance(event, ev.CallStarted) for event in tape.events):
+            if not any(isinstance(event, ev.CallStarted) for event in log.events):
                 raise
-            return Ended(end_reason_of(error.cause), last_answer(tape.events[first:]), error)
+            return Ended(end_reason_of(error.cause), last_answer(log.events[first:]), error)
         return Ended(result.end_reason, result.final_response)
 
     async def _open(self) -> Link:

@@ -21,7 +21,7 @@ from hermes_rl.errors import (
     UserError,
     VerifierFault,
 )
-from hermes_rl.events import CallStarted, Graded
+from hermes_rl.events import CallStarted, EventLog, Graded
 from hermes_rl.messages import Message, UserMessage
 from hermes_rl.models.base import Sampling
 from hermes_rl.rl import faults
@@ -32,7 +32,7 @@ from hermes_rl.rl.judging import Judge, ModelHandle
 from hermes_rl.rl.loading import AnyEnvironment, Opened, open_environment, tools_of
 from hermes_rl.rl.rewards import Rewards, check_rewards
 from hermes_rl.rl.view import Rollout
-from hermes_rl.rollout import Stage, Tape
+from hermes_rl.rollout import Stage
 from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
 from hermes_rl.verify import BOXES
@@ -84,17 +84,17 @@ def _calls(
         top_p=place.top_p,
         max_tokens=place.max_tokens,
         reasoning=place.reasoning,
-        seed=sent_seed(stage.workshop.config, stage.item.seed),
+        seed=sent_seed(stage.context.config, stage.item.seed),
     )
-    tape = stage.tape
-    caller = stage.workshop.other_caller(purpose, tape, place.name, stage.budget)
-    return caller, sampling, lambda: _turn(tape)
+    log = stage.log
+    caller = stage.context.other_caller(purpose, log, place.name, stage.budget)
+    return caller, sampling, lambda: _turn(log)
 
 
-def _turn(tape: Tape) -> int:
+def _turn(log: EventLog) -> int:
     """Return the rollout's current turn, from its calls."""
     turns = (
-        e.turn for e in reversed(tape.events) if isinstance(e, CallStarted) and e.purpose == "agent"
+        e.turn for e in reversed(log.events) if isinstance(e, CallStarted) and e.purpose == "agent"
     )
     return next(turns, 0)
 
@@ -122,7 +122,7 @@ class EnvEpisode:
 
     def __init__(self, host: Host, stage: Stage) -> None:
         self.ctx = host.context(stage)
-        self._env, self._task, self._tape = host.env, stage.task, stage.tape
+        self._env, self._task, self._log = host.env, stage.task, stage.log
         self.env_name = host.env.name
         self.sandboxed = host.env.config.sandboxed
         # An environment without its own `reply` is not asked for one.
@@ -157,7 +157,7 @@ class EnvEpisode:
     async def reply(self, messages: Sequence[Message]) -> Message | None:
         """Call the environment's `reply`."""
         env = self._env
-        so_far = Rollout.of_events(self._tape.events)
+        so_far = Rollout.of_events(self._log.events)
         reply = await call_method(env, env.reply, TaskFault, self._task, so_far, self.ctx)
         if reply is None or isinstance(reply, UserMessage):
             return reply
@@ -169,7 +169,7 @@ class EnvEpisode:
     async def grade(self, sandbox: Sandbox | None, result: AgentResult) -> Graded:
         """Call the environment's `compute_reward`."""
         rollout = Rollout.of_events(
-            self._tape.events,
+            self._log.events,
             final_response=result.final_response,
             end_reason=result.end_reason,
             metrics=result.metrics,

@@ -30,6 +30,7 @@ import msgspec
 from hermes_rl import events as ev
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.errors import CAUSES, HermesError, TaskFault, VerifierFault, cause_of
+from hermes_rl.events import EventLog
 from hermes_rl.identity import digest, unit_seed
 from hermes_rl.models.rate.share import Share
 from hermes_rl.ports import Recorder, WorkItem
@@ -48,7 +49,7 @@ from hermes_rl.rl.groups import INTERRUPTED, SCORED_AT_ONCE, Gathered, Scoring
 from hermes_rl.rl.loading import Opened, env_rows
 from hermes_rl.rl.rewards import Rewards
 from hermes_rl.rl.view import Rollout
-from hermes_rl.rollout import Stage, Tape
+from hermes_rl.rollout import Stage
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
 from hermes_rl.sources import read_rows
 from hermes_rl.store.rows import Grade
@@ -58,7 +59,7 @@ from hermes_rl.text import scrub
 from hermes_rl.trajectory import fold
 from hermes_rl.usage import UsageTotal
 from hermes_rl.verify import verify
-from hermes_rl.wiring import Workshop, open_workshop
+from hermes_rl.wiring import RunContext, open_run_context
 from hermes_rl.workspaces import WORKSPACES, Workspaces
 
 T = TypeVar("T")
@@ -192,9 +193,9 @@ class Grader:
         host: None for the tasks' own verifiers.
     """
 
-    def __init__(self, workshop: Workshop, host: Host | None, run_dir: RunDir) -> None:
-        self.host, self.run_dir, self._workshop = host, run_dir, workshop
-        dataset = workshop.config.dataset
+    def __init__(self, context: RunContext, host: Host | None, run_dir: RunDir) -> None:
+        self.host, self.run_dir, self._context = host, run_dir, context
+        dataset = context.config.dataset
         self.tasks = TaskLookup(
             functools.partial(read_rows, dataset.path, columns=dataset.map)
             if host is None
@@ -273,10 +274,10 @@ class Grader:
         )
         return GradeResult(grade, outcome.stop)
 
-    async def _grade_workspace(self, stored: StoredRollout, log: Tape) -> ev.Graded:
+    async def _grade_workspace(self, stored: StoredRollout, log: EventLog) -> ev.Graded:
         if stored.archive is None:
             return await self._grade_in(None, stored, log)
-        run = self._workshop
+        run = self._context
         spec = SandboxSpec(
             lease=f"{run.run_id}-regrade-{stored.row['trajectory_id'][:16]}",
             image=stored.task.image or run.config.sandbox.image,
@@ -292,7 +293,7 @@ class Grader:
             await asyncio.shield(sandbox.aclose())
 
     async def _grade_in(
-        self, sandbox: Sandbox | None, stored: StoredRollout, log: Tape
+        self, sandbox: Sandbox | None, stored: StoredRollout, log: EventLog
     ) -> ev.Graded:
         if self.host is None:
             assert sandbox is not None
@@ -358,14 +359,14 @@ class Grader:
             stop=outcome.stop,
         )
 
-    async def _ask(self, ready: ReadyGroup, task: Task, log: Tape) -> list[Rewards] | None:
+    async def _ask(self, ready: ReadyGroup, task: Task, log: EventLog) -> list[Rewards] | None:
         """Raises: VerifierFault, ModelError, CostLimit."""
         assert self.host is not None
         env = self.host.env
         members = [Rollout.of_row(row) for row in ready.rows]
         # The group takes the place of a unit: it has a seed of its own.
         group_id = ready.gathered.facts["group_id"]
-        seed = unit_seed(self._workshop.config.agent.base_seed, group_id)
+        seed = unit_seed(self._context.config.agent.base_seed, group_id)
         item = msgspec.structs.replace(
             _work_item(ready.rows[0], task), unit_id=group_id, attempt=0, repeat=0, seed=seed
         )
@@ -384,12 +385,12 @@ class Grader:
 
     # Both
 
-    def _stage(self, item: WorkItem, log: Tape) -> Stage:
+    def _stage(self, item: WorkItem, log: EventLog) -> Stage:
         assert item.task is not None
-        return Stage(self._workshop, item, item.task, log, self._workshop.budget())
+        return Stage(self._context, item, item.task, log, self._context.budget())
 
     async def _record(
-        self, row: Mapping[str, Any], recorder: Recorder, work: Callable[[Tape], Awaitable[T]]
+        self, row: Mapping[str, Any], recorder: Recorder, work: Callable[[EventLog], Awaitable[T]]
     ) -> _Outcome[T]:
         """Do work about a stored rollout and record its calls.
 
@@ -398,7 +399,7 @@ class Grader:
 
         Raises: DiskFull of the recorder.
         """
-        log = Tape(recorder)
+        log = EventLog(recorder.record)
         key = ev.AttemptKey(unit_id=row["unit_id"], epoch=0, attempt=row["attempt"])
         columns = {name: row[name] for name in _BEGUN_COLUMNS}
         log.record(ev.Begun(**columns, key=key, started_at=time.time(), prompt=""))
@@ -406,7 +407,7 @@ class Grader:
         try:
             value = await work(log)
         except HermesError as fault:
-            error = scrub(self._workshop.scrub(f"{type(fault).__name__}: {fault}"))
+            error = scrub(self._context.scrub(f"{type(fault).__name__}: {fault}"))
             stop = fault if CAUSES[cause_of(fault)].breaker else None
         ended = ev.Ended(finished_at=time.time(), end_reason="answered")
         return _Outcome(value, error, stop, fold([*log.events, ended]))
@@ -436,11 +437,11 @@ async def open_grader(
     """
     plain = without_policy(config)
     async with AsyncExitStack() as stack:
-        workshop = await stack.enter_async_context(
-            open_workshop(plain, run_id=run_id, concurrency=concurrency, share=share, keys=keys)
+        context = await stack.enter_async_context(
+            open_run_context(plain, run_id=run_id, concurrency=concurrency, share=share, keys=keys)
         )
         host = None if plain.env is None else await stack.enter_async_context(opens(plain.env))
-        yield Grader(workshop, host, run_dir)
+        yield Grader(context, host, run_dir)
 
 
 def without_policy(config: RunConfig) -> RunConfig:

@@ -18,15 +18,15 @@ import msgspec
 from hermes_rl.aio import run_sync
 from hermes_rl.config import parse_config
 from hermes_rl.errors import HermesError, UserError
-from hermes_rl.events import Event
+from hermes_rl.events import EventLog
 from hermes_rl.identity import group_id, unit_id, unit_seed
 from hermes_rl.ports import WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.rl.episodes import open_host
 from hermes_rl.rl.loading import env_rows, open_environment, settle_env
-from hermes_rl.rollout import Tape, run_attempt
+from hermes_rl.rollout import run_attempt
 from hermes_rl.tasks import LazyRow, Task
-from hermes_rl.wiring import Workshop, open_workshop
+from hermes_rl.wiring import RunContext, open_run_context
 
 Changed = Callable[[Task], str | None]
 """Task -> another solution for it, which the model `oracle` plays."""
@@ -104,35 +104,27 @@ async def atrial(
     settled, opened = settle_env(parse_config(data, "trial"))
     assert opened is not None
     async with AsyncExitStack() as stack:
-        workshop = await stack.enter_async_context(
-            open_workshop(settled, run_id="trial", concurrency=tasks)
+        context = await stack.enter_async_context(
+            open_run_context(settled, run_id="trial", concurrency=tasks)
         )
         host = await stack.enter_async_context(open_host(opened.section))
         rows = await asyncio.to_thread(list, env_rows(opened, tasks))
         runs = (
-            run_attempt(
-                workshop, _item(workshop, row, solution), Tape(_Discard()), make=host.episode
-            )
+            run_attempt(context, _item(context, row, solution), EventLog(), make=host.episode)
             for row in rows
         )
         return list(await asyncio.gather(*runs))
 
 
-class _Discard:
-    """A recorder that keeps nothing."""
-
-    def record(self, event: Event) -> None: ...
-
-
-def _item(workshop: Workshop, row: LazyRow, solution: Changed | None) -> WorkItem:
+def _item(context: RunContext, row: LazyRow, solution: Changed | None) -> WorkItem:
     parsed = row.parse()
     task = parsed.task
     if task is not None and solution is not None:
         task = msgspec.structs.replace(task, oracle=solution(task))
-    unit = unit_id(workshop.config_hash, row.task_hash, 0, 0)
+    unit = unit_id(context.config_hash, row.task_hash, 0, 0)
     return WorkItem(
         unit_id=unit,
-        group_id=group_id(workshop.config_hash, row.task_hash, 0),
+        group_id=group_id(context.config_hash, row.task_hash, 0),
         epoch=0,
         attempt=0,
         repeat=0,

@@ -12,12 +12,20 @@ import pytest
 
 from hermes_rl.agent.agent import AIAgent, Assembly
 from hermes_rl.agent.control import Control
-from hermes_rl.agent.hooks import Tape
 from hermes_rl.agent.parts import Caller
 from hermes_rl.agent.policy import PRESETS, Limits
 from hermes_rl.agent.run import AgentParts, AgentResult, run_agent
 from hermes_rl.aio import LoopThread
-from hermes_rl.events import AttemptKey, Begun, CallEnded, CallStarted, Ended, Event, MessageAdded
+from hermes_rl.events import (
+    AttemptKey,
+    Begun,
+    CallEnded,
+    CallStarted,
+    Ended,
+    Event,
+    EventLog,
+    MessageAdded,
+)
 from hermes_rl.messages import Message, UserMessage
 from hermes_rl.models.base import ModelClient, Sampling
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
@@ -61,7 +69,7 @@ def begun() -> Begun:
     )
 
 
-def row_of(tape: Tape, result: AgentResult | None) -> Trajectory:
+def row_of(log: EventLog, result: AgentResult | None) -> Trajectory:
     """The row of a run as a batch run makes it; None for one that failed."""
     ended = Ended(finished_at=time.time(), end_reason="error", cause="model_server")
     if result is not None:
@@ -71,7 +79,7 @@ def row_of(tape: Tape, result: AgentResult | None) -> Trajectory:
             metrics=result.metrics,
             final_response=result.final_response,
         )
-    return fold([begun(), *tape.events, ended])
+    return fold([begun(), *log.events, ended])
 
 
 @dataclass
@@ -79,10 +87,10 @@ class Ran:
     """A run and what it recorded."""
 
     result: AgentResult
-    tape: Tape
+    log: EventLog
 
     def added(self) -> list[MessageAdded]:
-        return [e for e in self.tape.events if isinstance(e, MessageAdded)]
+        return [e for e in self.log.events if isinstance(e, MessageAdded)]
 
     def results(self) -> list[MessageAdded]:
         return [e for e in self.added() if e.tool_ok is not None]
@@ -95,7 +103,7 @@ class Ran:
 
     def row(self) -> Trajectory:
         """The run's row, as a batch run makes it."""
-        return row_of(self.tape, self.result)
+        return row_of(self.log, self.result)
 
     def errors(self) -> list[str | None]:
         """What the row says of each call."""
@@ -106,27 +114,27 @@ class Ran:
         return [start.max_output_tokens for start, _ in self.calls()]
 
     def calls(self) -> list[tuple[CallStarted, CallEnded]]:
-        starts = [e for e in self.tape.events if isinstance(e, CallStarted)]
-        ends = {e.call_id: e for e in self.tape.events if isinstance(e, CallEnded)}
+        starts = [e for e in self.log.events if isinstance(e, CallStarted)]
+        ends = {e.call_id: e for e in self.log.events if isinstance(e, CallEnded)}
         return [(s, ends[s.call_id]) for s in starts]
 
 
 @dataclass
 class Rig:
-    """Runs the agent; keeps the tape of the last run."""
+    """Runs the agent; keeps the log of the last run."""
 
     server: FakeServer
     client: ModelClient
     sandbox: Sandbox | None
     tools: dict[str, Tool]
-    tape: Tape = field(default_factory=Tape)
+    log: EventLog = field(default_factory=EventLog)
     listener: Callable[[Event], None] | None = None
 
     def parts(self, **changes: Any) -> AgentParts:
-        self.tape = Tape(self.listener)
+        self.log = EventLog(self.listener)
         caller = ModelCaller(
             [Route.single("", self.client, Limiter(8))],
-            self.tape,
+            self.log,
             RetryPolicy(max_attempts=2, base_s=0.01, outage_s=0.2),
         )
         parts = AgentParts(
@@ -134,7 +142,7 @@ class Rig:
             model="echo",
             tools=self.tools,
             sandbox=self.sandbox,
-            recorder=self.tape,
+            recorder=self.log,
             policy=PRESETS["datagen"],
             limits=Limits(max_turns=10),
             sampling=Sampling(),
@@ -151,7 +159,7 @@ class Rig:
     ) -> Ran:
         messages = [UserMessage(content=prompt)] if isinstance(prompt, str) else prompt
         parts = self.parts(**changes)
-        return Ran(await run_agent(parts, messages, control), self.tape)
+        return Ran(await run_agent(parts, messages, control), self.log)
 
 
 @pytest.fixture

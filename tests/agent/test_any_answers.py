@@ -99,7 +99,7 @@ class Bench:
         result: AgentResult | None = None
         with contextlib.suppress(ModelError):
             result = self.home.run(run_agent(parts, prompt))
-        return result, row_of(self.rig.tape, result)
+        return result, row_of(self.rig.log, result)
 
 
 @pytest.fixture(scope="module")

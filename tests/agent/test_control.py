@@ -32,7 +32,7 @@ async def test_interrupt_ends_a_model_call_at_once(rig: Any) -> None:
     thread.join()
     assert time.monotonic() - start < 3
     assert control.message == "stop"
-    assert [e.outcome for e in rig.tape.events if hasattr(e, "outcome")] == ["cancelled"]
+    assert [e.outcome for e in rig.log.events if hasattr(e, "outcome")] == ["cancelled"]
     task = asyncio.current_task()
     assert task is not None
     assert task.cancelling() == 0
@@ -48,7 +48,7 @@ async def test_interrupt_ends_a_tool_at_once_and_leaves_a_whole_conversation(rig
             {"calls": [{"arguments": {"command": c}} for c in commands]}, control=control
         )
     assert time.monotonic() - start < 4
-    results = [e for e in rig.tape.events if isinstance(e, MessageAdded) and e.tool_ok is not None]
+    results = [e for e in rig.log.events if isinstance(e, MessageAdded) and e.tool_ok is not None]
     assert [e.synthetic for e in results] == [False, True, True]
     assert [e.tool_ok for e in results] == [True, False, False]
     assert "interrupted" in results[1].message.content
@@ -87,9 +87,9 @@ async def test_interrupt_where_an_answer_is_asked_for_again(
     with pytest.raises(Interrupted):
         await rig.play(*steps, control=control)
     assert time.monotonic() - start < 10
-    outcomes = [e.outcome for e in rig.tape.events if hasattr(e, "outcome")]
+    outcomes = [e.outcome for e in rig.log.events if hasattr(e, "outcome")]
     assert outcomes == ["ok"] * (calls - 1) + ["cancelled"]
-    assert sum(isinstance(e, AnswerDiscarded) for e in rig.tape.events) == discarded
+    assert sum(isinstance(e, AnswerDiscarded) for e in rig.log.events) == discarded
 
 
 async def test_outer_cancellation_stays_cancellation(rig: Any) -> None:

@@ -187,7 +187,7 @@ async def test_other_routes_come_last(rig: Any, others: int, calls: int) -> None
 async def test_a_fallback_model_answers_in_its_place(rig: Any) -> None:
     parts = rig.parts()
     routes = [Route.single(name, rig.client, Limiter(8)) for name in ("one", "two")]
-    caller = ModelCaller(routes, rig.tape)
+    caller = ModelCaller(routes, rig.log)
     ran = await rig.play([NOTHING] * 4 + ["There."], caller=caller, recorder=parts.recorder)
     assert (ran.result.end_reason, ran.result.final_response) == ("answered", "There.")
     assert [e.model for e in rig.server.entries] == ["one"] * 4 + ["two"]

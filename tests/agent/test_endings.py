@@ -139,7 +139,7 @@ async def test_time_limit_leaves_model_seconds_out(rig: Any) -> None:
 async def test_wall_limit_is_infrastructure(rig: Any) -> None:
     with pytest.raises(Stalled, match=r"0\.2 s"):
         await rig.play({"text": "x", "latency_s": 30}, limits=Limits(wall_seconds=0.2))
-    assert [e.outcome for e in rig.tape.events if hasattr(e, "outcome")] == ["cancelled"]
+    assert [e.outcome for e in rig.log.events if hasattr(e, "outcome")] == ["cancelled"]
 
 
 async def test_three_turns_without_a_valid_call(rig: Any) -> None:
@@ -192,7 +192,7 @@ async def test_infrastructure_errors_come_out_typed(rig: Any) -> None:
     with pytest.raises(Outage) as caught:
         await rig.play({"fault": "overloaded"})
     assert isinstance(caught.value.__cause__, Overloaded)
-    outcomes = [e.outcome for e in rig.tape.events if hasattr(e, "outcome")]
+    outcomes = [e.outcome for e in rig.log.events if hasattr(e, "outcome")]
     assert len(outcomes) > 1  # every request of the failed step is in the record
     assert set(outcomes) == {"refused"}
 

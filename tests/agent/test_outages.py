@@ -49,11 +49,11 @@ async def test_ten_minutes_cost_an_agent_nothing(rig: Any, preset: str) -> None:
             sleep=lambda seconds: asyncio.sleep(seconds / SCALE),
         )
         route = Route.single("", client, Limiter(8))
-        caller = ModelCaller([route], rig.tape, RetryPolicy(), clock=clock)
+        caller = ModelCaller([route], rig.log, RetryPolicy(), clock=clock)
         given = [UserMessage(content="Go.")]
         ran = await run_agent(replace(parts, caller=caller), given)
         await client.aclose()
-    row = row_of(rig.tape, ran)
+    row = row_of(rig.log, ran)
     assert (row.end_reason, row.turns, row.truncated) == ("answered", 5, False)
     outcomes = Counter(call.outcome for call in row.calls)
     assert outcomes["ok"] == 5

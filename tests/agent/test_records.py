@@ -31,7 +31,7 @@ async def test_the_fold_of_a_run_is_its_row(rig: Any) -> None:
 
 async def test_events_come_in_the_order_of_happening(rig: Any) -> None:
     ran = await rig.play({"run": "echo 1"}, "done")
-    kinds = [type(e).__name__ for e in ran.tape.events]
+    kinds = [type(e).__name__ for e in ran.log.events]
     assert kinds == [
         "ToolsOffered",
         "MessageAdded",
@@ -44,7 +44,7 @@ async def test_events_come_in_the_order_of_happening(rig: Any) -> None:
         "CallEnded",
         "MessageAdded",
     ]
-    offered = ran.tape.events[0]
+    offered = ran.log.events[0]
     assert isinstance(offered, ToolsOffered)
     assert offered.tools[0]["function"]["name"] == "terminal"
 
@@ -113,5 +113,5 @@ async def test_the_loop_itself_costs_little(rig: Any) -> None:
 
 async def test_every_message_of_the_conversation_is_recorded(rig: Any) -> None:
     ran = await rig.play({"run": "echo 1"}, {"run": "echo 2"}, limits=Limits(max_turns=2))
-    recorded = [e.message for e in ran.tape.events if isinstance(e, MessageAdded)]
+    recorded = [e.message for e in ran.log.events if isinstance(e, MessageAdded)]
     assert recorded == ran.result.messages

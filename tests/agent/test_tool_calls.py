@@ -175,7 +175,7 @@ async def test_an_interrupt_keeps_the_results_that_are_there(rig: Any) -> None:
     asyncio.get_running_loop().call_later(0.5, control.interrupt)
     with pytest.raises(Interrupted):
         await rig.play({"calls": calls}, control=control, tools=tools)
-    results = [e for e in rig.tape.events if isinstance(e, MessageAdded) and e.tool_ok is not None]
+    results = [e for e in rig.log.events if isinstance(e, MessageAdded) and e.tool_ok is not None]
     assert results[0].message.content == "1"
     assert [e.synthetic for e in results] == [False, True, True]
 

@@ -24,12 +24,12 @@ from source_tree import ROOT
 from batch_runner import run_batch
 from hermes_rl import RunConfig
 from hermes_rl.config import parse_config
-from hermes_rl.events import Ended, Event, MessageAdded
+from hermes_rl.events import Ended, Event, EventLog, MessageAdded
 from hermes_rl.messages import AssistantMessage, ToolMessage
 from hermes_rl.ports import WorkItem
-from hermes_rl.rollout import Tape, run_attempt
+from hermes_rl.rollout import run_attempt
 from hermes_rl.tasks import parse_row
-from hermes_rl.wiring import open_workshop
+from hermes_rl.wiring import open_run_context
 
 # step -> (files at most, the goal). The ceiling may only fall; it ends at the goal.
 CEILINGS = {
@@ -130,10 +130,10 @@ async def attempt(base_url: str) -> Steps:
         bad_row=None,
     )
     steps = Steps()
-    async with open_workshop(config, run_id="traced", concurrency=1) as workshop:
-        await run_attempt(workshop, item, Tape(Steps()))  # what only the first one does
+    async with open_run_context(config, run_id="traced", concurrency=1) as context:
+        await run_attempt(context, item, EventLog(Steps().record))  # what only the first one does
         with traced(lambda file: steps.files.add(file), threads=False):
-            row = await run_attempt(workshop, item, Tape(steps))
+            row = await run_attempt(context, item, EventLog(steps.record))
     assert (row.end_reason, row.reward, row.turns) == ("answered", 1.0, 3)
     return steps
 

@@ -17,7 +17,7 @@ from hermes_rl.models.local import LocalServer, local_server
 from hermes_rl.models.local.gguf import read_metadata, read_tokenizer
 from hermes_rl.models.tokens.client import token_client
 from hermes_rl.models.tokens.renderer import renderer_of
-from hermes_rl.wiring import open_workshop
+from hermes_rl.wiring import open_run_context
 
 pytestmark = pytest.mark.slow
 
@@ -173,7 +173,7 @@ async def test_a_prompt_that_is_none_is_refused(server):
             assert response.status == 401
 
 
-async def test_a_workshop_of_the_preset_rl_asks_the_embedded_model_for_ids(held, monkeypatch):
+async def test_a_run_context_of_the_preset_rl_asks_the_embedded_model_for_ids(held, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", held["XDG_RUNTIME_DIR"])
     for tokens, kind, mode in (
         ("llamacpp", "sampling", "llamacpp_completion"),
@@ -187,8 +187,8 @@ async def test_a_workshop_of_the_preset_rl_asks_the_embedded_model_for_ids(held,
                 "endpoint": {"tokens": tokens},
             }
         )
-        async with open_workshop(config, run_id="r", concurrency=1, config_hash="c") as workshop:
-            client = workshop.models.routes("local-tiny")[0].accounts.choose().client
+        async with open_run_context(config, run_id="r", concurrency=1, config_hash="c") as context:
+            client = context.models.routes("local-tiny")[0].accounts.choose().client
             request = ModelRequest(
                 model="local-tiny",
                 conversation=Conversation([UserMessage(content="Say yes.")]),

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from hermes_rl.config import parse_config
-from hermes_rl.events import Event
+from hermes_rl.events import Event, EventLog
 from hermes_rl.identity import group_id, unit_id, unit_seed
 from hermes_rl.ports import WorkItem
 from hermes_rl.record import Trajectory
-from hermes_rl.rollout import Tape, run_attempt
+from hermes_rl.rollout import run_attempt
 from hermes_rl.tasks import parse_row
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
-from hermes_rl.wiring import Workshop, open_workshop
+from hermes_rl.wiring import RunContext, open_run_context
 
 
 def script(*steps: Any) -> str:
@@ -36,17 +36,17 @@ class Journal:
 
 @dataclass
 class Stage:
-    """A workshop and the server behind it."""
+    """A context and the server behind it."""
 
-    workshop: Workshop
+    context: RunContext
     server: FakeServer
 
     def item(self, row: dict[str, Any], index: int = 0) -> WorkItem:
         parsed = parse_row(row, index, f"row {index}")
-        unit = unit_id(self.workshop.config_hash, parsed.task_hash, index, 0)
+        unit = unit_id(self.context.config_hash, parsed.task_hash, index, 0)
         return WorkItem(
             unit_id=unit,
-            group_id=group_id(self.workshop.config_hash, parsed.task_hash, index),
+            group_id=group_id(self.context.config_hash, parsed.task_hash, index),
             epoch=1,
             attempt=0,
             repeat=0,
@@ -62,7 +62,7 @@ class Stage:
         self, row: dict[str, Any], index: int = 0, journal: Journal | None = None
     ) -> Trajectory:
         item = self.item(row, index)
-        return await run_attempt(self.workshop, item, Tape(journal or Journal()))
+        return await run_attempt(self.context, item, EventLog((journal or Journal()).record))
 
 
 Open = Callable[..., Any]
@@ -90,13 +90,13 @@ async def stage() -> AsyncIterator[Open]:
             }
             for name, more in sections.items():
                 data[name] = {**data.get(name, {}), **more}
-            workshop = await stack.enter_async_context(
-                open_workshop(
+            context = await stack.enter_async_context(
+                open_run_context(
                     parse_config(data),
                     run_id="test",
                     concurrency=64,
                 )
             )
-            return Stage(workshop, served)
+            return Stage(context, served)
 
         yield open_stage

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from hermes_rl import events as ev
+from hermes_rl.events import EventLog
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.rollout import Episode, Stage, Tape, lost_row, run_attempt
+from hermes_rl.rollout import Episode, Stage, lost_row, run_attempt
 
 from .conftest import Journal, Open, script
 
@@ -23,10 +24,10 @@ async def test_its_calls_are_kept(stage: Open, spoilt: bool) -> None:
     s = await stage(backend="none")
     journal = Journal()
     await s.attempt({"prompt": script({"run": "true"}, "ok")}, journal=journal)
-    tape = Tape(Journal(), [e for e in journal.events if not isinstance(e, ev.Ended)])
+    log = EventLog(Journal().record, [e for e in journal.events if not isinstance(e, ev.Ended)])
     if spoilt:
-        tape.events.append(ev.MessageAdded(message=AssistantMessage(content=Unfoldable()), turn=2))
-    row = lost_row(tape, KeyError("a bug"))
+        log.events.append(ev.MessageAdded(message=AssistantMessage(content=Unfoldable()), turn=2))
+    row = lost_row(log, KeyError("a bug"))
     assert (row.status, row.cause, row.reward) == ("failed", "harness", None)
     assert row.error == "KeyError: 'a bug'"
     assert len(row.calls) == s.server.requests == 2
@@ -37,8 +38,8 @@ async def test_its_text_shows_no_key(stage: Open) -> None:
     s = await stage(backend="none")
     journal = Journal()
     await s.attempt({"prompt": script("ok")}, journal=journal)
-    tape = Tape(Journal(), journal.events[:1])
-    row = lost_row(tape, ValueError("header Authorization: Bearer abc123def \udcff"))
+    log = EventLog(Journal().record, journal.events[:1])
+    row = lost_row(log, ValueError("header Authorization: Bearer abc123def \udcff"))
     assert row.error == "ValueError: header Authorization: *** \ufffd"
 
 
@@ -47,10 +48,10 @@ async def test_a_bug_before_the_beginning_has_its_row_too(stage: Open) -> None:
         raise ZeroDivisionError("a bug")
 
     s = await stage(backend="none")
-    item, tape = s.item({"prompt": "p"}), Tape(Journal())
+    item, log = s.item({"prompt": "p"}), EventLog(Journal().record)
     with pytest.raises(ZeroDivisionError) as caught:
-        await run_attempt(s.workshop, item, tape, make=broken)
-    row = lost_row(tape, caught.value)
+        await run_attempt(s.context, item, log, make=broken)
+    row = lost_row(log, caught.value)
     assert (row.unit_id, row.cause, row.error) == (
         item.unit_id, "harness", "ZeroDivisionError: a bug",
     )  # fmt: skip

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from hermes_rl.errors import ENDINGS
+from hermes_rl.events import EventLog
 from hermes_rl.ports import WorkItem
 from hermes_rl.record import Trajectory
-from hermes_rl.rollout import Tape, run_attempt
+from hermes_rl.rollout import run_attempt
 
 from .conftest import Journal, Open, Stage, script
 
@@ -60,7 +61,7 @@ STUCK = {
 
 async def play(stage: Stage, kept: Path, deeds: dict[str, str]) -> dict[str, Trajectory]:
     """One attempt for each, all at once, where workspaces are kept."""
-    workshop = replace(stage.workshop, workspaces=kept)
+    context = replace(stage.context, workspaces=kept)
 
     async def attempt(index: int, command: str) -> Trajectory:
         calls = [
@@ -70,7 +71,7 @@ async def play(stage: Stage, kept: Path, deeds: dict[str, str]) -> dict[str, Tra
         verifier = "test -e /workspace/begun || exit 9; test -e /workspace/solved"
         row = {"prompt": script(*[{"calls": [c]} for c in calls], "done"), "verify": verifier}
         item: WorkItem = stage.item(row, index)
-        return await run_attempt(workshop, item, Tape(Journal()))
+        return await run_attempt(context, item, EventLog(Journal().record))
 
     rows = await asyncio.gather(*(attempt(i, deed) for i, deed in enumerate(deeds.values())))
     return dict(zip(deeds, rows, strict=True))

@@ -307,7 +307,7 @@ async def test_no_tools_and_the_default_tools_are_two_configurations(stage: Open
     hashes = []
     for toolsets in (None, [], ["terminal", "file"]):
         s = await stage(backend="none", agent={"toolsets": toolsets})
-        hashes.append(s.workshop.config_hash)
+        hashes.append(s.context.config_hash)
     none, empty, named = hashes
     assert none == named != empty
 

@@ -101,8 +101,8 @@ async def test_a_key_is_read_from_its_variable_and_shown_nowhere(
     )
     row = await s.attempt(ROW)
     assert row.end_reason == "answered"
-    assert s.workshop.scrub("sk-first-secret sk-second-secret") == "[secret] [secret]"
-    assert "secret" not in repr(s.workshop)
+    assert s.context.scrub("sk-first-secret sk-second-secret") == "[secret] [secret]"
+    assert "secret" not in repr(s.context)
 
 
 def test_fallbacks_stand_where_the_run_does_unless_they_say_otherwise() -> None:
@@ -162,7 +162,7 @@ async def test_a_refused_key_makes_way_for_the_next_and_then_rests(
     assert first.end_reason == second.end_reason == "answered"
     assert [call.outcome for call in first.calls] == ["refused", "ok", "ok"]
     assert [call.outcome for call in second.calls] == ["ok", "ok"]
-    assert s.workshop.share.cooldowns.left_s("STALE_KEY") == pytest.approx(300, abs=30)
+    assert s.context.share.cooldowns.left_s("STALE_KEY") == pytest.approx(300, abs=30)
 
 
 def test_the_worked_example_of_the_docs_holds() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from struct import pack, unpack
 from typing import Any
@@ -12,6 +12,7 @@ import msgspec
 from sampler_kit import TRAPS, WORDS, Engine, Habits
 
 from hermes_rl import events as ev
+from hermes_rl.events import EventLog
 from hermes_rl.messages import AssistantMessage, Message, SystemMessage, ToolMessage, UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest, Sampling
 from hermes_rl.models.calls.attempts import Clock
@@ -24,14 +25,6 @@ from hermes_rl.segments.rules import book_faults, rollout_faults, row_faults, ru
 from hermes_rl.trajectory import fold
 
 PLAIN = Sampling(temperature=1.0, top_p=1.0, top_k=-1)
-
-
-@dataclass
-class Tape:
-    events: list[ev.Event] = field(default_factory=list)
-
-    def record(self, event: ev.Event) -> None:
-        self.events.append(event)
 
 
 @dataclass
@@ -106,21 +99,21 @@ class Episode:
         for name, value in habits.items():
             setattr(drawn, name, value)
         self.engine = engine(Random(seed + 1), drawn)
-        self.tape = Tape()
+        self.log = EventLog()
         self.caller = ModelCaller(
             [Route.single("", self.engine, NoLimits())],
-            self.tape,
+            self.log,
             RetryPolicy(base_s=0.01, cap_s=0.01, outage_s=1e9, max_attempts=99),
             clock=Hours(Random(seed + 2)).clock(),
         )
         self.agents = 0
 
     async def run(self) -> "Episode":
-        self.tape.record(BEGUN)
+        self.log.record(BEGUN)
         await self.agent("main", [SystemMessage(content="be good"), UserMessage(content="do it")])
-        self.tape.record(ev.Graded(reward=1.0))
-        self.tape.record(ev.Ended(finished_at=1001.0, end_reason="answered"))
-        self.row, self.segments = with_segments(self.tape.events, fold(self.tape.events))
+        self.log.record(ev.Graded(reward=1.0))
+        self.log.record(ev.Ended(finished_at=1001.0, end_reason="answered"))
+        self.row, self.segments = with_segments(self.log.events, fold(self.log.events))
         return self
 
     async def agent(self, name: str, prompt: list[Message], deep: bool = True) -> None:
@@ -137,7 +130,7 @@ class Episode:
             else:
                 answer = await self.caller.call(request, turn=turn, agent=name)
             if 0.06 <= fate < 0.16:
-                self.tape.record(ev.AnswerDiscarded(turn=turn, why="empty answer", agent=name))
+                self.log.record(ev.AnswerDiscarded(turn=turn, why="empty answer", agent=name))
                 if fate < 0.13:
                     answer = await self.caller.call(request, turn=turn, agent=name)
                 else:
@@ -179,7 +172,7 @@ class Episode:
     async def compacted(self, conversation: Conversation, turn: int) -> Conversation:
         request = ModelRequest("policy", conversation, "", sampling=PLAIN)
         answer = await self.caller.call(request, turn=turn, purpose="summary")
-        self.tape.record(ev.ContextStarted(start=len(conversation), reason="full"))
+        self.log.record(ev.ContextStarted(start=len(conversation), reason="full"))
         head = list(conversation)[:2]
         return Conversation([*head, UserMessage(content="so far: " + answer.message.content)])
 
@@ -187,7 +180,7 @@ class Episode:
         self, conversation: Conversation, message: Message, turn: int, synthetic: bool = False
     ) -> None:
         conversation.append(message)
-        self.tape.record(ev.MessageAdded(message=message, turn=turn, synthetic=synthetic))
+        self.log.record(ev.MessageAdded(message=message, turn=turn, synthetic=synthetic))
 
     def against_the_log(self) -> list[str]:
         return list(log_faults(self.engine, self.segments))

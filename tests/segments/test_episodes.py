@@ -44,7 +44,7 @@ async def test_a_thousand_drift_prone_episodes_hold_what_was_sampled():
 
 def drift_of(episodes: list[Episode]) -> dict[str, int]:
     """How often there was what makes ids drift."""
-    events = [event for episode in episodes for event in episode.tape.events]
+    events = [event for episode in episodes for event in episode.log.events]
     calls = [call for episode in episodes for call in episode.row.calls]
     outputs = [
         event.message.content
@@ -168,7 +168,7 @@ async def test_shifted_logprobs_are_seen_against_the_log():
 async def test_a_call_that_is_recorded_twice_costs_its_rollout_the_segments_not_the_row(caplog):
     for name in ("the same", "another"):
         episode = Episode(3)
-        record = episode.tape.record
+        record = episode.log.record
 
         def twice(event, record=record, name=name):
             record(event)
@@ -176,7 +176,7 @@ async def test_a_call_that_is_recorded_twice_costs_its_rollout_the_segments_not_
                 own = event.call_id if name == "the same" else f"{event.call_id}-again"
                 record(msgspec.structs.replace(event, call_id=own))
 
-        episode.tape.record = twice
+        episode.log.record = twice
         await episode.run()
         assert episode.segments == ()
         assert episode.row.reward == 1.0

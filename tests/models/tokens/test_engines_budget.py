@@ -15,7 +15,7 @@ from hermes_rl.models.rate.limiter import Limiter
 WINDOW = 1024
 
 
-class Tape:
+class EventLog:
     def __init__(self):
         self.starts, self.ends = [], []
 
@@ -26,9 +26,9 @@ class Tape:
             self.ends.append(event)
 
 
-async def talk(client, tape, budget):
+async def talk(client, log, budget):
     route = Route.single("toy", client, Limiter(4))
-    calling = ModelCaller([route], tape, RetryPolicy(adapt=False), budget=budget)
+    calling = ModelCaller([route], log, RetryPolicy(adapt=False), budget=budget)
     conversation = Conversation(asked(script("one", "two", "three")))
     request = ModelRequest("toy", conversation, "", tools=TOOLS, sampling=FREE, exact=True)
     for turn in (1, 2, 3):
@@ -40,11 +40,11 @@ async def talk(client, tape, budget):
 @pytest.mark.parametrize("wire", WIRES)
 async def test_a_small_window_costs_one_refused_call(tmp_path, wire):
     async with engine_at(tmp_path / "t", window=WINDOW) as engine:
-        client, free, bound = client_of(engine, wire), Tape(), Tape()
+        client, free, bound = client_of(engine, wire), EventLog(), EventLog()
         await talk(client, free, None)
         await talk(client, bound, Budget({}, limits={"unit:tokens": 10**6}))
         with pytest.raises(UnitCostLimit):
-            await talk(client, Tape(), Budget({}, limits={"unit:tokens": OUTPUT_MAX}))
+            await talk(client, EventLog(), Budget({}, limits={"unit:tokens": OUTPUT_MAX}))
         await client.aclose()
     assert {start.max_output_tokens for start in free.starts} == {None}
     assert [end.outcome for end in free.ends] == ["ok"] * 3

@@ -1,7 +1,6 @@
-"""From a configuration to exact ids: what a run's workshop opens, under faults and retries."""
+"""From a configuration to exact ids: what a run's context opens, under faults and retries."""
 
 import asyncio
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
@@ -9,13 +8,13 @@ from engines_kit import FREE, TOOLS, asked, engine_at, script
 
 from hermes_rl.config import parse_config
 from hermes_rl.errors import UserError
-from hermes_rl.events import CallEnded, Event, TokensAdded
+from hermes_rl.events import CallEnded, EventLog, TokensAdded
 from hermes_rl.messages import ToolMessage
 from hermes_rl.models.base import Completion, Conversation, ModelRequest
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.providers.preflight import wanted_ids
 from hermes_rl.testing.faults import FaultPlan
-from hermes_rl.wiring import open_workshop, reach
+from hermes_rl.wiring import open_run_context, reach
 
 STEPS = ({"reasoning": "so", "run": "ls"}, {"text": "on", "calls": [{}, {}]}, "end")
 MIXED = FaultPlan(
@@ -45,14 +44,6 @@ def config_of(engine, **endpoint):
     )
 
 
-@dataclass
-class Tape:
-    events: list[Event] = field(default_factory=list)
-
-    def record(self, event: Event) -> None:
-        self.events.append(event)
-
-
 async def episode(caller: ModelCaller, prompt: str) -> list[Completion]:
     request = ModelRequest("toy", Conversation(asked(prompt)), "", tools=TOOLS, sampling=FREE)
     answers = []
@@ -79,17 +70,17 @@ async def test_every_way_keeps_its_ids_through_faults_and_retries(tmp_path, way)
         probed = await reach(config)
         assert probed.tokens.way == way
         engine.faults = MIXED
-        tapes = [Tape() for _ in range(16)]
-        async with open_workshop(
+        logs = [EventLog() for _ in range(16)]
+        async with open_run_context(
             config, run_id="r", concurrency=8, config_hash="c", tokens=probed.tokens
-        ) as workshop:
+        ) as context:
             patience = RetryPolicy(base_s=0.01, cap_s=0.02, max_attempts=50)
-            routes = workshop.models.routes("toy")
+            routes = context.models.routes("toy")
             played = await asyncio.gather(
-                *(episode(ModelCaller(routes, tape, patience), script(*STEPS)) for tape in tapes)
+                *(episode(ModelCaller(routes, log, patience), script(*STEPS)) for log in logs)
             )
     truth = {entry.request_id: entry for entry in engine.truth}
-    ends = [e for tape in tapes for e in tape.events if isinstance(e, CallEnded)]
+    ends = [e for log in logs for e in log.events if isinstance(e, CallEnded)]
     assert sum(e.outcome != "ok" for e in ends) > 0
     for answers in played:
         assert answers[-1].message.content == "end"
@@ -108,11 +99,11 @@ async def test_every_way_keeps_its_ids_through_faults_and_retries(tmp_path, way)
             assert after.tokens.fork_reason is None
 
 
-async def test_a_workshop_that_was_told_nothing_looks_for_itself(tmp_path):
+async def test_a_run_context_that_was_told_nothing_looks_for_itself(tmp_path):
     async with engine_at(tmp_path / "t") as engine:
         config = config_of(engine, tokenizer=str(engine.config.tokenizer))
-        async with open_workshop(config, run_id="r", concurrency=1, config_hash="c") as workshop:
-            assert workshop.models.seen("toy").api_mode == "vllm_completions"
+        async with open_run_context(config, run_id="r", concurrency=1, config_hash="c") as context:
+            assert context.models.seen("toy").api_mode == "vllm_completions"
 
 
 async def test_with_another_preset_nobody_is_asked_unless_it_is_said(tmp_path):
@@ -150,10 +141,10 @@ async def test_body_fields_of_the_users_own_go_with_chat_and_shape_what_is_sampl
         with pytest.raises(UserError, match=r"model\.extra_body is of chat requests"):
             await reach(parse_config(form))
         form["endpoint"]["tokens"] = "chat"
-        config, tape = parse_config(form), Tape()
-        async with open_workshop(config, run_id="r", concurrency=1, config_hash="c") as workshop:
-            await episode(ModelCaller(workshop.models.routes("toy"), tape), script("end"))
-    (tokens,) = [event for event in tape.events if isinstance(event, TokensAdded)]
+        config, log = parse_config(form), EventLog()
+        async with open_run_context(config, run_id="r", concurrency=1, config_hash="c") as context:
+            await episode(ModelCaller(context.models.routes("toy"), log), script("end"))
+    (tokens,) = [event for event in log.events if isinstance(event, TokensAdded)]
     assert tokens.shaped_by == ("repetition_penalty",)
 
 
