@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,16 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from batch_runner import arun_batch
+from batch_runner.budgets import spent_before
 from batch_runner.progress import Silent
 from batch_runner.report import Report
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.messages import AssistantMessage, UserMessage, text_of
+from hermes_rl.models.rate.budgets import RUN_TOKENS
 from hermes_rl.rl.evaluation import write_evaluation
+from hermes_rl.store.rundir import RunDir
 from hermes_rl.testing.dialects.base import ServedRequest
-from hermes_rl.testing.fake_server import FakeServer
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
@@ -94,6 +98,16 @@ def tokens(rows: list[dict[str, Any]]) -> int:
     return sum((c["input_tokens"] or 0) + (c["output_tokens"] or 0) for c in calls)
 
 
+def spent_of(out: Path) -> int:
+    """Tokens that all starts of a run have spent, as its budget counts them."""
+    return spent_before(RunDir(out), [RUN_TOKENS], lambda *_: None)[RUN_TOKENS]
+
+
+def fake(**plays: Any) -> FakeServer:
+    """A server whose models are functions of a request."""
+    return FakeServer(FakeConfig(plays=plays))
+
+
 async def evaluated(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What `evaluate` writes at the end of a run: metrics.json and the lines of samples.jsonl."""
     metrics = await write_evaluation(out)
@@ -125,3 +139,43 @@ class Written:
         """The number of the first line that holds a text."""
         lines = self.path.read_text().splitlines()
         return next(n for n, line in enumerate(lines, 1) if text in line)
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A folder with an environment and its run in `run`."""
+
+    path: Path
+
+    @property
+    def out(self) -> Path:
+        return self.path / "run"
+
+    def write(self, body: str, head: str = "", name: str = "made_up") -> Written:
+        """Write an environment: the body within its class."""
+        text = "from hermes_rl.rl import *\n" + textwrap.dedent(head)
+        text += f'\n\nclass Made(Environment[EnvConfig]):\n    name = "{name}"\n\n'
+        text += textwrap.indent(textwrap.dedent(body).strip("\n"), "    ") + "\n"
+        path = self.path / f"{name}.py"
+        path.write_text(text)
+        return Written(path)
+
+    async def run(
+        self, body: str | Path, server: FakeServer | None = None, /, **sections: Any
+    ) -> Report:
+        """Run an environment, or what is written as its class, to its end."""
+        env = self.write(body).path if isinstance(body, str) else body
+        return await ran(env, self.out, server, **sections)
+
+    def rows(self, name: str = "trajectories") -> list[dict[str, Any]]:
+        return table(self.out, name)
+
+    def row(self, name: str = "trajectories") -> dict[str, Any]:
+        """The only row of a table."""
+        (row,) = self.rows(name)
+        return row
+
+    def groups(self) -> dict[str, dict[str, Any]]:
+        """The newest row of each group, by task."""
+        rows = sorted(self.rows("groups"), key=lambda row: row["created_at"])
+        return {row["task_id"]: row for row in rows}

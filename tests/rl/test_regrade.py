@@ -1,46 +1,159 @@
-"""Grading again: within the budgets, in the books, and only what is still the same task."""
-
-from __future__ import annotations
+"""Grading stored rollouts again: without the model, within the budgets, only where the task is the
+same; and rollouts that nobody could judge."""
 
 import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_kit import Written, configured, ran, table, tokens
+from rl_kit import Lab, fake, spent_of, tokens
 
-from batch_runner import arun_batch, run_batch
-from batch_runner.budgets import spent_before
+from batch_runner import arun_batch
 from batch_runner.manifest import read_manifest
 from batch_runner.progress import Silent
 from batch_runner.regrade import regrade
-from hermes_rl.aio import run_sync
 from hermes_rl.cli import main
+from hermes_rl.errors import UserError
 from hermes_rl.models.rate.budgets import RUN_TOKENS
+from hermes_rl.rl.groups import group_report
+from hermes_rl.store.reader import load_run
 from hermes_rl.store.rundir import RunDir
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
-JUDGED = """
+KEPT: dict[str, Any] = {"run": {"keep_workspaces": True}, "dataset": {"limit": None}}
+TASKS = """
+def tasks(self, split, seed):
+    for n in range(3):
+        yield make_task(f"task {n}", id=f"t{n}", oracle="echo $RANDOM >out.txt; exit 0")
+"""
+BARE = """
 class Config(EnvConfig):
     sandboxed: bool = False
-    ask: bool = False
-
-uses = ("judge",)
+    again: bool = False
+    best: int = 0
 
 def tasks(self, split, seed):
     for n in range(3):
-        yield make_task(f"Write {n}.", id=f"t{n}", toolsets=["none"])
+        yield make_task(f"task {n}", id=f"t{n}", toolsets=["none"], oracle='["done"]')
+"""
+
+
+GRADED = """
+class Config(EnvConfig):
+    strict: bool = False
+
+async def start(self, task, ctx):
+    ctx.state["noted"] = ctx.member
 
 async def compute_reward(self, task, trajectory, ctx):
-    if not self.config.ask:
+    drawn = int((await ctx.grading.read_file("out.txt")).decode())
+    box = await ctx.grading.run('test -s "$WORKSPACE/out.txt"')
+    assert box.ok and ctx.state["noted"] == ctx.member
+    return 1.0 if drawn % 2 == 0 and not self.config.strict else 0.0
+"""
+
+
+async def test_stored_rollouts_are_graded_again_without_the_model(lab: Lab) -> None:
+    env, strict = lab.write(TASKS + GRADED).path, [("env.config.strict", True)]
+    await lab.run(env, **KEPT)
+    before = load_run(lab.out)
+    rewards = [list(r) for r in before.groups["rewards"]]
+    assert len(list((lab.out / "workspaces").iterdir())) == 24
+
+    same = await regrade(lab.out)
+    assert (same.graded, same.changed, same.failed, same.not_kept) == (12, 0, 0, 0)
+    again = await regrade(lab.out)
+    assert (again.graded, again.known, again.groups) == (0, 12, 0)
+
+    other = await regrade(lab.out, strict)
+    solved = int((before.trajectories["reward"] == 1.0).sum())
+    assert (other.graded, other.changed, other.groups) == (12, solved, 3)
+    after = load_run(lab.out)
+    assert after.trajectories["reward"].tolist() == before.trajectories["reward"].tolist()
+    assert len(after.grades) == 24
+    assert (after.groups["scored_by"] == "regrade").all()
+    assert [list(r) for r in after.groups["rewards"]] == [[0.0] * 4] * 3
+    assert len(after.calls) == len(before.calls)
+
+    # Groups show the grader of the last regrade, also when it graded before.
+    back = await regrade(lab.out)
+    assert (back.graded, back.known, back.groups) == (0, 12, 3)
+    assert [list(r) for r in load_run(lab.out).groups["rewards"]] == rewards
+    assert (await lab.run(env, **KEPT)).done == 12, "the run still opens"
+
+
+STATE = """
+async def start(self, task, ctx):
+    ctx.state["noted"] = ctx.member
+
+async def compute_reward(self, task, trajectory, ctx):
+    if AWAY.exists() and task.id == "t1" and ctx.member == 2:
+        raise CannotJudge("the judge is away")
+    assert ctx.state["noted"] == ctx.member
+    return Rewards([part("all", float(trajectory.final_response == "done"))],
+                   {"noted": 0.5 if self.config.again else 0.25})
+"""
+COMPARED = """
+async def score_group(self, task, members, ctx):
+    assert {m.metrics["noted"] for m in members} == {0.5 if self.config.again else 0.25}
+    if task.id == "t2" and self.config.best == 2:
+        raise CannotJudge("not yet")
+    return [float(m.member == self.config.best) for m in members]
+"""
+AGAIN = ("env.config.again", True)
+
+
+@pytest.mark.parametrize("compared", ["", COMPARED])
+async def test_what_could_not_be_judged_is_tried_again_and_its_group_follows(
+    lab: Lab, compared: str
+) -> None:
+    """Without sandboxes; `score_group` gets the members with a grade and what was noted for it."""
+    away = lab.path / "away"
+    head = f"from pathlib import Path\nAWAY = Path({str(away)!r})"
+    await lab.run(lab.write(BARE + STATE + compared, head).path, **KEPT)
+    away.touch()
+    first = await regrade(lab.out, [AGAIN])
+    assert (first.graded, first.failed, first.groups) == (11, 1, 3)
+    group = lab.groups()["t1"]
+    assert (group["n_valid"], group["valid"][2], group["why_invalid"][2]) == (
+        3, False, "not graded",
+    )  # fmt: skip
+    away.unlink()
+    second = await regrade(lab.out, [AGAIN])
+    assert (second.graded, second.failed, second.known, second.groups) == (1, 0, 11, 1)
+    rewards = [1.0, 0.0, 0.0, 0.0] if compared else [1.0] * 4
+    assert [group["rewards"] for group in lab.groups().values()] == [rewards] * 3
+    assert len(load_run(lab.out).grades) == 12
+    assert (await regrade(lab.out, [AGAIN])).groups == 0
+
+
+async def test_an_environment_that_compares_members_does_so_again(lab: Lab) -> None:
+    head = "from pathlib import Path\nAWAY = Path('/nowhere')"
+    await lab.run(lab.write(BARE + STATE + COMPARED, head).path, **KEPT)
+    best = [AGAIN, ("env.config.best", 1)]
+    first = await regrade(lab.out, best)
+    assert (first.graded, first.groups, first.unscored) == (12, 3, 0)
+    groups = lab.groups().values()
+    assert [row["rewards"] for row in groups] == [[0.0, 1.0, 0.0, 0.0]] * 3
+    assert {row["scored_by"] for row in groups} == {"score_group"}
+    best[1] = ("env.config.best", 2)
+    second = await regrade(lab.out, best)
+    assert (second.groups, second.unscored) == (2, 1)
+    third = await regrade(lab.out, best)
+    assert (third.graded, third.groups, third.unscored) == (0, 0, 1), "tried again"
+
+
+# Budgets and keys
+
+JUDGED = """
+uses = ("judge",)
+
+async def compute_reward(self, task, trajectory, ctx):
+    if not self.config.again:
         return 0.5
-    said = {"text": trajectory.final_response}
     for _ in range(2):
-        verdict = await ctx.judge.verdict("Is it good?", said)
+        verdict = await ctx.judge.verdict("Is it good?", {"text": trajectory.final_response})
     return float(verdict.choice == "yes")
 """
 ASKS = 2
@@ -48,7 +161,7 @@ ASKS = 2
 
 
 class Critic:
-    """A judge at a fake server that may refuse its key for good after some answers."""
+    """A judge that may refuse its key for good after some answers."""
 
     def __init__(self) -> None:
         self.answers = 0
@@ -61,304 +174,296 @@ class Critic:
         return '{"reason": "It is.", "verdict": "yes"}'
 
 
-async def made(env: Path, out: Path, server: FakeServer) -> None:
-    """A run of six rollouts that no judge was asked about, kept for grading again."""
-    await ran(
-        env,
-        out,
-        server,
-        env={"judge": {"name": "critic", "max_tokens": 50}},
-        dataset={"repeats": 2, "limit": None},
-        run={"keep_workspaces": True},
-    )
-
-
-def plays(critic: Critic) -> FakeConfig:
-    return FakeConfig(plays={"critic": critic, "policy": lambda request: "something"})
+async def run_judged(lab: Lab, server: Any) -> None:
+    """A run of six rollouts that no judge was asked about."""
+    judge = {"judge": {"name": "critic", "max_tokens": 50}}
+    dataset = {"repeats": 2, "limit": None}
+    await lab.run(BARE + JUDGED, server, env=judge, dataset=dataset, run=KEPT["run"])
 
 
 async def test_a_judge_is_asked_within_the_budget_and_nothing_is_lost_at_its_end(
-    tmp_path: Path, write_env: Callable[..., Written]
+    lab: Lab,
 ) -> None:
-    env, out, critic = write_env(JUDGED).path, tmp_path / "run", Critic()
-    ask = ("env.config.ask", True)
-    async with FakeServer(plays(critic)) as server:
-        await made(env, out, server)
-        used, groups = tokens(table(out)), table(out, "groups")
-        none = await regrade(out, [ask, ("run.budget_tokens", used + 1)])
-        assert (none.stopped, none.graded, table(out, "grades")) == ("cost_limit", 0, [])
+    out, critic = lab.out, Critic()
+    async with fake(critic=critic, policy=lambda request: "something") as server:
+        await run_judged(lab, server)
+        used, groups = tokens(lab.rows()), lab.rows("groups")
+        none = await regrade(out, [AGAIN, ("run.budget_tokens", used + 1)])
+        assert (none.stopped, none.graded, lab.rows("grades")) == ("cost_limit", 0, [])
         assert critic.answers == 0
-        one = await regrade(out, [ask], concurrency=1)
-        of_one = tokens(table(out, "grades")) // 6  # every grade asks the same
+        one = await regrade(out, [AGAIN], concurrency=1)
         assert (one.stopped, one.graded, critic.answers) == (None, 6, 6 * ASKS)
-        spent = spent_before(RunDir(out), [RUN_TOKENS], lambda *_: None)
-        assert spent[RUN_TOKENS] == used + 6 * of_one
-        assert of_one > 0
+        spent = spent_of(out)
+        assert spent == used + tokens(lab.rows("grades")) > used
         # Another grader, and a budget that is used up in the middle of its work.
-        tight = [ask, ("env.config.group_size", 3), ("run.budget_tokens", spent[RUN_TOKENS] + 900)]
+        tight = [AGAIN, ("env.config.group_size", 3), ("run.budget_tokens", spent + 900)]
         some = await regrade(out, tight, concurrency=1)
-        paid = critic.answers - 6 * ASKS
         assert some.stopped == "cost_limit"
         assert "budget" in some.why
         assert 0 < some.graded < 6
-        rows = [row for row in table(out, "grades") if row["reward"] is not None][6:]
-        assert len(rows) == some.graded
-        grades = table(out, "grades")
-        assert sum(len(row["calls"]) for row in grades[6:]) == paid, "every paid call is in a row"
-        now = spent_before(RunDir(out), [RUN_TOKENS], lambda *_: None)[RUN_TOKENS]
-        assert now <= spent[RUN_TOKENS] + 900
-        told = read_manifest(RunDir(out))["budgets"][RUN_TOKENS]
-        assert told == {"budget": spent[RUN_TOKENS] + 900, "spent": now}
-        assert len(table(out, "groups")) == len(groups) + 3, "groups follow when all are graded"
+        grades = lab.rows("grades")[6:]
+        assert sum(row["reward"] is not None for row in grades) == some.graded
+        paid = critic.answers - 6 * ASKS
+        assert sum(len(row["calls"]) for row in grades) == paid, "every paid call is in a row"
+        assert spent_of(out) <= spent + 900
+        budget = read_manifest(RunDir(out))["budgets"][RUN_TOKENS]
+        assert budget == {"budget": spent + 900, "spent": spent_of(out)}
+        assert len(lab.rows("groups")) == len(groups) + 3, "groups follow when all are graded"
         rest = await regrade(out, tight[:2], concurrency=4)
         assert (rest.stopped, rest.graded, rest.known) == (None, 6 - some.graded, some.graded)
-        assert len(table(out, "groups")) == len(groups) + 6
+        assert len(lab.rows("groups")) == len(groups) + 6
 
 
-async def test_what_was_graded_before_a_key_was_refused_stays(
-    tmp_path: Path, write_env: Callable[..., Written]
-) -> None:
-    env, out, critic = write_env(JUDGED).path, tmp_path / "run", Critic()
-    ask = ("env.config.ask", True)
-    async with FakeServer(plays(critic)) as server:
-        await made(env, out, server)
+async def test_what_was_graded_before_a_key_was_refused_stays(lab: Lab) -> None:
+    critic = Critic()
+    async with fake(critic=critic, policy=lambda request: "something") as server:
+        await run_judged(lab, server)
         critic.refuses_after = 2 * ASKS + 1  # in the middle of the third grade
-        first = await regrade(out, [ask], concurrency=1)
+        first = await regrade(lab.out, [AGAIN], concurrency=1)
         assert (first.stopped, first.graded, first.groups) == ("auth", 2, 0)
-        rows = table(out, "grades")
+        rows = lab.rows("grades")
         assert [row["reward"] for row in rows] == [1.0, 1.0, None]
         answered = [c for row in rows for c in row["calls"] if c["outcome"] == "ok"]
         assert len(answered) == critic.answers
         assert (rows[2]["error"] or "").startswith("AuthError")
         critic.refuses_after = 10**6
-        second = await regrade(out, [ask], concurrency=3)
+        second = await regrade(lab.out, [AGAIN], concurrency=3)
         assert (second.stopped, second.graded, second.known) == (None, 4, 2)
         assert critic.answers == 2 * ASKS + 1 + 4 * ASKS
         assert second.groups == 3
 
 
-def dataset_run(tmp_path: Path, rows: list[dict[str, Any]], **run: Any) -> Path:
-    data, out = tmp_path / "tasks.jsonl", tmp_path / "run"
-    write_rows(data, rows)
-    run_batch(
+# Datasets, whose verifiers grade
+
+
+async def run_dataset(lab: Lab, rows: list[dict[str, Any]], **run: Any) -> None:
+    edit_dataset(lab, rows)
+    how = {"workers": 0, "allow_unsandboxed": True, "keep_workspaces": True, **run}
+    await arun_batch(
         {
-            "dataset": {"path": str(data)},
+            "dataset": {"path": str(lab.path / "tasks.jsonl"), "repeats": 2},
             "model": {"name": "oracle"},
             "sandbox": {"backend": "none"},
-            "run": {
-                "out": str(out),
-                "workers": 0,
-                "allow_unsandboxed": True,
-                "keep_workspaces": True,
-                **run,
-            },
+            "run": {"out": str(lab.out), **how},
         },
         progress=Silent(),
     )
-    return out
 
 
-def write_rows(data: Path, rows: list[dict[str, Any]]) -> None:
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def edit_dataset(lab: Lab, rows: list[dict[str, Any]]) -> None:
+    (lab.path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_a_task_whose_content_changed_is_refused_or_said(tmp_path: Path) -> None:
-    row = {"prompt": "write", "oracle": "echo 1 >out.txt", "verify": "true", "answer": 1}
-    rows = [{**row, "id": name} for name in ("same", "verifier", "files", "prompt", "answer")]
-    out = dataset_run(tmp_path, rows)
-    edits: list[dict[str, Any]] = [
-        {},
-        {"verify": "false"},
-        {"files": {"a": "b"}},
-        {"prompt": "write another"},
-        {"answer": 2},
-    ]
-    changed = [{**row, **edit} for row, edit in zip(rows, edits, strict=True)]
-    write_rows(tmp_path / "tasks.jsonl", changed)
-    done = run_sync(regrade(out))
-    assert (done.graded, done.edited_task, done.other_task) == (3, 2, 2)
-    grades = {grade["task_id"]: grade["reward"] for grade in table(out, "grades")}
-    assert grades == {"same": 1.0, "verifier": 0.0, "files": 1.0}
-    assert any("2 are of a task whose verifier" in line for line in done.lines())
-    assert any("2 are of a task that is another one" in line for line in done.lines())
+ROW = {"prompt": "write", "oracle": "echo 1 >out.txt", "verify": "true", "answer": 1}
+EDITS: dict[str, tuple[dict[str, Any], float | None]] = {
+    "same": ({}, 1.0),
+    "verifier": ({"verify": "false"}, 0.0),
+    "files": ({"files": {"a": "b"}}, 1.0),
+    "prompt": ({"prompt": "write another"}, None),
+    "answer": ({"answer": 2}, None),
+}
+"""Task -> what is changed of it, and its new reward; None where it is another task."""
 
 
-def test_a_verifier_with_another_timeout_is_another_grader(tmp_path: Path) -> None:
+async def test_a_task_is_the_same_while_the_model_was_shown_the_same(lab: Lab) -> None:
+    await run_dataset(lab, [{**ROW, "id": name} for name in EDITS], max_attempts=7)
+    before = RunDir(lab.out).epoch(1)
+    edit_dataset(lab, [{**ROW, "id": name, **edit} for name, (edit, _) in EDITS.items()])
+    done = await regrade(lab.out)
+    assert (done.graded, done.edited_task, done.other_task) == (6, 4, 4)
+    grades = {grade["task_id"]: grade["reward"] for grade in lab.rows("grades")}
+    assert grades == {name: reward for name, (_, reward) in EDITS.items() if reward is not None}
+    assert any("4 are of a task whose verifier" in line for line in done.lines())
+    assert any("4 are of a task that is another one" in line for line in done.lines())
+    after = RunDir(lab.out).epoch(2)
+    assert after.max_attempts == before.max_attempts == 7
+    assert after.meta["config_hash"] == before.meta["config_hash"]
+
+
+async def test_a_verifier_with_another_timeout_is_another_grader(lab: Lab) -> None:
     verify = {"script": "sleep 2", "timeout_s": 0.5}
     row = {"id": "a", "prompt": "write", "oracle": "true", "verify": verify}
-    out = dataset_run(tmp_path, [row])
-    assert [row["reward"] for row in table(out)] == [0.0]
-    write_rows(tmp_path / "tasks.jsonl", [{**row, "verify": {**verify, "timeout_s": 60}}])
-    assert run_sync(regrade(out)).changed == 1
-    write_rows(tmp_path / "tasks.jsonl", [row])
-    done = run_sync(regrade(out))
-    assert (done.graded, done.known, done.changed) == (1, 0, 0)
+    await run_dataset(lab, [row])
+    assert [row["reward"] for row in lab.rows()] == [0.0, 0.0]
+    edit_dataset(lab, [{**row, "verify": {**verify, "timeout_s": 60}}])
+    assert (await regrade(lab.out)).changed == 2
+    edit_dataset(lab, [row])
+    done = await regrade(lab.out)
+    assert (done.graded, done.known, done.changed) == (2, 0, 0)
 
 
-def test_the_command_finds_an_environment_beside_the_caller(
-    tmp_path: Path, write_env: Callable[..., Written]
-) -> None:
-    write_env(COMPARED, name="beside")
-    door = "import sys; from hermes_rl.cli import main; sys.exit(main())"
-    command = [sys.executable, "-P", "-c", door, "env"]  # as installed: not looking here itself
-    flags = ["--model", "oracle", "--limit", "3", "--workers", "0", "--out", "run"]
-    flags += ["--set", "run.keep_workspaces=true"]
+# Rollouts that nobody could judge
 
-    def call(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
-        )
+FLAKY = """
+def tasks(self, split, seed):
+    yield make_task("say it", id="one", toolsets=["none"], oracle='["yes"]')
 
-    ran = call("process", "beside:Made", *flags)
-    assert ran.returncode == 0, ran.stderr
-    graded = call("regrade", "run", "--set", "env.config.best=2")
-    assert (graded.returncode, graded.stderr) == (1, "")
-    assert "12 graded" in graded.stdout
-    assert "1 groups could not be scored" in graded.stdout
-    stopped = call("regrade", "run", "--set", "model.name=other")
-    assert stopped.returncode == 2
-    assert "below 'env' and 'endpoint'" in stopped.stderr
+async def start(self, task, ctx):
+    ctx.state["left"] = ["a", "b"]
+
+async def compute_reward(self, task, trajectory, ctx):
+    seen = (ctx.rng.random(), ctx.state["left"].pop(), list(ctx.state["left"]))
+    await ctx.grading.write_file("seen", "x")
+    asked.setdefault(ctx.member, []).append(seen)
+    if len(asked[ctx.member]) < 3:
+        raise CannotJudge("not now")
+    box = await ctx.grading.run('cat "$WORKSPACE/seen"')
+    same = len(set(map(str, asked[ctx.member])))
+    return Rewards([part("all", 0.25, detail=box.output)], {"same": same})
+"""
 
 
-STRANGE = """
-    class Config(EnvConfig):
-        sandboxed: bool = False
+async def test_who_cannot_judge_is_asked_twice_more_with_the_same_state(lab: Lab) -> None:
+    report = await lab.run(lab.write(FLAKY, "asked = {}").path)
+    assert (report.done, report.failed_attempts) == (4, 0)
+    for row in lab.rows():
+        assert (row["reward"], row["rewards"][0]["detail"]) == (0.25, "x")
+        assert row["metrics"] == [{"name": "same", "value": 1.0}]
 
-    def tasks(self, split, seed):
-        yield make_task("say it", id="one", oracle='["yes"]')
 
-    async def start(self, task, ctx):
-        ctx.state["place"] = object()
+BROKEN = """
+class Config(EnvConfig):
+    sandboxed: bool = SANDBOXED
+    repaired: bool = False
 
-    async def compute_reward(self, task, trajectory, ctx):
-        return 0.5
+def tasks(self, split, seed):
+    for n in range(2):
+        yield make_task(f"task {n}", id=f"t{n}", toolsets=["none"])
+
+async def start(self, task, ctx):
+    ctx.state["noted"] = ctx.member
+    if self.config.sandboxed:
+        await ctx.sandbox.write_file("made", str(ctx.member).encode())
+
+async def compute_reward(self, task, trajectory, ctx):
+    assert ctx.state == {"noted": ctx.member}
+    if self.config.sandboxed:
+        assert await ctx.grading.read_file("made") == str(ctx.member).encode()
+    if (task.id, ctx.member) == ("t1", 2) and not self.config.repaired:
+        BREAK
+    end = (trajectory.end_reason, trajectory.truncated, trajectory.final_response)
+    assert end == ("output_truncated", True, "cut")
+    return ctx.member / 4
+"""
+REVERSED = """
+async def score_group(self, task, members, ctx):
+    assert all((m.end_reason, m.final_response) == ("output_truncated", "cut") for m in members)
+    return [1 - m.member / 4 for m in members]
 """
 
 
 @pytest.mark.parametrize(
-    ("run", "says"),
+    ("sandboxed", "fault", "scored"),
+    [
+        (True, "raise CannotJudge('away')", ""),
+        (True, "{}['key']", REVERSED),
+        (False, "raise CannotJudge('away')", REVERSED),
+    ],
+)
+async def test_what_could_not_be_judged_is_kept_and_graded_later(
+    lab: Lab, sandboxed: bool, fault: str, scored: str
+) -> None:
+    body = BROKEN.replace("BREAK", fault).replace("SANDBOXED", str(sandboxed)) + scored
+    env, repaired = lab.write(body).path, [("env.config.repaired", True)]
+    async with fake(policy=lambda request: {"text": "cut", "finish": "length"}) as server:
+        report = await lab.run(env, server, **KEPT)
+        assert (report.done, report.given_up, report.causes) == (7, 1, {"verifier": 1})
+        failed = lab.row("failures")
+        assert (failed["reward"], failed["owner"], failed["member"]) == (None, "infrastructure", 2)
+        assert len(server.entries) == 8, "no rollout is run again"
+        before = lab.groups()["t1"]
+        assert (before["n_valid"], before["why_invalid"][2]) == (3, "verifier")
+
+        done = await regrade(lab.out, repaired)
+        assert (done.graded, done.failed, done.groups) == (8, 0, 2)
+        grade = next(g for g in lab.rows("grades") if g["unit_id"] == failed["unit_id"])
+        assert (grade["reward"], grade["trajectory_id"]) == (0.5, failed["trajectory_id"])
+        group = lab.groups()["t1"]
+        assert (group["n_valid"], group["why_invalid"]) == (4, [None] * 4)
+        assert group["trajectory_ids"][2] == failed["trajectory_id"]
+        wanted = [1.0, 0.75, 0.5, 0.25] if scored else [0.0, 0.25, 0.5, 0.75]
+        assert group["rewards"] == wanted
+        assert group["dr_grpo"] == [r - sum(wanted) / 4 for r in wanted]
+        counted = group_report(load_run(lab.out))
+        assert (counted.kept.count, counted.unjudged) == (8, 0)
+
+        rows = len(lab.rows("groups"))
+        again = await regrade(lab.out, repaired)
+        assert (again.graded, again.known, again.groups) == (0, 8, 0)
+        await lab.run(env, server, **KEPT)  # a later start changes none of it
+        assert len(lab.rows("groups")) == rows
+        assert len(server.entries) == 8
+
+
+async def test_a_verifier_of_a_dataset_that_could_not_judge_is_repaired_later(lab: Lab) -> None:
+    verify = {"script": "echo cannot-judge=away >&3", "score": True}
+    row = {"id": "a", "prompt": "x", "oracle": "echo 7 >out.txt", "verify": verify}
+    await run_dataset(lab, [row])
+    assert {row["cause"] for row in lab.rows("failures")} == {"verifier"}
+    edit_dataset(lab, [{**row, "verify": {"script": 'grep -q 7 "$WORKSPACE/out.txt"'}}])
+    done = await regrade(lab.out)
+    assert (done.graded, done.failed, done.groups) == (2, 0, 1)
+    group = lab.groups()["a"]
+    assert (group["rewards"], group["sendable"]) == ([1.0, 1.0], True)
+
+
+# Mistakes, and the command
+
+STRANGE = """
+class Config(EnvConfig):
+    sandboxed: bool = False
+
+def tasks(self, split, seed):
+    yield make_task("say it", id="one", oracle='["yes"]')
+
+async def start(self, task, ctx):
+    ctx.state["place"] = object()
+
+async def compute_reward(self, task, trajectory, ctx):
+    return 0.5
+"""
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
     [
         ({}, "kept no workspaces, so nothing of it can be graded again. Make the run in another"),
         ({"keep_workspaces": True}, "nothing could be graded (exit 2)"),
     ],
 )
-async def test_a_regrade_that_finds_nothing_to_grade_is_a_mistake_and_says_which(
-    tmp_path: Path,
-    write_env: Callable[..., Written],
-    capsys: pytest.CaptureFixture[str],
-    run: dict[str, Any],
-    says: str,
+async def test_a_regrade_that_finds_nothing_to_grade_says_which_mistake_it_is(
+    lab: Lab, capsys: pytest.CaptureFixture[str], run: dict[str, Any], message: str
 ) -> None:
-    out = tmp_path / "run"
-    await ran(write_env(STRANGE).path, out, run=run)
-    code = await asyncio.to_thread(main, ["env", "regrade", str(out)])
-    told = capsys.readouterr()
-    assert (code, told.err.count("\n")) == (2, 1)
-    assert says in told.err
-    assert run == {} or "4 have no stored workspace (or a ctx.state that is no" in told.out
+    with pytest.raises(UserError, match=r"no run directory \(no run.yaml\)"):
+        await regrade(lab.out)
+    await lab.run(STRANGE, run=run)
+    assert not (lab.out / "workspaces").exists()
+    code = await asyncio.to_thread(main, ["env", "regrade", str(lab.out)])
+    printed = capsys.readouterr()
+    assert (code, printed.err.count("\n")) == (2, 1)
+    assert message in printed.err
+    assert run == {} or "4 have no stored workspace (or a ctx.state that is no" in printed.out
 
 
-def test_a_regrade_leaves_the_runs_own_words_as_they_are(tmp_path: Path) -> None:
-    rows = [{"id": "a", "prompt": "write", "oracle": "echo 1 >out.txt", "verify": "true"}]
-    out = dataset_run(tmp_path, rows, max_attempts=7)
-    before = RunDir(out).epoch(1)
-    assert run_sync(regrade(out)).graded == 1
-    after = RunDir(out).epoch(2)
-    assert after.max_attempts == before.max_attempts == 7
-    assert after.meta["config_hash"] == before.meta["config_hash"]
-
-
-COMPARED = """
-    class Config(EnvConfig):
-        sandboxed: bool = False
-        best: int = 0
-
-    def tasks(self, split, seed):
-        for n in range(3):
-            yield make_task(f"task {n}", id=f"t{n}", toolsets=["none"], oracle='["done"]')
-
-    async def compute_reward(self, task, trajectory, ctx):
-        return 0.5
-
-    async def score_group(self, task, members, ctx):
-        if task.id == "t2" and self.config.best == 2:
-            raise CannotJudge("not yet")
-        return [float(m.member == self.config.best) for m in members]
-"""
-
-
-async def test_an_environment_that_compares_members_does_so_again(
-    tmp_path: Path, write_env: Callable[..., Written]
-) -> None:
-    out = tmp_path / "run"
-    config = configured(
-        write_env(COMPARED).path, out, None, run={"keep_workspaces": True}, dataset={"limit": None}
-    )
-    await arun_batch(config, progress=Silent())
-    first = await regrade(out, [("env.config.best", 1)])
-    assert (first.graded, first.groups, first.unscored) == (12, 3, 0)
-    newest = table(out, "groups")[3:]
-    assert [row["rewards"] for row in newest] == [[0.0, 1.0, 0.0, 0.0]] * 3
-    assert {row["scored_by"] for row in newest} == {"score_group"}
-    assert (await regrade(out, [("env.config.best", 1)])).groups == 0
-    second = await regrade(out, [("env.config.best", 2)])
-    assert (second.groups, second.unscored) == (2, 1)
-    third = await regrade(out, [("env.config.best", 2)])
-    assert (third.graded, third.groups, third.unscored) == (0, 0, 1), "tried again"
-
-
-KILLED = """
-class Config(EnvConfig):
-    sandboxed: bool = False
-    again: bool = False
-
-def tasks(self, split, seed):
-    for n in range(4):
-        yield make_task(f"task {n}", id=f"t{n}", toolsets=["none"], oracle='["done"]')
-
-async def compute_reward(self, task, trajectory, ctx):
-    if not self.config.again:
-        return 0.5
-    with (HERE / "paid").open("a") as paid:
-        paid.write(f"{task.id}/{ctx.member}\\n")
-    if (task.id, ctx.member) == ("t3", 0) and not (HERE / "killed").exists():
-        while sum(map(lines, (HERE / "run" / "journal").glob("*derived*/done-*"))) < 7:
-            await asyncio.sleep(0.01)
-        (HERE / "killed").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return float(ctx.member)
-"""
-HEAD = """
-import asyncio, os, signal
-from pathlib import Path
-HERE = Path({here!r})
-
-def lines(path):
-    return len(path.read_bytes().splitlines())
-"""
-
-
-def test_a_regrade_that_is_killed_has_lost_none_of_its_grades(
-    tmp_path: Path, write_env: Callable[..., Written]
-) -> None:
-    env, out = write_env(KILLED, HEAD.format(here=str(tmp_path))).path, tmp_path / "run"
-    how = {"run": {"keep_workspaces": True}, "dataset": {"repeats": 2, "limit": None}}
-    run_batch(configured(env, out, None, **how), progress=Silent())
+def test_the_command_finds_an_environment_beside_the_caller(lab: Lab) -> None:
+    head = "from pathlib import Path\nAWAY = Path('/nowhere')"
+    lab.write(BARE + STATE + COMPARED, head, name="beside")
     door = "import sys; from hermes_rl.cli import main; sys.exit(main())"
-    argv = [sys.executable, "-c", door, "env", "regrade", str(out)]
-    argv += ["--set", "env.config.again=true"]
-    killed = subprocess.run(argv, check=False, timeout=120, capture_output=True)
-    assert killed.returncode == -9
-    again = subprocess.run(argv, check=False, timeout=120, capture_output=True, text=True)
-    assert again.returncode == 0, again.stderr
-    assert again.stdout.startswith("1 graded (1 with another reward), 0 could not be judged, 7")
-    all_of_them = [f"t{n}/{m}" for n in range(4) for m in range(2)]
-    assert sorted((tmp_path / "paid").read_text().split()) == sorted([*all_of_them, "t3/0"])
-    rows, grades = table(out), table(out, "grades")
-    assert {g["trajectory_id"]: g["reward"] for g in grades} == {
-        row["trajectory_id"]: float(row["member"]) for row in rows
-    }
-    assert len(grades) == len(rows) == 8
-    newest = table(out, "groups")[4:]
-    assert sorted(row["task_id"] for row in newest) == ["t0", "t1", "t2", "t3"]
-    assert [row["rewards"] for row in newest] == [[0.0, 1.0]] * 4
+    command = [sys.executable, "-P", "-c", door, "env"]  # as installed: not looking here itself
+    flags = ["--model", "oracle", "--limit", "3", "--workers", "0", "--out", "run"]
+
+    def call(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *words], cwd=lab.path, capture_output=True, text=True, timeout=120
+        )
+
+    made = call("process", "beside:Made", *flags, "--set", "run.keep_workspaces=true")
+    assert made.returncode == 0, made.stderr
+    best = ("--set", "env.config.best=2", "--set", "env.config.again=true")
+    graded = call("regrade", "run", *best)
+    assert (graded.returncode, graded.stderr) == (1, "")
+    assert "12 graded" in graded.stdout
+    assert "1 groups could not be scored" in graded.stdout
+    stopped = call("regrade", "run", "--set", "model.name=other")
+    assert stopped.returncode == 2
+    assert "below 'env' and 'endpoint', and budgets" in stopped.stderr

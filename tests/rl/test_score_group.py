@@ -1,299 +1,207 @@
-"""Groups that are scored as a whole, and stored rollouts that are graded again."""
+"""Groups that their environment scores as a whole: rewards, faults, budgets, keys."""
 
-from __future__ import annotations
-
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_kit import Written
+from rl_kit import Lab, configured, fake, spent_of, tokens
 
-from batch_runner import run_batch
-from batch_runner.regrade import regrade
-from hermes_rl.aio import run_sync
-from hermes_rl.errors import UserError
+from batch_runner import arun_batch
+from batch_runner.manifest import read_manifest
+from hermes_rl.models.rate.budgets import RUN_TOKENS
+from hermes_rl.rl.groups import group_report
 from hermes_rl.store.reader import load_run
+from hermes_rl.store.rundir import RunDir
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 TASKS = """
-    def tasks(self, split, seed):
-        for n in range(3):
-            yield make_task(f"task {n}", id=f"t{n}", oracle="echo $RANDOM >out.txt; exit 0")
+class Config(EnvConfig):
+    sandboxed: bool = False
+
+def tasks(self, split, seed):
+    for n in range(3):
+        yield make_task(f"task {n}", id=f"t{n}", toolsets=["none"], oracle='["done"]')
 """
+REWARD = """
+async def compute_reward(self, task, trajectory, ctx):
+    return 0.5
+
+async def score_group(self, task, members, ctx):
+"""
+ALL: dict[str, Any] = {"limit": None}
+
 RANKED = """
-    async def compute_reward(self, task, trajectory, ctx):
-        return 0.0 if ctx.member else 1.0
+async def compute_reward(self, task, trajectory, ctx):
+    if task.id == "t1" and ctx.member == 1:
+        raise CannotJudge("this one")
+    return float(ctx.member == 0)
 
-    async def score_group(self, task, members, ctx):
-        said = [m.messages[-1]["content"] for m in members]
-        assert task.id == members[0].task_id and len(set(said)) == 1
-        return [m.member / 10 for m in members]
+async def score_group(self, task, members, ctx):
+    assert task.id == members[0].task_id
+    assert {m.messages[-1]["content"] for m in members} == {"done"}
+    if task.id == "t2":
+        return None
+    return [
+        Rewards(
+            [
+                part("rank", m.member / 4, weight=0.5, detail="by length"),
+                part("pace", 0.25, turn=1),
+            ],
+            {"seconds": 1.5 + m.member},
+        )
+        for m in members
+    ]
 """
 
 
-def settings(env: Path, out: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "env": {"name": str(env), **more.pop("env", {})},
-        "model": {"name": "oracle"},
-        "sandbox": {"backend": "none"},
-        "run": {"out": str(out), "workers": 0, "allow_unsandboxed": True, **more},
-    }
-
-
-def test_score_group_has_the_last_word(tmp_path: Path, write_env: Callable[..., Written]) -> None:
-    env = write_env(TASKS + RANKED).path
-    run_batch(settings(env, tmp_path / "run"))
-    run = load_run(tmp_path / "run")
-    assert len(run.groups) == 3
-    for group in run.groups.to_dict("records"):
-        assert list(group["rewards"]) == [0.0, 0.1, 0.2, 0.3]
-        assert group["scored_by"] == "score_group"
-        assert list(group["dr_grpo"]) == pytest.approx([-0.15, -0.05, 0.05, 0.15])
-    assert sorted(run.trajectories["reward"]) == [0.0] * 9 + [1.0] * 3  # rows keep their own
-
-
-IN_PARTS = """
-    async def compute_reward(self, task, trajectory, ctx):
-        if task.id == "t1" and ctx.member == 1:
-            raise CannotJudge("this one")
-        return 1.0
-
-    async def score_group(self, task, members, ctx):
-        if task.id == "t2":
-            return None
-        return [
-            Rewards(
-                [
-                    part("rank", m.member / 4, weight=0.5, detail="by length"),
-                    part("pace", 0.25, turn=1),
-                ],
-                {"seconds": 1.5 + m.member},
-            )
-            for m in members
-        ]
-"""
-
-
-def test_parts_and_metrics_that_score_group_gives_stand_in_the_groups_row(
-    tmp_path: Path, write_env: Callable[..., Written]
+async def test_score_group_decides_and_its_parts_and_metrics_are_in_the_row_of_the_group(
+    lab: Lab,
 ) -> None:
-    run_batch(settings(write_env(TASKS + IN_PARTS).path, tmp_path / "run", max_attempts=1))
-    groups = {g["task_id"]: g for g in load_run(tmp_path / "run").groups.to_dict("records")}
-    for task_id, out in (("t0", None), ("t1", 1)):
+    await lab.run(TASKS + RANKED, dataset=ALL, run={"max_attempts": 1})
+    groups = {g["task_id"]: g for g in load_run(lab.out).groups.to_dict("records")}
+    for task_id, invalid in (("t0", None), ("t1", 1)):
         group = groups[task_id]
+        assert group["scored_by"] == "score_group"
         for n, parts in enumerate(group["reward_parts"]):
-            if n == out:
+            if n == invalid:
                 assert (len(parts), group["reward_metrics"][n]) == (0, {})
                 continue
             rank = {"name": "rank", "score": n / 4, "weight": 0.5, "turn": None}
             pace = {"name": "pace", "score": 0.25, "weight": 1.0, "turn": 1, "detail": None}
             assert list(parts) == [{**rank, "detail": "by length"}, pace]
             assert group["reward_metrics"][n] == {"seconds": 1.5 + n}
-            assert group["rewards"][n] == sum(p["score"] * p["weight"] for p in parts)
-    kept = groups["t2"]  # by compute_reward: the members' own rows have the components
+            assert group["rewards"][n] == 0.25 + n / 8
+    assert list(groups["t0"]["dr_grpo"]) == pytest.approx([-3 / 16, -1 / 16, 1 / 16, 3 / 16])
+    kept = groups["t2"]  # by compute_reward: the members' rows have the components
+    assert (kept["scored_by"], list(kept["rewards"])) == ("compute_reward", [1.0, 0.0, 0.0, 0.0])
     assert [len(parts) for parts in kept["reward_parts"]] == [0] * 4
-    assert kept["scored_by"] == "compute_reward"
+    assert sorted(row["reward"] for row in lab.rows()) == [0.0] * 8 + [1.0] * 3
 
 
-def test_a_group_that_cannot_be_scored_says_why_and_waits_for_the_next_start(
-    tmp_path: Path, write_env: Callable[..., Written]
+async def test_a_group_that_cannot_be_scored_says_why_and_waits_for_the_next_start(
+    lab: Lab,
 ) -> None:
-    flag = tmp_path / "mended"
-    body = (
-        TASKS
-        + f"""
-    async def compute_reward(self, task, trajectory, ctx):
-        return 1.0
-
-    async def score_group(self, task, members, ctx):
-        if task.id != "t1" and not Path({str(flag)!r}).exists():
-            raise ValueError("the judge is away") if task.id == "t0" else CannotJudge("not now")
-        return None
+    flag = lab.path / "ready"
+    body = f"""
+    if task.id != "t1" and not Path({str(flag)!r}).exists():
+        raise ValueError("the judge is away") if task.id == "t0" else CannotJudge("not now")
+    return None
 """
-    )
-    env = write_env(body, head="from pathlib import Path").path
-    run_batch(settings(env, tmp_path / "run"))
-    groups = load_run(tmp_path / "run").groups.set_index("task_id")
-    assert groups["error"]["t0"].startswith("VerifierFault: environment ")
-    assert "score_group() raised ValueError: the judge is away (" in groups["error"]["t0"]
-    assert groups["error"]["t2"] == "CannotJudge: not now"
-    assert dict(groups["n_valid"]) == {"t0": 0, "t1": 4, "t2": 0}
+    env = lab.write(TASKS + REWARD + body, "from pathlib import Path").path
+    await lab.run(env, dataset=ALL)
+    errors = {task: group["error"] for task, group in lab.groups().items()}
+    assert errors["t0"].startswith("VerifierFault: environment ")
+    assert "score_group() raised ValueError: the judge is away (" in errors["t0"]
+    assert errors["t2"] == "CannotJudge: not now"
+    assert {task: g["n_valid"] for task, g in lab.groups().items()} == {"t0": 0, "t1": 4, "t2": 0}
+    assert lab.groups()["t0"]["why_invalid"] == ["not scored"] * 4
     flag.touch()
-    run_batch(settings(env, tmp_path / "run"))
-    groups = load_run(tmp_path / "run").groups.set_index("task_id")
-    assert list(groups["error"].dropna()) == []
-    assert dict(groups["n_valid"]) == {"t0": 4, "t1": 4, "t2": 4}
+    await lab.run(env, dataset=ALL)
+    assert [(g["error"], g["n_valid"]) for g in lab.groups().values()] == [(None, 4)] * 3
 
 
 @pytest.mark.parametrize(
     ("returned", "why"),
     [("[1.0]", "returned 1 rewards for 4 members"), ("1.0", "returned float; return a list")],
 )
-def test_wrong_scores_are_said_with_their_place(
-    tmp_path: Path,
-    write_env: Callable[..., Written],
-    capfd: pytest.CaptureFixture[str],
-    returned: str,
-    why: str,
+async def test_wrong_scores_are_reported_with_their_place(
+    lab: Lab, capfd: pytest.CaptureFixture[str], returned: str, why: str
 ) -> None:
-    body = (
-        TASKS
-        + f"""
-    async def compute_reward(self, task, trajectory, ctx):
-        return 1.0
-
-    async def score_group(self, task, members, ctx):
-        return {returned}
-"""
-    )
-    run_batch(settings(write_env(body).path, tmp_path / "run"))
-    said = capfd.readouterr().err
-    assert "3 groups could not be scored" in said
-    assert why in said
-    assert "score_group" in said
-    groups = load_run(tmp_path / "run").groups
-    assert len(groups) == 3
-    assert all(why in error for error in groups["error"])
+    env = lab.write(TASKS + REWARD + f"    return {returned}").path
+    await arun_batch(configured(env, lab.out, None, dataset=ALL))
+    printed = capfd.readouterr().err
+    assert "3 groups could not be scored" in printed
+    assert "score_group" in printed
+    errors = [group["error"] for group in lab.rows("groups")]
+    assert len(errors) == 3
+    assert all(why in error and "made_up.py:" in error and why in printed for error in errors)
 
 
-REGRADED = """
-    class Config(EnvConfig):
-        strict: bool = False
-
-    async def start(self, task, ctx):
-        ctx.state["noted"] = ctx.member
-
-    async def compute_reward(self, task, trajectory, ctx):
-        drawn = int((await ctx.grading.read_file("out.txt")).decode())
-        box = await ctx.grading.run('test -s "$WORKSPACE/out.txt"')
-        assert box.ok and ctx.state["noted"] == ctx.member
-        return 1.0 if drawn % 2 == 0 and not self.config.strict else 0.0
+ASKS = """
+    verdict = await ctx.judge.verdict("Which is best?", choices=("0", "1"))
+    if task.id == "t2":
+        return None
+    if task.id == "t1" and not READY.exists():
+        raise CannotJudge("the second look is not ready")
+    return [float(str(m.member) == verdict.choice) for m in members]
 """
 
 
-def test_stored_rollouts_are_graded_again_without_the_model(
-    tmp_path: Path, write_env: Callable[..., Written]
+def judged(lab: Lab) -> Any:
+    head = f"from pathlib import Path\nREADY = Path({str(lab.path / 'ready')!r})"
+    return lab.write("uses = ('judge',)\n" + TASKS + REWARD + ASKS, head).path
+
+
+def sections(budget: int | None = None, max_tokens: int = 50) -> dict[str, Any]:
+    return {
+        "env": {"judge": {"name": "critic", "max_tokens": max_tokens}},
+        "dataset": {"repeats": 2, "limit": None},
+        "model": {"max_tokens": 50},
+        "run": {} if budget is None else {"budget_tokens": budget},
+    }
+
+
+def policy(request: Any) -> str:
+    return "something"
+
+
+def critic(request: Any) -> str:
+    return '{"reason": "It is.", "verdict": "1"}'
+
+
+async def test_every_paid_call_counts_also_of_a_group_without_a_score_and_none_is_over_budget(
+    lab: Lab,
 ) -> None:
-    env, out = write_env(TASKS + REGRADED).path, tmp_path / "run"
-    run_batch(settings(env, out, keep_workspaces=True))
-    before = load_run(out)
-    kept = sorted(p.name for p in (out / "workspaces").iterdir())
-    assert len(kept) == 24
-
-    same = run_sync(regrade(out))
-    assert (same.graded, same.changed, same.failed, same.not_kept) == (12, 0, 0, 0)
-    again = run_sync(regrade(out))
-    assert (again.graded, again.known, again.groups) == (0, 12, 0)
-
-    strict = run_sync(regrade(out, [("env.config.strict", True)]))
-    solved = int((before.trajectories["reward"] == 1.0).sum())
-    assert (strict.graded, strict.changed, strict.groups) == (12, solved, 3)
-    after = load_run(out)
-    assert after.trajectories["reward"].tolist() == before.trajectories["reward"].tolist()
-    assert len(after.grades) == 24
-    assert (after.groups["scored_by"] == "regrade").all()
-    assert [list(r) for r in after.groups["rewards"]] == [[0.0] * 4] * 3
-    assert len(after.calls) == len(before.calls)
-    assert run_batch(settings(env, out, keep_workspaces=True)).done == 12  # the run still opens
-
-
-def test_groups_show_the_grader_of_the_last_regrade_also_when_it_graded_before(
-    tmp_path: Path, write_env: Callable[..., Written]
-) -> None:
-    env, out = write_env(TASKS + REGRADED).path, tmp_path / "run"
-    run_batch(settings(env, out, keep_workspaces=True))
-    own = [list(r) for r in load_run(out).groups["rewards"]]
-    run_sync(regrade(out))
-    run_sync(regrade(out, [("env.config.strict", True)]))
-    back = run_sync(regrade(out))
-    assert (back.graded, back.known, back.groups) == (0, 12, 3)
-    assert [list(r) for r in load_run(out).groups["rewards"]] == own
+    env = judged(lab)
+    async with fake(policy=policy, critic=critic) as server:
+        await lab.run(env, server, **sections(1_000_000))
+        groups = lab.groups()
+        assert (groups["t0"]["rewards"], groups["t0"]["scored_by"]) == ([0.0, 1.0], "score_group")
+        failed = groups["t1"]
+        assert (failed["n_valid"], failed["sendable"], len(failed["calls"])) == (0, False, 1)
+        kept = groups["t2"]
+        assert (kept["rewards"], kept["scored_by"]) == ([0.5, 0.5], "compute_reward")
+        assert len(kept["calls"]) == 1
+        used = spent_of(lab.out)
+        assert used == tokens(lab.rows()) + tokens(lab.rows("groups"))
+        assert read_manifest(RunDir(lab.out))["budgets"][RUN_TOKENS]["spent"] == used
+        report = group_report(load_run(lab.out))
+        assert (report.sendable, report.unscored) == (2, 1)
+        assert any("unscored: 1" in line for line in report.lines())
+        (lab.path / "ready").touch()
+        asked = len(server.entries)
+        await lab.run(env, server, **sections(used + 1))
+        assert len(server.entries) == asked
+        await lab.run(env, server, **sections(used + 1_000_000))
+    rows = lab.rows("groups")
+    assert (len(rows), lab.groups()["t1"]["rewards"]) == (4, [0.0, 1.0])
+    assert spent_of(lab.out) == tokens(lab.rows()) + tokens(rows) > used
+    assert sorted(load_run(lab.out).groups["n_valid"]) == [2, 2, 2]
 
 
-def test_what_could_not_be_judged_is_tried_again_and_its_group_follows(
-    tmp_path: Path, write_env: Callable[..., Written]
-) -> None:
-    away = tmp_path / "away"
-    body = (
-        TASKS
-        + f"""
-    async def compute_reward(self, task, trajectory, ctx):
-        if Path({str(away)!r}).exists() and task.id == "t1" and ctx.member == 2:
-            raise CannotJudge("the judge is away")
-        return 1.0
-"""
-    )
-    env, out = write_env(body, head="from pathlib import Path").path, tmp_path / "run"
-    run_batch(settings(env, out, keep_workspaces=True))
-    away.touch()
-    first = run_sync(regrade(out))
-    assert (first.graded, first.failed, first.groups) == (11, 1, 3)
-    assert sorted(load_run(out).groups["n_valid"]) == [3, 4, 4]
-    away.unlink()
-    second = run_sync(regrade(out))
-    assert (second.graded, second.failed, second.known, second.groups) == (1, 0, 11, 1)
-    run = load_run(out)
-    assert list(run.groups["n_valid"]) == [4, 4, 4]
-    assert len(run.grades) == 12
+async def test_unknown_usage_counts_with_its_bound(lab: Lab) -> None:
+    (lab.path / "ready").touch()
+    silent = {"text": '{"verdict": "1"}', "fault": "no_usage"}
+    async with fake(policy=policy, critic=lambda request: silent) as server:
+        await lab.run(judged(lab), server, **sections())
+    groups = lab.rows("groups")
+    bounds = [{m["name"]: m["value"] for m in row["metrics"]} for row in groups]
+    assert [row["usage"]["unknown_calls"] for row in groups] == [1, 1, 1]
+    assert [bound["unknown_output_tokens_max"] for bound in bounds] == [50, 50, 50]
+    assert spent_of(lab.out) == tokens(lab.rows()) + sum(sum(b.values()) for b in bounds)
 
 
-def test_rollouts_of_an_environment_without_sandboxes_are_graded_again(
-    tmp_path: Path, write_env: Callable[..., Written]
-) -> None:
-    body = """
-    class Config(EnvConfig):
-        sandboxed: bool = False
-        wanted: str = "yes"
-
-    def tasks(self, split, seed):
-        yield make_task("say it", toolsets=["none"], oracle='["yes"]')
-
-    async def start(self, task, ctx):
-        ctx.state["noted"] = ctx.member
-
-    async def compute_reward(self, task, trajectory, ctx):
-        assert ctx.state["noted"] == ctx.member
-        return float(trajectory.final_response == self.config.wanted)
-"""
-    env, out = write_env(body).path, tmp_path / "run"
-    run_batch(settings(env, out, keep_workspaces=True))
-    assert load_run(out).trajectories["reward"].tolist() == [1.0] * 4
-    done = run_sync(regrade(out, [("env.config.wanted", "no")]))
-    assert (done.graded, done.changed, done.failed, done.not_kept) == (4, 4, 0, 0)
+async def test_a_budget_that_ends_while_groups_are_scored_stops_the_run(lab: Lab) -> None:
+    async with fake(policy=policy, critic=critic) as server:
+        report = await lab.run(judged(lab), server, **sections(4_000, max_tokens=5_000))
+    assert (report.stopped, report.done, lab.rows("groups")) == ("cost_limit", 6, [])
 
 
-def test_a_verifier_of_a_dataset_is_run_again(tmp_path: Path) -> None:
-    out, data = tmp_path / "run", tmp_path / "tasks.jsonl"
-    row = {"id": "a", "prompt": "write", "oracle": "echo 1 >out.txt", "verify": "false"}
-    data.write_text(json.dumps(row) + "\n")
-    run_batch(
-        {
-            "dataset": {"path": str(data), "repeats": 2},
-            "model": {"name": "oracle"},
-            "sandbox": {"backend": "none"},
-            "run": {
-                "out": str(out),
-                "workers": 0,
-                "allow_unsandboxed": True,
-                "keep_workspaces": True,
-            },
-        }
-    )
-    assert load_run(out).trajectories["reward"].tolist() == [0.0, 0.0]
-    mended = {**row, "verify": 'grep -q 1 "$WORKSPACE/out.txt"'}
-    data.write_text(json.dumps(mended) + "\n")
-    done = run_sync(regrade(out))
-    assert (done.graded, done.changed, done.groups) == (2, 2, 1)
-    assert load_run(out).grades["reward"].tolist() == [1.0, 1.0]
-
-
-def test_mistakes_of_a_regrade(tmp_path: Path, write_env: Callable[..., Written]) -> None:
-    with pytest.raises(UserError, match=r"no run directory \(no run.yaml\)"):
-        run_sync(regrade(tmp_path / "nothing"))
-    out = tmp_path / "run"
-    run_batch(settings(write_env(TASKS + REGRADED).path, out))
-    with pytest.raises(UserError, match="below 'env' and 'endpoint', and budgets"):
-        run_sync(regrade(out, [("model.name", "other")]))
-    with pytest.raises(UserError, match=r"run kept no workspaces.*run\.keep_workspaces=true"):
-        run_sync(regrade(out))
+async def test_score_group_uses_the_key_that_the_run_began_with(lab: Lab) -> None:
+    (lab.path / "ready").touch()
+    (lab.path / "key").write_text("key-123456")
+    once = f"mkdir {lab.path}/login && cat {lab.path}/key"  # fails a second time
+    endpoint = {"api_key_env": "MY_KEY", "key_commands": {"MY_KEY": once}}
+    plays: Any = {"critic": critic, "policy": policy}
+    async with FakeServer(FakeConfig(key="key-123456", plays=plays)) as server:
+        await lab.run(judged(lab), server, **sections(), endpoint=endpoint)
+    assert lab.groups()["t0"]["rewards"] == [0.0, 1.0]

@@ -51,32 +51,6 @@ def content(out: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-async def test_killed_in_the_midst_and_run_again(tmp_path: Path) -> None:
-    out, whole = tmp_path / "run", tmp_path / "whole"
-    more = ("--limit", "30", "--repeats", "3", "--concurrency", "8", "--seed", "5")
-    config = FakeConfig(plays={"policy": guess}, latency_s=0.02)
-    async with FakeServer(config) as server:
-        process = await start("process", MATH, *flags(out, server, *more))
-        seen = await events(process, until=12)
-        process.kill()
-        await process.wait()
-        told = {e["unit_id"] for e in seen if e["event"] == "attempt" and e["status"] == "ok"}
-        assert process.stderr
-        assert len(told) >= 12, (await process.stderr.read()).decode()[-3000:]
-        again = await start("process", MATH, *flags(out, server, *more))
-        later = await events(again)
-        assert await again.wait() == 0
-        redone = {e["unit_id"] for e in later if e["event"] == "attempt"}
-        assert not told & redone, "what was reported is not rolled out again"
-        sections = {"agent": {"seed": 5}, "dataset": {"limit": 30, "repeats": 3}}
-        await ran(MATH, whole, server, **sections)
-    rows = table(out)
-    assert len(rows) == len({row["unit_id"] for row in rows}) == 90
-    assert content(out) == content(whole)
-    assert len({row["group_id"] for row in rows}) == 30
-    assert len(table(out, "groups")) == 30
-
-
 async def test_more_tasks_go_on_and_another_stream_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "run"
     async with FakeServer(FakeConfig(plays={"policy": guess})) as server:
