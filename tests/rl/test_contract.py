@@ -170,8 +170,8 @@ def test_a_section_that_is_none_is_reported_with_its_file(
 ) -> None:
     config = lab.path / "run.yaml"
     config.write_text(text + "\n")
-    words = ["env", "process", str(lab.write(TASKS + REWARD).path), "--model", "oracle"]
-    assert main([*words, "--config", str(config), *flags]) == 2
+    command = ["env", "process", str(lab.write(TASKS + REWARD).path), "--model", "oracle"]
+    assert main([*command, "--config", str(config), *flags]) == 2
     printed = capsys.readouterr().err
     assert message in printed
     assert "--set" not in printed
@@ -193,14 +193,14 @@ async def test_an_environment_without_sandboxes_starts_none(lab: Lab) -> None:
     assert [(r["reward"], r["sandbox"], r["toolsets"]) for r in rows] == [(1.0, None, [])] * 4
 
 
-GRADES_BOX = REWARD.replace("1.0", 'float((await ctx.grading.run("true")).ok)')
+USES_GRADING = REWARD.replace("1.0", 'float((await ctx.grading.run("true")).ok)')
 
 
 @pytest.mark.parametrize(
     ("reward", "tools", "cause", "message"),
     [
         (REWARD, ["terminal"], "task", "terminal needs a sandbox, and this environment has none"),
-        (GRADES_BOX, [], "verifier", "with `sandboxed`"),
+        (USES_GRADING, [], "verifier", "with `sandboxed`"),
     ],
 )
 async def test_what_needs_a_sandbox_is_a_fault_without_one(

@@ -95,7 +95,7 @@ async def test_a_pilot_writes_only_whole_groups_also_of_a_row_with_repeats_of_it
     sizes = {"six": 6, **{f"t{n}": 4 for n in range(6)}}
     assert {task: g["size"] for task, g in lab.groups().items()}.items() <= sizes.items()
     await run_rows(lab, rows)
-    assert {task: g["size"] for task, g in lab.groups().items()} == sizes, "one is no group"
+    assert {task: g["size"] for task, g in lab.groups().items()} == sizes, "one has none"
     assert len(lab.rows("groups")) == len(sizes), "each is written once"
 
 
@@ -128,14 +128,14 @@ class Policy:
 
     def __init__(self, failures: int) -> None:
         self.left = failures
-        self.asked: Counter[tuple[str, str]] = Counter()
+        self.requests: Counter[tuple[str, str]] = Counter()
 
     def __call__(self, request: ServedRequest) -> Any:
         who = re.search(r"^Task (\d), member (\d)", text_of(request.messages[-1]))
         if who is None:
             return "Who is it?"
         place = (who[1], who[2])
-        self.asked[place] += 1
+        self.requests[place] += 1
         if place == FAILING and self.left:
             self.left -= 1
             return {"text": "", "fault": "content_filter"}
@@ -174,7 +174,7 @@ async def test_a_failed_member_keeps_its_slot_and_changes_nothing_of_the_others(
     assert [row for row in lab.rows() if row in rows] == rows
     places = [(str(n), str(m)) for n in range(GROUPS) for m in range(SIZE)]
     tries = 2 if later else 3
-    assert policy.asked == {place: tries if place == FAILING else 1 for place in places}
+    assert policy.requests == {place: tries if place == FAILING else 1 for place in places}
 
     after = lab.groups()
     assert [(g["n_valid"], g["rewards"]) for g in after.values()] == [(SIZE, REWARDS)] * GROUPS

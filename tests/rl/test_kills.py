@@ -31,7 +31,7 @@ def tasks(self, split, seed):
         n += 1
 
 async def reply(self, task, trajectory, ctx):
-    return "Go on." if len(trajectory.answers) < {ROUNDS} else None
+    return "More." if len(trajectory.answers) < {ROUNDS} else None
 
 async def compute_reward(self, task, trajectory, ctx):
     return float(ctx.member < task.metadata["n"] % {SIZE + 1})
@@ -68,8 +68,8 @@ async def test_rollouts_that_were_reported_are_not_run_again_after_a_kill(lab: L
     units = {c["call_id"]: r["unit_id"] for r in rows + lost for c in r["calls"]}
     assert len(served) == len(set(served))
     assert set(served) <= set(units)
-    asked = Counter(units[call] for call in served)
-    twice = {unit for unit, count in asked.items() if count > ROUNDS}
+    requests = Counter(units[call] for call in served)
+    twice = {unit for unit, count in requests.items() if count > ROUNDS}
     assert len(twice) <= IN_FLIGHT
     assert twice <= {row["unit_id"] for row in lost} - reported
 
@@ -143,20 +143,20 @@ class Killer:
     """A judge that ends the process that asks it the last question."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.questions = 0
         self.child: asyncio.subprocess.Process | None = None
 
     def __call__(self, request: Any) -> Any:
-        self.asked += 1
+        self.questions += 1
         if "LAST" in str(request.messages):
             assert self.child is not None
             os.kill(self.child.pid, signal.SIGKILL)
         return '{"verdict": "yes"}'
 
-    async def run(self, script: str, *words: str) -> None:
+    async def run(self, script: str, *arguments: str) -> None:
         here = str(Path(__file__).parent)
         self.child = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", script, here, *words, stderr=asyncio.subprocess.DEVNULL
+            sys.executable, "-c", script, here, *arguments, stderr=asyncio.subprocess.DEVNULL
         )
         async with asyncio.timeout(120):
             assert await self.child.wait() == -signal.SIGKILL
@@ -191,7 +191,7 @@ async def test_scores_and_grades_before_a_kill_stay_and_the_calls_that_it_cut_ar
     assert cut["error"] == "driver_lost: killed"
     assert [call["outcome"] for call in cut["calls"]] == ["ok", "unknown"]
     assert cut["usage"]["unknown_calls"] == 1
-    assert killer.asked == sum(len(row["calls"]) for row in rows) == others + 3
+    assert killer.questions == sum(len(row["calls"]) for row in rows) == others + 3
     assert [group["rewards"] for group in lab.groups().values()] == [[0.0, 1.0]] * 4
     bound = sum(m["value"] for m in cut["metrics"])
     assert bound > 50

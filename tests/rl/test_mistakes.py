@@ -171,7 +171,7 @@ class Config(EnvConfig):
 
 def tasks(self, split, seed):
     for number in range(600):
-        yield make_task("Go on.", id=str(number))
+        yield make_task("More.", id=str(number))
     raise KeyError("no more")  # HERE
 """
 

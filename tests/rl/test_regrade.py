@@ -48,8 +48,8 @@ async def start(self, task, ctx):
 
 async def compute_reward(self, task, trajectory, ctx):
     drawn = int((await ctx.grading.read_file("out.txt")).decode())
-    box = await ctx.grading.run('test -s "$WORKSPACE/out.txt"')
-    assert box.ok and ctx.state["noted"] == ctx.member
+    result = await ctx.grading.run('test -s "$WORKSPACE/out.txt"')
+    assert result.ok and ctx.state["noted"] == ctx.member
     return 1.0 if drawn % 2 == 0 and not self.config.strict else 0.0
 """
 
@@ -304,17 +304,17 @@ async def start(self, task, ctx):
 async def compute_reward(self, task, trajectory, ctx):
     seen = (ctx.rng.random(), ctx.state["left"].pop(), list(ctx.state["left"]))
     await ctx.grading.write_file("seen", "x")
-    asked.setdefault(ctx.member, []).append(seen)
-    if len(asked[ctx.member]) < 3:
+    seen_by.setdefault(ctx.member, []).append(seen)
+    if len(seen_by[ctx.member]) < 3:
         raise CannotJudge("not now")
-    box = await ctx.grading.run('cat "$WORKSPACE/seen"')
-    same = len(set(map(str, asked[ctx.member])))
-    return Rewards([part("all", 0.25, detail=box.output)], {"same": same})
+    result = await ctx.grading.run('cat "$WORKSPACE/seen"')
+    same = len(set(map(str, seen_by[ctx.member])))
+    return Rewards([part("all", 0.25, detail=result.output)], {"same": same})
 """
 
 
 async def test_who_cannot_judge_is_asked_twice_more_with_the_same_state(lab: Lab) -> None:
-    report = await lab.run(lab.write(FLAKY, "asked = {}").path)
+    report = await lab.run(lab.write(FLAKY, "seen_by = {}").path)
     assert (report.done, report.failed_attempts) == (4, 0)
     for row in lab.rows():
         assert (row["reward"], row["rewards"][0]["detail"]) == (0.25, "x")
@@ -452,9 +452,9 @@ def test_the_command_finds_an_environment_beside_the_caller(lab: Lab) -> None:
     command = [sys.executable, "-P", "-c", door, "env"]  # as installed: not looking here itself
     flags = ["--model", "oracle", "--limit", "3", "--workers", "0", "--out", "run"]
 
-    def call(*words: str) -> subprocess.CompletedProcess[str]:
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*command, *words], cwd=lab.path, capture_output=True, text=True, timeout=120
+            [*command, *arguments], cwd=lab.path, capture_output=True, text=True, timeout=120
         )
 
     made = call("process", "beside:Made", *flags, "--set", "run.keep_workspaces=true")

@@ -168,9 +168,9 @@ async def test_every_paid_call_counts_also_of_a_group_without_a_score_and_none_i
         assert (report.sendable, report.unscored) == (2, 1)
         assert any("unscored: 1" in line for line in report.lines())
         (lab.path / "ready").touch()
-        asked = len(server.entries)
+        requests = len(server.entries)
         await lab.run(env, server, **sections(used + 1))
-        assert len(server.entries) == asked
+        assert len(server.entries) == requests
         await lab.run(env, server, **sections(used + 1_000_000))
     rows = lab.rows("groups")
     assert (len(rows), lab.groups()["t1"]["rewards"]) == (4, [0.0, 1.0])
