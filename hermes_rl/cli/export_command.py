@@ -47,7 +47,7 @@ def command(
     hermes-rl export . --to list              the formats
     """
     from hermes_rl.export import FORMATS, ExportOptions, export_run
-    from hermes_rl.export.base import AdvantageKind
+    from hermes_rl.export.source import AdvantageKind
 
     if to == "list":
         _say_formats([(name, form.about) for name, form in FORMATS.items()])

@@ -10,15 +10,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from hermes_rl.errors import UserError
-from hermes_rl.export.base import ExportOptions, Format, Row
 from hermes_rl.export.formats import FORMATS
 from hermes_rl.export.losses import LEFT_OUT, Losses, Report
-from hermes_rl.export.source import Source
+from hermes_rl.export.source import ROWS_AT_ONCE, ExportOptions, Format, Source
 from hermes_rl.input_errors import unknown
 from hermes_rl.store.reader import load_run
 from hermes_rl.store.rundir import TABLES
@@ -56,14 +54,9 @@ def export_run(
     if source.options.allow_retokenized and (why := _why_useless(source, form, str(run))):
         raise UserError(f"--allow-retokenized changes nothing: {why}")
     with whole_file(path) as temporary:
-        schema = form.arrow_schema(source)
-        writer = _JsonLines(temporary) if schema is None else _ParquetRows(temporary, schema)
-        for row in form.rows(source):
-            writer.write(row)
-            losses.samples += 1
+        _write(temporary, form, source)
         if not losses.samples:
             raise UserError(_why_empty(losses, str(run), to))
-        writer.close()
     return losses.report(run=str(run), format=to, out=str(path), unit=form.unit)
 
 
@@ -94,79 +87,22 @@ def _why_empty(losses: Losses, run: str, to: str) -> str:
     return f"{run}: none of {losses.rollouts:,} rollouts gives a sample for {to}. Left out: {why}"
 
 
-ROWS_AT_ONCE = 8
-"""Rows of Parquet that are converted together."""
+def _write(path: Path, form: Format, source: Source) -> None:
+    """Write JSON lines, or Parquet with a declared schema, in steps of a few rows."""
+    from hermes_rl.store.parts import STEP_BYTES, PartWriter
 
-
-class _JsonLines:
-    """One JSON object per line."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
-        self._encode = msgspec.json.Encoder().encode
-
-    def write(self, row: Row) -> None:
-        self._file.write(self._encode(row) + b"\n")
-
-    def close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-
-class _ParquetRows:
-    """Parquet with a declared schema; columns of type `arrow.json` take JSON text.
-
-    Row groups hold at most 64 MB of Arrow data, or a single larger step.
-    """
-
-    def __init__(self, path: Path, schema: Any) -> None:
-        import pyarrow.parquet as pq
-
-        from hermes_rl.store.schema import storage_schema
-
-        self._path = path
-        self._schema = schema
-        self._plain = storage_schema(schema)
-        self._rows: list[Row] = []
-        self._tables: list[Any] = []
-        self._bytes = 0
-        self._writer = pq.ParquetWriter(path, schema, compression="zstd", compression_level=3)
-
-    def write(self, row: Row) -> None:
-        self._rows.append(row)
-        if len(self._rows) >= ROWS_AT_ONCE:
-            self._convert()
-
-    def close(self) -> None:
-        self._convert()
-        self._flush()
-        self._writer.close()
-        with self._path.open("rb") as file:
-            os.fsync(file.fileno())
-
-    def _convert(self) -> None:
-        import pyarrow as pa
-
-        from hermes_rl.store.parts import ROW_GROUP_BYTES
-
-        if not self._rows:
-            return
-        table = pa.Table.from_pylist(self._rows, schema=self._plain).cast(self._schema)
-        self._rows = []
-        if self._bytes + table.nbytes > ROW_GROUP_BYTES:
-            self._flush()
-        self._tables.append(table)
-        self._bytes += table.nbytes
-
-    def _flush(self) -> None:
-        import pyarrow as pa
-
-        if not self._tables:
-            return
-        group = pa.concat_tables(self._tables)
-        self._tables, self._bytes = [], 0
-        self._writer.write_table(group, row_group_size=group.num_rows)
+    schema = form.arrow_schema(source)
+    if schema is None:
+        with path.open("wb") as file:
+            for row in form.rows(source):
+                file.write(msgspec.json.encode(row) + b"\n")
+                source.losses.samples += 1
+        return
+    writer = PartWriter(path, schema)
+    for row in form.rows(source):
+        writer.add(row, STEP_BYTES // ROWS_AT_ONCE)
+        source.losses.samples += 1
+    writer.close()
 
 
 @contextmanager
@@ -188,6 +124,8 @@ def whole_file(path: Path) -> Iterator[Path]:
     try:
         with disk_errors():
             yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

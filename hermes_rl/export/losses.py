@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,55 +15,10 @@ from hermes_rl.export.samples import unparsed
 if TYPE_CHECKING:
     from hermes_rl.export.samples import Sample
 
-LEFT_OUT = {
-    "low_reward": "rollouts below --min-reward, or not graded",
-    "end_reason": "rollouts with another ending than --end-reason",
-    "duplicate": "samples equal to an earlier one (--dedupe)",
-    "not_graded": "rollouts without a reward",
-    "small_group": "rollouts of groups with fewer valid members than --min-group",
-    "nothing_to_train": "samples without a message or token of the policy to train on",
-    "untrained_before": "samples that begin with assistant messages which must not be trained on:"
-    " the format trains all of them",
-    "retokenized": "token segments that were retokenized (--allow-retokenized takes them)",
-    "thrown_away": "token segments of answers that were discarded, or aborted by the engine",
-    "not_trainable": "token segments that are marked as not trainable",
-    "no_logprobs": "token segments without a log-probability for each sampled token",
-    "other_tokenizer": "token segments of another tokenizer than the first one's, whose ids"
-    " mean other tokens",
-    "broken": "token segments that break a rule of the table (hermes-rl check RUN --tokens)",
-    "no_tokens": "rollouts without token segments",
-    "judged_later": "rollouts that only a regrade could grade: they are in table failures, though"
-    " the advantages of their groups count them",
-    "incomplete": "rollouts of which a column could not be stored (their `error` names it)",
-}
+_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+LEFT_OUT: dict[str, str] = _TEXTS["left_out"]
 """Why something is not in the file at all: key -> text of the report."""
-
-LOST = {
-    "cut_before_untrained": "samples end before an assistant message that must not be trained on",
-    "tail": "messages after the last one to train on",
-    "reasoning": "messages with reasoning text",
-    "opaque_reasoning": "messages with opaque or signed reasoning blocks",
-    "raw_text": "messages whose exact text differs from the cleaned text that is written",
-    "unparsed_arguments": "tool calls whose arguments are not a JSON object: they are written as"
-    ' {"_unparsed": text}, and SFT formats do not train on their messages',
-    "images": "images, which are replaced by a text",
-    "tools": "samples whose tool schemas Parquet cannot hold as structs: verl reads none"
-    " (docs/export.md shows how it reads tools_json)",
-    "null_keys": "samples whose tool schemas verl reads with null for the keys of other tools"
-    " (docs/export.md shows how it reads tools_json)",
-    "results_in_a_row": "samples with consecutive tool results: verl stops if the chat template"
-    " merges them (ignore_input_ids_mismatch)",
-    "ids": "answers without exact token ids, in rollouts that have some",
-    "texts": "sampled turns whose message is in no row of trajectories (sub-agents)",
-    "quoted": "calls of tools, and their results, that a task's prompt quotes: the ids have them,"
-    " the messages of the prompt do not",
-    "prompts": "system prompts, which the format replaces by a fixed one",
-    "rewards": "rewards of rollouts",
-    "reward_parts": "components of rewards",
-    "cut": "answers that a token limit cut, which a chat template ends as if complete",
-    "branches": "additional branches of rollouts, each a separate sequence in its group",
-    "no_advantage": "sequences without an advantage in the run's table groups",
-}
+LOST: dict[str, str] = _TEXTS["lost"]
 """What is written without something: key -> text of the report."""
 
 

@@ -8,49 +8,106 @@ segments of incomplete groups, whose members may be in the parts of several work
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from hermes_rl.export.base import AdvantageKind, ExportOptions, Format
 from hermes_rl.export.losses import Losses, count_rewards, count_rollout, count_sample
 from hermes_rl.export.samples import Sample, fingerprint, samples_of, without_tail
 from hermes_rl.export.tokens import TokenItem, digest_of, refusal
 from hermes_rl.images import with_images
 from hermes_rl.store.reader import Run
+from hermes_rl.store.rundir import order_of, stem_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+Row = dict[str, Any]
+"""One line, or one row of Parquet, as plain values."""
+
+AdvantageKind = Literal["grpo", "rloo", "dr_grpo"]
+"""Column of table `groups`."""
+
+Columns = Mapping[str, Any]
+"""Column -> type: an alias of pyarrow (`int32`), `json`, `[type]` for a list, or a mapping of field
+names to types for a struct. Arrow types are used as they are."""
+
+IDS = ["int32"]
+JSON_LIST = ["json"]
+"""Parquet JSON, which `datasets` 4.7 and newer decodes."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Which rollouts and samples are exported."""
+
+    min_reward: float | None = None
+    """Leave out rollouts with less reward, and those without one."""
+    end_reasons: frozenset[str] = frozenset()
+    """Export only these end reasons; empty for all."""
+    dedupe: bool = False
+    """Keep only the first of samples with equal messages (or token ids)."""
+    limit: int | None = None
+    """At most this many rollouts."""
+    allow_retokenized: bool = False
+    """RL formats take segments whose tokens were made from text again."""
+    min_group: int = 2
+    """RL formats take groups with at least this many valid members."""
+    advantage: AdvantageKind = "grpo"
+    """The advantage that formats with a field for one carry."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format: its name, its reader, and how its rows are made."""
+
+    name: str
+    about: str
+    """One line: which program reads it, with which settings."""
+    suffix: Literal[".jsonl", ".parquet"]
+    unit: Literal["messages", "tokens"]
+    """What a trainer trains on, and what the report counts."""
+    rows: Callable[[Source], Iterator[Row]]
+    """Makes all rows of the file, one at a time."""
+    columns: Columns | Callable[[Source], Columns] | None = None
+    """The columns, for Parquet."""
+    holds: frozenset[str] = frozenset()
+    """Keys of `losses.LOST` that this format does not lose."""
+    rl: bool = False
+    """Takes only exact tokens with log-probabilities of the sampling policy, graded, in groups."""
+    needs: tuple[str, ...] = ()
+    """Columns of table `trajectories` that it reads beside `source.COLUMNS`."""
+
+    def arrow_schema(self, source: Source) -> pa.Schema | None:
+        """Return the schema of a Parquet file; None for JSON lines."""
+        import pyarrow as pa
+
+        columns = self.columns(source) if callable(self.columns) else self.columns
+        if columns is None:
+            return None
+        return pa.schema([(name, _arrow_type(kind)) for name, kind in columns.items()])
+
+
+def _arrow_type(kind: Any) -> Any:
+    import pyarrow as pa
+
+    if isinstance(kind, Mapping):
+        return pa.struct([(name, _arrow_type(field)) for name, field in kind.items()])
+    if isinstance(kind, list):
+        return pa.list_(pa.field("element", _arrow_type(kind[0])))
+    if kind == "json":
+        return pa.json_()
+    return pa.type_for_alias(kind) if isinstance(kind, str) else kind
+
+
 COLUMNS = (
-    "task_id",
-    "repeat",
-    "reward",
-    "end_reason",
-    "truncated",
-    "turns",
-    "messages",
-    "message_info",
-    "tools",
-    "rewards",
-    "contexts",
-    "image_data",
-    "model",
-    "env_name",
-    "split",
-    "metadata",
-    "trajectory_id",
-    "unit_id",
-    "group_id",
-    "member",
-    "run_id",
-    "row_index",
-)
+    "task_id", "repeat", "reward", "end_reason", "truncated", "turns", "messages", "message_info",
+    "tools", "rewards", "contexts", "image_data", "model", "env_name", "split", "metadata",
+    "trajectory_id", "unit_id", "group_id", "member", "run_id", "row_index",
+)  # fmt: skip
 """Columns of table `trajectories` that every format gets."""
 
 _NEVER_NULL = ("messages", "message_info", "tools", "contexts")
@@ -136,7 +193,7 @@ class Source:
         self._seen: set[bytes] = set()
         tables = ["trajectories", "segments"]
         self._pending = run.unpublished(tables)
-        self._parts = {t: {_stem(p): p for p in run.run_dir.parts(t)} for t in tables}
+        self._parts = {t: {stem_of(p): p for p in run.run_dir.parts(t)} for t in tables}
         self._taken = 0
         self._tokenizer: str | None = None
         self._sizes: Counter[str] = Counter()
@@ -376,9 +433,5 @@ def _place(stem: str) -> tuple[int, int, str]:
 
     That is roughly the order of the dataset, and the members of a group are near each other.
     """
-    found = re.fullmatch(r"(\d+)-(.+)-(\d+)", stem)
-    return (int(found[1]), int(found[3]), found[2]) if found else (0, 0, stem)
-
-
-def _stem(part: Path) -> str:
-    return part.name.removeprefix("part-").removesuffix(".parquet")
+    epoch, number, writer, sequence = order_of(stem)
+    return epoch, sequence, f"{writer}{number}"

@@ -132,6 +132,7 @@ class PartWriter:
         self._step: list[dict[str, Any]] = []
         self._step_size = 0
         self._tables: list[Any] = []
+        self._bytes = 0
         with disk_errors():
             self._writer = pq.ParquetWriter(path, schema, compression="zstd", compression_level=3)
 
@@ -162,15 +163,16 @@ class PartWriter:
             return
         table = to_arrow(self._step, self._schema)
         self._step, self._step_size = [], 0
-        if sum(t.nbytes for t in self._tables) + table.nbytes > ROW_GROUP_BYTES:
+        if self._bytes + table.nbytes > ROW_GROUP_BYTES:
             self._write()
         self._tables.append(table)
+        self._bytes += table.nbytes
 
     def _write(self) -> None:
         if not self._tables:
             return
         group = pa.concat_tables(self._tables)
-        self._tables = []
+        self._tables, self._bytes = [], 0
         with disk_errors():
             self._writer.write_table(group, row_group_size=group.num_rows)
 

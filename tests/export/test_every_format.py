@@ -11,7 +11,7 @@ import told
 
 from hermes_rl import events as ev
 from hermes_rl.export import FORMATS, LEFT_OUT, LOST, ExportOptions, export_run
-from hermes_rl.export.base import Row
+from hermes_rl.export.source import Row
 from hermes_rl.messages import AssistantMessage, ToolMessage, UserMessage
 from hermes_rl.store.rows import Finished
 

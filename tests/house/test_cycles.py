@@ -10,7 +10,7 @@ from collections import Counter
 
 from source_tree import ROOT, imports_of, is_module, module_name, python_files
 
-CYCLES = (frozenset({"hermes_rl.export.base", "hermes_rl.export.source"}),)
+CYCLES: tuple[frozenset[str], ...] = ()
 """Import cycles that are still there. A cycle may lose modules, and none may be added."""
 
 DEEP_IMPORTS = {

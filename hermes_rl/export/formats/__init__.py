@@ -1,27 +1,18 @@
-"""The formats, one file for each reader. A format is listed only if a test runs its reader."""
+"""The formats. A format is listed only if a test runs its reader."""
 
 from __future__ import annotations
 
-from hermes_rl.export.base import Format
-from hermes_rl.export.formats import (
-    atif,
-    atropos,
-    axolotl,
-    openai,
-    prime_rl,
-    sharegpt,
-    trl,
-    verl,
-)
+from hermes_rl.export.formats import atif, atropos, columns, openai, prime_rl, sharegpt, verl
+from hermes_rl.export.source import Format
 
 FORMATS: dict[str, Format] = {
     form.name: form
     for form in (
-        trl.CONVERSATIONS,
-        trl.TOKENS,
-        trl.GRPO,
-        axolotl.CONVERSATIONS,
-        axolotl.TOKENS,
+        columns.TRL,
+        columns.TRL_TOKENS,
+        columns.TRL_GRPO,
+        columns.AXOLOTL,
+        columns.AXOLOTL_TOKENS,
         verl.CONVERSATIONS,
         verl.RL,
         prime_rl.EPISODES,

@@ -14,10 +14,9 @@ from datetime import UTC
 from typing import Any
 
 from hermes_rl import __version__
-from hermes_rl.export.base import Format, Row
 from hermes_rl.export.losses import count_sample, is_own
 from hermes_rl.export.samples import Message, Sample, text_of_content
-from hermes_rl.export.source import Source
+from hermes_rl.export.source import Format, Row, Source
 from hermes_rl.export.tokens import Answer, answers_of
 
 VERSION = "ATIF-v1.7"

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hermes_rl.export.base import Format, Row
-from hermes_rl.export.source import Source
+from hermes_rl.export.source import Format, Row, Source
 from hermes_rl.export.tokens import TokenItem
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hermes_rl.export.base import Format, Row
 from hermes_rl.export.samples import Message
-from hermes_rl.export.source import Source
+from hermes_rl.export.source import Format, Row, Source
 
 
 def _rows(source: Source) -> Iterator[Row]:

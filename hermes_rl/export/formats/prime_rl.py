@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from hermes_rl.export.base import Format, Row
 from hermes_rl.export.samples import Message, text_of_content
-from hermes_rl.export.source import Source
+from hermes_rl.export.source import Format, Row, Source
 from hermes_rl.export.tokens import TokenItem
 
 

@@ -14,10 +14,9 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from hermes_rl.export.base import Format, Row
 from hermes_rl.export.losses import count_sample
 from hermes_rl.export.samples import Message, Sample, before_untrained, text_of_content
-from hermes_rl.export.source import Source
+from hermes_rl.export.source import Format, Row, Source
 
 SYSTEM = """\
 You can call functions. The available functions are described as JSON inside <tools> tags. Call \

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from hermes_rl.export.base import IDS, Columns, Format, Row
+from hermes_rl.export.formats.columns import segment_columns, segment_rows, types_of
 from hermes_rl.export.losses import count_sample
 from hermes_rl.export.samples import (
     Message,
@@ -23,7 +23,7 @@ from hermes_rl.export.samples import (
     text_of_content,
     without_tail,
 )
-from hermes_rl.export.source import Source
+from hermes_rl.export.source import Columns, Format, Row, Source
 
 
 def _conversations(source: Source) -> Iterator[Row]:
@@ -127,43 +127,63 @@ def _message(message: Message) -> Row:
     return out
 
 
-def _rl(source: Source) -> Iterator[Row]:
-    """One row per segment; the response begins with the first trained token.
-
-    `uid` is the group. verl's agent loops take tools from its configuration; those that were
-    offered are in `tools_json`.
-    """
-    for number, item in enumerate(source.items()):
-        row, segment = item.row, item.segment
-        source.losses.trained += item.trained
-        source.losses.lose("no_advantage", item.advantage is None)
-        source.losses.lose("quoted", _quoted(row))
-        ids, start, logprobs = item.ids, item.start, item.logprobs(0.0)
-        yield {
-            "data_source": row["env_name"] or "hermes_rl",
-            "prompt": [
-                {"role": m["role"], "content": text_of_content(m["content"])} for m in opening(row)
+_RL = segment_columns(
+    "data_source",
+    "prompt",
+    "ability",
+    "reward_model",
+    "extra_info",
+    "uid",
+    "prompt_ids",
+    "response_ids",
+    "response_mask",
+    "response_logprobs",
+    "reward_score",
+    "num_turns",
+    "advantage",
+    "tools_json",
+    more={
+        "prompt": (
+            [{"role": "string", "content": "string"}],
+            lambda item: [
+                {"role": m["role"], "content": text_of_content(m["content"])}
+                for m in opening(item.row)
             ],
-            "ability": "agent",
-            "reward_model": {"style": "rule", "ground_truth": ""},
-            "extra_info": {
-                "index": number,
-                "split": row["split"] or "train",
-                "task_id": row["task_id"],
-                "trajectory_id": row["trajectory_id"],
-                "branch_index": segment["branch_index"],
-                "end_reason": row["end_reason"],
+        ),
+        "ability": ("string", lambda item: "agent"),
+        "reward_model": (
+            {"style": "string", "ground_truth": "string"},
+            lambda item: {"style": "rule", "ground_truth": ""},
+        ),
+        "extra_info": (
+            {
+                "index": "int64",
+                "split": "string",
+                "task_id": "string",
+                "trajectory_id": "string",
+                "branch_index": "int32",
+                "end_reason": "string",
             },
-            "uid": row["group_id"],
-            "prompt_ids": ids[:start],
-            "response_ids": ids[start:],
-            "response_mask": item.mask,
-            "response_logprobs": None if logprobs is None else logprobs[start:],
-            "reward_score": item.reward,
-            "num_turns": len(row["messages"]),
-            "advantage": item.advantage,
-            "tools_json": encode_json(row["tools"]),
-        }
+            lambda item: {
+                "split": item.row["split"] or "train",
+                "branch_index": item.segment["branch_index"],
+                **{n: item.row[n] for n in ("task_id", "trajectory_id", "end_reason")},
+            },
+        ),
+        "num_turns": ("int32", lambda item: len(item.row["messages"])),
+        "tools_json": ("string", lambda item: encode_json(item.row["tools"])),
+    },
+)
+"""`uid` is the group. verl's agent loops take tools from its configuration; those that were offered
+are in `tools_json`."""
+
+
+def _rl(source: Source) -> Iterator[Row]:
+    """One row per segment."""
+    for number, (item, row) in enumerate(segment_rows(source, _RL)):
+        source.losses.lose("quoted", _quoted(item.row))
+        row["extra_info"]["index"] = number
+        yield row
 
 
 def _quoted(row: Mapping[str, Any]) -> int:
@@ -187,29 +207,7 @@ RL = Format(
     suffix=".parquet",
     unit="tokens",
     rows=_rl,
-    columns={
-        "data_source": "string",
-        "prompt": [{"role": "string", "content": "string"}],
-        "ability": "string",
-        "reward_model": {"style": "string", "ground_truth": "string"},
-        "extra_info": {
-            "index": "int64",
-            "split": "string",
-            "task_id": "string",
-            "trajectory_id": "string",
-            "branch_index": "int32",
-            "end_reason": "string",
-        },
-        "uid": "string",
-        "prompt_ids": IDS,
-        "response_ids": IDS,
-        "response_mask": ["int8"],
-        "response_logprobs": ["float32"],
-        "reward_score": "float64",
-        "num_turns": "int32",
-        "advantage": "float64",
-        "tools_json": "string",
-    },
+    columns=types_of(_RL),
     rl=True,
     holds=frozenset({"rewards"}),
 )
