@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -383,15 +385,9 @@ class Source:
 
     def _segments_of(self, stem: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         """Yield the segments of a part by rollout; those of a rollout are adjacent."""
-        current: list[dict[str, Any]] = []
-        for table in self._tables("segments", stem, None):
-            for segment in table.to_pylist():
-                if current and segment["trajectory_id"] != current[0]["trajectory_id"]:
-                    yield current[0]["trajectory_id"], current
-                    current = []
-                current.append(segment)
-        if current:
-            yield current[0]["trajectory_id"], current
+        rows = (row for table in self._tables("segments", stem, None) for row in table.to_pylist())
+        for trajectory_id, segments in groupby(rows, key=itemgetter("trajectory_id")):
+            yield trajectory_id, list(segments)
 
     def _is_duplicate(self, digest: Any, what: Any) -> bool:
         if not self.options.dedupe:

@@ -10,11 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hermes_rl.errors import UserError
-from hermes_rl.export.imports import atropos, hermes
+from hermes_rl.export.imports import Origin, rollouts_of
 from hermes_rl.export.imports.base import RolloutNamer
 from hermes_rl.segments.rules import row_faults
 from hermes_rl.store.journal import encode
-from hermes_rl.store.rows import Finished
 
 ROW: dict[str, Any] = {
     "prompt_index": 0,
@@ -75,10 +74,10 @@ def changed(line: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str
     return made
 
 
-def taken(rows: Iterator[Finished]) -> None:
-    """Fold the rows, and write them as the journal does."""
+def take(origin: Origin, line: dict[str, Any], *, exact: bool = False) -> None:
+    """Fold the rows of a line, and write them as the journal does."""
     with suppress(UserError):
-        for made in rows:
+        for made in rollouts_of(line, 1, origin, RolloutNamer("c" * 64), exact):
             encode(made.row)
             for segment in made.segments:
                 encode(segment)
@@ -89,11 +88,10 @@ def taken(rows: Iterator[Finished]) -> None:
 @given(st.sampled_from(list(places(ROW))), odd)
 @example(("metadata", "timestamp"), "9999-99-99")
 def test_any_change_of_a_hermes_row(path: tuple[Any, ...], value: Any) -> None:
-    taken(hermes.rollouts(iter([changed(ROW, path, value)]), RolloutNamer("c" * 64)))
+    take("hermes", changed(ROW, path, value))
 
 
 @settings(deadline=None)
 @given(st.sampled_from(list(places(GROUP))), odd, st.booleans())
 def test_any_change_of_an_atropos_group(path: tuple[Any, ...], value: Any, exact: bool) -> None:
-    rows = iter([changed(GROUP, path, value)])
-    taken(atropos.rollouts(rows, RolloutNamer("c" * 64), exact=exact))
+    take("atropos", changed(GROUP, path, value), exact=exact)

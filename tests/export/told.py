@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hermes_rl import events as ev
-from hermes_rl.export.imports.base import write_run
+from hermes_rl.export.imports import write_run
 from hermes_rl.identity import trajectory_id
 from hermes_rl.messages import (
     AssistantMessage,

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from hermes_rl.aio import in_thread
 from hermes_rl.errors import UserError
 from hermes_rl.export.imports import atropos, hermes
-from hermes_rl.export.imports.base import RolloutNamer, write_run
+from hermes_rl.export.imports.base import RolloutNamer, finished
 from hermes_rl.identity import digest
-from hermes_rl.store.rows import Finished
+from hermes_rl.rl.groups import gather, make_group
+from hermes_rl.store.commit import read_commits
+from hermes_rl.store.driver import Driver, open_run
+from hermes_rl.store.files import file_sha256
+from hermes_rl.store.journal import JournalWriter, Publisher
+from hermes_rl.store.reader import Run
+from hermes_rl.store.rows import Derived, Finished, Group
+from hermes_rl.store.stats import write_stats
 
 Origin = Literal["hermes", "atropos"]
 
 ORIGINS: tuple[Origin, ...] = ("hermes", "atropos")
+
+ROWS_PER_SYNC = 256
+"""Rows that one fsync makes durable."""
 
 
 class ImportReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +60,10 @@ def import_file(
     target = Path(out) if out is not None else Path("runs") / path.stem
     if target.exists():
         raise UserError(f"{target} exists already. Choose another --out")
-    config = digest([origin, exact, _sha256(path)])
+    try:
+        config = digest([origin, exact, file_sha256(path)])
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
     rows = _rollouts(path, origin, RolloutNamer(config), exact)
     identity = {"import": {"from": origin, "exact": exact, "file": config}}
     temporary = target.with_name(f".{target.name}.tmp")
@@ -66,42 +80,68 @@ def import_file(
 
 def _rollouts(path: Path, origin: Origin, namer: RolloutNamer, exact: bool) -> Iterator[Finished]:
     """Yield all rollouts of a file; errors name the line."""
-    lines = _Lines(path)
-    rollouts = (
-        hermes.rollouts(lines.rows(), namer)
-        if origin == "hermes"
-        else atropos.rollouts(lines.rows(), namer, exact=exact)
-    )
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                if line.strip():
+                    yield from rollouts_of(_decoded(line), number, origin, namer, exact)
+            except UserError as error:
+                raise UserError(f"{path}:{number}: {error}") from error
+
+
+def rollouts_of(
+    row: Mapping[str, Any], number: int, origin: Origin, namer: RolloutNamer, exact: bool
+) -> Iterator[Finished]:
+    """Yield the rollouts of one line. Raises: UserError for a line of another format."""
+    found = [hermes.rollout_of(row)] if origin == "hermes" else atropos.rollouts(row, number, exact)
+    for rollout in found:
+        yield finished(rollout, namer)
+
+
+def _decoded(line: bytes) -> dict[str, Any]:
     try:
-        yield from rollouts
-    except UserError as error:
-        raise UserError(f"{path}:{lines.number}: {error}") from error
+        row = msgspec.json.decode(line)
+    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8
+        raise UserError(f"invalid JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise UserError("a line must be a JSON object")
+    return row
 
 
-class _Lines:
-    """The objects of a JSON lines file, and the line that is being read."""
+async def write_run(
+    path: Path, identity: Mapping[str, Any], rows: Iterable[Finished], *, grouped: bool = False
+) -> int:
+    """Write rows as a run directory; return how many there were.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.number = 0
+    Args:
+        path: must not be a run directory yet.
+        identity: takes the place of a configuration's identity.
+        rows: any number; one batch is in memory at a time.
+        grouped: also write the groups whose members have rewards.
 
-    def rows(self) -> Iterator[Mapping[str, Any]]:
-        with self._path.open("rb") as file:
-            for self.number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = msgspec.json.decode(line)
-                except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8
-                    raise UserError(f"invalid JSON ({error})") from error
-                if not isinstance(row, dict):
-                    raise UserError("a line must be a JSON object")
-                yield row
+    Raises: StoreError, DiskFull.
+    """
+    count = 0
+    remaining = iter(rows)
+    batch = list(islice(remaining, ROWS_PER_SYNC))  # a bad first line leaves no run directory
+    async with await open_run(path, identity) as driver:
+        async with JournalWriter(driver.run_dir, driver.epoch, "import") as journal:
+            publisher = Publisher(journal)
+            while batch:
+                await asyncio.gather(*(journal.finish(made) for made in batch))
+                count += len(batch)
+                if journal.full.is_set():
+                    await publisher.drain()
+                batch = list(islice(remaining, ROWS_PER_SYNC))
+            await publisher.drain()
+        await in_thread(driver.ledger.load, read_commits(driver.run_dir))
+        if grouped and (groups := await in_thread(_groups, driver)):
+            await driver.publish(Derived(groups=groups))
+        await in_thread(write_stats, driver.run_dir, driver.ledger, {"units": count})
+    return count
 
 
-def _sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+def _groups(driver: Driver) -> tuple[Group, ...]:
+    """Return the groups with rewards to compare."""
+    groups = map(make_group, gather(Run(driver.run_dir)))
+    return tuple(group for group in groups if group.size > 1 and group.n_valid)

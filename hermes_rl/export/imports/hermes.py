@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from hermes_rl.errors import UserError
-from hermes_rl.export.imports.base import ForeignRollout, RolloutNamer, finished
+from hermes_rl.export.imports.base import ForeignRollout
 from hermes_rl.messages import (
     UNPARSED,
     AssistantMessage,
@@ -23,20 +23,12 @@ from hermes_rl.messages import (
     ToolMessage,
     UserMessage,
 )
-from hermes_rl.store.rows import Finished
 from hermes_rl.text import clean
 
 _TOOLS = re.compile(r"<tools>\s*(?=[\[{])")
 _SPACE = re.compile(r"\s*")
 _THINK = re.compile(r"\s*<think>\n?(.*?)\n?</think>\n?", re.DOTALL)
 _decoder = json.JSONDecoder()
-
-
-def rollouts(rows: Iterator[Mapping[str, Any]], namer: RolloutNamer) -> Iterator[Finished]:
-    """Yield one finished rollout per row. Raises: UserError for a row of another format."""
-    for row in rows:
-        rollout = rollout_of(row)
-        yield finished(rollout, namer.begun(rollout))
 
 
 def rollout_of(row: Mapping[str, Any]) -> ForeignRollout:
