@@ -1,11 +1,14 @@
-"""A run's limits and budgets at the driver: prices, what earlier starts spent, and the summary."""
+"""A run's limits and budgets at the driver: prices, what earlier starts spent, the coordinator and
+its summary."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
 from decimal import Decimal
 from typing import Any
 
@@ -24,17 +27,16 @@ from hermes_rl.models.rate.budgets import (
 )
 from hermes_rl.models.rate.coordinator import Coordinator, Summary
 from hermes_rl.models.rate.headers import KINDS
+from hermes_rl.models.rate.share import Share
 from hermes_rl.store.rundir import RunDir
 
 Worst = Callable[[str, int, int], Decimal | None]
 """(model, input tokens, output tokens) -> the most that such calls can have cost, in US dollars;
 None where there is no price."""
 
-_TABLES = ("trajectories", "failures")
-"""Calls of sub-agents stand in their root's row too."""
-
-_DERIVED = ("groups", "grades")
-"""Calls of `score_group` and of regrades: no row of a unit has them."""
+_TABLES = ("trajectories", "failures", "groups", "grades")
+"""Calls of sub-agents are in their root's row too; those of `score_group` and of regrades are in no
+row of a unit."""
 
 _UNKNOWN = ("unknown_input_tokens_max", "unknown_output_tokens_max")
 """Metrics of rows with calls whose usage nobody knows: upper bounds."""
@@ -151,16 +153,23 @@ def as_plain(summary: Summary, budgets: Mapping[str, int]) -> dict[str, Any]:
     return {"rate_limits": lanes, "budgets": spent}
 
 
-def joined(first: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Join two summaries of one start; the later one began with what the first had spent.
+@asynccontextmanager
+async def within_budgets(
+    config: RunConfig, run_dir: RunDir, concurrency: int, summary: dict[str, Any]
+) -> AsyncIterator[Share]:
+    """What is left of the run's budgets, and limiters, for work of the driver's own: scoring groups
+    and grading again. No worker is at work.
 
     Args:
-        later: empty when there was none.
+        concurrency: calls at once, at most.
+        summary: updated at the end, see `as_plain`. Its budgets are those of all starts so far.
     """
-    if not later:
-        return first
-    lanes = [*first.get("rate_limits", ()), *later["rate_limits"]]
-    return {"rate_limits": lanes, "budgets": later["budgets"]}
+    coordinator = await asyncio.to_thread(make_coordinator, config, run_dir, concurrency)
+    try:
+        async with Share("driver", coordinator.budgets).coordinated(coordinator.handle) as share:
+            yield share
+    finally:
+        summary |= as_plain(coordinator.summary(), budgets_of(config))
 
 
 def _per_minute(per_s: float | None) -> float | None:
@@ -186,9 +195,6 @@ def spent_before(
             taken for.
         output_max: the most output tokens of a model's call that named no bound.
     """
-    found: Counter[str] = Counter()
-    with_budgets = (name for budget in budgets if (name := model_of(budget)) is not None)
-    asks = frozenset((*models, *with_budgets))
     if not budgets:
         return {}
     import pyarrow as pa
@@ -196,18 +202,17 @@ def spent_before(
 
     from hermes_rl.store.schema import schema_of
 
+    found: Counter[str] = Counter()
+    names = frozenset((*models, *filter(None, map(model_of, budgets))))
     for table in _TABLES:
+        schema = schema_of(table)
+        columns = [name for name in ("model", "calls", "metrics") if name in schema.names]
         for part in run_dir.parts(table):
-            rows = pq.read_table(part, columns=["model", "calls", "metrics"])
-            _add_known(found, rows, asks, worst)
-            _add_unknown(found, rows, asks, worst, output_max)
-    for table in _DERIVED:
-        for part in run_dir.parts(table):
-            schema = schema_of(table)
-            rows = pq.read_table(part, schema=schema, columns=["calls", "metrics"])
-            rows = rows.append_column("model", pa.array([""] * len(rows), pa.string()))
-            _add_known(found, rows, asks, worst)
-            _add_unknown(found, rows, asks, worst, output_max)
+            rows = pq.read_table(part, schema=schema, columns=columns)
+            if "model" not in columns:
+                rows = rows.append_column("model", pa.array([""] * len(rows), pa.string()))
+            _add_known(found, rows, names, worst)
+            _add_unknown(found, rows, names, worst, output_max)
     return {budget: found[budget] for budget in budgets}
 
 
@@ -243,9 +248,9 @@ def _add_known(found: Counter[str], rows: Any, models: Collection[str], worst: W
     columns |= {"asked": asked, "costed": pc.is_valid(columns["cost_usd"])}
     sums = pa.table(columns).group_by(["model", "asked", "costed"])
     for row in sums.aggregate([(name, "sum") for name in ("cost_usd", *_COUNTS)]).to_pylist():
-        given, made = (row[f"{name}_sum"] or 0 for name in _COUNTS)
-        model, tokens = asked_name(row["model"], row["asked"], models), given + made
-        cost = row["cost_usd_sum"] if row["costed"] else worst(model, given, made)
+        read, made = (row[f"{name}_sum"] or 0 for name in _COUNTS)
+        model, tokens = asked_name(row["model"], row["asked"], models), read + made
+        cost = row["cost_usd_sum"] if row["costed"] else worst(model, read, made)
         usd = round((cost or 0) * NANO)
         found[RUN_TOKENS] += tokens
         found[model_budget(model, "tokens")] += tokens
@@ -269,21 +274,20 @@ def _add_unknown(
         bounds = {m["name"]: int(m["value"]) for m in metrics or () if m["name"] in _UNKNOWN}
         if not bounds:
             continue
-        unknown = _unknown_models(rows["calls"][at].as_py()) or [model]
-        asked_for = {asked_name(name, model, models) for name in unknown}
-        given, made = (bounds.get(name) for name in _UNKNOWN)
+        calls = rows["calls"][at].as_py()
+        unknown = [
+            call["model"]
+            for call in calls
+            if call["outcome"] != "refused" and call["input_tokens"] is None
+        ] or [model]
+        wanted = {asked_name(name, model, models) for name in unknown}
+        read, made = (bounds.get(name) for name in _UNKNOWN)
         if made is None:  # a call named no bound
-            made = len(unknown) * max(map(output_max, asked_for))
-        found[RUN_TOKENS] += (given or 0) + made
+            made = len(unknown) * max(map(output_max, wanted))
         # The bounds are of all unknown calls together; a fallback may be dearer than the model.
-        costs = {
-            asked: math.ceil((worst(asked, given or 0, made) or 0) * NANO) for asked in asked_for
-        }
+        costs = {name: math.ceil((worst(name, read or 0, made) or 0) * NANO) for name in wanted}
+        found[RUN_TOKENS] += (read or 0) + made
         found[RUN_USD] += max(costs.values())
-        for asked, nano in costs.items():
-            found[model_budget(asked)] += nano
-            found[model_budget(asked, "tokens")] += (given or 0) + made
-
-
-def _unknown_models(calls: list[dict[str, Any]]) -> list[str]:
-    return [c["model"] for c in calls if c["outcome"] != "refused" and c["input_tokens"] is None]
+        for name, nano in costs.items():
+            found[model_budget(name)] += nano
+            found[model_budget(name, "tokens")] += (read or 0) + made

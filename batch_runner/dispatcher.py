@@ -12,17 +12,61 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from batch_runner.ports import Listener, WorkerFactory, WorkerHandle, WorkerLost
-from batch_runner.source import RunSource
-from batch_runner.wire import Reply
+from batch_runner.plan import RunSource
+from batch_runner.worker import Reply, writer_name
 from hermes_rl.errors import DiskFull, HermesError, StoreError
 from hermes_rl.ports import WorkItem
 from hermes_rl.store.driver import Driver
 from hermes_rl.store.rundir import NotFenced
+
+
+class WorkerLost(Exception):
+    """The worker died, or was not heard for the lease."""
+
+
+class WorkerHandle(Protocol):
+    """The driver's end of one worker."""
+
+    writer: str
+    """Its name in the journal."""
+
+    async def send(self, item: WorkItem) -> None:
+        """Send it an attempt. Raises: WorkerLost."""
+
+    async def poll(self) -> Reply:
+        """Return what happened since the last poll; waits a few seconds at most. Raises:
+        WorkerLost."""
+
+    async def close(self) -> Reply:
+        """Publish and end; nothing is in flight. Raises: WorkerLost."""
+
+    async def kill(self) -> None:
+        """End it at once; what it had in flight is left to recovery."""
+
+
+StartWorker = Callable[[int, int], Awaitable[WorkerHandle]]
+"""Starts worker number N with a capacity; nothing of it runs on when this raises or is cancelled.
+Raises: HermesError when it cannot be started."""
+
+
+class Listener(Protocol):
+    """Receives what belongs to no receipt."""
+
+    def heard(self, requests: int, throttled: int) -> None:
+        """Model requests since the last time, and how many of them were refused with 429."""
+
+    def lost(self, writer: str, why: str) -> None:
+        """A worker died; its attempts come again."""
+
+    def note(self, text: str) -> None:
+        """One line for people."""
+
+    def fault(self, cause: str, text: str) -> None:
+        """A worker, or the driver's own journal, has stopped for good."""
 
 
 class Pulse:
@@ -123,9 +167,9 @@ class Dispatcher:
     """
 
     def __init__(
-        self, factory: WorkerFactory, driver: Driver, fleet: Fleet, listener: Listener
+        self, start: StartWorker, driver: Driver, fleet: Fleet, listener: Listener
     ) -> None:
-        self._factory = factory
+        self._start_worker = start
         self._driver = driver
         self._fleet = fleet
         self._listener = listener
@@ -249,13 +293,14 @@ class Dispatcher:
         Raises: HermesError when not one worker could be started.
         """
         number = next(self._numbers)
+        writer = writer_name(self._driver.epoch, number)
         try:
             slot.handle = await self._start_in_time(slot, number)
         except HermesError as error:
             slot.failures, slot.refusal = slot.failures + 1, str(error)
-            self._judge_failure(slot, self._factory.writer(number), error)
+            self._judge_failure(slot, writer, error)
         if slot.handle is None:
-            await self._recover(self._factory.writer(number), "worker_lost", source)
+            await self._recover(writer, "worker_lost", source)
         else:
             slot.failures, self._worked = 0, True
         self._changed.set()
@@ -265,7 +310,7 @@ class Dispatcher:
         """None when nothing more is handed out before the worker is up."""
         try:
             async with asyncio.timeout(None) as slot.starting:
-                return await self._factory.start(number, slot.capacity)
+                return await self._start_worker(number, slot.capacity)
         except TimeoutError:
             if not self._ending.is_set():
                 raise
@@ -296,7 +341,7 @@ class Dispatcher:
         handle = slot.handle
         try:
             if await self._listen(slot, handle, source):
-                self._heed(await handle.close())
+                self._note_reply(await handle.close())
             else:
                 slot.in_flight.clear()  # its disk is full: the next start recovers them
                 await handle.kill()
@@ -325,13 +370,13 @@ class Dispatcher:
             for receipt in reply.receipts:
                 if slot.in_flight.pop(receipt.unit_id, None) is not None:
                     await source.receive(receipt)
-            self._heed(reply)
+            self._note_reply(reply)
             if reply.fault is not None:
                 return False
             self._changed.set()
         return True
 
-    def _heed(self, reply: Reply) -> None:
+    def _note_reply(self, reply: Reply) -> None:
         self._listener.heard(reply.requests, reply.throttled)
         if reply.fault is not None:
             self._stop(reply.cause or "harness", reply.fault)

@@ -1,14 +1,18 @@
-"""What a run would do, without doing it: nothing is written, locked or asked, but for a pilot."""
+"""What a run would do, without doing it: nothing is written, locked or asked. And a pilot, which
+runs a few of the units and forecasts what the rest will cost."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import NormalDist, fmean, stdev
 from typing import Any
 
-from batch_runner.pilot import CostForecast, Pilot, forecast_costs
-from batch_runner.plan import Counts, PlanRules, open_reader, refuse_other_dataset, survey
+from batch_runner.plan import Counts, Pilot, Plan, open_reader, refuse_other_dataset
 from batch_runner.progress import Progress
 from batch_runner.report import Report
 from batch_runner.runner import run_batch
@@ -19,6 +23,9 @@ from hermes_rl.store.commit import read_commits
 from hermes_rl.store.driver import refuse_changes
 from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.rundir import RunDir
+from hermes_rl.usage import cost_text
+
+LEVEL = 0.95
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,49 @@ class Forecast:
         return lines
 
 
+@dataclass(frozen=True)
+class Range:
+    """What is expected, with a 95 % prediction interval."""
+
+    expected: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class CostForecast:
+    """What a run will come to cost, from the units that ended."""
+
+    ended: int
+    """Units that the forecast rests on."""
+    open: int
+    """Units that are still to be run."""
+    spent_usd: float | None
+    """None where a call had no price."""
+    spent_tokens: int
+    usd: Range | None
+    """Of the whole run, what is spent included."""
+    tokens: Range | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        begin = f"forecast from {self.ended:,} units, {self.open:,} still to run: "
+        if self.usd is None and self.tokens is None:
+            return [f"{begin}too few have ended to say anything"]
+        parts = ["cost unknown (calls without a price)"]
+        if self.usd is not None:
+            low, high = cost_text(self.usd.low, 0), cost_text(self.usd.high, 0)
+            parts = [f"{cost_text(self.usd.expected, 0)} ({low} to {high})"]
+        if self.tokens is not None:
+            tokens = (self.tokens.expected, self.tokens.low, self.tokens.high)
+            parts.append("{:,.0f} tokens ({:,.0f} to {:,.0f})".format(*tokens))
+        return [f"{begin}{', '.join(parts)}, with 95 % confidence"]
+
+
 def pilot_run(
     config: RunConfig, progress: Progress | None = None
 ) -> tuple[Forecast, Report, CostForecast]:
@@ -87,9 +137,10 @@ async def dry_run(config: RunConfig) -> Forecast:
     run_dir = RunDir(settings.out)
     ledger = await asyncio.to_thread(_ledger, run_dir, settings)
     await asyncio.to_thread(refuse_other_dataset, settings, run_dir, ledger)
-    rules = PlanRules(settings.config_hash, config.agent.base_seed, epoch=0)
-    counts = await survey(reader, rules, ledger)
-    return _forecast(settings, counts, run_dir, len(ledger))
+    plan = Plan(reader, ledger)
+    while not plan.counts.complete:
+        await plan.take()
+    return _forecast(settings, plan.counts, run_dir, len(ledger))
 
 
 def _ledger(run_dir: RunDir, settings: Settings) -> Ledger:
@@ -119,3 +170,63 @@ def _forecast(settings: Settings, counts: Counts, run_dir: RunDir, known: int) -
         left=known - counts.known,
         journal=len(run_dir.writers()),
     )
+
+
+def forecast_costs(run: Path, open_units: int) -> CostForecast:
+    """Forecast from a run directory. Blocking."""
+    from hermes_rl.store.reader import load_run
+
+    usd: dict[str, float] = defaultdict(float)
+    tokens: dict[str, int] = defaultdict(int)
+    priced = True
+    opened = load_run(run)
+    for table in ("trajectories", "failures"):
+        columns = ["unit_id", "cost_usd", "unpriced_calls", "usage"]
+        for row in opened.arrow(table, columns).to_pylist():
+            usd[row["unit_id"]] += row["cost_usd"] or 0.0
+            tokens[row["unit_id"]] += row["usage"]["total_tokens"] or 0
+            priced = priced and not row["unpriced_calls"]
+    return CostForecast(
+        ended=len(tokens),
+        open=open_units,
+        spent_usd=sum(usd.values()) if priced else None,
+        spent_tokens=sum(tokens.values()),
+        usd=predict(list(usd.values()), open_units) if priced else None,
+        tokens=predict(list(tokens.values()), open_units),
+    )
+
+
+def predict(known: Sequence[float], more: int) -> Range | None:
+    """The sum of known values and of so many more like them; None for fewer than two known.
+
+    The interval is that of a sum of `more` new values from the same distribution: mean * more plus
+    or minus t * s * sqrt(more + more^2 / n).
+    """
+    count = len(known)
+    if count < 2:
+        return None
+    spent, mean = sum(known), fmean(known)
+    half = student_t(count - 1) * stdev(known) * math.sqrt(more + more * more / count)
+    expected = spent + mean * more
+    return Range(expected, max(spent, expected - half), expected + half)
+
+
+def student_t(freedom: int, level: float = LEVEL) -> float:
+    """The two-sided quantile of Student's t; within half a percent from 4 degrees of freedom on.
+
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions (1964), 26.7.5; exact for 1
+    and 2 degrees of freedom.
+    """
+    upper = 1 - (1 - level) / 2
+    if freedom == 1:
+        return math.tan(math.pi * (upper - 0.5))
+    if freedom == 2:
+        return (2 * upper - 1) * math.sqrt(2 / (4 * upper * (1 - upper)))
+    z = NormalDist().inv_cdf(upper)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return math.fsum((z, *(term / freedom**power for power, term in enumerate(terms, start=1))))

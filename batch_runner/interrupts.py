@@ -93,17 +93,3 @@ class Interrupts:
             self._first()
         else:
             self._second()
-
-
-def stopping(running: int, *, unanswered: bool) -> str:
-    """What a run says to the first signal.
-
-    Args:
-        running: rollouts in flight.
-        unanswered: none of their calls was ever answered.
-    """
-    if unanswered:
-        return f"stopping: {running} rollouts without any answer are cancelled"
-    if running:
-        return f"stopping: {running} running rollouts end first (Ctrl-C again stops at once)"
-    return "stopping"

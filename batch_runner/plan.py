@@ -1,22 +1,39 @@
-"""Which attempts are to be made: the dataset's units in order, minus those that need none."""
+"""Which attempts are to be made: the dataset's units in order, minus those that need none; then the
+retries, and the breaker that stops a run.
+
+A unit is handed out only while it is open and not in flight, only receipts change the ledger, and
+once a run is stopped nothing more is handed out.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import heapq
+import itertools
+import math
+import random
 import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from batch_runner.manifest import read_manifest
+from batch_runner.progress import Sink
+from batch_runner.report import Stop
 from batch_runner.settings import Settings
-from batch_runner.units import Unit, UnitReader
-from hermes_rl.config import RunConfig, is_rows_file
-from hermes_rl.errors import UserError
-from hermes_rl.identity import group_id, unit_seed
-from hermes_rl.ports import WorkItem
-from hermes_rl.sources import read_rows
+from hermes_rl.config import DatasetSection, RunConfig, is_rows_file
+from hermes_rl.errors import CAUSES, UserError
+from hermes_rl.identity import group_id, unit_id, unit_key, unit_seed
+from hermes_rl.ports import Receipt, WorkItem
+from hermes_rl.sources import BUNDLED, bundled_path, read_rows
+from hermes_rl.store.driver import Driver
 from hermes_rl.store.ledger import LOST_WORKERS_MAX, Ledger
 from hermes_rl.store.rundir import RunDir
+from hermes_rl.tasks import LazyRow, TaskRow
 
 ALONE_AFTER = LOST_WORKERS_MAX - 1
 """After so many lost workers, which may have died of a neighbour, a unit runs alone in a fresh one:
@@ -27,6 +44,153 @@ _REMOTE_ROWS = 1000
 
 _STEP = 256
 """Units looked up in one go: well under a millisecond of the loop."""
+
+
+RETRY_FIRST_S = 0.5
+RETRY_MAX_S = 30.0
+"""A failed unit waits before its next attempt: from the first value, doubling, to the second."""
+
+
+class OccurrenceCounter:
+    """Counts equal digests; 16 bytes of each are kept, so that a million rows take about 100 MB.
+
+    Only digests that come again get an entry in a dictionary.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[bytes] = set()
+        self._again: dict[bytes, int] = {}
+
+    def next(self, digest: str) -> int:
+        """The occurrence of this digest (hex, at least 32 digits): 0 for the first."""
+        key = bytes.fromhex(digest[:32])
+        before = len(self._seen)
+        self._seen.add(key)
+        if len(self._seen) > before:
+            return 0
+        self._again[key] = self._again.get(key, 0) + 1
+        return self._again[key]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One unit of the dataset that is not known to be done."""
+
+    unit_id: str
+    row: TaskRow
+    occurrence: int
+    """Of the row among identical rows."""
+    repeat: int
+
+
+Done = Callable[[bytes], bool]
+"""Whether the unit of a `unit_key` is done. Called on the reader's thread."""
+
+
+class UnitReader:
+    """Reads a dataset's units lazily. Blocking and for one thread at a time.
+
+    The task of a row whose units are all done is never made. Memory: one short digest per row that
+    was read, and a number for one with repeats of its own.
+    """
+
+    def __init__(
+        self, rows: Iterable[LazyRow], config_hash: str, repeats: int, name: str = "rows"
+    ) -> None:
+        self.rows = 0
+        self.bad_rows = 0
+        self.passed = 0
+        """Units that went by because they and all repeats of their row are done."""
+        self.ended = False
+        self._name = name
+        self.config_hash = config_hash
+        self._repeats = repeats
+        self._seen = OccurrenceCounter()
+        self._rows = iter(rows)
+        self._own_members: dict[int, int] = {}
+        """Units of rows that have another number of them than the dataset's."""
+        self._units: Iterator[Unit] = iter(())
+        """What is left of the row that was read last."""
+
+    def prime(self) -> None:
+        """Read the first row, so that a dataset that cannot be read shows before anything starts.
+
+        Raises: UserError for no such dataset, an unknown kind, no rows, or no `prompt`.
+        """
+        first = next(self._rows, None)
+        if first is None:
+            raise UserError(f"{self._name}: the dataset holds no rows. Check the file, or --limit")
+        self._rows = itertools.chain((first,), self._rows)
+        _refuse_unmapped(first.parse())
+
+    def take(self, wanted: int, seconds: float = 0.25, done: Done | None = None) -> list[Unit]:
+        """The next units: at most `wanted`, fewer or none when that takes too long.
+
+        Args:
+            done: rows of which all units are so are passed over, and counted in `passed`.
+
+        Raises: UserError when the dataset cannot be read.
+        """
+        deadline = time.monotonic() + seconds
+        taken = list(itertools.islice(self._units, wanted))
+        for row in itertools.islice(self._rows, None if len(taken) < wanted else 0):
+            if passed := self._read(row, done):
+                self.passed += passed
+            else:
+                taken += itertools.islice(self._units, wanted - len(taken))
+                if len(taken) >= wanted:
+                    return taken
+            if time.monotonic() > deadline:
+                return taken
+        self.ended = len(taken) < wanted
+        return taken
+
+    def members_of(self, row_index: int) -> int | None:
+        """How many units a row has; None for one that was not read."""
+        read = row_index < self.rows
+        return self._own_members.get(row_index, self._repeats) if read else None
+
+    def _read(self, row: LazyRow, done: Done | None) -> int:
+        """Take up a row: its units are next, unless they are done; then returns how many."""
+        self.rows += 1
+        task_hash = row.task_hash
+        occurrence = self._seen.next(task_hash)
+        if done is not None and row.quick:
+            members = self._note(row, row.repeats) if row.repeats else self._repeats
+            for repeat in range(members):
+                if not done(unit_key(self.config_hash, task_hash, occurrence, repeat)):
+                    break
+            else:
+                return members
+        parsed = row.parse()
+        if parsed.task_hash != task_hash:  # nested too deep for the long way
+            occurrence = self._seen.next(parsed.task_hash)
+        if row.index == 0:
+            _refuse_unmapped(parsed)
+        self.bad_rows += parsed.task is None
+        # A bad row is one failed unit, however often it was meant to run.
+        members = self._note(row, 1 if parsed.task is None else parsed.repeats or self._repeats)
+        self._units = self._members(parsed, occurrence, members)
+        return 0
+
+    def _note(self, row: LazyRow, members: int) -> int:
+        if members != self._repeats:
+            self._own_members[row.index] = members
+        return members
+
+    def _members(self, row: TaskRow, occurrence: int, members: int) -> Iterator[Unit]:
+        for repeat in range(members):
+            unit = unit_id(self.config_hash, row.task_hash, occurrence, repeat)
+            yield Unit(unit, row, occurrence, repeat)
+
+
+def _refuse_unmapped(first: TaskRow) -> None:
+    """A first row without a prompt means wrong column names, not one bad row.
+
+    Raises: UserError, before anything is run.
+    """
+    if first.error is not None and first.error.startswith("no column 'prompt'"):
+        raise UserError(f"{first.place}: {first.error}")
 
 
 @dataclass
@@ -49,14 +213,36 @@ class Counts:
         return self.units - self.done - self.given_up
 
 
-@dataclass(frozen=True)
-class PlanRules:
-    """What a unit's attempt is given beside the unit itself."""
+PILOT_SHARE = 0.01
+PILOT_LEAST = 5
+"""A pilot runs a hundredth of the units, but not fewer than these."""
 
-    config_hash: str
-    seed: int
-    """The configuration's; a unit's own derives from it."""
-    epoch: int
+
+@dataclass(frozen=True)
+class Pilot:
+    """Which of the open units a pilot runs: one in `every`, until there are enough."""
+
+    every: int
+    units: int
+
+    @classmethod
+    def of(cls, units: int, ended: int) -> Pilot:
+        """The pilot of a run.
+
+        Args:
+            units: of the dataset.
+            ended: done or given up before: they are known already, and count.
+        """
+        wanted = min(units, max(PILOT_LEAST, math.ceil(PILOT_SHARE * units)))
+        missing = max(0, wanted - ended)
+        return cls(every=max(1, (units - ended) // missing) if missing else 1, units=missing)
+
+    def picks(self, place: int) -> bool:
+        """Whether the open unit at this place is run: a random one of each `every` in a row,
+        because a dataset may be periodic."""
+        block, within = divmod(place, self.every)
+        drawn = hashlib.sha256(f"pilot,{block}".encode()).digest()
+        return within == int.from_bytes(drawn[:8]) % self.every
 
 
 class Plan:
@@ -65,14 +251,27 @@ class Plan:
     Args:
         reader: the dataset's units.
         ledger: what is known of units; only read here.
+        seed: the configuration's; a unit's own derives from it.
+        pilot: holds back all units but its own.
     """
 
-    def __init__(self, reader: UnitReader, rules: PlanRules, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        reader: UnitReader,
+        ledger: Ledger,
+        *,
+        epoch: int = 0,
+        seed: int = 0,
+        pilot: Pilot | None = None,
+    ) -> None:
         self.counts = Counts()
+        self.pilot = pilot
         self._reader = reader
-        self._rules = rules
         self._ledger = ledger
+        self._epoch = epoch
+        self._seed = seed
         self._passed = 0
+        self._open = self._picked = 0
 
     async def take(self) -> list[WorkItem]:
         """Some next open units; maybe none, until `counts.complete`. Raises: UserError."""
@@ -84,10 +283,17 @@ class Plan:
         self.counts.units += passed
         self.counts.known += passed
         self.counts.done += passed
-        self.counts.rows = self._reader.rows
-        self.counts.bad_rows = self._reader.bad_rows
-        self.counts.complete = self._reader.ended
-        return items
+        self.counts.rows = reader.rows
+        self.counts.bad_rows = reader.bad_rows
+        self.counts.complete = reader.ended
+        return items if self.pilot is None else [i for i in items if self._pick(self.pilot)]
+
+    def _pick(self, pilot: Pilot) -> bool:
+        """Whether the pilot runs the next open unit."""
+        picked = self._picked < pilot.units and pilot.picks(self._open)
+        self._open += 1
+        self._picked += picked
+        return picked
 
     def members_of(self, row_index: int) -> int | None:
         """How many units a row of the dataset has; None for one that was not read yet."""
@@ -105,21 +311,18 @@ class Plan:
                 case "given_up":
                     self.counts.given_up += 1
                     return None
-        return self._work(unit, attempt)
-
-    def _work(self, unit: Unit, attempt: int) -> WorkItem:
-        rules, row = self._rules, unit.row
+        row = unit.row
         return WorkItem(
             unit_id=unit.unit_id,
-            group_id=group_id(rules.config_hash, row.task_hash, unit.occurrence),
-            epoch=rules.epoch,
+            group_id=group_id(self._reader.config_hash, row.task_hash, unit.occurrence),
+            epoch=self._epoch,
             attempt=attempt,
             repeat=unit.repeat,
             row_index=row.index,
             task_id=row.task.id if row.task else row.raw_id or row.task_hash[:12],
             task=row.task,
             task_hash=row.task_hash,
-            seed=unit_seed(rules.seed, unit.unit_id),
+            seed=unit_seed(self._seed, unit.unit_id),
             enqueued_at=time.time(),
             bad_row=f"{row.place}: {row.error}" if row.task is None else None,
             alone=self._ledger.lost_workers(unit.unit_id) >= ALONE_AFTER,
@@ -129,13 +332,18 @@ class Plan:
 
 def open_reader(settings: Settings) -> UnitReader:
     """The units of the run's dataset, or of its environment's tasks."""
-    dataset = settings.config.dataset
-    if settings.opened is not None:
-        from hermes_rl.rl.loading import env_rows
+    if settings.opened is None:
+        return _dataset_reader(settings, settings.config.dataset.limit)
+    from hermes_rl.rl.loading import env_rows
 
-        rows = env_rows(settings.opened, dataset.limit)
-    else:
-        rows = read_rows(dataset.path, columns=dataset.map, limit=dataset.limit)
+    dataset = settings.config.dataset
+    rows = env_rows(settings.opened, dataset.limit)
+    return UnitReader(rows, settings.config_hash, dataset.repeats, dataset.path)
+
+
+def _dataset_reader(settings: Settings, limit: int | None) -> UnitReader:
+    dataset = settings.config.dataset
+    rows = read_rows(dataset.path, columns=dataset.map, limit=limit)
     return UnitReader(rows, settings.config_hash, dataset.repeats, dataset.path)
 
 
@@ -166,9 +374,7 @@ def refuse_other_dataset(settings: Settings, run_dir: RunDir, ledger: Ledger) ->
     if settings.opened is not None or not len(ledger) or (dataset.path == before and not local):
         return  # an environment has its own tasks; the hub is not asked twice for one dataset
     limit = None if local else _REMOTE_ROWS  # with a lower --limit it is still the same dataset
-    rows = read_rows(dataset.path, columns=dataset.map, limit=limit)
-    reader = UnitReader(rows, settings.config_hash, dataset.repeats, dataset.path)
-    if not _shares_units(reader, ledger):
+    if not _shares_units(_dataset_reader(settings, limit), ledger):
         made_from = "other rows of it" if dataset.path == before else before or "another dataset"
         raise UserError(
             f"no unit of {dataset.path} is in {settings.out}, which was made from {made_from}. "
@@ -177,11 +383,7 @@ def refuse_other_dataset(settings: Settings, run_dir: RunDir, ledger: Ledger) ->
 
 
 def _shares_units(reader: UnitReader, ledger: Ledger) -> bool:
-    """Whether the run knows any unit of a dataset, which is read up to the first such unit.
-    Blocking.
-
-    Raises: UserError when the dataset cannot be read.
-    """
+    """Whether the run knows any unit of a dataset, which is read up to the first such unit."""
     while not reader.ended:
         units = reader.take(_STEP, done=ledger.is_done)
         if reader.passed or any(ledger.next_attempt(unit.unit_id) for unit in units):
@@ -189,9 +391,163 @@ def _shares_units(reader: UnitReader, ledger: Ledger) -> bool:
     return False
 
 
-async def survey(reader: UnitReader, rules: PlanRules, ledger: Ledger) -> Counts:
-    """Count the units of a dataset without running one. Raises: UserError."""
-    plan = Plan(reader, rules, ledger)
-    while not plan.counts.complete:
-        await plan.take()
-    return plan.counts
+class RunSource:
+    """Hands out the plan's attempts and the retries; takes receipts back.
+
+    Args:
+        window: waiting retries beyond this hold the plan back, so that memory stays bounded.
+    """
+
+    def __init__(self, plan: Plan, driver: Driver, sink: Sink, *, window: int = 1024) -> None:
+        self.stop: Stop | None = None
+        self.in_flight: dict[str, WorkItem] = {}
+        """By unit id."""
+        self._plan = plan
+        self._driver = driver
+        self._sink = sink
+        self._window = window
+        self._buffer: deque[WorkItem] = deque()
+        self._retries: list[tuple[float, int, WorkItem]] = []
+        self._order = itertools.count()
+        self._changed = asyncio.Event()
+        self._stopped = asyncio.Event()
+        self._left: str | None = None
+        """Why units were left to the next start."""
+
+    def halt(self, stop: Stop) -> None:
+        """Hand out nothing more. The first reason stands."""
+        self.stop = self.stop or stop
+        self._stopped.set()
+        self._changed.set()
+
+    async def stopped(self) -> None:
+        """Return once the run is to stop."""
+        await self._stopped.wait()
+
+    async def has_work(self) -> bool:
+        """Whether there is an attempt to make; where there is none, no worker is started."""
+        while not self._buffer and not self._plan.counts.complete and self.stop is None:
+            await self._read()
+        return bool(self._buffer)
+
+    async def fewer_than(self, units: int, seconds: float) -> bool:
+        """Whether fewer attempts are to be made. Reads no further than that takes, and not longer
+        than `seconds`: then it is False."""
+        until = time.monotonic() + seconds
+        while len(self._buffer) < units and not self._plan.counts.complete and self.stop is None:
+            if time.monotonic() > until:
+                return False
+            await self._read()
+        return len(self._buffer) < units
+
+    async def next(self) -> WorkItem | None:
+        """The next attempt; waits while some may still come; None when done or stopped."""
+        while self.stop is None:
+            item = self._due_retry() or (self._buffer.popleft() if self._buffer else None)
+            if item is not None:
+                self.in_flight[item.unit_id] = item
+                return item
+            if not self._plan.counts.complete and len(self._retries) < self._window:
+                await self._read()
+            elif self._retries or self.in_flight:
+                await self._wait()
+            elif self._left is not None:
+                self.halt(Stop("worker_lost", self._left))
+            else:
+                return None
+        return None
+
+    async def receive(self, receipt: Receipt) -> None:
+        """Take a receipt: the unit is done, given up, tried again, or stops the run."""
+        item = self.in_flight.pop(receipt.unit_id, None)
+        disposition = self._driver.receive(receipt)
+        self._sink.receive(receipt, disposition)
+        consequence = CAUSES[receipt.cause] if receipt.cause else None
+        if consequence is not None and consequence.breaker:
+            self.halt(Stop(receipt.cause or "", receipt.error or receipt.cause or ""))
+        elif item is not None and disposition == "open" and _again(receipt.cause):
+            self._retry(item, receipt.cause or "")
+        self._changed.set()
+
+    async def _read(self) -> None:
+        """Read on in the dataset. When it cannot be read, the run stops: what runs ends first."""
+        try:
+            self._buffer.extend(await self._plan.take())
+        except UserError as error:
+            self.halt(Stop("dataset", str(error)))
+
+    async def leave(self, unit_id: str, reason: str) -> None:
+        """An attempt was sent or waits, and will have no receipt in this run: its unit is left to
+        the next start, and the run stops once there is no other work."""
+        self.in_flight.pop(unit_id, None)
+        self._left = self._left or reason
+        self._changed.set()
+
+    def _retry(self, item: WorkItem, cause: str) -> None:
+        unit, ledger = item.unit_id, self._driver.ledger
+        lost = cause in ("worker_lost", "driver_lost")
+        wait = 0.0 if lost else _backoff(ledger.counted_failures(unit))
+        again = msgspec.structs.replace(
+            item,
+            attempt=ledger.next_attempt(unit),
+            alone=ledger.lost_workers(unit) >= ALONE_AFTER,
+            fatal_commands=ledger.fatal_commands(unit),
+            enqueued_at=time.time() + wait,
+        )
+        due = time.monotonic() + wait
+        heapq.heappush(self._retries, (due, next(self._order), again))
+
+    def _due_retry(self) -> WorkItem | None:
+        if self._retries and self._retries[0][0] <= time.monotonic():
+            return heapq.heappop(self._retries)[2]
+        return None
+
+    async def _wait(self) -> None:
+        """Until something changes or the next retry is due."""
+        self._changed.clear()
+        due = self._retries[0][0] - time.monotonic() if self._retries else None
+        try:
+            async with asyncio.timeout(None if due is None else max(0.0, due)):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+
+def _again(cause: str | None) -> bool:
+    """Whether this run tries the unit again: what the operator ended waits for the next start."""
+    return cause is not None and CAUSES[cause].retry and CAUSES[cause].owner != "operator"
+
+
+def _backoff(failures: int) -> float:
+    ceiling = min(RETRY_MAX_S, RETRY_FIRST_S * 2.0 ** max(0, failures - 1))
+    return ceiling * random.uniform(0.5, 1.0)
+
+
+_BLOCK = 1 << 20
+
+
+def estimate_units(dataset: DatasetSection) -> int | None:
+    """Rows times repeats; None for what cannot be counted cheaply. Blocking.
+
+    Rows with repeats of their own are counted with the run's.
+    """
+    if dataset.path.startswith("env:"):
+        return dataset.limit * dataset.repeats if dataset.limit else None
+    path = Path(dataset.path).expanduser()
+    if dataset.path in BUNDLED and not path.exists():
+        path = bundled_path(dataset.path)
+    rows = _rows(path) if path.is_file() else None
+    if rows is None:
+        return None
+    return min(rows, dataset.limit or rows) * dataset.repeats
+
+
+def _rows(path: Path) -> int | None:
+    if path.suffix.lower() in (".jsonl", ".ndjson"):
+        with path.open("rb") as file:
+            return sum(block.count(b"\n") for block in iter(lambda: file.read(_BLOCK), b""))
+    if path.suffix.lower() == ".parquet":
+        import pyarrow.parquet as pq
+
+        return int(pq.read_metadata(path).num_rows)
+    return None

@@ -1,4 +1,5 @@
-"""Workers on Ray: a cluster of this machine's own, one that is already there, or RAY_ADDRESS.
+"""Starts workers: in this process, or as Ray actors (a cluster of this machine's own, one that is
+already there, or RAY_ADDRESS).
 
 Ray is imported inside functions: importing it alone already changes the process's environment.
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
+import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,19 +19,32 @@ from typing import Any
 
 import msgspec
 
-from batch_runner.actor import Started, WorkerActor
-from batch_runner.ports import WorkerLost
-from batch_runner.warden import Warden
-from batch_runner.wire import NAMESPACE, Reply, WorkerSpec, decode_reply, encode_item, encode_spec
-from hermes_rl.errors import UserError
+from batch_runner.dispatcher import StartWorker, WorkerLost
+from batch_runner.settings import Settings
+from batch_runner.worker import (
+    Reply,
+    Worker,
+    WorkerSpec,
+    carry_reports,
+    open_worker,
+    raise_failure,
+)
+from hermes_rl.errors import HermesError, UserError
 from hermes_rl.models.rate.coordinator import Coordinator
-from hermes_rl.models.rate.share import Grant, decode_report, encode
+from hermes_rl.models.rate.share import Grant, Report, decode_grant, decode_report, encode
 from hermes_rl.ports import WorkItem
+from hermes_rl.sandboxes import processes
 
 _log = logging.getLogger(__name__)
 
+NAMESPACE = "hermes_rl"
+"""Of our actors in a Ray cluster."""
+
 START_S = 120.0
-"""A worker that does not stand after this time has no room in the cluster."""
+"""A cluster that has not started a worker after this time has no resources for it."""
+
+GATHER_S = 0.01
+"""Receipts that come within this time of the first travel together."""
 
 OBJECT_STORE_BYTES = 100 * 2**20
 """Receipts are small and items too: nothing of ours needs Ray's object store."""
@@ -37,12 +53,97 @@ WORKER_BYTES = 250 * 2**20
 ROLLOUT_BYTES = 3 * 2**20
 """Memory that an actor declares: its own, and for each rollout in flight."""
 
-_HEAD = "node:__internal_head__"
-
 KEEP_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
 """By default an actor that Ray ends kills its child processes first. For a moment it then sees its
 sandboxes and verifiers die, and would record that as their end. The watchdog of the sandboxes ends
 them once the actor is gone."""
+
+_HEAD = "node:__internal_head__"
+
+decode_item = msgspec.msgpack.Decoder(WorkItem).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+@contextmanager
+def open_pool(
+    settings: Settings, spec: WorkerSpec, coordinator: Coordinator
+) -> Iterator[StartWorker]:
+    """Open what starts a run's workers: this process, or a Ray cluster.
+
+    Args:
+        spec: of every worker, but for its number and its capacity.
+    """
+    if settings.workers:
+        with connected(settings.workers) as watchdog:
+            pool = RayPool(spec, settings.workers, coordinator, watchdog, settings.keys)
+            yield pool.start
+        return
+
+    async def start(worker: int, capacity: int) -> Worker:
+        own = msgspec.structs.replace(spec, worker=worker, capacity=capacity)
+        return await open_worker(own, coordinator, settings.keys, settings.hosts)
+
+    yield start
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    """An actor's answer to its start."""
+
+    pid: int
+    host: str
+    fault: str | None = None
+    """Why it could not start, for people."""
+
+
+class WorkerActor:
+    """A worker as a Ray actor. Never restarted and never retried by Ray: the driver recovers what a
+    dead actor left. It ends by itself when it does not hear its driver for the lease, and publishes
+    nothing then."""
+
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self, spec: bytes, keys: dict[str, str]) -> bytes:
+        """Open the worker; returns `Started`."""
+        fault = None
+        try:
+            decoded = msgspec.msgpack.decode(spec, type=WorkerSpec)
+            self._worker = await open_worker(decoded, keys=keys)
+            self._watch = asyncio.create_task(self._outlive_driver())
+        except HermesError as error:
+            fault = str(error)
+        return encode(Started(pid=os.getpid(), host=socket.gethostname(), fault=fault))
+
+    async def send(self, item: bytes) -> None:
+        """Start an attempt."""
+        await self._opened().send(decode_item(item))
+
+    async def poll(self, wait_s: float) -> bytes:
+        """Return receipts since the last poll; waits a while for some. Also the heartbeat."""
+        return encode(await self._opened().poll(wait_s, GATHER_S))
+
+    async def share(self, grant: bytes) -> bytes:
+        """Follow a grant of the coordinator; return the next report."""
+        share = self._opened().share
+        share.take_grant(decode_grant(grant))
+        return encode(await share.next_report())
+
+    async def close(self) -> bytes:
+        """Publish what is finished and let the journal go."""
+        if self._watch is not None:
+            self._watch.cancel()  # publishing may take longer than a lease
+        return encode(await self._opened().close())
+
+    def _opened(self) -> Worker:
+        assert self._worker is not None
+        return self._worker
+
+    async def _outlive_driver(self) -> None:
+        await self._opened().outlive_driver()
+        await self._opened().kill()
+        # Nobody listens any more, and Ray would keep the process for a driver that may be gone.
+        os._exit(1)
 
 
 @dataclass
@@ -50,55 +151,48 @@ class RayWorker:
     """The driver's end of one actor."""
 
     actor: Any
-    spec: WorkerSpec
-    coordinator: Coordinator
-    _sharing: asyncio.Task[None] | None = None
-
-    @property
-    def writer(self) -> str:
-        """Its name in the journal."""
-        return self.spec.writer
+    writer: str
+    lease_s: float
+    sharing: asyncio.Task[None] | None = None
+    """Carries its reports to the coordinator, and grants back."""
 
     async def send(self, item: WorkItem) -> None:
-        """Give it an attempt. When the actor is dead the next poll says so."""
-        self.actor.send.remote(encode_item(item))
+        """Send it an attempt. When the actor is dead, the next poll raises."""
+        self.actor.send.remote(encode(item))
 
     async def poll(self) -> Reply:
-        """What happened since the last poll. Raises: WorkerLost."""
+        """Return what happened since the last poll. Raises: WorkerLost."""
         from ray.exceptions import RayError
 
-        if self._sharing is not None and self._sharing.done() and not self._sharing.cancelled():
-            self._sharing.result()  # raises: without grants the worker would wait for ever
-        lease = self.spec.lease_s
+        raise_failure(self.sharing)
         try:
-            async with asyncio.timeout(lease):
-                return decode_reply(await self.actor.poll.remote(lease / 6))
-        except TimeoutError:
+            async with asyncio.timeout(self.lease_s):
+                return decode_reply(await self.actor.poll.remote(self.lease_s / 6))
+        except (TimeoutError, RayError) as error:
+            # A report after its loss would give it slots that nobody returns.
             self._stop_sharing()
-            raise WorkerLost(f"not heard for {lease:g} s") from None
-        except RayError as error:
-            self._stop_sharing()
-            raise WorkerLost(_line(error)) from None
+            silent = isinstance(error, TimeoutError)
+            why = f"not heard for {self.lease_s:g} s" if silent else _line(error)
+            raise WorkerLost(why) from None
 
-    def share(self) -> None:
-        """Carry its reports to the coordinator from now on, and grants back."""
-        self._sharing = asyncio.create_task(self._share())
-
-    async def _share(self) -> None:
+    def share(self, coordinator: Coordinator) -> None:
+        """Exchange reports and grants with the coordinator from now on."""
         from ray.exceptions import RayError
 
-        grant, leaving = Grant(), False
-        while not leaving:
+        async def exchange(grant: Grant) -> Report:
+            return decode_report(await self.actor.share.remote(encode(grant)))
+
+        async def carry() -> None:
             try:
-                report = decode_report(await self.actor.share.remote(encode(grant)))
-            except RayError:  # the next poll says so
-                return
-            grant, leaving = self.coordinator.handle(report), report.leaving
+                await carry_reports(exchange, coordinator)
+            except RayError:  # the next poll meets it too
+                pass
+
+        self.sharing = asyncio.create_task(carry())
 
     def _stop_sharing(self) -> None:
-        """A report after its loss would give it slots that nobody returns."""
-        if self._sharing is not None:
-            self._sharing.cancel()
+        if self.sharing is not None:
+            self.sharing.cancel()
 
     async def close(self) -> Reply:
         """Publish and end, however long that takes, as long as the worker is heard meanwhile.
@@ -110,7 +204,7 @@ class RayWorker:
         closing = asyncio.ensure_future(self.actor.close.remote())
         closing.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         try:
-            while not (await asyncio.wait((closing,), timeout=self.spec.lease_s / 6))[0]:
+            while not (await asyncio.wait((closing,), timeout=self.lease_s / 6))[0]:
                 await self.poll()
             reply = decode_reply(closing.result())
         except RayError as error:
@@ -129,52 +223,47 @@ class RayWorker:
 
 
 @dataclass(frozen=True)
-class RayFactory:
+class RayPool:
     """Starts actors, spread over the nodes of the cluster."""
 
     spec: WorkerSpec
     workers: int
     coordinator: Coordinator
     """Of the run's rates and budgets."""
-    warden: Warden | None
+    watchdog: Watchdog | None
     """Ends the processes of this machine's own cluster when the driver is killed."""
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     """API keys by variable: workers of a cluster do not have this process's environment."""
 
-    def writer(self, worker: int) -> str:
-        """The name of a worker in the journal."""
-        return msgspec.structs.replace(self.spec, worker=worker).writer
-
     async def start(self, worker: int, capacity: int) -> RayWorker:
-        """Raises: UserError when the cluster has no room, or the worker cannot do its work."""
+        """Raises: UserError when the cluster has no resources for it, or it cannot work."""
         spec = msgspec.structs.replace(self.spec, worker=worker, capacity=capacity)
-        handle = RayWorker(self._actor(worker, capacity), spec, self.coordinator)
+        handle = RayWorker(self._actor(worker, capacity), spec.writer, spec.lease_s)
         try:
-            started = await self._open(handle)
-            self._check(handle, started)
+            started = await self._open(handle.actor, spec)
+            self._check(spec, started)
         except BaseException:
             await handle.kill()
             raise
-        if self.warden is not None:
-            self.warden.watch(started.pid)
-        handle.share()
+        if self.watchdog is not None:
+            self.watchdog.watch(started.pid)
+        handle.share(self.coordinator)
         return handle
 
-    async def _open(self, handle: RayWorker) -> Started:
+    async def _open(self, actor: Any, spec: WorkerSpec) -> Started:
         from ray.exceptions import RayError
 
-        worker = handle.spec.worker
         try:
             async with asyncio.timeout(START_S):
-                opening = handle.actor.start.remote(encode_spec(handle.spec), dict(self.keys))
-                return msgspec.msgpack.decode(await opening, type=Started)
+                answer = await actor.start.remote(encode(spec), dict(self.keys))
+                return msgspec.msgpack.decode(answer, type=Started)
         except TimeoutError:
             raise UserError(
-                f"Ray did not start worker {worker} within {START_S:g} s: the cluster has no room. "
-                "Give it a node, or use --workers 0"
+                f"Ray did not start worker {spec.worker} within {START_S:g} s: the cluster has no "
+                "room. Give it a node, or use --workers 0"
             ) from None
         except RayError as error:
-            raise UserError(f"worker {worker} could not be started: {_line(error)}") from None
+            raise UserError(f"worker {spec.worker} could not be started: {_line(error)}") from None
 
     def _actor(self, worker: int, capacity: int) -> Any:
         import ray
@@ -188,15 +277,15 @@ class RayFactory:
             "max_task_retries": 0,
             "scheduling_strategy": _strategy(worker),
         }
-        if self.warden is None:  # a Ray that we did not start, so not with this setting
+        if self.watchdog is None:  # a Ray that we did not start, so not with this setting
             options["runtime_env"] = {"env_vars": KEEP_CHILDREN}
         return ray.remote(WorkerActor).options(**options).remote()
 
-    def _check(self, handle: RayWorker, started: Started) -> None:
+    def _check(self, spec: WorkerSpec, started: Started) -> None:
         fault = started.fault
-        alive = Path(self.spec.run_path) / "journal" / handle.writer / "alive"
+        alive = Path(spec.run_path) / "journal" / spec.writer / "alive"
         if fault is None and not alive.exists():
-            fault = f"it writes to another {self.spec.run_path}: choose --out on shared storage"
+            fault = f"it writes to another {spec.run_path}: choose --out on shared storage"
         if fault is not None:
             here = os.uname().nodename == started.host
             raise UserError(fault if here else f"worker on {started.host}: {fault}")
@@ -221,7 +310,7 @@ def _line(error: BaseException) -> str:
 
 
 @contextmanager
-def connected(workers: int) -> Iterator[Warden | None]:
+def connected(workers: int) -> Iterator[Watchdog | None]:
     """Ray, for as long as this is entered. One that was there before is used and left as it is.
 
     Blocking for some seconds; entered on the main thread where there is a choice.
@@ -232,55 +321,49 @@ def connected(workers: int) -> Iterator[Warden | None]:
     if ray.is_initialized():
         yield None
         return
-    warden = None
+    quiet = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
+    watchdog = None
     try:
-        if os.environ.get("RAY_ADDRESS"):
-            _reach()
+        if address := os.environ.get("RAY_ADDRESS"):
+            try:
+                ray.init(**quiet)
+            except Exception as error:  # Ray raises bare ones too
+                fix = "Correct it, or unset it for a Ray of this machine"
+                raise _refusal(f"reach RAY_ADDRESS {address}", error, fix) from None
         else:
-            warden = _start(workers)
-        yield warden
+            watchdog = _start(workers, quiet)
+        yield watchdog
     finally:
         ray.shutdown()
-        if warden is not None:
-            warden.close()
+        if watchdog is not None:
+            watchdog.close()
 
 
-def _reach() -> None:
-    """Connect to RAY_ADDRESS. Raises: UserError."""
-    import ray
-
-    try:
-        ray.init(**_quiet())
-    except Exception as error:  # Ray raises bare ones too
-        what = f"reach RAY_ADDRESS {os.environ['RAY_ADDRESS']}"
-        raise _refusal(what, error, "Correct it, or unset it for a Ray of this machine") from None
-
-
-def _start(workers: int) -> Warden:
-    """A Ray of this machine. Raises: UserError.
+def _start(workers: int, quiet: dict[str, Any]) -> Watchdog:
+    """Start a Ray of this machine. Raises: UserError.
 
     On a busy machine it may miss Ray's own limits (30 s for its raylet): it gets a second chance.
     """
     try:
-        return _start_once(workers)
+        return _start_once(workers, quiet)
     except Exception as error:  # Ray raises bare ones too: a node that is too slow to start
         _log.info("Ray did not start (%s); once more", _line(error))
     try:
-        return _start_once(workers)
+        return _start_once(workers, quiet)
     except Exception as error:  # as above
         raise _refusal("start Ray", error, "Use --workers 0") from None
 
 
-def _start_once(workers: int) -> Warden:
+def _start_once(workers: int, quiet: dict[str, Any]) -> Watchdog:
     """Raises: whatever Ray does; nothing of it is left running then."""
     import ray
 
-    watchdog = Warden()
+    watchdog = Watchdog()
     before = {name: os.environ.get(name) for name in KEEP_CHILDREN}
     os.environ.update(KEEP_CHILDREN)  # Ray's processes inherit it
     try:
         ray.init(
-            **_quiet(),
+            **quiet,
             address="local",
             num_cpus=max(1, workers),
             include_dashboard=False,
@@ -301,9 +384,54 @@ def _start_once(workers: int) -> Warden:
     return watchdog
 
 
-def _quiet() -> dict[str, Any]:
-    return {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
+def _refusal(what: str, error: Exception, fix: str) -> UserError:
+    return UserError(f"cannot {what}: {_line(error).rstrip('.')}. {fix}")
 
 
-def _refusal(what: str, error: Exception, mend: str) -> UserError:
-    return UserError(f"cannot {what}: {_line(error).rstrip('.')}. {mend}")
+_WATCHDOG = """
+watched=
+while read -r pid start; do watched="$watched $pid:$start"; done
+for entry in $watched; do
+    pid=${entry%:*}
+    { read -r stat < "/proc/$pid/stat"; } 2>/dev/null || continue
+    set -- ${stat##*) }
+    [ "${20}" = "${entry#*:}" ] && kill -9 "$pid" 2>/dev/null
+done
+"""
+
+
+class Watchdog:
+    """Ends processes that a killed driver would leave behind: Ray's own agents stay for about a
+    minute. Linux; elsewhere it does nothing.
+
+    It is a small shell that reads process ids from a pipe; when the pipe closes, because the driver
+    ended or died, it kills those that still run. Start times protect recycled ids.
+    """
+
+    def __init__(self) -> None:
+        self._before = set(processes.descendants(os.getpid()))
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", _WATCHDOG],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def watch(self, pid: int) -> None:
+        """End this process too."""
+        if (found := processes.find(pid)) is not None and self._process.stdin is not None:
+            self._process.stdin.write(f"{pid} {found.start}\n".encode())
+            self._process.stdin.flush()
+
+    def watch_children(self) -> None:
+        """End all processes that this one started since the watchdog was made, theirs included."""
+        for found in processes.descendants(os.getpid()):
+            if found not in self._before and found.pid != self._process.pid:
+                self.watch(found.pid)
+
+    def close(self) -> None:
+        """End what still runs, and the watchdog."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait(timeout=10)

@@ -1,22 +1,241 @@
-"""Progress for people and programs: one live line, plain lines, JSON events, or nothing."""
+"""The progress of a run: what its receipts add up to, which endpoints do not answer, and one live
+line, plain lines, JSON events or nothing that show it."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import time
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from textwrap import fill
 from typing import Any, TextIO
 
+import msgspec
+
 from batch_runner.report import Report
-from batch_runner.sink import Rates, Tally
+from hermes_rl.config_endpoint import EndpointSection
+from hermes_rl.models.endpoint import EMBEDDED
+from hermes_rl.models.rate.coordinator import Coordinator, LaneSummary, Summary
 from hermes_rl.ports import Receipt
 from hermes_rl.store.ledger import Disposition
-from hermes_rl.usage import cost_text
+from hermes_rl.usage import UsageTotal, add_totals, cost_text
+
+RATE_WINDOW_S = 60.0
+"""Rates are taken over the last minute."""
 
 LIVE_EVERY_S = 0.5
 PLAIN_EVERY_S = 10.0
+JSON_EVERY_S = 2.0
+
+LOOK_S = 0.5
+_VERBS = ("answers ", "does not answer")
+FAILING_S = 2.0
+"""So long without an answer after a failure is trouble."""
+QUIET_S = 3.0
+"""So long without anything from an endpoint that never answered."""
+STALLED_S = 60.0
+"""So long without anything from an endpoint that has answered, or from the embedded model, whose
+first answer can take a minute on a slow CPU."""
+REWRITE_S = 5.0
+"""The file that other terminals read is written again at most so often."""
+
+_NOTHING = UsageTotal(input_tokens=0, output_tokens=0, total_tokens=0)
+
+
+@dataclass
+class Tally:
+    """What this start of the run has seen so far."""
+
+    attempts: int = 0
+    done: int = 0
+    graded: int = 0
+    solved: int = 0
+    """Reward 1 or more."""
+    failed: int = 0
+    """Attempts that failed, retried or not."""
+    given_up: int = 0
+    given_up_error: str | None = None
+    """Why the last unit was given up."""
+    usage: UsageTotal = _NOTHING
+    cost_usd: float | None = None
+    unpriced_calls: int = 0
+    requests: int = 0
+    throttled: int = 0
+    """Requests that were refused with 429."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speed over the last minute."""
+
+    units_per_s: float
+    output_tokens_per_s: float
+
+
+class Sink:
+    """Where receipts end: the counters of a run's progress, of constant size.
+
+    Args:
+        progress: shows each attempt's end.
+    """
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        self.tally = Tally()
+        self.started = time.monotonic()
+        self._progress = progress or Progress()
+        self._recent: deque[tuple[float, int, int]] = deque()
+        """(time, units ended, output tokens), one entry a second at most."""
+
+    def receive(self, receipt: Receipt, disposition: Disposition) -> None:
+        """Count one attempt's end."""
+        tally = self.tally
+        tally.attempts += 1
+        tally.usage = add_totals((tally.usage, receipt.usage))
+        tally.unpriced_calls += receipt.unpriced_calls
+        if receipt.cost_usd is not None:
+            tally.cost_usd = (tally.cost_usd or 0.0) + receipt.cost_usd
+        if receipt.status == "ok":
+            tally.done += 1
+            if receipt.reward is not None:
+                tally.graded += 1
+                tally.solved += receipt.reward >= 1.0
+        else:
+            tally.failed += receipt.status != "cancelled"
+            if disposition == "given_up":
+                tally.given_up += 1
+                tally.given_up_error = receipt.error
+        self._note(int(disposition != "open"), receipt.usage.output_tokens or 0)
+        self._progress.attempt(receipt, disposition)
+
+    def rates(self) -> Rates:
+        """Speed over the last minute, or since the start when that is less."""
+        now = time.monotonic()
+        self._forget(now)
+        span = max(1.0, min(RATE_WINDOW_S, now - self.started))
+        units = sum(ended for _, ended, _ in self._recent)
+        tokens = sum(count for _, _, count in self._recent)
+        return Rates(units / span, tokens / span)
+
+    def _note(self, ended: int, tokens: int) -> None:
+        now = time.monotonic()
+        self._forget(now)
+        if self._recent and now - self._recent[-1][0] < 1.0:
+            at, earlier, count = self._recent.pop()
+            self._recent.append((at, earlier + ended, count + tokens))
+        else:
+            self._recent.append((now, ended, tokens))
+
+    def _forget(self, now: float) -> None:
+        while self._recent and now - self._recent[0][0] > RATE_WINDOW_S:
+            self._recent.popleft()
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """One endpoint that does not answer."""
+
+    endpoint: str
+    """Host and port."""
+    said: str
+    """`answers 500 'injected'`; empty for silence."""
+    waiting: int
+    """Calls without an answer."""
+    gives_up_at: float | None
+    """Unix time at which calls are given up; None where that depends on the calls."""
+
+    @property
+    def line(self) -> str:
+        """`127.0.0.1:8105 answers 500 'injected'; 20 calls waiting; gives up in 29 min`."""
+        text = self.said or "does not answer"
+        if self.endpoint not in text:
+            text = f"{self.endpoint}{'' if text.startswith(_VERBS) else ':'} {text}"
+        calls = "call" if self.waiting == 1 else "calls"
+        parts = [text, f"{self.waiting:,} {calls} waiting"]
+        if self.gives_up_at is not None:
+            left = max(0.0, self.gives_up_at - time.time())
+            parts.append(f"gives up in {f'{left:.0f} s' if left < 100 else f'{left / 60:.0f} min'}")
+        return "; ".join(parts)
+
+
+def troubles(summary: Summary, where: EndpointSection, now: float) -> tuple[Trouble, ...]:
+    """The endpoints in trouble.
+
+    Args:
+        where: says how long calls go on.
+        now: Unix time.
+    """
+    return tuple(found for lane in summary.lanes if (found := _trouble(lane, where, now)))
+
+
+def _trouble(lane: LaneSummary, where: EndpointSection, now: float) -> Trouble | None:
+    calls = lane.unanswered
+    if calls is None:
+        return None
+    quiet, computed_here = not calls.message, lane.endpoint.startswith(EMBEDDED)
+    normal_s = FAILING_S
+    if quiet:
+        normal_s = QUIET_S if calls.never and not computed_here else STALLED_S
+    if calls.since_s < normal_s:
+        return None
+    patience_s = None if quiet else where.outage_seconds
+    if calls.never and not calls.alive and not (quiet and computed_here):
+        patience_s = where.first_answer_seconds
+    return Trouble(
+        endpoint=lane.endpoint,
+        said=calls.message,
+        waiting=calls.waiting,
+        gives_up_at=None if patience_s is None else now - calls.since_s + patience_s,
+    )
+
+
+class Watch:
+    """Looks at a run's lanes for trouble.
+
+    Args:
+        changed: called when trouble begins, ends or becomes another.
+        store: keeps the present trouble where other terminals find it.
+    """
+
+    def __init__(
+        self,
+        where: EndpointSection,
+        changed: Callable[[], None],
+        store: Callable[[tuple[Trouble, ...]], Awaitable[None]],
+    ) -> None:
+        self.troubles: tuple[Trouble, ...] = ()
+        self.answered = False
+        """Somebody was answered in this start."""
+        self._where, self._changed, self._store = where, changed, store
+        self._stored_at = 0.0
+
+    async def run(self, coordinator: Coordinator) -> None:
+        """Until it is cancelled; then nothing waits any more."""
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                await self.look(coordinator)
+        finally:
+            self.troubles = ()
+
+    async def look(self, coordinator: Coordinator) -> None:
+        """Take in how things are now."""
+        summary = coordinator.summary()
+        self.answered = self.answered or any(lane.clean for lane in summary.lanes)
+        before = self.troubles
+        self.troubles = troubles(summary, self._where, time.time())
+        news = _keys(before) != _keys(self.troubles)
+        if news:
+            self._changed()
+        if news or (self.troubles and time.monotonic() - self._stored_at > REWRITE_S):
+            self._stored_at = time.monotonic()
+            await self._store(self.troubles)
+
+
+def _keys(found: tuple[Trouble, ...]) -> list[tuple[str, str]]:
+    return [(trouble.endpoint, trouble.said) for trouble in found]
 
 
 @dataclass(frozen=True)
@@ -53,8 +272,8 @@ class View:
         speed = [f"{self.rates.units_per_s * 60:.0f}/min"]
         speed += [f"{left} left"] if (left := self._left()) else []
         cost = cost_text(self.tally.cost_usd, self.tally.unpriced_calls)
-        books = [f"{self.rates.output_tokens_per_s:.0f} tok/s", cost, f"429: {self._throttled()} %"]
-        return " | ".join("  ".join(words) for words in (counts, speed, books))
+        usage = [f"{self.rates.output_tokens_per_s:.0f} tok/s", cost, f"429: {self._throttled()} %"]
+        return " | ".join("  ".join(part) for part in (counts, speed, usage))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -97,7 +316,7 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Where progress goes. This one shows nothing; the others replace some of its methods."""
+    """Shows the progress of a run. This one shows nothing; the others replace some methods."""
 
     every_s = 3600.0
     """How often `tick` wants to be called, in seconds."""
@@ -184,7 +403,7 @@ class LiveLine(Progress):
 class JsonEvents(Progress):
     """One JSON object a line on stdout, for programs."""
 
-    every_s = 2.0
+    every_s = JSON_EVERY_S
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
@@ -193,8 +412,6 @@ class JsonEvents(Progress):
         self.event("note", text=text)
 
     def attempt(self, receipt: Receipt, disposition: Disposition) -> None:
-        import msgspec
-
         self.event("attempt", unit=disposition, **msgspec.to_builtins(receipt))
 
     def tick(self, view: View) -> None:

@@ -9,39 +9,114 @@ could not be judged. The grades stand in a table of their own; the rows of the r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import AsyncGenerator, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from batch_runner.at_once import at_once
-from batch_runner.budgets import refuse_unpriced
+from batch_runner.budgets import refuse_unpriced, within_budgets
+from batch_runner.groups import at_once
 from batch_runner.manifest import read_manifest
-from batch_runner.regraded import Regraded, Regrouped, StoredRows, due_again, graded_metrics
-from batch_runner.within import within_budgets
 from hermes_rl.config import RunConfig, load_config, parse_config, set_key
 from hermes_rl.errors import UserError, cause_of
-from hermes_rl.rl.groups import INTERRUPTED, SCORED_AT_ONCE, Gathered, Scoring, make_group
-from hermes_rl.rl.loading import settle_env
-from hermes_rl.rl.scoring import (
-    Grader,
-    ReadyGroup,
-    StoredRollout,
-    open_grader,
-    without_policy,
+from hermes_rl.messages import UNPARSED
+from hermes_rl.rl.groups import (
+    INTERRUPTED,
+    SCORED_AT_ONCE,
+    Gathered,
+    Member,
+    Scoring,
+    gather,
+    make_group,
 )
+from hermes_rl.rl.loading import settle_env
+from hermes_rl.rl.scoring import Grader, ReadyGroup, StoredRollout, open_grader, without_policy
 from hermes_rl.store.derived import DerivedWriter, PendingRow, open_derived_writer
 from hermes_rl.store.driver import Driver, OpenOptions, open_run
+from hermes_rl.store.reader import Run
 from hermes_rl.store.rows import Derived
 from hermes_rl.store.rundir import RunDir
-from hermes_rl.workspaces import WORKSPACES
+from hermes_rl.tasks import LazyRow, Task
+from hermes_rl.workspaces import WORKSPACES, Workspaces
+
+_TAKEN = 64
+"""Rollouts that are read together."""
+
+_LIGHT = ("trajectory_id", "row_index", "task_id", "task_hash", "task_prompt", "metadata")
+"""Columns that say whether a rollout is graded at all."""
 
 CONCURRENCY = 16
 
 _SETTABLE = ("env", "endpoint", "run.budget", "run.model_", "run.unit_budget", "run.allow_unpriced")
 """Beginnings of the keys that a regrade takes: what judges, where that is, what it may spend."""
+
+
+@dataclass
+class Regraded:
+    """What a regrade did."""
+
+    graded: int = 0
+    failed: int = 0
+    """Could not be judged: their grades say why."""
+    known: int = 0
+    """Graded by the same grader before."""
+    not_kept: int = 0
+    """Without a stored workspace, or with a state that is no JSON."""
+    other_task: int = 0
+    """Whose task is another one now, or gone: other seed, configuration or dataset."""
+    edited_task: int = 0
+    """Graded though something of their task changed that the model was not told: the verifier,
+    files or setup."""
+    changed: int = 0
+    """Rewards that differ from those of the rollouts."""
+    groups: int = 0
+    """Groups that have new rows."""
+    unscored: int = 0
+    """Groups that `score_group` could not score."""
+    stopped: str | None = None
+    """What kept the rest from being graded: a cause that opens the breaker (`errors.CAUSES`)."""
+    why: str = ""
+
+    def stop(self, cause: str, why: str) -> None:
+        """Note why nothing more is begun; the first reason stands."""
+        if self.stopped is None:
+            self.stopped, self.why = cause, why.rstrip(".")
+
+    @property
+    def nothing(self) -> bool:
+        """No rollout could be graded, now or before: there is something to mend first."""
+        return not (self.graded or self.failed or self.known or self.stopped)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        lines = [
+            f"{self.graded} graded ({self.changed} with another reward), {self.failed} could not "
+            f"be judged, {self.known} were graded before, {self.groups} groups have new rows"
+        ]
+        if self.unscored:
+            lines.append(
+                f"{self.unscored} groups could not be scored; the same command tries again"
+            )
+        if self.not_kept:
+            lines.append(
+                f"{self.not_kept} have no stored workspace (or a ctx.state that is no plain JSON). "
+                "Make the run with --set run.keep_workspaces=true"
+            )
+        if self.other_task:
+            lines.append(
+                f"{self.other_task} are of a task that is another one now. Regrade with the "
+                "configuration and data that made the tasks"
+            )
+        if self.edited_task:
+            lines.append(
+                f"{self.edited_task} are of a task whose verifier, files or setup are others now; "
+                "its prompt is the same"
+            )
+        return lines
 
 
 async def regrade(
@@ -67,10 +142,10 @@ async def regrade(
             open_grader(
                 config, driver.run_dir, driver.run_id, share, concurrency=concurrency
             ) as grader,
-            open_derived_writer(driver.run_dir, driver.epoch) as book,
+            open_derived_writer(driver.run_dir, driver.epoch) as writer,
         ):
             rows = await asyncio.to_thread(StoredRows, driver.run_dir, grader, done)
-            work = _Work(grader, book, done)
+            work = _Work(grader, writer, done)
             await at_once(rows.stream(), work.grade, concurrency)
             if done.stopped is None:
                 groups = await asyncio.to_thread(due_again, driver.run_dir, rows.judged_by)
@@ -115,16 +190,16 @@ class _Work:
     """What is done to one rollout or group after the other."""
 
     grader: Grader
-    book: DerivedWriter
+    writer: DerivedWriter
     done: Regraded
 
     async def grade(self, stored: StoredRollout) -> bool:
         """Grade one; its row is durable on return. False when no other could be graded either."""
-        question = self.book.begin(Derived(grades=(self.grader.pending(stored),)))
+        question = self.writer.begin(Derived(grades=(self.grader.pending(stored),)))
         judged = await self.grader.grade(stored, question)
         grade, done = judged.grade, self.done
-        told = judged.stop is None or grade.calls
-        await self.book.add(Derived(grades=(grade,)) if told else None, question)
+        kept = judged.stop is None or grade.calls
+        await self.writer.add(Derived(grades=(grade,)) if kept else None, question)
         if judged.stop is not None:
             done.stop(cause_of(judged.stop), grade.error or "")
             return False
@@ -138,7 +213,7 @@ class _Work:
         grader = self.grader
         if not grader.scores_groups:
             for one in groups:
-                await self.book.add(Derived(groups=(make_group(one.gathered, one.scoring),)))
+                await self.writer.add(Derived(groups=(make_group(one.gathered, one.scoring),)))
             self.done.groups += len(groups)
             return
         graded = {one.gathered.facts["group_id"]: one.scoring for one in groups}
@@ -156,7 +231,7 @@ class _Work:
             cut = make_group(
                 ready.gathered, replace(by_members, by="score_group", error=INTERRUPTED)
             )
-            question = self.book.begin(Derived(groups=(cut,)))
+            question = self.writer.begin(Derived(groups=(cut,)))
             scored = await grader.score(ready, question)
             return await self._take(ready.gathered, by_members, scored, question)
 
@@ -169,8 +244,8 @@ class _Work:
         if scored.error is None and scored.rewards is None:
             scored = replace(scored, by=graded.by, rewards=graded.rewards)
         row = make_group(gathered, replace(scored, grade_id=graded.grade_id))
-        told = scored.error is None or scored.calls
-        await self.book.add(Derived(groups=(row,)) if told else None, question)
+        kept = scored.error is None or scored.calls
+        await self.writer.add(Derived(groups=(row,)) if kept else None, question)
         if scored.stop is not None:
             self.done.stop(cause_of(scored.stop), scored.error or "")
         self.done.groups += scored.error is None
@@ -184,3 +259,193 @@ def _note_budgets(run_dir: RunDir, governed: dict[str, Any]) -> None:
     if content and governed["budgets"]:
         data = msgspec.json.encode({**content, "budgets": governed["budgets"]})
         run_dir.storage.put("manifest.json", msgspec.json.format(data, indent=2) + b"\n")
+
+
+class StoredRows:
+    """The stored rollouts that a grader has not graded, in the order of the run's parts. Blocking.
+
+    Memory: the tasks of one part and what is taken; an entry for each rollout of the run.
+    """
+
+    def __init__(self, run_dir: RunDir, grader: Grader, done: Regraded) -> None:
+        self._run_dir, self._grader, self._done = run_dir, grader, done
+        self._kept = Workspaces(run_dir.path / WORKSPACES)
+        self._known = {pair for pair, r in _rewards(Run(run_dir)).items() if r is not None}
+        self.judged_by: dict[str, str] = {}
+        """Trajectory -> the grader of its task as it is now."""
+
+    async def stream(self) -> AsyncGenerator[StoredRollout, None]:
+        """Each of them once."""
+        rows = self._all()
+        while taken := await asyncio.to_thread(lambda: list(itertools.islice(rows, _TAKEN))):
+            for stored in taken:
+                yield stored
+
+    def _all(self) -> Iterator[StoredRollout]:
+        for part in self._run_dir.parts("trajectories"):
+            yield from self._of_part(part)
+        unjudged = _unjudged(Run(self._run_dir))
+        for part in self._run_dir.parts("failures") if unjudged else ():
+            yield from self._of_part(part, unjudged)
+
+    def _of_part(self, part: Path, only: Container[str] | None = None) -> Iterator[StoredRollout]:
+        """Args: only: ids of trajectories; None takes all."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(part) as file:
+            light = file.read(columns=list(_LIGHT)).to_pylist()
+            light = [row for row in light if only is None or row["trajectory_id"] in only]
+            tasks = self._grader.tasks.find({row["row_index"] for row in light})
+            wanted = {row["trajectory_id"]: t for row in light if (t := self._wanted(row, tasks))}
+            ids = pa.array(wanted, pa.string())
+            for batch in file.iter_batches(batch_size=_TAKEN) if wanted else ():
+                for row in batch.filter(pc.is_in(batch["trajectory_id"], ids)).to_pylist():
+                    yield self._stored(row, wanted[row["trajectory_id"]])
+
+    def _wanted(self, row: Mapping[str, Any], tasks: Mapping[int, LazyRow]) -> Task | None:
+        """The task of a rollout that is to be graded; the others are counted."""
+        done, own = self._done, row["trajectory_id"]
+        if self._kept.find(own, sandboxed=self._grader.sandboxed) is None:
+            done.not_kept += 1
+            return None
+        task, edited = _task_of(row, tasks.get(row["row_index"]))
+        if task is None:
+            done.other_task += 1
+            return None
+        done.edited_task += edited
+        grade_id = self.judged_by[own] = self._grader.grade_id(task)
+        if (own, grade_id) in self._known:
+            done.known += 1
+            return None
+        return task
+
+    def _stored(self, row: dict[str, Any], task: Task) -> StoredRollout:
+        own = row["trajectory_id"]
+        kept = self._kept.find(own, sandboxed=self._grader.sandboxed)
+        assert kept is not None
+        metrics = {m["name"]: m["value"] for m in row["metrics"]}
+        rolled = self._kept.as_rolled({**row, "metrics": metrics})
+        return StoredRollout(rolled, task, kept.archive, kept.state, self.judged_by[own])
+
+
+def _unjudged(run: Run) -> set[str]:
+    """The rollouts that nobody could judge and whose units were given up for it."""
+    done = set(run.arrow("trajectories", ["unit_id"])["unit_id"].to_pylist())
+    columns = ["unit_id", "attempt", "trajectory_id", "cause"]
+    last: dict[str, dict[str, Any]] = {}
+    for row in run.arrow("failures", columns).to_pylist():
+        if row["unit_id"] not in done:
+            known = last.setdefault(row["unit_id"], row)
+            last[row["unit_id"]] = max(known, row, key=lambda one: int(one["attempt"]))
+    return {row["trajectory_id"] for row in last.values() if row["cause"] == "verifier"}
+
+
+def _task_of(row: Mapping[str, Any], lazy: LazyRow | None) -> tuple[Task | None, bool]:
+    """The task that stands in a rollout's place of the dataset now, and whether it was edited; None
+    when it is another one.
+
+    The content's hash decides. A verifier may be mended, though: where the hash differs, it is the
+    same task if all that the rollout's row shows of it is the same.
+    """
+    task = lazy.parse().task if lazy is not None else None
+    if lazy is None or task is None:
+        return None, False
+    if lazy.task_hash == row["task_hash"]:
+        return task, False
+    shown = (task.id, task.prompt_text) == (row["task_id"], row["task_prompt"])
+    return (task, True) if shown and _same_metadata(row, task) else (None, False)
+
+
+def _same_metadata(row: Mapping[str, Any], task: Task) -> bool:
+    text = msgspec.json.encode(task.metadata).decode()
+    stored = msgspec.json.decode(row["metadata"])
+    return bool(stored == msgspec.json.decode(text) or stored == {UNPARSED: text})
+
+
+def _rewards(run: Run) -> dict[tuple[str, str], float | None]:
+    """(trajectory, grader) -> the reward of the newest grade."""
+    grades = run.arrow("grades", ["trajectory_id", "grade_id", "reward"]).to_pylist()
+    return {(g["trajectory_id"], g["grade_id"]): g["reward"] for g in grades}
+
+
+def graded_metrics(run_dir: RunDir) -> dict[tuple[str, str], dict[str, float]]:
+    """(trajectory, grader) -> the metrics of the newest grade. Blocking."""
+    grades = Run(run_dir).arrow("grades", ["trajectory_id", "grade_id", "metrics"]).to_pylist()
+    return {
+        (g["trajectory_id"], g["grade_id"]): {m["name"]: m["value"] for m in g["metrics"] or ()}
+        for g in grades
+    }
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """A group whose members have grades."""
+
+    gathered: Gathered
+    scoring: Scoring
+
+
+def due_again(run_dir: RunDir, judged_by: Mapping[str, str]) -> list[Regrouped]:
+    """Groups with grades of their present grader, whose newest row does not show these. Blocking.
+
+    Args:
+        judged_by: trajectory -> its present grader; absent for one that cannot be graded again.
+    """
+    run = Run(run_dir)
+    rewards = _rewards(run)
+    shown = {row["group_id"]: _Shown.of(row) for row in run.groups.to_dict("records")}
+    found = []
+    for gathered in gather(run):
+        ids = [m.trajectory_id or m.unjudged for m in gathered.members]
+        graders = {judged_by[one] for one in ids if one is not None and one in judged_by}
+        if len(ids) < 2 or len(graders) != 1:
+            continue
+        (grade_id,) = graders
+        own = [rewards.get((one or "", grade_id)) for one in ids]
+        members = tuple(map(_judged, gathered.members, own))
+        ids = [m.trajectory_id for m in members]
+        before = shown.get(gathered.facts["group_id"])
+        if before is None or not before.shows(grade_id, ids, own):
+            scoring = Scoring(by="regrade", grade_id=grade_id, rewards=own)
+            found.append(Regrouped(replace(gathered, members=members), scoring))
+    return found
+
+
+def _judged(member: Member, reward: float | None) -> Member:
+    """A member as a regrade leaves it: valid when it has a grade, whatever it was before."""
+    if reward is None:
+        return replace(member, reward=None, why_invalid=member.why_invalid or "not graded")
+    own = member.trajectory_id or member.unjudged
+    return replace(member, trajectory_id=own, reward=reward, why_invalid=None)
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What the newest row of a group shows."""
+
+    grade_id: str | None
+    ids: list[str | None]
+    rewards: list[float | None]
+    scored: bool
+    """By `score_group`: the rewards are not those of the grades."""
+
+    @classmethod
+    def of(cls, row: Mapping[Any, Any]) -> _Shown:
+        ids, rewards = list(row["trajectory_ids"]), _listed(row["rewards"])
+        # One that could not be scored shows nothing yet.
+        grade_id = None if isinstance(row["error"], str) else row["grade_id"]
+        return cls(grade_id, ids, rewards, row["scored_by"] == "score_group")
+
+    def shows(self, grade_id: str, ids: list[str | None], rewards: list[float | None]) -> bool:
+        if (self.grade_id, self.ids) != (grade_id, ids):
+            return False
+        if self.scored:
+            return [r is None for r in self.rewards] == [r is None for r in rewards]
+        return self.rewards == rewards
+
+
+def _listed(rewards: Iterable[float | None]) -> list[float | None]:
+    """A column's rewards, in which pandas shows None as NaN."""
+    return [None if r is None or math.isnan(r) else float(r) for r in rewards]

@@ -1,13 +1,129 @@
-"""What a run ended with: for people, programs and the exit code."""
+"""What a run ended with: for people, programs and the exit code; and why it stopped before its end,
+in one line that names the place and the fix."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
-from hermes_rl.errors import ExitCode
+from hermes_rl.config import RunConfig
+from hermes_rl.config_endpoint import EndpointSection
+from hermes_rl.errors import ExitCode, UserError
+from hermes_rl.models.providers.table import DEFAULT_PROVIDER, resolve, shipped
 from hermes_rl.usage import cost_text
+
+_FIX = "Fix the error above"
+_HINTS = {
+    "billing": "Fix the billing of the account",
+    "model_not_found": "Correct --model or --base-url",
+    "disk": "Free some space",
+    "cost_limit": "Raise the budget",
+    "dataset": _FIX,
+    "worker_lost": _FIX,
+    "journal": "Do what it says",
+}
+"""Cause of a stop -> what to do; a refused key has its own text."""
+
+_WAIT = "Wait until the provider answers again"
+_OUTAGE_HINTS = {
+    "nothing was answered within": "Look at the server, or raise endpoint.first_answer_seconds",
+    "refused in the same words": "Correct what the server refuses",
+}
+"""Text of an outage other than that of a provider which had answered -> what to do."""
+
+_CAUSED_BY_MODEL = ("auth", "billing", "model_not_found")
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why nothing more is handed out."""
+
+    cause: str
+    """Key of `errors.CAUSES`; or `dataset`: its next rows cannot be read; or `journal`: that of a
+    lost worker is damaged."""
+    detail: str
+    """What happened, one line."""
+
+    @property
+    def _message(self) -> str:
+        """The detail without the name of its class."""
+        words = self.detail.split(": ", 1)
+        return words[1] if len(words) == 2 and words[0].isidentifier() else self.detail
+
+    @property
+    def _use(self) -> str | None:
+        """`env.judge` or `env.user`, where it was no call of the policy's."""
+        found = re.match(r"env\.(judge|user)(?=: )", self._message)
+        return found[0] if found else None
+
+    def explain(self, config: RunConfig, attempts: int) -> str:
+        """`401 from api.example.com, 3 units tried`."""
+        text, use = self._message, self._use
+        if self.cause not in _CAUSED_BY_MODEL:
+            return text.rstrip(".")
+        endpoint = _endpoint_of(config, use)
+        text = text.removeprefix(f"{use}: ")
+        host = urlsplit(endpoint.base_url or _default_address(endpoint)).netloc or endpoint.provider
+        status, _, more = text.partition(": ")
+        reason = f" ({more.rstrip('.')})" if more else ""
+        purpose = f" for {use}" if use else ""
+        return f"{status} from {host}{purpose}{reason}, {attempts} units tried"
+
+    def hint(self, config: RunConfig) -> str:
+        """What to do before the same command is run again."""
+        use, text = self._use, self._message
+        if self.cause == "auth":
+            return _hint_for_key(_endpoint_of(config, use), use)
+        if self.cause == "model_not_found" and use:
+            return f"Correct {use}.name or {use}.base_url"
+        if self.cause == "outage":
+            return next((hint for part, hint in _OUTAGE_HINTS.items() if part in text), _WAIT)
+        if self.cause == "disk" and "is full" not in self.detail:
+            return _FIX  # it cannot be written at all
+        return _HINTS.get(self.cause, _FIX)
+
+
+def _endpoint_of(config: RunConfig, use: str | None) -> EndpointSection:
+    """Where the model was asked that the run stopped for.
+
+    Args:
+        use: `env.judge` or `env.user`; None is the policy.
+    """
+    place = getattr(config.env, use.removeprefix("env.")) if use else None
+    if place is None:
+        return config.endpoint
+    changes = {"api_key_env": place.api_key_env}
+    if place.base_url is not None or place.provider is not None:
+        changes |= {"base_url": place.base_url, "provider": place.provider}
+    elif place.api_key_env is None:
+        return config.endpoint
+    return config.endpoint.model_copy(update=changes)
+
+
+def _default_address(endpoint: EndpointSection) -> str:
+    provider = shipped().get(endpoint.provider or DEFAULT_PROVIDER)
+    return (provider.base_url if provider else None) or ""
+
+
+def _hint_for_key(endpoint: EndpointSection, use: str | None) -> str:
+    """A key is only read from a variable that was named, or that is a known provider's."""
+    names = endpoint.key_names or _key_names(endpoint)
+    if not names:
+        where = f"--set {use}.api_key_env=NAME" if use else "--api-key-env NAME"
+        return f"Name the variable that holds the key ({where})"
+    if printed := [name for name in names if name in endpoint.key_commands]:
+        return f"Fix the command of {' and '.join(printed)} in endpoint.key_commands"
+    return f"Set {' and '.join(names)}"
+
+
+def _key_names(endpoint: EndpointSection) -> tuple[str, ...]:
+    try:
+        return resolve(endpoint).key_names
+    except UserError:  # a provider of the user's own
+        return ()
 
 
 @dataclass(frozen=True)
@@ -72,7 +188,7 @@ class Report:
 
     def lines(self) -> list[str]:
         """The summary for people."""
-        lines = [self._units_line(), self._books_line()]
+        lines = [self._units_line(), self._usage_line()]
         cache = self.stats.get("cache") or {}
         if cache.get("low"):
             lines.append(_cache_line(cache["read_share"], cache["expected_share"]))
@@ -83,7 +199,7 @@ class Report:
             refused = ", ".join(f"{name} ({rows:,} attempts)" for name, rows in unsent.items())
             lines.append(f"warning: not sent, since the endpoint refused it: {refused}")
         lines += [text for lane in self.governed.get("rate_limits", ()) if (text := _limit(lane))]
-        lines += [_budget(*pot) for pot in self.governed.get("budgets", {}).items()]
+        lines += [_budget(*item) for item in self.governed.get("budgets", {}).items()]
         if self.causes:
             lines.append(f"failed attempts: {self.failed_attempts} ({_causes(self.causes)})")
         if self.given_up:
@@ -105,7 +221,7 @@ class Report:
         still = f", {self.open:,} open" if self.open else ""
         return f"{self.path}: {self.done:,}{total} units done{graded}{mean}{given_up}{still}"
 
-    def _books_line(self) -> str:
+    def _usage_line(self) -> str:
         share = (self.stats.get("cache") or {}).get("read_share")
         cached = f" ({share:.0%} cached)" if share else ""
         tokens = f"{_number(self.input_tokens)} in{cached}, {_number(self.output_tokens)} out"
@@ -155,18 +271,18 @@ def _unparsed_line(answers: int) -> str:
 
 def _limit(lane: Mapping[str, Any]) -> str | None:
     """A rate limit that was met; None for one that was not."""
-    heard = lane["requests"]
-    if not heard["throttled"]:
+    requests = lane["requests"]
+    if not requests["throttled"]:
         return None
-    share = heard["throttled"] / sum(heard.values())
+    share = requests["throttled"] / sum(requests.values())
     where = f"{lane['model']} at {lane['endpoint']}"
     paced = f" and {lane['pace']:,.0f} a minute" if lane["pace"] is not None else ""
     end = f"{lane['limit']} at once{paced} at the end"
     return f"rate limit of {where}: {share:.1%} refused (429), {end}"
 
 
-def _budget(pot: str, amounts: Mapping[str, float]) -> str:
-    who, _, unit = pot.rpartition(":")
+def _budget(key: str, amounts: Mapping[str, float]) -> str:
+    who, _, unit = key.rpartition(":")
     name = "budget" if who == "run" else f"budget of {who.removeprefix('model:')}"
     spent, whole = amounts["spent"], amounts["budget"]
     if unit == "usd":

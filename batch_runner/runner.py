@@ -4,43 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from batch_runner.budgets import (
-    as_plain,
-    budgets_of,
-    joined,
-    make_coordinator,
-    refuse_unpriced,
-)
-from batch_runner.dispatcher import Dispatcher, Fleet
-from batch_runner.estimate import estimate_units
-from batch_runner.factory import open_factory, ray_on_this_thread, spec_of
-from batch_runner.hosts import Hosts, own_or
-from batch_runner.interrupts import Interrupts, catching, stopping
+from batch_runner.budgets import as_plain, budgets_of, make_coordinator, refuse_unpriced
+from batch_runner.dispatcher import Dispatcher, Fleet, StartWorker
+from batch_runner.interrupts import Interrupts, catching
 from batch_runner.manifest import capabilities, start_meta, write_manifest
-from batch_runner.pilot import Pilot, PilotPlan
-from batch_runner.plan import Plan, PlanRules, open_reader, refuse_other_dataset, with_kept_rows
-from batch_runner.ports import WorkerFactory
-from batch_runner.progress import Progress, View, default_progress
-from batch_runner.report import Report
+from batch_runner.plan import (
+    Pilot,
+    Plan,
+    RunSource,
+    UnitReader,
+    estimate_units,
+    open_reader,
+    refuse_other_dataset,
+    with_kept_rows,
+)
+from batch_runner.pool import connected, open_pool
+from batch_runner.progress import Progress, Sink, Trouble, View, Watch, default_progress
+from batch_runner.report import Report, Stop
 from batch_runner.settings import (
     SMALL_S,
     SMALL_UNITS,
+    Hosts,
     Settings,
     as_config,
     choose_workers,
     may_be_small,
+    open_hosts,
     settle,
 )
-from batch_runner.sink import Sink
-from batch_runner.source import RunSource
-from batch_runner.stops import Stop
-from batch_runner.trouble import Trouble, Watch
-from batch_runner.units import UnitReader
+from batch_runner.worker import WorkerSpec
 from hermes_rl.aio import run_sync
 from hermes_rl.config import RunConfig, to_yaml
 from hermes_rl.definitions import extra_body_of, policy_of, sampling_of
@@ -70,7 +67,7 @@ def run_batch(
     StoreError for a run directory that is in use, damaged or of another configuration.
     """
     config = as_config(config)
-    with ray_on_this_thread(config):
+    with _ray_on_this_thread(config):
         return run_sync(arun_batch(config, progress=progress, pilot=pilot))
 
 
@@ -96,15 +93,38 @@ async def arun_batch(
     options = OpenOptions(max_attempts=section.max_attempts, retry_failed=section.retry_failed)
     identity, meta = settings.identity, start_meta(settings)
     async with (
-        own_or(hosts) as shared,
+        open_hosts(hosts) as shared,
         await open_run(settings.out, identity, meta, options) as driver,
     ):
         kept = await asyncio.to_thread(with_kept_rows, settings.config, driver.run_dir)
         settings = replace(settings, config=kept, hosts=shared)
         run = _Run(settings, driver, reader, progress or default_progress(), pilot)
         run.manifest["capabilities"] = capabilities(settings.config, probed)
-        run.knows_tokens(probed.tokens if probed else None)
+        run.note_tokens(probed.tokens if probed else None)
         return await run.run()
+
+
+@contextmanager
+def _ray_on_this_thread(config: RunConfig) -> Iterator[None]:
+    """Start Ray on this thread, where a loop is running and the run goes to another one."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        yield
+        return
+    settings = settle(config)
+    workers = choose_workers(settings, may_be_small(settings) and _is_small(settings))
+    if workers == 0:
+        yield
+        return
+    with connected(workers):
+        yield
+
+
+def _is_small(settings: Settings) -> bool:
+    """Whether the whole dataset is small, whatever of it is done."""
+    reader = open_reader(settings)
+    return len(reader.take(SMALL_UNITS, SMALL_S)) < SMALL_UNITS and reader.ended
 
 
 class _Run:
@@ -138,13 +158,10 @@ class _Run:
         self.solved_before, self.graded_before = before.get("solved", 0), before.get("graded", 0)
         self.committed = frozenset(driver.run_dir.commit_stems())
         seed = settings.config.agent.base_seed
-        rules = PlanRules(settings.config_hash, seed, driver.epoch)
-        self.plan = Plan(reader, rules, driver.ledger)
-        if pilot is not None:
-            self.plan = PilotPlan(reader, rules, driver.ledger, pilot)
-        self.sink = Sink((progress.attempt,))
+        self.plan = Plan(reader, driver.ledger, epoch=driver.epoch, seed=seed, pilot=pilot)
+        self.sink = Sink(progress)
         window = max(256, 4 * settings.concurrency)
-        self.source = RunSource(self.plan, driver, self.sink, driver.ledger, window=window)
+        self.source = RunSource(self.plan, driver, self.sink, window=window)
 
     async def run(self) -> Report:
         """Work to the end, write what the driver writes, and report."""
@@ -189,22 +206,35 @@ class _Run:
             make_coordinator, config, run_dir, self.settings.concurrency
         )
         with ExitStack() as stack:
-            opening = open_factory(
-                self.settings, spec_of(self.settings, self.driver, self.tokens), self.coordinator
-            )
             try:
                 with interrupts.blocking():
-                    factory = stack.enter_context(opening)
+                    opening = open_pool(self.settings, self._worker_spec(), self.coordinator)
+                    start = stack.enter_context(opening)
             except KeyboardInterrupt:
                 return
             if self.source.stop is None:
-                await self._watched(factory, self.coordinator)
+                await self._watched(start, self.coordinator)
 
-    async def _watched(self, factory: WorkerFactory, coordinator: Coordinator) -> None:
+    def _worker_spec(self) -> WorkerSpec:
+        settings, driver, run = self.settings, self.driver, self.settings.config.run
+        return WorkerSpec(
+            run_path=str(driver.run_dir.path.resolve()),
+            run_id=driver.run_id,
+            epoch=driver.epoch,
+            worker=0,
+            capacity=settings.concurrency,
+            lease_s=run.lease_s,
+            publish_every_s=run.publish_every_s,
+            config=settings.config.model_dump_json().encode(),
+            config_hash=settings.config_hash,
+            tokens=self.tokens,
+        )
+
+    async def _watched(self, start: StartWorker, coordinator: Coordinator) -> None:
         """Work, and look for trouble with endpoints meanwhile."""
         watching = asyncio.create_task(self.watch.run(coordinator))
         try:
-            await self._work(factory)
+            await self._work(start)
         finally:
             watching.cancel()
             await asyncio.wait((watching,))
@@ -215,17 +245,19 @@ class _Run:
         counts, repeats = self.plan.counts, self.settings.config.dataset.repeats
         if repeats == 1 and counts.units <= counts.rows:
             return
-        from batch_runner.group_book import close_groups  # most runs have no groups
+        from batch_runner.groups import close_groups  # most runs have no groups
 
         # A pilot leaves units open that it never names.
-        ended = counts.complete and self.source.stop is None and type(self.plan) is Plan
+        ended = counts.complete and self.source.stop is None and self.plan.pilot is None
         try:
             size, paid = None if ended else self.plan.members_of, self.source.stop is None
             closed = await close_groups(self.settings, self.driver, size=size, paid=paid)
         except DiskFull as error:
             self.fault("disk", str(error))
             return
-        self.governed = joined(self.governed, closed.governed)
+        if closed.governed:  # it began with what the workers had spent
+            lanes = [*self.governed.get("rate_limits", ()), *closed.governed["rate_limits"]]
+            self.governed = {**closed.governed, "rate_limits": lanes}
         if closed.stop is not None:
             self.source.halt(Stop(cause_of(closed.stop), closed.why))
         elif closed.unscored:
@@ -234,11 +266,11 @@ class _Run:
                 "the next start tries them again"
             )
 
-    async def _work(self, factory: WorkerFactory) -> None:
+    async def _work(self, start: StartWorker) -> None:
         settings = self.settings
         workers, lease_s = settings.workers or 0, settings.config.run.lease_s
         fleet = Fleet(max(1, workers), settings.concurrency, 1 if workers else 0, lease_s)
-        dispatcher = Dispatcher(factory, self.driver, fleet, self)
+        dispatcher = Dispatcher(start, self.driver, fleet, self)
         self.work = asyncio.create_task(dispatcher.run(self.source))
         try:
             await self.work
@@ -248,8 +280,8 @@ class _Run:
                 raise
             self.source.halt(Stop("interrupted", "interrupted"))
 
-    def knows_tokens(self, plan: TokenPlan | None) -> None:
-        """How token ids are had, where they are wanted; it is said."""
+    def note_tokens(self, plan: TokenPlan | None) -> None:
+        """Keep how the run gets token ids, where it wants them, and show it."""
         self.tokens = plan
         config = self.settings.config
         sampling = policy_of(config).complete(sampling_of(config, 0))
@@ -259,7 +291,8 @@ class _Run:
 
     def heard(self, requests: int, throttled: int) -> None:
         """Listener of the dispatcher."""
-        self.sink.heard(requests, throttled)
+        self.sink.tally.requests += requests
+        self.sink.tally.throttled += throttled
 
     def lost(self, writer: str, why: str) -> None:
         """Listener of the dispatcher."""
@@ -281,7 +314,12 @@ class _Run:
         self.source.halt(Stop("interrupted", "interrupted"))
         running = len(self.source.in_flight)
         unanswered = bool(self.watch.troubles) and not self.watch.answered
-        self.progress.note(stopping(running, unanswered=unanswered))
+        text = "stopping"
+        if unanswered:
+            text += f": {running} rollouts without any answer are cancelled"
+        elif running:
+            text += f": {running} running rollouts end first (Ctrl-C again stops at once)"
+        self.progress.note(text)
         if unanswered or not (running or self.sink.tally.attempts):
             self._end_at_once()
 
@@ -378,7 +416,7 @@ class _Run:
             resume=self.settings.resume,
             stopped=stop.cause if stop else None,
             detail=stop.explain(config, tally.attempts) if stop else None,
-            mend=stop.mend(config) if stop else None,
+            mend=stop.hint(config) if stop else None,
             given_up_error=tally.given_up_error,
             stats=stats,
             governed=self.governed,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batch_runner.hosts import Hosts
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig, parse_config
+from hermes_rl.config_endpoint import EnvSection
 from hermes_rl.definitions import in_terms_of, with_switches_of
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
@@ -23,6 +25,7 @@ from hermes_rl.store.rundir import RunDir
 from hermes_rl.wiring import identity_of
 
 if TYPE_CHECKING:
+    from hermes_rl.rl.episodes import Host
     from hermes_rl.rl.loading import Opened
 
 CONCURRENCY = 64
@@ -38,6 +41,41 @@ start."""
 
 SMALL_S = 2.0
 """What is not known to be small after so long is not: the dataset may be a slow stream."""
+
+
+class Hosts:
+    """Environments of one process and event loop: each is set up once, whoever opens it, and closed
+    at the end. Made by `open_hosts`."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+        self._open: dict[str, Host] = {}
+        self._lock = asyncio.Lock()  # an environment that is being set up is not set up twice
+
+    @asynccontextmanager
+    async def open(self, section: EnvSection) -> AsyncIterator[Host]:
+        """As `hermes_rl.rl.episodes.open_host`, but what is open already is shared, and leaving
+        this leaves it open.
+
+        Raises: UserError when its code cannot be loaded, or `setup` fails.
+        """
+        from hermes_rl.rl.episodes import open_host
+
+        name = section.model_dump_json()
+        async with self._lock:
+            if name not in self._open:
+                self._open[name] = await self._stack.enter_async_context(open_host(section))
+        yield self._open[name]
+
+
+@asynccontextmanager
+async def open_hosts(shared: Hosts | None = None) -> AsyncIterator[Hosts]:
+    """Those of a caller, who closes them; without any, new ones that are closed on leaving."""
+    if shared is not None:
+        yield shared
+        return
+    async with AsyncExitStack() as stack:
+        yield Hosts(stack)
 
 
 @dataclass(frozen=True)
@@ -56,8 +94,8 @@ class Settings:
     """API keys by the variable that holds them."""
     opened: Opened | None = None
     """The environment whose tasks are run, where there is one."""
-    hosts: Hosts = field(default_factory=Hosts)
-    """Environments of this process that are set up."""
+    hosts: Hosts | None = None
+    """Environments of this process, once the run is started."""
 
     @property
     def resume(self) -> str:
@@ -134,7 +172,7 @@ def choose_workers(settings: Settings, small: bool) -> int:
 
 
 def _keys(config: RunConfig) -> dict[str, str]:
-    """Raises: UserError for a key that is not set; a model that is nearly one of ours is named."""
+    """Raises: UserError for a key that is not set; it names a local model of a similar name."""
     try:
         return all_keys(config)
     except UserError as error:

@@ -8,42 +8,102 @@ lease or an abort writes nothing more and leaves the rest to recovery.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import json
+import resource
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from batch_runner.budgets import budgets_of
-from batch_runner.collector import rare_collections
-from batch_runner.hosts import Hosts
-from batch_runner.wire import Reply, WorkerSpec
+from batch_runner.settings import Hosts, open_hosts
 from hermes_rl.config import parse_config
-from hermes_rl.config_endpoint import EnvSection
-from hermes_rl.errors import DiskFull, HermesError, StoreError, cause_of
+from hermes_rl.errors import DiskFull, HermesError, StoreError, UserError, cause_of
 from hermes_rl.events import AttemptKey, Ended, EventLog, TokensAdded
 from hermes_rl.models.rate.coordinator import Coordinator
-from hermes_rl.models.rate.share import Share
+from hermes_rl.models.rate.share import Grant, Report, Share
+from hermes_rl.models.tokens.plan import TokenPlan
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Segment, Trajectory
 from hermes_rl.rollout import MakeEpisode, lost_row, run_attempt, task_episode
+from hermes_rl.sandboxes.recipe import OPEN_FILES
 from hermes_rl.store.journal import JournalWriter, Publisher
 from hermes_rl.store.rows import Finished, receipt_of
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.wiring import RunContext, open_run_context
 
-if TYPE_CHECKING:
-    from hermes_rl.rl.episodes import Host
-
 ABORT_S = 10.0
 """How long cancelled rollouts may take to end their sandboxes."""
 
+POLL_S = 5.0
+"""How long a poll waits for something to happen."""
+
+FILES_PER_ROLLOUT = 12
+"""Open files of one rollout: measured were 8 without a sandbox, and 10 with one."""
+OTHER_FILES = 256
+"""All else that a worker has open: its journal, the parts that it writes, libraries."""
+
+GC_THRESHOLDS = (20_000, 20, 20)
+"""Allocations between collections of the youngest objects. Python's 700 took a tenth of a turn's
+CPU: what a rollout makes is nearly all kept until it ends, or free of cycles."""
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is started with."""
+
+    run_path: str
+    """Absolute path of the run directory."""
+    run_id: str
+    epoch: int
+    worker: int
+    """Unique within the epoch; 0 is the driver's own process."""
+    capacity: int
+    """Rollouts in flight at most."""
+    lease_s: float
+    """How long it lives without hearing from its driver."""
+    publish_every_s: float
+    config: bytes
+    """The run's configuration as JSON."""
+    config_hash: str
+    """As the driver found it: an image's digest may differ on another machine."""
+    tokens: TokenPlan | None = None
+    """How the run gets token ids."""
+
+    @property
+    def writer(self) -> str:
+        """The worker's name in the journal."""
+        return writer_name(self.epoch, self.worker)
+
+
+def writer_name(epoch: int, worker: int) -> str:
+    """Name a worker in the journal: EPOCH-WORKER."""
+    return f"{epoch}-{worker}"
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's answer to one poll."""
+
+    receipts: tuple[Receipt, ...] = ()
+    requests: int = 0
+    """Model requests of the attempts that finished since the last poll."""
+    throttled: int = 0
+    """Of those, how many were refused with 429."""
+    fault: str | None = None
+    """Why the worker has stopped for good."""
+    cause: str | None = None
+    """The fault's cause, a key of `errors.CAUSES`."""
+
 
 class Worker:
-    """Makes attempts and hands out their receipts; made by `open_worker`."""
+    """Makes attempts and returns their receipts; made by `open_worker`.
+
+    In the driver's process it lives and dies with the driver, which calls it directly.
+    """
 
     def __init__(
         self,
@@ -51,14 +111,19 @@ class Worker:
         context: RunContext,
         journal: JournalWriter,
         share: Share,
-        make: MakeEpisode = task_episode,
+        make: MakeEpisode,
     ) -> None:
-        self.spec = spec
+        self.writer = spec.writer
         self.share = share
         """Of the run's rates and budgets."""
+        self.stack = AsyncExitStack()
+        """Closes all that it uses."""
+        self.sharing: asyncio.Task[None] | None = None
+        """Talks to the coordinator; None where the driver carries the reports."""
         self._make = make
-        self.heard = time.monotonic()
-        """When the driver was last heard."""
+        self._lease_s = spec.lease_s
+        self._heard = time.monotonic()
+        """When the driver last called."""
         self._context = context
         self._journal = journal
         self._publisher = Publisher(journal, every_s=spec.publish_every_s)
@@ -70,34 +135,48 @@ class Worker:
         self._fault: HermesError | None = None
         self._news = asyncio.Event()
 
-    def submit(self, item: WorkItem) -> None:
+    async def send(self, item: WorkItem) -> None:
         """Start an attempt. After a fault nothing is started any more."""
-        self.heard = time.monotonic()
+        self._heard = time.monotonic()
         if self._fault is None:
             task = asyncio.create_task(self._attempt(item))
             self._running.add(task)
             task.add_done_callback(self._ended)
 
-    async def poll(self, wait_s: float, gather_s: float = 0.0) -> Reply:
-        """What happened since the last poll; waits a while for something to happen.
+    async def poll(self, wait_s: float = POLL_S, gather_s: float = 0.0) -> Reply:
+        """Return what happened since the last poll; waits a while for something to happen.
 
         Args:
             wait_s: for something to happen, at most.
             gather_s: for more, after something happened: receipts then travel together.
+
+        Raises: what the coordinator raised, as no call of the worker would ever be granted again.
         """
-        self.heard = time.monotonic()
+        self._heard = time.monotonic()
         try:
             async with asyncio.timeout(wait_s):
                 await self._news.wait()
                 await asyncio.sleep(gather_s)
         except TimeoutError:
             pass
-        self.heard = time.monotonic()
+        self._heard = time.monotonic()
+        raise_failure(self.sharing)
         return self._reply()
 
-    async def publish(self) -> None:
-        """Publish all that is finished. Raises: DiskFull."""
-        await self._publisher.drain()
+    async def close(self) -> Reply:
+        """Publish what is finished, and end."""
+        reply = Reply()
+        try:
+            await self._publisher.drain()
+            await self.share.leave()
+        except HermesError as error:
+            reply = Reply(fault=str(error), cause=cause_of(error))
+        await self.stack.aclose()
+        return reply
+
+    async def kill(self) -> None:
+        """Cancel the rollouts and let the journal go; nothing is published."""
+        await self.stack.aclose()
 
     async def abort(self) -> None:
         """Cancel all rollouts and wait until their sandboxes have ended; publish nothing."""
@@ -107,27 +186,26 @@ class Worker:
         await asyncio.wait(tasks, timeout=ABORT_S)
 
     async def outlive_driver(self) -> None:
-        """Return once the driver was not heard for the lease."""
-        left = self.spec.lease_s
+        """Return once the driver has not called for the lease."""
+        left = self._lease_s
         while left > 0:
             await asyncio.sleep(left)
-            left = self.heard + self.spec.lease_s - time.monotonic()
+            left = self._heard + self._lease_s - time.monotonic()
 
     def _reply(self) -> Reply:
         self._news.clear()
-        receipts, self._outbox = tuple(self._outbox), []
-        requests, self._requests = self._requests, 0
-        throttled, self._throttled = self._throttled, 0
         fault = self._fault
-        if fault is not None:
-            self._news.set()
-        return Reply(
-            receipts=receipts,
-            requests=requests,
-            throttled=throttled,
+        reply = Reply(
+            receipts=tuple(self._outbox),
+            requests=self._requests,
+            throttled=self._throttled,
             fault=str(fault) if fault else None,
             cause=cause_of(fault) if fault else None,
         )
+        self._outbox, self._requests, self._throttled = [], 0, 0
+        if fault is not None:
+            self._news.set()
+        return reply
 
     async def _attempt(self, item: WorkItem) -> None:
         key = AttemptKey(unit_id=item.unit_id, epoch=item.epoch, attempt=item.attempt)
@@ -137,12 +215,13 @@ class Worker:
             from hermes_rl.segments import with_segments  # most runs have no tokens
 
             row, segments = await asyncio.to_thread(with_segments, log.events, row)
-        fatal = _fatal_command(log)
+        end = log.events[-1]
+        fatal = end.fatal_command if isinstance(end, Ended) else None
         made = Finished(key=key, row=row, segments=segments, fatal_command=fatal)
         await self._journal.finish(made)
-        self._outbox.append(receipt_of(made, self.spec.writer))
+        self._outbox.append(receipt_of(made, self.writer))
         self._requests += len(row.calls)
-        self._throttled += sum(_was_throttled(call.error) for call in row.calls)
+        self._throttled += sum((call.error or "").startswith("RateLimited") for call in row.calls)
         self._news.set()
 
     async def _row(self, item: WorkItem, log: EventLog) -> Trajectory:
@@ -168,62 +247,36 @@ class Worker:
             self._stop(error)
 
     def _stop(self, error: BaseException) -> None:
-        """End in a fault: no new attempts, and those that run are given up (recovery finds them).
+        """End in a fault: no new attempts, and those that run are cancelled (recovery finds them).
 
         A full disk would fail each of them at its next event all the same.
         """
         if self._fault is None:
-            known = isinstance(error, HermesError)
-            fault = error if known else StoreError(f"{type(error).__name__}: {error}")
-            assert isinstance(fault, HermesError)
-            self._fault = fault
+            if not isinstance(error, HermesError):
+                error = StoreError(f"{type(error).__name__}: {error}")
+            self._fault = error
         for task in self._running:
             task.cancel()
         self._news.set()
 
 
-def _fatal_command(log: EventLog) -> str | None:
-    """The tool call under which an attempt's sandbox died: its last event is its end."""
-    end = log.events[-1]
-    return end.fatal_command if isinstance(end, Ended) else None
-
-
-def _was_throttled(error: str | None) -> bool:
-    return error is not None and error.startswith("RateLimited")
-
-
-def _prove_sight(run_dir: RunDir, spec: WorkerSpec) -> None:
-    """A worker on another machine may see no run directory, or another one of that name."""
-    epochs = run_dir.epochs()
-    if spec.epoch not in epochs or run_dir.epoch(spec.epoch).run_id != spec.run_id:
-        raise StoreError(f"no such run at {spec.run_path}: choose --out on storage that all share")
-
-
-def _environment(section: EnvSection, hosts: Hosts | None) -> AbstractAsyncContextManager[Host]:
-    """The run's environment; its code is imported only where there is one."""
-    if hosts is not None:
-        return hosts.open(section)
-    from hermes_rl.rl.episodes import open_host
-
-    return open_host(section)
-
-
-@asynccontextmanager
 async def open_worker(
     spec: WorkerSpec,
     coordinator: Coordinator | None = None,
     keys: Mapping[str, str] | None = None,
     hosts: Hosts | None = None,
-) -> AsyncIterator[Worker]:
-    """A worker with its journal and context; on leaving, what still runs is aborted.
+) -> Worker:
+    """Open a worker with its journal and all that its rollouts use.
 
     Args:
         coordinator: of the run's rates and budgets; None where the driver carries the reports.
         keys: API keys by variable, where this process's environment does not hold them.
         hosts: environments of a process that has more use for them.
 
-    Raises: StoreError when it cannot see the run directory, or comes too late.
+    Raises: StoreError when it cannot see the run directory, or comes too late; UserError when the
+        process may not open enough files, or for a model, key or sandbox that cannot be had.
     """
+    raise_file_limit(spec.capacity)
     run_dir = RunDir(Path(spec.run_path))
     await asyncio.to_thread(_prove_sight, run_dir, spec)
     config = parse_config(json.loads(spec.config))
@@ -231,8 +284,9 @@ async def open_worker(
         writer = JournalWriter(run_dir, spec.epoch, spec.worker, lease_s=spec.lease_s)
         journal = await stack.enter_async_context(writer)
         share = Share(spec.writer, tuple(budgets_of(config)))
+        sharing = None
         if coordinator is not None:
-            await stack.enter_async_context(share.coordinated(coordinator.handle))
+            sharing = await stack.enter_async_context(_coordinated(share, coordinator))
         context = await stack.enter_async_context(
             open_run_context(
                 config,
@@ -248,8 +302,86 @@ async def open_worker(
             context = replace(context, workspaces=run_dir.path / "workspaces")
         make = task_episode
         if config.env is not None:
-            make = (await stack.enter_async_context(_environment(config.env, hosts))).episode
-        stack.enter_context(rare_collections())
+            opened = await stack.enter_async_context(open_hosts(hosts))
+            make = (await stack.enter_async_context(opened.open(config.env))).episode
+        stack.enter_context(_rare_collections())
         worker = Worker(spec, context, journal, share, make)
+        worker.sharing = sharing
         stack.push_async_callback(worker.abort)
-        yield worker
+        worker.stack = stack.pop_all()
+        return worker
+
+
+@asynccontextmanager
+async def _coordinated(share: Share, coordinator: Coordinator) -> AsyncIterator[asyncio.Task[None]]:
+    """Exchange reports and grants with the coordinator of the same process."""
+
+    async def exchange(grant: Grant) -> Report:
+        share.take_grant(grant)
+        return await share.next_report()
+
+    sharing = asyncio.create_task(carry_reports(exchange, coordinator))
+    try:
+        yield sharing
+    finally:
+        if not sharing.done():
+            await share.leave()
+        await sharing
+
+
+async def carry_reports(
+    exchange: Callable[[Grant], Awaitable[Report]], coordinator: Coordinator
+) -> None:
+    """Carry a worker's reports to the coordinator and grants back, until the worker leaves."""
+    grant, leaving = Grant(), False
+    while not leaving:
+        report = await exchange(grant)
+        grant, leaving = coordinator.handle(report), report.leaving
+
+
+def raise_failure(sharing: asyncio.Task[None] | None) -> None:
+    """Raise what ended a worker's exchange with the coordinator: without grants it would wait for
+    ever."""
+    if sharing is not None and sharing.done() and not sharing.cancelled():
+        sharing.result()
+
+
+def raise_file_limit(rollouts: int) -> None:
+    """Raise this process's limit of open files (`ulimit -Sn`) to what so many rollouts need; many
+    systems begin with 1,024. Sandboxes have a limit of their own, `OPEN_FILES`.
+
+    Raises: UserError when it may not be raised so far: rollouts would fail in the middle.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(OTHER_FILES + FILES_PER_ROLLOUT * rollouts, OPEN_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        most = (hard - OTHER_FILES) // FILES_PER_ROLLOUT
+        fewer = f", use --concurrency {most}, or more --workers" if hard >= OPEN_FILES else ""
+        raise UserError(
+            f"{rollouts} rollouts in one process need {wanted:,} open files, and the limit is "
+            f"{hard:,} (ulimit -Hn). Raise it{fewer}"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Never collect modules that are loaded by now, and the rest seldom. Undone at the end, because
+    a run without Ray lives in its caller's process."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+def _prove_sight(run_dir: RunDir, spec: WorkerSpec) -> None:
+    """A worker on another machine may see no run directory, or another one of that name."""
+    epochs = run_dir.epochs()
+    if spec.epoch not in epochs or run_dir.epoch(spec.epoch).run_id != spec.run_id:
+        raise StoreError(f"no such run at {spec.run_path}: choose --out on storage that all share")

@@ -255,12 +255,12 @@ def _carry_out(mode: Mode, config: RunConfig, as_json: bool) -> int:
 
 
 async def _evaluate(config: RunConfig, as_json: bool) -> int:
-    from batch_runner.hosts import Hosts
     from batch_runner.runner import arun_batch
+    from batch_runner.settings import open_hosts
     from hermes_rl.rl.evaluation import write_evaluation
 
     progress = run.progress_of(as_json)
-    async with Hosts() as hosts:
+    async with open_hosts() as hosts:
         report = await arun_batch(config, progress=progress, hosts=hosts)
         run.tell(report, progress)
         if report.stopped is not None:

@@ -85,7 +85,7 @@ def command(
 def look(path: Path) -> Status:
     """A run's state, from its files alone. Raises: UserError when there is no run."""
     from batch_runner.manifest import read_manifest
-    from batch_runner.trouble import Trouble
+    from batch_runner.progress import Trouble
     from hermes_rl.store.reader import driver_of, in_flight, load_run
 
     run = load_run(path)

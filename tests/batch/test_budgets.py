@@ -16,8 +16,8 @@ import pytest
 from aiohttp import web
 
 from batch_runner.budgets import Prices, asked_name, budgets_of, spent_before
-from batch_runner.dryrun import pilot_run
-from batch_runner.pilot import Pilot, predict, student_t
+from batch_runner.dryrun import pilot_run, predict, student_t
+from batch_runner.plan import Pilot
 from batch_runner.progress import JsonEvents
 from batch_runner.report import Report
 from batch_runner.runner import arun_batch

@@ -7,18 +7,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
 
-from batch_runner.dispatcher import ALONE_SLOTS, START_TRIES, Dispatcher, Fleet
-from batch_runner.plan import Plan, PlanRules
-from batch_runner.ports import WorkerLost
-from batch_runner.sink import Sink
-from batch_runner.source import RunSource
-from batch_runner.units import UnitReader
-from batch_runner.wire import Reply
+from batch_runner.dispatcher import ALONE_SLOTS, START_TRIES, Dispatcher, Fleet, WorkerLost
+from batch_runner.plan import Plan, RunSource, UnitReader
+from batch_runner.progress import Sink
+from batch_runner.worker import Reply
 from hermes_rl.errors import StoreError, UserError
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.sources import read_rows
@@ -106,6 +103,7 @@ class Rig:
     notes: list[str] = field(default_factory=list)
     faults: list[tuple[str, str]] = field(default_factory=list)
     sent: dict[str, dict[str, WorkItem]] = field(default_factory=dict)
+    epoch: int = 1
     started: int = 0
     most: int = 0
     """Workers at once."""
@@ -114,15 +112,12 @@ class Rig:
     """A start was tried, or a fault was told."""
     halted: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def writer(self, worker: int) -> str:
-        return f"1-{worker}"
-
     async def start(self, worker: int, capacity: int) -> Worker:
         self.started += 1
         self.moved.set()
         if worker in self.refused:
             raise self.refused[worker]
-        made = self.workers.setdefault(worker, Worker(self.writer(worker)))
+        made = self.workers.setdefault(worker, Worker(f"1-{worker}"))
         self.most = max(self.most, sum(not w.closed for w in self.workers.values()))
         return made
 
@@ -186,7 +181,8 @@ class Rig:
     async def run(self, workers: int = 2, concurrency: int = 2, lease_s: float = 30.0) -> None:
         async with asyncio.timeout(30):
             rig: Any = self
-            await Dispatcher(rig, rig, Fleet(workers, concurrency, 1, lease_s), rig).run(rig)
+            fleet = Fleet(workers, concurrency, 1, lease_s)
+            await Dispatcher(self.start, rig, fleet, self).run(rig)
 
 
 async def test_a_worker_that_is_cut_while_it_publishes_is_killed_and_recovered() -> None:
@@ -349,8 +345,7 @@ async def test_a_run_stops_for_a_worker_that_cannot_be_fenced_once_all_else_is_d
 
     def make_source(driver: Driver) -> RunSource:
         reader = UnitReader(read_rows(rows), HASH, repeats=1)
-        plan = Plan(reader, PlanRules(HASH, 0, driver.epoch), driver.ledger)
-        return RunSource(plan, driver, Sink(), driver.ledger)
+        return RunSource(Plan(reader, driver.ledger, epoch=driver.epoch), driver, Sink())
 
     rig = Rig(workers={1: Worker("1-1", mortal=True)})
     async with await open_run(tmp_path / "run", {}, None, options) as driver:
@@ -359,9 +354,9 @@ async def test_a_run_stops_for_a_worker_that_cannot_be_fenced_once_all_else_is_d
             held.write(msgspec.json.encode(there))
             held.flush()
             fcntl.flock(held, fcntl.LOCK_EX)
-            source, listener = make_source(driver), cast(Any, rig)
+            source = make_source(driver)
             async with asyncio.timeout(30):
-                await Dispatcher(listener, driver, Fleet(2, 2), listener).run(source)
+                await Dispatcher(rig.start, driver, Fleet(2, 2), rig).run(source)
             assert source.stop is not None
             assert source.stop.cause == "worker_lost"
             assert "writer 1-1 (process 7 on there) still runs" in source.stop.detail

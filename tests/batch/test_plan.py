@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from batch_runner.plan import Plan, PlanRules
-from batch_runner.source import RunSource
-from batch_runner.units import OccurrenceCounter, UnitReader
+from batch_runner.plan import OccurrenceCounter, Plan, RunSource, UnitReader
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest, group_id, unit_id
 from hermes_rl.sources import read_rows
@@ -64,8 +62,8 @@ async def test_whether_work_is_small_is_known_without_reading_all_of_it() -> Non
 
     def source(rows: Iterable[dict[str, object]]) -> RunSource:
         unused: Any = None  # neither a receipt nor a row comes by
-        plan = Plan(UnitReader(read_rows(rows), HASH, 1), PlanRules(HASH, 0, 1), Ledger(3))
-        return RunSource(plan, unused, unused, Ledger(3))
+        plan = Plan(UnitReader(read_rows(rows), HASH, 1), Ledger(3))
+        return RunSource(plan, unused, unused)
 
     assert await source({"prompt": f"p{n}"} for n in range(199)).fewer_than(200, 60.0)
     assert not await source({"prompt": f"p{n}"} for n in range(200)).fewer_than(200, 60.0)
@@ -85,7 +83,7 @@ async def test_the_plan_leaves_out_what_is_done_or_given_up() -> None:
     for attempt in range(2):
         ledger.apply(units[3].unit_id, attempt, done=False, cause="worker_lost")
     ledger.apply(units[4].unit_id, 0, done=False, cause="driver_lost")
-    plan = Plan(reader(rows), PlanRules(HASH, 0, epoch=5), ledger)
+    plan = Plan(reader(rows), ledger, epoch=5)
     items = await plan.take()
     assert [(i.row_index, i.attempt, i.alone) for i in items] == [
         (3, 2, True),
@@ -111,7 +109,7 @@ async def test_rows_that_are_done_are_passed_over_whole() -> None:
         (2, 1),
     ]
     assert (source.rows, source.passed, source.ended) == (5, 8, True)
-    plan = Plan(reader(rows), PlanRules(HASH, 0, epoch=5), ledger)
+    plan = Plan(reader(rows), ledger, epoch=5)
     (item,) = await plan.take()
     assert (item.row_index, item.repeat, item.attempt) == (2, 1, 0)
     counts = plan.counts
@@ -129,7 +127,7 @@ def test_few_units_at_a_time_are_the_same_units() -> None:
 
 async def test_a_bad_row_is_one_unit() -> None:
     rows: list[dict[str, object]] = [{"prompt": "a"}, {"prompt": ""}]
-    plan = Plan(reader(rows, repeats=4), PlanRules(HASH, 0, 1), Ledger())
+    plan = Plan(reader(rows, repeats=4), Ledger())
     items = await plan.take()
     assert [(i.row_index, i.task is None) for i in items] == [(0, False)] * 4 + [(1, True)]
     assert items[-1].bad_row == "row 1: 'prompt' is empty"

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from batch_runner.dispatcher import WorkerLost
 from batch_runner.pool import RayWorker, connected
-from batch_runner.ports import WorkerLost
-from batch_runner.wire import Reply, WorkerSpec, encode_reply
+from batch_runner.worker import Reply
 from hermes_rl.errors import UserError
-from hermes_rl.models.rate.coordinator import Coordinator
 
 
 class BadRay(SimpleNamespace):
@@ -86,7 +86,7 @@ class Actor(SimpleNamespace):
         def after(seconds: float) -> Any:
             async def answer(*_: object) -> bytes:
                 await asyncio.sleep(seconds)
-                return encode_reply(Reply(requests=7))
+                return msgspec.msgpack.encode(Reply(requests=7))
 
             return SimpleNamespace(remote=answer)
 
@@ -104,12 +104,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def worker(actor: Actor, lease_s: float) -> RayWorker:
-    spec = WorkerSpec(
-        run_path="/nowhere", run_id="r", epoch=1, worker=1, capacity=1, lease_s=lease_s,
-        publish_every_s=1.0, config=b"{}", config_hash="h",
-    )  # fmt: skip
-    coordinator = Coordinator(1, {}, {}, clock=time.monotonic, unix=time.time)
-    return RayWorker(actor, spec, coordinator)
+    return RayWorker(actor, "1-1", lease_s)
 
 
 async def test_a_worker_may_publish_longer_than_its_lease(killed: list[object]) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import kit
 import pytest
 
-from batch_runner.progress import View
-from batch_runner.sink import Rates, Tally
+from batch_runner.progress import Rates, Tally, View
 from hermes_rl.testing.fake_server import FakeServer
 
 COUNTS = r"(\d+)/~?(\d+) units  (\d+) solved  (\d+) failed( \(\d+ attempts\))?  (\d+) running"

@@ -9,7 +9,7 @@ from pathlib import Path
 import kit
 import pytest
 
-from batch_runner.trouble import troubles
+from batch_runner.progress import troubles
 from hermes_rl.cli.status_command import look
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.models.rate.coordinator import LaneSummary, Summary

@@ -3,8 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_runner.wire import Reply, decode_reply, encode_reply
+from batch_runner.pool import decode_reply
+from batch_runner.worker import Reply
 from hermes_rl.events import AttemptKey, Begun, Ended
+from hermes_rl.models.rate.share import encode
 from hermes_rl.store.rows import Finished, receipt_of
 from hermes_rl.trajectory import fold
 
@@ -24,7 +26,7 @@ def finished(task_id: str, error: str) -> Finished:
 @given(st.text(max_size=20), st.text(max_size=20))
 def test_a_receipt_is_under_4_kb(task_id: str, error: str) -> None:
     made = finished(task_id * 200 + "\U0001f600" * 5000, error * 200 + "\U0001f600" * 5000)
-    sent = encode_reply(Reply(receipts=(receipt_of(made, f"{2**31}-{2**31}"),)))
+    sent = encode(Reply(receipts=(receipt_of(made, f"{2**31}-{2**31}"),)))
     assert len(sent) < 4096
     (got,) = decode_reply(sent).receipts
     assert made.row.task_id.startswith(got.task_id)

@@ -142,11 +142,11 @@ async def test_run_batch_where_a_loop_runs(
 _CLOSE = """
 import asyncio, json, os, signal, sys, time
 from pathlib import Path
-from batch_runner.factory import open_factory
+from batch_runner.pool import open_pool
 from batch_runner.budgets import make_coordinator
-from batch_runner.ports import WorkerLost
+from batch_runner.dispatcher import WorkerLost
 from batch_runner.settings import settle
-from batch_runner.wire import WorkerSpec
+from batch_runner.worker import WorkerSpec
 from hermes_rl.config import load_config, parse_config
 from hermes_rl.store.driver import OpenOptions, open_run
 
@@ -160,8 +160,8 @@ async def main():
             config_hash=settings.config_hash,
         )
         coordinator = make_coordinator(settings.config, driver.run_dir, 1)
-        with open_factory(settings, spec, coordinator) as factory:
-            worker = await factory.start(1, 1)
+        with open_pool(settings, spec, coordinator) as start:
+            worker = await start(1, 1)
             pid = json.loads((settings.out / "journal/1-1/alive").read_bytes())["pid"]
             os.kill(pid, signal.SIGSTOP)
             begun = time.monotonic()

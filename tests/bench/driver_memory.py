@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from batch_runner.dispatcher import Dispatcher, Fleet
-from batch_runner.plan import Plan, PlanRules
-from batch_runner.sink import Sink
-from batch_runner.source import RunSource
-from batch_runner.units import UnitReader
-from batch_runner.wire import Reply
+from batch_runner.plan import Plan, RunSource, UnitReader
+from batch_runner.progress import Progress, Sink
+from batch_runner.worker import Reply
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.sources import read_rows
 from hermes_rl.store.driver import Driver, open_run
-from hermes_rl.store.ledger import Ledger
+from hermes_rl.store.ledger import Disposition, Ledger
 from hermes_rl.usage import UsageTotal
 
 CONCURRENCY = 64
@@ -91,14 +89,9 @@ class StandIn:
     async def kill(self) -> None: ...
 
 
-class StandIns:
-    """Starts them."""
-
-    def writer(self, worker: int) -> str:
-        return f"1-{worker}"
-
-    async def start(self, worker: int, capacity: int) -> StandIn:
-        return StandIn(f"1-{worker}")
+async def start(worker: int, capacity: int) -> StandIn:
+    """Start one."""
+    return StandIn(f"1-{worker}")
 
 
 class Deaf:
@@ -116,7 +109,7 @@ class Deaf:
         raise AssertionError(text)
 
 
-class Readings:
+class Readings(Progress):
     """Memory at even distances over the run."""
 
     def __init__(self, every: int) -> None:
@@ -124,7 +117,7 @@ class Readings:
         self.units = 0
         self.points: list[tuple[int, float]] = []
 
-    def __call__(self, receipt: Receipt, disposition: str) -> None:
+    def attempt(self, receipt: Receipt, disposition: Disposition) -> None:
         self.units += 1
         if self.units % self.every == 0:
             self.points.append((self.units, rss_mb()))
@@ -141,9 +134,9 @@ class Readings:
 async def drive(driver: Driver, units: int, readings: Readings) -> None:
     """A whole run with stand-ins."""
     reader = UnitReader(read_rows(dataset(units)), CONFIG_HASH, repeats=1)
-    plan = Plan(reader, PlanRules(CONFIG_HASH, 0, driver.epoch), driver.ledger)
-    source = RunSource(plan, driver, Sink((readings,)), driver.ledger)
-    await Dispatcher(StandIns(), driver, Fleet(2, CONCURRENCY), Deaf()).run(source)
+    plan = Plan(reader, driver.ledger, epoch=driver.epoch)
+    source = RunSource(plan, driver, Sink(readings))
+    await Dispatcher(start, driver, Fleet(2, CONCURRENCY), Deaf()).run(source)
 
 
 async def over_a_run(units: int) -> dict[str, float]:
@@ -173,7 +166,7 @@ async def over_a_plan(rows: int) -> dict[str, float]:
             ledger.apply(unit.unit_id, 0, done=True, cause=None)
     del done, unit
     cpu = time.process_time()
-    plan = Plan(reader, PlanRules(CONFIG_HASH, 0, 1), ledger)
+    plan = Plan(reader, ledger)
     while not plan.counts.complete:
         assert await plan.take() == []
     assert plan.counts.done == rows

@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
 )
 HANDS_OVER_TO_CLI = "__main__"  # python -m batch_runner, python -m environments.NAME
-RAY_FILES = {"batch_runner/pool.py", "batch_runner/actor.py"}
+RAY_FILES = {"batch_runner/pool.py"}
 
 
 class Place(NamedTuple):

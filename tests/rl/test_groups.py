@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rl_kit import Lab, fake
 
 from batch_runner import arun_batch
-from batch_runner.pilot import Pilot
+from batch_runner.plan import Pilot
 from batch_runner.progress import Silent
 from batch_runner.report import Report
 from hermes_rl.messages import text_of

@@ -6,15 +6,14 @@ that it scored is durable before the next one is begun.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from batch_runner.at_once import at_once
+from batch_runner.budgets import within_budgets
 from batch_runner.settings import Settings
-from batch_runner.within import within_budgets
 from hermes_rl.aio import in_thread
 from hermes_rl.errors import HermesError
 from hermes_rl.rl.groups import (
@@ -37,26 +36,38 @@ if TYPE_CHECKING:
 PER_BATCH = 1_000
 """Groups that are published together, where making them costs nothing."""
 
+T = TypeVar("T")
 
-@asynccontextmanager
-async def _scoring(
-    settings: Settings, driver: Driver, governed: dict[str, Any]
-) -> AsyncIterator[Grader]:
-    """The scorer within what is left of the run's budgets: its workers have ended.
+
+async def at_once(
+    items: AsyncGenerator[T, None], work: Callable[[T], Awaitable[bool]], most: int
+) -> None:
+    """Work through items as they come.
 
     Args:
-        governed: see `within_budgets`.
-    """
-    from hermes_rl.rl.scoring import open_grader
+        work: False begins nothing more; what is under way goes to its end.
+        most: under way at once.
 
-    config, run_dir, keys = settings.config, driver.run_dir, settings.keys
-    async with (
-        within_budgets(config, run_dir, SCORED_AT_ONCE, governed) as share,
-        open_grader(
-            config, run_dir, driver.run_id, share, opens=settings.hosts.open, keys=keys
-        ) as scorer,
-    ):
-        yield scorer
+    Raises: the first error of `items` or `work`; what was under way is cancelled.
+    """
+    going, gate = True, asyncio.Semaphore(most)
+
+    async def one(item: T) -> None:
+        nonlocal going
+        try:
+            going = await work(item) and going
+        finally:
+            gate.release()
+
+    try:
+        async with asyncio.TaskGroup() as group, aclosing(items):
+            async for item in items:
+                await gate.acquire()
+                if not going:
+                    break
+                group.create_task(one(item))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 @dataclass
@@ -89,28 +100,35 @@ async def close_groups(
 
     Raises: DiskFull; UserError of an environment that cannot be opened.
     """
-    scored = scored_by_env(settings)
+    scored = _scores_groups(settings)
     if scored and not paid:
         return Closed()
     due = await in_thread(_due, driver, size)
     closed = Closed(due=len(due))
     if not scored or not due:
-        for batch in _batches(due, PER_BATCH):
+        for at in range(0, len(due), PER_BATCH):
+            batch = due[at : at + PER_BATCH]
             await driver.publish(Derived(groups=tuple(make_group(g) for g in batch)))
             closed.written += len(batch)
         return closed
+    from hermes_rl.rl.scoring import open_grader
+
+    config, run_dir, hosts = settings.config, driver.run_dir, settings.hosts
+    assert hosts is not None
+    every_s = config.run.publish_every_s
     async with (
-        _scoring(settings, driver, closed.governed) as scores,
-        open_derived_writer(
-            driver.run_dir, driver.epoch, every_s=settings.config.run.publish_every_s
-        ) as book,
+        within_budgets(config, run_dir, SCORED_AT_ONCE, closed.governed) as share,
+        open_grader(
+            config, run_dir, driver.run_id, share, opens=hosts.open, keys=settings.keys
+        ) as grader,
+        open_derived_writer(run_dir, driver.epoch, every_s=every_s) as writer,
     ):
-        work = _Scored(scores, book, closed)
-        await at_once(scores.ready(due), work.score, SCORED_AT_ONCE)
+        work = _Scored(grader, writer, closed)
+        await at_once(grader.ready(due), work.score, SCORED_AT_ONCE)
     return closed
 
 
-def scored_by_env(settings: Settings) -> bool:
+def _scores_groups(settings: Settings) -> bool:
     """Whether the run's environment scores whole groups."""
     if settings.opened is None:
         return False
@@ -123,19 +141,19 @@ def scored_by_env(settings: Settings) -> bool:
 class _Scored:
     """Groups on their way to their rows."""
 
-    scores: Grader
-    book: DerivedWriter
+    grader: Grader
+    writer: DerivedWriter
     closed: Closed
 
     async def score(self, ready: ReadyGroup) -> bool:
         """Score one and write its row. One that could not be scored has a row that says why, and
         stays due; no row when nothing was asked. False when no other could be scored either."""
         cut = make_group(ready.gathered, Scoring(by="score_group", error=INTERRUPTED))
-        question = self.book.begin(Derived(groups=(cut,)))
-        scoring = await self.scores.score(ready, question)
+        question = self.writer.begin(Derived(groups=(cut,)))
+        scoring = await self.grader.score(ready, question)
         row = make_group(ready.gathered, scoring)
         asked = scoring.stop is None or scoring.calls
-        await self.book.add(Derived(groups=(row,)) if asked else None, question)
+        await self.writer.add(Derived(groups=(row,)) if asked else None, question)
         if scoring.error is None:
             self.closed.written += 1
         elif self.closed.stop is None and (scoring.stop is not None or not self.closed.why):
@@ -147,9 +165,3 @@ def _due(driver: Driver, size: MembersOf | None) -> list[Gathered]:
     run = Run(driver.run_dir, max_attempts=driver.ledger.max_attempts)
     due = due_groups(run, driver.ledger, size=size)
     return [gathered for gathered in due if len(gathered.members) > 1]
-
-
-def _batches(due: Sequence[Gathered], size: int) -> Iterator[list[Gathered]]:
-    stream = iter(due)
-    while batch := list(itertools.islice(stream, size)):
-        yield batch
