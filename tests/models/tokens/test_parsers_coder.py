@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hermes_rl.models.tokens.parsers import parser_named
-from hermes_rl.models.tokens.parsers.qwen3_coder import typed
+from hermes_rl.models.tokens.parsers import typed
 
 CODER = parser_named("qwen3_coder")
 SCHEMA: dict[str, Any] = {
