@@ -62,8 +62,7 @@ from hermes_rl.models.providers.targets import (
 )
 from hermes_rl.models.rate.budgets import NANO, NO_UNIT, UNIT_TOKENS, UNIT_USD, Budget
 from hermes_rl.models.rate.share import Share
-from hermes_rl.models.tokens.engines.base import spelled_out
-from hermes_rl.models.tokens.plan import TokenPlan
+from hermes_rl.models.tokens.plan import TokenPlan, spelled_out
 from hermes_rl.models.wire.base import sendable
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.sandboxes.base import SandboxBackend, SandboxSpec

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from hermes_rl.events import TokensAdded, unpack_logprobs
 from hermes_rl.models.base import LogprobsKind
 from hermes_rl.models.tokens.capture import Stretch
-from hermes_rl.models.tokens.engines.base import LOWEST
+from hermes_rl.models.tokens.logprobs import LOWEST
 from hermes_rl.record import Segment, Trajectory
 from hermes_rl.segments.branches import Branch, Branches, CallFacts, Happened, version_number
 

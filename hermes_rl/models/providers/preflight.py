@@ -31,7 +31,7 @@ from hermes_rl.models.providers.targets import (
     other_targets,
     targets_by_model,
 )
-from hermes_rl.models.tokens.engines.chat import CHAT_MODE
+from hermes_rl.models.tokens.engines import CHAT_MODE
 from hermes_rl.models.tokens.plan import NO_IDS, TokenPlan, Wanted
 
 if TYPE_CHECKING:

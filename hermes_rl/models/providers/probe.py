@@ -47,8 +47,14 @@ from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.errors.classify import classify
 from hermes_rl.models.providers.prices import PriceTable
-from hermes_rl.models.tokens.engines.base import PENALTIES, sampling_of, whole_ids
-from hermes_rl.models.tokens.engines.chat import CHAT_MODE, first_logprobs, ids_spelling
+from hermes_rl.models.tokens.engines import (
+    CHAT_MODE,
+    PENALTIES,
+    first_logprobs,
+    ids_spelling,
+    sampling_of,
+    whole_ids,
+)
 from hermes_rl.models.tokens.logprobs import CUT, TOP, filters_shown, kind_of
 from hermes_rl.models.tokens.plan import NO_IDS, Asked, Spelling, TokenPlan, Wanted, Way
 from hermes_rl.models.transports.base import connection_fault, proxy_refused, untrusted
@@ -503,7 +509,8 @@ class TokenSearch:
 
     async def _try_wire(self, way: Way, renderer: Renderer) -> _LogprobsMeaning | None:
         """Return what its logprobs stand for; None if the route does not exist."""
-        from hermes_rl.models.tokens.client import WIRES, at_root
+        from hermes_rl.models.tokens.client import at_root
+        from hermes_rl.models.tokens.engines import WIRES
 
         wire = WIRES[way](renderer.end_ids, self.endpoint.secrets)
         where = at_root(self.endpoint) if wire.at_root else self.endpoint

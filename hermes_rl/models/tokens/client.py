@@ -29,23 +29,11 @@ from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.prepare import outgoing
 from hermes_rl.models.tokens.bridge import Prompt, TokenState
-from hermes_rl.models.tokens.engines.base import TokenWire, spelled_out
-from hermes_rl.models.tokens.engines.chat import ChatIdsClient
-from hermes_rl.models.tokens.engines.llamacpp import LlamacppCompletion
-from hermes_rl.models.tokens.engines.sglang import SglangGenerate
-from hermes_rl.models.tokens.engines.vllm import VllmCompletions, VllmGenerate
+from hermes_rl.models.tokens.engines import WIRES, ChatIdsClient
 from hermes_rl.models.tokens.logprobs import kind_in
 from hermes_rl.models.tokens.parsers import ToolCallParser, parser_named
-from hermes_rl.models.tokens.plan import TokenPlan
+from hermes_rl.models.tokens.plan import TokenPlan, spelled_out
 from hermes_rl.models.tokens.renderer import Renderer
-
-WIRES: dict[str, type[TokenWire]] = {
-    "vllm": VllmCompletions,
-    "vllm_generate": VllmGenerate,
-    "sglang": SglangGenerate,
-    "llamacpp": LlamacppCompletion,
-}
-"""`endpoint.tokens` -> the wire."""
 
 
 def token_client(

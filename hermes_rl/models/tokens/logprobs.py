@@ -19,6 +19,9 @@ from typing import Any, TypeVar
 
 from hermes_rl.models.base import LogprobsKind
 
+LOWEST = -9999.0
+"""vLLM writes this for minus infinity: it is not a logprob."""
+
 TOP = (20, 5)
 """Numbers of likely tokens to request; servers differ in what they allow."""
 

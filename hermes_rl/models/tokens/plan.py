@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
 
 from hermes_rl.events import LogprobsKind
 from hermes_rl.models.base import Sampling
-from hermes_rl.models.tokens.engines.base import spelled_out
 from hermes_rl.models.tokens.logprobs import shaped_by
 
 Wanted = Literal["off", "auto", "chat", "vllm", "sglang", "llamacpp"]
@@ -83,6 +83,20 @@ class TokenPlan(msgspec.Struct, frozen=True, kw_only=True):
         if self.logprobs == "sampling" and cut and not self.filtered:
             return "logprobs do not show top_p, top_k, min_p. Leave these out"
         return None
+
+
+def spelled_out(sampling: Sampling) -> Sampling:
+    """Return the sampling with temperature and filters set, neutral where they were not. Servers
+    take what is left out from the model's files (`generation_config.json`) or their own defaults,
+    and the logprobs would be of another distribution."""
+    unlimited = sampling.top_k is None or sampling.top_k <= 0
+    return replace(
+        sampling,
+        temperature=1.0 if sampling.temperature is None else sampling.temperature,
+        top_p=1.0 if sampling.top_p is None else sampling.top_p,
+        top_k=-1 if unlimited else sampling.top_k,
+        min_p=0.0 if sampling.min_p is None else sampling.min_p,
+    )
 
 
 NO_IDS = TokenPlan()

@@ -6,7 +6,7 @@ import pytest
 
 from hermes_rl.errors import ModelAborted, ModelError, ProtocolError
 from hermes_rl.models.base import Completion, Conversation, ModelRequest
-from hermes_rl.models.tokens.client import WIRES
+from hermes_rl.models.tokens.engines import WIRES
 from hermes_rl.models.wire.base import ReplyHead
 from hermes_rl.usage import Usage
 

@@ -34,8 +34,8 @@ from hermes_rl.models.base import (
     TokenCapture,
 )
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.tokens.client import WIRES as ENGINES
 from hermes_rl.models.tokens.client import TokenClient, token_client
+from hermes_rl.models.tokens.engines import WIRES as ENGINES
 from hermes_rl.testing.faults import FaultPlan
 from hermes_rl.testing.tiny_tokenizer import tiny_renderer
 

@@ -24,7 +24,7 @@ from hermes_rl.models.base import Completion, ModelClient, ModelRequest
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.tokens.client import token_client
-from hermes_rl.models.tokens.engines.chat import ChatIdsClient
+from hermes_rl.models.tokens.engines import ChatIdsClient
 from hermes_rl.models.tokens.renderer import Renderer, load_renderer
 from hermes_rl.testing.exact_engine import ExactEngine
 from hermes_rl.testing.exact_engine_model import PromptView, ScriptedAnswer

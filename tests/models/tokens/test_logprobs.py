@@ -18,7 +18,7 @@ from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.providers.preflight import exact_clients
 from hermes_rl.models.providers.probe import TokenSearch
 from hermes_rl.models.tokens.client import client_for
-from hermes_rl.models.tokens.engines.chat import ChatIdsClient
+from hermes_rl.models.tokens.engines import ChatIdsClient
 from hermes_rl.models.tokens.logprobs import filters_shown, kind_of
 from hermes_rl.models.tokens.plan import TokenPlan
 from hermes_rl.models.tokens.renderer import load_renderer

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from hermes_rl.models.tokens.parsers import parser_named
-from hermes_rl.models.tokens.parsers import typed
+from hermes_rl.models.tokens.parsers import parser_named, typed
 
 CODER = parser_named("qwen3_coder")
 SCHEMA: dict[str, Any] = {

@@ -1,1 +1,0 @@
-"""The wires of engines that take a prompt as token ids and say which ids they sampled."""
