@@ -224,7 +224,7 @@ def completion(text: str, stop_type: str = "eos") -> dict:
     raw = json.dumps({"messages": [HELLO], "tools": [TERMINAL]}).encode()
     request = read_request(raw)
     step = plan_step(request, template_has_tools=True)
-    return Writer(request, step, "local").whole(finished(text, stop_type))
+    return Writer(request, step, "local", finished(text, stop_type)).whole()
 
 
 def test_a_call_becomes_a_tool_call_with_the_arguments_as_written():

@@ -28,7 +28,6 @@ from hermes_rl.models.local.requests import (
     BadChatRequest,
     ChatRequest,
     Step,
-    error_body,
     plan_step,
     read_request,
 )
@@ -37,19 +36,10 @@ _KEEP_ALIVE_S = 5.0
 _BODY_BYTES = 32 << 20
 
 
-@dataclass(frozen=True)
-class Served:
-    """What the server serves, and the key that it requires."""
-
-    model: str
-    description: str
-    key: str = field(repr=False)
-
-
-def make_app(engine: EngineClient, served: Served) -> web.Application:
-    """Build the web application."""
-    routes = _Routes(engine, served)
-    app = web.Application(middlewares=[_guard(served.key)], client_max_size=_BODY_BYTES)
+def make_app(engine: EngineClient, model: str, description: str, key: str) -> web.Application:
+    """Build the web application, which requires `key`."""
+    routes = _Routes(engine, model, description)
+    app = web.Application(middlewares=[_guard(key)], client_max_size=_BODY_BYTES)
     app.router.add_post("/v1/chat/completions", routes.chat)
     app.router.add_post("/completion", routes.completion)
     app.router.add_post("/tokenize", routes.tokenize)
@@ -80,15 +70,17 @@ def _guard(required: str) -> Middleware:
 
 
 def _failure(message: str, status: int, code: str | None = None) -> web.Response:
-    return web.json_response(error_body(message, status=status, code=code), status=status)
+    """Return an error in OpenAI's format."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return web.json_response({"error": error}, status=status)
 
 
 class _Routes:
     """The handlers of all routes."""
 
-    def __init__(self, engine: EngineClient, served: Served) -> None:
-        self._engine = engine
-        self._served = served
+    def __init__(self, engine: EngineClient, model: str, description: str) -> None:
+        self._engine, self._model, self._description = engine, model, description
 
     async def health(self, _request: web.Request) -> web.Response:
         """Report whether the engine answers too."""
@@ -98,68 +90,63 @@ class _Routes:
 
     async def models(self, _request: web.Request) -> web.Response:
         """List the one model, with its description."""
-        card = {"id": self._served.model, "object": "model", "owned_by": "hermes-rl", "created": 0}
-        card["description"] = self._served.description
+        card = {"id": self._model, "object": "model", "owned_by": "hermes-rl", "created": 0}
+        card["description"] = self._description
         return web.json_response({"object": "list", "data": [card]})
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Serve one completion; its work stops when the caller disconnects."""
-        asked = read_request(await request.read())
-        step = plan_step(asked, template_has_tools=self._engine.template_has_tools)
-        writer = Writer(asked, step, self._served.model)
+        body = read_request(await request.read())
+        step = plan_step(body, template_has_tools=self._engine.template_has_tools)
         generation = Generation()
-        pieces = self._pieces(asked, step, generation)
-        async with aclosing(pieces):
-            if asked.stream:
-                return await _stream(request, writer, step, generation, pieces)
+        writer = Writer(body, step, self._model, generation)
+        async with aclosing(self._pieces(body, step, generation)) as pieces:
+            if body.stream:
+                return await _stream(request, writer, pieces)
             async for _ in pieces:
                 pass
-            return web.json_response(writer.whole(generation))
+            return web.json_response(writer.whole())
 
     async def completion(self, request: web.Request) -> web.Response:
         """Serve one answer for a prompt of ids; its work stops when the caller disconnects."""
         data = await request.read()
-        prompt = _read(data, _Prompt).prompt
+        _read(data, _Prompt)
         fields: dict[str, Any] = msgspec.json.decode(data)
-        body = {name: value for name, value in fields.items() if name in _FORWARDED}
-        answer = await self._engine.complete({**body, "prompt": prompt})
+        answer = await self._engine.complete({n: v for n, v in fields.items() if n in _FORWARDED})
         answer.pop("generation_settings", None)
         answer.pop("prompt", None)
         return web.json_response(answer)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """Return the ids of a text. Control tokens in it are parsed, and none is added."""
-        asked = _read(await request.read(), _Text)
-        ids = await self._engine.tokenize(asked.content, rendered=False)
-        return web.json_response({"tokens": ids})
+        text = _read(await request.read(), _Text).content
+        return web.json_response({"tokens": await self._engine.tokenize(text, rendered=False)})
 
     async def _pieces(
-        self, asked: ChatRequest, step: Step, generation: Generation
+        self, request: ChatRequest, step: Step, generation: Generation
     ) -> AsyncGenerator[str, None]:
         """Collect the answer in `generation`, and yield its text as it comes."""
         prompt: str | list[int] = await self._engine.render(step.messages, step.tools)
         prompt = f"{prompt}{step.prefill}"
-        if asked.return_token_ids:
+        if request.return_token_ids:
             prompt = generation.prompt_ids = await self._engine.tokenize(prompt)
-        exact = asked.return_token_ids or asked.logprobs
-        generate = self._engine.whole if exact else self._engine.generate
-        async with aclosing(generate(prompt, step.sampling)) as pieces:
-            async for piece in pieces:
-                yield generation.take(piece)
+        body = {**step.sampling, "prompt": prompt}
+        if request.return_token_ids or request.logprobs:  # only a whole answer has all ids
+            yield generation.take({**await self._engine.complete(body), "stop": True})
+            return
+        async with aclosing(self._engine.stream(body)) as chunks:
+            async for chunk in chunks:
+                yield generation.take(chunk)
         if not generation.last:
             raise BadChatRequest("the engine broke off", status=502)
 
 
 async def _stream(
-    request: web.Request,
-    writer: Writer,
-    step: Step,
-    generation: Generation,
-    pieces: AsyncIterator[str],
+    request: web.Request, writer: Writer, pieces: AsyncIterator[str]
 ) -> web.StreamResponse:
     """Send the answer as server-sent events. A call is sent in one event: only whole JSON is
     one."""
-    first = await anext(pieces, "")  # an error here still sets the HTTP status
+    text = await anext(pieces, "")  # an error here still sets the HTTP status
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )
@@ -167,24 +154,22 @@ async def _stream(
     await response.write(_event(writer.opening()))
     clock = asyncio.get_running_loop().time
     sent_at = clock()
-    async for text in _chain(first, pieces):
-        if text and not step.calls:
+    while True:
+        if text and not writer.calls:
             await response.write(_event(writer.delta(text)))
             sent_at = clock()
         elif clock() - sent_at > _KEEP_ALIVE_S:
             await response.write(b": working\n\n")
             sent_at = clock()
-    for chunk in writer.closing(generation):
+        try:
+            text = await anext(pieces)
+        except StopAsyncIteration:
+            break
+    for chunk in writer.closing():
         await response.write(_event(chunk))
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
-
-
-async def _chain(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
-    yield first
-    async for text in rest:
-        yield text
 
 
 def _event(chunk: object) -> bytes:
@@ -193,7 +178,7 @@ def _event(chunk: object) -> bytes:
 
 _FORWARDED = frozenset(
     (
-        *("n_predict", "temperature", "top_k", "top_p", "min_p", "typical_p", "seed"),
+        *("prompt", "n_predict", "temperature", "top_k", "top_p", "min_p", "typical_p", "seed"),
         *("repeat_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier"),
         *("xtc_probability", "dynatemp_range", "mirostat", "logit_bias", "ignore_eos"),
         *("n_probs", "post_sampling_probs", "return_tokens", "cache_prompt", "json_schema"),
@@ -263,31 +248,6 @@ class Generation:
         }
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a finished step."""
-
-    finish_reason: str
-    content: str | None
-    call: tuple[str, str] | None = None
-    """Name and arguments; the arguments are the model's text, unchanged."""
-
-
-def read_outcome(step: Step, generation: Generation) -> Outcome:
-    """Return what the model decided: a call, the final answer, or a text that was cut."""
-    text = generation.text
-    cut = "length" if generation.last.get("stop_type") == "limit" else "stop"
-    if not step.calls:
-        return Outcome(cut, text)
-    call = read_call(text)
-    if call is None:
-        return Outcome("length", text)
-    name, arguments = call
-    if name == step.finish:
-        return Outcome("stop", str(json.loads(arguments).get("answer", "")))
-    return Outcome("tool_calls", None, call)
-
-
 def read_call(text: str) -> tuple[str, str] | None:
     """Return the name and the arguments' text of a call; None if the JSON was cut."""
     try:
@@ -306,53 +266,74 @@ def read_call(text: str) -> tuple[str, str] | None:
 class Writer:
     """Writes one completion, as a whole or in chunks."""
 
-    def __init__(self, request: ChatRequest, step: Step, model: str) -> None:
-        self._request = request
-        self._step = step
+    def __init__(
+        self, request: ChatRequest, step: Step, model: str, generation: Generation
+    ) -> None:
+        self._request, self._step, self._generation = request, step, generation
+        self.calls = step.calls
+        """Whether the answer is a call, of which no part is sent before its end."""
         self._head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
         }
 
-    def whole(self, generation: Generation) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         """Return the body of a completion that is not streamed."""
-        outcome = read_outcome(self._step, generation)
-        message: dict[str, Any] = {"role": "assistant", "content": outcome.content}
-        if outcome.call is not None:
-            message["tool_calls"] = [_call(outcome.call)]
-        choice = {"index": 0, "message": message, "finish_reason": outcome.finish_reason}
-        body = {**self._head, "object": "chat.completion", "usage": generation.usage()}
-        return (
-            body | {"choices": [choice | self._token_fields(generation)]} | self._prompt(generation)
-        )
+        message, finish_reason = self._outcome()
+        choice = {"index": 0, "message": message, "finish_reason": finish_reason}
+        return {
+            **self._head,
+            "object": "chat.completion",
+            "usage": self._generation.usage(),
+            "choices": [choice | self._token_fields()],
+            **self._prompt(),
+        }
 
     def opening(self) -> dict[str, Any]:
         """Return the first chunk of a stream."""
-        return self._chunk({"role": "assistant", "content": "" if not self._step.calls else None})
+        return self._chunk({"role": "assistant", "content": None if self.calls else ""})
 
     def delta(self, text: str) -> dict[str, Any]:
         """Return a chunk with plain text."""
         return self._chunk({"content": text})
 
-    def closing(self, generation: Generation) -> Iterator[dict[str, Any]]:
+    def closing(self) -> Iterator[dict[str, Any]]:
         """Yield the last chunks: a call or answer that was held back, the end, the usage."""
-        outcome = read_outcome(self._step, generation)
-        if outcome.call is not None:
-            yield self._chunk({"tool_calls": [{"index": 0, **_call(outcome.call)}]})
-        elif self._step.calls and outcome.content:
-            yield self.delta(outcome.content)
-        end = self._chunk({}, outcome.finish_reason)
-        end["choices"][0] |= self._token_fields(generation)
-        yield end | self._prompt(generation)
+        message, finish_reason = self._outcome()
+        for index, call in enumerate(message.get("tool_calls", ())):
+            yield self._chunk({"tool_calls": [{"index": index, **call}]})
+        if self.calls and message["content"]:
+            yield self.delta(message["content"])
+        end = self._chunk({}, finish_reason)
+        end["choices"][0] |= self._token_fields()
+        yield end | self._prompt()
         if self._request.include_usage:
-            yield {**self._chunk({}), "choices": [], "usage": generation.usage()}
+            yield {**self._chunk({}), "choices": [], "usage": self._generation.usage()}
+
+    def _outcome(self) -> tuple[dict[str, Any], str]:
+        """Return the message (a call, the final answer, or a text that was cut), and the finish
+        reason. The arguments of a call are the model's text, unchanged."""
+        text = self._generation.text
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if not self.calls:
+            cut = self._generation.last.get("stop_type") == "limit"
+            return message, "length" if cut else "stop"
+        call = read_call(text)
+        if call is None:
+            return message, "length"
+        name, arguments = call
+        if name == self._step.finish:
+            return {**message, "content": str(json.loads(arguments).get("answer", ""))}, "stop"
+        function = {"name": name, "arguments": arguments}
+        form = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+        return {**message, "content": None, "tool_calls": [form]}, "tool_calls"
 
     def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
 
-    def _token_fields(self, generation: Generation) -> dict[str, Any]:
+    def _token_fields(self) -> dict[str, Any]:
         """Return token ids and logprobs, if the request asks for them.
 
         The logprobs are those of the model before temperature and grammar. `logprobs_kind` says
@@ -360,26 +341,19 @@ class Writer:
         """
         fields: dict[str, Any] = {}
         if self._request.return_token_ids:
-            fields["token_ids"] = generation.tokens
+            fields["token_ids"] = self._generation.tokens
         if self._request.logprobs:
             shown = self._request.top_logprobs or 0
             fields["logprobs"] = {
                 "content": [
                     {**one, "top_logprobs": (one.get("top_logprobs") or [])[:shown]}
-                    for one in generation.probabilities
+                    for one in self._generation.probabilities
                 ]
             }
         if fields:
             fields["logprobs_kind"] = "constrained" if self._step.constrained else "raw"
         return fields
 
-    def _prompt(self, generation: Generation) -> dict[str, Any]:
-        if generation.prompt_ids is None:
-            return {}
-        return {"prompt_token_ids": generation.prompt_ids}
-
-
-def _call(call: tuple[str, str]) -> dict[str, Any]:
-    name, arguments = call
-    function = {"name": name, "arguments": arguments}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+    def _prompt(self) -> dict[str, Any]:
+        ids = self._generation.prompt_ids
+        return {} if ids is None else {"prompt_token_ids": ids}

@@ -8,22 +8,26 @@ import hashlib
 import os
 import platform
 import signal
+import socket
 import stat
+import struct
 import sys
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from hermes_rl.errors import UserError
 from hermes_rl.locks import file_lock
 from hermes_rl.models.local.catalogue import find_weights
-from hermes_rl.models.local.engine import EngineSettings, missing_extra
-from hermes_rl.models.local.holders import READY, TAKEN, Hello, ServerSettings, peer_of, short_path
 from hermes_rl.models.local.sources import Progress, silent
 from hermes_rl.models.local.weights import cache_folder, ensure_weights
 
+READY = "ready"
+TAKEN = "another process is the server of this model already"
+_PATH_LIMIT = 100
+"""A unix socket's address has 108 bytes."""
 _START_S = 180.0
 """Seconds to wait for a server in all; its start takes 2 s on an idle machine."""
 _ANSWER_S = 20.0
@@ -35,15 +39,33 @@ _CHILD_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHON
 """The environment variables that a server process inherits: none holds a key."""
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """Where the model answers: an ordinary OpenAI-compatible endpoint."""
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What one server process serves, and where its holders connect. Nothing in it is secret."""
+
+    socket: Path
+    """In a folder that only its user can enter."""
+    model: str
+    description: str
+    weights: Path
+    slots: int
+    """Number of requests that are decoded in parallel."""
+    context: int
+    """Tokens of prompt and answer together, per slot."""
+    threads: int
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the model answers: an ordinary OpenAI-compatible endpoint. A server greets each holder
+    with this line."""
 
     base_url: str
-    api_key: str = field(repr=False)
+    api_key: str
     model: str
     description: str
     """What the model is, and is not."""
+
+    def __repr__(self) -> str:
+        return f"Endpoint({self.base_url!r}, model={self.model!r})"
 
 
 @contextlib.asynccontextmanager
@@ -77,18 +99,17 @@ async def local_server(
     require_engine()
     environ = dict(os.environ) if env is None else env
     weights = await ensure_weights(name, model_path=model_path, progress=progress, env=environ)
-    engine = EngineSettings(
-        weights=weights, slots=slots, context=context, threads=threads_of_this_machine()
-    )
     description = find_weights(name).description
-    if model_path is not None:
-        description = f"{weights.name}, a file of the user"
     settings = ServerSettings(
-        socket=_socket_for(name, engine, environ),
+        socket=runtime_folder(environ),
         model=name,
-        description=description,
-        engine=engine,
+        description=description if model_path is None else f"{weights.name}, a file of the user",
+        weights=weights,
+        slots=slots,
+        context=context,
+        threads=threads_of_this_machine(),
     )
+    settings = msgspec.structs.replace(settings, socket=_socket_for(settings))
     server = LocalServer(settings, environ, answer_s)
     try:
         await server.endpoint()
@@ -112,7 +133,7 @@ class LocalServer:
     @property
     def weights(self) -> Path:
         """The weights file that is served."""
-        return self._settings.engine.weights
+        return self._settings.weights
 
     async def endpoint(self) -> Endpoint:
         """Return where the model answers now. It is cheap: call it before each request.
@@ -124,13 +145,7 @@ class LocalServer:
             if self._held is None or self._held.reader.at_eof():
                 await self.aclose()
                 self._held = await _obtain(self._settings, self._env, self._answer_s)
-            hello = self._held.hello
-        return Endpoint(
-            base_url=hello.base_url,
-            api_key=hello.api_key,
-            model=hello.model,
-            description=hello.description,
-        )
+            return self._held.endpoint
 
     async def aclose(self) -> None:
         """Release the hold."""
@@ -151,6 +166,13 @@ def require_engine() -> None:
         raise missing_extra()
 
 
+def missing_extra() -> UserError:
+    """Return the error for an installation without the engine."""
+    return UserError(
+        "the embedded model needs the package xllamacpp: pip install 'hermes-rl[local]'"
+    )
+
+
 def threads_of_this_machine() -> int:
     """All cores that this process may use but one, which the agents need."""
     return max(1, len(os.sched_getaffinity(0)) - 1)
@@ -162,8 +184,8 @@ def runtime_folder(env: Mapping[str, str]) -> Path:
     Raises:
         UserError: it belongs to somebody else.
     """
-    given = env.get("XDG_RUNTIME_DIR")
-    base = Path(given) / "hermes_rl" if given and Path(given).is_dir() else None
+    runtime = env.get("XDG_RUNTIME_DIR")
+    base = Path(runtime) / "hermes_rl" if runtime and Path(runtime).is_dir() else None
     folder = base or cache_folder(env).parent / "run"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -180,20 +202,43 @@ def runtime_folder(env: Mapping[str, str]) -> Path:
     return folder
 
 
-def _socket_for(name: str, engine: EngineSettings, env: Mapping[str, str]) -> Path:
-    """Return the socket: one per machine, weights, server settings and version of this code."""
+def _socket_for(settings: ServerSettings) -> Path:
+    """Return the socket: one per machine, weights, server settings and version of this code.
+
+    Args:
+        settings: with the folder of sockets in place of the socket.
+    """
     sources = sorted(Path(__file__).parent.glob("*.py"))
-    stamps = [(s.st_size, s.st_mtime_ns) for s in (p.stat() for p in (engine.weights, *sources))]
-    identity = repr((platform.node(), str(_ROOT), engine, stamps))
+    stamps = [(s.st_size, s.st_mtime_ns) for s in (p.stat() for p in (settings.weights, *sources))]
+    identity = repr((platform.node(), str(_ROOT), settings, stamps))
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    return runtime_folder(env) / f"{name}-{digest}.sock"
+    return settings.socket / f"{settings.model}-{digest}.sock"
 
 
-@dataclass(frozen=True)
-class _Held:
+@contextlib.contextmanager
+def short_path(path: Path) -> Iterator[str]:
+    """Yield an address for the unix socket at `path`, however long the path is."""
+    if len(os.fsencode(path)) <= _PATH_LIMIT:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the process id and the user id of the other end."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", raw)
+    return pid, uid
+
+
+class _Held(NamedTuple):
     """An open connection to a server, and its greeting."""
 
-    hello: Hello
+    endpoint: Endpoint
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
@@ -218,13 +263,13 @@ async def _obtain(settings: ServerSettings, env: Mapping[str, str], answer_s: fl
     )
 
 
-async def _join(socket: Path, answer_s: float) -> _Held | None:
+async def _join(path: Path, answer_s: float) -> _Held | None:
     """Return a connection to the running server, or None if there is none.
 
     A server that takes the connection but does not greet, or is not healthy, is ended.
     """
     try:
-        with short_path(socket) as address:
+        with short_path(path) as address:
             reader, writer = await asyncio.open_unix_connection(address)
     except OSError:
         return None
@@ -232,9 +277,9 @@ async def _join(socket: Path, answer_s: float) -> _Held | None:
     try:
         async with asyncio.timeout(answer_s):
             if line := await reader.readline():
-                hello = msgspec.json.decode(line, type=Hello)
-                if await _is_healthy(hello):
-                    return _Held(hello, reader, writer)
+                endpoint = msgspec.json.decode(line, type=Endpoint)
+                if await _is_healthy(endpoint):
+                    return _Held(endpoint, reader, writer)
     except (TimeoutError, ConnectionError):
         pass  # hung, or gone in the meantime
     except BaseException:  # cancelled: the connection must not stay open
@@ -247,11 +292,11 @@ async def _join(socket: Path, answer_s: float) -> _Held | None:
     return None
 
 
-async def _is_healthy(hello: Hello) -> bool:
+async def _is_healthy(endpoint: Endpoint) -> bool:
     import aiohttp
 
-    url = hello.base_url.removesuffix("/v1") + "/health"
-    headers = {"Authorization": f"Bearer {hello.api_key}"}
+    url = endpoint.base_url.removesuffix("/v1") + "/health"
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     try:
         async with aiohttp.ClientSession(headers=headers) as session, session.get(url) as response:
             return response.status == 200
@@ -267,10 +312,11 @@ async def _start(settings: ServerSettings, env: Mapping[str, str], patience_s: f
     """
     log_path = settings.socket.with_suffix(".log")
     child_env = {name: env[name] for name in _CHILD_VARIABLES if name in env}
+    arguments = msgspec.json.encode(settings, enc_hook=str).decode()
     log = await asyncio.to_thread(log_path.open, "wb")
     with log:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "hermes_rl.models.local.server", *settings.arguments()),
+            *(sys.executable, "-m", "hermes_rl.models.local.server", arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=log,

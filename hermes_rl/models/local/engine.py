@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hermes_rl.errors import UserError
+from hermes_rl.models.local.client import ServerSettings, missing_extra
 from hermes_rl.models.local.requests import BadChatRequest
 
 if TYPE_CHECKING:
@@ -23,29 +22,9 @@ _WARNINGS = 2
 _HEALTH_S = 10.0
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """Settings of the engine."""
-
-    weights: Path
-    slots: int = 4
-    """Number of requests that are decoded in parallel."""
-    context: int = 4096
-    """Tokens of prompt and answer together, per slot."""
-    threads: int = 1
-
-
-@dataclass(frozen=True)
-class RunningEngine:
-    """A loaded engine. It lives as long as its process."""
-
-    address: str
-    key: str = field(repr=False)
-    server: Any = field(repr=False)
-
-
-def start_engine(settings: EngineSettings) -> RunningEngine:
-    """Load the weights (1.5 s on an idle machine) and listen on a free port of loopback.
+def start_engine(settings: ServerSettings) -> EngineClient:
+    """Load the weights (1.5 s on an idle machine) and listen on a free port of loopback. The engine
+    lives as long as its client is referenced.
 
     Raises:
         UserError: the file cannot be loaded, or xllamacpp is not installed.
@@ -68,36 +47,28 @@ def start_engine(settings: EngineSettings) -> RunningEngine:
     p.cache_ram_mib = 0
     p.verbosity = _WARNINGS
     try:
-        server = xllamacpp.Server(p)
+        return EngineClient(xllamacpp.Server(p), key)
     except RuntimeError as error:
         raise UserError(
             f"the engine cannot load {settings.weights}: the file is damaged, or "
             "its kind of model is not supported"
         ) from error
-    return RunningEngine(address=server.listening_address, key=key, server=server)
-
-
-def missing_extra() -> UserError:
-    """Return the error for an installation without the engine."""
-    return UserError(
-        "the embedded model needs the package xllamacpp: pip install 'hermes-rl[local]'"
-    )
 
 
 class EngineClient:
-    """A client for the engine. An async context manager."""
+    """A client for a running engine. An async context manager."""
 
-    def __init__(self, engine: RunningEngine) -> None:
-        self._engine = engine
-        self._session: aiohttp.ClientSession | None = None
+    def __init__(self, server: Any, key: str) -> None:
+        self._server, self._key = server, key
+        self._http: aiohttp.ClientSession
         self.template_has_tools = False
 
     async def __aenter__(self) -> EngineClient:
         import aiohttp
 
-        self._session = aiohttp.ClientSession(
-            base_url=self._engine.address,
-            headers={"Authorization": f"Bearer {self._engine.key}"},
+        self._http = aiohttp.ClientSession(
+            base_url=self._server.listening_address,
+            headers={"Authorization": f"Bearer {self._key}"},
             timeout=aiohttp.ClientTimeout(total=None),
             # The engine drops idle connections, so none is reused.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -107,12 +78,7 @@ class EngineClient:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
+        await self._http.close()
 
     async def is_healthy(self) -> bool:
         """Return whether the engine answers."""
@@ -127,9 +93,7 @@ class EngineClient:
 
     async def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
         """Return the prompt that the model's own chat template renders."""
-        body: dict[str, Any] = {"messages": messages}
-        if tools:
-            body["tools"] = tools
+        body = {"messages": messages} | ({"tools": tools} if tools else {})
         return str((await self._ask("/apply-template", body))["prompt"])
 
     async def tokenize(self, text: str, *, rendered: bool = True) -> list[int]:
@@ -141,16 +105,15 @@ class EngineClient:
         body = {"content": text, "add_special": rendered, "parse_special": True}
         return [int(token) for token in (await self._ask("/tokenize", body))["tokens"]]
 
-    async def generate(
-        self, prompt: str | list[int], sampling: dict[str, Any]
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of a completion; closing the generator stops the generation.
+
+        Tokens that end inside a character are missing until the engine can show the character.
 
         Raises:
             BadChatRequest: the engine refuses the request.
         """
-        body = {**sampling, "prompt": prompt, "stream": True}
-        async with self._http.post("/completion", json=body) as response:
+        async with self._http.post("/completion", json={**body, "stream": True}) as response:
             if response.status != 200:
                 raise _refusal(await response.read(), response.status)
             async for line in response.content:
@@ -159,19 +122,8 @@ class EngineClient:
                 elif line.startswith(b"error: "):
                     raise _refusal(line[7:], 500)
 
-    async def whole(
-        self, prompt: str | list[int], sampling: dict[str, Any]
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield a completion in one chunk, with all its ids. Those of a stream are incomplete: the
-        engine leaves out tokens that end inside a character until it can show the character.
-
-        Raises:
-            BadChatRequest: the engine refuses the request.
-        """
-        yield await self.complete({**sampling, "prompt": prompt})
-
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the engine's answer to a request of `/completion`.
+        """Return a completion as a whole, with all its ids.
 
         Raises:
             BadChatRequest: the engine refuses the request.
@@ -188,12 +140,6 @@ class EngineClient:
             if response.status != 200:
                 raise _refusal(raw, response.status)
             return json.loads(raw)
-
-    @property
-    def _http(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            raise RuntimeError("use EngineClient as an async context manager")
-        return self._session
 
 
 def _refusal(raw: bytes, status: int) -> BadChatRequest:

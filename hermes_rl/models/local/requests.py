@@ -150,12 +150,6 @@ def read_request(body: bytes) -> ChatRequest:
     return request
 
 
-def error_body(message: str, *, status: int, code: str | None = None) -> dict[str, Any]:
-    """Return an error in OpenAI's format."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
-
-
 PREFILL = "<tool_call>\n"
 _CALL_TOKENS = 512
 """Default limit of a constrained step: a longer call is endless repetition."""
@@ -191,108 +185,108 @@ def plan_step(request: ChatRequest, *, template_has_tools: bool) -> Step:
     Raises:
         BadChatRequest: the request asks for something that this server does not support.
     """
-    tools, finish = _offered(request)
-    described = [_described(tool) for tool in tools]
+    offered, finish = _offered(request)
+    functions = [
+        {"name": f.name, "description": f.description, "parameters": f.parameters or _NO_PARAMETERS}
+        for f in offered
+    ]
     if finish is not None:
-        described.append(_finish_tool(finish))
-    schema = _schema(request, described)
-    messages = _history(request.messages, template_has_tools)
-    if described and not template_has_tools:
-        messages = _with_tools_in_system(messages, described)
+        functions.append({"name": finish, **_FINISH})
+    messages = [_plain(message, template_has_tools) for message in request.messages]
+    if functions and not template_has_tools:
+        messages = _with_tools_in_system(messages, functions)
+    tools = [{"type": "function", "function": function} for function in functions]
     return Step(
         messages=messages,
-        tools=described if template_has_tools else [],
-        prefill=PREFILL if described else "",
+        tools=tools if template_has_tools else [],
+        prefill=PREFILL if functions else "",
         finish=finish,
-        calls=bool(described),
-        sampling=_sampling(request, schema, calls=bool(described)),
+        calls=bool(functions),
+        sampling=_sampling(request, _schema(request, functions), calls=bool(functions)),
     )
 
 
-def _offered(request: ChatRequest) -> tuple[list[OfferedTool], str | None]:
-    """Return the tools of this step after `tool_choice`, and the function that ends the task."""
-    tools, choice = list(request.tools or []), request.tool_choice
-    if choice == "none" or not tools:
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+_FINISH: dict[str, Any] = {
+    "description": "End the task. Call this once everything is done.",
+    "parameters": {
+        "type": "object",
+        "properties": {"answer": {"type": "string", "description": "the answer to the user"}},
+        "required": ["answer"],
+    },
+}
+"""The function that ends a task."""
+
+
+def _offered(request: ChatRequest) -> tuple[list[OfferedFunction], str | None]:
+    """Return the functions of this step after `tool_choice`, and the name of the one that ends the
+    task."""
+    functions = [tool.function for tool in request.tools or []]
+    choice = request.tool_choice
+    if choice == "none" or not functions:
         return [], None
-    names = {tool.function.name for tool in tools}
+    names = {function.name for function in functions}
     if choice is None or choice == "auto":
-        return tools, next(
-            name for name in ("finish", "final_answer", "end_of_task") if name not in names
-        )
+        ends = ("finish", "final_answer", "end_of_task")
+        return functions, next(name for name in ends if name not in names)
     if choice == "required":
-        return tools, None
+        return functions, None
     if isinstance(choice, dict) and isinstance(choice.get("function"), dict):
         wanted = choice["function"].get("name")
-        chosen = [tool for tool in tools if tool.function.name == wanted]
-        if not chosen:
+        if wanted not in names:
             raise BadChatRequest(f"tool_choice: no tool is called {wanted!r}")
-        return chosen, None
+        return [function for function in functions if function.name == wanted], None
     raise BadChatRequest("tool_choice: give none, auto, required or one function by name")
 
 
-def _described(tool: OfferedTool) -> dict[str, Any]:
-    function = tool.function
-    return _function(function.name, function.description, function.parameters)
-
-
-def _finish_tool(name: str) -> dict[str, Any]:
-    answer = {"type": "string", "description": "the answer to the user"}
-    return _function(
-        name,
-        "End the task. Call this once everything is done.",
-        {"type": "object", "properties": {"answer": answer}, "required": ["answer"]},
-    )
-
-
-def _function(name: str, description: str, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    schema = parameters or {"type": "object", "properties": {}}
-    inner = {"name": name, "description": description, "parameters": schema}
-    return {"type": "function", "function": inner}
-
-
-def _schema(request: ChatRequest, described: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    if described:
-        functions = [tool["function"] for tool in described]
-        return step_schema({inner["name"]: inner["parameters"] for inner in functions})
+def _schema(request: ChatRequest, functions: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the grammar of the answer: a call of one of the functions, or what the request's
+    response format says."""
+    if functions:
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": function["name"]},
+                    "arguments": arguments_schema(function["parameters"]),
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for function in functions
+        ]
+        return {"anyOf": calls, "x-guidance": _COMPACT}
     form = request.response_format or {"type": "text"}
+    inner = form.get("json_schema")
     if form.get("type") == "text":
         return None
     if form.get("type") == "json_object":
-        return answer_schema({"type": "object"})
-    inner = form.get("json_schema")
+        return {"type": "object", "x-guidance": _COMPACT}
     if form.get("type") == "json_schema" and isinstance(inner, dict) and "schema" in inner:
-        return answer_schema(inner["schema"])
+        return {**simplify(inner["schema"]), "x-guidance": _COMPACT}
     raise BadChatRequest("response_format: give text, json_object or json_schema with a schema")
 
 
-def _history(messages: Sequence[ChatMessage], template_has_tools: bool) -> list[dict[str, Any]]:
-    """Return the messages as plain text, with earlier calls as the model wrote them."""
-    return [_plain(message, template_has_tools) for message in messages]
-
-
 def _plain(message: ChatMessage, template_has_tools: bool) -> dict[str, Any]:
-    if message.role == "assistant":
-        pieces = [message.text()] if message.text() else []
-        pieces += [write_call(call) for call in message.tool_calls or []]
-        return {"role": "assistant", "content": "\n".join(pieces)}
-    if message.role == "tool" and not template_has_tools:
-        shown = f"<tool_response>\n{message.text()}\n</tool_response>"
-        return {"role": "user", "content": shown}
-    role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": message.text()}
-
-
-def write_call(call: Call) -> str:
-    """Return a call as the model wrote it: prefill, constrained JSON, closing tag."""
-    name, arguments = json.dumps(call.function.name), call.function.arguments
-    return f'{PREFILL}{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+    """Return a message as plain text, with earlier calls as the model wrote them: prefill,
+    constrained JSON, closing tag."""
+    text, role = message.text(), message.role
+    if role == "assistant":
+        pieces = [text] if text else []
+        for call in message.tool_calls or []:
+            name, arguments = json.dumps(call.function.name), call.function.arguments
+            pieces.append(f'{PREFILL}{{"name": {name}, "arguments": {arguments}}}\n</tool_call>')
+        return {"role": role, "content": "\n".join(pieces)}
+    if role == "tool" and not template_has_tools:
+        return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
+    return {"role": "system" if role == "developer" else role, "content": text}
 
 
 def _with_tools_in_system(
-    messages: list[dict[str, Any]], described: Sequence[dict[str, Any]]
+    messages: list[dict[str, Any]], functions: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return the messages with tools in the system message, for templates without tool support."""
-    listed = "\n".join(json.dumps(tool["function"]) for tool in described)
+    listed = "\n".join(map(json.dumps, functions))
     text = (
         f"Functions, one JSON object per line:\n<tools>\n{listed}\n</tools>\n"
         'Call one per step, in this form: <tool_call>\n{"name": NAME, "arguments": OBJECT}\n'
@@ -334,24 +328,6 @@ _COMPACT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator
 """The white space that chat templates write when they render earlier calls."""
 
 
-def step_schema(offered: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the schema of one step: a call of one of the offered functions.
-
-    Args:
-        offered: the parameters' schema of each function, by name.
-    """
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "arguments": arguments_schema(parameters)},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for name, parameters in offered.items()
-    ]
-    return {"anyOf": calls, "x-guidance": _COMPACT}
-
-
 def arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a function's arguments: only the required ones, if any is required.
 
@@ -367,57 +343,32 @@ def arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {**simple, "properties": needed, "additionalProperties": False}
 
 
-def answer_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a structured answer."""
-    return {**simplify(schema), "x-guidance": _COMPACT}
-
-
 def simplify(schema: object) -> dict[str, Any]:
     """Return the schema with only the keywords that the grammar supports."""
     if not isinstance(schema, Mapping):
         return {}
     for choice in ("anyOf", "oneOf"):
-        if options := _options(schema.get(choice)):
-            return {"anyOf": options}
+        options = schema.get(choice)
+        if isinstance(options, list) and options:
+            return {"anyOf": [simplify(option) for option in options]}
     if isinstance(values := schema.get("enum"), list) and values:
         return {"enum": values}
     if "const" in schema:
         return {"const": schema["const"]}
-    kind = _kind(schema)
-    if kind == "object":
-        return _object(schema)
+    kind = schema.get("type", "object" if "properties" in schema else None)
+    known = kind if isinstance(kind, list) else [kind]
+    if not known or not all(isinstance(one, str) and one in _TYPES for one in known):
+        return {}
     if kind == "array":
         return {"type": "array", "items": simplify(schema.get("items"))}
-    return {} if kind is None else {"type": kind}
-
-
-def _options(options: object) -> list[dict[str, Any]]:
-    if not isinstance(options, Sequence) or isinstance(options, str):
-        return []
-    return [simplify(option) for option in options]
-
-
-def _kind(schema: Mapping[str, Any]) -> str | list[str] | None:
-    """Return the type: a known name, a list of known names, or None for any."""
-    kind = schema.get("type")
-    if kind is None and "properties" in schema:
-        return "object"
-    if isinstance(kind, list) and all(isinstance(one, str) for one in kind):
-        known = [one for one in kind if one in _TYPES]
-        return known if known == kind and known else None
-    return kind if isinstance(kind, str) and kind in _TYPES else None
-
-
-def _object(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an object schema; further properties are allowed only if the schema says so."""
     properties = schema.get("properties")
-    if not isinstance(properties, Mapping) or not properties:
-        return {"type": "object"}
+    if kind != "object" or not isinstance(properties, Mapping) or not properties:
+        return {"type": kind}
     required = schema.get("required")
-    named = required if isinstance(required, list) else []
     return {
         "type": "object",
         "properties": {name: simplify(inner) for name, inner in properties.items()},
-        "required": [name for name in named if name in properties],
+        "required": [n for n in required if n in properties] if isinstance(required, list) else [],
+        # Further properties are allowed only if the schema says so.
         "additionalProperties": bool(schema.get("additionalProperties", False)),
     }

@@ -1,47 +1,59 @@
-"""The embedded model's server process: `python -m hermes_rl.models.local.server`.
+"""The embedded model's server process: `python -m hermes_rl.models.local.server SETTINGS`.
 
-There is one per machine and model, shared by all workers. It detaches from the process that
-starts it, reports on standard output that it is ready or why it is not, and ends when no holder is
-left.
+There is one per machine and model, shared by all workers. It detaches from the process that starts
+it, and reports on standard output that it is ready or why it is not.
+
+A holder connects to its unix-domain socket, reads one line with the server's address and key, and
+keeps the connection open. The kernel closes the connection with the holder's process, and the
+server ends soon after the last one closes, however its holder died.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import sys
 import traceback
+from collections.abc import AsyncIterator
 from pathlib import Path
+
+import msgspec
 
 from hermes_rl.errors import UserError
 from hermes_rl.locks import try_lock
-from hermes_rl.models.local.engine import (
-    EngineClient,
-    RunningEngine,
-    start_engine,
-)
-from hermes_rl.models.local.holders import (
+from hermes_rl.models.local.client import (
     READY,
     TAKEN,
-    Hello,
-    Holders,
+    Endpoint,
     ServerSettings,
-    parse_arguments,
+    peer_of,
+    short_path,
 )
+from hermes_rl.models.local.engine import EngineClient, start_engine
+
+_GRACE_S = 2.0
+_UNCLAIMED_S = 30.0
 
 
 def main() -> None:
     """Detach, take the lock of the one server, load the model, and serve until nobody holds it."""
-    settings = parse_arguments(sys.argv[1:])
+    settings = msgspec.json.decode(
+        sys.argv[1], type=ServerSettings, dec_hook=lambda kind, value: kind(value)
+    )
     if os.fork():
         os._exit(0)
     os.setsid()
-    if not _take_server_lock(settings.socket):
+    # Only the one server holds this lock, until its process ends.
+    owner = os.open(
+        settings.socket.with_suffix(".owner"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+    )
+    if not try_lock(owner):
         _report(TAKEN)
         os._exit(1)
     try:
-        asyncio.run(_serve(settings, start_engine(settings.engine)))
+        asyncio.run(_serve(settings, start_engine(settings)))
     except UserError as error:
         _report(str(error))
     except Exception:  # outermost boundary: the engine's threads would keep the process alive
@@ -49,32 +61,25 @@ def main() -> None:
     os._exit(1)
 
 
-def _take_server_lock(socket: Path) -> bool:
-    """Take the lock that only the one server holds, until its process ends."""
-    descriptor = os.open(socket.with_suffix(".owner"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    return try_lock(descriptor)
-
-
-async def _serve(settings: ServerSettings, engine: RunningEngine) -> None:
+async def _serve(settings: ServerSettings, engine: EngineClient) -> None:
     from aiohttp import web
 
-    from hermes_rl.models.local.app import Served, make_app
+    from hermes_rl.models.local.app import make_app
 
     key = secrets.token_urlsafe(32)
-    served = Served(model=settings.model, description=settings.description, key=key)
-    async with EngineClient(engine) as client:
-        runner = web.AppRunner(make_app(client, served), access_log=None, handler_cancellation=True)
+    async with engine:
+        app = make_app(engine, settings.model, settings.description, key)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        hello = Hello(
-            base_url=f"http://127.0.0.1:{port}/v1",
-            api_key=key,
-            model=settings.model,
-            description=settings.description,
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        holders = Holders(
+            Endpoint(
+                base_url=f"http://127.0.0.1:{runner.addresses[0][1]}/v1",
+                api_key=key,
+                model=settings.model,
+                description=settings.description,
+            )
         )
-        holders = Holders(hello)
         async with holders.listening(settings.socket):
             _report(READY)
             await holders.wait_until_unheld()
@@ -88,6 +93,59 @@ def _report(message: str) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)
+
+
+class Holders:
+    """Counts the open connections; `wait_until_unheld` returns when the last one is closed."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._greeting = msgspec.json.encode(endpoint) + b"\n"
+        self._open = 0
+        self._changed = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def listening(self, path: Path) -> AsyncIterator[None]:
+        """Accept holders at `path`, replacing the socket of a dead server."""
+        path.unlink(missing_ok=True)
+        with short_path(path) as address:
+            server = await asyncio.start_unix_server(self._serve, address)
+        try:
+            yield
+        finally:
+            server.close()
+
+    async def wait_until_unheld(self) -> None:
+        """Return once there has been no holder for the grace period."""
+        patience = _UNCLAIMED_S
+        while True:
+            self._changed.clear()
+            if self._open:
+                await self._changed.wait()
+                patience = _GRACE_S
+                continue
+            try:
+                await asyncio.wait_for(self._changed.wait(), patience)
+            except TimeoutError:
+                return
+            patience = _GRACE_S
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if peer_of(writer.get_extra_info("socket"))[1] not in (os.getuid(), 0):
+            writer.close()
+            return
+        self._open += 1
+        self._changed.set()
+        try:
+            writer.write(self._greeting)
+            await writer.drain()
+            while await reader.read(1024):
+                pass  # holders send nothing
+        except ConnectionError:
+            pass  # the holder is gone
+        finally:
+            self._open -= 1
+            self._changed.set()
+            writer.close()
 
 
 if __name__ == "__main__":

@@ -107,8 +107,8 @@ class ToolCallParser:
         for found in self.find(text, start, tools):
             spelled = json.dumps([salt, len(calls), text[found.start : found.end]])
             call_id = f"call_{hashlib.sha256(spelled.encode()).hexdigest()[:24]}"
-            given = isinstance(found.id, str) and _GIVEN_ID.fullmatch(found.id)
-            if given and all(call.id != found.id for call in calls):
+            short = isinstance(found.id, str) and _SHORT_ID.fullmatch(found.id)
+            if short and all(call.id != found.id for call in calls):
                 call_id = found.id
             calls.append(
                 ParsedCall(
@@ -121,7 +121,7 @@ class ToolCallParser:
         return Parsed(content, reasoning, parsed.calls, suspected)
 
 
-_GIVEN_ID = re.compile(r"[a-zA-Z0-9]{9}")
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 """The form of ids that Mistral's templates take; such an id is kept, as the results name it."""
 
 
