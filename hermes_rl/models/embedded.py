@@ -45,7 +45,9 @@ class EmbeddedClient:
         """See `ModelClient.complete`."""
         try:
             client = await self._current()
-        except UserError as error:  # it stood at the start: now it is a fault, not a mistake
+        except (
+            UserError
+        ) as error:  # it ran at the start, so this is a failure, not a mistake of the user
             raise ConnectionLost(f"the embedded model is gone: {error}") from error
         return await client.complete(request)
 
@@ -54,7 +56,7 @@ class EmbeddedClient:
         return self._client.bound(request) if self._client else 0
 
     async def open(self) -> None:
-        """Start or join the server now, so that a missing engine is said at once."""
+        """Start or join the server now, so that a missing engine is reported at once."""
         await self._current()
 
     async def aclose(self) -> None:

@@ -63,8 +63,8 @@ async def ensure_weights(
     weights = find_weights(name)
     if model_path is not None:
         return await asyncio.to_thread(check_gguf, model_path)
-    given = os.environ if env is None else env
-    return await fetch_weights(weights, cache_folder(given), progress=progress, env=given)
+    environ = os.environ if env is None else env
+    return await fetch_weights(weights, cache_folder(environ), progress=progress, env=environ)
 
 
 def check_gguf(path: Path) -> Path:

@@ -50,7 +50,7 @@ def token_client(
     Args:
         engine: a key of `WIRES`.
         parser: of tool calls; None takes the one that fits the template.
-        kind: what the engine's logprobs stand for, as a probe found.
+        kind: what the engine's logprobs mean, as a probe found.
         filtered: they are taken after top-p, top-k and min-p, as a probe found.
 
     Raises: UserError for an unknown engine, or an address that cannot work.
@@ -101,7 +101,7 @@ class TokenClient:
     Args:
         inner: sends `request.prompt_ids` and returns ids; closed with this one.
         parser: of tool calls; None takes the one that fits the template.
-        kind: what the logprobs stand for.
+        kind: what the logprobs mean.
         filtered: they are taken after top-p, top-k and min-p.
     """
 

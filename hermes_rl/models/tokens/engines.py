@@ -465,7 +465,7 @@ class ChatIdsClient:
 
     Args:
         inner: closed with this one.
-        kind: what the logprobs stand for, as a probe found; an answer that names it is believed.
+        kind: what the logprobs mean, as a probe found; an answer that names it is believed.
         filtered: they are taken after top-p, top-k and min-p.
         whole: never stream: SGLang returns no ids in streams.
     """

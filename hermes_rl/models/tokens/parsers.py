@@ -142,7 +142,7 @@ def _outside(text: str, start: int, calls: Sequence[ParsedCall]) -> str:
 
 def _split_reasoning(text: str, opened: bool) -> tuple[str | None, int]:
     """Return the reasoning, and the index after it and the line breaks that follow. Only a block at
-    the beginning is reasoning: later tags may stand in an argument."""
+    the beginning is reasoning: later tags may be part of an argument."""
     start = 0
     if lead := re.match(r"\s*<think>", text):
         start = lead.end()

@@ -65,8 +65,8 @@ class Template:
     @property
     def sha256(self) -> str:
         """Of everything that a rendering depends on, the messages aside."""
-        told = [self.sources, self.variables, self.date.isoformat()]
-        text = json.dumps(told, sort_keys=True, ensure_ascii=False, default=str)
+        parts = [self.sources, self.variables, self.date.isoformat()]
+        text = json.dumps(parts, sort_keys=True, ensure_ascii=False, default=str)
         return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
     def source_for(self, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -94,15 +94,15 @@ class Template:
         Raises: TemplateRefused.
         """
         template = self._compiled[self._name(bool(tools))]
-        given = {**self.variables, "messages": list(messages), "tools": list(tools) or None}
-        given |= {"documents": None, "add_generation_prompt": generation_prompt}
+        context = {**self.variables, "messages": list(messages), "tools": list(tools) or None}
+        context |= {"documents": None, "add_generation_prompt": generation_prompt}
         try:
-            return template.render(given)
+            return template.render(context)
         except RecursionError:
             raise TemplateRefused("the chat template recurses without end") from None
         except Exception as error:  # a template is a program of strangers: it raises anything
-            told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise TemplateRefused(f"the chat template refuses this conversation: {told}") from error
+            why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise TemplateRefused(f"the chat template refuses this conversation: {why}") from error
 
     def _name(self, tools: bool) -> str:
         if tools and "tool_use" in self.sources:
