@@ -143,57 +143,49 @@ class Lease:
         return self.storage.make(name, self.uid)
 
 
-class Inner:
-    """Process 1 of a sandbox, and the supervisor, as the host sees them."""
-
-    def __init__(self, init: int) -> None:
-        self.init = init
-        self.pidfd = os.pidfd_open(init)
-        self._proc = processes.find(init)
-        self._supervisor = 0
-
-    @property
-    def supervisor(self) -> int:
-        """The supervisor's id on the host: process 1's first child."""
-        if not self._supervisor:
-            self._supervisor = next(iter(self.children()), 0)
-        return self._supervisor
-
-    def children(self) -> list[int]:
-        """Those of process 1: the supervisor, and what lost its parent. Empty once it is gone."""
-        alive = self._proc is not None and self._proc.alive()
-        return processes.children(self.init) if alive else []
-
-    def expend(self) -> None:
-        """Have the kernel end what the supervisor starts first when the machine is short of memory.
-        A sandbox cannot ask for it itself: its /proc is read-only."""
-        with contextlib.suppress(OSError):
-            Path(f"/proc/{self.supervisor}/oom_score_adj").write_text("1000")
-
-    def end_process(self, inside: int) -> None:
-        """End a background process by its id in the sandbox. Blocks."""
-        for proc in processes.descendants(self.init):
-            if processes.inside_pid(proc.pid) == inside:
-                processes.stop_tree(proc)
-                processes.end_tree(proc)
-
-
 class Outer:
-    """A started bubblewrap."""
+    """A started bubblewrap: the tree of its sandbox (see `processes.Tree`)."""
 
     def __init__(self, process: subprocess.Popen[bytes], info: int) -> None:
         self.process = process
+        self.init = 0
+        """The host's id of process 1 of the sandbox; 0 before `attach`."""
         self._info = info
-        self._inner: Inner | None = None
+        self._pidfd = -1
+        self._proc: processes.Proc | None = None
+        self._supervisor = 0
 
-    def inner(self) -> Inner:
-        """Its inside, once it stands. Raises: OSError or ValueError when it does not."""
-        if self._inner is None:
-            with open(self._info, "rb") as file:
-                self._info = -1
-                self._inner = Inner(int(json.loads(file.read())["child-pid"]))
-            self._inner.expend()
-        return self._inner
+    def attach(self) -> None:
+        """Find the inside, once it stands. Idempotent. Raises: OSError or ValueError."""
+        if self.init:
+            return
+        with open(self._info, "rb") as file:
+            self._info = -1
+            init = int(json.loads(file.read())["child-pid"])
+        self._pidfd = os.pidfd_open(init)
+        self.init, self._proc = init, processes.find(init)
+        # The kernel ends what the supervisor starts first when the machine is short of memory. A
+        # sandbox cannot ask for it itself: its /proc is read-only.
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{self.supervisor()}/oom_score_adj").write_text("1000")
+
+    def supervisor(self) -> int:
+        """Process 1's first child."""
+        if not self._supervisor:
+            self._supervisor = next(iter(self._children()), 0)
+        return self._supervisor
+
+    def orphans(self) -> processes.Snapshot:
+        """Children of process 1."""
+        return processes.snapshot(self._children(), below=False)
+
+    def _children(self) -> list[int]:
+        alive = self._proc is not None and self._proc.alive()
+        return processes.children(self.init) if alive else []
+
+    def end_process(self, inside: int) -> None:
+        """See `processes.Tree`."""
+        processes.end_inside(self.init, inside)
 
     async def end(self) -> int:
         """End all that runs in it. Its code, as `ended` has it.
@@ -201,10 +193,10 @@ class Outer:
         Process 1 is killed, with which all in the sandbox ends; bubblewrap waits for it and ends
         too. Killed itself, it would leave process 1 to the machine's process 1.
         """
-        if self._inner is None:
-            await asyncio.to_thread(self._end_starting)
+        if self.init:
+            self._end_init()
         else:
-            self._end_inner()
+            await asyncio.to_thread(self._end_starting)
         try:
             async with asyncio.timeout(END_S):
                 return await self.ended()
@@ -223,12 +215,12 @@ class Outer:
             processes.end_tree(proc)
         root.signal(signal.SIGCONT if below else signal.SIGKILL)
 
-    def _end_inner(self) -> bool:
+    def _end_init(self) -> bool:
         """SIGKILL process 1. False when it is not there any more."""
-        if self._inner is None or self._inner.pidfd < 0:
+        if self._pidfd < 0:
             return False
         try:
-            signal.pidfd_send_signal(self._inner.pidfd, signal.SIGKILL)
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         except ProcessLookupError:
             return False
         return True
@@ -236,18 +228,16 @@ class Outer:
     async def ended(self) -> int:
         """Wait until it and all that ran in it are gone. Its code, negative after a signal."""
         code = await exited(self.process)
-        if self._inner is not None and self._end_inner():
-            await gone(self._inner.pidfd)
+        if self._end_init():
+            await gone(self._pidfd)
         return code
 
     def close(self) -> None:
         """Close our descriptors. Idempotent."""
-        if self._info >= 0:
-            os.close(self._info)
-            self._info = -1
-        if self._inner is not None and self._inner.pidfd >= 0:
-            os.close(self._inner.pidfd)
-            self._inner.pidfd = -1
+        for fd in (self._info, self._pidfd):
+            if fd >= 0:
+                os.close(fd)
+        self._info = self._pidfd = -1
 
 
 def launch(binary: str, box: recipe.Box, uid: int | None, stdio: socket.socket) -> Outer:
@@ -282,16 +272,11 @@ def launch(binary: str, box: recipe.Box, uid: int | None, stdio: socket.socket) 
     return Outer(process, info)
 
 
-async def abandon(outer: Outer) -> None:
-    """End a bubblewrap that did not come up."""
-    await outer.end()
-    outer.close()
-
-
 async def confined(
-    held: list[str], name: str, memory_bytes: int, groups: limits.Cgroups, inner: Inner
+    held: list[str], name: str, memory_bytes: int, groups: limits.Cgroups, outer: Outer
 ) -> None:
-    """Put a sandbox, in which nothing of the agent's runs yet, into a control group.
+    """Find a sandbox's inside, in which nothing of the agent's runs yet, and put it into a control
+    group. Raises: OSError or ValueError.
 
     Beside the loop: the kernel takes milliseconds to move a process. A cancelled caller waits for
     its end, so that the group is known to whoever removes it.
@@ -308,8 +293,9 @@ async def confined(
         except OSError:
             return  # then the limit is not in force, and `info.limits` does not list it
         held.append(path)
-        for pid in (inner.init, inner.supervisor):
+        for pid in (outer.init, outer.supervisor()):
             limits.add(path, pid)
 
+    outer.attach()
     if groups.works:
         await in_thread(confine)

@@ -21,7 +21,6 @@ from hermes_rl.sandboxes.box import (
     HOST_FOLDER_HOME,
     Lease,
     Outer,
-    abandon,
     confined,
     host_folder,
     launch,
@@ -30,10 +29,9 @@ from hermes_rl.sandboxes.disk import Disks, Storage, find_disks
 from hermes_rl.sandboxes.leased import BubblewrapSandbox, GradingSandbox
 from hermes_rl.sandboxes.packing import Packing, Unpackable, pack_in_thread
 from hermes_rl.sandboxes.probe import find_binary, reachable
-from hermes_rl.sandboxes.processes import Jobs, snapshot
-from hermes_rl.sandboxes.session import environment_file, not_started
-from hermes_rl.sandboxes.shell import Shell, ShellLost, ShellPaths, supervisor_text
-from hermes_rl.sandboxes.slots import Home, Slots, Watchdog, has_slots, reap
+from hermes_rl.sandboxes.session import abandon, environment_file, start_shell
+from hermes_rl.sandboxes.shell import Shell, ShellPaths, supervisor_text
+from hermes_rl.sandboxes.slots import Home, Slots, has_slots
 from hermes_rl.sandboxes.spawn import Spawner
 
 _log = logging.getLogger(__name__)
@@ -73,7 +71,6 @@ class Bubblewrap:
         self._cgroups = limits.Cgroups("")
         self._spawner = Spawner()
         self._home: Home | None = None
-        self._watchdog: Watchdog | None = None
         self._slots: Slots | None = None
         self._etc: dict[bool, Path] = {}
         self._live: set[BubblewrapSandbox] = set()
@@ -98,8 +95,7 @@ class Bubblewrap:
         self._spawner = Spawner()
         try:
             self._binary = reachable(self._binary or find_binary(), home.root)
-            reap(home.root, self._cgroups.base)
-            self._watchdog = Watchdog(home.root, home.owner, self._cgroups.base)
+            home.guard(self._cgroups.base)
             self._overlay = "--overlay-src" in probe.options(self._binary)
             if has_slots():
                 self._slots = Slots()
@@ -178,32 +174,17 @@ class Bubblewrap:
             workspace=lease.bound,
             command=recipe.command(supervisor, spec.limits, *arguments),
         )
-        host_end, inner_end = socket.socketpair()
-        try:
-            outer = await self._launch(box, lease.uid, inner_end)
-        except BaseException:
-            host_end.close()
-            raise
-        paths = ShellPaths(control, recipe.CONTROL, recipe.STATE)
-        jobs = Jobs(
-            lambda: outer.inner().supervisor,
-            lambda: snapshot(outer.inner().children(), below=False),
-        )
-        shell = Shell(host_end, paths, jobs)
-        try:
-            await shell.ready()
+
+        async def launch(stdio: socket.socket) -> Outer:
+            return await self._launch(box, lease.uid, stdio)
+
+        async def settle(outer: Outer) -> None:
             name, memory = lease.box.name, spec.limits.memory_bytes
-            await confined(lease.cgroup, name, memory, self._cgroups, outer.inner())
+            await confined(lease.cgroup, name, memory, self._cgroups, outer)
             await self._mounting(lease.storage.leave)
-        except (ShellLost, TimeoutError, OSError, ValueError) as error:
-            shell.release()
-            await abandon(outer)
-            raise not_started(error, probe.explain(str(error))) from error
-        except asyncio.CancelledError:
-            shell.release()
-            await asyncio.shield(abandon(outer))
-            raise
-        return outer, shell
+
+        paths = ShellPaths(control, recipe.CONTROL, recipe.STATE)
+        return await start_shell(paths, launch, probe.explain, settle)
 
     async def _mounting(self, work: Callable[[], None]) -> None:
         """Enter or leave rooms, which only the spawner's thread can, and only with disks needs."""
@@ -242,10 +223,10 @@ class Bubblewrap:
             found["memory_bytes"] = asked.memory_bytes
         return found
 
-    async def grade(self, lease: Lease, spec: GradingSpec, number: int) -> GradingResult:
+    async def grade(self, lease: Lease, spec: GradingSpec, name: str) -> GradingResult:
         """Run a verifier over what a lease left. Raises: SandboxStartError, SandboxDied, TaskFault
         when its image is missing."""
-        name, asked = f"grade{number}", lease.spec.limits
+        asked = lease.spec.limits
         # A copy of the workspace, where there are no overlays, takes as much again.
         storage = Storage(
             lease.box / name, self._disks, asked if self._overlay else asked.doubled()
@@ -260,15 +241,8 @@ class Bubblewrap:
             lease.storage.leave()
             storage.leave()
 
-        async def begin(stdio: socket.socket) -> grading.Running:
-            outer = await self._launch(stage, lease.uid, stdio)
-            return grading.Running(
-                ended=outer.ended,
-                end=outer.end,
-                standing=lambda: box.stand(outer),
-                stop=box.stop,
-                close=lambda: box.close(outer),
-            )
+        async def launch(stdio: socket.socket) -> Outer:
+            return await self._launch(stage, lease.uid, stdio)
 
         self._grading.add(box)
         try:
@@ -278,7 +252,7 @@ class Bubblewrap:
             stage = await pack_in_thread(
                 lease.workspace, lambda packing: self._stage(lease, spec, box, packing)
             )
-            return await grading.judge(spec, stage.control, begin)
+            return await grading.judge(spec, stage.control, launch, box.stand, box.stop)
         except Unpackable as error:
             return grading.refused(error)
         except OSError as error:
@@ -295,9 +269,7 @@ class Bubblewrap:
         folders = (lease.make_readable(f"{graded.name}/{name}") for name in ("ctl", "verify"))
         control, verify = folders
         paths = grading.Paths(recipe.CONTROL, grading.HOME, grading.VERIFY, recipe.WORKSPACE)
-        variables = grading.environment(paths, recipe.PATH)
-        start = grading.starter(paths, variables, spec.score)
-        grading.write_stage(control, verify, spec, start)
+        grading.write_stage(control, verify, spec, paths)
         mounts = ["--ro-bind", str(verify), grading.VERIFY]
         mounts += ["--size", str(lease.spec.limits.tmp_bytes), "--tmpfs", grading.HOME]
         workspace, storage = None, graded.storage
@@ -368,19 +340,11 @@ class Bubblewrap:
             self._watcher.cancel()
             await asyncio.wait([self._watcher])
         if self._home is not None:
-            await asyncio.to_thread(self._close)
+            await asyncio.to_thread(self._home.close)
+            self._home = None
+            if self._slots is not None:
+                self._slots.close()
         self._spawner.close()
-
-    def _close(self) -> None:
-        assert self._home is not None
-        # All boxes: one that was given back without a free descriptor may still be there.
-        watchdog.clean(str(self._home.root), self._home.owner, self._cgroups.base)
-        if self._slots is not None:
-            self._slots.close()
-        self._home.close()
-        if self._watchdog is not None:
-            self._watchdog.close()
-        self._home = None
 
 
 async def _try(look: Awaitable[None]) -> None:

@@ -15,14 +15,19 @@ import shlex
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from hermes_rl.errors import SandboxDied, SandboxStartError, TaskFault
 from hermes_rl.sandboxes.base import MAX_OUTPUT_BYTES, GradingResult, GradingSpec
+from hermes_rl.sandboxes.processes import Tree
+from hermes_rl.sandboxes.recipe import PATH
 from hermes_rl.sandboxes.streams import DRAIN_PAUSE_S, LINE_MAX, HeadTail, Pipe
+
+T = TypeVar("T", bound=Tree)
 
 HOME = "/grading"
 VERIFY = "/verify"
@@ -44,52 +49,60 @@ class Paths:
     workspace: str
 
 
-def environment(paths: Paths, path: str) -> dict[str, str]:
-    """The verifier's variables: nothing of the agent's."""
-    return {
-        "PATH": path,
-        "HOME": paths.home,
-        "TMPDIR": "/tmp",
-        "LANG": "C.UTF-8",
-        "LC_ALL": "C.UTF-8",
-        "TZ": "UTC",
-        "TERM": "dumb",
-        "WORKSPACE": paths.workspace,
-        "VERIFY": paths.verify,
-        "PYTHONNOUSERSITE": "1",
-        "PYTHONSAFEPATH": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "GIT_CONFIG_GLOBAL": "/dev/null",
-        "GIT_CONFIG_NOSYSTEM": "1",
-    }
+_VARIABLES = {
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "LC_ALL": "C.UTF-8",
+    "TZ": "UTC",
+    "TERM": "dumb",
+    "PYTHONNOUSERSITE": "1",
+    "PYTHONSAFEPATH": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "GIT_CONFIG_GLOBAL": "/dev/null",
+    "GIT_CONFIG_NOSYSTEM": "1",
+}
+"""The verifier's variables, beside those that name places: nothing of the agent's."""
 
 
-def starter(paths: Paths, variables: dict[str, str], score: bool) -> str:
+def _starter(paths: Paths, variables: Mapping[str, str], score: bool) -> str:
     """The script that sets the stage, reports on the channel that it is ready, waits for the
     host's answer, and becomes the verifier. Descriptor 3 of the verifier is the channel."""
     control = shlex.quote(paths.control)
-    return "\n".join(
-        [
-            "ulimit -c 0 || exit 125",
-            "trap - HUP INT QUIT TERM USR1 USR2",
-            "{ printf 1000 >/proc/self/oom_score_adj; } 2>/dev/null",
-            "unset BASH_ENV ENV OLDPWD",
-            *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
-            f"cd -- {shlex.quote(paths.home)} || exit 125",
-            "umask 022",
-            "echo R",
-            "IFS= read -r go || exit 125",
-            "unset go",
-            f"exec </dev/null {'3>&1 ' if score else ''}>{control}/out 2>&1 "
-            f"bash --norc --noprofile {control}/script",
-            "",
-        ]
-    )
+    places = {"HOME": paths.home, "WORKSPACE": paths.workspace, "VERIFY": paths.verify}
+    exported = {"PATH": PATH, **_VARIABLES, **places, **variables}
+    return f"""ulimit -c 0 || exit 125
+trap - HUP INT QUIT TERM USR1 USR2
+{{ printf 1000 >/proc/self/oom_score_adj; }} 2>/dev/null
+unset BASH_ENV ENV OLDPWD
+export {" ".join(f"{name}={shlex.quote(value)}" for name, value in exported.items())}
+cd -- {shlex.quote(paths.home)} || exit 125
+umask 022
+echo R
+IFS= read -r go || exit 125
+unset go
+exec </dev/null {"3>&1 " if score else ""}>{control}/out 2>&1 bash --norc --noprofile \
+    {control}/script
+"""
 
 
-def write_stage(control: Path, verify: Path, spec: GradingSpec, start: str) -> None:
-    """Put starter, script and the verifier's files where the box shows them read-only."""
-    (control / "start").write_text(start)
+def write_stage(
+    control: Path,
+    verify: Path,
+    spec: GradingSpec,
+    paths: Paths,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Put starter, script and the verifier's files where the box shows them read-only.
+
+    Args:
+        control: the folder for starter and script, on the host.
+        verify: the folder for the verifier's files, on the host.
+        paths: these folders and others as the verifier sees them.
+        variables: further variables of the verifier.
+
+    Raises: TaskFault for files that cannot be put there.
+    """
+    (control / "start").write_text(_starter(paths, variables, spec.score))
     (control / "script").write_bytes(spec.script.encode("utf-8", "surrogateescape"))
     for name, data in spec.files.items():
         clean = posixpath.normpath(name)
@@ -103,9 +116,8 @@ def write_stage(control: Path, verify: Path, spec: GradingSpec, start: str) -> N
             why = "is both a file and a folder, with another of the verifier's files"
             raise TaskFault(f"verifier file {name!r} {why}") from None
     for folder, _, names in os.walk(verify):
-        os.chmod(folder, 0o755)
-        for name in names:
-            os.chmod(os.path.join(folder, name), 0o755)
+        for path in (folder, *(os.path.join(folder, name) for name in names)):
+            os.chmod(path, 0o755)
     for name in ("start", "script"):
         os.chmod(control / name, 0o644)
 
@@ -113,22 +125,6 @@ def write_stage(control: Path, verify: Path, spec: GradingSpec, start: str) -> N
 def refused(reason: object) -> GradingResult:
     """The result for a workspace that no verifier can be shown, by the agent's doing."""
     return GradingResult(exit_code=KILLED, timed_out=False, output=f"[ended: {reason}]")
-
-
-@dataclass(frozen=True)
-class Running:
-    """A started verifier."""
-
-    ended: Callable[[], Awaitable[int]]
-    """Waits for its end and for the end of all that it started; its code, negative after a signal
-    from outside."""
-    end: Callable[[], Awaitable[int]]
-    """Ends it with all that it started; its code."""
-    standing: Callable[[], Awaitable[object]]
-    """Called once when the verifier is about to start."""
-    stop: asyncio.Future[str]
-    """Done when the verifier must end: the reason, such as a limit that its box exceeds."""
-    close: Callable[[], object]
 
 
 class Report:
@@ -208,48 +204,51 @@ async def _readable(channel: socket.socket) -> None:
 
 
 async def judge(
-    spec: GradingSpec, control: Path, start: Callable[[socket.socket], Awaitable[Running]]
+    spec: GradingSpec,
+    control: Path,
+    launch: Callable[[socket.socket], Awaitable[T]],
+    standing: Callable[[T], Awaitable[None]] | None = None,
+    stop: asyncio.Future[str] | None = None,
 ) -> GradingResult:
     """Run a verifier whose stage stands in `control`.
 
+    Args:
+        launch: starts the stage's starter, with the socket as its standard input and output.
+        standing: called once when the verifier is about to start.
+        stop: done when the verifier must end: the reason, such as a limit that its box exceeds.
+            Cancelled at the verifier's end.
+
     Raises: SandboxStartError when the box does not come up; SandboxDied when the host lost it.
     """
+    stop = stop or asyncio.get_running_loop().create_future()
     out = Pipe(control, "out")
     host_end, inner_end = socket.socketpair()
     host_end.setblocking(False)
-    try:
-        with host_end:
-            return await _judge(spec, out, (host_end, inner_end), start)
-    finally:
-        out.close()
-
-
-async def _judge(
-    spec: GradingSpec,
-    out: Pipe,
-    channel: tuple[socket.socket, socket.socket],
-    start: Callable[[socket.socket], Awaitable[Running]],
-) -> GradingResult:
-    host_end, inner_end = channel
     kept, report = HeadTail(MAX_OUTPUT_BYTES), Report(host_end)
     timed_out, excess = False, None
-    running = await start(inner_end)
-    end: asyncio.Future[int] | None = None
     try:
-        await report.started()
-        await running.standing()
-        await asyncio.get_running_loop().sock_sendall(host_end, b"G\n")
-        end = asyncio.ensure_future(running.ended())
-        began = time.monotonic()
-        async with asyncio.timeout(spec.timeout_s):
-            excess = await _until(end, running.stop, (out, kept), report)
-    except TimeoutError:
-        timed_out = True
+        tree = await launch(inner_end)
+        end: asyncio.Future[int] | None = None
+        try:
+            await report.started()
+            if standing is not None:
+                await standing(tree)
+            await asyncio.get_running_loop().sock_sendall(host_end, b"G\n")
+            end = asyncio.ensure_future(tree.ended())
+            began = time.monotonic()
+            async with asyncio.timeout(spec.timeout_s):
+                excess = await _until(end, stop, (out, kept), report)
+        except TimeoutError:
+            timed_out = True
+        finally:
+            code = await asyncio.shield(asyncio.ensure_future(_end(end, tree)))
+            stop.cancel()
+            tree.close()
+        out.read_into(kept, 4 << 20)
+        report.read()
     finally:
-        code = await asyncio.shield(asyncio.ensure_future(_end(end, running)))
-        running.close()
-    out.read_into(kept, 4 << 20)
-    report.read()
+        host_end.close()
+        out.close()
     if code < 0 and not timed_out and excess is None:
         raise SandboxDied(f"the grading sandbox was ended by signal {-code} from outside")
     return GradingResult(
@@ -261,12 +260,12 @@ async def _judge(
     )
 
 
-async def _end(end: asyncio.Future[int] | None, running: Running) -> int:
+async def _end(end: asyncio.Future[int] | None, tree: Tree) -> int:
     """The code of a verifier that has ended, or is ended now."""
     if end is not None and not end.done():
         end.cancel()
         await asyncio.wait([end])
-    return await running.end() if end is None or end.cancelled() else end.result()
+    return await tree.end() if end is None or end.cancelled() else end.result()
 
 
 async def _until(

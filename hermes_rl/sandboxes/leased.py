@@ -14,7 +14,7 @@ from hermes_rl.sandboxes.box import Lease, Outer, confined
 from hermes_rl.sandboxes.disk import Storage
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.limits import TEMPORARY, Usage, measure
-from hermes_rl.sandboxes.session import Place, ShellSandbox
+from hermes_rl.sandboxes.session import ShellSandbox
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost
 
 _log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Backend(Protocol):
         """By name."""
         ...
 
-    async def grade(self, lease: Lease, spec: GradingSpec, number: int) -> GradingResult:
+    async def grade(self, lease: Lease, spec: GradingSpec, name: str) -> GradingResult:
         """Run a verifier over what a lease left."""
         ...
 
@@ -46,16 +46,15 @@ class Backend(Protocol):
 class BubblewrapSandbox(ShellSandbox):
     """See `base.Sandbox`."""
 
+    _tree: Outer
+
     def __init__(self, backend: Backend, lease: Lease, outer: Outer, shell: Shell) -> None:
         image = lease.spec.image
         info = SandboxInfo(backend.name, image, None, backend.limits_in_force(lease))
-        super().__init__(info, shell, Place(recipe.WORKSPACE, Beneath(lease.workspace, lease.uid)))
+        files = Beneath(lease.workspace, lease.uid)
+        super().__init__(info, outer, shell, recipe.WORKSPACE, files)
         self._backend = backend
         self._lease = lease
-        self._outer = outer
-        self._boxes = 0
-        self._closing: asyncio.Future[None] | None = None
-        self._ending = asyncio.Lock()
         # In a control group the kernel counts its own; to ask of the machine is dear.
         self._machine_kills = 0 if lease.cgroup else limits.machine_kills()
         self._looked = asyncio.get_running_loop().time()
@@ -65,10 +64,7 @@ class BubblewrapSandbox(ShellSandbox):
     @property
     def host_pid(self) -> int:
         """The outer bubblewrap's process id: what an operator, or a test, may kill."""
-        return self._outer.process.pid
-
-    def _end_background(self, inside: int) -> None:
-        self._outer.inner().end_process(inside)
+        return self._tree.process.pid
 
     def due(self) -> bool:
         """Time for a look, seen from outside: a command runs, or the last look is long ago."""
@@ -80,11 +76,14 @@ class BubblewrapSandbox(ShellSandbox):
         return None if self._lease.host is not None else super()._beneath(path)
 
     async def _after(self, ended: Ended) -> None:
-        if ended.exit_code and any(limits.out_of_memory(path) for path in self._lease.cgroup):
+        if ended.exit_code and self._out_of_memory():
             await self._end(SandboxKilled("the sandbox ran out of memory"))
             self._raise_if_dead()
         if asyncio.get_running_loop().time() - self._looked >= self._slack:
             await self.check()
+
+    def _out_of_memory(self) -> bool:
+        return any(limits.out_of_memory(path) for path in self._lease.cgroup)
 
     async def check(self) -> None:
         """Hold the sandbox against its limits. Raises: SandboxKilled when one is exceeded,
@@ -92,25 +91,31 @@ class BubblewrapSandbox(ShellSandbox):
         if self._lease.host is not None:  # the user's own files are neither counted nor touched
             self._raise_if_dead()
             return
-        asked = self._lease.spec.limits
-        lease, inner = self._lease, self._outer.inner().init
+        lease = self._lease
+        upper = lease.layers.upper
+        folders = [self._files]
+        if upper is not None:
+            folders.append(Beneath(lease.storage.seen(upper.up), lease.uid))
         try:
-            if not lease.intact:
-                raise FileNotFoundError
-            usage = await asyncio.to_thread(measure, lease.storage, self._written(), inner)
-        except FileNotFoundError:
+            self._check_workspace()
+            usage = await asyncio.to_thread(measure, lease.storage, folders, self._tree.init)
+        except (FileNotFoundError, SandboxDied):
             await self._end(SandboxDied("the workspace vanished"))
         except OSError as error:
-            # Out of descriptors: no word about the sandbox. The next look comes soon.
+            # Out of descriptors: that says nothing about the sandbox. The next look comes soon.
             _log.warning("cannot look at a sandbox: %s", error)
         else:
             self._looked = asyncio.get_running_loop().time()
-            self._slack = usage.slack_s(asked)
+            self._slack = usage.slack_s(lease.spec.limits)
             self._bytes = usage.bytes
-            excess = usage.excess(asked)
+            excess = usage.excess(lease.spec.limits)
             if excess is not None:
                 await self._end(SandboxKilled(f"the sandbox exceeded its limits: {excess}"))
         self._raise_if_dead()
+
+    def _check_workspace(self) -> None:
+        if not self._lease.intact:
+            raise SandboxDied("the workspace vanished")
 
     def held(self) -> int:
         """Bytes that it has on the disk while something may write more of them."""
@@ -122,68 +127,30 @@ class BubblewrapSandbox(ShellSandbox):
         """End it, the one that holds most of the machine's disk, before that is full."""
         await self._end(SandboxKilled(why))
 
-    def _written(self) -> list[Beneath]:
-        """The folders of the disk that its commands write."""
-        upper = self._lease.layers.upper
-        layer = (
-            [] if upper is None else [Beneath(self._lease.storage.seen(upper.up), self._lease.uid)]
-        )
-        return [self._place.files, *layer]
-
-    async def _end(self, error: SandboxError) -> None:
-        """End all processes for this reason, unless there is an earlier one."""
-        self._error = self._error or error
-        await self._end_processes()
-
     async def _classify(self, lost: ShellLost) -> SandboxError:
-        """Who ended it? The outer bubblewrap is out of the agent's reach: a signal to it is the
-        host's doing. While it runs, or when it has ended by itself, the agent did it."""
+        """The outer bubblewrap is out of the agent's reach: a signal to it is the host's doing.
+        While it runs, or when it has ended by itself, the agent did it."""
         try:
             async with asyncio.timeout(GONE_S if self._shell.lost.is_set() else 0):
-                code = await self._outer.ended()
+                code = await self._tree.ended()
         except TimeoutError:
-            await self._end_processes()
-            return SandboxKilled(f"the shell of the sandbox no longer answers: {lost}")
+            error = SandboxKilled(f"the shell of the sandbox no longer answers: {lost}")
+            await self._end(error)
+            return error
         if code < 0:
             return SandboxDied(f"bubblewrap was ended by signal {-code} from outside")
         if not self._lease.intact or not self._shell.paths.control.is_dir():
             return SandboxDied("the folders of the sandbox vanished")
-        if any(limits.out_of_memory(path) for path in self._lease.cgroup):
+        if self._out_of_memory():
             return SandboxKilled("the sandbox ran out of memory")
         if not self._lease.cgroup and limits.machine_kills() > self._machine_kills:
             return SandboxDied("the machine ran out of memory and ended the sandbox, or another")
         return SandboxKilled(f"the shell of the sandbox was killed (exit {code})")
 
-    async def _end_processes(self) -> None:
-        """End everything in the sandbox; returns once its process 1 is gone."""
-        async with self._ending:
-            self._background.close()
-            await self._outer.end()
-            self._shell.close()
+    async def _grade(self, spec: GradingSpec, name: str) -> GradingResult:
+        return await self._backend.grade(self._lease, spec, name)
 
-    async def _end_session(self) -> None:
-        if self._closing is not None:
-            self._raise_if_dead()
-        await self._end(SandboxDied("the session is over: the sandbox was graded"))
-        if not self._lease.intact:
-            raise SandboxDied("the workspace vanished")
-
-    async def grade(self, spec: GradingSpec) -> GradingResult:
-        """See `base.Sandbox.grade`."""
-        await self._end_session()
-        self._boxes += 1
-        return await self._backend.grade(self._lease, spec, self._boxes)
-
-    async def aclose(self) -> None:
-        """End all processes, remove the folders, give the slot back. Idempotent."""
-        if self._closing is None:
-            self._closing = asyncio.ensure_future(self._close())
-        await asyncio.shield(self._closing)
-
-    async def _close(self) -> None:
-        await self._end(SandboxDied("the sandbox is closed"))
-        self._shell.release()
-        self._outer.close()
+    async def _give_back(self) -> None:
         await self._backend.give_back(self._lease, self)
 
 
@@ -220,10 +187,10 @@ class GradingSandbox:
         """Bound its memory, now that it stands. Raises: SandboxStartError."""
         name, most = f"{self.lease.box.name}.{self.name}", self.lease.spec.limits.memory_bytes
         try:
-            await confined(self._cgroup, name, most, self._groups, outer.inner())
+            await confined(self._cgroup, name, most, self._groups, outer)
         except (OSError, ValueError) as error:
             raise SandboxStartError(f"the grading sandbox did not start: {error}") from error
-        self._init = outer.inner().init
+        self._init = outer.init
 
     def due(self) -> bool:
         """Time for a look: its verifier runs."""
@@ -252,11 +219,6 @@ class GradingSandbox:
     def _end(self, why: str) -> None:
         if self.due():
             self.stop.set_result(why)
-
-    def close(self, outer: Outer) -> None:
-        """Its verifier has ended."""
-        self._init = 0
-        outer.close()
 
     def remove(self) -> None:
         """Remove all of it. Blocks."""

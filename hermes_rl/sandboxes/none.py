@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -22,42 +22,30 @@ from hermes_rl.sandboxes import grading, processes, recipe
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.packing import Unpackable, pack_in_thread
-from hermes_rl.sandboxes.session import Place, ShellSandbox, environment_file, not_started
+from hermes_rl.sandboxes.session import ShellSandbox, environment_file, start_shell
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost, ShellPaths, supervisor_text
-from hermes_rl.sandboxes.slots import Home, Watchdog, reap
+from hermes_rl.sandboxes.slots import Home
 from hermes_rl.sandboxes.spawn import Launch, exited, start
 from hermes_rl.sandboxes.watchdog import MARK, remove_tree
 
-
-@dataclass(frozen=True)
-class Running:
-    """The live parts of one."""
-
-    box: Path
-    memory: Path
-    """Where its control and state files are."""
-    tree: Tree
-    shell: Shell
+_PLAIN = ("--norc", "--noprofile")
 
 
 class PlainSandbox(ShellSandbox):
-    """A workspace and a shell, nothing around them."""
+    """A workspace and a shell, nothing around them.
 
-    def __init__(self, backend: Subprocess, spec: SandboxSpec, running: Running) -> None:
-        workspace = running.box / "ws"
-        info = SandboxInfo(backend.name, None, None, {"open_files": recipe.OPEN_FILES})
-        super().__init__(info, running.shell, Place(str(workspace), Beneath(workspace)))
-        self._backend = backend
-        self._spec = spec
-        self._running = running
-        self._closed = False
-        self._boxes = 0
+    Args:
+        box: its folder.
+        memory: the folder of its control and state files.
+    """
 
-    def _end_background(self, inside: int) -> None:
-        for proc in processes.descendants(self._running.tree.process.pid):
-            if proc.pid == inside:
-                processes.stop_tree(proc)
-                processes.end_tree(proc)
+    _tree: Tree
+
+    def __init__(self, box: Path, memory: Path, tree: Tree, shell: Shell) -> None:
+        info = SandboxInfo(Subprocess.name, None, None, {"open_files": recipe.OPEN_FILES})
+        workspace = box / "ws"
+        super().__init__(info, tree, shell, str(workspace), Beneath(workspace))
+        self._folders = (memory, box)
 
     async def _classify(self, lost: ShellLost) -> SandboxError:
         if not self._shell.lost.is_set():
@@ -67,40 +55,59 @@ class PlainSandbox(ShellSandbox):
     async def _after(self, ended: Ended) -> None:
         """Nothing here is limited but the number of open files."""
 
-    async def _end_processes(self) -> None:
-        """End the shell's tree, and what escaped from it while it still holds the life line."""
-        await asyncio.to_thread(self._running.tree.end)
-        await exited(self._running.tree.process)
+    def _check_workspace(self) -> None:
+        """Here an agent can remove its own workspace: then it left an empty one."""
+        self._files.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    async def _end_session(self) -> None:
-        if self._closed:
-            self._raise_if_dead()
-        self._background.close()
-        self._shell.close()
-        await self._end_processes()
-        self._error = self._error or SandboxDied("the sandbox is being graded: its session is over")
-        # Here an agent can remove its own workspace: then it left an empty one.
-        (self._running.box / "ws").mkdir(mode=0o700, parents=True, exist_ok=True)
+    async def _grade(self, spec: GradingSpec, name: str) -> GradingResult:
+        """A fresh shell on a copy of the workspace is all that keeps the verifier apart.
 
-    async def grade(self, spec: GradingSpec) -> GradingResult:
-        """See `base.Sandbox.grade`; a fresh shell is all that keeps the verifier apart."""
-        await self._end_session()
-        self._boxes += 1
-        return await self._backend.grade(self._running.box, spec, self._boxes)
+        /workspace and /verify in its script stand for the folders that take their place here.
+        """
+        box = self._folders[-1]
+        stage = box / name
+        control, verify, home = stage / "ctl", stage / "verify", stage / "home"
+        for path in (stage, control, verify, home):
+            path.mkdir(mode=0o755)
+        workspace = stage / "ws"
+        try:
+            await pack_in_thread(self._files.folder, lambda packing: packing.copy(workspace))
+        except Unpackable as error:
+            return grading.refused(error)
+        except OSError as error:
+            raise SandboxStartError(f"the workspace cannot be copied: {error}") from error
+        paths = grading.Paths(str(control), str(home), str(verify), str(workspace))
+        script = spec.script.replace("/workspace", paths.workspace).replace("/verify", paths.verify)
+        extra = {MARK: str(box)}
+        grading.write_stage(control, verify, replace(spec, script=script), paths, extra)
 
-    async def aclose(self) -> None:
-        """End all processes and remove the folder. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        async def launch(stdio: socket.socket) -> Tree:
+            return start_tree([find_bash(), *_PLAIN, str(control / "start")], box, stdio)
+
+        try:
+            return await grading.judge(spec, control, launch)
+        finally:
+            await asyncio.to_thread(remove_tree, stage)
+
+    async def _close(self) -> None:
+        """End what runs, then remove the folders: one way through a thread, not three."""
         self._error = self._error or SandboxDied("the sandbox is closed")
         self._background.close()
         idle = self._shell.idle
         self._shell.close()
+
+        def clear() -> None:
+            self._tree.end_now(idle=idle)
+            _remove(*self._folders)
+
         try:
-            await asyncio.to_thread(_clear, self._running, idle)
+            async with self._ending:
+                await asyncio.to_thread(clear)
         finally:
             self._shell.release()
+
+    async def _give_back(self) -> None:
+        """Done by `_close`."""
 
 
 class Tree:
@@ -120,18 +127,37 @@ class Tree:
         self.process = process
         eldest = processes.find(process.pid) or processes.Proc(0, process.pid)
         line = f"pipe:[{os.fstat(alive).st_ino}]"
-        self.members = processes.MarkedProcesses(eldest, f"{MARK}={mark}".encode(), line)
+        self._members = processes.MarkedProcesses(eldest, f"{MARK}={mark}".encode(), line)
         self._alive = alive
 
-    def _held(self) -> bool:
-        """Somebody still has the life line."""
-        try:
-            return os.read(self._alive, 1) != b""
-        except BlockingIOError:
-            return True
+    def supervisor(self) -> int:
+        """The shell itself."""
+        return self.process.pid
 
-    def end(self, *, idle: bool = False) -> None:
-        """SIGKILL all of it. Blocks: call it in a thread. Idempotent.
+    def orphans(self) -> processes.Snapshot:
+        """Found among all processes of the machine."""
+        return self._members.orphans()
+
+    def end_process(self, inside: int) -> None:
+        """See `processes.Tree`."""
+        processes.end_inside(self.process.pid, inside)
+
+    async def ended(self) -> int:
+        """Wait for the shell, then end what it left."""
+        code = await exited(self.process)
+        await asyncio.to_thread(self.end_now)
+        return 128 - code if code < 0 else code  # whoever kills it is the agent's or the verifier's
+
+    async def end(self) -> int:
+        """See `processes.Tree`."""
+        await asyncio.to_thread(self.end_now)
+        return await self.ended()
+
+    def close(self) -> None:
+        """Nothing: its end closes the life line."""
+
+    def end_now(self, *, idle: bool = False) -> None:
+        """SIGKILL all of it. Blocks. Idempotent.
 
         Args:
             idle: the shell waits for its next command, and so forks nothing. Then, if it has no
@@ -140,18 +166,25 @@ class Tree:
         if self.process.poll() is None:
             if idle and not processes.children(self.process.pid):
                 self.process.kill()
-                self.process.wait()
             else:
-                processes.end_tree(self.members.eldest)
+                processes.end_tree(self._members.eldest)
+            self.process.wait()
         if self._alive < 0:
             return
         for _ in range(processes.ROUNDS):
             if not self._held():
                 break
-            processes.send(self.members.snapshot().alive, signal.SIGKILL)
+            processes.send(self._members.snapshot().alive, signal.SIGKILL)
             time.sleep(0.001)
         os.close(self._alive)
         self._alive = -1
+
+    def _held(self) -> bool:
+        """Somebody still has the life line."""
+        try:
+            return os.read(self._alive, 1) != b""
+        except BlockingIOError:
+            return True
 
 
 def start_tree(argv: list[str], folder: Path, stdio: socket.socket) -> Tree:
@@ -196,144 +229,56 @@ class Subprocess:
     def __init__(self, *, state_dir: Path | None = None) -> None:
         self._state_dir = state_dir
         self._home: Home | None = None
-        self._watchdog: Watchdog | None = None
         self._opening = asyncio.Lock()
 
     async def lease(self, spec: SandboxSpec) -> PlainSandbox:
         """Start a shell. Raises: SandboxStartError; TaskFault when an image is asked for."""
         if spec.image is not None:
             raise TaskFault(f"image {spec.image!r}: the sandbox 'none' has no images")
-        home = await self._open()
-        box = home.new_box()
-        memory = home.memory_folder(box)
-        try:
-            sandbox = PlainSandbox(self, spec, await self._start(box, memory, spec))
-        except BaseException:
-            await asyncio.to_thread(_remove, box, memory)
-            raise
-        return sandbox
-
-    async def _open(self) -> Home:
-        """Once: clean up after others that are gone, then make what all share."""
         async with self._opening:
             if self._home is None:
                 self._home = await asyncio.to_thread(self._prepare)
-            return self._home
+        box = self._home.new_box()
+        memory = self._home.memory_folder(box)
+        try:
+            return PlainSandbox(box, memory, *await self._start(box, memory, spec))
+        except BaseException:
+            await asyncio.to_thread(_remove, memory, box)
+            raise
 
     def _prepare(self) -> Home:
         home = Home(self._state_dir)
-        reap(home.root)
-        self._watchdog = Watchdog(home.root, home.owner, "")
-        self._shared = home.new_box()
-        (self._shared / "supervisor").write_text(supervisor_text())
+        home.guard()
+        self._supervisor = home.new_box() / "supervisor"
+        self._supervisor.write_text(supervisor_text())
         return home
 
-    async def _start(self, box: Path, memory: Path, spec: SandboxSpec) -> Running:
+    async def _start(self, box: Path, control: Path, spec: SandboxSpec) -> tuple[Tree, Shell]:
         # Folders are dear to make and remove: control and state share one here.
-        control, workspace = memory, box / "ws"
+        workspace = box / "ws"
         workspace.mkdir(mode=0o700)
         variables = recipe.environment(str(workspace), {MARK: str(box), **spec.env})
         (control / "env").write_text(environment_file(variables, str(workspace), spec.cwd))
-        bash = find_bash()
-        limits = ["-n", str(recipe.OPEN_FILES), "-c", "0"]
-        argv = [
-            bash,
-            "--norc",
-            "--noprofile",
-            str(self._shared / "supervisor"),
-            str(control),
-            str(control),
-        ]
-        host_end, inner_end = socket.socketpair()
-        command = [*argv, *limits, f"{box.name}:{spec.lease}"]
-        tree = start_tree(command, box, inner_end)
-        process = tree.process
-        shell = Shell(
-            host_end,
+        limits = ("-n", str(recipe.OPEN_FILES), "-c", "0", f"{box.name}:{spec.lease}")
+        command = [find_bash(), *_PLAIN, str(self._supervisor), str(control), str(control), *limits]
+
+        async def launch(stdio: socket.socket) -> Tree:
+            return start_tree(command, box, stdio)
+
+        return await start_shell(
             ShellPaths(control, str(control), str(control), inputs=box),
-            processes.Jobs(lambda: process.pid, tree.members.orphans),
+            launch,
+            explain=lambda error: f"the shell did not start: {error}",
         )
-        try:
-            await shell.ready()
-        except (ShellLost, TimeoutError) as error:
-            shell.release()
-            await asyncio.to_thread(tree.end)
-            await exited(process)
-            raise not_started(error, f"the shell did not start: {error}") from error
-        return Running(box, memory, tree, shell)
-
-    async def grade(self, box: Path, spec: GradingSpec, number: int) -> GradingResult:
-        """Run a verifier on a copy of the workspace. /workspace and /verify in its script stand for
-        the folders that take their place here."""
-        stage = box / f"grade{number}"
-        control, verify, home = stage / "ctl", stage / "verify", stage / "home"
-        for path in (stage, control, verify, home):
-            path.mkdir(mode=0o755)
-        workspace = stage / "ws"
-        try:
-            await pack_in_thread(box / "ws", lambda packing: packing.copy(workspace))
-        except Unpackable as error:
-            return grading.refused(error)
-        except OSError as error:
-            raise SandboxStartError(f"the workspace cannot be copied: {error}") from error
-        paths = grading.Paths(str(control), str(home), str(verify), str(workspace))
-        variables = {**grading.environment(paths, recipe.PATH), MARK: str(box)}
-        script = spec.script.replace("/workspace", paths.workspace).replace("/verify", paths.verify)
-        grading.write_stage(
-            control,
-            verify,
-            GradingSpec(script=script, files=spec.files),
-            grading.starter(paths, variables, spec.score),
-        )
-
-        async def begin(stdio: socket.socket) -> grading.Running:
-            command = [find_bash(), "--norc", "--noprofile", str(control / "start")]
-            tree = start_tree(command, box, stdio)
-
-            async def ended() -> int:
-                code = await exited(tree.process)
-                await asyncio.to_thread(tree.end)
-                return 128 - code if code < 0 else code
-
-            async def end() -> int:
-                tree.process.kill()
-                return await ended()
-
-            return grading.Running(
-                ended=ended,
-                end=end,
-                standing=_nothing,
-                stop=asyncio.get_running_loop().create_future(),
-                close=lambda: None,
-            )
-
-        try:
-            return await grading.judge(spec, control, begin)
-        finally:
-            await asyncio.to_thread(remove_tree, stage)
 
     async def aclose(self) -> None:
         """Give the state folder up; all sandboxes are closed by their owners."""
         if self._home is not None:
-            await asyncio.to_thread(remove_tree, self._shared)
-            self._home.close()
+            await asyncio.to_thread(self._home.close)
             self._home = None
-        if self._watchdog is not None:
-            await asyncio.to_thread(self._watchdog.close)
 
 
-async def _nothing() -> None:
-    """This backend enforces no limits."""
-
-
-def _clear(running: Running, idle: bool) -> None:
-    """End what runs, then remove the folders: one way through a thread, not three."""
-    running.tree.end(idle=idle)
-    running.tree.process.wait()
-    _remove(running.box, running.memory)
-
-
-def _remove(box: Path, memory: Path) -> None:
+def _remove(memory: Path, box: Path) -> None:
     """Remove a box's folders; one, where memory had no storage."""
     remove_tree(memory)
     remove_tree(box)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Protocol
 
 GRACE_S = 0.1
 """Between SIGTERM and SIGKILL: time for a program to flush what it printed."""
@@ -130,9 +131,6 @@ class Snapshot:
         return Snapshot(self.alive + other.alive, self.dying | other.dying)
 
 
-Orphans = Callable[[], Snapshot]
-
-
 def snapshot(pids: Iterable[int], *, below: bool = True) -> Snapshot:
     """These processes, and all below them."""
     alive: list[Proc] = []
@@ -156,6 +154,14 @@ def snapshot(pids: Iterable[int], *, below: bool = True) -> Snapshot:
 def descendants(pid: int) -> list[Proc]:
     """All that live below this one."""
     return snapshot(children(pid)).alive
+
+
+def end_inside(root: int, inside: int) -> None:
+    """End a process below `root`, by its id in its own namespace, and all below it. Blocks."""
+    for proc in descendants(root):
+        if inside_pid(proc.pid) == inside:
+            stop_tree(proc)
+            end_tree(proc)
 
 
 class Quiescence:
@@ -189,16 +195,43 @@ def inside_pid(pid: int) -> int:
     return pid
 
 
+class Tree(Protocol):
+    """A started shell, or a sandbox, with all that runs in it."""
+
+    def supervisor(self) -> int:
+        """The host's id of the shell that starts commands; 0 when it is gone."""
+        ...
+
+    def orphans(self) -> Snapshot:
+        """Those whose parent is gone; the supervisor may be among them."""
+        ...
+
+    def end_process(self, inside: int) -> None:
+        """End a process, by its id as the shell sees it, and all below it. Blocks."""
+        ...
+
+    async def ended(self) -> int:
+        """Wait until all of it is gone. Its code, negative after a signal from outside."""
+        ...
+
+    async def end(self) -> int:
+        """End all of it. Its code, as `ended` has it. Idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Close our descriptors, after its end. Idempotent."""
+        ...
+
+
 class Jobs:
     """Which child of a supervisor is the running command, and how to end that with all it started.
 
     Args:
-        supervisor: the id of the session's shell, which lives on; 0 when it is gone.
-        orphans: finds the session's processes whose parent is gone (the supervisor may be
-            among them).
+        supervisor: see `Tree.supervisor`.
+        orphans: see `Tree.orphans`.
     """
 
-    def __init__(self, supervisor: Callable[[], int], orphans: Orphans) -> None:
+    def __init__(self, supervisor: Callable[[], int], orphans: Callable[[], Snapshot]) -> None:
         self._supervisor = supervisor
         self._orphans = orphans
         self._kept: frozenset[Proc] = frozenset()

@@ -1,4 +1,5 @@
-"""What all sandboxes with a shell and a workspace folder on this machine have in common."""
+"""The verbs of a sandbox on a shell and a workspace folder of this machine; every backend here has
+them."""
 
 from __future__ import annotations
 
@@ -9,18 +10,29 @@ import os
 import posixpath
 import shlex
 import shutil
+import socket
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
-from hermes_rl.errors import SandboxError, SandboxStartError, TaskFault
-from hermes_rl.sandboxes.base import MAX_OUTPUT_BYTES, CommandResult, Process, SandboxInfo
+from hermes_rl.errors import SandboxDied, SandboxError, SandboxStartError, TaskFault
+from hermes_rl.sandboxes.base import (
+    MAX_OUTPUT_BYTES,
+    CommandResult,
+    GradingResult,
+    GradingSpec,
+    Process,
+    SandboxInfo,
+)
 from hermes_rl.sandboxes.files import DOWNLOAD_MAX, READ_MAX, UNSAFE, UNSIZED_MAX, Beneath
 from hermes_rl.sandboxes.packing import UNPACK, Unpackable, pack_in_thread
-from hermes_rl.sandboxes.shell import Background, Ended, Shell, ShellLost
+from hermes_rl.sandboxes.processes import Jobs, Tree
+from hermes_rl.sandboxes.shell import Background, Ended, Kind, Shell, ShellLost, ShellPaths
 from hermes_rl.sandboxes.streams import Everything, HeadTail, IntoFile, Sink
+
+T = TypeVar("T", bound=Tree)
 
 _log = logging.getLogger(__name__)
 
@@ -28,12 +40,12 @@ IN_THREAD = 1 << 18
 """Files above this size are read and written in a thread."""
 TRANSFER_S = 120.0
 """How long a file may take that is read or written inside."""
-_CODES: dict[int, type[OSError]] = {
-    61: FileNotFoundError,
-    62: IsADirectoryError,
-    63: PermissionError,
-    64: OSError,
+_FAILURES: dict[int, tuple[type[OSError], str]] = {
+    61: (FileNotFoundError, "no such file"),
+    62: (IsADirectoryError, "is a directory"),
+    63: (PermissionError, "permission denied"),
 }
+_NOT_REGULAR = (OSError, "not a regular file, or it could not be read or written")
 _UNSIZED = 65
 """The file has no size, as those of /proc: `UNSIZED_MAX` is its limit."""
 _READ = (
@@ -46,28 +58,53 @@ _WRITE = (
     'mkdir -p -- "${{p%/*}}" || exit 63; '
     'cat >|"$p" || exit 63'
 )
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the workspace is."""
-
-    inside: str
-    """As commands see it."""
-    files: Beneath
-    """As the host opens it."""
-
-
 NO_CWD = "no working directory"
-"""What the shell says when a task's `cwd` cannot be made."""
+"""What the shell writes when a task's `cwd` cannot be made."""
 
 
-def not_started(error: BaseException, text: str) -> TaskFault | SandboxStartError:
-    """The error for a shell that did not come up: the task's fault when it was its `cwd`."""
-    message = str(error)
-    if NO_CWD in message:
-        return TaskFault(f"{message[message.index(NO_CWD) :].strip()} ('cwd')")
-    return SandboxStartError(text)
+async def start_shell(
+    paths: ShellPaths,
+    launch: Callable[[socket.socket], Awaitable[T]],
+    explain: Callable[[str], str],
+    settle: Callable[[T], Awaitable[None]] | None = None,
+) -> tuple[T, Shell]:
+    """Start a supervisor and wait until it is ready.
+
+    Args:
+        paths: where both sides meet.
+        launch: starts it, with the socket as its standard input and output.
+        explain: the message for what a shell that did not start has written.
+        settle: what else must be done before its first command.
+
+    Raises: SandboxStartError; TaskFault when the task's `cwd` cannot be made.
+    """
+    host_end, inner_end = socket.socketpair()
+    try:
+        tree = await launch(inner_end)
+    except BaseException:
+        host_end.close()
+        raise
+    shell = Shell(host_end, paths, Jobs(tree.supervisor, tree.orphans))
+    try:
+        await shell.ready()
+        if settle is not None:
+            await settle(tree)
+    except BaseException as error:
+        shell.release()
+        await asyncio.shield(abandon(tree))
+        if not isinstance(error, ShellLost | TimeoutError | OSError | ValueError):
+            raise
+        message = str(error)
+        if NO_CWD in message:
+            raise TaskFault(f"{message[message.index(NO_CWD) :].strip()} ('cwd')") from error
+        raise SandboxStartError(explain(message)) from error
+    return tree, shell
+
+
+async def abandon(tree: Tree) -> None:
+    """End a tree that nobody will use."""
+    await tree.end()
+    tree.close()
 
 
 def environment_file(variables: dict[str, str], workspace: str, cwd: str | None) -> str:
@@ -94,21 +131,29 @@ def encode(command: str) -> bytes:
 
 
 class ShellSandbox(ABC):
-    """One leased sandbox: the verbs of `base.Sandbox` on a shell and a workspace folder.
+    """One leased sandbox (see `base.Sandbox`).
 
     Args:
-        info: what was given.
+        info: what was provided.
+        tree: its processes; ended and closed by this sandbox.
         shell: the running session.
-        place: its workspace.
+        workspace: its folder as commands see it.
+        files: the same folder as the host opens it.
     """
 
-    def __init__(self, info: SandboxInfo, shell: Shell, place: Place) -> None:
+    def __init__(
+        self, info: SandboxInfo, tree: Tree, shell: Shell, workspace: str, files: Beneath
+    ) -> None:
         self.info = info
-        self.workspace = place.inside
+        self.workspace = workspace
+        self._tree = tree
         self._shell = shell
-        self._place = place
+        self._files = files
         self._background = Background(shell)
         self._error: SandboxError | None = None
+        self._gradings = 0
+        self._closing: asyncio.Future[None] | None = None
+        self._ending = asyncio.Lock()
 
     async def run(
         self,
@@ -148,71 +193,43 @@ class ShellSandbox(ABC):
             text = f"cd -- {there} || exit\n".encode() + text
         self._raise_if_dead()
         try:
-            return await self._background.start(text, self._end_background)
+            return await self._background.start(text, self._tree.end_process)
         except ShellLost as lost:
             raise await self._dead(lost) from None
 
     async def read_file(self, path: str) -> bytes:
         """See `base.Sandbox.read_file`. A relative path starts from the workspace."""
-        self._raise_if_dead()
-        beneath = self._beneath(path)
-        if beneath is not None:
-            try:
-                return await _read_all(self._place.files.open_read(beneath), path)
-            except OSError as error:
-                if error.errno not in UNSAFE:
-                    raise
+        if (fd := self._open(path, self._files.open_read)) is not None:
+            return await _read(fd, path)
         sink = Everything(READ_MAX)
         await self._inside(_READ, path, sink)
         return sink.value()
 
     async def write_file(self, path: str, data: bytes) -> None:
         """See `base.Sandbox.write_file`. A relative path starts from the workspace."""
-        self._raise_if_dead()
-        beneath = self._beneath(path)
-        if beneath is not None:
-            try:
-                await _write_all(self._place.files.open_write(beneath), data)
-            except OSError as error:
-                if error.errno not in UNSAFE:
-                    raise
-            else:
-                return
-        await self._inside(_WRITE, path, HeadTail(4096), data)
+        if (fd := self._open(path, self._files.open_write)) is None:
+            await self._inside(_WRITE, path, HeadTail(4096), data)
+        elif len(data) <= IN_THREAD:
+            _write(fd, data)
+        else:
+            await asyncio.to_thread(_write, fd, data)
 
     async def upload(self, local: Path, remote: str) -> None:
         """See `base.Sandbox.upload`."""
-        self._raise_if_dead()
-        beneath = self._beneath(remote)
-        if beneath is not None:
-            try:
-                fd = self._place.files.open_write(beneath)
-            except OSError as error:
-                if error.errno not in UNSAFE:
-                    raise
-            else:
-                await asyncio.to_thread(_copy_in, local, fd)
-                return
+        if (fd := self._open(remote, self._files.open_write)) is not None:
+            await asyncio.to_thread(_copy_in, local, fd)
+            return
         given = self._shell.inputs / f"upload{id(remote)}"
         await asyncio.to_thread(shutil.copyfile, local, given)
         await self._inside(_WRITE, remote, HeadTail(4096), given)
 
     async def download(self, remote: str, local: Path) -> None:
         """See `base.Sandbox.download`."""
-        self._raise_if_dead()
-        beneath = self._beneath(remote)
-        if beneath is not None:
-            try:
-                fd = self._place.files.open_read(beneath)
-            except OSError as error:
-                if error.errno not in UNSAFE:
-                    raise
-            else:
-                await asyncio.to_thread(_copy_out, fd, remote, local)
-                return
-        sink = IntoFile(local, DOWNLOAD_MAX)
+        if (fd := self._open(remote, self._files.open_read)) is not None:
+            await asyncio.to_thread(_copy_out, fd, local, _bounded_size(fd, remote, DOWNLOAD_MAX))
+            return
         try:
-            await self._inside(_READ, remote, sink)
+            await self._inside(_READ, remote, IntoFile(local, DOWNLOAD_MAX))
         except BaseException:
             local.unlink(missing_ok=True)
             raise
@@ -223,13 +240,13 @@ class ShellSandbox(ABC):
         beneath = self._beneath(path)
         if beneath is None:
             raise OSError(errno.EXDEV, "not below the workspace", path)
-        return await _read_all(self._place.files.open_read(beneath), path)
+        return await _read(self._files.open_read(beneath), path)
 
     async def pack_left(self, local: Path) -> None:
         """See `base.Sandbox.pack_left`."""
         await self._end_session()
         try:
-            await pack_in_thread(self._place.files.folder, lambda packing: packing.pack(local))
+            await pack_in_thread(self._files.folder, lambda packing: packing.pack(local))
         except Unpackable as error:
             _log.warning("what a rollout left is not kept: %s", error)
 
@@ -242,10 +259,59 @@ class ShellSandbox(ABC):
         if result.exit_code != 0:
             raise OSError(f"{local}: cannot be unpacked: {result.output.strip()[-200:]}")
 
+    async def grade(self, spec: GradingSpec) -> GradingResult:
+        """See `base.Sandbox.grade`."""
+        await self._end_session()
+        self._gradings += 1
+        return await self._grade(spec, f"grade{self._gradings}")
+
+    async def aclose(self) -> None:
+        """See `base.Sandbox.aclose`."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
     @abstractmethod
+    async def _grade(self, spec: GradingSpec, name: str) -> GradingResult:
+        """Run a verifier over what the ended session left, in a folder of that name."""
+
+    @abstractmethod
+    def _check_workspace(self) -> None:
+        """Raises: SandboxDied when there is no workspace any more."""
+
+    @abstractmethod
+    async def _classify(self, lost: ShellLost) -> SandboxError:
+        """Who lost the shell: the agent (SandboxKilled) or the host (SandboxDied)."""
+
+    @abstractmethod
+    async def _after(self, ended: Ended) -> None:
+        """Check the limits, at each command's end."""
+
+    @abstractmethod
+    async def _give_back(self) -> None:
+        """Remove everything, now that nothing runs any more."""
+
+    async def _end(self, error: SandboxError) -> None:
+        """End all processes for this reason, unless there is an earlier one."""
+        self._error = self._error or error
+        async with self._ending:
+            self._background.close()
+            await self._tree.end()
+            self._shell.close()
+
     async def _end_session(self) -> None:
         """End the agent's processes for good. Idempotent. Raises: SandboxDied when there is no
         workspace any more."""
+        if self._closing is not None:
+            self._raise_if_dead()
+        await self._end(SandboxDied("the session is over: the sandbox was graded"))
+        self._check_workspace()
+
+    async def _close(self) -> None:
+        await self._end(SandboxDied("the sandbox is closed"))
+        self._shell.release()
+        self._tree.close()
+        await self._give_back()
 
     def _beneath(self, path: str) -> str | None:
         """The path from the workspace on, when it lies in it as written."""
@@ -255,14 +321,27 @@ class ShellSandbox(ABC):
         root = self.workspace.rstrip("/") + "/"
         return whole[len(root) :] if whole.startswith(root) else None
 
+    def _open(self, path: str, how: Callable[[str], int]) -> int | None:
+        """Open a file of the workspace from the host; None for one that only the sandbox can
+        resolve."""
+        self._raise_if_dead()
+        beneath = self._beneath(path)
+        if beneath is None:
+            return None
+        try:
+            return how(beneath)
+        except OSError as error:
+            if error.errno not in UNSAFE:
+                raise
+            return None
+
     async def _inside(
         self, script: str, path: str, sink: Sink, stdin: bytes | Path | None = None
     ) -> None:
         """Run one of our own scripts on a path that only the sandbox can resolve."""
         if "\0" in path:
             raise ValueError("a path cannot hold a NUL byte")
-        whole = posixpath.join(self.workspace, path)
-        text = script.format(path=shlex.quote(whole))
+        text = script.format(path=shlex.quote(posixpath.join(self.workspace, path)))
         ended = await self._execute("i", encode(text), sink, TRANSFER_S, stdin)
         limit = UNSIZED_MAX if ended.exit_code == _UNSIZED else sink.limit
         if limit is not None and sink.total > limit:
@@ -270,12 +349,12 @@ class ShellSandbox(ABC):
         if ended.timed_out:
             raise OSError(f"{path}: took longer than {TRANSFER_S:g} s")
         if ended.exit_code not in (0, _UNSIZED):
-            kind = _CODES.get(ended.exit_code, OSError)
-            raise kind(f"{path}: {_reason(kind)}")
+            kind, reason = _FAILURES.get(ended.exit_code, _NOT_REGULAR)
+            raise kind(f"{path}: {reason}")
 
     async def _execute(
         self,
-        kind: str,
+        kind: Kind,
         text: bytes,
         sink: Sink,
         timeout_s: float,
@@ -284,9 +363,7 @@ class ShellSandbox(ABC):
         self._raise_if_dead()
         stood = not self._shell.lost.is_set()
         try:
-            return await self._shell.execute(
-                "r" if kind == "r" else "i", text, sink, timeout_s=timeout_s, stdin=stdin
-            )
+            return await self._shell.execute(kind, text, sink, timeout_s=timeout_s, stdin=stdin)
         except ShellLost as lost:
             error = await self._dead(lost)
             error.in_command |= stood
@@ -302,35 +379,11 @@ class ShellSandbox(ABC):
             self._error = await self._classify(lost)
         return self._error
 
-    @abstractmethod
-    async def _classify(self, lost: ShellLost) -> SandboxError:
-        """Whose deed was it? Backends know."""
-
-    @abstractmethod
-    async def _after(self, ended: Ended) -> None:
-        """Called at each command's end: backends check their limits."""
-
-    @abstractmethod
-    def _end_background(self, inside: int) -> None:
-        """End a background process's tree by its id in the sandbox. Called in a thread."""
-
-    @abstractmethod
-    async def aclose(self) -> None:
-        """See `base.Sandbox.aclose`."""
-
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
-
-
-def _reason(kind: type[OSError]) -> str:
-    return {
-        FileNotFoundError: "no such file",
-        IsADirectoryError: "is a directory",
-        PermissionError: "permission denied",
-    }.get(kind, "not a regular file, or it could not be read or written")
 
 
 def _too_large(path: str, limit: int) -> OSError:
@@ -347,28 +400,20 @@ def _bounded_size(fd: int, path: str, limit: int) -> int:
     return size
 
 
-async def _read_all(fd: int, path: str) -> bytes:
-    size = _bounded_size(fd, path, READ_MAX)
-    if size <= IN_THREAD:
-        return _read_fd(fd, size)
-    return await asyncio.to_thread(_read_fd, fd, size)
-
-
-def _read_fd(fd: int, size: int) -> bytes:
+async def _read(fd: int, path: str) -> bytes:
     """What was in the file when it was looked at: its owner may be writing on."""
-    with open(fd, "rb") as file:
-        return file.read(size)
+
+    def read() -> bytes:
+        with open(fd, "rb") as file:
+            return file.read(size)
+
+    size = _bounded_size(fd, path, READ_MAX)
+    return read() if size <= IN_THREAD else await asyncio.to_thread(read)
 
 
-async def _write_all(fd: int, data: bytes) -> None:
-    def write() -> None:
-        with open(fd, "wb") as file:
-            file.write(data)
-
-    if len(data) <= IN_THREAD:
-        write()
-    else:
-        await asyncio.to_thread(write)
+def _write(fd: int, data: bytes) -> None:
+    with open(fd, "wb") as file:
+        file.write(data)
 
 
 def _copy_in(local: Path, fd: int) -> None:
@@ -376,8 +421,7 @@ def _copy_in(local: Path, fd: int) -> None:
         shutil.copyfileobj(source, target, 1 << 20)
 
 
-def _copy_out(fd: int, path: str, local: Path) -> None:
-    left = _bounded_size(fd, path, DOWNLOAD_MAX)
+def _copy_out(fd: int, local: Path, left: int) -> None:
     with open(fd, "rb") as source, open(local, "wb") as target:
         while data := source.read(min(left, 1 << 20)):
             target.write(data)

@@ -130,6 +130,18 @@ class Home:
         self._made = 0
         self._memory = Path(watchdog.memory_folder(str(self.root)))
         self._lock = self._become_owner()
+        self._cgroups = ""
+        self._watchdog: Watchdog | None = None
+
+    def guard(self, cgroups: str = "") -> None:
+        """Clean up after owners that are gone, and have it done after us. Blocks.
+
+        Args:
+            cgroups: where control groups are made; empty for none.
+        """
+        self._cgroups = cgroups
+        reap(self.root, cgroups)
+        self._watchdog = Watchdog(self.root, self.owner, cgroups)
 
     def _become_owner(self) -> int:
         me = processes.find(os.getpid())
@@ -164,12 +176,16 @@ class Home:
         return made
 
     def close(self) -> None:
-        """Give the ownership up; all boxes are removed by now."""
+        """End and remove what is left of all boxes, and give the ownership up. Idempotent. Blocks.
+
+        What is left: a box that was given back without a free descriptor.
+        """
         if self._lock >= 0:
-            watchdog.remove_empty(str(self._memory))
-            (self.owners / self.owner).unlink(missing_ok=True)
+            watchdog.clean(str(self.root), self.owner, self._cgroups)
             os.close(self._lock)
             self._lock = -1
+            if self._watchdog is not None:
+                self._watchdog.close()
 
 
 class Slot:
