@@ -11,10 +11,10 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AIAgent": "hermes_rl.assembly",
+    "AIAgent": "hermes_rl.aiagent",
     "Bubblewrap": "hermes_rl.sandboxes.bubblewrap",
-    "Hooks": "hermes_rl.agent.hooks",
-    "Limits": "hermes_rl.agent.policy",
+    "Hooks": "hermes_rl.agent",
+    "Limits": "hermes_rl.agent",
     "ModelConfig": "hermes_rl.config",
     "RunConfig": "hermes_rl.config",
     "evals": "hermes_rl.evals",

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hermes_rl.agent.policy import Limits, Policy, preset
-from hermes_rl.agent.prompt import WORDINGS, system_prompt
+from hermes_rl.agent import WORDINGS, Limits, Policy, preset, system_prompt
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig, SandboxSection
 from hermes_rl.config_agent import AgentSection, LimitsSection
 from hermes_rl.config_endpoint import extra_of

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hermes_rl import events as ev
-from hermes_rl.agent.control import Control
-from hermes_rl.agent.run import AgentParts, AgentResult, run_agent
+from hermes_rl.agent import AgentParts, AgentResult, Control, run_agent
 from hermes_rl.errors import (
     DiskFull,
     HermesError,

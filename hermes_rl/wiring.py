@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hermes_rl.agent.policy import Limits, Policy
+from hermes_rl.agent import Limits, Policy
 from hermes_rl.config import PLAYED_MODELS, RunConfig
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.definitions import (

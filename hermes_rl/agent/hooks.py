@@ -107,7 +107,7 @@ _P = TypeVar("_P")
 Looks = Callable[[_P], Awaitable[None] | None]
 """A hook that looks on."""
 Judges = Callable[[_P], Awaitable[str | None] | str | None]
-"""A hook that may forbid: the text that it returns is what the model is told."""
+"""A hook that may forbid: the text that it returns is what the model is call_hook."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,9 @@ class Hooks:
     post_tool_call: Looks[PostToolCall] | None = None
 
 
-async def told(hook: Callable[[_P], Any] | None, payload: _P, failed: str | None = None) -> Any:
+async def call_hook(
+    hook: Callable[[_P], Any] | None, payload: _P, failed: str | None = None
+) -> Any:
     """Call a hook; what it returns, None when there is none, `failed` when it failed."""
     if hook is None:
         return None
@@ -177,7 +179,7 @@ class Hooked:
         """Raises: ToolError when a hook forbids the call."""
         ids = {"session_id": self.session_id, "task_id": self.task_id}
         asked = PreToolCall(**ids, tool_name=tool.name, arguments=arguments)
-        if why := await told(self.hooks.pre_tool_call, asked, "its guard failed"):
+        if why := await call_hook(self.hooks.pre_tool_call, asked, "its guard failed"):
             raise ToolError(f"{tool.name} was not run: {why}")
         return await tool.handler(context, arguments)
 
@@ -201,7 +203,7 @@ class Hooked:
             error=error,
             duration_s=time.monotonic() - start,
         )
-        await told(self.hooks.post_tool_call, payload)
+        await call_hook(self.hooks.post_tool_call, payload)
 
 
 class _HookedCaller:
@@ -224,7 +226,7 @@ class _HookedCaller:
         }
         if hooks.pre_llm_call is not None:
             before = PreLLMCall(**common, conversation=tuple(request.conversation))
-            await told(hooks.pre_llm_call, before)
+            await call_hook(hooks.pre_llm_call, before)
         completion = await self._caller.call(request, turn=turn, purpose=purpose, agent=agent)
         after = PostLLMCall(
             **common,
@@ -233,7 +235,7 @@ class _HookedCaller:
             usage=completion.usage,
             duration_s=time.monotonic() - start,
         )
-        await told(hooks.post_llm_call, after)
+        await call_hook(hooks.post_llm_call, after)
         return completion
 
     def fall_back(self) -> bool:

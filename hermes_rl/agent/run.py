@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hermes_rl.agent.answers import REFUSAL, answer
 from hermes_rl.agent.control import Control
-from hermes_rl.agent.parts import AgentParts, AgentResult, Caller, Finish, RunState, Tries
+from hermes_rl.agent.parts import AgentParts, AgentResult, Finish, RunState, Tries
 from hermes_rl.agent.tool_calls import run_calls
 from hermes_rl.errors import ContextOverflow, PayloadTooLarge, Stalled, UserError
 from hermes_rl.events import ToolsOffered
@@ -19,8 +19,6 @@ from hermes_rl.messages import (
     ToolMessage,
     UserMessage,
 )
-
-__all__ = ["AgentParts", "AgentResult", "Caller", "run_agent"]
 
 
 async def run_agent(

@@ -10,15 +10,17 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from hermes_rl.errors import UserError
+from hermes_rl.events import Event, MessageAdded
 from hermes_rl.locks import try_lock
-from hermes_rl.messages import Message
+from hermes_rl.messages import AssistantMessage, Message, SystemMessage, UserMessage, text_of
+from hermes_rl.text import clean
 
 
 class Session(Protocol):
@@ -165,3 +167,39 @@ def common_length(before: Sequence[Message], after: Sequence[Message]) -> int:
     """How many messages at the head of two conversations are the same."""
     pairs = zip(before, after, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
+
+
+def continuable(messages: Iterable[Message]) -> list[Message]:
+    """The conversation without its system message, so that a user message may come next.
+
+    Calls at the end that never got a result are dropped, and so is an empty answer.
+    """
+    kept: list[Message] = [m for m in messages if not isinstance(m, SystemMessage)]
+    if kept and isinstance(last := kept[-1], AssistantMessage):
+        kept.pop()
+        if last.content.strip():
+            said = AssistantMessage(content=last.content, reasoning_content=last.reasoning_content)
+            kept.append(said if last.tool_calls else last)
+    return kept
+
+
+def with_user(history: Sequence[Message], text: str) -> list[Message]:
+    """The conversation with a user message at its end; two in a row become one."""
+    text = clean(text)
+    if history and isinstance(last := history[-1], UserMessage):
+        return [*history[:-1], UserMessage(content=f"{text_of(last)}\n\n{text}")]
+    return [*history, UserMessage(content=text)]
+
+
+def last_answer(events: Iterable[Event]) -> str | None:
+    """The model's last text in the events of one run."""
+    own = [e.message for e in events if isinstance(e, MessageAdded) and e.turn and not e.synthetic]
+    said = [m.content for m in own if isinstance(m, AssistantMessage)]
+    return said[-1] if said else None
+
+
+def split_system(messages: Sequence[Message]) -> tuple[str | None, list[Message]]:
+    """The system prompt of a conversation, if it begins with one, and the rest."""
+    if messages and isinstance(first := messages[0], SystemMessage):
+        return first.content, list(messages[1:])
+    return None, list(messages)

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from hermes_rl.agent.parts import AgentResult, Caller
+from hermes_rl.agent import AgentResult, Caller
 from hermes_rl.config_endpoint import EnvSection, ModelPlace
 from hermes_rl.definitions import sent_seed
 from hermes_rl.errors import (

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from hermes_rl.agent.parts import Caller
+from hermes_rl.agent import Caller
 from hermes_rl.errors import CAUSES, ModelError, UserError
 from hermes_rl.events import RewardPart
 from hermes_rl.messages import (

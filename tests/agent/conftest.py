@@ -6,15 +6,12 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from hermes_rl.agent.agent import AIAgent, Assembly
-from hermes_rl.agent.control import Control
-from hermes_rl.agent.parts import Caller
-from hermes_rl.agent.policy import PRESETS, Limits
-from hermes_rl.agent.run import AgentParts, AgentResult, run_agent
+from hermes_rl import AIAgent, ModelConfig
+from hermes_rl.agent import PRESETS, AgentParts, AgentResult, Control, Limits, run_agent
 from hermes_rl.aio import LoopThread
 from hermes_rl.events import (
     AttemptKey,
@@ -33,7 +30,6 @@ from hermes_rl.models.calls.route import Route
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.rate.limiter import Limiter
-from hermes_rl.ports import Recorder
 from hermes_rl.record import Trajectory
 from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
 from hermes_rl.sandboxes.none import Subprocess
@@ -174,60 +170,25 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
         yield Rig(server, client, sandbox, resolve(["terminal", "file"]))
 
 
-class Linked:
-    """A link to the fake server."""
-
-    api_mode = "chat_completions"
-    sampling = Sampling()
-
-    def __init__(self, model: str, client: ModelClient, log: list[str]) -> None:
-        self.model, self.client, self.log = model, client, log
-        self.endpoint = client.endpoint
-
-    def caller(self, recorder: Recorder) -> Caller:
-        return ModelCaller([Route.single("", self.client, Limiter(8))], recorder)
-
-    async def aclose(self) -> None:
-        await self.client.aclose()
-        self.log.append("link closed")
-
-
-class Assembled:
-    """Makes links to one server, and shells without a sandbox."""
-
-    def __init__(self, base_url: str, folder: Path) -> None:
-        self.base_url, self.backend = base_url, Subprocess(state_dir=folder)
-        self.log: list[str] = []
-
-    async def connect(self, model: object) -> Linked:
-        self.log.append(f"connect {model}")
-        return Linked(str(model), connect(Endpoint(self.base_url)), self.log)
-
-    async def lease(self, sandbox: object) -> Sandbox:
-        self.log.append(f"lease {sandbox}")
-        return await self.backend.lease(SandboxSpec(lease="agent-test"))
-
-
 @pytest.fixture
-def home() -> Iterator[LoopThread]:
-    """A loop in another thread: the fake server lives there."""
+def server() -> Iterator[FakeServer]:
+    """A fake model server on a loop of its own, for tests of synchronous entry points."""
     with LoopThread() as home:
-        yield home
+        server = FakeServer(FakeConfig(key="right"))
+        home.run(server.__aenter__())
+        yield server
+        home.run(server.aclose())
+
+
+Make = Callable[..., AIAgent]
 
 
 @pytest.fixture
-def assembled(home: LoopThread, tmp_path: Path) -> Iterator[Assembled]:
-    server = FakeServer()
-    home.run(server.__aenter__())
-    assembled = Assembled(server.base_url, tmp_path)
-    yield assembled
-    home.run(assembled.backend.aclose())
-    home.run(server.aclose())
+def make(server: FakeServer) -> Make:
+    """Makes agents of that server, whose tools run without a sandbox."""
 
+    def agent(key: str = "right", api_mode: Any = None, **more: Any) -> AIAgent:
+        model = ModelConfig(name="m", base_url=server.base_url, api_key=key, api_mode=api_mode)
+        return AIAgent(model, **{"sandbox": "none", "allow_unsandboxed": True} | more)
 
-@pytest.fixture
-def agent_class(assembled: Assembled) -> type[AIAgent]:
-    class Bound(AIAgent):
-        assembly: ClassVar[Assembly | None] = assembled
-
-    return Bound
+    return agent

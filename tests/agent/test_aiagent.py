@@ -4,23 +4,26 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from hermes_rl.agent.agent import AIAgent
-from hermes_rl.agent.policy import Limits, preset
+from hermes_rl import AIAgent, ModelConfig
+from hermes_rl.agent import Limits, preset
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.events import CallStarted, MessageAdded
+
+Make = Callable[..., AIAgent]
 
 
 def say(*steps: Any) -> str:
     return "Do it.\nSCRIPT: " + json.dumps(list(steps))
 
 
-def test_chat_keeps_conversation_and_files(agent_class: type[AIAgent], assembled: Any) -> None:
+def test_chat_keeps_conversation_and_files(make: Make) -> None:
     script = say({"run": "echo kept > f"}, "Written.", {"run": "cat f"}, "It says kept.")
-    with agent_class("m") as agent:
+    with make() as agent:
         assert agent.chat(script) == "Written."
         assert agent.chat("And now read it.") == "It says kept."
         result = agent.run_conversation("Anything else?")
@@ -32,11 +35,10 @@ def test_chat_keeps_conversation_and_files(agent_class: type[AIAgent], assembled
         *("user", "assistant"),
     ]
     assert json.loads(result["messages"][7]["content"])["output"] == "kept\n"
-    assert assembled.log == ["connect m", "lease None", "link closed"]
 
 
-def test_the_result_has_the_keys_of_the_contract(agent_class: type[AIAgent]) -> None:
-    with agent_class("m") as agent:
+def test_the_result_has_the_keys_of_the_contract(make: Make) -> None:
+    with make() as agent:
         result = agent.run_conversation(say({"run": "true"}, "ok"), "Be terse.", task_id="t1")
     assert list(result) == [
         "final_response",
@@ -60,13 +62,13 @@ def test_the_result_has_the_keys_of_the_contract(agent_class: type[AIAgent]) -> 
     json.dumps(result)
 
 
-def test_history_from_outside(agent_class: type[AIAgent]) -> None:
+def test_history_from_outside(make: Make) -> None:
     history = [
         {"role": "system", "content": "Old rules."},
         {"role": "user", "content": say("one", "two")},
         {"role": "assistant", "content": "one"},
     ]
-    with agent_class("m", toolsets=()) as agent:
+    with make(toolsets=()) as agent:
         result = agent.run_conversation("Go on.", conversation_history=history)
         assert result["final_response"] == "two"
         assert result["messages"][0]["content"] == "Old rules."
@@ -80,12 +82,12 @@ def test_history_from_outside(agent_class: type[AIAgent]) -> None:
 @pytest.mark.parametrize(
     "given", [{"user_message": None}, {"user_message": "x", "system_message": ["x"]}]
 )
-def test_what_is_said_must_be_text(agent_class: type[AIAgent], given: dict[str, Any]) -> None:
-    with agent_class("m", toolsets=()) as agent, pytest.raises(UserError, match="must be text"):
+def test_what_is_said_must_be_text(make: Make, given: dict[str, Any]) -> None:
+    with make(toolsets=()) as agent, pytest.raises(UserError, match="must be text"):
         agent.run_conversation(**given)
 
 
-def test_half_characters_in_a_history_do_not_lose_a_paid_answer(agent_class: type[AIAgent]) -> None:
+def test_half_characters_in_a_history_do_not_lose_a_paid_answer(make: Make) -> None:
     history = [
         {"role": "system", "content": "Rules \ud800."},
         {"role": "user", "content": say("one", "two") + "\ud800"},
@@ -93,22 +95,22 @@ def test_half_characters_in_a_history_do_not_lose_a_paid_answer(agent_class: typ
         {"role": "user", "content": [{"type": "text", "text": "\ud800"}]},
         {"role": "assistant", "content": "two"},
     ]
-    with agent_class("m", toolsets=()) as agent:
+    with make(toolsets=()) as agent:
         result = agent.run_conversation("Go on.", conversation_history=history)
         json.dumps(result, ensure_ascii=False).encode()
         said = agent.run_conversation("x", system_message="Now \ud800")
         assert said["messages"][0]["content"] == "Now \ufffd"
 
 
-async def test_the_doors_work_where_a_loop_is_running(agent_class: type[AIAgent]) -> None:
-    async with agent_class("m") as agent:
+async def test_the_doors_work_where_a_loop_is_running(make: Make) -> None:
+    async with make() as agent:
         assert agent.chat(say({"run": "pwd"}, "here")) == "here"  # as in a notebook cell
         result = await agent.run("again")
         assert result["completed"]
 
 
-async def test_one_agent_over_several_loops(agent_class: type[AIAgent]) -> None:
-    agent = agent_class("m")
+async def test_one_agent_over_several_loops(make: Make) -> None:
+    agent = make()
     script = say({"run": "echo a > f"}, "1", {"run": "cat f"}, "2")
 
     def elsewhere() -> dict[str, Any]:
@@ -121,7 +123,7 @@ async def test_one_agent_over_several_loops(agent_class: type[AIAgent]) -> None:
     await agent.aclose()
 
 
-def test_interrupt_with_a_message_goes_on_with_that(agent_class: type[AIAgent]) -> None:
+def test_interrupt_with_a_message_goes_on_with_that(make: Make) -> None:
     started = threading.Event()
 
     def on_event(event: Any) -> None:
@@ -129,7 +131,7 @@ def test_interrupt_with_a_message_goes_on_with_that(agent_class: type[AIAgent]) 
             started.set()
 
     steps = [{"run": "touch f; sleep 30"}, "Changed my mind, as you said.", "third"]
-    with agent_class("m", on_event=on_event) as agent:
+    with make(on_event=on_event) as agent:
 
         def interrupt() -> None:
             started.wait(10)
@@ -149,14 +151,14 @@ def test_interrupt_with_a_message_goes_on_with_that(agent_class: type[AIAgent]) 
         assert agent.chat("more") == "third"
 
 
-def test_interrupt_without_a_message_ends_the_run(agent_class: type[AIAgent]) -> None:
+def test_interrupt_without_a_message_ends_the_run(make: Make) -> None:
     started = threading.Event()
 
     def on_event(event: Any) -> None:
         if isinstance(event, CallStarted):
             started.set()
 
-    with agent_class("m", on_event=on_event) as agent:
+    with make(on_event=on_event) as agent:
 
         def interrupt() -> None:
             started.wait(10)
@@ -176,9 +178,9 @@ def test_interrupt_without_a_message_ends_the_run(agent_class: type[AIAgent]) ->
         assert [m["role"][0] for m in result["messages"]] == list("sua")
 
 
-def test_a_cut_answer_can_be_gone_on_from(agent_class: type[AIAgent]) -> None:
+def test_a_cut_answer_can_be_gone_on_from(make: Make) -> None:
     cut = {"run": "touch f", "text": "Let me", "finish": "length"}
-    with agent_class("m", preset="rl") as agent:
+    with make(preset="rl") as agent:
         result = agent.run_conversation(say(cut, "second"))
         assert (result["end_reason"], result["completed"]) == ("output_truncated", False)
         assert result["messages"][-1]["tool_calls"]
@@ -187,30 +189,30 @@ def test_a_cut_answer_can_be_gone_on_from(agent_class: type[AIAgent]) -> None:
         assert result["messages"][2] == {"role": "assistant", "content": "Let me"}
 
 
-def test_the_answer_is_the_whole_of_a_cut_one(agent_class: type[AIAgent]) -> None:
+def test_the_answer_is_the_whole_of_a_cut_one(make: Make) -> None:
     cut = {"text": "One, ", "finish": "length"}
-    with agent_class("m", toolsets=()) as agent:
+    with make(toolsets=()) as agent:
         result = agent.run_conversation(say([{"text": ""}, cut], "two.", "three"))
         assert (result["final_response"], result["end_reason"]) == ("One, two.", "answered")
         assert [c["error"] for c in result["calls"]] == ["discarded: empty answer", None, None]
         assert agent.chat("And then?") == "three"
 
 
-def test_a_policy_of_ones_own(agent_class: type[AIAgent]) -> None:
+def test_a_policy_of_ones_own(make: Make) -> None:
     policy = preset("interactive").switched({"continue_output": False})
-    with agent_class("m", toolsets=(), preset=policy) as agent:
+    with make(toolsets=(), preset=policy) as agent:
         result = agent.run_conversation(say({"text": "One, ", "finish": "length"}, "two."))
     assert (result["final_response"], result["end_reason"]) == ("One, ", "output_truncated")
 
 
-def test_interrupt_while_idle_does_nothing(agent_class: type[AIAgent]) -> None:
-    with agent_class("m") as agent:
+def test_interrupt_while_idle_does_nothing(make: Make) -> None:
+    with make() as agent:
         agent.interrupt("x")
         assert agent.chat(say("fine")) == "fine"
 
 
-def test_a_failed_call_leaves_the_conversation_as_it_was(agent_class: type[AIAgent]) -> None:
-    with agent_class("m") as agent:
+def test_a_failed_call_leaves_the_conversation_as_it_was(make: Make) -> None:
+    with make() as agent:
         assert agent.chat(say("one", {"fault": "auth"})) == "one"
         with pytest.raises(AuthError):
             agent.chat("two")
@@ -218,9 +220,9 @@ def test_a_failed_call_leaves_the_conversation_as_it_was(agent_class: type[AIAge
             agent.chat("two")
 
 
-def test_one_run_at_a_time(agent_class: type[AIAgent]) -> None:
+def test_one_run_at_a_time(make: Make) -> None:
     started = threading.Event()
-    with agent_class("m", toolsets=(), on_event=lambda event: started.set()) as agent:
+    with make(toolsets=(), on_event=lambda event: started.set()) as agent:
         errors: list[BaseException] = []
 
         def second() -> None:
@@ -237,7 +239,7 @@ def test_one_run_at_a_time(agent_class: type[AIAgent]) -> None:
         assert "already running" in str(errors[0])
 
 
-def test_calling_a_door_from_a_callback_is_refused(agent_class: type[AIAgent]) -> None:
+def test_calling_a_door_from_a_callback_is_refused(make: Make) -> None:
     agents: list[AIAgent] = []
     errors: list[str] = []
 
@@ -248,50 +250,40 @@ def test_calling_a_door_from_a_callback_is_refused(agent_class: type[AIAgent]) -
             except UserError as error:
                 errors.append(str(error))
 
-    with agent_class("m", on_event=on_event) as agent:
+    with make(on_event=on_event) as agent:
         agents.append(agent)
         assert agent.chat(say("outer")) == "outer"
     assert "callback" in errors[0]
 
 
-def test_streamed_pieces(agent_class: type[AIAgent]) -> None:
+def test_streamed_pieces(make: Make) -> None:
     pieces: list[str] = []
-    with agent_class("m", toolsets=(), on_delta=pieces.append) as agent:
+    with make(toolsets=(), on_delta=pieces.append) as agent:
         assert agent.chat(say("piece by piece")) == "".join(pieces) == "piece by piece"
 
 
-def test_lone_surrogates_are_replaced(agent_class: type[AIAgent]) -> None:
-    with agent_class("m", toolsets=()) as agent:
+def test_lone_surrogates_are_replaced(make: Make) -> None:
+    with make(toolsets=()) as agent:
         result = agent.run_conversation("\ud800" + say("ok"))
     assert result["messages"][1]["content"].startswith("\ufffdDo it.")
 
 
-def test_limits_and_bad_names(agent_class: type[AIAgent]) -> None:
-    with agent_class("m", limits=Limits(max_turns=1), preset="rl") as agent:
+def test_limits_and_bad_names(make: Make) -> None:
+    with make(limits=Limits(max_turns=1), preset="rl") as agent:
         result = agent.run_conversation(say({"run": "true"}, "never"))
         assert result["end_reason"] == "max_turns"
     with pytest.raises(UserError, match=r"unknown toolset 'web' \(known: terminal, file"):
-        agent_class("m", toolsets=["web"])
+        make(toolsets=["web"])
     with pytest.raises(UserError, match=r"unknown preset 'fast' \(known: interactive"):
-        agent_class("m", preset="fast")
-
-
-def test_the_bare_class_says_what_to_use() -> None:
-    with AIAgent("m") as agent, pytest.raises(UserError, match=r"use hermes_rl\.AIAgent"):
-        agent.chat("x")
+        make(preset="fast")
 
 
 def test_the_oracle_is_for_tasks() -> None:
-    from hermes_rl.assembly import AIAgent as Real
-
-    with Real("oracle", toolsets=()) as agent, pytest.raises(UserError, match="hermes-rl run"):
+    with AIAgent("oracle", toolsets=()) as agent, pytest.raises(UserError, match="hermes-rl run"):
         agent.chat("x")
 
 
 def test_a_provider_is_refused_rather_than_ignored() -> None:
-    from hermes_rl.assembly import AIAgent as Real
-    from hermes_rl.config import ModelConfig
-
     model = ModelConfig(name="m", provider="somebody")
-    with Real(model, toolsets=()) as agent, pytest.raises(UserError, match="unknown provider"):
+    with AIAgent(model, toolsets=()) as agent, pytest.raises(UserError, match="unknown provider"):
         agent.chat("x")

@@ -11,10 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hermes_rl.agent.parts import AgentResult
-from hermes_rl.agent.policy import PRESETS, Limits, Policy
-from hermes_rl.agent.prompt import LATEST, WORDINGS
-from hermes_rl.agent.run import run_agent
+from hermes_rl.agent import LATEST, PRESETS, WORDINGS, AgentResult, Limits, Policy, run_agent
 from hermes_rl.aio import LoopThread
 from hermes_rl.errors import ENDINGS, ModelError
 from hermes_rl.messages import AssistantMessage, Message, ToolMessage, UserMessage

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from hermes_rl.agent.policy import PRESETS, Limits
-from hermes_rl.agent.prompt import LATEST, WORDINGS
+from hermes_rl.agent import LATEST, PRESETS, WORDINGS, Limits
 from hermes_rl.models.base import Sampling
 
 TEXTS = WORDINGS[LATEST].messages

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hermes_rl.agent.control import Control
+from hermes_rl.agent import Control
 from hermes_rl.errors import Interrupted
 from hermes_rl.events import AnswerDiscarded, CallStarted, MessageAdded
 from hermes_rl.messages import AssistantMessage, ToolMessage, UserMessage

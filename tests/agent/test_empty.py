@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from hermes_rl.agent.policy import PRESETS, Limits
-from hermes_rl.agent.prompt import EMPTY, LATEST, WORDINGS
+from hermes_rl.agent import EMPTY, LATEST, PRESETS, WORDINGS, Limits
 from hermes_rl.models.base import Completion, ModelRequest, Sampling
 from hermes_rl.models.calls.retry import ModelCaller
 from hermes_rl.models.calls.route import Route

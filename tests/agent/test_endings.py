@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from hermes_rl.agent.control import Control
-from hermes_rl.agent.policy import PRESETS, Limits
+from hermes_rl.agent import PRESETS, Control, Limits
 from hermes_rl.errors import (
     ENDINGS,
     AuthError,

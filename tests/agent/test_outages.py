@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from hermes_rl.agent.policy import PRESETS, Limits
-from hermes_rl.agent.run import run_agent
+from hermes_rl.agent import PRESETS, Limits, run_agent
 from hermes_rl.messages import UserMessage
 from hermes_rl.models.calls.attempts import Clock
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy

@@ -2,23 +2,28 @@
 
 import asyncio
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hermes_rl.agent.agent import AIAgent
+from hermes_rl import AIAgent
 from hermes_rl.errors import BillingError, UserError
 from hermes_rl.events import CallStarted
+from hermes_rl.sandboxes.none import Subprocess
+
+Make = Callable[..., AIAgent]
 
 
 def say(*steps: Any) -> str:
     return "Do it.\nSCRIPT: " + json.dumps(list(steps))
 
 
-def test_an_error_after_paid_turns_returns_all_of_them(agent_class: type[AIAgent]) -> None:
+def test_an_error_after_paid_turns_returns_all_of_them(make: Make) -> None:
     steps = [{"run": f"echo {n} >> f"} for n in range(3)]
     steps += [[{"fault": "billing"}, {"run": "cat f"}], "There are three."]
-    with agent_class("m") as agent:
+    with make() as agent:
         result = agent.run_conversation(say(*steps))
         assert (result["completed"], result["end_reason"]) == (False, "error")
         named = {"class": "BillingError", "reason": "billing", "cause": "billing"}
@@ -36,19 +41,19 @@ def test_an_error_after_paid_turns_returns_all_of_them(agent_class: type[AIAgent
     assert result["error"] is None
 
 
-def test_chat_raises_an_error_that_carries_the_result(agent_class: type[AIAgent]) -> None:
-    with agent_class("m") as agent:
+def test_chat_raises_an_error_that_carries_the_result(make: Make) -> None:
+    with make() as agent:
         with pytest.raises(BillingError) as caught:
             agent.chat(say({"run": "true"}, {"fault": "billing"}))
         assert caught.value.result is not None
         assert [c["outcome"] for c in caught.value.result["calls"]] == ["ok", "refused"]
         assert len(caught.value.result["messages"]) == 4
-    with agent_class("m") as agent, pytest.raises(UserError) as early:
+    with make() as agent, pytest.raises(UserError) as early:
         agent.run_conversation("x", conversation_history=[{"role": "tool", "content": "y"}])
     assert early.value.result is None
 
 
-async def test_a_cancelled_run_keeps_its_turns(agent_class: type[AIAgent]) -> None:
+async def test_a_cancelled_run_keeps_its_turns(make: Make) -> None:
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -56,7 +61,7 @@ async def test_a_cancelled_run_keeps_its_turns(agent_class: type[AIAgent]) -> No
         if isinstance(event, CallStarted) and event.turn == 2:
             loop.call_soon_threadsafe(asked.set)
 
-    async with agent_class("m", on_event=on_event) as agent:
+    async with make(on_event=on_event) as agent:
         steps = {"run": "echo kept"}, [{"text": "late", "latency_s": 30}, "Yes."]
         running = asyncio.create_task(agent.run(say(*steps)))
         await asked.wait()
@@ -74,11 +79,9 @@ async def test_a_cancelled_run_keeps_its_turns(agent_class: type[AIAgent]) -> No
 
 
 @pytest.mark.parametrize("plain", ["none", "backend"])
-def test_no_sandbox_is_refused_unless_allowed(
-    agent_class: type[AIAgent], assembled: Any, plain: str
-) -> None:
-    sandbox = assembled.backend if plain == "backend" else plain
+def test_no_sandbox_is_refused_unless_allowed(make: Make, tmp_path: Path, plain: str) -> None:
+    sandbox = Subprocess(state_dir=tmp_path) if plain == "backend" else plain
     with pytest.raises(UserError, match="allow_unsandboxed=True"):
-        agent_class("m", sandbox=sandbox)
-    with agent_class("m", sandbox=sandbox, allow_unsandboxed=True) as agent:
+        make(sandbox=sandbox, allow_unsandboxed=False)
+    with make(sandbox=sandbox) as agent:
         assert agent.chat(say({"run": "true"}, "ok")) == "ok"

@@ -7,10 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_rl.agent.agent import continuable, with_user
-from hermes_rl.agent.policy import PRESETS, preset
-from hermes_rl.agent.prompt import LATEST, WORDINGS, system_prompt
-from hermes_rl.agent.run import check_roles
+from hermes_rl.agent import (
+    LATEST,
+    PRESETS,
+    WORDINGS,
+    check_roles,
+    continuable,
+    preset,
+    system_prompt,
+    with_user,
+)
 from hermes_rl.errors import UserError
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models.base import Sampling

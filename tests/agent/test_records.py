@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from hermes_rl.agent.policy import Limits
+from hermes_rl.agent import Limits
 from hermes_rl.events import CallStarted, MessageAdded, ToolsOffered
 from hermes_rl.messages import AssistantMessage, ToolCall, UserMessage
 from hermes_rl.models.base import Completion, ModelRequest

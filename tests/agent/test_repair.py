@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_rl.agent.policy import PRESETS
-from hermes_rl.agent.tool_calls import tool_meant
+from hermes_rl.agent import PRESETS, tool_meant
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
 
 DATAGEN, RL = PRESETS["datagen"], PRESETS["rl"]

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_rl import AIAgent, Hooks, ModelConfig
-from hermes_rl.agent.hooks import PostToolCall, PreToolCall
-from hermes_rl.agent.session import FileSession, common_length, open_session
-from hermes_rl.aio import LoopThread
+from hermes_rl import AIAgent, Hooks
+from hermes_rl.agent import FileSession, PostToolCall, PreToolCall, common_length, open_session
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.messages import (
     AssistantMessage,
@@ -24,27 +22,8 @@ from hermes_rl.messages import (
     UserMessage,
     from_openai,
 )
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 Make = Callable[..., AIAgent]
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with LoopThread() as home:
-        server = FakeServer(FakeConfig(key="right"))
-        home.run(server.__aenter__())
-        yield server
-        home.run(server.aclose())
-
-
-@pytest.fixture
-def make(server: FakeServer) -> Make:
-    def agent(key: str = "right", **more: Any) -> AIAgent:
-        model = ModelConfig(name="echo", base_url=server.base_url, api_key=key)
-        return AIAgent(model, sandbox="none", allow_unsandboxed=True, **more)
-
-    return agent
 
 
 def say(*steps: Any) -> str:
@@ -127,22 +106,16 @@ def test_a_hook_may_forbid_a_tool_and_the_model_is_told(make: Make, tmp_path: Pa
 THOUGHT = {"type": "thinking", "thinking": "I look first.", "signature": "c2ln"}
 
 
-@pytest.fixture
-def picky(server: FakeServer) -> ModelConfig:
-    """A model on a wire that refuses an id that comes twice."""
-    return ModelConfig(
-        name="echo", base_url=server.base_url, api_key="right", api_mode="anthropic_messages"
-    )
+STRICT = "anthropic_messages"
+"""A wire that refuses a repeated id."""
 
 
-def test_a_conversation_goes_on_from_its_messages_with_signed_thinking(picky: ModelConfig) -> None:
+def test_a_conversation_goes_on_from_its_messages_with_signed_thinking(make: Make) -> None:
     step = {"run": "echo kept", "reasoning": "I look first.", "details": [THOUGHT]}
-    with AIAgent(picky, sandbox="none", allow_unsandboxed=True) as agent:
+    with make(api_mode=STRICT) as agent:
         first = agent.run_conversation(say(step, "Done.", "More."))
     sent: list[Any] = []
-    with AIAgent(
-        picky, sandbox="none", allow_unsandboxed=True, hooks=Hooks(pre_llm_call=sent.append)
-    ) as agent:
+    with make(api_mode=STRICT, hooks=Hooks(pre_llm_call=sent.append)) as agent:
         again = agent.run_conversation("And?", conversation_history=first["messages"])
     assert again["final_response"] == "More."
     (asked,) = sent
@@ -156,7 +129,7 @@ def test_a_conversation_goes_on_from_its_messages_with_signed_thinking(picky: Mo
 
 
 def test_a_history_with_one_id_twice_is_taken_by_a_strict_provider(
-    picky: ModelConfig, tmp_path: Path
+    make: Make, tmp_path: Path
 ) -> None:
     call = {"id": "call_0", "type": "function", "function": {"name": "terminal", "arguments": "{}"}}
     turn: list[dict[str, Any]] = [
@@ -164,15 +137,13 @@ def test_a_history_with_one_id_twice_is_taken_by_a_strict_provider(
         {"role": "tool", "tool_call_id": "call_0", "content": "out"},
     ]
     history = [{"role": "user", "content": say("a", "b", "Fine.")}, *turn, *turn]
-    with AIAgent(picky, sandbox="none", allow_unsandboxed=True) as agent:
+    with make(api_mode=STRICT) as agent:
         result = agent.run_conversation("And?", conversation_history=history)
     assert result["final_response"] == "Fine."
     session = FileSession(tmp_path / "s.jsonl")
     session.append(0, [from_openai(form) for form in history], "answered")
     session.close()
-    with AIAgent(
-        picky, sandbox="none", allow_unsandboxed=True, session=tmp_path / "s.jsonl"
-    ) as agent:
+    with make(api_mode=STRICT, session=tmp_path / "s.jsonl") as agent:
         assert agent.chat("And?") == "Fine."
 
 

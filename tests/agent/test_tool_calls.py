@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from hermes_rl.agent.control import Control
-from hermes_rl.agent.policy import PRESETS
+from hermes_rl.agent import PRESETS, Control
 from hermes_rl.errors import DiskFull, Interrupted, SandboxDied
 from hermes_rl.events import MessageAdded
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from hermes_rl.agent.policy import PRESETS
-from hermes_rl.agent.prompt import LATEST, WORDINGS
+from hermes_rl.agent import LATEST, PRESETS, WORDINGS
 from hermes_rl.models.client import DIALECTS, connect
 from hermes_rl.models.endpoint import Endpoint
 

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 
 import meter
 
-from hermes_rl.agent.parts import AgentParts
-from hermes_rl.agent.policy import preset
-from hermes_rl.agent.run import run_agent
+from hermes_rl.agent import AgentParts, preset, run_agent
 from hermes_rl.events import Event
 from hermes_rl.messages import UserMessage
 from hermes_rl.models.calls.retry import ModelCaller

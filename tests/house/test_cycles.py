@@ -19,7 +19,6 @@ DEEP_IMPORTS = {
     "environments.gsm8k_python": (0, 2),
     "environments.swe_bugs": (0, 5),
     "environments.terminal_tasks": (0, 1),
-    "hermes_rl.agent": (9, 41),
     "hermes_rl.cli": (0, 14),
     "hermes_rl.evals": (1, 2),
     "hermes_rl.export": (3, 13),

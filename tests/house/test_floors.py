@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("segments",),
     ("agent", "store"),
     ("wiring definitions", "testing"),
-    ("rollout verify workspaces", "assembly", "evals"),
+    ("rollout verify workspaces", "aiagent", "evals"),
     ("rl",),
     ("servers", "export", "environments", "batch_runner"),
     ("cli",),

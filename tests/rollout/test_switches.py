@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hermes_rl.agent.prompt import WORDINGS
+from hermes_rl.agent import WORDINGS
 from hermes_rl.config import parse_config
 from hermes_rl.definitions import in_terms_of, with_switches_of
 from hermes_rl.errors import UserError

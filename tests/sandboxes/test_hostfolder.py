@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hermes_rl.assembly import AIAgent
+from hermes_rl.aiagent import AIAgent
 from hermes_rl.config import ModelConfig
 from hermes_rl.errors import UserError
 from hermes_rl.sandboxes.base import SandboxLimits, SandboxSpec

@@ -8,76 +8,143 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Self, cast
 
 import msgspec
 
 from hermes_rl import events as ev
-from hermes_rl.agent.control import Control
-from hermes_rl.agent.hooks import Hooked, Hooks, OnEvent, SessionEnd, SessionStart, told
-from hermes_rl.agent.parts import AgentParts, Caller
-from hermes_rl.agent.policy import Limits, Policy
-from hermes_rl.agent.policy import preset as policy_of
-from hermes_rl.agent.prompt import system_prompt
-from hermes_rl.agent.run import run_agent
-from hermes_rl.agent.session import Session, common_length, open_session
-from hermes_rl.aio import LoopThread
-from hermes_rl.errors import HermesError, Interrupted, ModelError, UserError, end_reason_of
-from hermes_rl.events import Event, EventLog, MessageAdded
-from hermes_rl.messages import (
-    AssistantMessage,
-    Message,
-    SystemMessage,
-    UserMessage,
-    conversation_from_openai,
-    text_of,
-    to_openai,
-    with_unique_ids,
+from hermes_rl.agent import (
+    AgentParts,
+    Control,
+    Hooked,
+    Hooks,
+    Limits,
+    OnEvent,
+    Policy,
+    Session,
+    SessionEnd,
+    SessionStart,
+    call_hook,
+    common_length,
+    continuable,
+    last_answer,
+    open_session,
+    run_agent,
+    split_system,
+    system_prompt,
+    with_user,
 )
+from hermes_rl.agent import (
+    preset as policy_of,
+)
+from hermes_rl.aio import LoopThread
+from hermes_rl.config import ModelConfig
+from hermes_rl.config_endpoint import EndpointSection, given_reach
+from hermes_rl.errors import HermesError, Interrupted, ModelError, UserError, end_reason_of
+from hermes_rl.events import EventLog
+from hermes_rl.messages import Message, conversation_from_openai, to_openai, with_unique_ids
 from hermes_rl.models.base import Sampling
-from hermes_rl.ports import Recorder
-from hermes_rl.sandboxes.base import Sandbox
+from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
+from hermes_rl.models.played import NoopClient
+from hermes_rl.models.providers.routing import Keys, Routes, Sole, find_keys
+from hermes_rl.models.providers.targets import asks_endpoint, targets_of
+from hermes_rl.models.rate.share import Share
+from hermes_rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
 from hermes_rl.text import clean
 from hermes_rl.tools.toolsets import DEFAULT_TOOLSETS, resolve
 from hermes_rl.trajectory import fold
+from hermes_rl.wiring import BACKENDS, make_backend, open_models
+
+FIRST_ANSWER_S = 5.0
+"""Somebody waits: an endpoint that fails from the start is told soon."""
+INTERACTIVE_TURNS = 90
+_CALLS_AT_ONCE = 8
+_GIVEN_KEY = "api_key"
+"""Stands for a variable's name where the key itself is given."""
+
+_log = logging.getLogger(__name__)
 
 
-class Link(Protocol):
+@dataclass(frozen=True)
+class Link:
     """An open connection to a model, kept for the life of an agent."""
 
     model: str
-    api_mode: str
-    endpoint: str
-    """Host (and port), for records."""
     sampling: Sampling
-
-    def caller(self, recorder: Recorder) -> Caller:
-        """A caller that records its calls there; one for each run of the agent."""
-        ...
-
-    async def aclose(self) -> None:
-        """Close connections."""
-        ...
+    routes: Routes
 
 
-class Assembly(Protocol):
-    """Makes parts, on the agent's loop. `hermes_rl.assembly` has the real one."""
+@asynccontextmanager
+async def open_link(model: object) -> AsyncIterator[Link]:
+    """Connect to a model: a name or a `ModelConfig`. Raises: UserError."""
+    config = ModelConfig(name=model) if isinstance(model, str) else model
+    if not isinstance(config, ModelConfig):
+        raise UserError(f"model {model!r}: give a name or a ModelConfig")
+    if config.name == "oracle":
+        raise UserError("model 'oracle' plays a task's solution; use `hermes-rl run` for it")
+    key = config.api_key.get_secret_value() if config.api_key else None
+    own = bool(key) or config.key_command is not None
+    where = EndpointSection(
+        provider=config.provider,
+        base_url=config.base_url,
+        api_key_env=_GIVEN_KEY if own else config.api_key_env if key is None else "",
+        key_commands={_GIVEN_KEY: config.key_command} if config.key_command else {},
+        api_mode=config.api_mode,
+        transport=config.transport,
+        fallbacks=config.fallbacks,
+        first_byte_seconds=config.first_byte_seconds,
+        idle_seconds=config.idle_seconds,
+        **given_reach(config),
+    )
+    targets = targets_of(where, extra=config.extra_body, stop=config.stop)
+    keys: dict[str, str] = {}
+    if asks_endpoint(config.name, where):
+        places = [target.place for target in targets]
+        environ = {**os.environ, **({_GIVEN_KEY: key} if key else {})}
+        keys = await asyncio.to_thread(find_keys, places, environ, where.key_commands)
+    held = Keys.renewed_by(where.key_commands, keys)
+    share = Share(maximum=_CALLS_AT_ONCE)
+    sampling = Sampling(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_tokens=config.max_tokens,
+        reasoning=config.reasoning,
+        stop=config.stop,
+    )
+    async with AsyncExitStack() as stack:
+        routes = await open_models(config.name, where, {config.name: targets}, stack, held, share)
+        yield Link(config.name, sampling, routes or Sole(NoopClient(), share))
 
-    async def connect(self, model: object) -> Link:
-        """A link to a model: a name or a `ModelConfig`. Raises: UserError."""
-        ...
 
-    async def lease(self, sandbox: object) -> Sandbox:
-        """A sandbox: a specification, a backend, a name, or None for the default.
+@asynccontextmanager
+async def open_sandbox(sandbox: object) -> AsyncIterator[Sandbox]:
+    """A sandbox from a specification, a backend, a name, or None for the default.
 
-        The agent closes it. Raises: UserError, SandboxStartError.
-        """
-        ...
+    A backend lives on the loop that opened it, so it is closed with its sandbox.
+
+    Raises: UserError, SandboxStartError.
+    """
+    spec = SandboxSpec(lease=f"agent-{uuid.uuid4().hex[:16]}")
+    if isinstance(sandbox, SandboxSpec):
+        spec, sandbox = sandbox, None
+    if sandbox is None or isinstance(sandbox, str):
+        sandbox = make_backend(sandbox or BACKENDS[0])
+    elif not hasattr(sandbox, "lease"):
+        raise UserError(f"sandbox {sandbox!r}: give a backend, a SandboxSpec or a name")
+    backend = cast(SandboxBackend, sandbox)
+    try:
+        async with await backend.lease(spec) as leased:
+            yield leased
+    finally:
+        await backend.aclose()
 
 
 @dataclass(frozen=True)
@@ -107,47 +174,6 @@ def accounts_of(events: Sequence[ev.Event], end: Ended) -> dict[str, Any]:
     return {"usage": usage, "calls": calls, "cost_usd": row.cost_usd}
 
 
-def continuable(messages: Iterable[Message]) -> list[Message]:
-    """The conversation without its system message, so that a user message may come next.
-
-    Calls at the end that never got a result are dropped, and so is an empty answer.
-    """
-    kept: list[Message] = [m for m in messages if not isinstance(m, SystemMessage)]
-    if kept and isinstance(last := kept[-1], AssistantMessage):
-        kept.pop()
-        if last.content.strip():
-            said = AssistantMessage(content=last.content, reasoning_content=last.reasoning_content)
-            kept.append(said if last.tool_calls else last)
-    return kept
-
-
-def with_user(history: Sequence[Message], text: str) -> list[Message]:
-    """The conversation with a user message at its end; two in a row become one."""
-    text = clean(text)
-    if history and isinstance(last := history[-1], UserMessage):
-        return [*history[:-1], UserMessage(content=f"{text_of(last)}\n\n{text}")]
-    return [*history, UserMessage(content=text)]
-
-
-def last_answer(events: Iterable[Event]) -> str | None:
-    """The model's last text in the events of one run."""
-    own = [e.message for e in events if isinstance(e, MessageAdded) and e.turn and not e.synthetic]
-    said = [m.content for m in own if isinstance(m, AssistantMessage)]
-    return said[-1] if said else None
-
-
-def split_system(messages: Sequence[Message]) -> tuple[str | None, list[Message]]:
-    """The system prompt of a conversation, if it begins with one, and the rest."""
-    if messages and isinstance(first := messages[0], SystemMessage):
-        return first.content, list(messages[1:])
-    return None, list(messages)
-
-
-INTERACTIVE_TURNS = 90
-
-_log = logging.getLogger(__name__)
-
-
 class AIAgent:
     """An agent with tools in a sandbox. Keeps its conversation and its sandbox until `close`.
 
@@ -169,9 +195,6 @@ class AIAgent:
     Raises: UserError for an unknown toolset or preset, a session that cannot be used, or the
         sandbox `none` that was not allowed.
     """
-
-    assembly: ClassVar[Assembly | None] = None
-    """Bound in `hermes_rl.assembly`."""
 
     def __init__(
         self,
@@ -214,6 +237,7 @@ class AIAgent:
         self._running = False
         self._link: Link | None = None
         self._leased: Sandbox | None = None
+        self._opened = AsyncExitStack()
         self._where = session
         self._session: Session | None = None
         self._ended: str | None = None
@@ -285,7 +309,7 @@ class AIAgent:
     def close(self) -> None:
         """End the sandbox and the connections. Idempotent."""
         try:
-            if self._link is not None or self._leased is not None:
+            if self._link is not None:
                 self._loop_thread.run(self._release())
         finally:
             self._loop_thread.close()
@@ -389,8 +413,10 @@ class AIAgent:
     ) -> Ended:
         first = len(log.events)
         hooked = Hooked(self.hooks, self.session_id, task_id)
+        patience = RetryPolicy(first_answer_s=FIRST_ANSWER_S)
+        caller = ModelCaller(link.routes.routes(link.model), log, patience)
         parts = AgentParts(
-            caller=hooked.caller(link.caller(log)),
+            caller=hooked.caller(caller),
             model=link.model,
             tools=hooked.tools(self._tools),
             sandbox=self._leased,
@@ -413,12 +439,10 @@ class AIAgent:
         return Ended(result.end_reason, result.final_response)
 
     async def _open(self) -> Link:
-        if self.assembly is None:
-            raise UserError("use hermes_rl.AIAgent; this class does not know models and sandboxes")
         if self._link is None:
-            self._link = await self.assembly.connect(self.model)
+            self._link = await self._opened.enter_async_context(open_link(self.model))
         if self._leased is None and any(t.needs_sandbox for t in self._tools.values()):
-            self._leased = await self.assembly.lease(self.sandbox)
+            self._leased = await self._opened.enter_async_context(open_sandbox(self.sandbox))
         return self._link
 
     def _open_session(self) -> None:
@@ -435,7 +459,7 @@ class AIAgent:
             start = SessionStart(
                 session_id=self.session_id, model=link.model, resumed=bool(self._history)
             )
-            await told(self.hooks.on_session_start, start)
+            await call_hook(self.hooks.on_session_start, start)
 
     def _save(self, end_reason: str) -> None:
         """Keep the conversation. What cannot be kept now is tried again after the next run."""
@@ -451,26 +475,23 @@ class AIAgent:
             _log.exception("the conversation could not be saved")
 
     async def _release(self) -> None:
-        sandbox, self._leased = self._leased, None
-        link, self._link = self._link, None
+        opened, self._opened = self._opened, AsyncExitStack()
+        link, self._link, self._leased = self._link, None, None
         ended, self._ended = self._ended, None
-        try:
-            if link is not None and ended is not None:
-                end = SessionEnd(
-                    session_id=self.session_id,
-                    model=link.model,
-                    end_reason=ended,
-                    completed=ended == "answered",
-                    interrupted=ended == "interrupted",
-                )
-                await told(self.hooks.on_session_end, end)
-            if sandbox is not None:
-                await sandbox.aclose()
-        finally:
-            if link is not None:
-                await link.aclose()
+        async with opened:
+            if link is None or ended is None:
+                return
+            end = SessionEnd(
+                session_id=self.session_id,
+                model=link.model,
+                end_reason=ended,
+                completed=ended == "answered",
+                interrupted=ended == "interrupted",
+            )
+            await call_hook(self.hooks.on_session_end, end)
 
     def _begun(self, link: Link, text: str, task_id: str) -> ev.Begun:
+        seen = link.routes.seen(link.model)
         return ev.Begun(
             key=ev.AttemptKey(unit_id=task_id, epoch=0, attempt=0),
             started_at=time.time(),
@@ -485,8 +506,8 @@ class AIAgent:
             seed=0,
             prompt=text,
             model=link.model,
-            api_mode=link.api_mode,
-            endpoint=link.endpoint,
+            api_mode=seen.api_mode,
+            endpoint=seen.endpoint,
             toolsets=self.toolsets,
             sampling=self._policy.complete(link.sampling).as_dict(),
         )
