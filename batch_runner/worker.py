@@ -30,7 +30,7 @@ from hermes_rl.models.rate.share import Grant, Report, Share
 from hermes_rl.models.tokens.plan import TokenPlan
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Segment, Trajectory
-from hermes_rl.rollout import MakeEpisode, lost_row, run_attempt, task_episode
+from hermes_rl.rollout import Episode, MakeEpisode, lost_row, run_attempt
 from hermes_rl.sandboxes.recipe import OPEN_FILES
 from hermes_rl.store.journal import JournalWriter, Publisher
 from hermes_rl.store.rows import Finished, receipt_of
@@ -300,7 +300,7 @@ async def open_worker(
         )
         if config.run.keep_workspaces:
             context = replace(context, workspaces=run_dir.path / "workspaces")
-        make = task_episode
+        make: MakeEpisode = Episode
         if config.env is not None:
             opened = await stack.enter_async_context(open_hosts(hosts))
             make = (await stack.enter_async_context(opened.open(config.env))).episode

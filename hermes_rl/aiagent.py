@@ -66,8 +66,8 @@ FIRST_ANSWER_S = 5.0
 """Somebody waits: an endpoint that fails from the start is told soon."""
 INTERACTIVE_TURNS = 90
 _CALLS_AT_ONCE = 8
-_GIVEN_KEY = "api_key"
-"""Stands for a variable's name where the key itself is given."""
+_EXPLICIT_KEY = "api_key"
+"""Stands for a variable's name where the key itself was passed."""
 
 _log = logging.getLogger(__name__)
 
@@ -94,8 +94,8 @@ async def open_link(model: object) -> AsyncIterator[Link]:
     where = EndpointSection(
         provider=config.provider,
         base_url=config.base_url,
-        api_key_env=_GIVEN_KEY if own else config.api_key_env if key is None else "",
-        key_commands={_GIVEN_KEY: config.key_command} if config.key_command else {},
+        api_key_env=_EXPLICIT_KEY if own else config.api_key_env if key is None else "",
+        key_commands={_EXPLICIT_KEY: config.key_command} if config.key_command else {},
         api_mode=config.api_mode,
         transport=config.transport,
         fallbacks=config.fallbacks,
@@ -107,7 +107,7 @@ async def open_link(model: object) -> AsyncIterator[Link]:
     keys: dict[str, str] = {}
     if asks_endpoint(config.name, where):
         places = [target.place for target in targets]
-        environ = {**os.environ, **({_GIVEN_KEY: key} if key else {})}
+        environ = {**os.environ, **({_EXPLICIT_KEY: key} if key else {})}
         keys = await asyncio.to_thread(find_keys, places, environ, where.key_commands)
     held = Keys.renewed_by(where.key_commands, keys)
     share = Share(maximum=_CALLS_AT_ONCE)
@@ -245,7 +245,7 @@ class AIAgent:
         self._open_session()
 
     def chat(self, message: str) -> str:
-        """Say something and get the answer; the conversation goes on from call to call.
+        """Say something and get the answer; the conversation continues from call to call.
 
         Raises: as `run_conversation`; also the error that ended the run after its first request,
             whose `result` is what `run_conversation` would have returned.
@@ -266,8 +266,8 @@ class AIAgent:
 
         Args:
             system_message: replaces the system prompt from here on.
-            conversation_history: OpenAI messages to go on from instead of the agent's own; `[]`
-                starts anew.
+            conversation_history: OpenAI messages to continue from instead of the agent's own; `[]`
+                starts a new one.
 
         Returns: final_response, messages, completed, end_reason, error, usage, calls, cost_usd,
             model, session_id, task_id. An error after the first request is an ending too: `error`
@@ -295,9 +295,9 @@ class AIAgent:
         return result
 
     def interrupt(self, message: str | None = None) -> None:
-        """End the running run now, from any thread; with a message, go on with that instead.
+        """End the running run now, from any thread; with a message, continue with that instead.
 
-        Does nothing while no run is going on.
+        Does nothing while no run is active.
         """
         if self._running:
             self._control.interrupt(message)
@@ -349,8 +349,8 @@ class AIAgent:
         try:
             self._open_session()
             if history is not None:
-                own, given = split_system(conversation_from_openai(history))
-                self._history, system = continuable(given), system or own
+                own, rest = split_system(conversation_from_openai(history))
+                self._history, system = continuable(rest), system or own
             self._system = clean(system or self._system)
             return await self._until_done(text, task_id or uuid.uuid4().hex)
         except BaseException:
@@ -362,7 +362,7 @@ class AIAgent:
     async def _until_done(
         self, text: str, task_id: str
     ) -> tuple[dict[str, Any], HermesError | None]:
-        """Run; after an interrupt with a message, run on with that."""
+        """Run; after an interrupt with a message, continue with that."""
         link = await self._open()
         await self._begin_session(link)
         log = EventLog(self._on_event)

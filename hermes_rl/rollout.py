@@ -4,9 +4,8 @@
 disk and internal errors do raise; the worker turns the latter into a row with cause `harness`, by
 `lost_row`.
 
-An `Episode` is what happens around the agent: it has tools, what comes before the first call, a
-user's replies and the reward. `TaskEpisode` is a plain task: no tools, no replies, its verifier
-judges."""
+An `Episode` is what happens around the agent: tools, what comes before the first call, a user's
+replies and the reward."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from hermes_rl import events as ev
 from hermes_rl.agent import AgentParts, AgentResult, Control, run_agent
@@ -59,83 +58,41 @@ class Stage:
     """What the attempt may spend, on all models together."""
 
 
-class Episode(Protocol):
-    """One rollout's surroundings. Made for one attempt and used by it alone."""
+class Episode:
+    """What happens around the agent in one attempt; this one is of a plain task of a dataset."""
 
-    @property
-    def env_name(self) -> str | None:
-        """For the row."""
-        ...
+    env_name: str | None = None
+    """For the row."""
+    replies = False
+    """Somebody may reply to an answer."""
+    sandboxed = True
 
-    @property
-    def replies(self) -> bool:
-        """Somebody may reply to an answer."""
-        ...
-
-    @property
-    def sandboxed(self) -> bool:
-        """The rollout has a sandbox."""
-        ...
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
 
     def tools(self) -> Mapping[str, Tool]:
         """Tools beside those of the toolsets, by name. Raises: TaskFault."""
-        ...
+        return {}
 
     def tool_state(self) -> dict[str, Any]:
         """What tools find as `ToolContext.env`."""
-        ...
+        return {}
 
     async def start(self, sandbox: Sandbox | None) -> None:
         """After the task's setup, before the first call. Raises: HermesError."""
-        ...
 
     async def reply(self, messages: Sequence[Message]) -> Message | None:
         """What the user says to an answer; None ends the rollout. Raises: HermesError."""
-        ...
+        return None
 
     async def grade(self, sandbox: Sandbox | None, result: AgentResult) -> Graded:
         """The reward; may end the agent's session. Raises: VerifierFault and other HermesErrors."""
-        ...
+        assert sandbox is not None
+        return await verify(sandbox, self.stage.task.verify)
 
 
 MakeEpisode = Callable[[Stage], Episode]
 """Makes an attempt's episode. Raises: HermesError."""
-
-
-@dataclass(frozen=True)
-class TaskEpisode:
-    """A task of a dataset."""
-
-    task: Task
-    env_name: str | None = None
-    replies: bool = False
-    sandboxed: bool = True
-
-    def tools(self) -> Mapping[str, Tool]:
-        """See `Episode`."""
-        return {}
-
-    def tool_state(self) -> dict[str, Any]:
-        """See `Episode`."""
-        return {}
-
-    async def start(self, sandbox: Sandbox | None) -> None:
-        """See `Episode`."""
-
-    async def reply(self, messages: Sequence[Message]) -> Message | None:
-        """See `Episode`."""
-        return None
-
-    async def grade(self, sandbox: Sandbox | None, result: AgentResult) -> Graded:
-        """See `Episode`."""
-        assert sandbox is not None
-        return await verify(sandbox, self.task.verify)
-
-
-def task_episode(stage: Stage) -> Episode:
-    """The episode of a plain task."""
-    return TaskEpisode(stage.task)
-
 
 SETUP_TIMEOUT_S = 300.0
 _ERROR_CHARS = 2_000
@@ -157,7 +114,7 @@ async def run_attempt(
     log: EventLog,
     control: Control | None = None,
     *,
-    make: MakeEpisode = task_episode,
+    make: MakeEpisode = Episode,
 ) -> Trajectory:
     """Make one attempt at a unit and return its row.
 
@@ -171,23 +128,22 @@ async def run_attempt(
     Raises: CancelledError; DiskFull when the journal cannot be written; bugs of ours as they are.
     """
     fault: HermesError | None = None
-    around: _Around | None = None
+    episode: Episode | None = None
     finished = False
     try:
-        around = _prepare_episode(context, item, log, make)
-        draw = context.draw(item, around.episode.tools() if around else None)
+        if item.task is not None:
+            episode = make(Stage(context, item, item.task, log, context.budget(item)))
+        draw = context.draw(item, episode.tools() if episode else None)
     except (UserError, TaskFault) as error:
         draw, fault = context.no_draw(item), error
     except Exception:  # a bug of ours: its row needs a beginning
         log.record(_begun(context, item, context.no_draw(item), None))
         raise
-    name = around.episode.env_name if around else None
-    log.record(_begun(context, item, draw, name))
+    log.record(_begun(context, item, draw, episode.env_name if episode else None))
     try:
-        if fault is not None or around is None:
+        if fault is not None or episode is None:
             raise fault or TaskFault(item.bad_row or "bad row")
-        attempt = _Attempt(around.stage, draw, control or Control(), around.episode)
-        result = await attempt.within_wall_limit()
+        result = await _Attempt(episode, draw, control or Control()).within_wall_limit()
         log.record(
             ev.Ended(
                 finished_at=time.time(),
@@ -202,27 +158,9 @@ async def run_attempt(
     except HermesError as error:
         log.record(_failed(context, error))
     finally:
-        if around is not None and around.stage.budget is not None:
-            around.stage.budget.end(finished=finished)
+        if episode is not None and episode.stage.budget is not None:
+            episode.stage.budget.end(finished=finished)
     return fold(log.events)
-
-
-@dataclass(frozen=True)
-class _Around:
-    """What happens around the agent."""
-
-    stage: Stage
-    episode: Episode
-
-
-def _prepare_episode(
-    context: RunContext, item: WorkItem, log: EventLog, make: MakeEpisode
-) -> _Around | None:
-    """None for a bad row."""
-    if item.task is None:
-        return None
-    stage = Stage(context, item, item.task, log, context.budget(item))
-    return _Around(stage, make(stage))
 
 
 def _begun(context: RunContext, item: WorkItem, draw: Draw, env_name: str | None) -> ev.Begun:
@@ -274,19 +212,15 @@ def _failed(context: RunContext, error: HermesError) -> ev.Ended:
     )
 
 
-@dataclass
 class _Attempt:
     """The middle of one attempt, in the order in which it happens."""
 
-    stage: Stage
-    draw: Draw
-    control: Control
-    episode: Episode
-
-    def __post_init__(self) -> None:
-        stage = self.stage
-        self.context, self.item = stage.context, stage.item
-        self.task, self.log = stage.task, stage.log
+    def __init__(self, episode: Episode, draw: Draw, control: Control) -> None:
+        self.episode, self.draw, self.control = episode, draw, control
+        stage = self.stage = episode.stage
+        self.context, self.item, self.task, self.log = (
+            stage.context, stage.item, stage.task, stage.log,
+        )  # fmt: skip
 
     async def within_wall_limit(self) -> AgentResult:
         limit = self.draw.limits.wall_seconds
@@ -299,29 +233,32 @@ class _Attempt:
             raise Stalled(f"no end within {limit:g} s (limits.wall_seconds)") from error
 
     async def _run(self) -> AgentResult:
-        start = time.monotonic()
-        if not self.episode.sandboxed:
-            return await self._run_bare(start)
-        sandbox = await self.context.backend.lease(self._spec())
+        start, sandbox = time.monotonic(), None
+        if self.episode.sandboxed:
+            sandbox = await self.context.backend.lease(self._spec())
+        else:
+            self._check_needs_no_sandbox()
         try:
             try:
-                await prepare(sandbox, self.task)
+                if sandbox is not None:
+                    await prepare(sandbox, self.task)
                 await self.episode.start(sandbox)
             finally:
                 seconds = time.monotonic() - start
-                self.log.record(await self._leased(sandbox, seconds))
+                if sandbox is not None:
+                    self.log.record(await self._leased(sandbox, seconds))
             result = await self._agent(sandbox, seconds)
             self.log.record(await self._graded(sandbox, result))
             return result
         finally:
             # A cancelled attempt must still end its sandbox: the shield lets teardown finish.
-            await asyncio.shield(sandbox.aclose())
+            if sandbox is not None:
+                await asyncio.shield(sandbox.aclose())
 
-    async def _run_bare(self, start: float) -> AgentResult:
-        """Without a sandbox. Raises: TaskFault for a task that needs one."""
-        own = self.episode.tools()
+    def _check_needs_no_sandbox(self) -> None:
+        """Raises: TaskFault for a task that needs a sandbox."""
+        own, task = self.episode.tools(), self.task
         needing = [n for n, t in self.draw.tools.items() if t.needs_sandbox and n not in own]
-        task = self.task
         parts = {"files": task.files, "setup": task.setup, "verify": task.verify, "cwd": task.cwd}
         needing += [f"the task's '{name}'" for name, part in parts.items() if part]
         if needing:
@@ -329,10 +266,6 @@ class _Attempt:
                 f"{needing[0]} needs a sandbox, and this environment has none. "
                 "Set env.config.sandboxed to true, or take it out"
             )
-        await self.episode.start(None)
-        result = await self._agent(None, time.monotonic() - start)
-        self.log.record(await self._graded(None, result))
-        return result
 
     async def _graded(self, sandbox: Sandbox | None, result: AgentResult) -> ev.Graded:
         """The reward; what the rollout left is kept either way. Raises: HermesError."""

@@ -32,7 +32,7 @@ from hermes_rl.rl.judging import Judge, ModelHandle
 from hermes_rl.rl.loading import AnyEnvironment, Opened, open_environment, tools_of
 from hermes_rl.rl.rewards import Rewards, check_rewards
 from hermes_rl.rl.view import Rollout
-from hermes_rl.rollout import Stage
+from hermes_rl.rollout import Episode, Stage
 from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
 from hermes_rl.verify import BOXES
@@ -117,10 +117,11 @@ async def open_host(section: EnvSection) -> AsyncIterator[Host]:
         yield Host(opened, pool)
 
 
-class EnvEpisode:
-    """The `hermes_rl.rollout.Episode` of one attempt."""
+class EnvEpisode(Episode):
+    """The episode of one attempt at an environment's task."""
 
     def __init__(self, host: Host, stage: Stage) -> None:
+        super().__init__(stage)
         self.ctx = host.context(stage)
         self._env, self._task, self._log = host.env, stage.task, stage.log
         self.env_name = host.env.name
