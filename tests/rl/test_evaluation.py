@@ -1,16 +1,13 @@
 """What `evaluate` leaves for the tools of Atropos: metrics.json and samples.jsonl."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_kit import Written, asked_of, evaluated, ran
+from rl_kit import Lab, asked_of, evaluated, fake
 
 from hermes_rl.cli import main
 from hermes_rl.testing.dialects.base import ServedRequest
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 COUNTED = """
 class Config(EnvConfig):
@@ -58,11 +55,9 @@ async def evaluate(self, run):
 """
 
 
-def test_an_environment_is_set_up_once_for_rollouts_groups_and_its_evaluation(
-    tmp_path: Path, write_env: Callable[..., Written]
-) -> None:
-    notes, out = tmp_path / "notes", tmp_path / "run"
-    env = str(write_env(DEAR, f"NOTES = {str(notes)!r}").path)
+def test_an_environment_is_set_up_once_for_rollouts_groups_and_its_evaluation(lab: Lab) -> None:
+    notes, out = lab.path / "notes", lab.out
+    env = str(lab.write(DEAR, f"NOTES = {str(notes)!r}").path)
     flags = ["--model", "oracle", "--workers", "0", "--out", str(out), "--repeats", "2"]
     assert main(["env", "evaluate", env, *flags]) == 0
     assert notes.read_text() == "set up\n"
@@ -71,14 +66,11 @@ def test_an_environment_is_set_up_once_for_rollouts_groups_and_its_evaluation(
     assert notes.read_text() == "set up\n" * 2
 
 
-async def test_every_field_of_an_evaluation_has_the_name_that_atropos_gives_it(
-    tmp_path: Path, write_env: Callable[..., Written]
-) -> None:
-    out = tmp_path / "run"
-    async with FakeServer(FakeConfig(plays={"policy": counter})) as server:
-        await ran(
-            write_env(COUNTED, name="counted").path,
-            out,
+async def test_every_field_of_an_evaluation_has_the_name_that_atropos_gives_it(lab: Lab) -> None:
+    out = lab.out
+    async with fake(policy=counter) as server:
+        await lab.run(
+            lab.write(COUNTED, name="counted").path,
             server,
             env={"mode": "evaluate", "split": "eval"},
             model={"temperature": 0.25, "max_tokens": 77},

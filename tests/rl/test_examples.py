@@ -38,10 +38,6 @@ def test_an_example_is_short_and_uses_public_names(file: Path) -> None:
             assert not node.attr.startswith("_"), f"{file.name}:{node.lineno}"
 
 
-def test_there_are_three() -> None:
-    assert [file.stem for file in FILES] == ["fix_repository", "haggling", "math_tool"]
-
-
 def call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"calls": [{"name": name, "arguments": arguments}]}
 

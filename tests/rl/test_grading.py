@@ -1,11 +1,9 @@
 """Files of a rollout's workspace travel as bytes, and nothing of the agent's runs when they do."""
 
 import random
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from rl_kit import Written
+from rl_kit import Lab
 
 from hermes_rl.rl.trial import atrial
 
@@ -64,12 +62,9 @@ async def compute_reward(self, task, trajectory, ctx):
 
 
 @pytest.mark.parametrize("backend", ["none", "bubblewrap"])
-async def test_bytes_boxes_and_dead_processes(
-    write_env: Callable[..., Written], backend: str
-) -> None:
-    written = write_env(ENV, HEAD)
+async def test_bytes_sandboxes_and_dead_processes(lab: Lab, backend: str) -> None:
     sections = {"sandbox": {"backend": backend}, "run": {"allow_unsandboxed": True}}
-    (row,) = await atrial(written.path, tasks=1, sections=sections)
+    (row,) = await atrial(lab.write(ENV, HEAD).path, tasks=1, sections=sections)
     assert row.error is None
     assert row.reward == 1.0
     assert row.metrics["first"] >= len("half\n")
@@ -89,10 +84,9 @@ async def compute_reward(self, task, trajectory, ctx):
 """
 
 
-async def test_a_tasks_own_verifier(tmp_path: Path, write_env: Callable[..., Written]) -> None:
+async def test_a_tasks_own_verifier(lab: Lab) -> None:
     sections = {"sandbox": {"backend": "none"}, "run": {"allow_unsandboxed": True}}
-    path = write_env(VERIFIED).path
-    rows = await atrial(path, "noop", tasks=5, sections=sections)
+    rows = await atrial(lab.write(VERIFIED).path, "noop", tasks=5, sections=sections)
     rewards = {row.task_id: row.reward for row in rows}
     assert rewards == {"yes": 1.0, "no": 0.0, "score": 0.25, "none": None, "without": None}
     causes = {row.task_id: row.cause for row in rows if row.cause}

@@ -2,18 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from rl_kit import Written, asked_of, ran, table, turn_of
+from rl_kit import Lab, asked_of, fake, turn_of
 
 from hermes_rl.messages import text_of
 from hermes_rl.rl.judging import NO_COMMITMENT, _parse_verdict, _question
 from hermes_rl.testing.dialects.base import ServedRequest
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 REPLIES: dict[str, list[Any]] = {
     "plain": ['{"reason": "It is.", "verdict": "good"}'],
@@ -58,27 +55,21 @@ def policy(request: ServedRequest) -> Any:
     return asked_of(request).removeprefix("Write ").removesuffix(".")
 
 
-async def test_verdicts(tmp_path: Path, write_env: Callable[..., Written]) -> None:
-    written = write_env(ENV, f"NAMES = {list(REPLIES)}")
-    asked_for: dict[str, str] = {}
+async def test_verdicts(lab: Lab) -> None:
+    prompts: dict[str, str] = {}
 
     def noting(request: ServedRequest) -> Any:
         if turn_of(request) == 0:
             texts = [text_of(message) for message in request.messages]
             name = next(name for name in REPLIES if f"\n{name}\n" in texts[-1])
-            asked_for[name] = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+            prompts[name] = hashlib.sha256("\0".join(texts).encode()).hexdigest()
         return critic(request)
 
-    plays: Any = {"critic": noting, "policy": policy}
-    async with FakeServer(FakeConfig(plays=plays)) as server:
-        await ran(
-            written.path,
-            tmp_path / "run",
-            server,
-            env={"judge": {"name": "critic", "max_tokens": 200}},
-            dataset={"limit": None, "repeats": 1},
-        )
-    graded = {row["task_id"]: row for row in table(tmp_path / "run")}
+    env = lab.write(ENV, f"NAMES = {list(REPLIES)}").path
+    judge = {"judge": {"name": "critic", "max_tokens": 200}}
+    async with fake(critic=noting, policy=policy) as server:
+        await lab.run(env, server, env=judge, dataset={"limit": None, "repeats": 1})
+    graded = {row["task_id"]: row for row in lab.rows()}
     assert {name: row["reward"] for name, row in graded.items()} == {
         "plain": 1.0,
         "fenced": 0.25,
@@ -100,9 +91,9 @@ async def test_verdicts(tmp_path: Path, write_env: Callable[..., Written]) -> No
         assert detail["usage"]["output_tokens"] == asked[-1]["output_tokens"]
         assert all(call["outcome"] == "ok" and call["turn"] == 1 for call in asked)
         if row["task_id"] != "halved":  # half a character goes over no wire as it is
-            assert detail["prompt_sha256"] == asked_for[row["task_id"]]
+            assert detail["prompt_sha256"] == prompts[row["task_id"]]
     assert json.loads(graded["uncommitted"]["rewards"][0]["detail"])["verdict"] == NO_COMMITMENT
-    failed = {row["task_id"]: row for row in table(tmp_path / "run", "failures")}
+    failed = {row["task_id"]: row for row in lab.rows("failures")}
     assert set(failed) == {"prose-thrice", "cut-thrice", "refused", "filtered"}
     for row in failed.values():
         assert (row["cause"], row["reward"], row["owner"]) == ("verifier", None, "infrastructure")
@@ -112,22 +103,15 @@ async def test_verdicts(tmp_path: Path, write_env: Callable[..., Written]) -> No
         )
 
 
-async def test_a_judge_that_is_down_parks_the_run(
-    tmp_path: Path, write_env: Callable[..., Written]
-) -> None:
-    written = write_env(ENV, "NAMES = ['plain']")
-    plays: Any = {"critic": lambda request: {"fault": "auth"}, "policy": policy}
-    async with FakeServer(FakeConfig(plays=plays)) as server:
-        report = await ran(
-            written.path, tmp_path / "run", server, env={"judge": {"name": "critic"}}
-        )
-        assert (report.stopped, report.given_up, report.done) == ("auth", 0, 0)
-        assert report.resume == f"hermes-rl env process --config {tmp_path}/run/run.yaml"
-    async with FakeServer(FakeConfig(plays={"critic": critic, "policy": policy})) as server:
-        report = await ran(
-            written.path, tmp_path / "run", server, env={"judge": {"name": "critic"}}
-        )
-        assert (report.stopped, report.done) == (None, 4)
+async def test_a_judge_that_is_down_stops_the_run_which_can_be_resumed(lab: Lab) -> None:
+    env, judge = lab.write(ENV, "NAMES = ['plain']").path, {"judge": {"name": "critic"}}
+    async with fake(critic=lambda request: {"fault": "auth"}, policy=policy) as server:
+        report = await lab.run(env, server, env=judge)
+    assert (report.stopped, report.given_up, report.done) == ("auth", 0, 0)
+    assert report.resume == f"hermes-rl env process --config {lab.out}/run.yaml"
+    async with fake(critic=critic, policy=policy) as server:
+        report = await lab.run(env, server, env=judge)
+    assert (report.stopped, report.done) == (None, 4)
 
 
 @given(st.dictionaries(st.text(max_size=10), st.text(max_size=200), max_size=3))

@@ -6,11 +6,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_kit import Written, ran, table, turn_of
+from rl_kit import Lab, turn_of
 
 from batch_runner.manifest import read_manifest
 from hermes_rl.store.rundir import RunDir
@@ -111,18 +110,18 @@ def by_model(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 async def test_each_model_is_asked_at_its_own_place_with_its_own_key(
-    tmp_path: Path, write_env: Callable[..., Written], monkeypatch: pytest.MonkeyPatch
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "run"
+    out = lab.out
     async with three(monkeypatch) as at:
-        report = await ran(write_env(TALK).path, out, at.servers["policy"], **at.sections())
+        report = await lab.run(TALK, at.servers["policy"], **at.sections())
         hosts = {name: server.base_url.split("/")[2] for name, server in at.servers.items()}
     assert (report.done, report.solved, report.causes) == (8, 8, {})
     for name, server in at.servers.items():
         assert server.keys == {f"secret-of-{name}"}
         assert {e.model for e in server.entries} == {name}
         assert {e.max_tokens for e in server.entries} == {MOST[name]}
-    rows = table(out)
+    rows = lab.rows()
     for name, calls in by_model(rows).items():
         served = {e.call_id: e for e in at.servers[name].entries}
         assert {c["call_id"] for c in calls} == set(served)
@@ -150,50 +149,50 @@ async def test_each_model_is_asked_at_its_own_place_with_its_own_key(
 
 @pytest.mark.parametrize("name", ["buyer", "critic"])
 async def test_the_budget_of_a_user_or_judge_is_its_own(
-    tmp_path: Path, write_env: Callable[..., Written], monkeypatch: pytest.MonkeyPatch, name: str
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """It stops the run where it ends, and the same command goes on with more."""
-    env, out = write_env(TALK).path, tmp_path / "run"
+    env, out = lab.write(TALK).path, lab.out
     async with three(monkeypatch) as at:
         policy = at.servers["policy"]
         most = {"buyer": 500, "critic": 900}[name]
         sections = at.sections(model_token_budgets={name: most}, concurrency=1)
-        first = await ran(env, out, policy, **sections)
+        first = await lab.run(env, policy, **sections)
         assert first.stopped == "cost_limit"
         assert name in (first.detail or "")
         used = sum(e.prompt_tokens + e.completion_tokens for e in at.servers[name].entries)
         assert 0 < used <= most
         budgets = read_manifest(RunDir(out))["budgets"]
         assert budgets == {f"model:{name}:tokens": {"budget": most, "spent": used}}
-        rest = await ran(env, out, policy, **at.sections(model_token_budgets={name: 10**6}))
+        rest = await lab.run(env, policy, **at.sections(model_token_budgets={name: 10**6}))
         assert (rest.stopped, rest.done) == (None, 8)
 
 
 @pytest.mark.parametrize("name", ["buyer", "critic"])
 async def test_a_refused_key_of_a_user_or_judge_stops_the_run_and_is_named(
-    tmp_path: Path, write_env: Callable[..., Written], monkeypatch: pytest.MonkeyPatch, name: str
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    env, out = write_env(TALK).path, tmp_path / "run"
+    env = lab.write(TALK).path
     async with three(monkeypatch) as at:
         sections, policy = at.sections(), at.servers["policy"]
         monkeypatch.setenv(f"{name}_KEY", "an-old-one")
-        first = await ran(env, out, policy, **sections)
+        first = await lab.run(env, policy, **sections)
         assert (first.stopped, first.done, first.exit_code) == ("auth", 0, 3)
         host = at.servers[name].base_url.split("/")[2]
         assert (first.detail or "").startswith(f"401 from {host} for env.{USES[name]} (")
         assert first.mend == f"Set {name}_KEY"
-        assert {row["reward"] for row in table(out, "failures")} == {None}
+        assert {row["reward"] for row in lab.rows("failures")} == {None}
         monkeypatch.setenv(f"{name}_KEY", f"secret-of-{name}")
-        assert (await ran(env, out, policy, **sections)).done == 8
+        assert (await lab.run(env, policy, **sections)).done == 8
 
 
-async def test_a_judge_that_is_not_there_is_named(
-    tmp_path: Path, write_env: Callable[..., Written], monkeypatch: pytest.MonkeyPatch
+async def test_a_judge_that_does_not_exist_is_named(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with three(monkeypatch) as at:
         sections, policy = at.sections(), at.servers["policy"]
         sections["env"]["judge"]["name"] = "nobody"
-        stopped = await ran(write_env(TALK).path, tmp_path / "run", policy, **sections)
+        stopped = await lab.run(TALK, policy, **sections)
     assert (stopped.stopped, stopped.exit_code) == ("model_not_found", 3)
     assert "for env.judge" in (stopped.detail or "")
     assert stopped.mend == "Correct env.judge.name or env.judge.base_url"
@@ -205,19 +204,17 @@ def troubled(faults: Iterator[str], play: Callable[[Any], Any], request: Any) ->
 
 
 async def test_trouble_of_a_user_or_judge_costs_no_rollout(
-    tmp_path: Path, write_env: Callable[..., Written], monkeypatch: pytest.MonkeyPatch
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with three(monkeypatch) as at:
         for name in USES:
             faults = iter(["unavailable", "cut", "reset"])
             plays = {name: partial(troubled, faults, PLAYS[name])}
             at.servers[name].config = replace(at.servers[name].config, plays=plays)
-        report = await ran(
-            write_env(TALK).path, tmp_path / "run", at.servers["policy"], **at.sections()
-        )
+        report = await lab.run(TALK, at.servers["policy"], **at.sections())
     assert (report.done, report.solved, report.failed_attempts) == (8, 8, 0)
     assert len(at.servers["policy"].entries) == 8 * 3, "no answer of the policy's is asked for anew"
-    for name, calls in by_model(table(tmp_path / "run")).items():
+    for name, calls in by_model(lab.rows()).items():
         served = [e for e in at.servers[name].entries if e.outcome == "served"]
         assert len([c for c in calls if c["outcome"] == "ok"]) == len(served)
         faults = [e.fault for e in at.servers[name].entries if e.fault]
@@ -225,13 +222,11 @@ async def test_trouble_of_a_user_or_judge_costs_no_rollout(
 
 
 async def test_a_judge_that_allows_little_is_waited_for(
-    tmp_path: Path, write_env: Callable[..., Written], monkeypatch: pytest.MonkeyPatch
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = RateLimits(requests=600, burst_s=0.2)
     async with three(monkeypatch, critic=few) as at:
-        report = await ran(
-            write_env(TALK).path, tmp_path / "run", at.servers["policy"], **at.sections()
-        )
+        report = await lab.run(TALK, at.servers["policy"], **at.sections())
     assert (report.done, report.solved, report.causes) == (8, 8, {})
     outcomes = {n: {e.outcome for e in at.servers[n].entries} for n in WHO}
     assert (outcomes["policy"], outcomes["buyer"]) == ({"served"}, {"served"})

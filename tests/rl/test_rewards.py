@@ -51,6 +51,7 @@ def test_what_is_returned_is_a_finite_reward_or_a_fault(
     assert bounds is None or bounds[0] <= rewards.total <= bounds[1]
     assert all(isinstance(p.name, str) and isinstance(p.detail, str | None) for p in rewards.parts)
     assert all(math.isfinite(p.score) and math.isfinite(p.weight) for p in rewards.parts)
+    assert all(p.turn in (None, 1, 2) for p in rewards.parts)
     assert all(isinstance(k, str) and math.isfinite(v) for k, v in rewards.metrics.items())
 
 
@@ -74,6 +75,9 @@ def test_what_no_column_can_hold_is_said(returned: Any, said: str) -> None:
         check_rewards(returned, None, turns=1)
 
 
-def test_numbers_of_numpy_are_rewards() -> None:
-    assert check_rewards(np.float32(0.5), (0.0, 1.0), turns=0).total == 0.5
-    assert check_rewards(np.int64(1), (0.0, 1.0), turns=0).total == 1.0
+@pytest.mark.parametrize("value", [1, 0.5, True, np.float32(0.25), np.int64(1)])
+def test_plain_numbers_are_one_part(value: Any) -> None:
+    rewards = check_rewards(value, (0.0, 1.0), 0)
+    assert [p.name for p in rewards.parts] == ["reward"]
+    assert rewards.total == float(value)
+    assert type(rewards.parts[0].score) is float

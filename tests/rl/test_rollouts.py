@@ -2,25 +2,15 @@
 
 import json
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from rl_kit import EXAMPLES, Written, asked_of, ran, table, turn_of
+from rl_kit import EXAMPLES, Lab, asked_of, fake, ran, table, turn_of
 
-from hermes_rl.errors import VerifierFault
-from hermes_rl.rl import Rewards, Rollout, part
-from hermes_rl.rl.loading import known_environments, load_environment
-from hermes_rl.rl.rewards import check_rewards
+from hermes_rl.rl import Rollout
 from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan
-
-Write = Callable[..., Written]
 
 STORY = """
 def tasks(self, split, seed):
@@ -49,11 +39,10 @@ def talker(request: ServedRequest) -> Any:
     return steps[turn] if turn < len(steps) else "Enough."
 
 
-async def test_a_stored_row_tells_the_same_story(tmp_path: Path, write_env: Write) -> None:
-    written = write_env(STORY)
-    async with FakeServer(FakeConfig(plays={"policy": talker})) as server:
-        await ran(written.path, tmp_path / "run", server, dataset={"limit": None, "repeats": 1})
-    rows = table(tmp_path / "run")
+async def test_a_stored_row_gives_the_same_rollout(lab: Lab) -> None:
+    async with fake(policy=talker) as server:
+        await lab.run(STORY, server, dataset={"limit": None, "repeats": 1})
+    rows = lab.rows()
     assert [row["task_id"] for row in rows] == list("012345")
     for row in rows:
         seen = row["rewards"][0]["detail"]
@@ -79,15 +68,11 @@ async def compute_reward(self, task, trajectory, ctx):
 """
 
 
-async def test_answers_are_what_the_model_said_and_not_what_the_harness_wrote_for_it(
-    tmp_path: Path, write_env: Write
-) -> None:
+async def test_answers_are_what_the_model_wrote_and_not_the_harness(lab: Lab) -> None:
     steps: list[Any] = [{"run": "echo 1"}, {"text": ""}, "At last."]
-    plays = {"policy": lambda request: steps[min(turn_of(request), 2)]}
-    async with FakeServer(FakeConfig(plays=plays)) as server:
-        sections = {"agent": {"preset": "datagen"}, "dataset": {"repeats": 1}}
-        await ran(write_env(NUDGED).path, tmp_path / "run", server, **sections)
-    (row,) = table(tmp_path / "run")
+    async with fake(policy=lambda request: steps[min(turn_of(request), 2)]) as server:
+        await lab.run(NUDGED, server, agent={"preset": "datagen"}, dataset={"repeats": 1})
+    row = lab.row()
     assert any(i["synthetic"] and i["role"] == "assistant" for i in row["message_info"])
     assert row["rewards"][0]["detail"] == repr(("At last.",))
     assert Rollout.of_row(row).answers == ("At last.",)
@@ -125,72 +110,22 @@ def adder(request: ServedRequest) -> Any:
     return [{"calls": [call, call]}, {"calls": [call]}, "Done."][turn_of(request)]
 
 
-async def test_state_and_random_numbers_are_the_rollouts_own(
-    tmp_path: Path, write_env: Write
-) -> None:
-    written = write_env(STATE, ADD)
+async def test_state_and_random_numbers_are_the_rollouts_own(lab: Lab) -> None:
+    written = lab.write(STATE, ADD)
     drawn = []
     for place, faults in (("a", FaultPlan()), ("b", FaultPlan(rates={"unavailable": 0.3}))):
         config = FakeConfig(plays={"policy": adder}, faults=faults)
         async with FakeServer(config) as server:
-            report = await ran(written.path, tmp_path / place, server, dataset={"limit": None})
+            report = await ran(written.path, lab.path / place, server, dataset={"limit": None})
         assert report.done == 32, report.causes
         drawn.append(
             {
                 row["unit_id"]: (row["reward"], row["metrics"][0]["value"], row["seed"])
-                for row in table(tmp_path / place)
+                for row in table(lab.path / place)
             }
         )
     assert drawn[0] == drawn[1], "the same whatever had to be tried again"
     assert len(set(drawn[0].values())) == 32, "members of a group differ"
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.floats(allow_nan=True, allow_infinity=True),
-            st.floats(allow_nan=True, allow_infinity=True),
-            st.none() | st.integers(-2, 9),
-        ),
-        max_size=4,
-    ),
-    st.integers(0, 5),
-)
-def test_what_counts_as_a_reward(parts: list[tuple[float, float, int | None]], turns: int) -> None:
-    made = Rewards(part(f"p{n}", s, weight=w, turn=t) for n, (s, w, t) in enumerate(parts))
-    try:
-        total = check_rewards(made, (0.0, 1.0), turns).total
-    except VerifierFault:
-        return
-    assert parts
-    assert 0.0 <= total <= 1.0
-    assert all(turn is None or 1 <= turn <= turns for _, _, turn in parts)
-
-
-@pytest.mark.parametrize("value", [1, 0.5, True, "numpy"])
-def test_plain_numbers_are_one_part(value: Any) -> None:
-    import numpy as np
-
-    value = np.float32(0.25) if value == "numpy" else value
-    rewards = check_rewards(value, (0.0, 1.0), 0)
-    assert [p.name for p in rewards.parts] == ["reward"]
-    assert rewards.total == float(value)
-    assert type(rewards.parts[0].score) is float
-
-
-def test_an_entry_point_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = tmp_path / "shop-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shop\nVersion: 1.0\n")
-    entry = "[hermes_rl.environments]\ncorner_shop = corner_shop_env:Haggling\n"
-    (info / "entry_points.txt").write_text(entry)
-    (tmp_path / "corner_shop_env.py").write_text((EXAMPLES / "haggling.py").read_text())
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert "corner_shop" in known_environments()
-    loaded = load_environment("corner_shop")
-    assert (loaded.cls.name, loaded.name) == ("haggling", "corner_shop_env:Haggling")
-    assert load_environment(loaded.name).cls is loaded.cls
-    sys.modules.pop("corner_shop_env")
 
 
 async def test_the_class_in_the_docs_works(tmp_path: Path) -> None:
