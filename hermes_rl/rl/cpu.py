@@ -19,14 +19,10 @@ from hermes_rl.rl.cpu_worker import HEAD, frame, resolve
 from hermes_rl.rl.faults import NoVerdict
 
 MAX_DEFAULT_WORKERS = 4
+"""Workers of a pool by default, where the machine has as many cores."""
 
 _FRAME_BYTES = 1 << 30
 _DYING_S = 5.0
-
-
-def default_workers() -> int:
-    """Return one worker per core, at most four."""
-    return min(MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)))
 
 
 class _Died(Exception):
@@ -45,7 +41,9 @@ class Pool:
         self, workers: int | None = None, modules: tuple[tuple[str, str], ...] = ()
     ) -> None:
         self._modules = modules
-        self._turns = asyncio.Semaphore(workers or default_workers())
+        self._turns = asyncio.Semaphore(
+            workers or min(MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)))
+        )
         self._idle: list[Process] = []
         self._all: set[Process] = set()
 
@@ -66,8 +64,9 @@ class Pool:
                 raise NoVerdict(f"{function.__name__} ran for more than {timeout_s:g} s") from None
             except _Died:
                 code = await self._end(worker, _DYING_S)
+                why = f"signal {-code}" if code < 0 else f"exit {code}"
                 raise CannotJudge(
-                    f"the process that ran {function.__name__} died ({_ended_by(code)})"
+                    f"the process that ran {function.__name__} died ({why})"
                 ) from None
             except BaseException:
                 await asyncio.shield(self._end(worker))
@@ -76,8 +75,11 @@ class Pool:
         if answer[0] == "ok":
             return answer[1]
         _, text, pickled = answer
-        error = _exception(pickled)
-        if error is not None:
+        try:
+            error = pickle.loads(pickled)
+        except Exception:  # an exception's constructor may raise anything
+            error = None
+        if isinstance(error, Exception):
             error.add_note(text)
             raise error
         raise CannotJudge(f"{function.__name__} failed: {text.strip().splitlines()[-1]}")
@@ -157,15 +159,6 @@ async def _exchange(worker: Process, job: bytes) -> Any:
     return pickle.loads(data)
 
 
-def _exception(pickled: bytes) -> Exception | None:
-    """Load what the function raised; None if it does not unpickle or is no `Exception`."""
-    try:
-        error = pickle.loads(pickled)
-    except Exception:  # an exception's constructor may raise anything
-        return None
-    return error if isinstance(error, Exception) else None
-
-
 def _name_of(function: Callable[..., Any]) -> tuple[str, str]:
     """Return module and name, checked to resolve to the function. Raises: UserError."""
     module = getattr(function, "__module__", None)
@@ -186,7 +179,3 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         raise UserError(
             f"ctx.cpu({function.__name__}): its arguments do not pickle: {error}. Pass plain data"
         ) from error
-
-
-def _ended_by(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit {code}"

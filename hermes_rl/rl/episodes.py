@@ -21,7 +21,7 @@ from hermes_rl.errors import (
     UserError,
     VerifierFault,
 )
-from hermes_rl.events import CallStarted, EventLog, Graded
+from hermes_rl.events import CallStarted, Graded
 from hermes_rl.messages import Message, UserMessage
 from hermes_rl.models.base import Sampling
 from hermes_rl.rl import faults
@@ -60,10 +60,10 @@ class Host:
         """Make a context without sandbox and grading; judge and user record to the stage's log."""
         section, item = self.opened.section, stage.item
         judge = user = None
-        if section.judge is not None:
-            judge = Judge(section.judge.name, "judge", *_calls("judge", section.judge, stage))
-        if section.user is not None:
-            user = ModelHandle(section.user.name, "user", *_calls("user", section.user, stage))
+        if (place := section.judge) is not None:
+            judge = Judge(place.name, "judge", *_calls("judge", place, stage))
+        if (place := section.user) is not None:
+            user = ModelHandle(place.name, "user", *_calls("user", place, stage))
         return RolloutContext(
             seed=item.seed,
             split=section.split,
@@ -78,7 +78,7 @@ class Host:
 def _calls(
     purpose: str, place: ModelPlace, stage: Stage
 ) -> tuple[Caller, Sampling, Callable[[], int]]:
-    """Return what a model handle of one rollout calls with."""
+    """Return what a model handle of one rollout calls with, and the rollout's current turn."""
     sampling = Sampling(
         temperature=place.temperature,
         top_p=place.top_p,
@@ -86,17 +86,15 @@ def _calls(
         reasoning=place.reasoning,
         seed=sent_seed(stage.context.config, stage.item.seed),
     )
-    log = stage.log
-    caller = stage.context.other_caller(purpose, log, place.name, stage.budget)
-    return caller, sampling, lambda: _turn(log)
 
+    def turn() -> int:
+        for event in reversed(stage.log.events):
+            if isinstance(event, CallStarted) and event.purpose == "agent":
+                return event.turn
+        return 0
 
-def _turn(log: EventLog) -> int:
-    """Return the rollout's current turn, from its calls."""
-    turns = (
-        e.turn for e in reversed(log.events) if isinstance(e, CallStarted) and e.purpose == "agent"
-    )
-    return next(turns, 0)
+    caller = stage.context.other_caller(purpose, stage.log, place.name, stage.budget)
+    return caller, sampling, turn
 
 
 OpensHost = Callable[[EnvSection], AbstractAsyncContextManager[Host]]

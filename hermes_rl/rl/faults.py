@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hermes_rl.errors import CannotJudge, HermesError
+from hermes_rl.errors import CannotJudge, HermesError, UserError
 
 _CHARS = 300
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
@@ -41,6 +41,26 @@ def user_code(
         raise fault(describe_error(name, method, error)) from error
 
 
+@contextmanager
+def user_import(what: str) -> Iterator[None]:
+    """Turn what the user's code raises during import into a UserError with its place.
+
+    Args:
+        what: a file or a module's name.
+    """
+    try:
+        yield
+    except HermesError:
+        raise
+    except Exception as error:  # a boundary: user code
+        frames, place = _user_frames(error), ""
+        if isinstance(error, SyntaxError) and error.filename:
+            place = f" ({_short(error.filename)}:{error.lineno})"
+        elif frames:
+            place = f" ({_short(frames[-1].filename)}:{frames[-1].lineno})"
+        raise UserError(f"{what}: cannot be imported: {_text(error)}{place}") from error
+
+
 def describe_error(name: str, method: Callable[..., Any], error: BaseException) -> str:
     """Describe an exception that a method raised.
 
@@ -56,15 +76,6 @@ def describe_error(name: str, method: Callable[..., Any], error: BaseException) 
     place = f"{_short(found[-1].filename)}:{found[-1].lineno}" if found else _defined_at(method)
     text = _text(error).removesuffix(":")
     return f"environment {name}: {_name(method)}() raised {text} ({place})"
-
-
-def describe_import_error(error: BaseException) -> str:
-    """Describe an exception of the user's code during import, with its place."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{_text(error)} ({_short(error.filename)}:{error.lineno})"
-    frames = _user_frames(error)
-    place = f" ({_short(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return _text(error) + place
 
 
 def describe_misuse(

@@ -139,10 +139,11 @@ def load_module(name: str, file: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # a boundary: user code
+        with faults.user_import(file):
+            spec.loader.exec_module(module)
+    except BaseException:
         del sys.modules[name]
-        raise _import_error(file, error) from error
+        raise
     return module
 
 
@@ -189,16 +190,8 @@ def _exists(dotted: str) -> bool:
 
 
 def _import(dotted: str) -> ModuleType:
-    try:
+    with faults.user_import(dotted):
         return importlib.import_module(dotted)
-    except Exception as error:  # a boundary: user code
-        raise _import_error(dotted, error) from error
-
-
-def _import_error(what: str, error: Exception) -> HermesError:
-    if isinstance(error, HermesError):
-        return error
-    return UserError(f"{what}: cannot be imported: {faults.describe_import_error(error)}")
 
 
 def _class_in(module: ModuleType, wanted: str) -> type[AnyEnvironment]:
@@ -283,8 +276,8 @@ class Opened:
             "seed": section.seed,
             **{
                 use: place.identity
-                for use, place in (("judge", section.judge), ("user", section.user))
-                if place is not None
+                for use in get_args(Uses)
+                if (place := getattr(section, use)) is not None
             },
         }
 
@@ -322,17 +315,19 @@ def open_environment(section: EnvSection, *, to_run: bool = True) -> Opened:
 def _refuse_models(env: AnyEnvironment, section: EnvSection) -> None:
     """Raises: UserError for a judge or user that only one of environment and run names."""
     for use in get_args(Uses):
-        named = getattr(section, use) is not None
-        if use in env.uses and not named:
-            raise UserError(
-                f"environment {env.name} asks a model as {use}: set env.{use}.name, "
-                f"for example --set env.{use}.name=MODEL"
+        named, wanted = getattr(section, use) is not None, use in env.uses
+        why = None
+        if wanted and not named:
+            why = (
+                f"asks a model as {use}: set env.{use}.name, for example --set env.{use}.name=MODEL"
             )
-        if named and use not in (*env.uses, *env.can_use):
-            raise UserError(
-                f"environment {env.name} asks no model as {use} as it is configured. Leave out "
-                f"env.{use} (--{use}); one that does so names it in `uses` or `can_use`"
+        elif named and not wanted and use not in env.can_use:
+            why = (
+                f"asks no model as {use} as it is configured. Leave out env.{use} (--{use}); one "
+                "that does so names it in `uses` or `can_use`"
             )
+        if why is not None:
+            raise UserError(f"environment {env.name} {why}")
 
 
 def settle_env(config: RunConfig) -> tuple[RunConfig, Opened | None]:
