@@ -17,35 +17,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import meter
-import rows_calls
-import rows_memory
-import rows_rl
-import rows_start
-import rows_store
-import rows_turns
+from rows import ROWS
 from setting import FULL, QUICK, TINY, Bench, Row
-
-ROWS: dict[str, Callable[[Bench], Row]] = {
-    "turn-none": rows_turns.turn_none,
-    "turn-bubblewrap": rows_turns.turn_bubblewrap,
-    "turn-256": rows_turns.turn_agents,
-    "wall": rows_turns.wall,
-    "calls": rows_calls.by_wire,
-    "memory": rows_memory.per_agent,
-    "at-once": rows_memory.at_once,
-    "sandbox": rows_start.sandbox_verbs,
-    "start": rows_start.start_up,
-    "first": rows_start.first_request,
-    "driver": rows_store.per_trajectory,
-    "resume": rows_store.resume,
-    "driver-memory": rows_store.driver_memory,
-    "reward-lag": rows_rl.reward_lag,
-    "commands": rows_start.commands,
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
