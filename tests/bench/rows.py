@@ -26,7 +26,7 @@ TEXT_BYTES = 50_000
 REWARD_S = 0.1
 """Of a processor, for each reward."""
 LAG_FEW = 50
-"""Agents of the run whose rewards are on the loop, which stands still while they all compute."""
+"""Agents of the run whose rewards are on the loop, which waits while they all compute."""
 
 
 def run_program(name: str, *arguments: object) -> Any:
@@ -65,7 +65,7 @@ def turn_bubblewrap(bench: Bench) -> Row:
 
 
 def _per_turn(bench: Bench, sandbox: str, shell: str) -> tuple[str, dict[str, Any]]:
-    """Marginal CPU per turn, ours and the bare loop's, measured in turn.
+    """Marginal CPU per turn, of the harness and the bare loop's, measured in turn.
 
     Returns: the bare loop's figures, and all data; `whole_s` is the CPU of our larger run as a
         whole, `ratio` has no sense where the runs are so small that the bare figure is noise.
@@ -74,17 +74,17 @@ def _per_turn(bench: Bench, sandbox: str, shell: str) -> tuple[str, dict[str, An
     data: dict[str, Any] = {"ours_ms": [], "bare_ms": [], "whole_s": []}
     with bench.server() as url:
         for _ in range(bench.sizes.repeats):
-            theirs = [bench.bare(url, n, AGENTS, shell) for n in rows]
-            mine = [bench.ours(url, n, AGENTS, sandbox) for n in rows]
-            data["ours_ms"].append(per_turn_ms(*mine, rows))
-            data["bare_ms"].append(per_turn_ms(*theirs, rows))
-            data["whole_s"].append(mine[1].cpu_s)
+            loop = [bench.bare(url, n, AGENTS, shell) for n in rows]
+            harness = [bench.run(url, n, AGENTS, sandbox) for n in rows]
+            data["ours_ms"].append(per_turn_ms(*harness, rows))
+            data["bare_ms"].append(per_turn_ms(*loop, rows))
+            data["whole_s"].append(harness[1].cpu_s)
             bench.say(
                 f"sandbox {sandbox}: {data['ours_ms'][-1]:.2f} ms a turn, "
                 f"bare {data['bare_ms'][-1]:.2f}"
             )
     pairs = zip(data["ours_ms"], data["bare_ms"], strict=True)
-    data["ratio"] = median([own / bare if bare else math.inf for own, bare in pairs])
+    data["ratio"] = median([a / b if b else math.inf for a, b in pairs])
     return spread(data["bare_ms"]), data
 
 
@@ -96,7 +96,7 @@ def turn_agents(bench: Bench) -> Row:
     with bench.server() as url:
         for _ in range(bench.sizes.repeats):
             for agents, found in ((16, few), (256, many)):
-                costs = [bench.ours(url, n, agents, "bubblewrap") for n in rows]
+                costs = [bench.run(url, n, agents, "bubblewrap") for n in rows]
                 found.append(per_turn_ms(costs[0], costs[1], rows))
             bench.say(f"16 agents: {few[-1]:.2f} ms a turn, 256 agents: {many[-1]:.2f}")
     ratio = median([m / f for m, f in zip(many, few, strict=True)])
@@ -118,8 +118,8 @@ def wall(bench: Bench) -> Row:
     with bench.server("--latency", str(LATENCY_S)) as url:
         for _ in range(bench.sizes.repeats):
             found["bare"].append(bench.bare(url, rows, AGENTS, "bash").wall_s / ideal)
-            found["ours"].append(bench.ours(url, rows, AGENTS, "none").wall_s / ideal)
-            found["bubblewrap"].append(bench.ours(url, rows, AGENTS, "bubblewrap").wall_s / ideal)
+            found["ours"].append(bench.run(url, rows, AGENTS, "none").wall_s / ideal)
+            found["bubblewrap"].append(bench.run(url, rows, AGENTS, "bubblewrap").wall_s / ideal)
             bench.say(f"wall / ideal: { ({k: round(v[-1], 2) for k, v in found.items()}) }")
     ratio, boxed = (
         median([a / b for a, b in zip(found[name], found["bare"], strict=True)])
@@ -164,7 +164,7 @@ def memory(bench: Bench) -> Row:
     with bench.server("--latency", str(HELD_S)) as url:
         for sandbox in ("bubblewrap", "none"):
             peaks = [
-                bench.ours(url, n, n, sandbox, "--model", "echo-1", sample_s=0.3).peak.pss_mb
+                bench.run(url, n, n, sandbox, "--model", "echo-1", sample_s=0.3).peak.pss_mb
                 for n in (few, 64, many)
             ]
             found[sandbox] = (peaks[2] - peaks[0]) / (many - few)
@@ -189,7 +189,7 @@ def at_once(bench: Bench) -> Row:
     """As many agents as asked for, all alive in one moment."""
     boxed, alone = bench.sizes.held
     with bench.server("--latency", str(2 * HELD_S)) as url:
-        cost = bench.ours(url, boxed, boxed, "bubblewrap", "--model", "echo-1", sample_s=1.0)
+        cost = bench.run(url, boxed, boxed, "bubblewrap", "--model", "echo-1", sample_s=1.0)
     # A sandbox is a bubblewrap outside, one inside and a bash.
     sandboxes = int(cost.peak.processes - 2) // 3
     bench.say(f"{sandboxes} sandboxes at once")
@@ -244,9 +244,9 @@ def start_up(bench: Bench) -> Row:
     bare: list[float] = []
     with bench.server() as url:
         for _ in range(bench.sizes.repeats):
-            alone.append(bench.ours(url, 1, 1, "none").cpu_s)
+            alone.append(bench.run(url, 1, 1, "none").cpu_s)
             bare.append(meter.measure(meter.python(HERE / "bare_ray.py"), name="ray").cpu_s)
-            with_ray.append(bench.ours(url, 2, 2, "none", "--workers", "2").cpu_s)
+            with_ray.append(bench.run(url, 2, 2, "none", "--workers", "2").cpu_s)
             bench.say(f"start: {alone[-1]:.2f} s, Ray {with_ray[-1]:.1f} s, bare {bare[-1]:.1f} s")
     over = median([a - b for a, b in zip(with_ray, bare, strict=True)])
     slow = "rfc3987-syntax is installed, not by our lock: each process of Ray loads it, for 1 s"
@@ -269,7 +269,7 @@ def first_request(bench: Bench) -> Row:
             out = Path(tempfile.mkdtemp(dir=bench.folder)) / "run"
             how = [bench.dataset(20), "--out", out, "--model", "echo", "--base-url", url]
             began = time.time()
-            meter.measure(meter.python("-m", "batch_runner", *how), name="ours")
+            meter.measure(meter.python("-m", "batch_runner", *how), name="run")
             calls = pq.read_table(out / "trajectories")["calls"].to_pylist()
             first = min(call["started_at"] for row in calls for call in row)
             waits.append(first.timestamp() - began)
@@ -291,7 +291,7 @@ def commands(bench: Bench) -> Row:
         "python": meter.python("-c", "pass"),
     }
     found = {
-        name: [meter.measure(line, name="door").cpu_s for _ in range(3 * bench.sizes.repeats)]
+        name: [meter.measure(line, name="start").cpu_s for _ in range(3 * bench.sizes.repeats)]
         for name, line in lines.items()
     }
     return Row(
@@ -317,7 +317,7 @@ def per_trajectory(bench: Bench) -> Row:
         out.writelines(line for _, line in zip(range(few), lines, strict=False))
     found = []
     for rows, dataset in ((few, first), (many, path)):
-        cost = bench.ours(*("", rows, 16, "none", "--workers", "2"), sample_s=0.2, dataset=dataset)
+        cost = bench.run(*("", rows, 16, "none", "--workers", "2"), sample_s=0.2, dataset=dataset)
         found.append(_without_workers(cost))
     driver_ms = (found[1] - found[0]) / (many - few) * 1e3
     store = run_program("parquet_cost.py", many, 2 * TEXT_BYTES)

@@ -113,7 +113,7 @@ class Bench:
         )
         return line, out
 
-    def ours(
+    def run(
         self,
         url: str,
         rows: int,
@@ -126,7 +126,7 @@ class Bench:
         """One run of ours to its end. Raises: RuntimeError unless all units are done."""
         line, out = self.command(url, rows, agents, sandbox, *more, dataset=dataset)
         try:
-            cost = meter.measure(line, name="ours", sample_s=sample_s)
+            cost = meter.measure(line, name="run", sample_s=sample_s)
         finally:
             shutil.rmtree(out.parent, ignore_errors=True)
         report = json.loads(cost.out.strip().splitlines()[-1])
