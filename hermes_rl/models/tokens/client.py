@@ -18,22 +18,25 @@ from hermes_rl.errors import ProtocolError, UserError
 from hermes_rl.messages import AssistantMessage, Message
 from hermes_rl.models.base import (
     Completion,
+    ForkReason,
     LogprobsKind,
     ModelClient,
     ModelRequest,
     Sampling,
     TokenCapture,
+    TokenSource,
 )
 from hermes_rl.models.calls.retry import Renewable
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.prepare import outgoing
-from hermes_rl.models.tokens.bridge import Prompt, TokenState
+from hermes_rl.models.tokens.bridge import History
 from hermes_rl.models.tokens.engines import WIRES, ChatIdsClient
 from hermes_rl.models.tokens.logprobs import kind_in
 from hermes_rl.models.tokens.parsers import ToolCallParser, parser_named
 from hermes_rl.models.tokens.plan import TokenPlan, spelled_out
 from hermes_rl.models.tokens.renderer import Renderer
+from hermes_rl.models.tokens.rendering import Tools
 
 
 def token_client(
@@ -80,6 +83,127 @@ def at_root(endpoint: Endpoint) -> Endpoint:
     """Return the endpoint without `/v1`, for routes outside it."""
     base = endpoint.base_url.rstrip("/")
     return replace(endpoint, base_url=base.removesuffix("/v1"))
+
+
+KEPT = 4
+"""Number of earlier calls whose tokens are kept. A conversation continues its last call; the others
+serve answers that were discarded and turns that were undone."""
+PARALLEL_ANSWERS = 256
+"""Number of answers to one prompt that are kept: the conversation may continue any of them. They
+share the ids of their prompt."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The ids of a prompt and their source."""
+
+    ids: tuple[int, ...]
+    source: TokenSource = "engine"
+    """`bridged`: it continues sampled ids. `engine`: it is rendered as a whole."""
+    fork_reason: ForkReason | None = None
+    """The reason why it does not continue the last call."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One answered call."""
+
+    history: History
+    sampled: tuple[int, ...]
+    tools: Tools
+    prompt: Prompt
+
+
+class TokenState:
+    """The tokens of one conversation. Not for threads; safe between tasks, as nothing awaits."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+        self._last: tuple[Sequence[Message], Tools, int, Prompt] | None = None
+        self._answered = 0
+
+    def prompt(self, renderer: Renderer, messages: Sequence[Message], tools: Tools = ()) -> Prompt:
+        """Return the prompt of the conversation as it is now.
+
+        Raises: TemplateRefused; UserError for images.
+        """
+        last = self._last
+        known = last is not None and last[2] == self._answered and last[1] is tools
+        if last is not None and known and self._same(last[0], messages):
+            return last[3]
+        found = self._find(renderer, messages, tools)
+        self._last = (list(messages), tools, self._answered, found)
+        return found
+
+    def answered(
+        self,
+        prompt: Prompt,
+        messages: Sequence[Message],
+        tools: Tools,
+        answer: AssistantMessage,
+        sampled: tuple[int, ...],
+    ) -> None:
+        """Record what was sampled for a prompt.
+
+        Args:
+            messages: the conversation that the prompt represents, without the answer.
+        """
+        history = History(messages=tuple(messages), prompt_ids=prompt.ids, answer=answer)
+        self._calls.append(_Call(history, sampled, tools, prompt))
+        self._answered += 1
+        length = len(history.messages)
+        beside = [call for call in self._calls if len(call.history.messages) == length]
+        if len(self._calls) > KEPT:
+            others = [call for call in self._calls if len(call.history.messages) != length]
+            self._calls = [*others[-KEPT:], *beside[-PARALLEL_ANSWERS:]]
+
+    def _find(self, renderer: Renderer, messages: Sequence[Message], tools: Tools) -> Prompt:
+        for call in reversed(self._calls):
+            if self._same(call.history.messages, messages) and _alike(call.tools, tools):
+                return replace(call.prompt, fork_reason="retry")  # its answer was discarded
+        before = self._before(messages, tools)
+        if before is None:
+            ids = tuple(renderer.render(messages, tools))
+            return Prompt(ids, fork_reason="edited_history" if self._calls else None)
+        new = messages[len(before.history.messages) + 1 :]
+        found = renderer.bridge(before.history, before.sampled, new, tools)
+        if found.ids is None:
+            reason: ForkReason = "dropped_reasoning" if found.drops_reasoning else "template"
+            return Prompt(tuple(renderer.render(messages, tools)), fork_reason=reason)
+        newest = before is self._calls[-1]
+        return Prompt(found.ids, "bridged", None if newest else "edited_history")
+
+    def _before(self, messages: Sequence[Message], tools: Tools) -> _Call | None:
+        """Return the call that this conversation continues. If two have equal answers (one text,
+        sampled twice), it is the one whose answer object was kept, else the newest."""
+        fitting = [call for call in reversed(self._calls) if self._continues(call, messages, tools)]
+        longest = max((len(call.history.messages) for call in fitting), default=0)
+        fitting = [call for call in fitting if len(call.history.messages) == longest]
+        kept = (c for c in fitting if messages[longest] is c.history.answer)
+        return next(kept, fitting[0] if fitting else None)
+
+    def _continues(self, call: _Call, messages: Sequence[Message], tools: Tools) -> bool:
+        """Return whether this conversation holds the call's messages and then its answer."""
+        before = call.history.messages
+        place = len(before)
+        if len(messages) <= place or not _alike(call.tools, tools):
+            return False
+        answer = call.history.answer
+        return self._equal(answer, messages[place]) and self._same(before, messages[:place])
+
+    def _same(self, before: Sequence[Message], now: Sequence[Message]) -> bool:
+        return len(before) == len(now) and all(map(self._equal, before, now))
+
+    def _equal(self, one: Message, other: Message) -> bool:
+        """Return whether a message represents another. Two answers with the same text were sampled
+        separately, and neither represents the other; a copy of an answer does."""
+        if one is other or one != other:
+            return one is other
+        return not any(call.history.answer is other for call in self._calls)
+
+
+def _alike(one: Tools, other: Tools) -> bool:
+    return one is other or one == other
 
 
 _RESERVED = ("stop", "n", "stream", "echo", "prompt", "input_ids", "token_ids", "return_token_ids")

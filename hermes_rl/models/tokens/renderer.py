@@ -9,20 +9,12 @@ from typing import Any
 
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models.tokens import template_checks
-from hermes_rl.models.tokens.bridge import Bridged, Fork, History, bridge, seam
+from hermes_rl.models.tokens.bridge import Bridged, History, bridge, seam
 from hermes_rl.models.tokens.files import TokenizerFiles, folder_of, read_folder
 from hermes_rl.models.tokens.parsers import PARSERS
-from hermes_rl.models.tokens.rendering import (
-    PROBE_TOOL,
-    Form,
-    LookalikeMarker,
-    PromptWriter,
-    detect_form,
-)
+from hermes_rl.models.tokens.rendering import PROBE_TOOL, Form, PromptWriter, Tools
 from hermes_rl.models.tokens.template import Template, TemplateRefused
 from hermes_rl.models.tokens.tokenizer import Tokenizer
-
-Tools = Sequence[Mapping[str, Any]]
 
 
 class Renderer:
@@ -42,8 +34,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self.template = template
         self._file_end_ids = frozenset(end_ids)
-        marker = LookalikeMarker(tokenizer.added, self._source)
-        self._writer = PromptWriter(template, detect_form(template), marker)
+        self._writer = PromptWriter.of(tokenizer, template)
 
     @property
     def form(self) -> Form:
@@ -105,11 +96,7 @@ class Renderer:
 
     @cached_property
     def _rendered_call(self) -> template_checks.RenderedCall:
-        return template_checks.render_call(self._writer, self.tokenizer)
-
-    @property
-    def _source(self) -> str:
-        return "\n".join(self.template.sources.values())
+        return template_checks.render_call(self._writer)
 
     def render(
         self, messages: Iterable[Message], tools: Tools = (), generation_prompt: bool = True
@@ -158,9 +145,7 @@ class Renderer:
 
         Raises: UserError for images.
         """
-        return bridge(
-            self._writer, self.tokenizer, self.end_ids, history, sampled_ids, new_messages, tools
-        )
+        return bridge(self._writer, self.end_ids, history, tuple(sampled_ids), new_messages, tools)
 
     def preserves_prefix(self) -> template_checks.Finding:
         """Return whether the template only adds at the end, and what it rewrites otherwise."""
@@ -168,7 +153,7 @@ class Renderer:
 
     @cached_property
     def _finding(self) -> template_checks.Finding:
-        found = template_checks.check_prefix(self._writer, self.tokenizer, self.end_ids)
+        found = template_checks.check_prefix(self._writer, self.end_ids)
         return found if self.parser_fits else found.with_note(self.unread_calls)
 
     def _end_of(self, answer: AssistantMessage, tools: Tools) -> int | None:
@@ -180,12 +165,8 @@ class Renderer:
         ]
         history = History(messages=(ask,), prompt_ids=(), answer=answer)
         try:
-            found = seam(
-                self._writer, self.tokenizer, self._file_end_ids, history, results or [ask], tools
-            )
+            found = seam(self._writer, self._file_end_ids, history, results or [ask], tools)
         except TemplateRefused:
-            return None
-        if isinstance(found, Fork) or not found.end:
             return None
         return self.tokenizer.id_of(found.end)
 

@@ -19,7 +19,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -35,7 +35,7 @@ from hermes_rl.messages import (
     parse_arguments,
 )
 from hermes_rl.models.tokens.template import Template, TemplateRefused
-from hermes_rl.models.tokens.tokenizer import AddedToken, clean, lookalikes
+from hermes_rl.models.tokens.tokenizer import AddedToken, Tokenizer, clean, lookalikes
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 PROBE_TOOL: dict[str, Any] = {
@@ -187,40 +187,27 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
     turn that must be rendered is rewritten.
     """
     out: list[Message] = []
-    place = 0
-    while place < len(messages):
-        message = messages[place]
-        place += 1
-        if not isinstance(message, AssistantMessage) or len(message.tool_calls) < 2:
-            out.append(message)
+    left: list[ToolMessage] = []
+    for message in reversed(messages):  # the results before their calls
+        if isinstance(message, ToolMessage):
+            left.insert(0, message)
             continue
-        results: list[ToolMessage] = []
-        while place < len(messages) and isinstance(result := messages[place], ToolMessage):
-            results.append(result)
-            place += 1
-        out += _split_turn(message, results)
-    return out
-
-
-def _split_turn(message: AssistantMessage, results: list[ToolMessage]) -> list[Message]:
-    out: list[Message] = []
-    left = list(results)
-    first, *others = message.tool_calls
-    out.append(msgspec.structs.replace(message, tool_calls=(first,), raw_content=None))
-    out += _take(left, first)
-    for call in others:
-        out.append(AssistantMessage(tool_calls=(call,)))
-        out += _take(left, call)
-    return [*out, *left]
-
-
-def _take(results: list[ToolMessage], call: ToolCall) -> list[ToolMessage]:
-    """Remove the call's result from those that are left, and return it."""
-    found = next((result for result in results if result.tool_call_id == call.id), None)
-    if found is None:
-        return []
-    results.remove(found)
-    return [found]
+        turn: list[Message] = [message]
+        if isinstance(message, AssistantMessage) and len(message.tool_calls) > 1:
+            turn = []
+            for call in message.tool_calls:
+                turn.append(AssistantMessage(tool_calls=(call,)))
+                found = next((r for r in left if r.tool_call_id == call.id), None)
+                if found is not None:
+                    left.remove(found)
+                    turn.append(found)
+            first = msgspec.structs.replace(
+                message, tool_calls=message.tool_calls[:1], raw_content=None
+            )
+            turn[0] = first
+        out = [*turn, *left, *out]
+        left = []
+    return [*left, *out]
 
 
 _MARKS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0xF0010, 0xF1000))]
@@ -325,11 +312,18 @@ class MarkedPrompt:
 
 @dataclass(frozen=True)
 class PromptWriter:
-    """A chat template, the form that it reads, and the marker for its tokenizer."""
+    """A tokenizer, its chat template, the form that it reads, and the marker of lookalikes."""
 
+    tokenizer: Tokenizer
     template: Template
     form: Form
     marker: LookalikeMarker
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, template: Template) -> Self:
+        """Find the form that the template reads."""
+        marker = LookalikeMarker(tokenizer.added, "\n".join(template.sources.values()))
+        return cls(tokenizer, template, detect_form(template), marker)
 
     def fitted(self, messages: Iterable[Message]) -> list[Message]:
         """Return the messages in turns that the template can write."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hermes_rl.messages import (
@@ -26,7 +26,7 @@ from hermes_rl.messages import (
 )
 from hermes_rl.models.tokens.bridge import (
     REASONING,
-    Fork,
+    Forked,
     History,
     rewritten,
     seam,
@@ -35,7 +35,6 @@ from hermes_rl.models.tokens.bridge import (
 from hermes_rl.models.tokens.parsers import PARSERS, ToolCallParser
 from hermes_rl.models.tokens.rendering import PROBE_TOOL, PromptWriter
 from hermes_rl.models.tokens.template import DATE, TemplateRefused
-from hermes_rl.models.tokens.tokenizer import Tokenizer
 
 _ARGUMENTS = {"subject": 'the "green" one'}
 _CALL = ToolCall(id="probe0001", name="look_up", arguments=json.dumps(_ARGUMENTS))
@@ -52,7 +51,7 @@ class RenderedCall:
     """The name of the first parser that reads the same call from it; None if none does."""
 
 
-def render_call(writer: PromptWriter, tokenizer: Tokenizer) -> RenderedCall:
+def render_call(writer: PromptWriter) -> RenderedCall:
     """Render a call, and try each parser on the text."""
     try:
         marked = writer.prompt([_ASK, AssistantMessage(tool_calls=(_CALL,))], [PROBE_TOOL])
@@ -61,7 +60,7 @@ def render_call(writer: PromptWriter, tokenizer: Tokenizer) -> RenderedCall:
         whole = marked.text(generation_prompt=False)
     except TemplateRefused:
         return RenderedCall("", None)
-    ends = sorted((t.text for t in tokenizer.added if t.special), key=len, reverse=True)
+    ends = sorted((t.text for t in writer.tokenizer.added if t.special), key=len, reverse=True)
     # A template may open a turn differently than it writes it later (with empty reasoning).
     turns = [
         _without_end(whole.removeprefix(before).replace(marked.mark, ""), ends)
@@ -145,15 +144,13 @@ class _Probe:
     tools: bool = False
 
 
-def check_prefix(writer: PromptWriter, tokenizer: Tokenizer, end_ids: frozenset[int]) -> Finding:
+def check_prefix(writer: PromptWriter, end_ids: frozenset[int]) -> Finding:
     """Render all probes."""
-    cases = tuple(_case(probe, writer, tokenizer, end_ids) for probe in _probes())
+    cases = tuple(_case(probe, writer, end_ids) for probe in _probes())
     return Finding(cases, tuple(_notes(writer)))
 
 
-def _case(
-    probe: _Probe, writer: PromptWriter, tokenizer: Tokenizer, end_ids: frozenset[int]
-) -> Case:
+def _case(probe: _Probe, writer: PromptWriter, end_ids: frozenset[int]) -> Case:
     tools = [PROBE_TOOL] if probe.tools else []
     if probe.answer.tool_calls and not writer.form.writes_calls:
         return Case(probe.name, "refused", "the template writes no tool calls")
@@ -163,11 +160,11 @@ def _case(
         marked = writer.prompt(writer.fitted([*base, probe.answer, *probe.new]), tools)
         prompt = marked.text(len(base), generation_prompt=True)
         after = marked.text(generation_prompt=True)
-        found = seam(writer, tokenizer, end_ids, history, probe.new, tools)
+        seam(writer, end_ids, history, probe.new, tools)
+    except Forked as error:
+        return Case(probe.name, "forks", str(error))
     except TemplateRefused as error:
         return Case(probe.name, "refused", str(error))
-    if isinstance(found, Fork):
-        return Case(probe.name, "forks", found.why)
     if not after.startswith(prompt):
         without_opening = marked.text(len(base), generation_prompt=False)
         return Case(probe.name, "bridged", _explain_difference(without_opening, prompt, after))
@@ -192,13 +189,13 @@ def _explain_difference(without_opening: str, prompt: str, after: str) -> str:
             prompt[len(without_opening) :] if prompt.startswith(without_opening) else prompt[-40:]
         )
         return f"the template does not open such a turn with {opening!r} later; the prompt stays"
-    return f"{rewritten(prompt, after).why}; what was sent stays"
+    return f"{rewritten(prompt, after)}; what was sent stays"
 
 
 def _notes(writer: PromptWriter) -> list[str]:
     ask = (UserMessage(content="What day is it?"),)
     another = datetime.date(2031, 1, 2)
-    moved = PromptWriter(writer.template.dated(another), writer.form, writer.marker)
+    moved = replace(writer, template=writer.template.dated(another))
     try:
         texts = [s.prompt(ask, []).text(generation_prompt=True) for s in (writer, moved)]
     except TemplateRefused as error:
@@ -213,36 +210,25 @@ def _notes(writer: PromptWriter) -> list[str]:
 def _probes() -> Sequence[_Probe]:
     system = SystemMessage(content="You are an assistant.")
     ask, then = UserMessage(content="First question?"), UserMessage(content="Second question?")
-    answer = AssistantMessage(content="An answer.")
-    one, two = _call(1), _call(2)
-    thought = AssistantMessage(content="An answer.", reasoning_content=REASONING)
-    called = AssistantMessage(tool_calls=(one,))
-    spoke = AssistantMessage(content="Looking.", tool_calls=(one,))
-    reasoned = AssistantMessage(tool_calls=(one,), reasoning_content=REASONING)
-    result, second = _result(one), _result(two)
+    answer, one, two = "An answer.", _call(1), _call(2)
+    called, result = AssistantMessage(tool_calls=(one,)), _result(one)
+    start, used = (system, ask), (system, ask, called, result)
+
+    def turn(text: str, *calls: ToolCall, thought: bool = False) -> AssistantMessage:
+        reasoning = REASONING if thought else None
+        return AssistantMessage(content=text, tool_calls=calls, reasoning_content=reasoning)
+
     return (
-        _Probe("a question after an answer", (system, ask), answer, (then,)),
-        _Probe("without a system message", (ask,), answer, (then,)),
-        _Probe("a question after an answer, tools offered", (system, ask), answer, (then,), True),
-        _Probe("a tool call", (system, ask), called, (result,), True),
-        _Probe("text and a tool call", (system, ask), spoke, (result,), True),
-        _Probe(
-            "several tool calls",
-            (system, ask),
-            AssistantMessage(tool_calls=(one, two)),
-            (result, second),
-            True,
-        ),
-        _Probe(
-            "a second round of tools",
-            (system, ask, called, result),
-            AssistantMessage(tool_calls=(two,)),
-            (second,),
-            True,
-        ),
-        _Probe("a question after tools", (system, ask, called, result), answer, (then,), True),
-        _Probe("reasoning before a tool call", (system, ask), reasoned, (result,), True),
-        _Probe("reasoning before an answer", (system, ask), thought, (then,)),
+        _Probe("a question after an answer", start, turn(answer), (then,)),
+        _Probe("without a system message", (ask,), turn(answer), (then,)),
+        _Probe("a question after an answer, tools offered", start, turn(answer), (then,), True),
+        _Probe("a tool call", start, called, (result,), True),
+        _Probe("text and a tool call", start, turn("Looking.", one), (result,), True),
+        _Probe("several tool calls", start, turn("", one, two), (result, _result(two)), True),
+        _Probe("a second round of tools", used, turn("", two), (_result(two),), True),
+        _Probe("a question after tools", used, turn(answer), (then,), True),
+        _Probe("reasoning before a tool call", start, turn("", one, thought=True), (result,), True),
+        _Probe("reasoning before an answer", start, turn(answer, thought=True), (then,)),
     )
 
 
