@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 import pytest
+from builds_kit import AFTER_A_CALL, RENDERERS, SOURCES
 from render_kit import CHATML_LIKE, FAMILIES, TOOLS, call, results
 
-from hermes_rl.errors import UserError
 from hermes_rl.messages import (
     AssistantMessage,
     Message,
@@ -109,16 +109,6 @@ def test_another_end_token_than_the_templates_stays_as_it_was_sampled() -> None:
     assert "yes<|endoftext|>\n<|im_start|>user\nAnd then?" in text
 
 
-def test_ids_are_kept_as_sampled_however_odd() -> None:
-    renderer = tiny_renderer("chatml")
-    letters = [renderer.tokenizer.encode(letter)[0] for letter in "answer"]
-    assert letters != renderer.tokenizer.encode("answer")
-    end = max(renderer.end_ids)
-    found = bridged(renderer, ASK, AssistantMessage(content="answer"), [*letters, end], [GO_ON])
-    assert found.ids is not None
-    assert list(found.ids[found.glue_start - len(letters) - 1 : found.glue_start - 1]) == letters
-
-
 def test_dropped_reasoning_is_a_fork_and_says_so() -> None:
     renderer = tiny_renderer("qwen3")
     answer = AssistantMessage(content="yes", reasoning_content="I think.")
@@ -189,12 +179,6 @@ def test_a_refusal_of_the_template_is_a_fork() -> None:
     found = renderer.bridge(history, [1], new)
     assert found.ids is None
     assert "TemplateError: no" in (found.fork_reason or "")
-
-
-def test_images_are_refused() -> None:
-    image = UserMessage(content=[{"type": "image_url", "image_url": {"url": "http://x"}}])
-    with pytest.raises(UserError, match="for text"):
-        bridged(tiny_renderer(), ASK, AssistantMessage(content="a"), [1], [image])
 
 
 def test_a_conversation_that_spells_the_placeholder_is_no_trap() -> None:
@@ -303,3 +287,45 @@ def test_a_long_conversation_is_abridged_but_keeps_its_build() -> None:
         new = results([ONE], "Found.")
         found = bridged(renderer, base, answer, sampled(renderer, base, answer), new)
         assert found.ids == tuple(renderer.render([*base, answer, *new], TOOLS))
+
+
+@pytest.mark.parametrize("build", SOURCES)
+@pytest.mark.parametrize("spoke", ["", "I look."])
+def test_the_end_behind_a_call_is_neither_doubled_nor_lost_nor_another(
+    build: str, spoke: str
+) -> None:
+    renderer = RENDERERS[build]
+    answer = AssistantMessage(content="" if build == "channels" else spoke, tool_calls=(ONE,))
+    new = results([ONE], "Found <|im_end|>[TOOL_RESULTS]</s>.")
+    whole = renderer.render([*ASK, answer, *new], TOOLS)
+    said = whole[len(renderer.render(ASK, TOOLS)) :]
+    ids = said[: 1 + next(n for n, token in enumerate(said) if token in renderer.end_ids)]
+    assert renderer.tokenizer.text_of(ids[-1]) == AFTER_A_CALL[build]
+    ended = bridged(renderer, ASK, answer, ids, new)
+    cut = bridged(renderer, ASK, answer, ids[:-1], new)
+    assert ended.ids == cut.ids == tuple(whole)
+    assert (ended.closed, cut.closed) == (False, True)
+    assert cut.glue == (ids[-1], *ended.glue)
+    assert AFTER_A_CALL[build] not in renderer.decode(ended.glue[:1])
+
+
+def test_the_last_end_of_a_conversation_that_goes_on_is_a_fork() -> None:
+    """The template ends a last answer by a token that it never writes again."""
+    renderer = RENDERERS["channels"]
+    answer, new = AssistantMessage(content="yes"), [UserMessage(content="And then?")]
+    found = bridged(renderer, ASK, answer, [7, max(renderer.end_ids)], new)
+    assert found.ids is None
+    assert "rewrites what comes before the new messages" in (found.fork_reason or "")
+
+
+def test_results_behind_an_answer_that_ended_its_turn_are_a_fork() -> None:
+    """The model called, and ended its turn by the token of an answer: what follows in the template
+    opens with the other."""
+    renderer = RENDERERS["runs_on"]
+    end = renderer.tokenizer.id_of("<|im_end|>")
+    assert end is not None
+    answer = AssistantMessage(tool_calls=(ONE,))
+    found = bridged(renderer, ASK, answer, [7, end], results([ONE], "Found."))
+    assert found.ids is None
+    assert "ended with '<|im_end|>'" in (found.fork_reason or "")
+    assert "continues with '[TOOL_RESULTS]'" in (found.fork_reason or "")

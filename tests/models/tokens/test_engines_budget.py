@@ -4,7 +4,7 @@ import pytest
 from engines_kit import FREE, TOOLS, WIRES, asked, client_of, engine_at, script
 
 from hermes_rl.errors import UnitCostLimit
-from hermes_rl.events import CallEnded, CallStarted
+from hermes_rl.events import CallEnded, CallStarted, EventLog
 from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
@@ -15,15 +15,8 @@ from hermes_rl.models.rate.limiter import Limiter
 WINDOW = 1024
 
 
-class EventLog:
-    def __init__(self):
-        self.starts, self.ends = [], []
-
-    def record(self, event):
-        if isinstance(event, CallStarted):
-            self.starts.append(event)
-        elif isinstance(event, CallEnded):
-            self.ends.append(event)
+def events(log, kind):
+    return [event for event in log.events if isinstance(event, kind)]
 
 
 async def talk(client, log, budget):
@@ -46,14 +39,15 @@ async def test_a_small_window_costs_one_refused_call(tmp_path, wire):
         with pytest.raises(UnitCostLimit):
             await talk(client, EventLog(), Budget({}, limits={"unit:tokens": OUTPUT_MAX}))
         await client.aclose()
-    assert {start.max_output_tokens for start in free.starts} == {None}
-    assert [end.outcome for end in free.ends] == ["ok"] * 3
-    asked_for = [start.max_output_tokens for start in bound.starts]
+    assert {start.max_output_tokens for start in events(free, CallStarted)} == {None}
+    assert [end.outcome for end in events(free, CallEnded)] == ["ok"] * 3
+    ends = events(bound, CallEnded)
+    asked_for = [start.max_output_tokens for start in events(bound, CallStarted)]
     if wire == "llamacpp":  # it gives as much as the window has, whatever it is asked for
         assert asked_for == [OUTPUT_MAX] * 3
         return
-    assert [end.outcome for end in bound.ends] == ["refused", "ok", "ok", "ok"]
+    assert [end.outcome for end in ends] == ["refused", "ok", "ok", "ok"]
     assert asked_for[0] == OUTPUT_MAX
-    used = [end.usage.input_tokens for end in bound.ends[1:]]
+    used = [end.usage.input_tokens for end in ends[1:]]
     assert asked_for[1] == WINDOW - used[0]
     assert all(WINDOW - u - most <= u // 8 for u, most in zip(used, asked_for[1:], strict=True))

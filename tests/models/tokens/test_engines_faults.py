@@ -119,14 +119,6 @@ async def test_a_prompt_that_does_not_fit_is_an_overflow(tmp_path, wire):
     assert refused.value.facts.context_limit == 64
 
 
-async def test_a_route_that_is_not_served_is_said(tmp_path):
-    async with engine_at(tmp_path / "t", routes=frozenset({"/generate"})) as engine:
-        client = client_of(engine, "vllm")
-        with pytest.raises(ModelNotFound):
-            await client.complete(request_of(Conversation(asked("a"))))
-        await client.aclose()
-
-
 async def test_calls_side_by_side_keep_their_own_ids(tmp_path):
     async with engine_at(
         tmp_path / "t", split="random", latency_s=0.01, faults=FaultPlan(seed=3, rates={"slow": 0})
@@ -212,16 +204,6 @@ def test_what_is_not_said_is_sent_as_what_it_means(wire):
     if wire != "llamacpp":  # which stops at its model's own, and strips nothing
         assert set(params["stop_token_ids"]) == ends
         assert params["skip_special_tokens"] is False
-
-
-def test_each_wire_asks_for_ids_by_its_own_names():
-    prompts = {"vllm": "prompt", "vllm_generate": "token_ids", "sglang": "input_ids"}
-    asked_for = {"vllm": "return_token_ids", "llamacpp": "return_tokens"}
-    for wire in WIRES:
-        form = ENGINES[wire](tiny_renderer().end_ids).body(request_of(Conversation()), [1, 2])
-        assert form[prompts.get(wire, "prompt")] == [1, 2]
-        assert wire not in asked_for or form[asked_for[wire]] is True
-        assert form.get("add_special_tokens", False) is False
 
 
 async def test_an_unknown_engine_is_said():

@@ -26,7 +26,6 @@ from hermes_rl.testing.exact_engine_model import (
     log_softmax,
     parse_scripted,
     pick,
-    sample,
 )
 from hermes_rl.testing.server_logs import read_truth
 from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer, tokenizer_json
@@ -41,12 +40,6 @@ def test_every_spelling_of_a_text_is_that_text(text, random):
     for tokens in (LEXICON.plain(text), LEXICON.plain(text, random)):
         assert LEXICON.text(tokens) == text
         assert not set(tokens) & set(LEXICON.added.values())
-
-
-@given(st.randoms(use_true_random=False))
-def test_a_random_spelling_is_seldom_the_tokenizer_s_own(random):
-    text = "The assistant answers a question about another folder."
-    assert LEXICON.plain(text, random) != LEXICON.canonical(text)
 
 
 def test_markup_is_a_token_and_what_only_looks_like_an_end_is_none():
@@ -88,15 +81,6 @@ def test_logprobs_are_the_log_softmax_and_chances_follow_them():
     assert {pick(logits, Params(top_k=1), c) for c in (0.0, 0.99)} == {best}
     assert {pick(logits, Params(top_p=0.01), c) for c in (0.0, 0.99)} == {best}
     assert {pick(logits, Params(min_p=0.999), c) for c in (0.0, 0.99)} == {best}
-
-
-def test_no_two_positions_have_one_logprob():
-    from random import Random
-
-    found = sample(
-        Policy(LEXICON, 0, END), [5], Params(), Random(0), wanted=LEXICON.plain("aaaaaaaaaaaaaa")
-    )
-    assert len(set(found.raw)) == len(found.ids)
 
 
 async def test_the_log_holds_every_id_and_survives_in_a_file(tmp_path):
@@ -185,15 +169,6 @@ async def test_what_it_cannot_serve_is_refused(tmp_path, route, body, said):
         assert status == 400
         assert said in form["error"]["message"]
         assert [entry.outcome for entry in engine.truth] == ["refused"]
-
-
-async def test_a_route_that_is_switched_off_is_not_there(tmp_path):
-    async with engine_at(tmp_path / "t", routes=frozenset({"/generate"})) as engine:
-        status, _ = await ask(engine, "/v1/completions", {"prompt": [1]})
-        assert status == 404
-        status, form = await ask(engine, "/generate", {"input_ids": [1, 2]})
-        assert status == 200
-        assert form["meta_info"]["prompt_tokens"] == 2
 
 
 async def test_it_runs_as_a_program(tmp_path):

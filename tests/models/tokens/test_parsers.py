@@ -1,34 +1,49 @@
-"""Tool calls out of text: exact, typed by the schema, and one bad call loses no other."""
+"""Tool calls in text: exact, typed by the schema, and one bad call loses no other."""
 
 import json
 import time
+from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from render_kit import texts
 
 from hermes_rl.errors import UserError
-from hermes_rl.models.tokens.parsers import PARSERS, Parsed, ToolCallParser, parser_named
+from hermes_rl.messages import AssistantMessage, ToolCall, UserMessage
+from hermes_rl.models.tokens.parsers import PARSERS, Parsed, ToolCallParser, parser_named, typed
+from hermes_rl.models.unparsed import looks_unparsed
+from hermes_rl.testing.tiny_tokenizer import tiny_renderer
 
-
-def tool(name: str, **properties: Any) -> dict[str, Any]:
-    schema = {"type": "object", "properties": properties}
-    return {"type": "function", "function": {"name": name, "parameters": schema}}
-
-
-TOOLS = [
-    tool("terminal", command={"type": "string"}, timeout={"type": "integer"}),
-    tool("write_file", path={"type": "string"}, content={"type": "string"}),
-    tool("now"),
-]
-HERMES, CODER = parser_named("hermes"), parser_named("qwen3_coder")
-TAGGED = [HERMES, CODER]
-"""Parsers of forms that JSON alone is none of."""
-RUNS = {
-    "hermes": "<tool_call>\n{",
-    "qwen3_coder": "<tool_call>\n<function=now>\n<parameter=a>\n",
-    "llama3_json": '{"name": "now", "parameters": {\n',
-    "mistral": '[TOOL_CALLS] [{"name": "now", "arguments": {',
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "$defs": {"Level": {"enum": ["low", "high"]}, "Loop": {"$ref": "#/$defs/Loop"}},
+    "properties": {
+        "command": {"type": "string"},
+        "count": {"type": "integer"},
+        "ratio": {"type": "number"},
+        "force": {"type": "boolean"},
+        "names": {"type": "array", "items": {"type": "string"}},
+        "options": {"type": "object"},
+        "maybe": {"type": ["string", "null"]},
+        "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "level": {"$ref": "#/$defs/Level"},
+        "loop": {"$ref": "#/$defs/Loop"},
+        "mode": {"enum": [1, 2]},
+        "open": {},
+    },
 }
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
+    for name in ("terminal", "now")
+]
+HERMES, CODER, LLAMA, MISTRAL = (
+    parser_named(name) for name in ("hermes", "qwen3_coder", "llama3_json", "mistral")
+)
+ID = "a1B2c3D4e"
+every_parser = pytest.mark.parametrize("parser", PARSERS.values(), ids=list(PARSERS))
 
 
 def hermes(name: str, arguments: str) -> str:
@@ -40,146 +55,180 @@ def coder(name: str, **values: str) -> str:
     return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
 
-def spans(parsed: Parsed, text: str) -> list[str]:
-    return [text[call.start : call.end] for call in parsed.calls]
+LS, NOW = ("terminal", '{"command":  "ls"}', None), ("now", "{}", None)
+H_LS, H_NOW = hermes(*LS[:2]), hermes(*NOW[:2])
+H_BAD = hermes("terminal", '{"command": }')
+L_LS = '{"name": "terminal", "parameters": {"command":  "ls"}}'
+L_NOW = '{"name": "now", "parameters": {}}'
+L_BAD = '{"name": "terminal", "parameters": {"command": }}'
+M_LS, M_NOW, M_BAD = (text.replace("parameters", "arguments") for text in (L_LS, L_NOW, L_BAD))
+C_A, C_NOW = coder("terminal", command="a"), coder("now")
+A = ("terminal", '{"command": "a"}', None)
+TRICKY = '{"command": "x </tool_call> <tool_call>{} y"}'
+CUT = "ends in the middle"
+
+CALLS: list[tuple[ToolCallParser, str, list[tuple[str, str, str | None]], str]] = [
+    (HERMES, f"First.\n{H_LS}\n{H_NOW}\nAnd last.", [LS, NOW], "First.\nAnd last."),
+    (HERMES, hermes("terminal", TRICKY), [("terminal", TRICKY, None)], ""),
+    (HERMES, '<tool_call>\n{"name": "now"}\n</tool_call>', [NOW], ""),
+    (HERMES, hermes("now", "null"), [NOW], ""),
+    (HERMES, hermes("terminal", json.dumps(LS[1])), [LS], ""),
+    (HERMES, hermes("now", '{"a": "b\nc"}'), [("now", '{"a": "b\nc"}', None)], ""),
+    (HERMES, H_LS.removesuffix("\n</tool_call>"), [LS], ""),
+    (
+        HERMES,
+        f"{H_NOW}\n{H_BAD}\n{H_LS}",
+        [NOW, ("terminal", '{"command": }}', "cannot be read: Expecting value"), LS],
+        "",
+    ),
+    (
+        HERMES,
+        hermes("terminal", "{'command': 'ls'}"),
+        [("terminal", "{'command': 'ls'}}", "cannot be read")],
+        "",
+    ),
+    (HERMES, H_LS[:58], [("terminal", '{"command":', CUT)], ""),
+    (HERMES, '<tool_call>\n{"na', [("", '{"na', CUT)], ""),
+    (
+        HERMES,
+        '<tool_call>\n{"name": "terminal", "arg\n' + H_NOW,
+        [("terminal", '{"name": "terminal", "arg', "cannot be read"), NOW],
+        "",
+    ),
+    (
+        HERMES,
+        '<tool_call>\n{"name": "now", "arguments": {}} and more\n</tool_call>',
+        [("now", "{}", "has text between")],
+        "",
+    ),
+    (HERMES, '<tool_call>{"arguments": {}}</tool_call>', [("", "{}", 'no "name"')], ""),
+    (HERMES, '<tool_call>{"name": 7, "arguments": {}}</tool_call>', [("", "{}", "name")], ""),
+    (CODER, f"{C_A}\n{C_NOW}", [A, NOW], ""),
+    (CODER, "<tool_call>\n<function=now></function>\n</tool_call>", [NOW], ""),
+    (CODER, C_A.replace("\n</parameter>", ""), [A], ""),
+    (CODER, f"I do.\n{C_A[12:-13]}\nDone.", [A], "I do.\nDone."),
+    (CODER, "<tool_call>\n<function=>\n</function>\n</tool_call>", [("", "{}", "no function")], ""),
+    (
+        CODER,
+        f"{C_A}\n<tool_call>\n<function=now>\npath = a\n</function>\n</tool_call>\n{C_NOW}",
+        [A, ("now", "\npath = a\n</function>", "where a parameter belongs"), NOW],
+        "",
+    ),
+    (
+        CODER,
+        f"<tool_call>\n<function=now>\n<parameter=a>\nno end\n{C_A}",
+        [("now", "\n<parameter=a>\nno end\n", "breaks off"), A],
+        "",
+    ),
+    (
+        CODER,
+        f"{C_A}\n<tool_call>\n<function=now>\n<parameter=path>\na.tx",
+        [A, ("now", "\n<parameter=path>\na.tx", "breaks off")],
+        "",
+    ),
+    (LLAMA, f"\n {L_LS}\n", [LS], ""),
+    (LLAMA, f"<|python_tag|>{L_LS};<|python_tag|>{L_NOW}", [LS, NOW], ""),
+    (LLAMA, f"{L_LS}; {L_NOW}", [LS, NOW], ""),
+    (LLAMA, f"{L_LS}\n{L_NOW}", [LS, NOW], ""),
+    (LLAMA, f"{L_LS}\n\nThat lists them.", [LS], "That lists them."),
+    (LLAMA, M_LS, [LS], ""),
+    (LLAMA, '{"type": "function", ' + L_NOW[1:], [NOW], ""),
+    (LLAMA, '{"name": "now"}', [NOW], ""),
+    (LLAMA, '{"name": "now", "parameters": null}', [NOW], ""),
+    (LLAMA, '{"name": "unknown", "parameters": {}}', [("unknown", "{}", None)], ""),
+    (LLAMA, '{"name": "", "parameters": {}}', [("", "{}", 'no "name"')], ""),
+    (LLAMA, f"{L_BAD}; {L_NOW}", [("terminal", '{"command": }}', "Expecting value"), NOW], ""),
+    (LLAMA, L_LS[:40], [("terminal", '{"com', CUT)], ""),
+    (MISTRAL, f"Well.\n[TOOL_CALLS] [{M_LS}, {M_NOW}] Then.", [LS, NOW], "Well.\nThen."),
+    (MISTRAL, f"[TOOL_CALLS][{M_LS}][TOOL_CALLS] [{M_NOW}]", [LS, NOW], ""),
+    (MISTRAL, f"[TOOL_CALLS]{M_NOW}", [NOW], ""),
+    (MISTRAL, '[TOOL_CALLS]terminal{"command":  "ls"}[TOOL_CALLS]now{}', [LS, NOW], ""),
+    (MISTRAL, f'[TOOL_CALLS]terminal[CALL_ID]{ID}[ARGS]{{"command":  "ls"}}', [LS], ""),
+    (MISTRAL, "[TOOL_CALLS]now[ARGS]{}", [NOW], ""),
+    (MISTRAL, f"[TOOL_CALLS] [{M_LS}", [LS], ""),
+    (
+        MISTRAL,
+        f"[TOOL_CALLS] [{M_BAD}, {M_NOW}]",
+        [("terminal", '{"command": }}', "cannot be read"), NOW],
+        "",
+    ),
+    (MISTRAL, '[TOOL_CALLS] [{"arguments": {}}]', [("", "{}", 'no "name"')], ""),
+    (MISTRAL, "[TOOL_CALLS]now{[TOOL_CALLS]now{}", [("now", "{", "cannot be read"), NOW], ""),
+    (MISTRAL, "[TOOL_CALLS]terminal{", [("terminal", "{", CUT)], ""),
+]
 
 
-def arguments(parsed: Parsed) -> list[Any]:
-    return [json.loads(call.arguments_text) for call in parsed.calls]
-
-
-def test_calls_are_read_and_their_places_kept() -> None:
-    one, two = hermes("terminal", '{"command":  "ls",\n "timeout": 5}'), hermes("now", "{}")
-    text = f"First.\n{one}\n{two}\nAnd last."
-    parsed = HERMES.parse(text, TOOLS)
-    assert [call.name for call in parsed.calls] == ["terminal", "now"]
-    assert parsed.calls[0].arguments_text == '{"command":  "ls",\n "timeout": 5}'
-    assert spans(parsed, text) == [one, two]
-    assert parsed.content == "First.\nAnd last."
-    assert [call.error for call in parsed.calls] == [None, None]
+@pytest.mark.parametrize(("parser", "text", "calls", "content"), CALLS)
+def test_calls_are_read_with_their_arguments_as_written(
+    parser: ToolCallParser, text: str, calls: list[tuple[str, str, str | None]], content: str
+) -> None:
+    parsed = parser.parse(text, TOOLS)
+    assert [(c.name, c.arguments_text) for c in parsed.calls] == [call[:2] for call in calls]
+    for found, (_, _, error) in zip(parsed.calls, calls, strict=True):
+        assert (found.error is None) if error is None else (error in (found.error or ""))
+    assert parsed.content == content
     assert not parsed.suspected_unparsed
+    assert len({call.id for call in parsed.calls}) == len(calls)
     message = parsed.message(text)
     assert message.raw_content == text
-    assert [call.arguments for call in message.tool_calls] == [
-        call.arguments_text for call in parsed.calls
-    ]
+    assert [c.arguments for c in message.tool_calls] == [c.arguments_text for c in parsed.calls]
 
 
-@pytest.mark.parametrize("parser", PARSERS.values(), ids=list(PARSERS))
-def test_plain_text_is_left_as_it_is(parser: ToolCallParser) -> None:
-    for text in ("", " \n hello \n", "```sh\nls\n```", "if a < b and {c: d}", '{"a": 1}'):
-        parsed = parser.parse(text, TOOLS)
-        assert parsed == Parsed(content=text)
-        assert parsed.message(text).raw_content is None
+def test_the_places_of_calls_include_their_tags() -> None:
+    for parser, calls in ((HERMES, (H_LS, H_NOW)), (CODER, (C_A, C_NOW))):
+        text = "First.\n" + "\n".join(calls) + "\nLast."
+        found = parser.parse(text, TOOLS).calls
+        assert tuple(text[call.start : call.end] for call in found) == calls
 
 
-# The four cases that an engine's parser was seen to lose: a closing tag inside of an argument,
-# empty arguments, malformed JSON, a call that was cut.
-
-HERMES_CASES = {
-    "closing tag in an argument": (
-        hermes("write_file", '{"path": "a", "content": "x </tool_call> <tool_call>{} y"}'),
-        {"path": "a", "content": "x </tool_call> <tool_call>{} y"},
-        None,
-    ),
-    "empty arguments": (hermes("now", "{}"), {}, None),
-    "no arguments": ('<tool_call>\n{"name": "now"}\n</tool_call>', {}, None),
-    "null arguments": (hermes("now", "null"), {}, None),
-    "arguments as text": (
-        hermes("terminal", json.dumps('{"command": "ls"}')),
-        {"command": "ls"},
-        None,
-    ),
-    "raw line breaks": (hermes("terminal", '{"command": "a\nb"}'), None, None),
-    "malformed JSON": (
-        hermes("terminal", '{"command": "ls",, }'),
-        '{"command": "ls",, }}',
-        "cannot be read: Expecting property name",
-    ),
-    "single quotes": (
-        hermes("terminal", "{'command': 'ls'}"),
-        "{'command': 'ls'}}",
-        "cannot be read",
-    ),
-    "cut": (
-        '<tool_call>\n{"name": "terminal", "arguments": {"command": "l',
-        '{"command": "l',
-        "ends in the middle",
-    ),
-    "cut before its name": ('<tool_call>\n{"na', '{"na', "ends in the middle"),
-    "closing tag left out": (
-        '<tool_call>\n{"name": "terminal", "arguments": {"command": "ls"}}',
-        {"command": "ls"},
-        None,
-    ),
-}
+OTHER = [
+    *((parser, "", False) for parser in PARSERS.values()),
+    *((parser, " \n hello \n", False) for parser in PARSERS.values()),
+    *((parser, "if a < b and {c: d}", False) for parser in PARSERS.values()),
+    *((parser, '{"a": 1}', False) for parser in PARSERS.values()),
+    *((parser, f"```json\n{M_LS}\n```", True) for parser in PARSERS.values()),
+    *((parser, L_LS, True) for parser in (HERMES, CODER, MISTRAL)),
+    *((parser, "Write <tool_call> around it.", True) for parser in PARSERS.values()),
+    *((parser, "</tool_call>", True) for parser in PARSERS.values()),
+    *((parser, '[TOOL_CALLS] [{"name": "x"}]', True) for parser in (HERMES, CODER, LLAMA)),
+    *((parser, "a function= b", False) for parser in PARSERS.values()),
+    (HERMES, C_NOW, True),
+    (CODER, H_NOW, True),
+    (CODER, f"I do {C_A[12:-13].replace('terminal', 'unknown')}", True),
+    (LLAMA, '{"name": "Ada", "age": 36}', False),
+    (LLAMA, '{"name": "unknown", "parameters": {}} is no tool', False),
+    (LLAMA, f"I would say {L_LS}", True),
+    (LLAMA, '{"name": "unknown", "parameters": {"a', False),
+    (LLAMA, "<|python_tag|>print(1)", True),
+    (MISTRAL, "[TOOL_CALLS] []", True),
+    (MISTRAL, "[TOOL_CALLS] now", True),
+]
 
 
-@pytest.mark.parametrize("case", HERMES_CASES.values(), ids=list(HERMES_CASES))
-def test_hermes_hard_cases(case: tuple[str, Any, str | None]) -> None:
-    text, wanted, error = case
-    good = hermes("terminal", '{"command": "pwd"}')
-    for before in ("", good + "\n"):
-        parsed = HERMES.parse(before + text, TOOLS)
-        assert len(parsed.calls) == (2 if before else 1)
-        call = parsed.calls[-1]
-        if error is None:
-            assert call.error is None
-            assert call.name in ("terminal", "write_file", "now")
-        else:
-            assert error in (call.error or "")
-        if isinstance(wanted, str):
-            assert call.arguments_text == wanted
-        elif wanted is not None:
-            assert json.loads(call.arguments_text) == wanted
-        assert (before + text)[call.start : call.end] == text
-        assert parsed.content == ""
-        if before:
-            assert parsed.calls[0].error is None
-            assert json.loads(parsed.calls[0].arguments_text) == {"command": "pwd"}
+@pytest.mark.parametrize(("parser", "text", "suspected"), OTHER)
+def test_other_text_is_left_and_flagged_if_it_may_have_been_a_call(
+    parser: ToolCallParser, text: str, suspected: bool
+) -> None:
+    parsed = parser.parse(text, TOOLS)
+    assert parsed == Parsed(content=text, suspected_unparsed=suspected)
+    assert parsed.message(text).raw_content is None
 
 
-def test_a_bad_call_in_the_middle_loses_neither_of_its_neighbours() -> None:
-    bad = '<tool_call>\n{"name": "terminal", "arguments": {"command": }}\n</tool_call>'
-    text = "\n".join([hermes("now", "{}"), bad, hermes("terminal", '{"command": "ls"}')])
-    parsed = HERMES.parse(text, TOOLS)
-    assert [call.name for call in parsed.calls] == ["now", "terminal", "terminal"]
-    assert [call.error is None for call in parsed.calls] == [True, False, True]
-    assert parsed.calls[1].arguments_text == '{"command": }}'
-    assert parsed.content == ""
-    assert len({call.id for call in parsed.calls}) == 3
+def test_without_tools_json_is_an_answer() -> None:
+    assert LLAMA.parse(L_LS) == Parsed(content=L_LS)
 
 
-def test_a_call_that_the_next_one_interrupts_ends_there() -> None:
-    text = '<tool_call>\n{"name": "terminal", "arg\n' + hermes("now", "{}")
-    parsed = HERMES.parse(text, TOOLS)
-    assert [(call.name, call.error is None) for call in parsed.calls] == [
-        ("terminal", False),
-        ("now", True),
-    ]
-
-
-def test_text_between_the_json_and_its_closing_tag_is_an_error() -> None:
-    text = '<tool_call>\n{"name": "now", "arguments": {}} and more\n</tool_call>'
-    (call,) = HERMES.parse(text, TOOLS).calls
-    assert "has text between" in (call.error or "")
-    assert (call.name, call.start, call.end) == ("now", 0, len(text))
-
-
-def test_a_call_without_a_name_is_an_error() -> None:
-    for text in ('<tool_call>{"arguments": {}}</tool_call>', hermes("", "{}")):
-        (call,) = HERMES.parse(text, TOOLS).calls
-        assert 'no "name"' in (call.error or "")
-    (call,) = HERMES.parse('<tool_call>{"name": 7, "arguments": {}}</tool_call>').calls
-    assert call.name == ""
-    assert call.error
-
-
-@pytest.mark.parametrize("parser", PARSERS.values(), ids=list(PARSERS))
+@every_parser
 def test_a_long_run_of_tags_is_read_in_time(parser: ToolCallParser) -> None:
     """A model that repeats itself for its whole budget."""
+    repeated = {
+        "hermes": "<tool_call>\n{",
+        "qwen3_coder": "<tool_call>\n<function=now>\n<parameter=a>\n",
+        "llama3_json": '{"name": "now", "parameters": {\n',
+        "mistral": '[TOOL_CALLS] [{"name": "now", "arguments": {',
+    }
     started = time.perf_counter()
-    parsed = parser.parse(RUNS[parser.name] * 5_000, TOOLS)
+    parsed = parser.parse(repeated[parser.name] * 5_000, TOOLS)
     assert time.perf_counter() - started < 20  # quadratic reading would take minutes
     assert parsed.calls
     assert all(call.error for call in parsed.calls)
@@ -187,16 +236,12 @@ def test_a_long_run_of_tags_is_read_in_time(parser: ToolCallParser) -> None:
 
 def test_deep_json_is_an_error_and_not_a_crash() -> None:
     deep = "[" * 100_000 + "]" * 100_000
-    text = hermes("terminal", f'{{"command": {deep}}}') + hermes("now", "{}")
-    parsed = HERMES.parse(text, TOOLS)
+    parsed = HERMES.parse(hermes("terminal", f'{{"command": {deep}}}') + H_NOW, TOOLS)
     assert [call.error is None for call in parsed.calls] == [False, True]
     assert "nested too deeply" in (parsed.calls[0].error or "")
 
 
-# Reasoning.
-
-
-@pytest.mark.parametrize("parser", PARSERS.values(), ids=list(PARSERS))
+@every_parser
 @pytest.mark.parametrize(
     ("text", "opened", "reasoning", "content"),
     [
@@ -221,12 +266,8 @@ def test_reasoning_is_split_off(
     assert message.raw_content == (None if content == text else text)
 
 
-@pytest.mark.parametrize(
-    ("parser", "call"),
-    [(HERMES, hermes("now", "{}")), (CODER, coder("now"))],
-    ids=["hermes", "qwen3_coder"],
-)
-def test_a_call_in_a_thought_is_a_thought(parser: ToolCallParser, call: str) -> None:
+@pytest.mark.parametrize(("parser", "call"), [(HERMES, H_NOW), (CODER, C_NOW)])
+def test_a_call_in_reasoning_is_reasoning(parser: ToolCallParser, call: str) -> None:
     parsed = parser.parse(f"<think>\nI could {call}\n</think>\n\n{call}", TOOLS)
     assert len(parsed.calls) == 1
     assert not parsed.suspected_unparsed
@@ -236,48 +277,184 @@ def test_a_call_in_a_thought_is_a_thought(parser: ToolCallParser, call: str) -> 
     assert cut.suspected_unparsed
 
 
-# What looks like a call and is none.
-
-
-@pytest.mark.parametrize("parser", TAGGED, ids=[parser.name for parser in TAGGED])
-@pytest.mark.parametrize(
-    ("text", "suspected"),
-    [
-        ('```json\n{"name": "terminal", "arguments": {"command": "ls"}}\n```', True),
-        ('{"name": "terminal", "parameters": {"command": "ls"}}', True),
-        ('{"name": "unknown", "arguments": {}}', False),
-        ("Write <tool_call> around it.", True),
-        ("</tool_call>", True),
-        ("```sh\nls -la\n```", False),
-        ('[TOOL_CALLS] [{"name": "x"}]', True),
-        ("a function= b", False),
-    ],
-)
-def test_what_may_have_been_a_call_is_flagged_and_left(
-    parser: ToolCallParser, text: str, suspected: bool
-) -> None:
-    parsed = parser.parse(text, TOOLS)
-    assert parsed == Parsed(content=text, suspected_unparsed=suspected)
-
-
-def test_each_flags_the_form_of_the_other() -> None:
-    assert HERMES.parse(coder("now"), TOOLS).suspected_unparsed
-    assert CODER.parse(hermes("now", "{}"), TOOLS).suspected_unparsed
-
-
-# Ids.
-
-
-def test_ids_are_of_place_text_and_salt() -> None:
-    text = hermes("now", "{}") + hermes("now", "{}")
-    first, again = HERMES.parse(text, TOOLS), HERMES.parse(f"Well. {text}", TOOLS)
-    ids = [call.id for call in first.calls]
-    assert ids == [call.id for call in again.calls]
-    assert len(set(ids)) == 2
-    assert ids != [call.id for call in HERMES.parse(text, TOOLS, salt="turn 2").calls]
+def test_ids_are_hashes_of_position_text_and_salt() -> None:
+    ids, moved, salted = (
+        [call.id for call in HERMES.parse(text, TOOLS, salt=salt).calls]
+        for text, salt in ((H_NOW * 2, ""), (f"Well. {H_NOW * 2}", ""), (H_NOW * 2, "turn 2"))
+    )
+    assert ids == moved
+    assert len({*ids, *salted}) == 4
     assert all(len(i) == 29 and i.startswith("call_") for i in ids)
 
 
-def test_an_unknown_parser_says_which_there_are() -> None:
+def test_a_mistral_call_keeps_the_id_that_its_result_must_name() -> None:
+    own = M_NOW[:-1] + f', "id": "{ID}"}}'
+    first, again = MISTRAL.parse(f"[TOOL_CALLS] [{own}, {own}]", TOOLS).calls
+    (named,) = MISTRAL.parse(f"[TOOL_CALLS]now[CALL_ID]{ID}[ARGS]{{}}", TOOLS).calls
+    (odd,) = MISTRAL.parse(f"[TOOL_CALLS] [{own.replace(ID, 'x')}]", TOOLS).calls
+    assert first.id == named.id == ID
+    assert again.id.startswith("call_")
+    assert odd.id.startswith("call_")
+
+
+def test_an_unknown_parser_is_refused_with_the_known_names() -> None:
     with pytest.raises(UserError, match="use one of hermes, qwen3_coder, llama3_json, mistral"):
         parser_named("hermess")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        *(("command", text, text) for text in ("5", "true", "null", '{"a": 1}', "  two\n lines\n")),
+        ("count", " 5 ", 5),
+        ("count", "5.0", 5),
+        *(("count", text, text) for text in ("5.5", "five", "true")),
+        ("ratio", "5", 5),
+        ("ratio", "0.5", 0.5),
+        ("ratio", "NaN", "NaN"),
+        ("force", "true", True),
+        ("force", "False", False),
+        ("force", "1", "1"),
+        ("names", '["a", "b"]', ["a", "b"]),
+        ("names", "a, b", "a, b"),
+        ("names", "[1e999]", "[1e999]"),
+        ("options", '{"a": {"b": null}}', {"a": {"b": None}}),
+        ("options", "{'a': 1}", "{'a': 1}"),
+        ("maybe", "null", None),
+        ("maybe", "5", "5"),
+        ("limit", "7", 7),
+        ("limit", "None", None),
+        *((key, "7", "7") for key in ("level", "loop", "open", "unknown")),
+        ("level", "low", "low"),
+        ("mode", "2", 2),
+    ],
+)
+def test_bare_text_has_the_type_that_its_schema_says(name: str, text: str, value: Any) -> None:
+    (found,) = CODER.parse(coder("now", **{name: text}), TOOLS).calls
+    assert found.error is None
+    assert json.loads(found.arguments_text) == {name: value}
+    (found,) = CODER.parse(coder("now", **{name: text})).calls  # a tool that is not offered
+    assert json.loads(found.arguments_text) == {name: text}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"$ref": "#/$defs/Missing"}, "5"),
+        ({"$ref": "https://example.com/schema"}, "5"),
+        ({"$ref": "#/properties/count"}, 5),
+        ("nonsense", "5"),
+    ],
+)
+def test_references_to_nothing_leave_text(schema: Any, value: Any) -> None:
+    assert typed("5", schema, SCHEMA) == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a </parameter> b </function> c </tool_call> d",
+        "<tool_call>\n<function=x>\n",
+        "<parameter=path>",
+        "line\n</tool_call>\nline",
+        "",
+        "\n",
+        "\n\nkept\n\n",
+        "<think>no</think>",
+    ],
+)
+def test_values_may_contain_tags(value: str) -> None:
+    for values in ({"content": value, "path": "a"}, {"path": "a", "content": value}):
+        text = coder("now", **values)
+        (found,) = CODER.parse(text, TOOLS).calls
+        assert json.loads(found.arguments_text) == values
+        assert (found.error, found.end) == (None, len(text))
+
+
+# Whatever a model writes.
+
+PIECES = st.sampled_from(
+    (
+        *("<tool_call>", "</tool_call>", "\n", " ", '{"name": "now"', ', "arguments": ', "{}", "}"),
+        *("{", '"', "\\", "<function=now>", "</function>", "<parameter=command>", "</parameter>"),
+        *("<think>", "</think>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>"),
+        *('{"name": "now", "parameters": ', '{"name": "", "arguments": ', '"id": "abcdefgh1"'),
+        *("now", "[", "]", ",", ";", "word", "\ud800", "[" * 500),
+    )
+)
+ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "command": texts(),
+        "count": st.integers(),
+        "names": st.lists(st.integers() | st.booleans() | st.none(), max_size=3),
+        "force": st.booleans(),
+    },
+)
+
+
+@every_parser
+@given(text=st.lists(PIECES, max_size=12).map("".join), opened=st.booleans())
+@settings(max_examples=300)
+def test_any_text_is_split_into_parts(parser: ToolCallParser, text: str, opened: bool) -> None:
+    parsed = parser.parse(text, TOOLS, opened=opened)
+    assert parsed == parser.parse(text, TOOLS, opened=opened)
+    places = [(call.start, call.end) for call in parsed.calls]
+    assert all(start < end for start, end in places)
+    assert all(before[1] <= after[0] for before, after in pairwise(places))
+    assert len({call.id for call in parsed.calls}) == len(parsed.calls)
+    assert all(call.error is not None or call.name for call in parsed.calls)
+    message = parsed.message(text)
+    assert message.raw_content == text or (message.raw_content is None and parsed.content == text)
+    assert parsed.suspected_unparsed == looks_unparsed(message, TOOLS)
+
+
+@pytest.mark.parametrize("family", ["chatml", "coder", "llama3", "mistral"])
+@given(drawn=st.lists(ARGUMENTS, min_size=1, max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_what_a_template_writes_its_parser_reads(family: str, drawn: list[dict[str, Any]]) -> None:
+    renderer = tiny_renderer(family)
+    arguments = [
+        {key: _storable(value, family) for key, value in one.items()}
+        for one in (drawn[:1] if family == "llama3" else drawn)
+    ]
+    calls = tuple(
+        ToolCall(id=f"callid00{n}", name="terminal", arguments=json.dumps(one))
+        for n, one in enumerate(arguments)
+    )
+    ask = UserMessage(content="Go.")
+    whole = renderer.text([ask, AssistantMessage(tool_calls=calls)], TOOLS, generation_prompt=False)
+    answer = whole.removeprefix(renderer.text([ask], TOOLS))
+    assert answer != whole
+    for end in ("\n", "<|im_end|>", "<|eom_id|>", "</s>"):
+        answer = answer.removesuffix(end)
+    parsed = parser_named(renderer.parser_name).parse(answer, TOOLS)
+    assert [call.error for call in parsed.calls] == [None] * len(calls)
+    assert [json.loads(call.arguments_text) for call in parsed.calls] == arguments
+    assert parsed.content == ""
+    if family == "mistral":
+        assert [call.id for call in parsed.calls] == [call.id for call in calls]
+
+
+def _storable(value: Any, family: str) -> Any:
+    """Text without lone surrogates; for the form without escapes, without what closes a value."""
+    if not isinstance(value, str):
+        return value
+    text = value.encode("utf-8", "replace").decode()
+    return text.replace("<", "(") if family == "coder" else text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r'<tool_call>{"name": "a\qb", "arguments": {}}</tool_call>',
+        r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>',
+        r'<tool_call>{"name": "now", "arguments": "\ud800"}</tool_call>',
+        coder("now", names='["\\ud800"]'),
+    ],
+)
+@every_parser
+def test_lone_surrogates_give_a_message_that_can_be_stored(
+    parser: ToolCallParser, text: str
+) -> None:
+    assert msgspec.json.encode(parser.parse(text, TOOLS).message(text))

@@ -47,59 +47,44 @@ def test_a_template_that_keeps_reasoning_is_preserved() -> None:
     assert finding.lines() == []
 
 
-def test_an_empty_thought_is_told_but_bridged() -> None:
-    finding = tiny_renderer("qwen3", enable_thinking=False).preserves_prefix()
-    assert outcomes(finding)["a tool call"] == "bridged"
-    assert any("empty reasoning" in line for line in finding.lines())
+CHATML = TEMPLATES["chatml"]
+NUMBERED = (
+    "{% for m in messages %}<|im_start|>{{ loop.revindex }} {{ m.role }}\n{{ m.content }}<|im_end|>"
+    "{% endfor %}"
+)
+ONLY_USERS = "{% for m in messages if m.role == 'user' %}<|im_start|>{{ m.content }}{% endfor %}"
+OPENS_REASONING = CHATML.replace(
+    "add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}",
+    "add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}",
+)
 
 
-def test_an_opening_that_history_does_not_show_is_told() -> None:
-    opened = TEMPLATES["chatml"].replace(
-        "add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}",
-        "add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}",
-    )
-    finding = finding_of(opened)
-    assert outcomes(finding)["a tool call"] == "bridged"
-    assert any("does not open such a turn with" in line for line in finding.lines())
-
-
-def test_tools_that_move_are_told() -> None:
-    finding = tiny_renderer("mistral").preserves_prefix()
-    assert {case.name for case in finding.forks} == {
-        "a question after an answer, tools offered",
-        "a question after tools",
-    }
-    assert outcomes(finding)["several tool calls"] == "identical"
-
-
-def test_a_day_is_told_and_fixed() -> None:
-    finding = tiny_renderer("llama3").preserves_prefix()
-    assert "the template writes the day; every prompt says 2024-07-26" in finding.notes
-    assert outcomes(finding)["a tool call"] == "identical"
-
-
-def test_a_template_with_one_call_a_turn_is_told() -> None:
-    finding = tiny_renderer("llama3").preserves_prefix()
-    assert outcomes(finding)["several tool calls"] == "bridged"
-    assert any("writes one call a turn" in line for line in finding.lines())
-
-
-def test_a_template_that_numbers_its_messages_from_the_end_forks() -> None:
-    source = (
-        "{% for m in messages %}<|im_start|>{{ loop.revindex }} {{ m.role }}\n{{ m.content }}"
-        "<|im_end|>{% endfor %}"
-    )
-    finding = finding_of(source)
-    assert outcomes(finding)["a question after an answer"] == "forks"
-    assert outcomes(finding)["a tool call"] == "refused"
-    assert "rewrites what comes before" in finding.forks[0].why
-
-
-def test_a_template_that_writes_no_answers_forks() -> None:
-    source = "{% for m in messages if m.role == 'user' %}<|im_start|>{{ m.content }}{% endfor %}"
-    finding = finding_of(source)
-    assert outcomes(finding)["a question after an answer"] == "forks"
-    assert "does not write the assistant's turn" in finding.forks[0].why
+@pytest.mark.parametrize(
+    ("template", "probe", "outcome", "why"),
+    [
+        ("qwen3 without thinking", "a tool call", "bridged", "empty reasoning"),
+        (OPENS_REASONING, "a tool call", "bridged", "does not open such a turn with"),
+        ("mistral", "a question after tools", "forks", "rewrites what comes before"),
+        ("mistral", "a question after an answer, tools offered", "forks", "rewrites"),
+        ("mistral", "several tool calls", "identical", ""),
+        ("llama3", "a tool call", "identical", "every prompt says 2024-07-26"),
+        ("llama3", "several tool calls", "bridged", "writes one call a turn"),
+        (NUMBERED, "a question after an answer", "forks", "rewrites what comes before"),
+        (NUMBERED, "a tool call", "refused", "writes no tool calls"),
+        (ONLY_USERS, "a question after an answer", "forks", "does not write the assistant's turn"),
+    ],
+)
+def test_what_a_template_does_to_earlier_turns_is_reported(
+    template: str, probe: str, outcome: str, why: str
+) -> None:
+    family, _, without = template.partition(" without ")
+    if family in TEMPLATES:
+        variables = {"enable_thinking": False} if without else {}
+        finding = tiny_renderer(family, **variables).preserves_prefix()
+    else:
+        finding = finding_of(template)
+    assert outcomes(finding)[probe] == outcome
+    assert any(why in line for line in finding.lines())
 
 
 @pytest.mark.parametrize(
