@@ -40,7 +40,7 @@ from batch_runner.settings import (
 from batch_runner.worker import WorkerSpec
 from hermes_rl.aio import run_sync
 from hermes_rl.config import RunConfig, to_yaml
-from hermes_rl.definitions import extra_body_of, policy_of, sampling_of
+from hermes_rl.definitions import extra_body_of, policy_of, sampling_of, sent_seed
 from hermes_rl.errors import DiskFull, cause_of
 from hermes_rl.models.rate.coordinator import Coordinator
 from hermes_rl.models.tokens.plan import TokenPlan
@@ -284,7 +284,7 @@ class _Run:
         """Keep how the run gets token ids, where it wants them, and show it."""
         self.tokens = plan
         config = self.settings.config
-        sampling = policy_of(config).complete(sampling_of(config, 0))
+        sampling = policy_of(config).complete(sampling_of(config.model, sent_seed(config, 0)))
         extra = extra_body_of(config, config.model.name)
         for line in plan.lines(sampling, extra) if plan is not None else ():
             self.progress.note(line)

@@ -46,7 +46,8 @@ from hermes_rl.agent import (
 )
 from hermes_rl.aio import LoopThread
 from hermes_rl.config import ModelConfig
-from hermes_rl.config_endpoint import EndpointSection, given_reach
+from hermes_rl.config_endpoint import ConnectionSection, EndpointSection
+from hermes_rl.definitions import sampling_of
 from hermes_rl.errors import HermesError, Interrupted, ModelError, UserError, end_reason_of
 from hermes_rl.events import EventLog
 from hermes_rl.messages import Message, conversation_from_openai, to_openai, with_unique_ids
@@ -91,18 +92,12 @@ async def open_link(model: object) -> AsyncIterator[Link]:
         raise UserError("model 'oracle' plays a task's solution; use `hermes-rl run` for it")
     key = config.api_key.get_secret_value() if config.api_key else None
     own = bool(key) or config.key_command is not None
-    where = EndpointSection(
-        provider=config.provider,
-        base_url=config.base_url,
-        api_key_env=_EXPLICIT_KEY if own else config.api_key_env if key is None else "",
-        key_commands={_EXPLICIT_KEY: config.key_command} if config.key_command else {},
-        api_mode=config.api_mode,
-        transport=config.transport,
-        fallbacks=config.fallbacks,
-        first_byte_seconds=config.first_byte_seconds,
-        idle_seconds=config.idle_seconds,
-        **given_reach(config),
-    )
+    shared = config.model_dump(include=set(ConnectionSection.model_fields), exclude_defaults=True)
+    if own or key is not None:
+        shared["api_key_env"] = _EXPLICIT_KEY if own else ""
+    if config.key_command is not None:
+        shared["key_commands"] = {_EXPLICIT_KEY: config.key_command}
+    where = EndpointSection(**shared)
     targets = targets_of(where, extra=config.extra_body, stop=config.stop)
     keys: dict[str, str] = {}
     if asks_endpoint(config.name, where):
@@ -111,17 +106,9 @@ async def open_link(model: object) -> AsyncIterator[Link]:
         keys = await asyncio.to_thread(find_keys, places, environ, where.key_commands)
     held = Keys.renewed_by(where.key_commands, keys)
     share = Share(maximum=_CALLS_AT_ONCE)
-    sampling = Sampling(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        max_tokens=config.max_tokens,
-        reasoning=config.reasoning,
-        stop=config.stop,
-    )
     async with AsyncExitStack() as stack:
         routes = await open_models(config.name, where, {config.name: targets}, stack, held, share)
-        yield Link(config.name, sampling, routes or Sole(NoopClient(), share))
+        yield Link(config.name, sampling_of(config), routes or Sole(NoopClient(), share))
 
 
 @asynccontextmanager

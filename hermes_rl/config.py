@@ -25,24 +25,21 @@ from pydantic import (
     Field,
     SecretStr,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
 from hermes_rl import __version__
-from hermes_rl.config_agent import AgentSection, Positive
+from hermes_rl.config_agent import AgentSection
 from hermes_rl.config_endpoint import (
-    ApiMode,
+    ConnectionSection,
     EndpointSection,
     EnvSection,
-    ExtraBody,
-    Fallbacks,
+    PolicySamplingSection,
+    Positive,
     ProviderSection,
-    ReachSection,
     Seconds,
     Section,
     check_address,
-    join_names,
 )
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import nearest_file, refusal
@@ -198,13 +195,6 @@ def _line_of(node: yaml.Node | None, key: str) -> int | None:
 Dollar = Annotated[float, Field(gt=0, le=1_000_000_000, allow_inf_nan=False)]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-TopK = Annotated[int, Field(ge=-1)]
-Stops = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...],
-    BeforeValidator(lambda given: (given,) if isinstance(given, str) else given),
-]
-
-
 PLAYED_MODELS = ("oracle", "noop")
 """Models that are played by the harness: no endpoint, no tokens."""
 
@@ -252,7 +242,7 @@ class DatasetSection(Section):
         return given
 
 
-class ModelSection(Section):
+class ModelSection(PolicySamplingSection):
     """Identity: who answers, and how it is sampled."""
 
     name: str
@@ -261,19 +251,6 @@ class ModelSection(Section):
     """Models and their weights: one is drawn for each unit, by the unit's seed, and answers all of
     its calls. The weights are shares of their sum. Those that are not at the run's endpoint have a
     place in `endpoint.places`."""
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    max_tokens: Positive | None = None
-    """Output tokens per call."""
-    top_k: TopK | None = None
-    """-1 is no limit."""
-    stop: Stops = ()
-    """Texts that end an answer; one, or several as a list."""
-    reasoning: str | None = None
-    """Reasoning effort, as the provider spells it."""
-    extra_body: ExtraBody = Field(default_factory=dict)
-    """Further fields of each request's body, for what only one provider knows. Places and fallbacks
-    that are somewhere else have their own."""
 
     @model_validator(mode="before")
     @classmethod
@@ -361,7 +338,8 @@ class RunConfig(Section):
         self._refuse_half_characters()
         self._refuse_models()
         self._refuse_idle_budgets()
-        check_address(self.endpoint.base_url, "endpoint.base_url")
+        if self.endpoint.base_url is not None:
+            check_address(self.endpoint.base_url, "endpoint.base_url")
         if self.sandbox.backend == "none" and not self.run.allow_unsandboxed:
             raise UserError(
                 "--sandbox none runs the model's commands as you, on this machine. "
@@ -422,39 +400,13 @@ class RunConfig(Section):
             )
 
 
-class ModelConfig(ReachSection):
+class ModelConfig(ConnectionSection, PolicySamplingSection):
     """A model for `AIAgent`, with its endpoint."""
 
     name: str
-    base_url: str | None = None
     api_key: SecretStr | None = None
-    api_key_env: str | None = None
     key_command: Annotated[str, Field(min_length=1)] | None = None
     """Prints the key, for one that does not live long; see `endpoint.key_commands` of a run."""
-    api_mode: ApiMode | None = None
-    provider: str | None = None
-    transport: Literal["http", "sdk"] = "http"
-    fallbacks: Fallbacks = ()
-    """Asked in this order when the model cannot answer."""
-    first_byte_seconds: Seconds = 600.0
-    idle_seconds: Seconds = 120.0
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    max_tokens: Positive | None = None
-    top_k: TopK | None = None
-    stop: Stops = ()
-    reasoning: str | None = None
-    extra_body: ExtraBody = Field(default_factory=dict)
-
-    @field_validator("base_url")
-    @classmethod
-    def _plain(cls, given: str | None) -> str | None:
-        return check_address(given, "base_url")
-
-    @field_validator("api_key_env", mode="before")
-    @classmethod
-    def _join(cls, given: Any) -> Any:
-        return join_names(given)
 
 
 def parse_config(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from hermes_rl.config_endpoint import Seconds, Section
+from hermes_rl.config_endpoint import Positive, Seconds, Section, read_text_file
 from hermes_rl.errors import UserError
 from hermes_rl.messages import (
     AssistantMessage,
@@ -20,7 +19,6 @@ from hermes_rl.messages import (
     from_openai,
 )
 
-Positive = Annotated[int, Field(ge=1, le=1_000_000_000_000_000)]
 Preset = Literal["interactive", "datagen", "rl"]
 
 _EPHEMERAL, _PREFILL = "agent.ephemeral_system_prompt", "agent.prefill"
@@ -152,19 +150,10 @@ def _text(given: str | None, check: str, what: str) -> str | None:
     if given is None or not given.startswith("@"):
         return given
     path = given[1:]
-    text = _read(path, check)
+    text = read_text_file(path, check)
     if text.startswith("@"):  # run.yaml would be read as naming another file
         raise UserError(f"{path}: {what} cannot begin with '@'. Begin it otherwise")
     return text
-
-
-def _read(path: str, check: str) -> str:
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}. Check {check}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: not valid UTF-8 text. Check {check}") from None
 
 
 def _json_file(given: str) -> tuple[str, Any]:
@@ -173,7 +162,7 @@ def _json_file(given: str) -> tuple[str, Any]:
         raise UserError(f"'{_PREFILL}' is {given!r}: write a list of messages, or @FILE")
     path = given[1:]
     try:
-        return path, json.loads(_read(path, _PREFILL))
+        return path, json.loads(read_text_file(path, _PREFILL))
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path}:{error.lineno}: not valid JSON ({error.msg}). Fix that line"

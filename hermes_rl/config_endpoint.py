@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -32,7 +33,92 @@ from hermes_rl.input_errors import refusal
 _VARIABLE = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _TELLING = re.compile(r"auth|cookie|key|token|secret|passw|credential|session|signature", re.I)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _KEY_LIKE = re.compile(r"(bearer|basic|token)\s|(sk|pk|gsk|xai|key|hf|nvapi|or)[-_]|eyJ", re.I)
+
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+PerMinute = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+ApiMode = Literal["chat_completions", "codex_responses", "anthropic_messages"]
+KeyStrategy = Literal["fill_first", "round_robin", "random", "least_used"]
+Dollars = Annotated[Decimal, Field(ge=0, le=1_000_000_000, allow_inf_nan=False)]
+Positive = Annotated[int, Field(ge=1, le=1_000_000_000_000_000)]
+
+_SECRET = {"api_key", "apikey", "api-key", "authorization", "x-api-key"}
+
+
+def _json_body(given: dict[str, Any]) -> dict[str, Any]:
+    """As JSON has it: names are texts, also those that YAML reads as numbers or truth values."""
+    try:
+        body: dict[str, Any] = json.loads(json.dumps(given, allow_nan=False))
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError("has to hold what JSON can: texts, numbers, lists, mappings") from None
+    if held := sorted(_names_in(body) & _SECRET):
+        raise UserError(
+            f"extra_body holds {held[0]!r}, and would be stored with the run. Name the variable "
+            "that holds the key with --api-key-env"
+        )
+    return body
+
+
+def _names_in(value: Any) -> set[str]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    own = {name.lower() for name in value} if isinstance(value, dict) else set()
+    return own.union(*map(_names_in, inner))
+
+
+def check_address(address: str, key: str) -> str:
+    """The address. Raises: UserError when it is none, or holds what run.yaml must not."""
+    try:
+        where = urlsplit(address)
+    except ValueError:  # the text itself is not shown: it may hold a password
+        raise UserError(
+            f"'{key}' is not an address. Use for example http://127.0.0.1:8000/v1"
+        ) from None
+    if "@" in where.netloc or where.query:
+        raise UserError(
+            f"'{key}' holds a user, a password or a query. Take that out, and name "
+            "the variable that holds the key with --api-key-env"
+        )
+    return address
+
+
+def join_names(given: Any) -> Any:
+    """A list of names as one text with commas.
+
+    Raises: UserError for a text that is not a variable name: likely the key, so it is not shown.
+    """
+    if isinstance(given, list | tuple) and all(isinstance(name, str) for name in given):
+        given = ",".join(given)
+    if isinstance(given, str) and not all(map(_NAME.fullmatch, split_names(given))):
+        raise UserError(
+            "'api_key_env' is not the name of a variable. Put the key into a variable, "
+            "and name that"
+        )
+    return given
+
+
+def split_names(text: str | None) -> tuple[str, ...]:
+    """The names in a text with commas, each once, in order."""
+    names = (name.strip() for name in (text or "").split(","))
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
+def read_text_file(path: str, key: str) -> str:
+    """The text of a file that a key names. Raises: UserError."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}. Check {key}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not valid UTF-8 text. Check {key}") from None
+
+
+ExtraBody = Annotated[dict[str, Any], AfterValidator(_json_body)]
+"""Further fields for the body of each request."""
+BaseUrl = Annotated[str, AfterValidator(partial(check_address, key="base_url"))]
+KeyNames = Annotated[str, BeforeValidator(join_names)]
+"""Names of variables that hold keys, as one text with commas."""
 
 
 class Section(BaseModel):
@@ -124,45 +210,46 @@ def check_proxy(address: str, place: str) -> None:
         raise UserError(f"{place} is not a proxy address. Use for example http://127.0.0.1:3128")
 
 
-def given_reach(section: ReachSection) -> dict[str, Any]:
-    """The keys that a section sets."""
-    values = {"ca_file": section.ca_file, "proxy": section.proxy, "headers": section.headers}
-    return {name: value for name, value in values.items() if value}
+class PlacedSection(ReachSection):
+    """Where a model is, and how it is reached."""
+
+    provider: str | None = None
+    """A known provider, or one of `providers`: address, key variable, mode and ways of its own."""
+    base_url: BaseUrl | None = None
+    api_key_env: KeyNames | None = None
+    """Name of the environment variable that holds the key; several, with commas or as a list, are
+    accounts that take turns."""
+    api_mode: ApiMode | None = None
+
+    def place_keys(self) -> dict[str, Any]:
+        """The keys that are set, of those that every place has."""
+        return self.model_dump(include=set(PlacedSection.model_fields), exclude_defaults=True)
 
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-PerMinute = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-ApiMode = Literal["chat_completions", "codex_responses", "anthropic_messages"]
-KeyStrategy = Literal["fill_first", "round_robin", "random", "least_used"]
-Dollars = Annotated[Decimal, Field(ge=0, le=1_000_000_000, allow_inf_nan=False)]
+class SamplingSection(Section):
+    """How a model is sampled."""
+
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_tokens: Positive | None = None
+    """Output tokens per call."""
+    reasoning: str | None = None
+    """Reasoning effort, as the provider spells it."""
+    extra_body: ExtraBody = Field(default_factory=dict)
+    """Further fields of each request's body, for what only one provider knows. Places and fallbacks
+    that are somewhere else have their own."""
 
 
-_SECRET = {"api_key", "apikey", "api-key", "authorization", "x-api-key"}
+class PolicySamplingSection(SamplingSection):
+    """How the policy is sampled."""
 
-
-def _json_body(given: dict[str, Any]) -> dict[str, Any]:
-    """As JSON has it: names are texts, also those that YAML reads as numbers or truth values."""
-    try:
-        body: dict[str, Any] = json.loads(json.dumps(given, allow_nan=False))
-    except (TypeError, ValueError, RecursionError):
-        raise ValueError("has to hold what JSON can: texts, numbers, lists, mappings") from None
-    if held := sorted(_names_in(body) & _SECRET):
-        raise UserError(
-            f"extra_body holds {held[0]!r}, and would be stored with the run. Name the variable "
-            "that holds the key with --api-key-env"
-        )
-    return body
-
-
-def _names_in(value: Any) -> set[str]:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    own = {name.lower() for name in value} if isinstance(value, dict) else set()
-    return own.union(*map(_names_in, inner))
-
-
-ExtraBody = Annotated[dict[str, Any], AfterValidator(_json_body)]
-"""Further fields for the body of each request."""
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    """-1 is no limit."""
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    ] = ()
+    """Texts that end an answer; one, or several as a list."""
 
 
 class LongPrice(Section):
@@ -204,10 +291,12 @@ class PriceSection(Section):
 class ProviderSection(Section):
     """A provider of the user's own, or other facts of a known one; what is left out stays."""
 
-    base_url: str | None = None
+    base_url: (
+        Annotated[str, AfterValidator(partial(check_address, key="providers.NAME.base_url"))] | None
+    ) = None
     hosts: tuple[str, ...] | None = None
     """Hosts that are known as this provider; `*` stands for anything."""
-    api_key_env: str | None = None
+    api_key_env: KeyNames | None = None
     """The variable that holds the key; the empty text means that none is needed."""
     api_mode: ApiMode | None = None
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] | None = None
@@ -230,38 +319,14 @@ class ProviderSection(Section):
     reports_cost: bool | None = None
     """Its answers say in `usage.cost` what they cost in US dollars."""
 
-    @field_validator("base_url")
-    @classmethod
-    def _plain(cls, given: str | None) -> str | None:
-        return check_address(given, "providers.NAME.base_url")
 
-    @field_validator("api_key_env", mode="before")
-    @classmethod
-    def _join(cls, given: Any) -> Any:
-        return join_names(given)
-
-
-class PlaceSection(ReachSection):
+class PlaceSection(PlacedSection):
     """Where one model is. What is left out is the run's, where the provider is the run's too."""
 
     model: str | None = None
     """What it is called there; None is its name here."""
-    provider: str | None = None
-    base_url: str | None = None
-    api_key_env: str | None = None
-    api_mode: ApiMode | None = None
     extra_body: ExtraBody | None = None
     """In the place of the run's `model.extra_body`."""
-
-    @field_validator("base_url")
-    @classmethod
-    def _plain(cls, given: str | None) -> str | None:
-        return check_address(given, "base_url")
-
-    @field_validator("api_key_env", mode="before")
-    @classmethod
-    def _join(cls, given: Any) -> Any:
-        return join_names(given)
 
 
 class RatesSection(Section):
@@ -292,23 +357,29 @@ Fallbacks = Annotated[tuple[FallbackSection, ...], BeforeValidator(_with_names)]
 """One or several; a name alone is a model at the run's own endpoint."""
 
 
-class EndpointSection(ReachSection):
+class ConnectionSection(PlacedSection):
+    """What a run and `AIAgent` set alike about the way to a model."""
+
+    transport: Literal["http", "sdk"] = "http"
+    fallbacks: Fallbacks = ()
+    """Asked in this order when the model cannot answer; none with the preset `rl`."""
+    first_byte_seconds: Seconds = 600.0
+    """How long a request waits for the first byte of its answer."""
+    idle_seconds: Seconds = 120.0
+    """How long an answer that began may stand still."""
+
+
+class EndpointSection(ConnectionSection):
     """Where the model is; not identity."""
 
-    provider: str | None = None
-    """A known provider, or one of `providers`: address, key variable, mode and ways of its own."""
     base_url: str | None = None
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the key; several, with commas or as a list, are
-    accounts that take turns."""
+    """`RunConfig` checks it, and names it."""
     key_commands: dict[str, Annotated[str, Field(min_length=1)]] = Field(default_factory=dict)
     """Variable -> the command that prints its key, for keys that do not live long. It is run by
     `/bin/sh` at the start, when the endpoint refuses the key, and before a key ends that says when.
     """
     key_strategy: KeyStrategy = "fill_first"
     """Which of several accounts is next."""
-    api_mode: ApiMode | None = None
-    transport: Literal["http", "sdk"] = "http"
     stream: bool = False
     prompt_cache: Literal["5m", "1h", "off"] = "5m"
     """How long a provider that caches only what is marked (Anthropic; OpenRouter for Claude) keeps
@@ -324,8 +395,6 @@ class EndpointSection(ReachSection):
     """
     places: dict[str, PlaceSection] = Field(default_factory=dict)
     """Models of a mix that are somewhere else."""
-    fallbacks: Fallbacks = ()
-    """Asked in this order when the model cannot answer; none with the preset `rl`."""
     prices: dict[str, PriceSection | None] = Field(default_factory=dict)
     """What models cost here, by `model` or `provider/model`; null is unpriced. `@FILE` reads it
     from a YAML file."""
@@ -335,20 +404,11 @@ class EndpointSection(ReachSection):
     first_answer_seconds: Seconds = 60.0
     """How long a run goes on while its endpoint has never given a sign of life: an answer, a
     refusal with a reason, or a word that it is busy or loading (429, 503, 529)."""
-    first_byte_seconds: Seconds = 600.0
-    """How long a request waits for the first byte of its answer."""
-    idle_seconds: Seconds = 120.0
-    """How long an answer that began may stand still."""
 
     @property
     def key_names(self) -> tuple[str, ...]:
         """The variables that hold the keys."""
         return split_names(self.api_key_env)
-
-    @field_validator("api_key_env", mode="before")
-    @classmethod
-    def _join(cls, given: Any) -> Any:
-        return join_names(given)
 
     @field_validator("key_commands")
     @classmethod
@@ -366,10 +426,21 @@ class EndpointSection(ReachSection):
 
     @field_validator("prices", mode="before")
     @classmethod
-    def _read(cls, given: Any) -> Any:
-        if not isinstance(given, str):
-            return given
-        return read_prices_file(given)
+    def _read_prices(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if not value.startswith("@"):
+            raise UserError(f"'endpoint.prices' is {value!r}: write a mapping, or @FILE")
+        path = value[1:]
+        try:
+            data = yaml.safe_load(read_text_file(path, "endpoint.prices"))
+        except yaml.YAMLError:
+            raise UserError(f"{path}: not valid YAML. Check endpoint.prices") from None
+        if not isinstance(data, dict):
+            raise UserError(
+                f"{path}: must hold models and their prices, as `gpt-5: {{input: 1, ...}}`"
+            )
+        return data
 
 
 def extra_of(runs: Mapping[str, Any], said: PlaceSection | None) -> Mapping[str, Any]:
@@ -385,101 +456,16 @@ def extra_of(runs: Mapping[str, Any], said: PlaceSection | None) -> Mapping[str,
     return {} if elsewhere else runs
 
 
-def check_address(given: str | None, key: str) -> str | None:
-    """An address as given. Raises: UserError when it is none, or holds what run.yaml must not."""
-    try:
-        where = urlsplit(given or "")
-    except ValueError:  # the text itself is not shown: it may hold a password
-        raise UserError(
-            f"'{key}' is not an address. Use for example http://127.0.0.1:8000/v1"
-        ) from None
-    if "@" in where.netloc or where.query:
-        raise UserError(
-            f"'{key}' holds a user, a password or a query. Take that out, and name "
-            "the variable that holds the key with --api-key-env"
-        )
-    return given
-
-
-def join_names(given: Any) -> Any:
-    """A list of names as one text with commas.
-
-    Raises: UserError for a text that is not a variable name: likely the key, so it is not shown.
-    """
-    if isinstance(given, list | tuple) and all(isinstance(name, str) for name in given):
-        given = ",".join(given)
-    if isinstance(given, str) and not all(map(_NAME.fullmatch, split_names(given))):
-        raise UserError(
-            "'api_key_env' is not the name of a variable. Put the key into a variable, "
-            "and name that"
-        )
-    return given
-
-
-def split_names(text: str | None) -> tuple[str, ...]:
-    """The names in a text with commas, each once, in order."""
-    names = (name.strip() for name in (text or "").split(","))
-    return tuple(dict.fromkeys(name for name in names if name))
-
-
-def read_prices_file(given: str) -> Any:
-    """The mapping in a YAML file that `@FILE` names. Raises: UserError."""
-    if not given.startswith("@"):
-        raise UserError(f"'endpoint.prices' is {given!r}: write a mapping, or @FILE")
-    path = given[1:]
-    try:
-        data = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}. Check endpoint.prices") from None
-    except (UnicodeDecodeError, yaml.YAMLError):
-        raise UserError(f"{path}: not valid YAML. Check endpoint.prices") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: must hold models and their prices, as `gpt-5: {{input: 1, ...}}`")
-    return data
-
-
-Whole = Annotated[int, Field(ge=1, le=1_000_000_000)]
-
-
-class ModelPlace(ReachSection):
-    """A judge or a simulated user: name and sampling are identity, the place is not."""
+class ModelPlace(PlacedSection, SamplingSection):
+    """A judge or a simulated user: name and sampling are identity, the place is not. Without a
+    provider and an address it is at the run's endpoint."""
 
     name: str
-    provider: str | None = None
-    base_url: str | None = None
-    """None, without a provider, is the run's endpoint."""
-    api_key_env: str | None = None
-    api_mode: ApiMode | None = None
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    max_tokens: Whole | None = None
-    """Output tokens per call."""
-    reasoning: str | None = None
-    extra_body: ExtraBody = Field(default_factory=dict)
-    """Further fields of each request's body."""
-
-    @field_validator("base_url")
-    @classmethod
-    def _plain(cls, given: str | None) -> str | None:
-        return check_address(given, "env.judge.base_url, env.user.base_url")
-
-    @field_validator("api_key_env", mode="before")
-    @classmethod
-    def _join(cls, given: Any) -> Any:
-        return join_names(given)
 
     @property
     def place(self) -> PlaceSection:
         """Where it is, as the endpoint's places say it."""
-        return PlaceSection(
-            model=self.name,
-            provider=self.provider,
-            base_url=self.base_url,
-            api_key_env=self.api_key_env,
-            api_mode=self.api_mode,
-            extra_body=self.extra_body,
-            **given_reach(self),
-        )
+        return PlaceSection(model=self.name, extra_body=self.extra_body, **self.place_keys())
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -4,12 +4,13 @@ written, nothing is opened."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from hermes_rl.agent import WORDINGS, Limits, Policy, preset, system_prompt
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig, SandboxSection
 from hermes_rl.config_agent import AgentSection, LimitsSection
-from hermes_rl.config_endpoint import extra_of
+from hermes_rl.config_endpoint import SamplingSection, extra_of
 from hermes_rl.errors import TaskFault, UserError
 from hermes_rl.identity import digest
 from hermes_rl.models.base import Sampling
@@ -52,18 +53,10 @@ def policy_of(config: RunConfig) -> Policy:
     return preset(config.agent.preset).switched({**own, **config.agent.switches})
 
 
-def sampling_of(config: RunConfig, seed: int) -> Sampling:
-    """The sampling that the configuration sets, with the unit's seed where it is sent."""
-    model = config.model
-    return Sampling(
-        temperature=model.temperature,
-        top_p=model.top_p,
-        top_k=model.top_k,
-        max_tokens=model.max_tokens,
-        reasoning=model.reasoning,
-        stop=model.stop,
-        seed=sent_seed(config, seed),
-    )
+def sampling_of(section: SamplingSection, seed: int | None = None) -> Sampling:
+    """The sampling that a section of the configuration sets."""
+    names = {field.name for field in fields(Sampling)}
+    return Sampling(**section.model_dump(include=names), seed=seed)
 
 
 def sent_seed(config: RunConfig, seed: int) -> int | None:
@@ -117,7 +110,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
     return {
         "model": {
             **_named(config),
-            **sampling_of(config, 0).as_dict(),
+            **sampling_of(config.model).as_dict(),
             "seed": None,  # the unit's seed follows from agent.seed
             **_extra(config),
         },

@@ -22,6 +22,7 @@ from hermes_rl.definitions import (
     image_digest,
     limits_of,
     sampling_of,
+    sent_seed,
     system_text,
     toolsets_of,
 )
@@ -156,7 +157,9 @@ class RunContext:
             endpoint=seen.endpoint,
             toolsets=toolsets,
             tools=tools,
-            sampling=policy.complete(sampling_of(self.config, item.seed)),
+            sampling=policy.complete(
+                sampling_of(self.config.model, sent_seed(self.config, item.seed))
+            ),
             policy=policy,
             limits=limits_of(self.config.agent.limits, item.task),
             system=own or system_text(self.config, tools),

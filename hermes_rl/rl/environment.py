@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Se
 
 from pydantic import Field, model_validator
 
-from hermes_rl.config_agent import LimitsSection, Positive
-from hermes_rl.config_endpoint import Section
+from hermes_rl.config_agent import LimitsSection
+from hermes_rl.config_endpoint import Positive, Section
 from hermes_rl.errors import UserError
 from hermes_rl.messages import Message
 from hermes_rl.rl.context import RolloutContext

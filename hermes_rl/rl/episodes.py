@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from hermes_rl.agent import AgentResult, Caller
 from hermes_rl.config_endpoint import EnvSection, ModelPlace
-from hermes_rl.definitions import sent_seed
+from hermes_rl.definitions import sampling_of, sent_seed
 from hermes_rl.errors import (
     CannotJudge,
     HermesError,
@@ -79,13 +79,7 @@ def _calls(
     purpose: str, place: ModelPlace, stage: Stage
 ) -> tuple[Caller, Sampling, Callable[[], int]]:
     """Return what a model handle of one rollout calls with, and the rollout's current turn."""
-    sampling = Sampling(
-        temperature=place.temperature,
-        top_p=place.top_p,
-        max_tokens=place.max_tokens,
-        reasoning=place.reasoning,
-        seed=sent_seed(stage.context.config, stage.item.seed),
-    )
+    sampling = sampling_of(place, sent_seed(stage.context.config, stage.item.seed))
 
     def turn() -> int:
         for event in reversed(stage.log.events):

@@ -16,7 +16,6 @@ from hermes_rl.config_endpoint import (
     PriceSection,
     ProviderSection,
     extra_of,
-    given_reach,
 )
 from hermes_rl.errors import UserError
 from hermes_rl.models.endpoint import Endpoint, Timeouts
@@ -75,9 +74,7 @@ def _place(
         return resolve(where, known)
     if said.provider is not None or said.base_url is not None:
         return resolve(said, known)
-    given = {"api_key_env": said.api_key_env, "api_mode": said.api_mode}
-    changes = {k: v for k, v in given.items() if v is not None} | given_reach(said)
-    return resolve(where.model_copy(update=changes), known)
+    return resolve(where.model_copy(update=said.place_keys()), known)
 
 
 def targets_by_model(config: RunConfig) -> dict[str, tuple[Target, ...]]:
