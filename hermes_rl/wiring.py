@@ -148,21 +148,20 @@ class RunContext:
             raise UserError(f"tool {twice[0]!r} is in a toolset and the environment's: rename it")
         tools = {**tools, **more}
         name = drawn_model(self.config, item.seed)
-        own = item.task.system if item.task else None
+        of_task = item.task.system if item.task else None
         extra = extra_body_of(self.config, name) if self.models else {}
         seen = self.models.seen(name) if self.models else Seen("played", name)
+        sampling = sampling_of(self.config.model, sent_seed(self.config, item.seed))
         return Draw(
             model=name,
             api_mode=seen.api_mode,
             endpoint=seen.endpoint,
             toolsets=toolsets,
             tools=tools,
-            sampling=policy.complete(
-                sampling_of(self.config.model, sent_seed(self.config, item.seed))
-            ),
+            sampling=policy.complete(sampling),
             policy=policy,
             limits=limits_of(self.config.agent.limits, item.task),
-            system=own or system_text(self.config, tools),
+            system=of_task or system_text(self.config, tools),
             extra={"extra_body": extra} if extra else {},
         )
 
