@@ -16,10 +16,15 @@ from hermes_rl.identity import digest
 from hermes_rl.models.base import Sampling
 from hermes_rl.tasks import Task
 from hermes_rl.tools.base import Tool
-from hermes_rl.tools.distributions import draw_toolsets, get_distribution
-from hermes_rl.tools.registry import schema_digest, with_wording
 from hermes_rl.tools.terminal import DEFAULT_TIMEOUT_S
-from hermes_rl.tools.toolsets import DEFAULT_TOOLSETS, resolve
+from hermes_rl.tools.toolsets import (
+    DEFAULT_TOOLSETS,
+    draw_toolsets,
+    get_distribution,
+    resolve,
+    schema_digest,
+    with_wording,
+)
 
 LOCAL_SWITCHES: dict[str, bool | int] = {
     "continue_output": False,

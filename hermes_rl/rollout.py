@@ -310,7 +310,7 @@ class _Attempt:
         return ev.SandboxLeased(
             backend=given.backend,
             image=given.image,
-            digest=given.digest or await self.context.digest_of(self._image()),
+            digest=await self.context.digest_of(self._image()),
             limits=given.limits,
             seconds=seconds,
         )

@@ -70,9 +70,8 @@ from hermes_rl.sandboxes.base import SandboxBackend, SandboxSpec
 from hermes_rl.tasks import Task
 from hermes_rl.text import mask
 from hermes_rl.tools.base import Tool
-from hermes_rl.tools.registry import with_wording
 from hermes_rl.tools.terminal import with_timeout
-from hermes_rl.tools.toolsets import resolve
+from hermes_rl.tools.toolsets import resolve, with_wording
 
 BACKENDS = ("bubblewrap", "none")
 

@@ -17,7 +17,7 @@ from hermes_rl.models.unparsed import looks_unparsed
 from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.tools.base import Tool
-from hermes_rl.tools.registry import schemas
+from hermes_rl.tools.toolsets import schemas
 from hermes_rl.usage import Usage
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from hermes_rl.errors import UserError
 from hermes_rl.tasks import Task, TaskRow, Verify
-from hermes_rl.tools.distributions import get_distribution
-from hermes_rl.tools.toolsets import tool_names
+from hermes_rl.tools.toolsets import get_distribution, tool_names
 
 _SCRIPTS_AT_ONCE = 512
 """Scripts that one bash parses."""

@@ -58,11 +58,10 @@ class SandboxSpec:
 
 @dataclass(frozen=True)
 class SandboxInfo:
-    """What was given: recorded in the row."""
+    """What was provided: recorded in the row."""
 
     backend: str
     image: str | None
-    digest: str | None
     limits: dict[str, object]
     """Limits in force, by name; a limit that the machine cannot enforce is absent."""
 

@@ -50,7 +50,7 @@ class BubblewrapSandbox(ShellSandbox):
 
     def __init__(self, backend: Backend, lease: Lease, outer: Outer, shell: Shell) -> None:
         image = lease.spec.image
-        info = SandboxInfo(backend.name, image, None, backend.limits_in_force(lease))
+        info = SandboxInfo(backend.name, image, backend.limits_in_force(lease))
         files = Beneath(lease.workspace, lease.uid)
         super().__init__(info, outer, shell, recipe.WORKSPACE, files)
         self._backend = backend

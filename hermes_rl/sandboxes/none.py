@@ -42,7 +42,7 @@ class PlainSandbox(ShellSandbox):
     _tree: Tree
 
     def __init__(self, box: Path, memory: Path, tree: Tree, shell: Shell) -> None:
-        info = SandboxInfo(Subprocess.name, None, None, {"open_files": recipe.OPEN_FILES})
+        info = SandboxInfo(Subprocess.name, None, {"open_files": recipe.OPEN_FILES})
         workspace = box / "ws"
         super().__init__(info, tree, shell, str(workspace), Beneath(workspace))
         self._folders = (memory, box)

@@ -172,7 +172,10 @@ def probe(binary: str | None = None) -> Probe:
         command += ["--symlink", f"usr/{link}", f"/{link}"] if os.path.islink(f"/{link}") else []
     host_end, inner_end = socket.socketpair()
     with host_end, inner_end:
-        process = spawn.start(spawn.Launch([*command, "true"], found, uid=slot), inner_end)
+        try:
+            process = spawn.start(spawn.Launch([*command, "true"], found, uid=slot), inner_end)
+        except SandboxStartError as error:
+            return Probe(False, str(error), root=root)
         code = process.wait(timeout=20)
         host_end.setblocking(False)
         try:

@@ -3,7 +3,7 @@
 Die-with-parent follows the *thread* that spawned, so a short-lived one would take its sandboxes
 along. No preexec_fn and no user=: both cost vfork, several milliseconds in a large process. To drop
 to a slot's uid the spawning thread takes that identity for the moment of the start: to the kernel
-an identity belongs to a thread. Where the system calls' numbers are not known, `setpriv` does it.
+an identity belongs to a thread.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import ctypes
 import os
 import platform
 import select
-import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+from hermes_rl.errors import SandboxStartError
 from hermes_rl.sandboxes.files import libc
 
 T = TypeVar("T")
@@ -56,15 +56,18 @@ _PR_SET_DUMPABLE = 4
 
 @contextmanager
 def identity(uid: int | None) -> Iterator[None]:
-    """This thread as user and group `uid`, without any other group; root before and after. None,
-    or a machine whose system calls' numbers are not known, changes nothing.
+    """This thread as user and group `uid`, without any other group; root before and after. None
+    changes nothing. Raises: SandboxStartError where the system calls' numbers are not known.
 
     The saved ids stay 0, which is the way back; a program that is started loses them at its exec.
     """
-    calls = _CALLS.get(platform.machine())
-    if uid is None or calls is None:
+    if uid is None:
         yield
         return
+    calls = _CALLS.get(platform.machine())
+    if calls is None:
+        machine = platform.machine()
+        raise SandboxStartError(f"root cannot start sandboxes on {machine}: use an ordinary user")
     library = libc()
     groups = os.getgroups()
 
@@ -83,14 +86,6 @@ def identity(uid: int | None) -> Iterator[None]:
         call(calls.setresgid, 0, 0, 0)
         call(calls.setgroups, len(groups), (ctypes.c_uint32 * len(groups))(*groups))
         library.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # a change of identity clears it
-
-
-def _setpriv(uid: int) -> list[str]:
-    """The command prefix that drops to a uid and gid of this number, without any group."""
-    binary = shutil.which("setpriv", path="/usr/bin:/bin:/usr/sbin:/sbin")
-    if binary is None:
-        raise FileNotFoundError("setpriv is missing: install util-linux")
-    return [binary, f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
 
 
 class Spawner:
@@ -116,26 +111,18 @@ def start(launch: Launch, stdio: socket.socket) -> subprocess.Popen[bytes]:
     """Start a process with its own session, and all three standard
     descriptors on `stdio`. Call it in a Spawner's thread.
     """
-    if launch.uid is not None and platform.machine() not in _CALLS:
-        prefix = _setpriv(launch.uid)
-        whole = [*prefix, launch.executable, *launch.argv[1:]]
-        return _popen(whole, replace(launch, executable=prefix[0]), stdio)
     with identity(launch.uid):
-        return _popen(launch.argv, launch, stdio)
-
-
-def _popen(argv: Sequence[str], launch: Launch, stdio: socket.socket) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        argv,
-        executable=launch.executable,
-        stdin=stdio.fileno(),
-        stdout=stdio.fileno(),
-        stderr=stdio.fileno(),
-        env=dict(launch.env),
-        cwd="/",
-        pass_fds=launch.pass_fds,
-        start_new_session=True,
-    )
+        return subprocess.Popen(
+            launch.argv,
+            executable=launch.executable,
+            stdin=stdio.fileno(),
+            stdout=stdio.fileno(),
+            stderr=stdio.fileno(),
+            env=dict(launch.env),
+            cwd="/",
+            pass_fds=launch.pass_fds,
+            start_new_session=True,
+        )
 
 
 async def exited(process: subprocess.Popen[bytes]) -> int:

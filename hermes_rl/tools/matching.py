@@ -155,22 +155,6 @@ def _collapse(line: str) -> str:
     return re.sub(r"\s+", " ", line).strip()
 
 
-def _indentation(content: str, old: str) -> list[Span]:
-    """Blocks that agree once their common indentation is taken away, blank lines being equal."""
-    wanted = _dedented(_lines_of(old))
-    if not any(wanted):
-        return []
-    lines = content.split("\n")
-    size = len(wanted)
-    spans = _windows(lines, size, lambda i: _dedented(lines[i : i + size]) == wanted)
-    return _with_newline(content, old, spans)
-
-
-def _dedented(lines: list[str]) -> list[str]:
-    depth = min((len(x) - len(x.lstrip()) for x in lines if x.strip()), default=0)
-    return [x[depth:].rstrip() if x.strip() else "" for x in lines]
-
-
 def _unescape(text: str) -> str:
     return re.sub(r"\\[ntr\"'\\]", lambda m: _ESCAPES[m.group()], text)
 
@@ -253,7 +237,6 @@ STRATEGIES: tuple[tuple[str, Finder], ...] = (
     ("exact", _exact),
     ("line_trimmed", _by_lines(str.strip)),
     ("whitespace", _by_lines(_collapse)),
-    ("indentation", _indentation),
     ("escapes", _escapes),
     ("boundary_trimmed", _boundary),
     ("unicode", _unicode),

@@ -13,7 +13,7 @@ from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 from hermes_rl.sandboxes.none import Subprocess
 from hermes_rl.tools.arguments import read_arguments
 from hermes_rl.tools.base import ToolContext, ToolResult
-from hermes_rl.tools.registry import get_tool
+from hermes_rl.tools.toolsets import TOOLS
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Bench:
     context: ToolContext
 
     async def result(self, name: str, **arguments: Any) -> ToolResult:
-        tool = get_tool(name)
+        tool = TOOLS[name]
         read = read_arguments(json.dumps(arguments), tool.parameters)
         result = await tool.handler(self.context, read)
         assert len(result.text) <= tool.max_chars

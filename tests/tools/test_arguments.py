@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hermes_rl.errors import ToolError
 from hermes_rl.tools.arguments import read_arguments
-from hermes_rl.tools.registry import TOOLS
+from hermes_rl.tools.toolsets import TOOLS
 
 SCHEMA = {
     "type": "object",
