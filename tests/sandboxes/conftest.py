@@ -16,7 +16,10 @@ import pytest
 import pytest_asyncio
 
 from hermes_rl.sandboxes import watchdog
+from hermes_rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+from hermes_rl.sandboxes.conformance import leased
+from hermes_rl.sandboxes.leased import BubblewrapSandbox
 from hermes_rl.sandboxes.none import Subprocess
 from hermes_rl.sandboxes.probe import find_binary, reachable
 
@@ -42,6 +45,22 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert left == [], "a closed backend leaves nothing"
 
 
+KINDS: dict[str, type[Bubblewrap] | type[Subprocess]] = {
+    "bubblewrap": Bubblewrap,
+    "none": Subprocess,
+}
+
+
+@pytest_asyncio.fixture(params=KINDS)
+async def backend(
+    request: pytest.FixtureRequest, state: Path
+) -> AsyncIterator[Bubblewrap | Subprocess]:
+    """Each backend in turn."""
+    made = KINDS[request.param](state_dir=state)
+    yield made
+    await made.aclose()
+
+
 @pytest_asyncio.fixture
 async def bubblewrap(state: Path) -> AsyncIterator[Bubblewrap]:
     backend = Bubblewrap(state_dir=state)
@@ -54,6 +73,19 @@ async def plain(state: Path) -> AsyncIterator[Subprocess]:
     backend = Subprocess(state_dir=state)
     yield backend
     await backend.aclose()
+
+
+@pytest_asyncio.fixture
+async def each_sandbox(backend: SandboxBackend) -> AsyncIterator[Sandbox]:
+    """A sandbox of each backend."""
+    async with leased(backend) as sandbox:
+        yield sandbox
+
+
+@pytest_asyncio.fixture
+async def sandbox(bubblewrap: Bubblewrap) -> AsyncIterator[BubblewrapSandbox]:
+    async with await bubblewrap.lease(SandboxSpec(lease="test")) as leased:
+        yield leased
 
 
 @cache
@@ -77,8 +109,7 @@ def code() -> Iterator[Path]:
     shared = Path("/tmp") / f"hermes-code-{os.getpid()}-{os.urandom(4).hex()}"
     shared.mkdir(mode=0o755)
     package = shutil.copytree(ROOT / "hermes_rl", shared / "hermes_rl")
-    for name in ("launcher.py", "escapes.py"):
-        shutil.copyfile(HERE / name, shared / name)
+    shutil.copyfile(HERE / "launcher.py", shared / "launcher.py")
     for path in [package, *package.rglob("*")]:
         path.chmod(0o755)
     reachable(find_binary(), shared)
@@ -113,7 +144,7 @@ class Launcher:
         return process
 
     def run(self, file: Path, name: str, state: Path) -> None:
-        """Run one check of a file's CHECKS. Raises: AssertionError with its traceback."""
+        """Run one function of a file on a backend. Raises: AssertionError with its traceback."""
         checks = self._code / file.name
         if not checks.exists():
             shutil.copyfile(file, checks)
@@ -150,7 +181,7 @@ class Launcher:
 
 @pytest.fixture(scope="session")
 def as_ordinary_user(code: Path) -> Iterator[Callable[[Path, str], None]]:
-    """Run one check of a file's CHECKS as an ordinary user, in a process of his."""
+    """Run one function of a file on a backend as an ordinary user, in a process of his."""
     folder = Path("/tmp") / f"hermes-user-{os.getpid()}-{os.urandom(4).hex()}"
     folder.mkdir(mode=0o700)
     python = [sys.executable]

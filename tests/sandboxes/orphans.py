@@ -92,6 +92,3 @@ async def cancelled(backend: Bubblewrap) -> None:
             start.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await (await start).aclose()
-
-
-CHECKS = (closed, graded, killed_by_the_agent, cancelled)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hermes_rl.sandboxes import conformance
+from hermes_rl.errors import SandboxDied
+from hermes_rl.sandboxes import conformance, processes
 from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 from hermes_rl.sandboxes.conformance import CHECKS, Check, tells_a_host_fault
@@ -42,3 +45,19 @@ async def test_a_host_fault_is_not_the_agents_deed(bubblewrap: Bubblewrap) -> No
         os.kill(sandbox.host_pid, signal.SIGKILL)
 
     await tells_a_host_fault(bubblewrap, strike)
+
+
+async def test_a_sandbox_found_dead_blames_no_command(sandbox: BubblewrapSandbox) -> None:
+    await sandbox.run("true", timeout_s=20)
+    inside = processes.descendants(sandbox.host_pid)
+    assert inside
+    os.kill(sandbox.host_pid, signal.SIGKILL)
+    # Nobody is left to hold the channel: the loop reads its end in the pauses between looks.
+    deadline = time.monotonic() + 60
+    while any(p.alive() for p in inside):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.01)
+    with pytest.raises(SandboxDied) as caught:
+        await sandbox.run("true", timeout_s=20)
+    assert not caught.value.in_command

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,9 @@ import pytest
 from hermes_rl.cli import doctor_command
 from hermes_rl.errors import SandboxKilled
 from hermes_rl.sandboxes import probe
-from hermes_rl.sandboxes.base import GradingSpec, SandboxSpec
+from hermes_rl.sandboxes.base import GradingSpec, Sandbox
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+from hermes_rl.sandboxes.conformance import leased
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 WORKER = Path(__file__).with_name("worker.py")
@@ -45,7 +46,7 @@ async def test_a_sandbox_has_a_file_system_that_ends_with_it(
     bubblewrap: Bubblewrap, state: Path
 ) -> None:
     """No other process sees it mounted, and its file has no name."""
-    async with await bubblewrap.lease(SandboxSpec(lease="disk")) as sandbox:
+    async with leased(bubblewrap) as sandbox:
         assert sandbox.info.limits["workspace_held_by"] == "kernel"
         assert len(devices(state)) == 1
         assert str(state) not in Path("/proc/self/mounts").read_text()
@@ -53,9 +54,8 @@ async def test_a_sandbox_has_a_file_system_that_ends_with_it(
         assert (await sandbox.run("cat a/b; echo 2 >c; sync c", timeout_s=20)).output == "1"
         assert await sandbox.read_file("c") == b"2\n"
         for _ in range(2):
-            assert (
-                await sandbox.grade(GradingSpec("cat $WORKSPACE/c; rm $WORKSPACE/c"))
-            ).output == "2\n"
+            graded = await sandbox.grade(GradingSpec("cat $WORKSPACE/c; rm $WORKSPACE/c"))
+            assert graded.output == "2\n"
         assert await sandbox.read_left("c") == b"2\n"
         assert len(devices(state)) == 1
     assert given_back(state)
@@ -88,51 +88,52 @@ def small_disk(state: Path) -> Iterator[Path]:
     folder.rmdir()
 
 
-async def test_one_sandbox_does_not_fill_the_machines_disk(small_disk: Path) -> None:
+Two = tuple[Sandbox, Sandbox]
+
+
+@pytest.fixture
+async def two(small_disk: Path) -> AsyncIterator[Two]:
+    """A sandbox that will write too much, and another, which must go on."""
+    backend = Bubblewrap(state_dir=small_disk)
+    async with leased(backend) as greedy, leased(backend) as modest:
+        yield greedy, modest
+        assert (await modest.run("ls", timeout_s=20)).output == "file\n"
+    await backend.aclose()
+
+
+async def test_one_sandbox_does_not_fill_the_machines_disk(two: Two, small_disk: Path) -> None:
     """It ends while there is room for the files of others, who go on; it is marked on its files."""
     write = "for i in $(seq 20000); do head -c 1M /dev/zero; sleep 0.04; done >big"
-    backend = Bubblewrap(state_dir=small_disk)
-    spec = SandboxSpec(lease="small")
-    async with await backend.lease(spec) as greedy, await backend.lease(spec) as modest:
-        await modest.run("head -c 20M /dev/zero >file", timeout_s=20)
-        await greedy.run("head -c 80M /dev/zero >first", timeout_s=20)
-        with pytest.raises(SandboxKilled, match="disk is nearly full"):
-            await greedy.run(write, timeout_s=60)
-        found = os.statvfs(small_disk)
-        assert found.f_bavail * found.f_frsize > 1 << 20
-        assert (await modest.run("ls", timeout_s=20)).output == "file\n"
-        assert (await greedy.grade(GradingSpec("ls $WORKSPACE"))).output == "big\nfirst\n"
-    await backend.aclose()
+    greedy, modest = two
+    await modest.run("head -c 20M /dev/zero >file", timeout_s=20)
+    await greedy.run("head -c 80M /dev/zero >first", timeout_s=20)
+    with pytest.raises(SandboxKilled, match="disk is nearly full"):
+        await greedy.run(write, timeout_s=60)
+    found = os.statvfs(small_disk)
+    assert found.f_bavail * found.f_frsize > 1 << 20
+    assert (await greedy.grade(GradingSpec("ls $WORKSPACE"))).output == "big\nfirst\n"
 
 
-async def test_a_verifier_does_not_fill_the_machines_disk(small_disk: Path) -> None:
+async def test_a_verifier_does_not_fill_the_machines_disk(two: Two) -> None:
     """It may run what the agent left, and ends as an agent would."""
     write = "for i in $(seq 20000); do head -c 1M /dev/zero; sleep 0.01; done >big"
-    backend = Bubblewrap(state_dir=small_disk)
-    spec = SandboxSpec(lease="small")
-    async with await backend.lease(spec) as greedy, await backend.lease(spec) as modest:
-        await modest.run("head -c 20M /dev/zero >file", timeout_s=20)
-        result = await greedy.grade(GradingSpec(f'cd "$WORKSPACE"; {write}', timeout_s=60))
-        assert (result.exit_code, result.timed_out) == (137, False), result
-        assert "[ended: the machine's disk is nearly full, and the sandbox holds" in result.output
-        assert (await modest.run("ls", timeout_s=20)).output == "file\n"
-        assert (await greedy.grade(GradingSpec('ls "$WORKSPACE"'))).output == ""
-    await backend.aclose()
+    greedy, modest = two
+    await modest.run("head -c 20M /dev/zero >file", timeout_s=20)
+    result = await greedy.grade(GradingSpec(f'cd "$WORKSPACE"; {write}', timeout_s=60))
+    assert (result.exit_code, result.timed_out) == (137, False), result
+    assert "[ended: the machine's disk is nearly full, and the sandbox holds" in result.output
+    assert (await greedy.grade(GradingSpec('ls "$WORKSPACE"'))).output == ""
 
 
-async def test_removed_files_count_for_who_wrote_them(small_disk: Path) -> None:
+async def test_removed_files_count_for_who_wrote_them(two: Two) -> None:
     """The machine does not get their room back before the sandbox ends: it is the one to end."""
     remove = "head -c 96M /dev/zero >a; sync a; rm a; sleep 30"
     write = "for i in $(seq 58); do head -c 1M /dev/zero; sleep 0.02; done >file"
-    backend = Bubblewrap(state_dir=small_disk)
-    spec = SandboxSpec(lease="small")
-    async with await backend.lease(spec) as greedy, await backend.lease(spec) as modest:
-        running = asyncio.create_task(greedy.run(remove, timeout_s=60))
-        assert (await modest.run(write, timeout_s=20)).exit_code == 0
-        with pytest.raises(SandboxKilled, match="disk is nearly full"):
-            await running
-        assert (await modest.run("ls", timeout_s=20)).output == "file\n"
-    await backend.aclose()
+    greedy, modest = two
+    running = asyncio.create_task(greedy.run(remove, timeout_s=60))
+    assert (await modest.run(write, timeout_s=20)).exit_code == 0
+    with pytest.raises(SandboxKilled, match="disk is nearly full"):
+        await running
 
 
 async def test_doctor_says_who_holds_the_workspace_to_its_size() -> None:

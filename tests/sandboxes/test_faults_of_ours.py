@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import pytest
 
 from hermes_rl.errors import SandboxStartError, TaskFault
 from hermes_rl.sandboxes import watchdog
-from hermes_rl.sandboxes.base import GradingSpec, SandboxBackend, SandboxSpec
+from hermes_rl.sandboxes.base import GradingSpec, Sandbox, SandboxBackend, SandboxSpec
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+from hermes_rl.sandboxes.conformance import leased
 from hermes_rl.sandboxes.disk import Storage
 from hermes_rl.sandboxes.files import Beneath, Look
 from hermes_rl.sandboxes.limits import measure
@@ -24,51 +25,39 @@ from hermes_rl.sandboxes.none import Subprocess
 from hermes_rl.sandboxes.packing import Packing, Unpackable, pack_in_thread, reading
 from hermes_rl.sandboxes.watchdog import remove_tree
 
-KINDS = [Bubblewrap, Subprocess]
 Kind = type[Bubblewrap] | type[Subprocess]
+each_kind = pytest.mark.parametrize("kind", [Bubblewrap, Subprocess])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_pipes_and_sparse_files_do_not_hold_us_up(state: Path, kind: Kind) -> None:
-    backend: SandboxBackend = kind(state_dir=state)
-    try:
-        async with await backend.lease(SandboxSpec(lease="odd")) as sandbox:
-            await sandbox.run("mkfifo notes.txt; truncate -s 900M big", timeout_s=20)
-            async with asyncio.timeout(20):
-                with pytest.raises(OSError, match="regular file"):
-                    await sandbox.write_file("notes.txt", b"x")
-                with pytest.raises(OSError, match="download it"):
-                    await sandbox.read_file("big")
-            assert (await sandbox.run("echo still", timeout_s=20)).output == "still\n"
-    finally:
-        await backend.aclose()
+async def test_pipes_and_sparse_files_do_not_hold_us_up(each_sandbox: Sandbox) -> None:
+    await each_sandbox.run("mkfifo notes.txt; truncate -s 900M big", timeout_s=20)
+    async with asyncio.timeout(20):
+        with pytest.raises(OSError, match="regular file"):
+            await each_sandbox.write_file("notes.txt", b"x")
+        with pytest.raises(OSError, match="download it"):
+            await each_sandbox.read_file("big")
+    assert (await each_sandbox.run("echo still", timeout_s=20)).output == "still\n"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_killed_watchdog_is_no_error_of_the_end(state: Path, kind: Kind) -> None:
-    backend = kind(state_dir=state)
-    async with await backend.lease(SandboxSpec(lease="w")) as sandbox:
-        theirs = {*watchdog.tagged(str(state).encode())}
-        (pid,) = theirs.intersection(watchdog.tagged(watchdog.__file__.encode()))
-        os.kill(pid, signal.SIGKILL)
-        assert (await sandbox.run("echo hi", timeout_s=20)).output == "hi\n"
-    await backend.aclose()
+async def test_a_killed_watchdog_is_no_error_of_the_end(each_sandbox: Sandbox, state: Path) -> None:
+    theirs = {*watchdog.tagged(str(state).encode())}
+    (pid,) = theirs.intersection(watchdog.tagged(watchdog.__file__.encode()))
+    os.kill(pid, signal.SIGKILL)
+    assert (await each_sandbox.run("echo hi", timeout_s=20)).output == "hi\n"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 async def test_a_relative_state_folder(
     state: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(state.parent)
     backend: SandboxBackend = kind(state_dir=Path(state.name))
-    try:
-        async with await backend.lease(SandboxSpec(lease="r")) as sandbox:
-            assert (await sandbox.run("echo here", timeout_s=20)).output == "here\n"
-    finally:
-        await backend.aclose()
+    async with leased(backend) as sandbox:
+        assert (await sandbox.run("echo here", timeout_s=20)).output == "here\n"
+    await backend.aclose()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 async def test_a_folder_that_all_may_write_is_refused_and_left_as_it_is(
     state: Path, kind: Kind
 ) -> None:
@@ -81,29 +70,33 @@ async def test_a_folder_that_all_may_write_is_refused_and_left_as_it_is(
     shared.rmdir()
 
 
-async def test_two_files_of_a_verifier_in_one_place(bubblewrap: Bubblewrap) -> None:
-    async with await bubblewrap.lease(SandboxSpec(lease="v")) as sandbox:
-        spec = GradingSpec(script="true", files={"a": b"1", "a/b": b"2"})
-        with pytest.raises(TaskFault, match="both a file and a folder"):
-            await sandbox.grade(spec)
+async def test_two_files_of_a_verifier_in_one_place(sandbox: Sandbox) -> None:
+    with pytest.raises(TaskFault, match="both a file and a folder"):
+        await sandbox.grade(GradingSpec(script="true", files={"a": b"1", "a/b": b"2"}))
+
+
+@contextlib.contextmanager
+def few_descriptors(most: int) -> Iterator[list[int]]:
+    """Within, this process can open no more files. Yields descriptors that may be closed."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        yield taken
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for fd in taken:
+            os.close(fd)
 
 
 def test_no_descriptor_is_no_word_about_a_workspace(tmp_path: Path) -> None:
     """Ours are used up: the look says so, and not that the workspace is full."""
     (tmp_path / "file").write_text("x")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    try:
-        with contextlib.suppress(OSError):
-            while len(held) < 256:
-                held.append(os.open("/dev/null", os.O_RDONLY))
-        with pytest.raises(OSError, match="Too many open files"):
-            Beneath(tmp_path).listing("", Look())
-    finally:
-        for fd in held:
-            os.close(fd)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with few_descriptors(256), pytest.raises(OSError, match="Too many open files"):
+        Beneath(tmp_path).listing("", Look())
 
 
 @pytest.mark.parametrize("way", [Packing.pack, Packing.copy])
@@ -184,40 +177,24 @@ def test_all_folders_of_a_sandbox_are_measured(tmp_path: Path) -> None:
     assert usage.bytes >= 100_000
 
 
-def fill(taken: list[int]) -> None:
-    """Take every descriptor that this process may still open."""
-    with contextlib.suppress(OSError):
-        while True:
-            taken.append(os.open("/dev/null", os.O_RDONLY))
-
-
 async def test_a_machine_without_descriptors_starts_nothing_and_loses_nothing(
     bubblewrap: Bubblewrap,
 ) -> None:
     """It is the machine's fault, which a later attempt may not meet; no slot and no folder stays
     taken."""
     spec = SandboxSpec(lease="first")
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with await bubblewrap.lease(spec) as sandbox:
         async with await bubblewrap.lease(spec) as second:
             uid = os.stat(f"/proc/{second.host_pid}").st_uid
-        taken = max(map(int, os.listdir("/proc/self/fd"))) + 20
-        resource.setrlimit(resource.RLIMIT_NOFILE, (taken, before[1]))
-        fillers: list[int] = []
-        try:
-            fill(fillers)
+        with few_descriptors(max(map(int, os.listdir("/proc/self/fd"))) + 20) as taken:
             with pytest.raises(SandboxStartError):
                 await sandbox.grade(GradingSpec("true"))
             with pytest.raises(SandboxStartError):
                 await bubblewrap.lease(spec)
             for _ in range(8):  # how far it gets differs
-                os.close(fillers.pop())
+                os.close(taken.pop())
                 with contextlib.suppress(SandboxStartError):
                     await (await bubblewrap.lease(spec)).aclose()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
-            for filler in fillers:
-                os.close(filler)
         assert (await sandbox.grade(GradingSpec("true"))).exit_code == 0
         async with await bubblewrap.lease(spec) as later:
             assert os.stat(f"/proc/{later.host_pid}").st_uid == uid

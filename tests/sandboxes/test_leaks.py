@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,13 +38,11 @@ def owners(state: Path, pid: int) -> list[str]:
     return [name for name in os.listdir(state / "owners") if name.startswith(f"{pid}-")]
 
 
-def gone(tag: bytes, seconds: float) -> bool:
+def until(holds: Callable[[], bool], seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
-    while watchdog.tagged(tag):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+    while not holds():
+        assert time.monotonic() < deadline, "this did not come about in time"
+        time.sleep(0.02)
 
 
 def groups(owner: str) -> list[str]:
@@ -56,7 +53,6 @@ def groups(owner: str) -> list[str]:
 
 async def test_closing_leaves_nothing(bubblewrap: Bubblewrap, state: Path) -> None:
     sandbox = await bubblewrap.lease(SandboxSpec(lease="one"))
-    assert isinstance(sandbox, BubblewrapSandbox)
     [owner] = owners(state, os.getpid())
     await sandbox.run(
         "mkdir -p a/b; chmod 000 a; (setsid sleep 5000 &); sleep 5000 &", timeout_s=20
@@ -105,12 +101,7 @@ async def test_closing_an_idle_shell_leaves_nothing(
     done = await sandbox.run(f"ln -s {tmp_path} out; {command}", timeout_s=20)
     assert done.exit_code == 0
     [owner] = owners(state, os.getpid())
-    for _ in range(2000):
-        if len([*living(daemon())]) == left:
-            break
-        await asyncio.sleep(0.01)
-    else:
-        raise AssertionError("the daemons did not start")
+    until(lambda: len([*living(daemon())]) == left)
     await sandbox.aclose()
     assert [*living(daemon())] == []
     assert (tmp_path / "kept").read_text() == "x"
@@ -144,25 +135,19 @@ async def test_slots_are_used_again(bubblewrap: Bubblewrap) -> None:
 @pytest.fixture
 def worker_state(state: Path) -> Iterator[Path]:
     yield state
-    watchdog_of = b"/watchdog.py"
-    for _ in range(100):  # watchdogs end by themselves
-        if not any(str(state).encode() in line for line in lines_with(watchdog_of)):
-            return
-        time.sleep(0.05)
-    raise AssertionError("a watchdog is left")
+    until(lambda: not watchdogs(state), 5)  # they end by themselves
 
 
-def lines_with(word: bytes) -> list[bytes]:
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                line = Path(f"/proc/{name}/cmdline").read_bytes()
-            except OSError:
-                continue
-            if word in line:
-                found.append(line)
-    return found
+def watchdogs(state: Path) -> set[int]:
+    ours = watchdog.tagged(watchdog.__file__.encode())
+    return {*watchdog.tagged(str(state).encode())}.intersection(ours)
+
+
+async def use(kind: type[Bubblewrap] | type[Subprocess], state: Path) -> None:
+    """The next start, which cleans up."""
+    backend = kind(state_dir=state)
+    await (await backend.lease(SandboxSpec(lease="next"))).aclose()
+    await backend.aclose()
 
 
 async def test_a_killed_worker_leaves_nothing(worker_state: Path) -> None:
@@ -176,10 +161,8 @@ async def test_a_killed_worker_leaves_nothing(worker_state: Path) -> None:
     assert len(watchdog.tagged(tag)) >= 150
     worker.kill()
     worker.wait()
-    assert gone(tag, 5)
-    third = Bubblewrap(state_dir=worker_state)
-    await (await third.lease(SandboxSpec(lease="third run"))).aclose()
-    await third.aclose()
+    until(lambda: not watchdog.tagged(tag), 5)
+    await use(Bubblewrap, worker_state)
     left = [path for path in (worker_state / "boxes").iterdir() if path.name.startswith(owner)]
     assert left == []
     assert owners(worker_state, worker.pid) == []
@@ -196,12 +179,10 @@ async def test_a_worker_killed_while_it_starts_sandboxes(
     worker = doomed(worker_state, 30)
     wait_for(worker, "starting")
     time.sleep(delay_s)  # noqa: ASYNC251  (nothing else runs here)
-    worker.send_signal(signal.SIGKILL)
+    worker.kill()
     worker.wait()
-    assert gone(f"{worker.pid}-".encode(), 5)
-    backend = Bubblewrap(state_dir=worker_state)
-    await (await backend.lease(SandboxSpec(lease="next"))).aclose()
-    await backend.aclose()
+    until(lambda: not watchdog.tagged(f"{worker.pid}-".encode()), 5)
+    await use(Bubblewrap, worker_state)
     assert [*(worker_state / "boxes").iterdir()] == []
 
 
@@ -210,18 +191,14 @@ async def test_the_reaper_works_without_a_watchdog(worker_state: Path) -> None:
     worker = doomed(worker_state, 3)
     wait_for(worker, "ready")
     [owner] = owners(worker_state, worker.pid)
-    theirs = {*watchdog.tagged(str(worker_state).encode())}
-    (pid,) = theirs.intersection(watchdog.tagged(watchdog.__file__.encode()))
+    (pid,) = watchdogs(worker_state)
     os.kill(pid, signal.SIGKILL)
     worker.kill()
     worker.wait()
     assert [*(worker_state / "boxes").glob(f"{owner}.*")]
-    backend = Bubblewrap(state_dir=worker_state)
-    sandbox = await backend.lease(SandboxSpec(lease="next"))
-    assert [*(worker_state / "boxes").glob(f"{owner}.*")] == []
+    await use(Bubblewrap, worker_state)
+    assert [*(worker_state / "boxes").iterdir()] == []
     assert watchdog.tagged(f"{owner}.".encode()) == []
-    await sandbox.aclose()
-    await backend.aclose()
 
 
 async def test_a_worker_that_is_killed_with_its_children_leaves_nothing(worker_state: Path) -> None:
@@ -232,24 +209,17 @@ async def test_a_worker_that_is_killed_with_its_children_leaves_nothing(worker_s
         os.kill(pid, signal.SIGKILL)
     worker.kill()
     worker.wait()
-    deadline = time.monotonic() + 20
-    while [*(worker_state / "boxes").iterdir(), *(worker_state / "owners").iterdir()]:
-        assert time.monotonic() < deadline, "the watchdog died with its worker"
-        await asyncio.sleep(0.02)
+    until(lambda: not [*worker_state.glob("boxes/*"), *worker_state.glob("owners/*")])
 
 
 @pytest.mark.slow
-async def test_two_hundred_timeouts(bubblewrap: Bubblewrap) -> None:
+async def test_two_hundred_timeouts(sandbox: BubblewrapSandbox) -> None:
     """The number of processes in a sandbox stays flat."""
-    async with await bubblewrap.lease(SandboxSpec(lease="timeouts")) as sandbox:
-        assert isinstance(sandbox, BubblewrapSandbox)
-        await sandbox.run("true", timeout_s=20)
-        before = len(processes.descendants(sandbox.host_pid))
-        for _ in range(200):
-            await sandbox.run(
-                "for i in 1 2 3; do (setsid sleep 99 &); done; sleep 99", timeout_s=0.02
-            )
-        assert len(processes.descendants(sandbox.host_pid)) <= before
+    await sandbox.run("true", timeout_s=20)
+    before = len(processes.descendants(sandbox.host_pid))
+    for _ in range(200):
+        await sandbox.run("for i in 1 2 3; do (setsid sleep 99 &); done; sleep 99", timeout_s=0.02)
+    assert len(processes.descendants(sandbox.host_pid)) <= before
 
 
 async def test_a_killed_worker_without_sandboxes_leaves_nothing_either(worker_state: Path) -> None:
@@ -263,11 +233,6 @@ async def test_a_killed_worker_without_sandboxes_leaves_nothing_either(worker_st
     assert len([*memory.glob(f"{owner}.*")]) in (0, 3)  # none where /dev/shm has no room
     worker.kill()
     worker.wait()
-    deadline = time.monotonic() + 5
-    while watchdog.tagged(f"{owner}.".encode(), mark):
-        assert time.monotonic() < deadline, "processes outlive their worker"
-        await asyncio.sleep(0.05)
-    backend = Subprocess(state_dir=worker_state)
-    await (await backend.lease(SandboxSpec(lease="next"))).aclose()
-    await backend.aclose()
+    until(lambda: not watchdog.tagged(f"{owner}.".encode(), mark), 5)
+    await use(Subprocess, worker_state)
     assert [*(worker_state / "boxes").iterdir(), *memory.glob("*")] == []

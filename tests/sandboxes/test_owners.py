@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from hermes_rl.sandboxes import watchdog
-from hermes_rl.sandboxes.base import GradingSpec, SandboxBackend, SandboxSpec
-from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-from hermes_rl.sandboxes.none import Subprocess
+from hermes_rl.sandboxes.base import GradingSpec, Sandbox
 from hermes_rl.sandboxes.slots import Home, lock
 
 STRANGER = 54322
@@ -35,26 +33,20 @@ def test_a_reaper_between_open_and_lock(tmp_path: Path, monkeypatch: pytest.Monk
     home.close()
 
 
-@pytest.mark.parametrize("kind", [Bubblewrap, Subprocess])
 async def test_no_other_user_reaches_a_session_or_a_verdict(
-    state: Path, kind: type[Bubblewrap] | type[Subprocess]
+    each_sandbox: Sandbox, state: Path
 ) -> None:
     """Another user of the machine tries all paths of a sandbox, and of its verifier, that exist."""
-    backend: SandboxBackend = kind(state_dir=state)
-    try:
-        async with await backend.lease(SandboxSpec(lease="mine")) as sandbox:
-            process = await sandbox.start_process("sleep 60")
-            assert_closed([state, Path(watchdog.memory_folder(str(state)))])
-            await process.kill()
-            grading = asyncio.create_task(sandbox.grade(GradingSpec("sleep 60", score=True)))
-            while not any(state.glob("boxes/*/grade1/ctl/out")):
-                assert not grading.done()
-                await asyncio.sleep(0.01)
-            assert_closed([state])
-            grading.cancel()
-            await asyncio.wait([grading])
-    finally:
-        await backend.aclose()
+    process = await each_sandbox.start_process("sleep 60")
+    assert_closed([state, Path(watchdog.memory_folder(str(state)))])
+    await process.kill()
+    grading = asyncio.create_task(each_sandbox.grade(GradingSpec("sleep 60", score=True)))
+    while not any(state.glob("boxes/*/grade1/ctl/out")):
+        assert not grading.done()
+        await asyncio.sleep(0.01)
+    assert_closed([state])
+    grading.cancel()
+    await asyncio.wait([grading])
 
 
 def assert_closed(roots: list[Path]) -> None:

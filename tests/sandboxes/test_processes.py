@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hermes_rl.sandboxes.base import SandboxBackend, SandboxSpec
-from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-from hermes_rl.sandboxes.none import Subprocess
+from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.sandboxes.processes import (
     Jobs,
     MarkedProcesses,
@@ -151,23 +149,15 @@ def only_child(pid: int) -> int:
     raise AssertionError(f"{pid} has no child")
 
 
-@pytest.mark.parametrize("kind", [Bubblewrap, Subprocess])
-async def test_no_program_hides_from_a_timeout(
-    state: Path, kind: type[Bubblewrap] | type[Subprocess]
-) -> None:
+async def test_no_program_hides_from_a_timeout(each_sandbox: Sandbox) -> None:
     """Children without an environment, and chains of children that leave their parents at once."""
     sleep = f"sleep {950_000 + os.getpid()}"
     chain = f"(setsid sh -c '(exec sh -c \"exec {sleep}\" &)' &)"
     command = f"(env -i setsid {sleep} &); {chain}; {sleep}"
-    backend: SandboxBackend = kind(state_dir=state)
-    try:
-        async with await backend.lease(SandboxSpec(lease="hides")) as sandbox:
-            for number in range(20):
-                assert (await sandbox.run(command, timeout_s=number / 500)).timed_out
-            found = await sandbox.run(f"pgrep -fc '^{sleep}' || true", timeout_s=20)
-            assert found.output == "0\n"
-    finally:
-        await backend.aclose()
+    for number in range(20):
+        assert (await each_sandbox.run(command, timeout_s=number / 500)).timed_out
+    found = await each_sandbox.run(f"pgrep -fc '^{sleep}' || true", timeout_s=20)
+    assert found.output == "0\n"
 
 
 def test_a_tree_that_gets_little_cpu_time_is_stopped_all_the_same() -> None:
@@ -196,22 +186,14 @@ def test_a_tree_that_gets_little_cpu_time_is_stopped_all_the_same() -> None:
             os.killpg(shell.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kind", [Bubblewrap, Subprocess])
-async def test_a_tree_that_grows_while_it_is_killed(
-    state: Path, kind: type[Bubblewrap] | type[Subprocess]
-) -> None:
+async def test_a_tree_that_grows_while_it_is_killed(each_sandbox: Sandbox) -> None:
     """A killed parent's child, forked a moment ago, would be left to process 1."""
     sleep = f"sleep {960_000 + os.getpid()}"
     grows = f"while :; do sh -c 'sh -c \"{sleep} & wait\" & wait' & sleep 0.002; done"
-    backend: SandboxBackend = kind(state_dir=state)
-    try:
-        async with await backend.lease(SandboxSpec(lease="grows")) as sandbox:
-            for number in range(8):
-                process = await sandbox.start_process(grows)
-                await sandbox.run(f"sleep 0.0{number}", timeout_s=20)
-                await process.kill()
-                assert await process.poll() == 137
-                found = await sandbox.run(f"pgrep -fc '^{sleep}' || true", timeout_s=20)
-                assert found.output == "0\n"
-    finally:
-        await backend.aclose()
+    for number in range(8):
+        process = await each_sandbox.start_process(grows)
+        await each_sandbox.run(f"sleep 0.0{number}", timeout_s=20)
+        await process.kill()
+        assert await process.poll() == 137
+        found = await each_sandbox.run(f"pgrep -fc '^{sleep}' || true", timeout_s=20)
+        assert found.output == "0\n"

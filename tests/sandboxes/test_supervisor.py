@@ -12,11 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from hermes_rl.sandboxes.base import SandboxBackend, SandboxSpec
-from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-from hermes_rl.sandboxes.none import Subprocess
+from hermes_rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
 from hermes_rl.sandboxes.shell import supervisor_text
 
 SHELLS = 1200
@@ -60,43 +56,28 @@ def test_no_shell_hangs_when_its_command_is_killed(tmp_path: Path) -> None:
         os.close(reader)
 
 
-@pytest.mark.parametrize("kind", [Bubblewrap, Subprocess])
-async def test_timeouts_at_every_moment(
-    state: Path, kind: type[Bubblewrap] | type[Subprocess]
-) -> None:
+async def test_timeouts_at_every_moment(each_sandbox: Sandbox) -> None:
     """Before the fork, in it, while children start: the session goes on, nothing is left."""
     sleep = f"sleep {980_000 + os.getpid()}"
     command = f"for i in 1 2; do (setsid {sleep} &); done; {sleep}"
-    backend: SandboxBackend = kind(state_dir=state)
-    try:
-        async with await backend.lease(SandboxSpec(lease="moments")) as sandbox:
-            for number in range(150):
-                result = await sandbox.run(command, timeout_s=number / 5000)
-                assert result.timed_out
-            found = await sandbox.run(f"pgrep -fc '^{sleep}' || true", timeout_s=20)
-            assert found.output == "0\n"
-    finally:
-        await backend.aclose()
+    for number in range(150):
+        result = await each_sandbox.run(command, timeout_s=number / 5000)
+        assert result.timed_out
+    found = await each_sandbox.run(f"pgrep -fc '^{sleep}' || true", timeout_s=20)
+    assert found.output == "0\n"
 
 
-@pytest.mark.parametrize("kind", [Bubblewrap, Subprocess])
-async def test_closing_at_once_after_a_cancel(
-    state: Path, kind: type[Bubblewrap] | type[Subprocess]
-) -> None:
+async def test_closing_at_once_after_a_cancel(backend: SandboxBackend) -> None:
     """What ends the cancelled command finds its sandbox closed, and says nothing."""
     said: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
-    backend: SandboxBackend = kind(state_dir=state)
-    try:
-        for number in range(10):
-            sandbox = await backend.lease(SandboxSpec(lease="cancel"))
-            task = asyncio.create_task(sandbox.run("echo x; sleep 900", timeout_s=20))
-            await asyncio.sleep(number / 1000)
-            task.cancel()
-            await asyncio.wait([task])
-            await sandbox.aclose()
-    finally:
-        await backend.aclose()
+    for number in range(10):
+        sandbox = await backend.lease(SandboxSpec(lease="cancel"))
+        task = asyncio.create_task(sandbox.run("echo x; sleep 900", timeout_s=20))
+        await asyncio.sleep(number / 1000)
+        task.cancel()
+        await asyncio.wait([task])
+        await sandbox.aclose()
     gc.collect()  # an exception that nobody fetched is told when its task goes
     await asyncio.sleep(0)
     assert said == []
