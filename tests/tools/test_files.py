@@ -8,18 +8,17 @@ from hermes_rl.errors import ToolError
 
 
 async def test_write_then_read(each_bench: Any) -> None:
-    bench = each_bench
-    wrote = await bench("write_file", path="new/dir/f.txt", content="héllo\nworld\n")
+    wrote = await each_bench("write_file", path="new/dir/f.txt", content="héllo\nworld\n")
     assert wrote == {"bytes_written": 13, "created": True}
-    assert await bench("read_file", path="new/dir/f.txt") == {
+    assert await each_bench("read_file", path="new/dir/f.txt") == {
         "content": "1|héllo\n2|world",
         "total_lines": 2,
         "file_size": 13,
         "truncated": False,
     }
-    again = await bench("write_file", path="new/dir/f.txt", content="")
+    again = await each_bench("write_file", path="new/dir/f.txt", content="")
     assert again == {"bytes_written": 0, "created": False}
-    assert (await bench("read_file", path="new/dir/f.txt"))["content"] == ""
+    assert (await each_bench("read_file", path="new/dir/f.txt"))["content"] == ""
 
 
 async def test_content_is_written_byte_for_byte(bench: Any) -> None:
@@ -38,13 +37,12 @@ async def test_odd_names(bench: Any, path: str) -> None:
 
 
 async def test_paths_mean_what_they_mean_in_the_session(each_bench: Any) -> None:
-    bench = each_bench
-    await bench("terminal", command="mkdir -p sub/deep; cd sub/deep")
-    await bench("write_file", path="../here", content="x")
-    await bench("write_file", path="~/home", content="y")
-    assert await bench.sh("cat ../here ~/home") == "xy"
-    assert (await bench("read_file", path="../here"))["content"] == "1|x"
-    assert (await bench("read_file", path="~/home"))["content"] == "1|y"
+    await each_bench("terminal", command="mkdir -p sub/deep; cd sub/deep")
+    await each_bench("write_file", path="../here", content="x")
+    await each_bench("write_file", path="~/home", content="y")
+    assert await each_bench.sh("cat ../here ~/home") == "xy"
+    assert (await each_bench("read_file", path="../here"))["content"] == "1|x"
+    assert (await each_bench("read_file", path="~/home"))["content"] == "1|y"
 
 
 async def test_windows(bench: Any) -> None:
@@ -94,57 +92,56 @@ async def test_files_too_large_to_take_whole(bench: Any) -> None:
         await bench("patch", path="big", old_string="1", new_string="2")
 
 
-async def test_what_cannot_be_read(bench: Any) -> None:
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("d", "'d' is a directory"),
+        ("pipe", "not a regular file"),
+        ("binary", r"binary file \(3 bytes\)"),
+        ("confg.yml", r"file not found: 'confg\.yml'\. Did you mean: config\.yaml"),
+        ("./notes.md", r"Did you mean: \./Notes\.md"),
+        ("no/such", "file not found: 'no/such'$"),
+        ("", "must not be empty"),
+    ],
+)
+async def test_what_cannot_be_read(bench: Any, path: str, reason: str) -> None:
     await bench.sh("mkdir d; mkfifo pipe; printf 'a\\0b' > binary; touch config.yaml Notes.md")
-    with pytest.raises(ToolError, match="'d' is a directory"):
-        await bench("read_file", path="d")
-    with pytest.raises(ToolError, match="not a regular file"):
-        await bench("read_file", path="pipe")
-    with pytest.raises(ToolError, match=r"binary file \(3 bytes\)"):
-        await bench("read_file", path="binary")
-    with pytest.raises(
-        ToolError, match=r"file not found: 'confg\.yml'\. Did you mean: config\.yaml"
-    ):
-        await bench("read_file", path="confg.yml")
-    with pytest.raises(ToolError, match=r"Did you mean: \./Notes\.md"):
-        await bench("read_file", path="./notes.md")
-    with pytest.raises(ToolError, match=r"file not found: 'no/such'$"):
-        await bench("read_file", path="no/such")
-    with pytest.raises(ToolError, match="must not be empty"):
-        await bench("read_file", path="")
+    with pytest.raises(ToolError, match=reason):
+        await bench("read_file", path=path)
 
 
-async def test_what_cannot_be_written(each_bench: Any) -> None:
-    bench = each_bench
-    await bench.sh("mkdir d; touch f")
-    with pytest.raises(ToolError, match="'d': it is a directory"):
-        await bench("write_file", path="d", content="x")
-    with pytest.raises(ToolError, match="cannot write 'f/g': mkdir: "):
-        await bench("write_file", path="f/g", content="x")
-    with pytest.raises(ToolError, match="cannot write '/proc/x/y'"):
-        await bench("write_file", path="/proc/x/y", content="x")
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("d", "'d': it is a directory"),
+        ("f/g", "cannot write 'f/g': mkdir: "),
+        ("/proc/x/y", "cannot write '/proc/x/y'"),
+    ],
+)
+async def test_what_cannot_be_written(each_bench: Any, path: str, reason: str) -> None:
+    await each_bench.sh("mkdir d; touch f")
+    with pytest.raises(ToolError, match=reason):
+        await each_bench("write_file", path=path, content="x")
 
 
 async def test_modes_and_links_stay(each_bench: Any) -> None:
-    bench = each_bench
-    await bench.sh("echo one > f; chmod 751 f; ln -s f link")
-    await bench("patch", path="link", old_string="one", new_string="two")
-    await bench("write_file", path="link", content="three\n")
-    assert await bench.sh("stat -c %a f; readlink link; cat f") == "751\nf\nthree\n"
+    await each_bench.sh("echo one > f; chmod 751 f; ln -s f link")
+    await each_bench("patch", path="link", old_string="one", new_string="two")
+    await each_bench("write_file", path="link", content="three\n")
+    assert await each_bench.sh("stat -c %a f; readlink link; cat f") == "751\nf\nthree\n"
 
 
 async def test_a_spoilt_session_does_not_spoil_the_tools(each_bench: Any) -> None:
-    bench = each_bench
-    await bench.sh(
+    await each_bench.sh(
         "set -euxCf; shopt -s nullglob; IFS=x; cat() { echo evil; }; head() { echo evil; }; "
         "stat() { echo evil; }; alias grep=false find=false mkdir=false; echo() { :; }"
     )
-    assert (await bench("write_file", path="a/f", content="one\ntwo"))["created"]
-    assert not (await bench("write_file", path="a/f", content="one\ntwo"))["created"]
-    assert (await bench("read_file", path="a/f"))["content"] == "1|one\n2|two"
-    await bench("patch", path="a/f", old_string="two", new_string="2")
-    assert (await bench("search_files", pattern="2"))["matches"][0]["content"] == "2"
-    assert (await bench("search_files", pattern="f", target="files"))["files"] == ["a/f"]
+    assert (await each_bench("write_file", path="a/f", content="one\ntwo"))["created"]
+    assert not (await each_bench("write_file", path="a/f", content="one\ntwo"))["created"]
+    assert (await each_bench("read_file", path="a/f"))["content"] == "1|one\n2|two"
+    await each_bench("patch", path="a/f", old_string="two", new_string="2")
+    assert (await each_bench("search_files", pattern="2"))["matches"][0]["content"] == "2"
+    assert (await each_bench("search_files", pattern="f", target="files"))["files"] == ["a/f"]
 
 
 async def test_the_tools_change_nothing_in_the_session(bench: Any) -> None:
@@ -160,39 +157,28 @@ async def test_the_tools_change_nothing_in_the_session(bench: Any) -> None:
 
 
 async def test_patch_shows_what_it_did(each_bench: Any) -> None:
-    bench = each_bench
-    await bench("write_file", path="p.py", content="def f():\n    return 1\n\n\nx = f()\n")
-    done = await bench("patch", path="p.py", old_string="return 1", new_string="return 2")
+    await each_bench("write_file", path="p.py", content="def f():\n    return 1\n\n\nx = f()\n")
+    done = await each_bench("patch", path="p.py", old_string="return 1", new_string="return 2")
     assert (done["success"], done["replacements"], done["strategy"]) == (True, 1, "exact")
     assert "--- a/p.py\n+++ b/p.py\n@@ -1,5 +1,5 @@\n def f():\n-    return 1\n+    return 2\n" in (
         done["diff"] + "\n"
     )
-    assert await bench.sh("cat p.py") == "def f():\n    return 2\n\n\nx = f()\n"
+    assert await each_bench.sh("cat p.py") == "def f():\n    return 2\n\n\nx = f()\n"
 
 
-async def test_patch_tolerates_another_indentation(bench: Any) -> None:
-    await bench("write_file", path="p.py", content="class A:\n    def f(self):\n        pass\n")
-    done = await bench(
-        "patch",
-        path="p.py",
-        old_string="def f(self):\n    pass",
-        new_string="def f(self):\n    return 1",
-    )
-    assert done["strategy"] != "exact"
-    text = "class A:\n    def f(self):\n        return 1\n"
-    assert await bench.sh("cat p.py") == text
-
-
-async def test_patch_refuses_what_is_unclear(bench: Any) -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("1", "2", "occurs 2 times in 'f'"),
+        ("a = 11 + x", "2", "not found in 'f'; the closest line is 1: 'a = 1'"),
+        ("1", "1", "are the same"),
+        ("", "1", "old_string is empty"),
+    ],
+)
+async def test_patch_refuses_what_is_unclear(bench: Any, old: str, new: str, reason: str) -> None:
     await bench("write_file", path="f", content="a = 1\nb = 1\n")
-    with pytest.raises(ToolError, match="occurs 2 times in 'f'"):
-        await bench("patch", path="f", old_string="1", new_string="2")
-    with pytest.raises(ToolError, match="not found in 'f'; the closest line is 1: 'a = 1'"):
-        await bench("patch", path="f", old_string="a = 11 + x", new_string="2")
-    with pytest.raises(ToolError, match="are the same"):
-        await bench("patch", path="f", old_string="1", new_string="1")
-    with pytest.raises(ToolError, match="old_string is empty"):
-        await bench("patch", path="f", old_string="", new_string="1")
+    with pytest.raises(ToolError, match=reason):
+        await bench("patch", path="f", old_string=old, new_string=new)
     assert await bench.sh("cat f") == "a = 1\nb = 1\n"
     done = await bench("patch", path="f", old_string="1", new_string="2", replace_all=True)
     assert done["replacements"] == 2

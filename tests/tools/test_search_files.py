@@ -22,9 +22,8 @@ def places(found: Any) -> list[tuple[str, int]]:
 
 
 async def test_content(each_bench: Any) -> None:
-    bench = each_bench
-    await bench.sh(TREE)
-    found = await bench("search_files", pattern=r"\bos\b")
+    await each_bench.sh(TREE)
+    found = await each_bench("search_files", pattern=r"\bos\b")
     assert places(found) == [
         ("docs/b.md", 2),
         ("src/a.py", 1),
@@ -33,11 +32,11 @@ async def test_content(each_bench: Any) -> None:
     ]
     assert found["matches"][2]["content"] == "y = os.getcwd()"
     assert (found["total_count"], found["truncated"]) == (4, False)
-    only = await bench("search_files", pattern="os", path="src", file_glob="*.py")
+    only = await each_bench("search_files", pattern="os", path="src", file_glob="*.py")
     assert [m["path"] for m in only["matches"]] == ["src/a.py", "src/a.py", "src/deep/c.py"]
-    one = await bench("search_files", pattern="os", path="docs/b.md")
+    one = await each_bench("search_files", pattern="os", path="docs/b.md")
     assert places(one) == [("docs/b.md", 2)]
-    assert (await bench("search_files", pattern="absent"))["matches"] == []
+    assert (await each_bench("search_files", pattern="absent"))["matches"] == []
 
 
 @pytest.mark.parametrize(
@@ -71,14 +70,17 @@ async def test_context(bench: Any) -> None:
 
 
 async def test_names(each_bench: Any) -> None:
-    bench = each_bench
-    await bench.sh(TREE + "ln -s a.py src/link.py")
-    found = await bench("search_files", pattern="*.py", target="files")
+    await each_bench.sh(TREE + "ln -s a.py src/link.py")
+    found = await each_bench("search_files", pattern="*.py", target="files")
     assert found["files"] == ["src/a.py", "src/bin.py", "src/deep/c.py", "src/link.py"]
-    assert (await bench("search_files", pattern="b.m", target="files"))["files"] == ["docs/b.md"]
-    deep = await bench("search_files", pattern="deep/*.py", target="files")
+    assert (await each_bench("search_files", pattern="b.m", target="files"))["files"] == [
+        "docs/b.md"
+    ]
+    deep = await each_bench("search_files", pattern="deep/*.py", target="files")
     assert deep["files"] == ["src/deep/c.py"]
-    page = await bench("search_files", pattern="*", target="files", path="src", limit=1, offset=1)
+    page = await each_bench(
+        "search_files", pattern="*", target="files", path="src", limit=1, offset=1
+    )
     assert page["files"] == ["src/bin.py"]
     assert page["truncated"]
 
@@ -101,16 +103,21 @@ async def test_much_is_bounded(bench: Any) -> None:
     assert "narrow the search" in found["hint"]
 
 
-async def test_mistakes(bench: Any) -> None:
-    with pytest.raises(ToolError, match="invalid regular expression: Unmatched"):
-        await bench("search_files", pattern="(")
-    with pytest.raises(ToolError, match="invalid regular expression"):
-        await bench("search_files", pattern=r"\d(")
-    with pytest.raises(ToolError, match="no such file or directory: 'nope'"):
-        await bench("search_files", pattern="x", path="nope")
-    with pytest.raises(ToolError, match="must not be empty"):
-        await bench("search_files", pattern="")
-    with pytest.raises(ToolError, match="must be one of"):
-        await bench("search_files", pattern="x", target="names")
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"pattern": "("}, "invalid regular expression: Unmatched"),
+        ({"pattern": r"\d("}, "invalid regular expression"),
+        ({"pattern": "x", "path": "nope"}, "no such file or directory: 'nope'"),
+        ({"pattern": ""}, "must not be empty"),
+        ({"pattern": "x", "target": "names"}, "must be one of"),
+    ],
+)
+async def test_mistakes(bench: Any, arguments: dict[str, str], reason: str) -> None:
+    with pytest.raises(ToolError, match=reason):
+        await bench("search_files", **arguments)
+
+
+async def test_a_pattern_may_look_like_an_option(bench: Any) -> None:
     await bench.sh("printf -- '-rf\\n' > f")
     assert (await bench("search_files", pattern="-rf"))["total_count"] == 1
