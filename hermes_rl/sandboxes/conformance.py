@@ -65,7 +65,7 @@ async def fails(attempt: Awaitable[object], kind: type[E]) -> E:
     raise AssertionError(f"expected {kind}")
 
 
-async def told(process: Process, least: int) -> bytes:
+async def printed_by(process: Process, least: int) -> bytes:
     """What a process prints, until there are so many bytes of it, or it has ended."""
     output = b""
     async with asyncio.timeout(TIMEOUT_S):
@@ -251,7 +251,7 @@ async def timeouts_spare_background_processes(backend: SandboxBackend) -> None:
         for number in range(20):
             await sh(sandbox, "sleep 900", timeout_s=number / 2000)
         await process.write(b"hello\n")
-        assert await told(process, 10) == b"got hello\n"
+        assert await printed_by(process, 10) == b"got hello\n"
 
 
 async def waits_for_stopped_commands(backend: SandboxBackend) -> None:
@@ -281,13 +281,13 @@ async def runs_background_processes(backend: SandboxBackend) -> None:
     async with leased(backend) as sandbox:
         process = await sandbox.start_process('while read line; do echo "got $line"; done; exit 5')
         await process.write(b"hello\n")
-        assert await told(process, 10) == b"got hello\n"
+        assert await printed_by(process, 10) == b"got hello\n"
         assert await process.poll() is None
         await expect(sandbox, "echo meanwhile", "meanwhile\n")
         await process.kill()
         assert await process.poll() is not None
         short = await sandbox.start_process("echo one; exit 5")
-        assert await told(short, 100) == b"one\n"
+        assert await printed_by(short, 100) == b"one\n"
         assert await short.poll() == 5
         await fails(short.write(b"late"), BrokenPipeError)
 

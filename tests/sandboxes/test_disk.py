@@ -93,7 +93,7 @@ Two = tuple[Sandbox, Sandbox]
 
 @pytest.fixture
 async def two(small_disk: Path) -> AsyncIterator[Two]:
-    """A sandbox that will write too much, and another, which must go on."""
+    """A sandbox that will write too much, and another, which must not notice."""
     backend = Bubblewrap(state_dir=small_disk)
     async with leased(backend) as greedy, leased(backend) as modest:
         yield greedy, modest

@@ -139,8 +139,8 @@ def worker_state(state: Path) -> Iterator[Path]:
 
 
 def watchdogs(state: Path) -> set[int]:
-    ours = watchdog.tagged(watchdog.__file__.encode())
-    return {*watchdog.tagged(str(state).encode())}.intersection(ours)
+    every = watchdog.tagged(watchdog.__file__.encode())
+    return {*watchdog.tagged(str(state).encode())}.intersection(every)
 
 
 async def use(kind: type[Bubblewrap] | type[Subprocess], state: Path) -> None:
