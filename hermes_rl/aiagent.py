@@ -399,11 +399,11 @@ class AIAgent:
         self, link: Link, log: EventLog, prompt: list[Message], task_id: str
     ) -> Ended:
         first = len(log.events)
-        hooked = Hooked(self.hooks, self.session_id, task_id)
         patience = RetryPolicy(first_answer_s=FIRST_ANSWER_S)
         caller = ModelCaller(link.routes.routes(link.model), log, patience)
+        hooked = Hooked(self.hooks, caller, self.session_id, task_id)
         parts = AgentParts(
-            caller=hooked.caller(caller),
+            caller=hooked,
             model=link.model,
             tools=hooked.tools(self._tools),
             sandbox=self._leased,

@@ -380,7 +380,7 @@ class LazyRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 def lazy_rows(rows: Iterable[tuple[RawRow, str]], columns: Columns) -> Iterator[LazyRow]:
     """Lazy rows from (row, place) pairs."""
     for index, (raw, place) in enumerate(rows):
-        found = _of_line(raw, columns) if type(raw) is bytes else _of_mapping(raw, columns)
+        found = _quick_identity(raw, columns)
         if found is None:
             task_hash, repeats = task_row(raw, index, place, columns).task_hash, None
         else:
@@ -396,28 +396,19 @@ def lazy_rows(rows: Iterable[tuple[RawRow, str]], columns: Columns) -> Iterator[
         )
 
 
-def _of_line(line: bytes, columns: Columns) -> tuple[str, int | None] | None:
-    """Hash and repeats of a row as a JSON line; None when the long way must be gone."""
+def _quick_identity(raw: RawRow, columns: Columns) -> tuple[str, int | None] | None:
+    """Hash and repeats of a row; None for a row that only `task_row` can judge."""
+    if isinstance(raw, str):
+        return None
     try:
-        row = _decode(line)
-        if columns:
+        from_line = isinstance(raw, bytes)
+        row = _decode(raw) if isinstance(raw, bytes) else renamed(raw, columns)
+        if from_line and columns:
             row = renamed(row, columns)
         repeats = _take_unhashed(row)
-        return encoded_digest(row), repeats
+        return encoded_digest(row) if from_line else digest(row), repeats
     except (TaskFault, ValueError, TypeError, OverflowError, RecursionError):
         return None  # msgspec's errors are ValueErrors
-
-
-def _of_mapping(raw: RawRow, columns: Columns) -> tuple[str, int | None] | None:
-    """The same for a row that is decoded already."""
-    if not isinstance(raw, Mapping):
-        return None
-    try:
-        row = renamed(raw, columns)
-        repeats = _take_unhashed(row)
-        return digest(row), repeats
-    except (TaskFault, ValueError, TypeError, OverflowError, RecursionError):
-        return None
 
 
 def _take_unhashed(row: dict[str, Any]) -> int | None:

@@ -109,8 +109,6 @@ class RunContext:
     """None for played models, whose clients are made per rollout."""
     share: Share
     """Limiters, cooldowns of accounts, and budgets; shared by the workers of a run."""
-    free: bool = False
-    """Calls cost nothing: played models."""
     others: Mapping[str, Routes] = field(default_factory=dict)
     """To the models that an environment asks beside the policy, by purpose."""
     workspaces: Path | None = None
@@ -183,7 +181,7 @@ class RunContext:
             budget: the attempt's.
         """
         models = self.models or Sole(_played(model, task), self.share)
-        price = free if self.free else None
+        price = free if self.models is None else None
         ours = not asks_endpoint(self.config.model.name, self.config.endpoint)
         patience = self._patience(ours=ours)
         return ModelCaller(models.routes(model), recorder, patience, price=price, budget=budget)
@@ -281,7 +279,6 @@ async def open_run_context(
             backend=backend,
             models=models,
             share=together,
-            free=models is None,
             exact=plan is not None and plan.exact,
             others=_open_others(config, stack, keyring, together),
         )

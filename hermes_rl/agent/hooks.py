@@ -138,88 +138,21 @@ async def call_hook(
 
 @dataclass(frozen=True)
 class Hooked:
-    """The hooks of one run."""
+    """The hooks of one run around its caller and its tools."""
 
     hooks: Hooks
+    caller: Caller
     session_id: str
     task_id: str
-
-    def caller(self, caller: Caller) -> Caller:
-        """The same caller, seen by the hooks."""
-        hooks = self.hooks
-        watched = hooks.pre_llm_call is not None or hooks.post_llm_call is not None
-        return _HookedCaller(caller, self) if watched else caller
-
-    def tools(self, tools: Mapping[str, Tool]) -> dict[str, Tool]:
-        """The same tools, seen by the hooks."""
-        hooks = self.hooks
-        watched = hooks.pre_tool_call is not None or hooks.post_tool_call is not None
-        return {name: self._watched(tool) if watched else tool for name, tool in tools.items()}
-
-    def _watched(self, tool: Tool) -> Tool:
-        async def handler(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
-            start = time.monotonic()
-            try:
-                result = await self._allowed(tool, context, arguments)
-            except ToolError as error:
-                await self._after(tool, arguments, None, str(error), start)
-                raise
-            except Exception as error:  # seen by the hook, and raised as it is
-                said = f"{type(error).__name__}: {error}"
-                await self._after(tool, arguments, None, said, start)
-                raise
-            await self._after(tool, arguments, result, None, start)
-            return result
-
-        return replace(tool, handler=handler)
-
-    async def _allowed(
-        self, tool: Tool, context: ToolContext, arguments: dict[str, Any]
-    ) -> ToolResult:
-        """Raises: ToolError when a hook forbids the call."""
-        ids = {"session_id": self.session_id, "task_id": self.task_id}
-        asked = PreToolCall(**ids, tool_name=tool.name, arguments=arguments)
-        if why := await call_hook(self.hooks.pre_tool_call, asked, "its guard failed"):
-            raise ToolError(f"{tool.name} was not run: {why}")
-        return await tool.handler(context, arguments)
-
-    async def _after(
-        self,
-        tool: Tool,
-        arguments: dict[str, Any],
-        result: ToolResult | None,
-        error: str | None,
-        start: float,
-    ) -> None:
-        if self.hooks.post_tool_call is None:
-            return
-        payload = PostToolCall(
-            session_id=self.session_id,
-            task_id=self.task_id,
-            tool_name=tool.name,
-            arguments=arguments,
-            result=None if result is None else result.text,
-            ok=result is not None and result.ok,
-            error=error,
-            duration_s=time.monotonic() - start,
-        )
-        await call_hook(self.hooks.post_tool_call, payload)
-
-
-class _HookedCaller:
-    """A caller whose calls hooks see."""
-
-    def __init__(self, caller: Caller, hooked: Hooked) -> None:
-        self._caller, self._hooked = caller, hooked
 
     async def call(
         self, request: ModelRequest, *, turn: int, purpose: Purpose = "agent", agent: str = "main"
     ) -> Completion:
         """See `Caller`."""
-        hooks, start = self._hooked.hooks, time.monotonic()
+        hooks, start = self.hooks, time.monotonic()
         common: dict[str, Any] = {
-            "session_id": self._hooked.session_id,
-            "task_id": self._hooked.task_id,
+            "session_id": self.session_id,
+            "task_id": self.task_id,
             "model": request.model,
             "turn": turn,
             "purpose": purpose,
@@ -227,7 +160,7 @@ class _HookedCaller:
         if hooks.pre_llm_call is not None:
             before = PreLLMCall(**common, conversation=tuple(request.conversation))
             await call_hook(hooks.pre_llm_call, before)
-        completion = await self._caller.call(request, turn=turn, purpose=purpose, agent=agent)
+        completion = await self.caller.call(request, turn=turn, purpose=purpose, agent=agent)
         after = PostLLMCall(
             **common,
             message=completion.message,
@@ -240,4 +173,41 @@ class _HookedCaller:
 
     def fall_back(self) -> bool:
         """See `FallsBack`."""
-        return isinstance(self._caller, FallsBack) and self._caller.fall_back()
+        return isinstance(self.caller, FallsBack) and self.caller.fall_back()
+
+    def tools(self, tools: Mapping[str, Tool]) -> dict[str, Tool]:
+        """The same tools, seen by the hooks."""
+        return {name: self._watched(tool) for name, tool in tools.items()}
+
+    def _watched(self, tool: Tool) -> Tool:
+        async def handler(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
+            start = time.monotonic()
+            common: dict[str, Any] = {
+                "session_id": self.session_id,
+                "task_id": self.task_id,
+                "tool_name": tool.name,
+                "arguments": arguments,
+            }
+            result, error = None, None
+            try:
+                before = PreToolCall(**common)
+                if why := await call_hook(self.hooks.pre_tool_call, before, "its guard failed"):
+                    raise ToolError(f"{tool.name} was not run: {why}")
+                result = await tool.handler(context, arguments)
+                return result
+            except Exception as failure:  # seen by the hook, and raised as it is
+                named = "" if isinstance(failure, ToolError) else f"{type(failure).__name__}: "
+                error = f"{named}{failure}"
+                raise
+            finally:
+                if result is not None or error is not None:  # not when it was cancelled
+                    after = PostToolCall(
+                        **common,
+                        result=None if result is None else result.text,
+                        ok=result is not None and result.ok,
+                        error=error,
+                        duration_s=time.monotonic() - start,
+                    )
+                    await call_hook(self.hooks.post_tool_call, after)
+
+        return replace(tool, handler=handler)

@@ -11,7 +11,6 @@ from hermes_rl.agent import PRESETS, tool_meant
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
 
 DATAGEN, RL = PRESETS["datagen"], PRESETS["rl"]
-BROKEN = {"calls": [{"arguments": '{"command": "touch made",,}'}]}
 
 
 async def nothing(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
@@ -73,6 +72,7 @@ async def test_a_near_name_runs_by_policy_only(rig: Any) -> None:
     step = {"calls": [{"name": "termnal", "arguments": {"command": "echo hi"}}]}
     ran = await rig.play(step, "done")
     assert json.loads(ran.results()[0].message.content)["output"] == "hi\n"
+    assert ran.results()[0].message.name == "termnal"  # as the model wrote it
     for policy in (RL, DATAGEN.switched({"repair_tool_names": False})):
         ran = await rig.play(step, "done", policy=policy)
         assert "Unknown tool 'termnal'" in ran.results()[0].message.content
@@ -87,55 +87,6 @@ async def test_a_blank_name_gets_a_short_error(rig: Any, policy: Any) -> None:
     assert "Available tools: terminal, read_file" in unknown
     assert json.loads(good)["output"] == "1\n"
     assert [e.tool_ok for e in ran.results()] == [False, False, True]
-
-
-@pytest.mark.parametrize("policy", [DATAGEN, RL])
-async def test_three_turns_of_invalid_names_end_the_run(rig: Any, policy: Any) -> None:
-    bad = {"calls": [{"name": "nope", "arguments": {}}]}
-    ran = await rig.play(bad, bad, bad, "never", policy=policy)
-    assert (ran.result.end_reason, ran.result.turns) == ("invalid_tool_calls", 3)
-    assert ran.outline() == "suatatat"
-
-
-async def test_arguments_that_are_no_json_are_asked_for_again(rig: Any) -> None:
-    ran = await rig.play([BROKEN, BROKEN, {"run": "ls"}], "done")
-    assert (ran.result.end_reason, ran.outline()) == ("answered", "suata")
-    why = "discarded: tool call without JSON arguments"
-    assert ran.errors() == [why, why, None, None]
-    assert json.loads(ran.results()[0].message.content)["output"] == ""
-    assert ran.limits() == [None] * 4
-
-
-async def test_after_two_times_the_model_is_told(rig: Any) -> None:
-    mixed = {"calls": [*BROKEN["calls"], {"arguments": {"command": "echo 1"}}]}
-    ran = await rig.play(mixed, "done")
-    assert ran.outline() == "suatta"
-    bad, good = (e.message.content for e in ran.results())
-    assert "not valid JSON" in bad
-    assert json.loads(good)["output"] == "1\n"
-    assert len(ran.calls()) == 4
-
-
-@pytest.mark.parametrize("policy", [DATAGEN.switched({"reask_arguments": False}), RL])
-async def test_the_model_is_told_at_once_without_the_switch(rig: Any, policy: Any) -> None:
-    ran = await rig.play(BROKEN, "done", policy=policy)
-    assert (ran.outline(), len(ran.calls())) == ("suata", 2)
-    assert "not valid JSON" in ran.results()[0].message.content
-
-
-async def test_arguments_that_never_were_json_are_not_taken_for_cut_ones(rig: Any) -> None:
-    step = {"calls": [{"arguments": "ls -la"}]}
-    ran = await rig.play(step, "done")
-    assert (ran.outline(), len(ran.calls())) == ("suata", 4)
-    assert ran.limits() == [None] * 4
-    assert "not valid JSON" in ran.results()[0].message.content
-
-
-async def test_broken_off_arguments_without_that_switch_are_just_no_json(rig: Any) -> None:
-    step = {"calls": [{"arguments": '{"command": "ls'}]}
-    policy = DATAGEN.switched({"reask_cut_calls": False})
-    ran = await rig.play(step, "done", policy=policy)
-    assert (ran.outline(), len(ran.calls())) == ("suata", 4)
 
 
 async def test_no_text_at_all_stands_for_no_arguments(rig: Any) -> None:

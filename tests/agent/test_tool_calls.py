@@ -108,22 +108,6 @@ async def test_bad_json_goes_back_and_never_runs(rig: Any) -> None:
     assert [e.tool_ok for e in ran.results()] == [False] * 3
 
 
-async def test_unknown_tools_are_told_the_names(rig: Any) -> None:
-    ran = await rig.play({"calls": [{"name": "python", "arguments": {}}]}, "done")
-    error = json.loads(texts(ran)[0])["error"]
-    expected = "terminal, read_file, write_file, patch, search_files"
-    assert error == f"Unknown tool 'python'. Available tools: {expected}"
-
-
-async def test_names_are_repaired_by_policy_only(rig: Any) -> None:
-    calls = {"calls": [{"name": "functions.Terminal", "arguments": {"command": "echo hi"}}]}
-    repaired = await rig.play(calls, "done")
-    assert json.loads(texts(repaired)[0])["output"] == "hi\n"
-    assert repaired.results()[0].message.name == "functions.Terminal"
-    strict = await rig.play(calls, "done", policy=PRESETS["rl"])
-    assert "Unknown tool" in texts(strict)[0]
-
-
 async def test_large_results_are_cut(rig: Any) -> None:
     async def handler(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
         return ToolResult("a" * 500 + "b" * 600)
