@@ -86,7 +86,7 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
     "a higher requested limit is kept": (
         (cut("x"),) * 4, {"sampling": Sampling(max_tokens=50_000)}, {"output_limits": [50_000] * 4},
     ),
-    "the limit is restored after a whole answer, and text before a call is no part": (
+    "the limit is restored after a whole answer, and text before a call is left out": (
         (cut("Let me see. "), {"run": "echo 1"}, cut("It is "), "one."), {},
         {"output_limits": [None, 8192, None, 8192], "final": "It is one.", "outline": "suaUataUa"},
     ),
@@ -138,7 +138,7 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
     "then the run ends": (
         (CUT_CALL_AND_TEXT,) * 9, {}, {"end": "output_truncated", "calls": 8},
     ),
-    "a cut call without a text has a placeholder": (
+    "a cut call without text has a placeholder": (
         (CUT_CALL, LS, "done"), {},
         {"outline": "suAUata", "final": "done", "harness": [EMPTY, TEXTS.cut_call],
          "discarded": ["cut tool call"] * 5 + [""] * 2},
@@ -157,7 +157,7 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
     "arguments that break off are reported to the model with rl": (
         (BROKEN_OFF, "done"), {"policy": RL}, {"outline": "suata", "calls": 2},
     ),
-    "arguments that break off are no JSON without the switch": (
+    "arguments that break off are invalid JSON without the switch": (
         (BROKEN_OFF, "done"), {"policy": without(reask_cut_calls=False)},
         {"outline": "suata", "calls": 4},
     ),
@@ -174,7 +174,7 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
         {"outline": "suata", "calls": 2},
     ),
     "and at once with rl": ((NO_JSON, "done"), {"policy": RL}, {"outline": "suata", "calls": 2}),
-    "arguments that never were JSON are no cut call": (
+    "arguments that never were JSON are not a cut call": (
         ({"calls": [{"arguments": "ls -la"}]}, "done"), {},
         {"outline": "suata", "calls": 4, "output_limits": [None] * 4},
     ),
