@@ -38,32 +38,11 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 """Public name -> its module."""
 
 __all__ = [
-    "AssistantMessage",
-    "BoxResult",
-    "CannotJudge",
-    "EnvConfig",
-    "Environment",
-    "Grading",
-    "Judge",
-    "Message",
-    "ModelHandle",
-    "RewardPart",
-    "Rewards",
-    "Rollout",
-    "RolloutContext",
-    "Task",
-    "Tool",
-    "ToolContext",
-    "ToolError",
-    "ToolResult",
-    "ToolUse",
-    "UserMessage",
-    "Verdict",
-    "Verify",
-    "make_task",
-    "part",
-    "tool",
-]
+    "AssistantMessage", "BoxResult", "CannotJudge", "EnvConfig", "Environment", "Grading", "Judge",
+    "Message", "ModelHandle", "RewardPart", "Rewards", "Rollout", "RolloutContext", "Task", "Tool",
+    "ToolContext", "ToolError", "ToolResult", "ToolUse", "UserMessage", "Verdict", "Verify",
+    "make_task", "part", "tool",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -49,7 +49,11 @@ def _call(data: bytes) -> bytes:
     """Run one job; the answer is ("ok", value) or ("error", text, pickled exception or b"")."""
     try:
         modules, module, name, args = pickle.loads(data)
-        _load(modules)
+        if any(name not in sys.modules for name, _ in modules):
+            from hermes_rl.rl.loading import load_module
+
+            for loaded, file in modules:  # what the parent loaded from paths
+                load_module(loaded, file)
         return frame(("ok", resolve(module, name)(*pickle.loads(args))))
     except BaseException as error:  # a boundary: the parent gets every error
         text = "".join(traceback.format_exception(error))[-4000:]
@@ -57,15 +61,6 @@ def _call(data: bytes) -> bytes:
             return frame(("error", text, pickle.dumps(error)))
         except Exception:  # an exception that does not pickle
             return frame(("error", text, b""))
-
-
-def _load(modules: tuple[tuple[str, str], ...]) -> None:
-    """Load what the parent loaded from paths, under the same names."""
-    if any(name not in sys.modules for name, _ in modules):
-        from hermes_rl.rl.loading import load_module
-
-        for name, file in modules:
-            load_module(name, file)
 
 
 def main() -> None:

@@ -400,8 +400,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--conditions", default="{}", help="clock, outages and prices as JSON")
     parser.add_argument("--key", help="the API key that clients must send")
     parser.add_argument("--model", action="append", default=[], help="serve only these")
-    parser.add_argument("--hold-at", type=int, help="answer nothing from this request on")
-    parser.add_argument("--notify-at", type=int, help="print a line at this request")
+    parser.add_argument(
+        "--hold-at", type=int, help="answer nothing from this request on, which is printed"
+    )
     return parser
 
 
@@ -423,7 +424,7 @@ def main() -> None:
     )
 
     def notify(n: int) -> None:
-        if n in (arguments.notify_at, arguments.hold_at):
+        if n == arguments.hold_at:
             print_json({"request": n})
 
     asyncio.run(serve(FakeServer(config, notify), until_eof=arguments.until_eof))

@@ -15,6 +15,7 @@ text_arguments: takes the arguments of calls as text.
 from __future__ import annotations
 
 import json
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,70 +23,17 @@ from typing import Any
 from hermes_rl.models.tokens.files import TokenizerFiles
 from hermes_rl.models.tokens.renderer import Renderer, renderer_of
 
-END = {
-    "chatml": "<|im_end|>",
-    "text_arguments": "<|im_end|>",
-    "coder": "<|im_end|>",
-    "qwen3": "<|im_end|>",
-    "llama3": "<|eot_id|>",
-    "mistral": "</s>",
-}
-"""Family -> the end token that its files name."""
-_FOLDER = Path(__file__).parent / "templates"
+_FOLDER = Path(__file__).parent
+_PARTS: dict[str, Any] = tomllib.loads(
+    (_FOLDER / "tiny_tokenizer.toml").read_text(encoding="utf-8")
+)
 TEMPLATES = {
-    family: (_FOLDER / f"{family}.jinja").read_text(encoding="utf-8").removesuffix("\n")
-    for family in END
+    family: (_FOLDER / f"templates/{family}.jinja").read_text(encoding="utf-8").removesuffix("\n")
+    for family in _PARTS["named"]
 }
 """Family -> source."""
-
-CONTROL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|begin_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<s>",
-    "</s>",
-    "[INST]",
-    "[/INST]",
-    "[TOOL_CALLS]",
-    "[TOOL_RESULTS]",
-    "[/TOOL_RESULTS]",
-    "[AVAILABLE_TOOLS]",
-    "[/AVAILABLE_TOOLS]",
-)
-"""Control tokens (special)."""
-MARKUP = (
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-    "<think>",
-    "</think>",
-)
-"""Added tokens that are not special, as in the Qwen 3 family."""
-_SENTENCES = (
-    "You are a helpful assistant. The user asks a question and the assistant answers.",
-    'The tools are functions: {"name": "terminal", "arguments": {"command": "ls -la"}}',
-    "user assistant system tool function parameters type object properties string required",
-    "one\n\ntwo\n\nthree\n\n\nfour:\n\nfive.\n\nsix\n\n\nseven\n",
-    "the there then them this that these those and answer another file folder line number 1234",
-)
-_PATTERN = "|".join(
-    (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",
-        r"\p{N}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
-)
-"""How text is split: contractions, words, single digits, punctuation, line ends, spaces."""
+CONTROL: tuple[str, ...] = tuple(_PARTS["control"])
+MARKUP: tuple[str, ...] = tuple(_PARTS["markup"])
 
 
 @cache
@@ -96,7 +44,7 @@ def tokenizer_json() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_PATTERN), behavior="isolated"),
+            pre_tokenizers.Split(Regex("|".join(_PARTS["split"])), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -106,7 +54,7 @@ def tokenizer_json() -> str:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_SENTENCES, trainer)
+    tokenizer.train_from_iterator(_PARTS["sentences"], trainer)
     tokenizer.add_special_tokens(
         [AddedToken(text, special=True, normalized=False) for text in CONTROL]
     )
@@ -140,6 +88,4 @@ def tiny_tokenizer(folder: Path, family: str = "chatml") -> Path:
 
 
 def _named(family: str) -> dict[str, str]:
-    begin = {"llama3": "<|begin_of_text|>", "mistral": "<s>"}
-    named = {"eos_token": END[family], "pad_token": "<|endoftext|>"}
-    return {**named, **({"bos_token": begin[family]} if family in begin else {})}
+    return {"pad_token": "<|endoftext|>", **_PARTS["named"][family]}
