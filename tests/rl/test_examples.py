@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_kit import EXAMPLES, asked_of, evaluated, ran, table, turn_of
+from rl_kit import EXAMPLES, Lab, asked_of, evaluated, fake, ran, table, turn_of
 
 import hermes_rl.rl
 from hermes_rl.messages import UserMessage, text_of
@@ -16,7 +16,6 @@ from hermes_rl.rl import Task
 from hermes_rl.rl.trial import atrial, rewards_of
 from hermes_rl.testing.cheats import BUNDLES, bundle
 from hermes_rl.testing.dialects.base import ServedRequest
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 MOST_LINES = 100
 FILES = sorted(EXAMPLES.glob("*.py"))
@@ -52,7 +51,7 @@ def mathematician(request: ServedRequest) -> Any:
 
 
 async def test_math_in_process_and_evaluate(tmp_path: Path) -> None:
-    async with FakeServer(FakeConfig(plays={"policy": mathematician})) as server:
+    async with fake(policy=mathematician) as server:
         for mode, units in (("process", 20), ("evaluate", 5)):
             out = tmp_path / mode
             env = {"mode": mode, "split": "train" if mode == "process" else "eval"}
@@ -86,25 +85,18 @@ def mender(request: ServedRequest) -> Any:
     return [{"run": mend}, "Mended."][turn_of(request)]
 
 
-async def test_a_repository_in_process_and_evaluate(tmp_path: Path) -> None:
-    async with FakeServer(FakeConfig(plays={"policy": mender})) as server:
-        for mode, repeats in (("process", 2), ("evaluate", 1)):
-            out = tmp_path / mode
-            report = await ran(
-                EXAMPLES / "fix_repository.py",
-                out,
-                server,
-                env={"mode": mode, "split": "eval"},
-                dataset={"limit": None, "repeats": repeats},
-            )
-            assert report.done == 4 * repeats, report.causes
-            rewards = {row["task_id"]: row["reward"] for row in table(out)}
-            assert rewards == {"clamp-0": 1.0, "clamp-1": 0.0, "clamp-2": 0.0, "clamp-3": 0.0}
-            results, _ = await evaluated(out)
-            assert results["all"]["solved"] == 0.25
-            passed = {row["task_id"]: row["metrics"][0]["value"] for row in table(out)}
-            assert passed["clamp-0"] == 5
-            assert all(0 < passed[task] < 5 for task in passed if task != "clamp-0")
+async def test_a_repository_is_evaluated(lab: Lab) -> None:
+    env, dataset = {"mode": "evaluate", "split": "eval"}, {"limit": None}
+    async with fake(policy=mender) as server:
+        report = await lab.run(EXAMPLES / "fix_repository.py", server, env=env, dataset=dataset)
+    assert report.done == 4, report.causes
+    rewards = {row["task_id"]: row["reward"] for row in lab.rows()}
+    assert rewards == {"clamp-0": 1.0, "clamp-1": 0.0, "clamp-2": 0.0, "clamp-3": 0.0}
+    results, _ = await evaluated(lab.out)
+    assert results["all"]["solved"] == 0.25
+    passed = {row["task_id"]: row["metrics"][0]["value"] for row in lab.rows()}
+    assert passed.pop("clamp-0") == 5
+    assert all(0 < count < 5 for count in passed.values())
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
@@ -209,8 +201,7 @@ async def test_a_price_that_nobody_offered_is_no_deal(refusal: str) -> None:
         most = re.findall(r"at most (\d+) euros", text_of(request.messages[0]))[0]
         return refusal.format(most)
 
-    plays = {"policy": pushy, "buyer": refuses, "critic": judge}
-    async with FakeServer(FakeConfig(plays=plays)) as server:
+    async with fake(policy=pushy, buyer=refuses, critic=judge) as server:
         rows = await atrial(
             EXAMPLES / "haggling.py",
             "policy",
@@ -223,38 +214,28 @@ async def test_a_price_that_nobody_offered_is_no_deal(refusal: str) -> None:
     assert [(row.reward, row.error) for row in rows] == [(0.0, None)] * 2
 
 
-async def test_a_dialogue_in_process_and_evaluate(tmp_path: Path) -> None:
-    plays = {"policy": seller, "buyer": buyer, "critic": judge}
-    async with FakeServer(FakeConfig(plays=plays)) as server:
-        for mode, units in (("process", 12), ("evaluate", 3)):
-            out = tmp_path / mode
-            report = await ran(
-                EXAMPLES / "haggling.py",
-                out,
-                server,
-                env={
-                    "mode": mode,
-                    "split": "eval",
-                    "judge": {"name": "critic", "temperature": 0},
-                    "user": {"name": "buyer"},
-                },
-                dataset={"limit": 3},
-            )
-            assert report.done == units, report.causes
-            rows = table(out)
-            for row in rows:
-                price, polite = row["rewards"]
-                assert 0.4 <= price["score"] <= 0.5
-                detail = json.loads(polite["detail"])
-                assert (polite["score"], detail["verdict"], detail["judge"]) == (1, "yes", "critic")
-                assert len(detail["prompt_sha256"]) == 64
-                assert detail["usage"]["input_tokens"] > 0
-                purposes = [c["purpose"] for c in row["calls"]]
-                assert purposes == ["agent", "user", "agent", "agent", "judge"]
-                assert row["usage"]["input_tokens"] == sum(c["input_tokens"] for c in row["calls"])
-                assert row["turns"] == 3
-            prices = [re.findall(r'"price":(\d+)', "".join(row["messages"]))[0] for row in rows]
-            assert len(set(prices[:4])) > 1 or mode == "evaluate", "each rollout has its own limit"
-        results, samples = await evaluated(tmp_path / "evaluate")
-        assert results["all"]["tasks"] == len(samples) == 3
-        assert sum(entry.call_id is not None for entry in server.entries) == 5 * 15
+async def test_a_dialogue_is_judged_and_each_rollout_has_a_user_of_its_own(lab: Lab) -> None:
+    env = {"judge": {"name": "critic", "temperature": 0}, "user": {"name": "buyer"}}
+    async with fake(policy=seller, buyer=buyer, critic=judge) as server:
+        report = await lab.run(
+            EXAMPLES / "haggling.py",
+            server,
+            env={"split": "eval", **env},
+            dataset={"limit": 3},
+        )
+        assert report.done == 12, report.causes
+        assert sum(entry.call_id is not None for entry in server.entries) == 5 * 12
+    rows = lab.rows()
+    for row in rows:
+        price, polite = row["rewards"]
+        assert 0.4 <= price["score"] <= 0.5
+        detail = json.loads(polite["detail"])
+        assert (polite["score"], detail["verdict"], detail["judge"]) == (1, "yes", "critic")
+        assert len(detail["prompt_sha256"]) == 64
+        assert detail["usage"]["input_tokens"] > 0
+        purposes = [c["purpose"] for c in row["calls"]]
+        assert purposes == ["agent", "user", "agent", "agent", "judge"]
+        assert row["usage"]["input_tokens"] == sum(c["input_tokens"] for c in row["calls"])
+        assert row["turns"] == 3
+    prices = [re.findall(r'"price":(\d+)', "".join(row["messages"]))[0] for row in rows]
+    assert len(set(prices[:4])) > 1

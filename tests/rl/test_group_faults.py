@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import statistics
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from rl_kit import Written, configured, table
+from rl_kit import Lab, configured, table
 
 from batch_runner import arun_batch
 from batch_runner.progress import Silent
@@ -191,12 +191,10 @@ DEAD = frozenset(
 
 
 @pytest.mark.slow
-async def test_the_dead_are_in_no_baseline(
-    tmp_path: Path, write_env: Callable[..., Written]
-) -> None:
-    env, out = write_env(NAPS).path, tmp_path / "run"
+async def test_the_dead_are_in_no_baseline(lab: Lab) -> None:
+    env, out = lab.write(NAPS).path, lab.out
     assert len(DEAD) >= 0.1 * GROUPS * SIZE
-    async with engine_in(tmp_path) as engine:
+    async with engine_in(lab.path) as engine:
         reaper = Reaper(DEAD, AGENT)
         report = await reaped(env, out, engine, reaper, GROUPS)
         failed = sum(entry.fault in FAULTS for entry in engine.truth)
@@ -269,14 +267,12 @@ def check_told(run: Run, rows: list[dict[str, Any]], truth: Mapping[str | None, 
 
 
 @pytest.mark.slow
-async def test_a_grader_that_keeps_the_dead_at_zero_is_caught(
-    tmp_path: Path, write_env: Callable[..., Written]
-) -> None:
+async def test_a_grader_that_keeps_the_dead_at_zero_is_caught(lab: Lab) -> None:
     """Its grading boxes die. What should be no reward at all, a careless one makes a 0.0 of."""
-    env, dead = write_env(NAPS).path, frozenset([(0, 2), (2, 0), (2, 1), (2, 3)])
-    async with engine_in(tmp_path) as engine:
+    env, dead = lab.write(NAPS).path, frozenset([(0, 2), (2, 0), (2, 1), (2, 3)])
+    async with engine_in(lab.path) as engine:
         for careless, shown in ((False, set()), (True, {"t0", "t2"})):
-            out = tmp_path / str(careless)
+            out = lab.path / str(careless)
             reaper = Reaper(dead, GRADER)
             how = {"graded_by_nap": True, "careless": careless}
             report = await reaped(env, out, engine, reaper, 3, **how)

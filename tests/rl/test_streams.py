@@ -13,6 +13,7 @@ from rl_kit import (
     asked_of,
     configured,
     events,
+    fake,
     flags,
     ran,
     report_of,
@@ -26,7 +27,6 @@ from hermes_rl.errors import StoreError, UserError
 from hermes_rl.rl.trial import first_tasks
 from hermes_rl.store.reader import load_run
 from hermes_rl.testing.dialects.base import ServedRequest
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 MATH = EXAMPLES / "math_tool.py"
 MAY_DIFFER = (
@@ -53,7 +53,7 @@ def content(out: Path) -> dict[str, dict[str, Any]]:
 
 async def test_more_tasks_go_on_and_another_stream_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    async with FakeServer(FakeConfig(plays={"policy": guess})) as server:
+    async with fake(policy=guess) as server:
         first = await ran(MATH, out, server, dataset={"limit": 2})
         second = await ran(MATH, out, server, dataset={"limit": 3})
         assert (first.done, second.done) == (8, 12)
@@ -70,7 +70,7 @@ async def test_more_tasks_go_on_and_another_stream_is_refused(tmp_path: Path) ->
 
 
 async def test_one_at_a_time_and_64_give_the_same_rows(tmp_path: Path) -> None:
-    async with FakeServer(FakeConfig(plays={"policy": guess})) as server:
+    async with fake(policy=guess) as server:
         for concurrency in (1, 64):
             await ran(
                 MATH,
@@ -92,7 +92,7 @@ async def test_two_ray_workers_give_the_same_rows(tmp_path: Path) -> None:
     package.mkdir()
     (package / "__init__.py").write_text("from .environment import MathTool\n")
     (package / "environment.py").write_text(MATH.read_text())
-    async with FakeServer(FakeConfig(plays={"policy": guess})) as server:
+    async with fake(policy=guess) as server:
         for workers in (0, 2):
             out = tmp_path / str(workers)
             process = await start(
