@@ -214,7 +214,7 @@ async def test_a_price_that_nobody_offered_is_no_deal(refusal: str) -> None:
     assert [(row.reward, row.error) for row in rows] == [(0.0, None)] * 2
 
 
-async def test_a_dialogue_is_judged_and_each_rollout_has_a_user_of_its_own(lab: Lab) -> None:
+async def test_a_dialogue_is_judged_and_users_differ_by_rollout(lab: Lab) -> None:
     env = {"judge": {"name": "critic", "temperature": 0}, "user": {"name": "buyer"}}
     async with fake(policy=seller, buyer=buyer, critic=judge) as server:
         report = await lab.run(
