@@ -11,7 +11,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -20,7 +20,12 @@ from hermes_rl.text import clean
 
 _sorted = msgspec.json.Encoder(order="sorted").encode
 
+_first_value = json.JSONDecoder(strict=False).raw_decode
+
 _COMMA = re.compile(r",(\s*[}\]])")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*', re.DOTALL)
+"""A string of JSON without its end, if it has one."""
+_CONTROL = re.compile(r"[\x00-\x1f]")
 _LITERAL_CHARS = 100_000
 """Longer texts are not tried as a Python literal: its parser is slow and deep."""
 _MOST_CHARS = 4_000_000
@@ -101,55 +106,26 @@ def _literal(text: str) -> Any:
 
 
 def _closed(text: str) -> Any:
-    """JSON that was cut short: open strings and brackets are closed; where that does not do, the
-    pair or element that was cut is left out."""
+    """JSON that was cut short: open strings and brackets are closed, and what is left of a pair or
+    element without a value is left out. Brackets too many at the end do no harm."""
     if not text.startswith("{"):
         return None
-    end = _end_of(text)
-    if not end.in_string:
-        found = _lenient(text + end.closing)
-    else:
-        found = _lenient((text[:-1] if end.escaping else text) + '"' + end.closing)
-    return _lenient(text[: end.cut] + end.closing_at_cut) if found is None else found
+    from pydantic_core import from_json  # only broken arguments need it
+
+    try:
+        value, end = _first_value(text)
+        return value if not text[end:].strip("}] \n") else None
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return from_json(_STRING.sub(_escaped, clean(text)), allow_partial="trailing-strings")
+    except ValueError:
+        return None
 
 
-class _End(NamedTuple):
-    """How a text of JSON stands at its end."""
-
-    in_string: bool
-    escaping: bool
-    """Its last character is a backslash that escapes what would follow."""
-    closing: str
-    """The brackets that are missing."""
-    cut: int
-    """Where the last pair or element begins."""
-    closing_at_cut: str
-
-
-def _end_of(text: str) -> _End:
-    ends: list[str] = []
-    closed: list[str] = []  # since the last cut
-    cut = 0
-    in_string = escaped = False
-    for place, char in enumerate(text):
-        if in_string:
-            if escaped:
-                escaped = False
-            elif char == "\\":
-                escaped = True
-            elif char == '"':
-                in_string = False
-        elif char == '"':
-            in_string = True
-        elif char in "{[":
-            ends.append("}" if char == "{" else "]")
-            cut, closed = place + 1, []
-        elif char == ",":
-            cut, closed = place, []
-        elif char in "}]" and ends and ends[-1] == char:
-            closed.append(ends.pop())
-    at_cut = "".join(closed) + "".join(reversed(ends))
-    return _End(in_string, escaped, "".join(reversed(ends)), cut, at_cut)
+def _escaped(string: re.Match[str]) -> str:
+    """A string of JSON without raw control characters."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", string[0])
 
 
 def _written(value: Any) -> str | None:
@@ -164,19 +140,19 @@ def _written(value: Any) -> str | None:
     return written if parse_arguments(written) is not None else None
 
 
-def _each_call(messages: list[Message], mend: Callable[[str], str]) -> list[Message]:
-    return [_mended(m, mend) for m in messages]
+def _each_call(messages: list[Message], change: Callable[[str], str]) -> list[Message]:
+    """`change` applied to the arguments of every call; what it leaves alone is the same object."""
 
+    def changed(call: ToolCall) -> ToolCall:
+        text = change(call.arguments)
+        return call if text == call.arguments else msgspec.structs.replace(call, arguments=text)
 
-def _mended(message: Message, mend: Callable[[str], str]) -> Message:
-    if not isinstance(message, AssistantMessage) or not message.tool_calls:
-        return message
-    calls = tuple(_mended_call(call, mend) for call in message.tool_calls)
-    if all(a is b for a, b in zip(calls, message.tool_calls, strict=True)):
-        return message
-    return msgspec.structs.replace(message, tool_calls=calls)
+    def of(message: Message) -> Message:
+        if not isinstance(message, AssistantMessage) or not message.tool_calls:
+            return message
+        calls = tuple(map(changed, message.tool_calls))
+        if all(a is b for a, b in zip(calls, message.tool_calls, strict=True)):
+            return message
+        return msgspec.structs.replace(message, tool_calls=calls)
 
-
-def _mended_call(call: ToolCall, mend: Callable[[str], str]) -> ToolCall:
-    text = mend(call.arguments)
-    return call if text == call.arguments else msgspec.structs.replace(call, arguments=text)
+    return [of(message) for message in messages]
