@@ -1,7 +1,8 @@
-"""The contract of transports: one POST, one reply, no retry, typed errors.
+"""Transports: one POST, one reply, no retry, typed errors.
 
 A transport knows nothing of the body. It maps what went wrong below HTTP to typed errors; statuses
-are the client's matter.
+are the client's matter. What is here is the same for both: the pool, the limits of time, and how a
+reply is read; `http` and `sdk` only send and receive.
 """
 
 from __future__ import annotations
@@ -10,67 +11,136 @@ import asyncio
 import os
 import re
 import ssl
+import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from hermes_rl.errors import AuthError, ConnectionLost, ModelError, ModelTimeout, ProtocolError
+from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.text import clean
 
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 LINGER_S = 0.25
 """How long an answer that said it is complete may take to end, so that its connection is reused."""
 
-
-def connection_fault(error: Exception) -> str:
-    """Why a connection failed, in the words of the system: `connection refused`.
-
-    aiohttp's own text speaks of ssl for plain http too.
-    """
-    inner = getattr(error, "os_error", None) or error
-    if isinstance(inner, ssl.SSLError):  # its numbers are not the system's
-        plain = inner.reason == "WRONG_VERSION_NUMBER"
-        return "the server does not speak TLS (use http:// there)" if plain else str(inner)
-    text = getattr(inner, "strerror", None) or str(inner) or type(inner).__name__
-    number = getattr(inner, "errno", None) or 0
-    if number <= 0 and (found := _ERRNO.search(text)):  # several addresses were tried
-        number = int(found[1])
-    if number > 0:
-        text = os.strerror(number)
-    return text[0].lower() + text[1:]
-
-
 WATCH_S, WATCHES = 0.05, 25
 """How long and how often the end of a stream is watched: whoever hangs up after one does so at
 once."""
 
 
-class Reply(Protocol):
-    """The head of an answer, and its body piece by piece."""
+class Reply(ABC):
+    """The head of an answer, and its body piece by piece.
 
-    status: int
-    headers: Mapping[str, str]
-    """Names in lower case."""
-    first_byte_s: float
-    """Seconds from the start of the request to this head."""
+    Args:
+        headers: names in lower case.
+        errors: what reading may raise when the connection breaks off.
+    """
 
-    def chunks(self) -> AsyncIterator[bytes]:
+    def __init__(
+        self,
+        status: int,
+        headers: Mapping[str, str],
+        endpoint: Endpoint,
+        errors: tuple[type[Exception], ...],
+    ) -> None:
+        self.status, self.headers = status, headers
+        self.first_byte_s = 0.0
+        """Seconds from the start of the request to this head."""
+        self._host, self._idle_s, self._errors = endpoint.host, endpoint.timeouts.idle_s, errors
+
+    async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it comes in. Raises: ModelTimeout, ProtocolError."""
-        ...
+        while piece := await self._next():
+            yield piece
+
+    async def settle(self) -> None:
+        """Read what is left of a complete answer, so that its connection is reused."""
+        with suppress(TimeoutError, ModelError):  # the answer is whole, whatever happens now
+            async with asyncio.timeout(LINGER_S):
+                while await self._next():
+                    pass
+
+    @abstractmethod
+    def hung_up(self) -> bool:
+        """Whether its connection is closed by now."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Close the connection, unless the body was read to its end."""
+
+    @abstractmethod
+    async def _read(self, idle_s: float) -> bytes:
+        """The next piece, empty at the end. Raises: TimeoutError after `idle_s`."""
+
+    async def _next(self) -> bytes:
+        try:
+            return await self._read(self._idle_s)
+        except TimeoutError:
+            text = f"the answer of {self._host} stood still for {self._idle_s:g} s"
+            raise ModelTimeout(text, served=True) from None
+        except self._errors as error:
+            raise cut(self._host, reason_of(error)) from None
 
 
-class Transport(Protocol):
-    """Posts bytes."""
+class Transport(ABC):
+    """Connections to one endpoint. No redirects, cookies, hidden retries or environment proxies."""
 
-    def post(
-        self, url: str, body: bytes, headers: Mapping[str, str]
-    ) -> AbstractAsyncContextManager[Reply]:
+    errors: tuple[type[Exception], ...]
+    """What sending may raise when no answer begins."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint, self._host = endpoint, endpoint.host
+        self._clients: dict[bool, Any] = {}
+        """Whether connections are used once -> the package's client."""
+        self._keep = KeepAlive(plain=endpoint.base_url.startswith("http:"))
+
+    @asynccontextmanager
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[Reply]:
         """One request. Raises: ModelTimeout, ConnectionLost."""
-        ...
+        started = time.monotonic()
+        once = self._keep.once
+        if once not in self._clients:  # not earlier: clients belong to the loop that runs now
+            self._clients[once] = self._connect(once)
+        try:
+            async with asyncio.timeout(self._endpoint.timeouts.first_byte_s):
+                reply = await self._send(self._clients[once], url, body, headers)
+        except self.errors as error:
+            fault = self._fault(error)
+            if isinstance(fault, ConnectionLost) and fault.served:
+                self._keep.lost()
+            raise fault from None
+        reply.first_byte_s = time.monotonic() - started
+        try:
+            yield reply
+            await reply.settle()
+            await self._keep.watch(reply.headers, reply.hung_up)
+        finally:
+            await reply.aclose()
 
     async def aclose(self) -> None:
         """Close all connections."""
-        ...
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
+            await client.close()
+
+    @abstractmethod
+    def _connect(self, once: bool) -> Any:
+        """A client of the package.
+
+        Args:
+            once: close connections after one answer, also where the server does not say so.
+        """
+
+    @abstractmethod
+    async def _send(self, client: Any, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
+        """One request. Raises: one of `errors`."""
+
+    @abstractmethod
+    def _fault(self, error: Any) -> ModelError:
+        """What one of `errors` means; a TimeoutError is that no answer began in time."""
 
 
 class KeepAlive:
@@ -110,19 +180,39 @@ class KeepAlive:
         self._known = True
 
 
-def connect_timeout(host: str, seconds: float) -> ModelTimeout:
+def connection_fault(error: Exception) -> str:
+    """Why a connection failed, in the words of the system: `connection refused`.
+
+    aiohttp's own text speaks of ssl for plain http too.
+    """
+    inner = getattr(error, "os_error", None) or error
+    if isinstance(inner, ssl.SSLError):  # its numbers are not the system's
+        plain = inner.reason == "WRONG_VERSION_NUMBER"
+        return "the server does not speak TLS (use http:// there)" if plain else str(inner)
+    text = getattr(inner, "strerror", None) or str(inner) or type(inner).__name__
+    number = getattr(inner, "errno", None) or 0
+    if number <= 0 and (found := _ERRNO.search(text)):  # several addresses were tried
+        number = int(found[1])
+    if number > 0:
+        text = os.strerror(number)
+    return text[0].lower() + text[1:]
+
+
+def reason_of(error: Exception) -> str:
+    """The type of an error and its text, if it has one."""
+    return clean(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+
+def connect_timeout(endpoint: Endpoint) -> ModelTimeout:
     """No connection in time: nothing was served."""
-    return ModelTimeout(f"no connection to {host} within {seconds:g} s")
+    seconds = endpoint.timeouts.connect_s
+    return ModelTimeout(f"no connection to {endpoint.host} within {seconds:g} s")
 
 
-def first_byte_timeout(host: str, seconds: float) -> ModelTimeout:
+def first_byte_timeout(endpoint: Endpoint) -> ModelTimeout:
     """A request was sent and nothing came back: it may be served, and billed."""
-    return ModelTimeout(f"no answer from {host} within {seconds:g} s", served=True)
-
-
-def idle_timeout(host: str, seconds: float) -> ModelTimeout:
-    """An answer began and then stood still."""
-    return ModelTimeout(f"the answer of {host} stood still for {seconds:g} s", served=True)
+    seconds = endpoint.timeouts.first_byte_s
+    return ModelTimeout(f"no answer from {endpoint.host} within {seconds:g} s", served=True)
 
 
 def not_connected(host: str, reason: str) -> ConnectionLost:

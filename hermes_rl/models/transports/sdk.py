@@ -9,26 +9,24 @@ the anthropic package would refuse a long answer that is not streamed.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import httpx2
 
+from hermes_rl.errors import ModelError
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.transports.base import (
-    LINGER_S,
-    KeepAlive,
     Reply,
+    Transport,
     broken,
     connect_timeout,
     cut,
     first_byte_timeout,
-    idle_timeout,
     not_connected,
     proxy_refused,
+    reason_of,
     untrusted,
 )
 
@@ -69,77 +67,45 @@ def _anthropic() -> _Package:
     )
 
 
-class SdkTransport:
+class SdkTransport(Transport):
     """Connections of one `AsyncOpenAI` or `AsyncAnthropic`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-        self._host = endpoint.host
-        self._clients: dict[bool, Any] = {}
-        """Whether connections are used once -> the client."""
-        self._keep = KeepAlive(plain=endpoint.base_url.startswith("http:"))
+        super().__init__(endpoint)
         self._sdk = _anthropic() if endpoint.api_mode == "anthropic_messages" else _openai()
+        self.errors = (TimeoutError, httpx2.HTTPError, self._sdk.connection_error)
 
-    @asynccontextmanager
-    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[Reply]:
-        """See `Transport.post`."""
-        started = time.monotonic()
-        response = await self._open(url, body, headers)
-        try:
-            reply = _SdkReply(response, time.monotonic() - started, self._endpoint)
-            yield reply
-            await reply.settle()
-            await self._keep.watch(reply.headers, reply.hung_up)
-        finally:
-            await response.aclose()
-
-    async def aclose(self) -> None:
-        """Close all connections."""
-        clients, self._clients = self._clients, {}
-        for client in clients.values():
-            await client.close()
-
-    async def _open(self, url: str, body: bytes, headers: Mapping[str, str]) -> httpx2.Response:
-        host, patience, sdk = self._host, self._endpoint.timeouts, self._sdk
-        once = self._keep.once
-        client = self._clients.get(once) or self._connect(once)
+    async def _send(self, client: Any, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         # The packages put the key into a header of their own: the dialect's headers are all there
         # is.
-        ours = {"Authorization": sdk.omit, **_titled(headers)}
+        ours = {"Authorization": self._sdk.omit, **_titled(headers)}
         try:
-            async with asyncio.timeout(patience.first_byte_s):
-                response: httpx2.Response = await client.post(
-                    url,
-                    content=body,
-                    cast_to=httpx2.Response,
-                    options={"headers": ours, "follow_redirects": False},
-                    stream=True,  # the body unread
-                )
-                return response
-        except sdk.status_error as error:
-            answered: httpx2.Response = error.response
-            return answered
-        except sdk.timeout_error as error:
-            if isinstance(error.__cause__, httpx2.ConnectTimeout):
-                raise connect_timeout(host, patience.connect_s) from None
-            raise first_byte_timeout(host, patience.first_byte_s) from None
-        except TimeoutError:
-            raise first_byte_timeout(host, patience.first_byte_s) from None
-        except (
-            httpx2.HTTPError
-        ) as error:  # of the body of a refusal, which the package reads itself
-            raise cut(host, f"{type(error).__name__}: {error}") from None
-        except sdk.connection_error as error:
-            cause = error.__cause__ or error
-            if "CERTIFICATE_VERIFY_FAILED" in str(cause):
-                raise untrusted(host, str(cause)) from None
-            if isinstance(cause, httpx2.ProxyError):
-                status = str(cause)[:3]
-                raise proxy_refused(host, int(status) if status.isdecimal() else 502) from None
-            make = not_connected if isinstance(cause, httpx2.ConnectError) else broken
-            if make is broken:
-                self._keep.lost()
-            raise make(host, f"{type(cause).__name__}: {cause}") from None
+            response = await client.post(
+                url,
+                content=body,
+                cast_to=httpx2.Response,
+                options={"headers": ours, "follow_redirects": False},
+                stream=True,  # the body unread
+            )
+        except self._sdk.status_error as error:
+            response = error.response
+        return _SdkReply(response, self._endpoint)
+
+    def _fault(self, error: Any) -> ModelError:
+        host, cause = self._host, error.__cause__ or error
+        if isinstance(error, self._sdk.timeout_error) and isinstance(cause, httpx2.ConnectTimeout):
+            return connect_timeout(self._endpoint)
+        if isinstance(error, self._sdk.timeout_error | TimeoutError):
+            return first_byte_timeout(self._endpoint)
+        if isinstance(error, httpx2.HTTPError):  # the package itself reads the body of a refusal
+            return cut(host, reason_of(error))
+        if "CERTIFICATE_VERIFY_FAILED" in str(cause):
+            return untrusted(host, str(cause))
+        if isinstance(cause, httpx2.ProxyError):
+            status = str(cause)[:3]
+            return proxy_refused(host, int(status) if status.isdecimal() else 502)
+        fault = not_connected if isinstance(cause, httpx2.ConnectError) else broken
+        return fault(host, reason_of(cause))
 
     def _connect(self, once: bool) -> Any:
         endpoint = self._endpoint
@@ -155,14 +121,13 @@ class SdkTransport:
             proxy=endpoint.proxy,
             trust_env=False,
         )
-        client = self._clients[once] = self._sdk.client(
+        return self._sdk.client(
             api_key=endpoint.api_key or "none",
             base_url=endpoint.base_url,
             max_retries=0,
             timeout=patience,
             http_client=http,
         )
-        return client
 
 
 def _titled(headers: Mapping[str, str]) -> dict[str, str]:
@@ -170,44 +135,20 @@ def _titled(headers: Mapping[str, str]) -> dict[str, str]:
     return {"Authorization" if k.lower() == "authorization" else k: v for k, v in headers.items()}
 
 
-class _SdkReply:
-    def __init__(self, response: httpx2.Response, first_byte_s: float, endpoint: Endpoint) -> None:
-        self.status = response.status_code
-        self.headers: Mapping[str, str] = dict(response.headers)
-        self.first_byte_s = first_byte_s
+class _SdkReply(Reply):
+    def __init__(self, response: httpx2.Response, endpoint: Endpoint) -> None:
+        headers = dict(response.headers)
+        super().__init__(response.status_code, headers, endpoint, (httpx2.HTTPError,))
         self._response = response
-        self._endpoint = endpoint
         self._pieces = aiter(response.aiter_bytes())
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        if self._response.is_stream_consumed:  # the package reads the bodies of errors itself
-            yield self._response.content
-            return
-        idle, host = self._endpoint.timeouts.idle_s, self._endpoint.host
-        try:
-            while True:
-                async with asyncio.timeout(idle):
-                    piece = await anext(self._pieces, b"")
-                if not piece:
-                    return
-                yield piece
-        except TimeoutError:
-            raise idle_timeout(host, idle) from None
-        except httpx2.HTTPError as error:
-            raise cut(host, f"{type(error).__name__}: {error}") from None
+    async def _read(self, idle_s: float) -> bytes:
+        async with asyncio.timeout(idle_s):
+            return await anext(self._pieces, b"")
 
     def hung_up(self) -> bool:
-        """Whether its connection is closed by now."""
         stream = self._response.extensions.get("network_stream")
         return stream is None or bool(stream.get_extra_info("is_readable"))
 
-    async def settle(self) -> None:
-        """Read what is left of a complete answer, so that its connection is reused."""
-        if self._response.is_closed:
-            return
-        try:
-            async with asyncio.timeout(LINGER_S):
-                while await anext(self._pieces, b""):
-                    pass
-        except (TimeoutError, httpx2.HTTPError):
-            pass  # the answer is whole; only the connection is lost
+    async def aclose(self) -> None:
+        await self._response.aclose()
