@@ -29,7 +29,7 @@ from hermes_rl.models.calls.retry import Renewable
 from hermes_rl.models.tokens.logprobs import LOWEST, kind_in
 from hermes_rl.models.tokens.plan import Spelling, spelled_out
 from hermes_rl.models.wire.base import Decoder, ReplyHead, bearer_headers
-from hermes_rl.models.wire.decoding import BodyDecoder, Reading
+from hermes_rl.models.wire.decoding import BodyDecoder, Envelope, Reading
 from hermes_rl.models.wire.usage import count_of, read_chat_usage
 from hermes_rl.text import encode_json
 from hermes_rl.usage import Usage
@@ -146,15 +146,15 @@ class TokenWire(ABC):
         usage = msgspec.structs.replace(
             answer.usage, input_tokens=len(prompt), output_tokens=len(ids)
         )
-        return reading.completion(
-            AssistantMessage(),
-            finish_reason=answer.finish,
-            usage=msgspec.Raw(msgspec.json.encode(answer.raw)),
-            read_usage=lambda _: usage,
-            answer_id=answer.answer_id,
+        envelope = Envelope(
+            id=answer.answer_id,
             model=answer.model,
-            tokens=TokenCapture(prompt, ids, _checked_logprobs(answer, ids, reading)),
+            usage=msgspec.Raw(msgspec.json.encode(answer.raw)),
             policy_version=answer.version,
+        )
+        tokens = TokenCapture(prompt, ids, _logprobs(answer, ids, reading))
+        return reading.completion(
+            envelope, AssistantMessage(), answer.finish, lambda _: usage, tokens
         )
 
 

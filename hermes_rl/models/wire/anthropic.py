@@ -36,11 +36,11 @@ from hermes_rl.messages import (
     UserMessage,
     parse_arguments,
 )
-from hermes_rl.models.base import CacheTime, ModelRequest, Sampling
+from hermes_rl.models.base import CacheTime, Completion, ModelRequest, Sampling
 from hermes_rl.models.prepare import Outgoing, cache_marks, outgoing
 from hermes_rl.models.wire.anthropic_answers import AT, THINKING, StreamDecoder, read_body
-from hermes_rl.models.wire.base import JSON_HEADERS, Decoder, ReplyHead, ToolField
-from hermes_rl.models.wire.decoding import decoder_for
+from hermes_rl.models.wire.base import JSON_HEADERS, MessageDialect
+from hermes_rl.models.wire.decoding import EventDecoder, Reading
 from hermes_rl.text import encode_json
 
 NAME = "anthropic_messages"
@@ -100,7 +100,7 @@ _ALWAYS = ("claude-fable", "claude-mythos")
 _CLAUDE = re.compile(r"claude-(?:[a-z]+)-(\d{1,2})(?:[-.](\d{1,2}))?(?!\d)")
 
 
-class AnthropicMessages:
+class AnthropicMessages(MessageDialect):
     """One per client.
 
     Args:
@@ -112,13 +112,10 @@ class AnthropicMessages:
     path = "/v1/messages"
 
     def __init__(self, host: str = "", secrets: Iterable[str] = ()) -> None:
+        super().__init__(secrets=secrets)
         self._host = host
-        self._secrets = secrets
-        self._tools = ToolField(_tool)
 
     def encode(self, request: ModelRequest) -> bytes:
-        """See `Dialect.encode`. The messages come last; what stands before them does not change
-        from turn to turn."""
         ready = outgoing(request)
         messages = ready.messages[ready.lead :]
         marks = cache_marks(ready.messages) if request.cache else ()
@@ -126,7 +123,7 @@ class AnthropicMessages:
         return b"".join(
             (
                 self._head(request),
-                self._tools.encoded(request) or _tools_of(messages),
+                self._tools(request) or _tools_of(messages),
                 _system(ready, request.cache),
                 b',"messages":[',
                 *_grouped(messages, blocks),
@@ -135,13 +132,10 @@ class AnthropicMessages:
         )
 
     def bound(self, request: ModelRequest) -> int:
-        """See `Dialect.bound`: the bytes of messages, system prompt and tools, and what an image
-        may cost. A marker is no token, and JSON costs more than a chat template's marks."""
-        ready = outgoing(request)
-        blocks = ready.encoded(NAME, _encode)
-        images = IMAGE_TOKENS * sum(map(_images, ready.messages))
-        text = sum(map(len, blocks)) + 16 * len(blocks) + len(self._tools.encoded(request))
-        return text + images
+        """See `Dialect.bound`. A marker is no token."""
+        pieces = self._pieces(request)
+        images = IMAGE_TOKENS * sum(map(_images, outgoing(request).messages))
+        return sum(map(len, pieces)) + 16 * len(pieces) + len(self._tools(request)) + images
 
     def headers(self, api_key: str | None) -> dict[str, str]:
         """See `Dialect.headers`."""
@@ -149,22 +143,34 @@ class AnthropicMessages:
         own = {"anthropic-version": VERSION, **betas}
         return {**JSON_HEADERS, **own, **_key_headers(self._host, api_key)}
 
-    def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
-        """See `Dialect.decoder`."""
-        return decoder_for(
-            request,
-            head,
-            body=read_body,
-            stream=StreamDecoder,
-            streamed=_is_streamed(request),
-            secrets=self._secrets,
-        )
+    def read_body(self, data: bytes, reading: Reading) -> Completion:
+        return read_body(data, reading)
+
+    def stream(self, reading: Reading) -> EventDecoder:
+        return StreamDecoder(reading)
+
+    def _is_streamed(self, request: ModelRequest) -> bool:
+        """See `LONGEST_WHOLE`."""
+        most = request.sampling.max_tokens or DEFAULT_MAX_TOKENS
+        return request.stream or most > LONGEST_WHOLE
+
+    def _pieces(self, request: ModelRequest) -> Sequence[bytes]:
+        return outgoing(request).encoded(NAME, _encode)
+
+    def _tool(self, tool: dict[str, Any]) -> dict[str, Any]:
+        """A tool that has no `function` is a provider's own."""
+        function = tool.get("function")
+        if not isinstance(function, dict):
+            return tool
+        form = {"name": function.get("name", ""), "description": function.get("description")}
+        known = {k: v for k, v in form.items() if v is not None}
+        return {**known, "input_schema": function.get("parameters") or {"type": "object"}}
 
     def _head(self, request: ModelRequest) -> bytes:
         sampling = request.sampling
         most = sampling.max_tokens or DEFAULT_MAX_TOKENS
         fields: dict[str, Any] = {"model": request.model, "max_tokens": most}
-        if _is_streamed(request):
+        if self._is_streamed(request):
             fields["stream"] = True
         signed = "no_signatures" not in request.adaptations
         thinking = thinking_config(request.model, sampling.reasoning, most, replayed=signed)
@@ -195,11 +201,6 @@ def _images(message: Message) -> int:
     return sum(part.get("type") != "text" for part in message.content)
 
 
-def _is_streamed(request: ModelRequest) -> bool:
-    """Whether the answer is asked for as a stream; see `LONGEST_WHOLE`."""
-    return request.stream or (request.sampling.max_tokens or DEFAULT_MAX_TOKENS) > LONGEST_WHOLE
-
-
 def _sampled(sampling: Sampling, thinks: bool) -> dict[str, float]:
     """Temperature, top_p and top_k where they are not the API's defaults and may be sent."""
     given: dict[str, float] = {}
@@ -211,16 +212,6 @@ def _sampled(sampling: Sampling, thinks: bool) -> dict[str, float]:
     if top_k is not None and top_k > 0 and not thinks:
         given["top_k"] = top_k
     return given
-
-
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool of this wire from OpenAI's schema; one that has no `function` is a provider's own."""
-    function = tool.get("function")
-    if not isinstance(function, dict):
-        return tool
-    form = {"name": function.get("name", ""), "description": function.get("description")}
-    known = {k: v for k, v in form.items() if v is not None}
-    return {**known, "input_schema": function.get("parameters") or {"type": "object"}}
 
 
 def _tools_of(messages: Sequence[Message]) -> bytes:

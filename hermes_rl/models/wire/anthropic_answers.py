@@ -10,7 +10,7 @@ import msgspec
 from hermes_rl.errors import ModelError
 from hermes_rl.messages import AssistantMessage, ToolCall
 from hermes_rl.models.base import Completion
-from hermes_rl.models.wire.decoding import DONE, EventDecoder, Reading, made_id
+from hermes_rl.models.wire.decoding import DONE, Envelope, EventDecoder, Reading, part_of, read_call
 from hermes_rl.models.wire.usage import read_anthropic_usage
 from hermes_rl.text import decode_json, encode_json, repair_json
 
@@ -46,16 +46,10 @@ _STATUS = {
 """Error type -> the status that it would have had before the answer began."""
 
 
-class _Envelope(msgspec.Struct):
-    """The top level of an answer. Usage stays as it came: it is evidence."""
-
-    id: Any = None
-    model: Any = None
+class _Envelope(Envelope):
     content: Any = None
     stop_reason: Any = None
     stop_details: Any = None
-    usage: msgspec.Raw = msgspec.Raw(b"null")
-    error: Any = None
 
 
 class _Block(msgspec.Struct):
@@ -113,14 +107,8 @@ def _completion(envelope: _Envelope, contents: Iterable[Content], reading: Readi
     if not message.content and not message.tool_calls:
         message = msgspec.structs.replace(message, content=_explained(envelope))
     reason = envelope.stop_reason
-    return reading.completion(
-        message,
-        finish_reason=_FINISH.get(reason, reason) if isinstance(reason, str) else None,
-        usage=envelope.usage,
-        read_usage=read_anthropic_usage,
-        answer_id=envelope.id,
-        model=envelope.model,
-    )
+    reason = _FINISH.get(reason, reason) if isinstance(reason, str) else None
+    return reading.completion(envelope, message, reason, read_anthropic_usage)
 
 
 def message_of(contents: Iterable[Content], salt: str) -> AssistantMessage:
@@ -133,7 +121,8 @@ def message_of(contents: Iterable[Content], salt: str) -> AssistantMessage:
         if isinstance(content, str):
             texts.append(content)
         elif isinstance(content, Call):
-            calls.append(_call(content, calls, salt))
+            fields = content.name, content.arguments, [content.id]
+            calls.append(read_call(*fields, calls, salt, "toolu_"))
         else:
             place = [sum(map(len, texts)), len(calls)]
             blocks.append({**content, AT: place} if any(place) else content)
@@ -169,14 +158,6 @@ def _opaque(form: Any) -> dict[str, Any] | None:
     return form if kept else None
 
 
-def _call(call: Call, before: list[ToolCall], salt: str) -> ToolCall:
-    name = call.name if isinstance(call.name, str) else ""
-    given = call.id
-    if not isinstance(given, str) or not given or any(c.id == given for c in before):
-        given = made_id(f"{salt}\0{len(before)}\0{name}\0{call.arguments}", "toolu_")
-    return ToolCall(id=given, name=name, arguments=call.arguments)
-
-
 def _explained(envelope: _Envelope) -> str:
     """Why the model refused, where it says nothing itself."""
     details = envelope.stop_details
@@ -191,11 +172,6 @@ def _utf8(data: bytes) -> bytes:
     except UnicodeDecodeError:
         return repair_json(data)
     return data
-
-
-def arguments_of(value: Any) -> str:
-    """The input of a call that came as an object."""
-    return encode_json(value).decode()
 
 
 class StreamDecoder(EventDecoder):
@@ -246,12 +222,12 @@ class StreamDecoder(EventDecoder):
             take(form)
 
     def _start(self, form: Mapping[str, Any]) -> None:
-        message = _part(form, "message")
+        message = part_of(form, "message")
         self._all.id, self._all.model = message.get("id"), message.get("model")
-        self._usage.update(_known(_part(message, "usage")))
+        self._usage.update(_known(part_of(message, "usage")))
 
     def _open(self, form: Mapping[str, Any]) -> None:
-        block = _Draft(_part(form, "content_block"))
+        block = _Draft(part_of(form, "content_block"))
         self._blocks[_index(form)] = block
         self._reading.tell(block.opening)
 
@@ -259,15 +235,15 @@ class StreamDecoder(EventDecoder):
         block = self._blocks.get(_index(form))
         if block is None:  # some servers leave the start of a block out
             block = self._blocks[_index(form)] = _Draft({})
-        self._reading.tell(block.add(_part(form, "delta")))
+        self._reading.tell(block.add(part_of(form, "delta")))
 
     def _change(self, form: Mapping[str, Any]) -> None:
         """Usage here is of the whole answer so far: it replaces what was said before."""
-        delta = _part(form, "delta")
+        delta = part_of(form, "delta")
         if delta.get("stop_reason") is not None:
             self._all.stop_reason = delta["stop_reason"]
             self._all.stop_details = delta.get("stop_details")
-        told = _known(_part(form, "usage"))
+        told = _known(part_of(form, "usage"))
         for name, value in told.items():
             # What came in never gets less: a 0 behind a count says nothing.
             if value != 0 or name == "output_tokens" or not self._usage.get(name):
@@ -318,7 +294,7 @@ class _Draft:
         if kind == "text":
             return self.opening + self._joined("text")
         if kind == "tool_use":
-            text = self._joined("partial_json") or arguments_of(form.get("input") or {})
+            text = self._joined("partial_json") or encode_json(form.get("input") or {}).decode()
             return Call(form.get("id"), form.get("name"), text)
         if kind not in THINKING:
             return None
@@ -339,11 +315,6 @@ class _Draft:
 def _index(form: Mapping[str, Any]) -> int:
     index = form.get("index")
     return index if isinstance(index, int) else 0
-
-
-def _part(form: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = form.get(name)
-    return value if isinstance(value, Mapping) else {}
 
 
 def _known(usage: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,19 @@
-"""Dialects, client side: the contract, providers' quirks, and the fields that a dialect writes."""
+"""Dialects, client side: the contract and what they share, providers' quirks, and the fields that a
+dialect writes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from hermes_rl.errors import UserError
 from hermes_rl.models.base import Completion, ModelRequest, Sampling
-from hermes_rl.models.prepare import without_grammar
+from hermes_rl.models.prepare import outgoing, without_grammar
+from hermes_rl.models.wire.decoding import BodyDecoder, EventDecoder, Reading
+from hermes_rl.models.wire.decoding import Decoder as Decoder
+from hermes_rl.models.wire.decoding import ReplyHead as ReplyHead
 from hermes_rl.text import encode_json
 
 NO_LIMIT = (("top_k", -1), ("top_k", 0), ("min_p", 0.0))
@@ -21,35 +26,6 @@ NO_FIELD: dict[str, tuple[str, ...]] = {
 """Dialect -> sampling parameters that its wire has no field for."""
 
 MaxTokensField = Literal["max_tokens", "max_completion_tokens"]
-
-
-@dataclass(frozen=True)
-class ReplyHead:
-    """The head of an answer, as far as decoders need it."""
-
-    headers: Mapping[str, str]
-    """Names in lower case."""
-    first_byte_s: float | None = None
-
-
-class Decoder(Protocol):
-    """Decodes one answer as its bytes arrive."""
-
-    done: bool
-    """The answer is complete by its own statement; further bytes are ignored."""
-
-    @property
-    def in_call(self) -> bool:
-        """Whether a tool call has begun: what is missing of a broken answer is then a call."""
-        ...
-
-    def feed(self, piece: bytes) -> None:
-        """Take the next bytes. Raises: ModelError when they hold an error."""
-        ...
-
-    def finish(self) -> Completion:
-        """The answer. Raises: ModelError when it is not complete."""
-        ...
 
 
 class Dialect(Protocol):
@@ -128,27 +104,79 @@ def bearer_headers(api_key: str | None) -> dict[str, str]:
     return {**JSON_HEADERS, **({"authorization": f"Bearer {api_key}"} if api_key else {})}
 
 
-class ToolField:
-    """The tools of requests as a body field; encoded once per tuple, since turns share theirs.
+class MessageDialect(ABC):
+    """What the dialects that send messages share: a `Dialect`, one per client.
 
     Args:
-        form: a tool in the wire's form, from OpenAI's schema.
+        quirks: of the provider.
+        secrets: texts that no error may show.
     """
 
-    def __init__(self, form: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        self._form = form
-        self._known: tuple[Any, bool, bytes] = ((), False, b"")
+    name: str
+    path: str
 
-    def encoded(self, request: ModelRequest) -> bytes:
-        """The field with the comma before it; empty where the request has no tools."""
+    def __init__(self, quirks: Quirks = Quirks(), secrets: Iterable[str] = ()) -> None:
+        self._quirks, self._secrets = quirks, secrets
+        self._known_tools: tuple[Any, bool, bytes] = ((), False, b"")
+
+    @abstractmethod
+    def encode(self, request: ModelRequest) -> bytes:
+        """See `Dialect.encode`. The messages come last; what stands before them does not change
+        from turn to turn."""
+
+    @abstractmethod
+    def read_body(self, data: bytes, reading: Reading) -> Completion:
+        """An answer in one body. Raises: ModelError when it is an error, or none."""
+
+    @abstractmethod
+    def stream(self, reading: Reading) -> EventDecoder:
+        """A decoder for an answer in events."""
+
+    @abstractmethod
+    def _pieces(self, request: ModelRequest) -> Sequence[bytes]:
+        """All messages as they are sent, the system prompt included."""
+
+    @abstractmethod
+    def _tool(self, tool: dict[str, Any]) -> dict[str, Any]:
+        """A tool in the wire's form, from OpenAI's schema."""
+
+    def headers(self, api_key: str | None) -> dict[str, str]:
+        """See `Dialect.headers`."""
+        return bearer_headers(api_key)
+
+    def bound(self, request: ModelRequest) -> int:
+        """See `Dialect.bound`: the bytes of messages and tools, and what images may cost. No
+        tokeniser in use makes more than one token of a byte, and JSON costs more than a chat
+        template's marks."""
+        pieces = self._pieces(request)
+        images = outgoing(request).image_tokens(request.model)
+        return sum(map(len, pieces)) + len(pieces) + len(self._tools(request)) + images
+
+    def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
+        """See `Dialect.decoder`. What the answer is says its content type; where that says neither,
+        what was requested counts."""
+        salt = str(len(request.conversation))
+        reading = Reading(head, self._secrets, salt, request.on_delta)
+        kind = head.headers.get("content-type", "")
+        if "event-stream" in kind or (self._is_streamed(request) and "json" not in kind):
+            return self.stream(reading)
+        return BodyDecoder(reading, self.read_body)
+
+    def _is_streamed(self, request: ModelRequest) -> bool:
+        """Whether the answer is requested as a stream."""
+        return request.stream
+
+    def _tools(self, request: ModelRequest) -> bytes:
+        """The tools as a body field with the comma before it, empty without tools. Encoded once per
+        tuple, since turns share theirs."""
         if not request.tools:
             return b""
         plain = "no_grammar" in request.adaptations
-        known, was_plain, encoded = self._known
+        known, was_plain, encoded = self._known_tools
         if known is not request.tools or was_plain is not plain:
             tools = without_grammar(request.tools) if plain else request.tools
-            encoded = b',"tools":' + encode_json([self._form(tool) for tool in tools])
-            self._known = (request.tools, plain, encoded)
+            encoded = b',"tools":' + encode_json([self._tool(tool) for tool in tools])
+            self._known_tools = (request.tools, plain, encoded)
         return encoded
 
 

@@ -17,22 +17,20 @@ from hermes_rl.models.base import (
 )
 from hermes_rl.models.prepare import cache_marks, outgoing
 from hermes_rl.models.wire.base import (
-    Decoder,
+    MessageDialect,
     Quirks,
-    ReplyHead,
-    ToolField,
-    bearer_headers,
     sendable,
 )
 from hermes_rl.models.wire.decoding import (
     DONE,
+    Envelope,
     EventDecoder,
     Reading,
-    decoder_for,
     fitting_id,
     flatten,
-    made_id,
     merge_details,
+    part_of,
+    read_call,
     reasoning_of,
     split_think,
 )
@@ -63,58 +61,39 @@ class _Ways(NamedTuple):
     short_ids: bool = False
 
 
-class ChatCompletions:
-    """One per client.
-
-    `request.cache` is honoured where the provider takes markers in this wire (`cache_marks`), for
-    models whose name holds `claude`. Elsewhere caching is the server's own affair, helped by a key
-    where it takes one (`cache_key`).
-
-    Args:
-        quirks: of the provider.
-        secrets: texts that no error may show.
-    """
+class ChatCompletions(MessageDialect):
+    """`request.cache` is honoured where the provider takes markers in this wire (`cache_marks`),
+    for models whose name holds `claude`. Elsewhere caching is the server's own affair, helped by a
+    key where it takes one (`cache_key`)."""
 
     name = NAME
     path = "/chat/completions"
 
     def __init__(self, quirks: Quirks = Quirks(), secrets: Iterable[str] = ()) -> None:
-        self._quirks = quirks
-        blank = " " if self._quirks.needs_reasoning else ""
-        self._ways = _Ways(self._quirks.replay_reasoning, blank, self._quirks.short_ids)
+        super().__init__(quirks, secrets)
+        blank = " " if quirks.needs_reasoning else ""
+        self._ways = _Ways(quirks.replay_reasoning, blank, quirks.short_ids)
         self._wire_name = f"{NAME} {self._ways}"
-        self._secrets = secrets
-        self._tools = ToolField(dict)
 
     def encode(self, request: ModelRequest) -> bytes:
-        """See `Dialect.encode`. The messages come last; what stands before them does not change
-        from turn to turn."""
-        return b"".join((self._head(request), b",".join(self._messages(request)), TAIL))
+        return b"".join((self._head(request), b",".join(self._pieces(request)), TAIL))
 
-    def bound(self, request: ModelRequest) -> int:
-        """See `Dialect.bound`: the bytes of messages and tools, and what images may cost. No
-        tokeniser in use makes more than one token of a byte, and JSON costs more than a chat
-        template's marks."""
-        messages = self._messages(request)
-        images = outgoing(request).image_tokens(request.model)
-        return sum(map(len, messages)) + len(messages) + len(self._tools.encoded(request)) + images
+    def read_body(self, data: bytes, reading: Reading) -> Completion:
+        envelope = _open_envelope(data, reading)
+        choice = _first_choice(envelope.choices)
+        if choice is None:
+            raise reading.unreadable("no choices")
+        message = choice.get("message")
+        form = message if isinstance(message, Mapping) else {"content": choice.get("text")}
+        return _completion(reading, envelope, form, choice.get("finish_reason"), choice)
 
-    def headers(self, api_key: str | None) -> dict[str, str]:
-        """See `Dialect.headers`."""
-        return bearer_headers(api_key)
+    def stream(self, reading: Reading) -> EventDecoder:
+        return _StreamDecoder(reading)
 
-    def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
-        """See `Dialect.decoder`."""
-        return decoder_for(
-            request,
-            head,
-            body=_read_body,
-            stream=_StreamDecoder,
-            streamed=request.stream,
-            secrets=self._secrets,
-        )
+    def _tool(self, tool: dict[str, Any]) -> dict[str, Any]:
+        return tool
 
-    def _messages(self, request: ModelRequest) -> Sequence[bytes]:
+    def _pieces(self, request: ModelRequest) -> Sequence[bytes]:
         ready = outgoing(request)
         ways = self._ways
         encoded = ready.encoded(self._wire_name, lambda message: _encode(message, ways))
@@ -142,7 +121,7 @@ class ChatCompletions:
         if request.cache is not None and self._quirks.cache_key:
             fields["prompt_cache_key"] = outgoing(request).cache_key
         fields.update(request.extra)
-        tools = self._tools.encoded(request)
+        tools = self._tools(request)
         return encode_json(fields)[:-1] + tools + b',"messages":['
 
     def _field(self, name: str, request: ModelRequest) -> str:
@@ -197,32 +176,12 @@ def _encode_marked(message: Message, kept: CacheTime, ways: _Ways) -> bytes:
     return encode_json({**form, "content": [*parts[:-1], {**parts[-1], "cache_control": marker}]})
 
 
-class _Envelope(msgspec.Struct):
-    """The top level of an answer or chunk. Usage stays as it came: it is evidence."""
-
-    id: Any = None
-    model: Any = None
+class _Envelope(Envelope):
     choices: Any = None
-    usage: msgspec.Raw = msgspec.Raw(b"null")
-    error: Any = None
     prompt_token_ids: Any = None
-    policy_version: Any = None
 
 
 _decode = msgspec.json.Decoder(_Envelope).decode
-
-
-def _read_body(data: bytes, reading: Reading) -> Completion:
-    """An answer in one body. Raises: ModelError when it is an error, or none."""
-    envelope = _open_envelope(data, reading)
-    choice = _first_choice(envelope.choices)
-    if choice is None:
-        raise reading.unreadable("no choices")
-    message = choice.get("message")
-    form = message if isinstance(message, Mapping) else {"content": choice.get("text")}
-    built = _message_of(form, reading.salt)
-    reason = _end_of(form, choice.get("finish_reason"))
-    return _completion(reading, envelope, built, reason, _capture_of(envelope, choice))
 
 
 def _end_of(form: Mapping[str, Any], finish_reason: Any) -> Any:
@@ -260,34 +219,22 @@ def _message_of(form: Mapping[str, Any], salt: str) -> AssistantMessage:
     raw = None
     if reasoning is None:
         text, reasoning, raw = split_think(text)
-    calls = form.get("tool_calls")
-    listed = [c for c in calls if isinstance(c, Mapping)] if isinstance(calls, list) else []
+    given = form.get("tool_calls")
+    listed = [c for c in given if isinstance(c, Mapping)] if isinstance(given, list) else []
     if not listed and isinstance(form.get("function_call"), Mapping):
         listed = [{"function": form["function_call"]}]
+    calls: list[ToolCall] = []
+    for call in listed:
+        fields = call["function"] if isinstance(call.get("function"), Mapping) else call
+        name, arguments = fields.get("name"), fields.get("arguments")
+        calls.append(read_call(name, arguments, [call.get("id")], calls, salt))
     return AssistantMessage(
         content=text,
         reasoning_content=reasoning,
-        tool_calls=_calls_of(listed, salt),
+        tool_calls=tuple(calls),
         raw_content=raw,
         reasoning_details=form.get("reasoning_details") or None,
     )
-
-
-def _calls_of(listed: list[Mapping[str, Any]], salt: str) -> tuple[ToolCall, ...]:
-    out: list[ToolCall] = []
-    for index, call in enumerate(listed):
-        function = call.get("function")
-        fields = function if isinstance(function, Mapping) else call
-        name = fields.get("name")
-        arguments = fields.get("arguments")
-        if not isinstance(arguments, str):
-            arguments = "" if arguments is None else encode_json(arguments).decode()
-        text = name if isinstance(name, str) else ""
-        given = call.get("id")
-        if not isinstance(given, str) or not given or any(c.id == given for c in out):
-            given = made_id(f"{salt}\0{index}\0{text}\0{arguments}")
-        out.append(ToolCall(id=given, name=text, arguments=arguments))
-    return tuple(out)
 
 
 def _capture_of(envelope: _Envelope, choice: Mapping[str, Any]) -> TokenCapture | None:
@@ -333,21 +280,19 @@ def _kind(value: Any) -> LogprobsKind:
 def _completion(
     reading: Reading,
     envelope: _Envelope,
-    message: AssistantMessage,
+    form: Mapping[str, Any],
     finish_reason: Any,
-    tokens: TokenCapture | None,
+    choice: Mapping[str, Any],
 ) -> Completion:
-    """The answer in the internal form."""
-    return reading.completion(
-        message,
-        finish_reason=finish_reason if isinstance(finish_reason, str) else None,
-        usage=envelope.usage,
-        read_usage=read_chat_usage,
-        answer_id=envelope.id,
-        model=envelope.model,
-        tokens=tokens,
-        policy_version=envelope.policy_version,
-    )
+    """The answer in the internal form.
+
+    Args:
+        form: the wire's message.
+        choice: has its token ids and logprobs.
+    """
+    message, reason = _message_of(form, reading.salt), _end_of(form, finish_reason)
+    tokens = _capture_of(envelope, choice)
+    return reading.completion(envelope, message, reason, read_chat_usage, tokens)
 
 
 class _StreamDecoder(EventDecoder):
@@ -367,11 +312,8 @@ class _StreamDecoder(EventDecoder):
         gathered = self._gathered
         if not self.done and gathered.finish_reason is None:
             raise self._reading.unfinished()
-        form = gathered.message()
-        message = _message_of(form, self._reading.salt)
-        tokens = _capture_of(self._all, gathered.choice())
-        reason = _end_of(form, gathered.finish_reason)
-        return _completion(self._reading, self._all, message, reason, tokens)
+        form, choice = gathered.message(), gathered.choice()
+        return _completion(self._reading, self._all, form, gathered.finish_reason, choice)
 
     def _take(self, data: bytes) -> None:
         if data.strip() == DONE:
@@ -476,7 +418,7 @@ class _Gathered:
         begins a new call, and a piece without either goes on with the last one.
         """
         index, given = piece.get("index"), piece.get("id")
-        named = bool(_function(piece).get("name"))
+        named = bool(part_of(piece, "function").get("name"))
         known: _Call | None = None
         if isinstance(index, int):
             known = next((c for c in reversed(self._calls) if c.index == index), None)
@@ -502,7 +444,7 @@ class _Call:
         given = piece.get("id")
         if isinstance(given, str) and given:
             self.id = given
-        function = _function(piece)
+        function = part_of(piece, "function")
         name = function.get("name")
         if isinstance(name, str) and name != self._name:  # some repeat it in every piece
             self._name += name
@@ -515,8 +457,3 @@ class _Call:
     def form(self) -> dict[str, Any]:
         function = {"name": self._name, "arguments": "".join(self._arguments)}
         return {"id": self.id, "function": function}
-
-
-def _function(piece: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = piece.get("function")
-    return function if isinstance(function, Mapping) else {}

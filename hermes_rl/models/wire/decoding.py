@@ -1,26 +1,25 @@
 """What the decoders of all dialects share: gathering an answer's bytes, events, reasoning, ids.
 
 A dialect has a function that reads a whole body and a subclass of `EventDecoder` that takes the
-events of a stream; `decoder_for` chooses between them.
+events of a stream.
 """
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from hermes_rl.errors import ConnectionLost, ModelError, ModelTimeout, ProtocolError
-from hermes_rl.messages import AssistantMessage
+from hermes_rl.messages import AssistantMessage, ToolCall
 from hermes_rl.models.base import Completion, ModelRequest, TokenCapture
 from hermes_rl.models.errors.classify import classify_in_answer, rate_headers, request_id
-from hermes_rl.models.wire.base import Decoder, ReplyHead
-from hermes_rl.text import decode_json, repair_json, scrub
+from hermes_rl.text import decode_json, encode_json, repair_json, scrub
 from hermes_rl.usage import Usage
 
 T = TypeVar("T")
@@ -33,6 +32,45 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 servers in transition send the same text in two."""
 
 _OPEN, _CLOSE = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class ReplyHead:
+    """The head of an answer, as far as decoders need it."""
+
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    first_byte_s: float | None = None
+
+
+class Decoder(Protocol):
+    """Decodes one answer as its bytes arrive."""
+
+    done: bool
+    """The answer is complete by its own statement; further bytes are ignored."""
+
+    @property
+    def in_call(self) -> bool:
+        """Whether a tool call has begun: what is missing of a broken answer is then a call."""
+        ...
+
+    def feed(self, piece: bytes) -> None:
+        """Take the next bytes. Raises: ModelError when they hold an error."""
+        ...
+
+    def finish(self) -> Completion:
+        """The answer. Raises: ModelError when it is not complete."""
+        ...
+
+
+class Envelope(msgspec.Struct):
+    """The top level that the answers of all wires have. Usage stays as it came: it is evidence."""
+
+    id: Any = None
+    model: Any = None
+    usage: msgspec.Raw = msgspec.Raw(b"null")
+    error: Any = None
+    policy_version: Any = None
 
 
 @dataclass(frozen=True)
@@ -84,34 +122,23 @@ class Reading:
 
     def completion(
         self,
+        envelope: Envelope,
         message: AssistantMessage,
-        *,
-        finish_reason: str | None,
-        usage: msgspec.Raw,
+        finish_reason: Any,
         read_usage: Callable[[Any], Usage | None],
-        answer_id: Any,
-        model: Any,
         tokens: TokenCapture | None = None,
-        policy_version: Any = None,
     ) -> Completion:
-        """The answer in the internal form.
-
-        Args:
-            usage: as it came: it is evidence.
-            read_usage: the wire's way to say it.
-            answer_id: the id in the answer; one in the headers goes before it.
-            model: who answered, as the answer says.
-            policy_version: as the answer says; else the headers may.
-        """
-        raw = bytes(usage)
-        version = policy_version or self.head.headers.get("x-policy-version")
+        """The answer in the internal form. An id in the headers goes before that in the answer, the
+        answer's policy version before that in the headers."""
+        raw = bytes(envelope.usage)
+        version = envelope.policy_version or self.head.headers.get("x-policy-version")
         return Completion(
             message=message,
-            finish_reason=finish_reason,
+            finish_reason=finish_reason if isinstance(finish_reason, str) else None,
             usage=read_usage(_loose(raw)),
             usage_raw=None if raw == b"null" else raw.decode("utf-8", "replace"),
-            request_id=request_id(self.head.headers) or text_or_none(answer_id),
-            served_model=text_or_none(model),
+            request_id=request_id(self.head.headers) or text_or_none(envelope.id),
+            served_model=text_or_none(envelope.model),
             first_byte_s=self.head.first_byte_s,
             tokens=tokens,
             policy_version=None if version is None else str(version),
@@ -217,6 +244,30 @@ class EventDecoder(ABC):
         """What the events made. Raises: ModelError when that is not complete."""
 
 
+def read_call(
+    name: Any,
+    arguments: Any,
+    ids: Iterable[Any],
+    before: Sequence[ToolCall],
+    salt: str,
+    prefix: str = "call_",
+) -> ToolCall:
+    """A tool call of an answer. Its id is the first of `ids` that is a text; where there is none,
+    or another call has it, one is made.
+
+    Args:
+        before: the calls that stand before it in the answer.
+        salt: makes the ids differ between turns.
+    """
+    text = name if isinstance(name, str) else ""
+    if not isinstance(arguments, str):
+        arguments = "" if arguments is None else encode_json(arguments).decode()
+    given = next(filter(text_or_none, ids), None)
+    if given is None or any(call.id == given for call in before):
+        given = made_id(f"{salt}\0{len(before)}\0{text}\0{arguments}", prefix)
+    return ToolCall(id=given, name=text, arguments=arguments)
+
+
 def made_id(text: str, prefix: str = "call_") -> str:
     """An id for a call that came without one: the same text always gets the same."""
     return prefix + hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:24]
@@ -233,36 +284,17 @@ def text_or_none(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
+def part_of(form: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The object in a field; an empty one where there is none."""
+    value = form.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
 def _loose(raw: bytes) -> Any:
     try:
         return decode_json(raw)
     except ValueError:
         return None
-
-
-def decoder_for(
-    request: ModelRequest,
-    head: ReplyHead,
-    *,
-    body: Callable[[bytes, Reading], Completion],
-    stream: Callable[[Reading], EventDecoder],
-    streamed: bool,
-    secrets: Iterable[str],
-) -> Decoder:
-    """A decoder for the answer to a request. What the answer is says its content type; where that
-    says neither, what was asked for counts.
-
-    Args:
-        body: reads an answer in one body.
-        stream: gathers one in events.
-        streamed: the request asked for a stream.
-        secrets: texts that no error may show.
-    """
-    reading = Reading(head, secrets, str(len(request.conversation)), request.on_delta)
-    kind = reading.head.headers.get("content-type", "")
-    if "event-stream" in kind or (streamed and "json" not in kind):
-        return stream(reading)
-    return BodyDecoder(reading, body)
 
 
 class Thought(NamedTuple):

@@ -34,20 +34,17 @@ from hermes_rl.messages import (
 from hermes_rl.models.base import Completion, ModelRequest, TokenCapture
 from hermes_rl.models.prepare import blocks_of, outgoing, says_something
 from hermes_rl.models.wire.base import (
-    Decoder,
+    MessageDialect,
     Quirks,
-    ReplyHead,
-    ToolField,
-    bearer_headers,
     sendable,
 )
 from hermes_rl.models.wire.decoding import (
     DONE,
+    Envelope,
     EventDecoder,
     Reading,
-    decoder_for,
     fitting_id,
-    made_id,
+    read_call,
     split_think,
     text_or_none,
 )
@@ -68,58 +65,36 @@ SEPARATOR = "\n\n"
 """Between the texts of several messages."""
 
 
-class Responses:
-    """One per client.
-
-    Args:
-        quirks: of the provider.
-        secrets: texts that no error may show.
-    """
+class Responses(MessageDialect):
+    """One per client."""
 
     name = NAME
     path = "/responses"
 
-    def __init__(self, quirks: Quirks = Quirks(), secrets: Iterable[str] = ()) -> None:
-        self._quirks = quirks
-        self._secrets = secrets
-        self._tools = ToolField(_flat)
-
     def encode(self, request: ModelRequest) -> bytes:
-        """See `Dialect.encode`. The input comes last; what stands before it does not change from
-        turn to turn."""
-        system, items = self._input(request)
-        head = encode_json(_fields(request, system, self._quirks))[:-1]
-        tools = self._tools.encoded(request)
-        return b"".join((head, tools, b',"input":[', b",".join(items), TAIL))
-
-    def bound(self, request: ModelRequest) -> int:
-        """See `Dialect.bound`: the bytes of instructions, items and tools, and what images may
-        cost."""
-        system, items = self._input(request)
-        given = len((system or "").encode("utf-8", "replace"))
-        given += outgoing(request).image_tokens(request.model)
-        return given + sum(map(len, items)) + len(items) + len(self._tools.encoded(request))
-
-    def headers(self, api_key: str | None) -> dict[str, str]:
-        """See `Dialect.headers`."""
-        return bearer_headers(api_key)
-
-    def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
-        """See `Dialect.decoder`."""
-        return decoder_for(
-            request,
-            head,
-            body=_read_body,
-            stream=_StreamDecoder,
-            streamed=request.stream,
-            secrets=self._secrets,
-        )
-
-    def _input(self, request: ModelRequest) -> tuple[str | None, Sequence[bytes]]:
-        """The instructions, and the items of each message, encoded once."""
         ready = outgoing(request)
-        encoded = ready.encoded(NAME, encode_message)[ready.lead :]
-        return ready.system, [items for items in encoded if items]
+        items = [items for items in ready.encoded(NAME, encode_message)[ready.lead :] if items]
+        head = encode_json(_fields(request, ready.system, self._quirks))[:-1]
+        return b"".join((head, self._tools(request), b',"input":[', b",".join(items), TAIL))
+
+    def read_body(self, data: bytes, reading: Reading) -> Completion:
+        response = reading.parse(_decode, data)
+        if not isinstance(response.output, list):
+            raise _failure(response, reading) or reading.unreadable("no output")
+        return _completion(response, response.output, reading)
+
+    def stream(self, reading: Reading) -> EventDecoder:
+        return _StreamDecoder(reading)
+
+    def _tool(self, tool: dict[str, Any]) -> dict[str, Any]:
+        """Left to itself, the API would make a function strict."""
+        function = tool.get("function")
+        if not isinstance(function, dict):
+            return tool
+        return {"type": "function", "strict": False, **function}
+
+    def _pieces(self, request: ModelRequest) -> Sequence[bytes]:
+        return outgoing(request).encoded(NAME, encode_message)
 
 
 def encode_message(message: Message) -> bytes:
@@ -150,14 +125,6 @@ def _fields(request: ModelRequest, system: str | None, quirks: Quirks) -> dict[s
     if system is not None:
         fields["instructions"] = system
     return fields
-
-
-def _flat(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function schema in this wire's form. Left to itself, the API would make it strict."""
-    function = tool.get("function")
-    if not isinstance(function, dict):
-        return tool
-    return {"type": "function", "strict": False, **function}
 
 
 def _items(message: Message) -> list[dict[str, Any]]:
@@ -320,33 +287,13 @@ _ENDED = ("completed", "incomplete", "cancelled", None)
 """What a finished response's status may be (lenient servers leave it out)."""
 
 
-class _Response(msgspec.Struct):
-    """The response object. Usage stays as it came: it is evidence."""
-
-    id: Any = None
-    model: Any = None
+class _Response(Envelope):
     status: Any = None
     output: Any = None
-    usage: msgspec.Raw = msgspec.Raw(b"null")
-    error: Any = None
     incomplete_details: Any = None
-    policy_version: Any = None
 
 
 _decode = msgspec.json.Decoder(_Response).decode
-
-
-def _read_body(data: bytes, reading: Reading) -> Completion:
-    """An answer in one body. Raises: ModelError when it is an error, or none."""
-    response = _open_response(data, reading)
-    if not isinstance(response.output, list):
-        raise _failure(response, reading) or reading.unreadable("no output")
-    return _completion(response, response.output, reading)
-
-
-def _open_response(data: bytes, reading: Reading) -> _Response:
-    """A response object. Raises: ProtocolError when it is none."""
-    return reading.parse(_decode, data)
 
 
 def _failure(response: _Response, reading: Reading) -> ModelError | None:
@@ -371,29 +318,24 @@ def _completion(response: _Response, output: Sequence[Any], reading: Reading) ->
         raise fault
     items = [item for item in output if isinstance(item, Mapping)]
     message, refused = message_of(items, reading.salt)
-    return reading.completion(
-        message,
-        finish_reason=_finish(response, message, refused),
-        usage=response.usage,
-        read_usage=read_responses_usage,
-        answer_id=response.id,
-        model=response.model,
-        tokens=_logprobs(items),
-        policy_version=response.policy_version,
-    )
+    reason = _finish(response, message, refused)
+    return reading.completion(response, message, reason, read_responses_usage, _logprobs(items))
 
 
 def message_of(items: Sequence[Mapping[str, Any]], salt: str) -> tuple[AssistantMessage, bool]:
     """The message that output items make, and whether all of its text is a refusal. Items of
     unknown kinds are left out."""
     pieces: list[Piece] = []
+    calls: list[ToolCall] = []
     refusals = 0
     for item in items:
         kind = item.get("type")
         if kind == REASONING:
             pieces.append(Piece(REASONING, block=item))
         elif kind == CALL:
-            pieces.append(Piece(CALL, call=_read_call(item, salt, pieces)))
+            fields = item.get("name"), item.get("arguments")
+            calls.append(read_call(*fields, (item.get("call_id"), item.get("id")), calls, salt))
+            pieces.append(Piece(CALL, call=calls[-1]))
         elif kind == MESSAGE:
             text, refused = _read_text(item)
             refusals += refused
@@ -408,7 +350,7 @@ def message_of(items: Sequence[Mapping[str, Any]], salt: str) -> tuple[Assistant
     message = AssistantMessage(
         content=content,
         reasoning_content=reasoning,
-        tool_calls=tuple(p.call for p in pieces if p.call is not None),
+        tool_calls=tuple(calls),
         raw_content=raw,
         reasoning_details=details_of(pieces),
     )
@@ -425,18 +367,6 @@ def _read_text(item: Mapping[str, Any]) -> tuple[str, bool]:
     refused = [p["refusal"] for p in parts if isinstance(p.get("refusal"), str)]
     text = "".join(said)
     return (text, False) if text else ("".join(refused), bool(refused))
-
-
-def _read_call(item: Mapping[str, Any], salt: str, before: list[Piece]) -> ToolCall:
-    name, arguments = item.get("name"), item.get("arguments")
-    if not isinstance(arguments, str):
-        arguments = "" if arguments is None else encode_json(arguments).decode()
-    text = name if isinstance(name, str) else ""
-    known = {p.call.id for p in before if p.call is not None}
-    given = next((item[k] for k in ("call_id", "id") if text_or_none(item.get(k))), None)
-    if given is None or given in known:
-        given = made_id(f"{salt}\0{len(known)}\0{text}\0{arguments}")
-    return ToolCall(id=given, name=text, arguments=arguments)
 
 
 def _finish(response: _Response, message: AssistantMessage, refused: bool) -> str:
@@ -533,7 +463,7 @@ class _StreamDecoder(EventDecoder):
             raise self._reading.fault(error)
         if kind in _ENDS:
             # The copy lets the event's buffer go.
-            self._response = _open_response(bytes(event.response), self._reading)
+            self._response = self._reading.parse(_decode, bytes(event.response))
             self._response.usage = msgspec.Raw(bytes(self._response.usage))
             self._status = _ENDS[kind]
             self.done = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hermes_rl.models.wire.decoding import part_of
 from hermes_rl.usage import Usage
 
 _ABSURD = 1 << 40
@@ -27,7 +28,10 @@ def read_chat_usage(form: Any) -> Usage | None:
     prompt, output = count_of(form.get("prompt_tokens")), count_of(form.get("completion_tokens"))
     if prompt is None or output is None:
         return None
-    given, taken = _part(form, "prompt_tokens_details"), _part(form, "completion_tokens_details")
+    given, taken = (
+        part_of(form, "prompt_tokens_details"),
+        part_of(form, "completion_tokens_details"),
+    )
     reasoning = _first(taken.get("reasoning_tokens"), form.get("reasoning_tokens"))
     if reasoning and form.get("total_tokens") == prompt + output + reasoning:
         output += reasoning
@@ -52,7 +56,7 @@ def read_responses_usage(form: Any) -> Usage | None:
     prompt, output = count_of(form.get("input_tokens")), count_of(form.get("output_tokens"))
     if prompt is None or output is None:
         return None
-    given, taken = _part(form, "input_tokens_details"), _part(form, "output_tokens_details")
+    given, taken = part_of(form, "input_tokens_details"), part_of(form, "output_tokens_details")
     return Usage(
         input_tokens=prompt,
         cache_read_tokens=_within(count_of(given.get("cached_tokens")), prompt),
@@ -75,8 +79,8 @@ def read_anthropic_usage(form: Any) -> Usage | None:
         return None
     read = count_of(form.get("cache_read_input_tokens"))
     written = count_of(form.get("cache_creation_input_tokens"))
-    hour = count_of(_part(form, "cache_creation").get("ephemeral_1h_input_tokens"))
-    thought = count_of(_part(form, "output_tokens_details").get("thinking_tokens"))
+    hour = count_of(part_of(form, "cache_creation").get("ephemeral_1h_input_tokens"))
+    thought = count_of(part_of(form, "output_tokens_details").get("thinking_tokens"))
     return Usage(
         input_tokens=fresh + (read or 0) + (written or 0),
         cache_read_tokens=read,
@@ -107,8 +111,3 @@ def _first(*values: Any) -> int | None:
 def _within(part: int | None, whole: int | None) -> int | None:
     """A part that is larger than its whole is a provider's error: it counts as unknown."""
     return part if part is not None and whole is not None and part <= whole else None
-
-
-def _part(form: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = form.get(name)
-    return value if isinstance(value, Mapping) else {}
