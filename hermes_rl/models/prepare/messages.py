@@ -22,8 +22,6 @@ _DEAR = ("4o-mini", 50_000)
 _IMAGES = ("image_url", "image", "input_image")
 _SIGNED = ("thinking", "redacted_thinking")
 
-Mend = Callable[[Message], Message]
-
 NO_RESULT = "No result: the call was interrupted."
 """Stands for the result of a call that has none."""
 
@@ -40,7 +38,8 @@ def alternate(messages: list[Message]) -> list[Message]:
         elif (
             isinstance(message, AssistantMessage)
             and isinstance(last, AssistantMessage)
-            and _is_text(last)
+            and not last.tool_calls
+            and says_something(last)
             and says_something(message)
         ):
             out[-1] = _one_assistant(last, message)
@@ -72,10 +71,6 @@ def pair_results(messages: list[Message]) -> list[Message]:
 def drop_thinking_only(messages: list[Message]) -> list[Message]:
     """Assistant messages without text and calls are left out: providers refuse them."""
     return [m for m in messages if not isinstance(m, AssistantMessage) or says_something(m)]
-
-
-def _is_text(message: AssistantMessage) -> bool:
-    return not message.tool_calls and says_something(message)
 
 
 def says_something(message: AssistantMessage) -> bool:
@@ -130,7 +125,9 @@ def join_texts(first: str, second: str) -> str:
 
 def _one_assistant(first: AssistantMessage, second: AssistantMessage) -> AssistantMessage:
     thoughts = join_texts(first.reasoning_content or "", second.reasoning_content or "")
-    details = [*_opaque_blocks(first), *_opaque_blocks(second)]
+    details: list[Any] = []
+    for given in (first.reasoning_details, second.reasoning_details):
+        details += given if isinstance(given, list) else [] if given is None else [given]
     return msgspec.structs.replace(
         second,
         content=join_texts(first.content, second.content),
@@ -140,17 +137,10 @@ def _one_assistant(first: AssistantMessage, second: AssistantMessage) -> Assista
     )
 
 
-def _opaque_blocks(message: AssistantMessage) -> list[Any]:
-    details = message.reasoning_details
-    if details is None:
-        return []
-    return details if isinstance(details, list) else [details]
-
-
 def drop_internal(messages: list[Message]) -> list[Message]:
     """Parts lose the keys that begin with an underscore: they are ours. (Other internal fields are
     fields of our structs, which no dialect writes.)"""
-    return [_without_own_keys(m) for m in messages]
+    return [parts_of(m, _without_own_keys) for m in messages]
 
 
 def clean_surrogates(messages: list[Message]) -> list[Message]:
@@ -198,23 +188,19 @@ def blocks_of(message: AssistantMessage) -> list[dict[str, Any]]:
     return [block for block in listed if isinstance(block, dict)]
 
 
-def _is_signed(block: Any) -> bool:
-    if not isinstance(block, dict):
-        return False
+def _is_signed(block: dict[str, Any]) -> bool:
     kind = str(block.get("type"))
     return kind in _SIGNED or kind.startswith("reasoning.") or "signature" in block
 
 
-def _is_encrypted(block: Any) -> bool:
-    if not isinstance(block, dict):
-        return False
+def _is_encrypted(block: dict[str, Any]) -> bool:
     return block.get("type") in ("reasoning", "reasoning.encrypted")
 
 
 def _without_blocks(message: Message, drop: Callable[[Any], bool]) -> Message:
     if not isinstance(message, AssistantMessage) or not isinstance(message.reasoning_details, list):
         return message
-    kept = [block for block in message.reasoning_details if not drop(block)]
+    kept = [b for b in message.reasoning_details if not (isinstance(b, dict) and drop(b))]
     if len(kept) == len(message.reasoning_details):
         return message
     return msgspec.structs.replace(message, reasoning_details=kept or None)
@@ -241,28 +227,28 @@ def _as_text(message: Message) -> Message:
     return UserMessage(content="\n".join(t for t in texts if isinstance(t, str)))
 
 
-def _without_own_keys(message: Message) -> Message:
-    def without(part: dict[str, Any]) -> dict[str, Any]:
-        if not any(key.startswith("_") for key in part):
-            return part
-        return {k: v for k, v in part.items() if not k.startswith("_")}
-
-    return parts_of(message, without)
+def _without_own_keys(part: dict[str, Any]) -> dict[str, Any]:
+    if not any(key.startswith("_") for key in part):
+        return part
+    return {k: v for k, v in part.items() if not k.startswith("_")}
 
 
 def _cleaned(message: Message) -> Message:
-    if isinstance(message, AssistantMessage):
-        return _cleaned_assistant(message)
     if isinstance(message, UserMessage) and not isinstance(message.content, str):
         return parts_of(message, _clean_part)
     assert isinstance(message.content, str)
-    text = clean(message.content)
-    if text is message.content:
+    changed: dict[str, Any] = {"content": clean(message.content)}
+    if isinstance(message, AssistantMessage):
+        calls = message.tool_calls
+        if any(clean(call.arguments) is not call.arguments for call in calls):
+            calls = tuple(
+                msgspec.structs.replace(call, arguments=clean(call.arguments)) for call in calls
+            )
+        thought = message.reasoning_content
+        changed |= {"reasoning_content": thought and clean(thought), "tool_calls": calls}
+    if all(getattr(message, name) is value for name, value in changed.items()):
         return message
-    if isinstance(message, ToolMessage):
-        return msgspec.structs.replace(message, content=text)
-    kind = SystemMessage if isinstance(message, SystemMessage) else UserMessage
-    return kind(content=text)
+    return msgspec.structs.replace(message, **changed)
 
 
 def _clean_part(part: dict[str, Any]) -> dict[str, Any]:
@@ -270,20 +256,3 @@ def _clean_part(part: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(text, str) or clean(text) is text:
         return part
     return {**part, "text": clean(text)}
-
-
-def _cleaned_assistant(message: AssistantMessage) -> AssistantMessage:
-    content, thought = clean(message.content), message.reasoning_content
-    thought = thought if thought is None else clean(thought)
-    calls = tuple(
-        call
-        if clean(call.arguments) is call.arguments
-        else msgspec.structs.replace(call, arguments=clean(call.arguments))
-        for call in message.tool_calls
-    )
-    same = content is message.content and thought is message.reasoning_content
-    if same and all(a is b for a, b in zip(calls, message.tool_calls, strict=True)):
-        return message
-    return msgspec.structs.replace(
-        message, content=content, reasoning_content=thought, tool_calls=calls
-    )

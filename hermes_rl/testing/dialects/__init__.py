@@ -42,5 +42,4 @@ def wire_of(path: str) -> Wire | None:
 
 def any_key(headers: Mapping[str, str]) -> str:
     """Return the API key of a request whose wire is unknown (the list of models)."""
-    kind, _, key = headers.get("authorization", "").partition(" ")
-    return headers.get("x-api-key") or (key if kind.lower() == "bearer" else "")
+    return AnthropicServer().key_of(headers)

@@ -24,7 +24,15 @@ from hermes_rl.messages import (
 from hermes_rl.models.base import Completion, Sampling
 from hermes_rl.models.wire.anthropic import NAME, Block, assistant_blocks, input_of
 from hermes_rl.models.wire.anthropic_answers import THINKING, Call, Content, message_of
-from hermes_rl.testing.dialects.base import ServedRequest, bearer, encode_event, pieces, usage_form
+from hermes_rl.testing.dialects.base import (
+    RequestBody,
+    ServedRequest,
+    ServerDialect,
+    encode_event,
+    known,
+    pieces,
+    usage_form,
+)
 from hermes_rl.text import encode_json
 from hermes_rl.usage import Usage
 
@@ -56,18 +64,10 @@ class _Turn(msgspec.Struct):
     content: str | list[dict[str, Any]]
 
 
-class _Body(msgspec.Struct, kw_only=True):
-    """A request's body; unknown fields are left out."""
-
-    model: str
+class _Body(RequestBody, kw_only=True):
     max_tokens: int
     messages: list[_Turn]
     system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    stream: bool | None = False
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     stop_sequences: list[str] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
@@ -76,18 +76,11 @@ class _Body(msgspec.Struct, kw_only=True):
 _decode = msgspec.json.Decoder(_Body).decode
 
 
-class AnthropicServer:
-    """The server's side of the Messages API; see `ServerDialect`.
-
-    Args:
-        piece_chars: length of a stream's pieces of text.
-    """
+class AnthropicServer(ServerDialect):
+    """The server's side of the Messages API; see `ServerDialect`."""
 
     name = NAME
     path = "/messages"
-
-    def __init__(self, piece_chars: int = 24) -> None:
-        self._piece_chars = piece_chars
 
     def decode_request(self, body: bytes) -> ServedRequest:
         """See `ServerDialect.decode_request`. Refuses what the API refuses."""
@@ -105,7 +98,7 @@ class AnthropicServer:
 
     def key_of(self, headers: Mapping[str, str]) -> str:
         """See `ServerDialect.key_of`: of two keys, `x-api-key` counts."""
-        return headers.get("x-api-key") or bearer(headers)
+        return headers.get("x-api-key") or super().key_of(headers)
 
     def encode_answer(self, answer: Completion, *, answer_id: str, created: int = 0) -> bytes:
         """See `ServerDialect.encode_answer`. This wire has no place for `created`. Arguments that
@@ -113,7 +106,7 @@ class AnthropicServer:
         blocks = [_whole(block) for block in _blocks(answer.message)]
         form = _message(answer, answer_id)
         form.update(content=blocks, stop_reason=_stop_reason(answer))
-        usage = usage_form(answer, write_usage)
+        usage = usage_form(answer, _write_usage)
         return encode_json({**form, "usage": usage} if usage is not None else form)
 
     def encode_stream(
@@ -122,7 +115,7 @@ class AnthropicServer:
         """See `ServerDialect.encode_stream`: the message's start with the prompt's tokens, a ping,
         the blocks one after the other, the stop reason with the usage of all, and the end. This
         wire always says its usage."""
-        usage = usage_form(answer, write_usage)
+        usage = usage_form(answer, _write_usage)
         start = _message(answer, answer_id)
         if usage is not None:
             start["usage"] = {**usage, **({"output_tokens": 1} if "output_tokens" in usage else {})}
@@ -244,26 +237,24 @@ def _stop_reason(answer: Completion) -> str | None:
     return None if reason is None else _STOP.get(reason, reason)
 
 
-def write_usage(usage: Usage) -> dict[str, Any]:
+def _write_usage(usage: Usage) -> dict[str, Any]:
     """The usage object that a server sends: what is known."""
-    read, written = usage.cache_read_tokens, usage.cache_write_tokens
-    form: dict[str, Any] = {}
-    if usage.input_tokens is not None:
-        form["input_tokens"] = usage.input_tokens - (read or 0) - (written or 0)
-    if read is not None:
-        form["cache_read_input_tokens"] = read
-    if written is not None:
-        hour = usage.cache_write_1h_tokens or 0
-        form["cache_creation_input_tokens"] = written
-        form["cache_creation"] = {
-            "ephemeral_5m_input_tokens": written - hour,
-            "ephemeral_1h_input_tokens": hour,
+    fresh, read, written = usage.input_tokens, usage.cache_read_tokens, usage.cache_write_tokens
+    hour, thought = usage.cache_write_1h_tokens or 0, usage.reasoning_tokens
+    lived = {
+        "ephemeral_5m_input_tokens": (written or 0) - hour,
+        "ephemeral_1h_input_tokens": hour,
+    }
+    return known(
+        {
+            "input_tokens": None if fresh is None else fresh - (read or 0) - (written or 0),
+            "cache_read_input_tokens": read,
+            "cache_creation_input_tokens": written,
+            "cache_creation": None if written is None else lived,
+            "output_tokens": usage.output_tokens,
+            "output_tokens_details": None if thought is None else {"thinking_tokens": thought},
         }
-    if usage.output_tokens is not None:
-        form["output_tokens"] = usage.output_tokens
-    if usage.reasoning_tokens is not None:
-        form["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
-    return form
+    )
 
 
 def _messages_of(body: _Body) -> Iterator[Message]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
+
+import msgspec
 
 from hermes_rl.messages import Message
 from hermes_rl.models.base import CacheTime, Completion, Sampling
@@ -32,61 +35,100 @@ class ServedRequest:
     """How long what is marked is to be kept."""
 
 
-class ServerDialect(Protocol):
-    """The server's side of one wire format. Without state."""
+class RequestBody(msgspec.Struct, kw_only=True):
+    """What the bodies of all requests have; unknown fields are left out."""
+
+    model: str
+    tools: list[dict[str, Any]] | None = None
+    stream: bool | None = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+class OpenAIBody(RequestBody, kw_only=True):
+    """What the bodies of requests on OpenAI's wires have."""
+
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+
+    def sampling(self, max_tokens: int | None, effort: Any) -> Sampling:
+        """The sampling parameters of the request."""
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            max_tokens=max_tokens,
+            seed=self.seed,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            reasoning=effort if isinstance(effort, str) else None,
+        )
+
+
+class ServerDialect(ABC):
+    """The server's side of one wire format. Without state.
+
+    Args:
+        piece_chars: length of a stream's pieces of text.
+    """
 
     name: str
     path: str
     """How the route ends."""
 
+    def __init__(self, piece_chars: int = 24) -> None:
+        self._piece_chars = piece_chars
+
+    @abstractmethod
     def decode_request(self, body: bytes) -> ServedRequest:
         """Raises: ValueError (UserError is one) when the body is not a request of this wire."""
-        ...
 
-    def key_of(self, headers: Mapping[str, str]) -> str:
-        """The API key that a request carries; names are in lower case."""
-        ...
-
+    @abstractmethod
     def encode_answer(self, answer: Completion, *, answer_id: str, created: int = 0) -> bytes:
         """An answer in one body."""
-        ...
 
+    @abstractmethod
     def encode_stream(
         self, answer: Completion, *, answer_id: str, created: int = 0, include_usage: bool = True
     ) -> list[bytes]:
         """An answer as server-sent events."""
-        ...
+
+    def key_of(self, headers: Mapping[str, str]) -> str:
+        """The API key that a request carries, empty without one; names are in lower case."""
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        return key if kind.lower() == "bearer" else ""
 
     def encode_error(
         self, message: str, *, status: int, kind: str, code: str | int | None = None
     ) -> bytes:
-        """The body of a refusal."""
-        ...
+        """The body of a refusal: here of OpenAI's wires."""
+        error = {"message": message, "type": kind, "param": None, "code": code}
+        return encode_json({"error": error})
 
 
-def bearer(headers: Mapping[str, str]) -> str:
-    """The key in an `authorization` header; empty when there is none."""
-    kind, _, key = headers.get("authorization", "").partition(" ")
-    return key if kind.lower() == "bearer" else ""
+def openai_usage(usage: Usage, given: str, taken: str) -> dict[str, Any]:
+    """The usage object of OpenAI's wires: what is known.
 
-
-def openai_error(message: str, kind: str, code: str | int | None) -> bytes:
-    """The body of a refusal on OpenAI's wires."""
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    return encode_json({"error": error})
-
-
-def openai_sampling(body: Any, max_tokens: int | None, effort: Any) -> Sampling:
-    """The sampling parameters of a request on OpenAI's wires."""
-    return Sampling(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        max_tokens=max_tokens,
-        seed=body.seed,
-        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-        reasoning=effort if isinstance(effort, str) else None,
+    Args:
+        given: what the wire calls the tokens of the prompt.
+        taken: what it calls those of the answer.
+    """
+    cached = known(
+        {
+            "cached_tokens": usage.cache_read_tokens,
+            "cache_write_tokens": usage.cache_write_tokens,
+        }
+    )
+    return known(
+        {
+            given: usage.input_tokens,
+            f"{given}_details": cached or None,
+            taken: usage.output_tokens,
+            f"{taken}_details": known({"reasoning_tokens": usage.reasoning_tokens}) or None,
+            "total_tokens": usage.total_tokens,
+        }
     )
 
 

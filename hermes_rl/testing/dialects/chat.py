@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -12,11 +11,11 @@ from hermes_rl.models.base import Completion, TokenCapture
 from hermes_rl.models.wire.chat import NAME, ChatCompletions
 from hermes_rl.models.wire.decoding import DONE, flatten
 from hermes_rl.testing.dialects.base import (
+    OpenAIBody,
     ServedRequest,
-    bearer,
+    ServerDialect,
     encode_event,
-    openai_error,
-    openai_sampling,
+    openai_usage,
     pieces,
     usage_form,
 )
@@ -24,22 +23,11 @@ from hermes_rl.text import encode_json
 from hermes_rl.usage import Usage
 
 
-class _Body(msgspec.Struct, kw_only=True):
-    """A request's body; unknown fields are left out."""
-
-    model: str
+class _Body(OpenAIBody, kw_only=True):
     messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    stream: bool | None = False
     stream_options: dict[str, Any] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
     reasoning_effort: str | None = None
     logprobs: bool | None = None
     return_token_ids: bool | None = None
@@ -48,7 +36,7 @@ class _Body(msgspec.Struct, kw_only=True):
 _decode = msgspec.json.Decoder(_Body).decode
 
 
-class ChatServer:
+class ChatServer(ServerDialect):
     """The server's side of Chat Completions; see `ServerDialect`.
 
     Args:
@@ -60,7 +48,8 @@ class ChatServer:
     path = ChatCompletions.path
 
     def __init__(self, reasoning_field: str = "reasoning_content", piece_chars: int = 24) -> None:
-        self._reasoning_field, self._piece_chars = reasoning_field, piece_chars
+        super().__init__(piece_chars)
+        self._reasoning_field = reasoning_field
 
     def decode_request(self, body: bytes) -> ServedRequest:
         """See `ServerDialect.decode_request`."""
@@ -70,18 +59,14 @@ class ChatServer:
             model=form.model,
             messages=tuple(map(decode_message, form.messages)),
             tools=tuple(form.tools or ()),
-            sampling=openai_sampling(
-                form, form.max_completion_tokens or form.max_tokens, form.reasoning_effort
+            sampling=form.sampling(
+                form.max_completion_tokens or form.max_tokens, form.reasoning_effort
             ),
             stream=stream,
             include_usage=not stream or bool((form.stream_options or {}).get("include_usage")),
             logprobs=bool(form.logprobs),
             token_ids=bool(form.return_token_ids),
         )
-
-    def key_of(self, headers: Mapping[str, str]) -> str:
-        """See `ServerDialect.key_of`."""
-        return bearer(headers)
 
     def encode_answer(self, answer: Completion, *, answer_id: str, created: int = 0) -> bytes:
         """See `ServerDialect.encode_answer`."""
@@ -93,7 +78,7 @@ class ChatServer:
         form = _envelope(answer, answer_id, created, "chat.completion")
         form["choices"] = [choice]
         _add_tokens(form, choice, answer.tokens)
-        form["usage"] = usage_form(answer, write_usage)
+        form["usage"] = usage_form(answer, _write_usage)
         return encode_json(form)
 
     def encode_stream(
@@ -118,14 +103,8 @@ class ChatServer:
         forms = [{**base, "choices": [choice]} for choice in choices]
         _add_tokens(forms[0], choices[0], answer.tokens)
         if include_usage:
-            forms.append({**base, "choices": [], "usage": usage_form(answer, write_usage)})
+            forms.append({**base, "choices": [], "usage": usage_form(answer, _write_usage)})
         return [encode_event(encode_json(form)) for form in forms] + [encode_event(DONE)]
-
-    def encode_error(
-        self, message: str, *, status: int, kind: str, code: str | int | None = None
-    ) -> bytes:
-        """See `ServerDialect.encode_error`."""
-        return openai_error(message, kind, code)
 
 
 def decode_message(form: dict[str, Any]) -> Message:
@@ -191,21 +170,5 @@ def _call_deltas(index: int, call: ToolCall, size: int) -> list[dict[str, Any]]:
     return [{"tool_calls": [piece]} for piece in (head, *rest)]
 
 
-def write_usage(usage: Usage) -> dict[str, Any]:
-    """The usage object that a server sends: what is known."""
-    counts = {
-        "prompt_tokens": usage.input_tokens,
-        "completion_tokens": usage.output_tokens,
-        "total_tokens": usage.total_tokens,
-    }
-    form: dict[str, Any] = {k: v for k, v in counts.items() if v is not None}
-    cached = {
-        "cached_tokens": usage.cache_read_tokens,
-        "cache_write_tokens": usage.cache_write_tokens,
-    }
-    details = {k: v for k, v in cached.items() if v is not None}
-    if details:
-        form["prompt_tokens_details"] = details
-    if usage.reasoning_tokens is not None:
-        form["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
-    return form
+def _write_usage(usage: Usage) -> dict[str, Any]:
+    return openai_usage(usage, "prompt_tokens", "completion_tokens")

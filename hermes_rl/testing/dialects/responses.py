@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -23,12 +23,11 @@ from hermes_rl.models.wire.responses import (
     reasoning_text,
 )
 from hermes_rl.testing.dialects.base import (
+    OpenAIBody,
     ServedRequest,
-    bearer,
+    ServerDialect,
     encode_event,
-    known,
-    openai_error,
-    openai_sampling,
+    openai_usage,
     pieces,
     usage_form,
 )
@@ -39,40 +38,22 @@ _STATUS = {"length": "max_output_tokens", "content_filter": "content_filter", "a
 """Our finish reasons of an incomplete response -> why it is incomplete."""
 
 
-class _Body(msgspec.Struct, kw_only=True):
-    """A request's body; unknown fields are left out."""
-
-    model: str
+class _Body(OpenAIBody, kw_only=True):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    stream: bool | None = False
     include: list[str] | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
     reasoning: dict[str, Any] | None = None
 
 
 _decode = msgspec.json.Decoder(_Body).decode
 
 
-class ResponsesServer:
-    """The server's side of the Responses API; see `ServerDialect`.
-
-    Args:
-        piece_chars: length of a stream's pieces of text.
-    """
+class ResponsesServer(ServerDialect):
+    """The server's side of the Responses API; see `ServerDialect`."""
 
     name = NAME
     path = Responses.path
-
-    def __init__(self, piece_chars: int = 24) -> None:
-        self._piece_chars = piece_chars
 
     def decode_request(self, body: bytes) -> ServedRequest:
         """See `ServerDialect.decode_request`."""
@@ -88,16 +69,10 @@ class ResponsesServer:
             model=form.model,
             messages=tuple(messages),
             tools=tuple(map(_nested, form.tools or ())),
-            sampling=openai_sampling(
-                form, form.max_output_tokens, (form.reasoning or {}).get("effort")
-            ),
+            sampling=form.sampling(form.max_output_tokens, (form.reasoning or {}).get("effort")),
             stream=bool(form.stream),
             logprobs=LOGPROBS in (form.include or ()),
         )
-
-    def key_of(self, headers: Mapping[str, str]) -> str:
-        """See `ServerDialect.key_of`."""
-        return bearer(headers)
 
     def encode_answer(self, answer: Completion, *, answer_id: str, created: int = 0) -> bytes:
         """See `ServerDialect.encode_answer`."""
@@ -109,12 +84,6 @@ class ResponsesServer:
         """See `ServerDialect.encode_stream`: the response begins, each item comes in pieces and
         is then sent whole, the response ends. The usage is always sent."""
         return events_of(response_form(answer, answer_id, created), self._piece_chars)
-
-    def encode_error(
-        self, message: str, *, status: int, kind: str, code: str | int | None = None
-    ) -> bytes:
-        """See `ServerDialect.encode_error`."""
-        return openai_error(message, kind, code)
 
 
 def response_form(answer: Completion, answer_id: str, created: int) -> dict[str, Any]:
@@ -136,7 +105,7 @@ def response_form(answer: Completion, answer_id: str, created: int) -> dict[str,
         "tool_choice": "auto",
         "tools": [],
         "top_p": None,
-        "usage": usage_form(answer, write_usage),
+        "usage": usage_form(answer, _write_usage),
     }
     if answer.policy_version is not None:
         form["policy_version"] = answer.policy_version
@@ -282,20 +251,8 @@ def _item(piece: Piece, item_id: str, status: str, *, refused: bool) -> dict[str
     return {**item, "content": [part], **phase}
 
 
-def write_usage(usage: Usage) -> dict[str, Any]:
-    """The usage object that a server sends: what is known."""
-    cached = {
-        "cached_tokens": usage.cache_read_tokens,
-        "cache_write_tokens": usage.cache_write_tokens,
-    }
-    form = {
-        "input_tokens": usage.input_tokens,
-        "input_tokens_details": known(cached) or None,
-        "output_tokens": usage.output_tokens,
-        "output_tokens_details": known({"reasoning_tokens": usage.reasoning_tokens}) or None,
-        "total_tokens": usage.total_tokens,
-    }
-    return known(form)
+def _write_usage(usage: Usage) -> dict[str, Any]:
+    return openai_usage(usage, "input_tokens", "output_tokens")
 
 
 _Event = tuple[str, dict[str, Any]]
