@@ -28,7 +28,7 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _LITERAL_CHARS = 100_000
 """Longer texts are not tried as a Python literal: its parser is slow and deep."""
-_MOST_CHARS = 4_000_000
+_MOST_CHARS = 1_000_000
 """Longer texts are not repaired: each character is looked at while nothing else runs."""
 
 
@@ -110,7 +110,7 @@ def _closed(text: str) -> Any:
     element without a value is left out. Brackets too many at the end do no harm."""
     if not text.startswith("{"):
         return None
-    from pydantic_core import from_json  # only broken arguments need it
+    from pydantic import TypeAdapter  # only broken arguments need it
 
     try:
         value, end = _first_value(text)
@@ -118,9 +118,13 @@ def _closed(text: str) -> Any:
     except (ValueError, RecursionError):
         pass
     try:
-        return from_json(_STRING.sub(_escaped, clean(text)), allow_partial="trailing-strings")
+        plain = _STRING.sub(_escaped, clean(text))
+        value = TypeAdapter(dict[str, Any]).validate_json(
+            plain, experimental_allow_partial="trailing-strings"
+        )
     except ValueError:
         return None
+    return value
 
 
 def _escaped(string: re.Match[str]) -> str:

@@ -152,7 +152,7 @@ class TokenWire(ABC):
             usage=msgspec.Raw(msgspec.json.encode(answer.raw)),
             policy_version=answer.version,
         )
-        tokens = TokenCapture(prompt, ids, _logprobs(answer, ids, reading))
+        tokens = TokenCapture(prompt, ids, _checked_logprobs(answer, ids, reading))
         return reading.completion(
             envelope, AssistantMessage(), answer.finish, lambda _: usage, tokens
         )

@@ -78,8 +78,9 @@ class Call(msgspec.Struct, frozen=True):
     arguments: str
 
 
-Content = str | Call | dict[str, Any]
-"""What a block holds: text, a call, or an _opaque block as it came."""
+Content = str | Call | dict[str, Any] | None
+"""What a block holds: text, a call, or an opaque block as it came; None for blocks that only tools
+of the provider make."""
 
 
 def read_body(data: bytes, reading: Reading) -> Completion:
@@ -90,8 +91,8 @@ def read_body(data: bytes, reading: Reading) -> Completion:
     given = envelope.content
     if given is None:
         raise reading.unreadable("no content")
-    told = [given] if isinstance(given, str) else map(_content, given)
-    return _completion(envelope, [content for content in told if content is not None], reading)
+    contents = [given] if isinstance(given, str) else map(_content, given)
+    return _completion(envelope, contents, reading)
 
 
 def _error_in(error: Any, reading: Reading) -> ModelError:
@@ -123,7 +124,7 @@ def message_of(contents: Iterable[Content], salt: str) -> AssistantMessage:
         elif isinstance(content, Call):
             fields = content.name, content.arguments, [content.id]
             calls.append(read_call(*fields, calls, salt, "toolu_"))
-        else:
+        elif content is not None:
             place = [sum(map(len, texts)), len(calls)]
             blocks.append({**content, AT: place} if any(place) else content)
     thoughts = [t for b in blocks if isinstance(t := b.get("thinking"), str) and t]
@@ -135,8 +136,8 @@ def message_of(contents: Iterable[Content], salt: str) -> AssistantMessage:
     )
 
 
-def _content(raw: msgspec.Raw) -> Content | None:
-    """What a block of a body holds; None for blocks that only tools of the provider make."""
+def _content(raw: msgspec.Raw) -> Content:
+    """What a block of a body holds."""
     try:
         raw = msgspec.Raw(_utf8(bytes(raw)))
         block = _decode_block(raw)
@@ -207,8 +208,7 @@ class StreamDecoder(EventDecoder):
         if self._usage:
             whole.usage = msgspec.Raw(encode_json(self._usage))
         contents = (self._blocks[index].content() for index in sorted(self._blocks))
-        told = [content for content in contents if content is not None]
-        return _completion(whole, told, self._reading)
+        return _completion(whole, contents, self._reading)
 
     def _take(self, data: bytes) -> None:
         if data.strip() == DONE:  # some servers end every stream in OpenAI's way
@@ -243,12 +243,12 @@ class StreamDecoder(EventDecoder):
         if delta.get("stop_reason") is not None:
             self._all.stop_reason = delta["stop_reason"]
             self._all.stop_details = delta.get("stop_details")
-        told = _known(part_of(form, "usage"))
-        for name, value in told.items():
+        counts = _known(part_of(form, "usage"))
+        for name, value in counts.items():
             # What came in never gets less: a 0 behind a count says nothing.
             if value != 0 or name == "output_tokens" or not self._usage.get(name):
                 self._usage[name] = value
-        self._counted = self._counted or "output_tokens" in told
+        self._counted = self._counted or "output_tokens" in counts
 
     def _stop(self, form: Mapping[str, Any]) -> None:
         self.done = True
@@ -287,8 +287,8 @@ class _Draft:
         """Whether it is a tool call, as far as it has come."""
         return self._form.get("type") == "tool_use"
 
-    def content(self) -> Content | None:
-        """What the block holds; None for blocks that only tools of the provider make."""
+    def content(self) -> Content:
+        """What the block holds."""
         form = self._form
         kind = form.get("type")
         if kind == "text":

@@ -276,10 +276,10 @@ def _messages_of(body: _Body) -> Iterator[Message]:
 def _assistant(content: str | list[Block], salt: str) -> AssistantMessage:
     if isinstance(content, str):
         return AssistantMessage(content=content)
-    return message_of([c for block in content if (c := _content(block)) is not None], salt)
+    return message_of(map(_content, content), salt)
 
 
-def _content(block: Block) -> Content | None:
+def _content(block: Block) -> Content:
     kind = block.get("type")
     if kind == "text" and isinstance(block.get("text"), str):
         return str(block["text"])
