@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from messages_kit import JSON, SSE, TOOL, event, read, request, stream, through
+from messages_kit import JSON, SSE, event, read, stream, through
 
 from hermes_rl import errors as e
 from hermes_rl.messages import (
@@ -18,7 +18,6 @@ from hermes_rl.messages import (
     with_unique_ids,
 )
 from hermes_rl.models.base import Completion
-from hermes_rl.models.wire.anthropic import TAIL, AnthropicMessages
 from hermes_rl.testing.dialects.anthropic import AnthropicServer
 from hermes_rl.usage import Usage
 
@@ -63,28 +62,6 @@ def test_any_history_is_taken(history, cache):
     roles = [type(m) for m in understood.messages if not isinstance(m, SystemMessage)]
     assert roles[0] is UserMessage
     assert (understood.cache_marks or 0) <= 4
-
-
-@few
-@given(st.lists(st.tuples(assistants, text), max_size=6))
-def test_each_body_extends_the_last_one(turns):
-    dialect = AnthropicMessages()
-    asked = request(SystemMessage(content="s"), UserMessage(content="u"), tools=(TOOL,))
-    body = dialect.encode(asked)
-    for answer, said in turns:
-        asked.conversation.append(answer)
-        for made in answer.tool_calls:
-            asked.conversation.append(
-                ToolMessage(tool_call_id=made.id, name=made.name, content=said)
-            )
-        if not answer.tool_calls:
-            asked.conversation.append(UserMessage(content=said or "?"))
-        longer = dialect.encode(asked)
-        json.loads(longer)
-        if answer.tool_calls or answer.content.strip():  # else the turn is not sent at all
-            assert longer.startswith(body[: -len(TAIL)])
-        assert dialect.bound(asked) <= len(longer) + 16 * len(asked.conversation)
-        body = longer
 
 
 # Answers

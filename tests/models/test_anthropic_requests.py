@@ -122,21 +122,6 @@ def test_images(given_, source):
     assert message["content"][1] == {"type": "image", "source": source}
 
 
-def test_an_image_is_bounded_by_more_than_its_address():
-    part = {"type": "image_url", "image_url": {"url": "https://x.test/a.png"}}
-    asked = request(UserMessage(content=[part]))
-    assert AnthropicMessages().bound(asked) > 4_784
-
-
-@pytest.mark.parametrize("adaptation", ["no_images", "text_only"])
-def test_sent_without_images(adaptation):
-    parts = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": "x"}}]
-    (message,) = body_of(UserMessage(content=parts), adaptations=frozenset({adaptation}))[
-        "messages"
-    ]
-    assert {block["type"] for block in message["content"]} == {"text"}
-
-
 def test_sent_without_signatures_and_grammar():
     adapted = frozenset({"no_signatures", "no_grammar"})
     sampling = Sampling(reasoning="high")

@@ -11,7 +11,6 @@ from hermes_rl.messages import AssistantMessage, ToolCall, ToolMessage
 from hermes_rl.models.base import Sampling
 from hermes_rl.models.client import Endpoint, connect
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
-from hermes_rl.testing.faults import FaultPlan
 
 STEPS = [
     {
@@ -134,19 +133,6 @@ async def test_each_refusal_is_one_of_the_official_clients(fault):
         with pytest.raises(kind) as caught:
             await whole(client, model=f"fault-{fault}", messages=said)
     assert caught.value.type == name
-
-
-async def test_the_official_clients_own_retries_meet_another_draw():
-    plan = FaultPlan(seed=1, rates={"rate_limit_after": 0.5}, retry_after_s=0.01)
-    async with (
-        FakeServer(FakeConfig(faults=plan)) as server,
-        official(server, max_retries=20) as client,
-    ):
-        for i in range(4):
-            await whole(client, model="noop", messages=[{"role": "user", "content": f"{i}"}])
-    outcomes = [entry.outcome for entry in server.entries]
-    assert outcomes.count("served") == 4
-    assert "refused" in outcomes
 
 
 @pytest.mark.parametrize("stream", [False, True])

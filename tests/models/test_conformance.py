@@ -64,7 +64,9 @@ async def play(kit, client, asked):
     """Calls until the answer asks for no tool; each tool result is its call's arguments."""
     answers = []
     for turn in range(20):
+        bound = client.bound(asked)
         answer = await client.complete(replace(asked, call_id=f"call-{turn}"))
+        assert bound >= answer.usage.input_tokens
         answers.append(answer)
         asked.conversation.append(answer.message)
         for call in answer.message.tool_calls:
@@ -90,6 +92,7 @@ async def episode(kit, wire):
         assert answer.usage.input_tokens == entry.prompt_tokens
         assert answer.usage.output_tokens == entry.completion_tokens
         assert answer.usage.reasoning_tokens == entry.reasoning_tokens
+        assert answer.usage.cache_read_tokens == entry.cached_tokens
         assert json.loads(answer.usage_raw)
         books = [getattr(answer.usage, name) for name in BOOKS]
         calls.append((answer.finish_reason, answer.served_model, *books))
@@ -160,7 +163,9 @@ REFUSED = {
     "context_overflow": (e.ContextOverflow, 400),
     "content_filter": (e.ContentFiltered, 400),
     "rate_limit": (e.RateLimited, 429),
+    "timeout": (e.ServerError, 408),
     "server_error": (e.ServerError, 500),
+    "unavailable": (e.Overloaded, 503),
     "overloaded": (e.Overloaded, 529),
 }
 
@@ -180,38 +185,52 @@ async def test_refusals_are_typed(kit, wire):
 
 
 async def test_a_wrong_key_is_final_and_shown_nowhere(kit, wire):
-    config = FakeConfig(key="another-key")
-    async with FakeServer(config) as server, asking(server, wire, kit) as ask:
+    async with FakeServer(FakeConfig(key="another-key")) as server:
+        client, events = client_of(server, wire), kit.Events()
         with pytest.raises(e.AuthError) as caught:
-            await ask()
-    assert KEY not in repr(caught.value) + str(caught.value)
+            await kit.rollout(kit.caller(client, events), stream=wire[2], sampling=SHORT)
+        await client.aclose()
+    assert server.requests == 1
+    assert events.ends[0].outcome == "refused"
+    seen = [str(caught.value), repr(caught.value), repr(events.all), repr(client)]
+    assert not any(KEY in text or KEY[4:] in text for text in seen)
 
 
 async def test_a_hint_to_wait(kit, wire):
     config = FakeConfig(faults=FaultPlan(retry_after_s=7.5))
     async with FakeServer(config) as server, asking(server, wire, kit) as ask:
-        with pytest.raises(e.RateLimited) as caught:
-            await ask(model="fault-rate_limit_after")
-    assert caught.value.retry_after_s == 7.5
+        hints = []
+        for fault in ("rate_limit_after", "rate_limit_date", "rate_limit"):
+            with pytest.raises(e.RateLimited) as caught:
+                await ask(model=f"fault-{fault}")
+            hints.append(caught.value.retry_after_s)
+    seconds, date, none = hints
+    assert (seconds, none) == (7.5, None)
+    assert 6 < date <= 8.5
 
 
 BROKEN = {"reset": e.ConnectionLost, "cut": e.ProtocolError, "garbage": e.ServerError}
 
 
 async def test_lost_answers_may_be_served(kit, wire):
-    patience = Timeouts(first_byte_s=30, idle_s=0.15)
+    begins, goes_on = Timeouts(first_byte_s=0.15), Timeouts(idle_s=0.15)
     async with (
         FakeServer() as server,
         asking(server, wire, kit) as ask,
-        asking(server, wire, kit, timeouts=patience) as ask_shortly,
+        asking(server, wire, kit, timeouts=begins) as ask_first,
+        asking(server, wire, kit, timeouts=goes_on) as ask_shortly,
     ):
         for fault, kind in BROKEN.items():
             with pytest.raises(e.ModelError) as caught:
                 await ask(model=f"fault-{fault}")
             assert (fault, type(caught.value)) == (fault, kind)
             assert (caught.value.served, caught.value.transient) == (True, True)
-        with pytest.raises(e.ModelTimeout, match="stood still"):
+        with pytest.raises(e.ModelTimeout, match="stood still") as caught:
             await ask_shortly(model="fault-stall_mid")
+        assert caught.value.served is True
+        with pytest.raises(e.ModelTimeout, match="within") as caught:
+            await ask_first(model="fault-stall_first")
+        assert caught.value.served is True
     assert {entry.outcome for entry in server.entries} == {"cut"}
 
 
@@ -220,12 +239,19 @@ async def test_usage_only_from_a_complete_object(kit, wire):
         for fault in ("no_usage", "partial_usage"):
             answer = await ask(model=f"fault-{fault}")
             assert (answer.message.content, answer.usage) == ("done", None)
+            if wire[0] == "chat_completions":
+                raw = None if fault == "no_usage" else '{"prompt_tokens":4}'
+                assert answer.usage_raw == raw
 
 
 async def test_answers_that_end_early(kit, wire):
     async with FakeServer() as server, asking(server, wire, kit) as ask:
         empty = await ask(script(""))
         cut = await ask(script({"text": "The answ", "finish": "length"}))
+        filtered = await ask(model="fault-filtered")
+        aborted = await ask(model="fault-abort")
+    assert filtered.finish_reason == ("refusal" if "anthropic" in wire[0] else "content_filter")
+    assert aborted.finish_reason == "abort"
     assert (empty.message, empty.finish_reason) == (AssistantMessage(), "stop")
     assert (cut.message.content, cut.finish_reason) == ("The answ", "length")
 

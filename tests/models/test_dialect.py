@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 
 from hermes_rl.messages import (
     AssistantMessage,
-    SystemMessage,
     ToolCall,
     ToolMessage,
     UserMessage,
 )
 from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampling, TokenCapture
 from hermes_rl.models.providers.table import quirks_at
-from hermes_rl.models.wire.chat import TAIL, ChatCompletions
+from hermes_rl.models.wire.chat import ChatCompletions
 from hermes_rl.models.wire.decoding import EventReader
 from hermes_rl.models.wire.responses import Responses
 from hermes_rl.testing.dialects.chat import ChatServer
@@ -93,25 +92,6 @@ def same(got, sent):
 
 
 # Requests
-
-
-@few
-@given(messages, st.lists(messages, max_size=3), st.booleans())
-def test_each_body_extends_the_last_one(first, later, with_tools):
-    dialect = ChatCompletions()
-    tools = ({"type": "function", "function": {"name": "t"}},) if with_tools else ()
-    call = request(
-        SystemMessage(content="s"), *first, tools=tools, sampling=Sampling(seed=1), exact=True
-    )
-    body = dialect.encode(call)
-    for added in later:
-        for message in added:
-            call.conversation.append(message)
-        longer = dialect.encode(call)
-        assert longer.startswith(body[: -len(TAIL)])
-        json.loads(longer)
-        assert dialect.bound(call) <= len(longer)
-        body = longer
 
 
 @few

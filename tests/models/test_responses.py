@@ -16,7 +16,7 @@ from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampli
 from hermes_rl.models.prepare import prepare
 from hermes_rl.models.providers.table import quirks_at
 from hermes_rl.models.wire.base import ReplyHead
-from hermes_rl.models.wire.responses import TAIL, Responses
+from hermes_rl.models.wire.responses import Responses
 from hermes_rl.testing.dialects.responses import ResponsesServer
 from hermes_rl.usage import Usage
 
@@ -131,29 +131,6 @@ def same(got, sent):
 
 
 # Requests
-
-
-@few
-@given(histories(), st.lists(histories(), max_size=2), st.booleans(), st.booleans())
-def test_each_body_extends_the_last_one(first, later, with_tools, exact):
-    dialect = Responses()
-    tools = ({"type": "function", "function": {"name": "t"}},) if with_tools else ()
-    asked = request(*first, tools=tools, sampling=Sampling(temperature=1.0), exact=exact)
-    body = dialect.encode(asked)
-    for added in later:
-        for message in added:
-            if not isinstance(message, SystemMessage | UserMessage):  # users in a row are joined
-                asked.conversation.append(message)
-        last = asked.conversation[len(asked.conversation) - 1]
-        if isinstance(last, AssistantMessage | ToolMessage):
-            asked.conversation.append(UserMessage(content="go on"))
-        longer = dialect.encode(asked)
-        json.loads(longer)
-        assert dialect.bound(asked) <= len(longer)
-        merged = prepare(list(asked.conversation))
-        if exact or len(merged) == len(asked.conversation):
-            assert longer.startswith(body[: -len(TAIL)])
-        body = longer
 
 
 @few
