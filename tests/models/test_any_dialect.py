@@ -1,0 +1,156 @@
+"""Answers, read by the client of each dialect: what all have in common. The bytes are those of the
+fake server, changed where a test needs them broken."""
+
+import json
+from typing import NamedTuple
+
+import pytest
+
+from hermes_rl import errors as e
+from hermes_rl.messages import AssistantMessage, ToolCall, UserMessage
+from hermes_rl.models.base import Completion
+from hermes_rl.models.client import Endpoint, dialect_for
+from hermes_rl.models.wire.base import ReplyHead
+from hermes_rl.testing.dialects import WIRES
+from hermes_rl.testing.dialects.base import encode_event
+from hermes_rl.usage import Usage
+
+KEY = "sk-secret-key"
+SERVERS = {wire.dialect.name: wire.dialect for wire in WIRES.values()}
+END = {
+    "chat_completions": b'"finish_reason":"stop"',
+    "anthropic_messages": b'"stop_reason":"end_turn"',
+    "codex_responses": b'{"type":"response.completed"',
+}
+"""How the part of a stream begins that says that it is complete."""
+STREAMED = pytest.mark.parametrize("stream", [False, True])
+
+
+class Speaker(NamedTuple):
+    """Both sides of one dialect."""
+
+    name: str
+
+    def answer(self, *, stream, **message):
+        """The bytes of an answer."""
+        sent = Completion(
+            message=AssistantMessage(**message),
+            finish_reason="stop",
+            usage=Usage(input_tokens=1, output_tokens=2),
+        )
+        if stream:
+            return b"".join(SERVERS[self.name].encode_stream(sent, answer_id="a_1"))
+        return SERVERS[self.name].encode_answer(sent, answer_id="a_1")
+
+    def read(self, kit, data, *, stream, turn=1, **fields):
+        headers = {**(kit.SSE if stream else kit.JSON), "x-request-id": "r-1"}
+        asked = kit.request([UserMessage(content="x")] * turn, stream=stream, **fields)
+        client = dialect_for(Endpoint("http://h/v1", api_mode=self.name, api_key=KEY))
+        decoder = client.decoder(asked, ReplyHead(headers, 0.1))
+        decoder.feed(data)
+        return decoder.finish()
+
+
+@pytest.fixture(params=SERVERS)
+def speaker(request):
+    return Speaker(request.param)
+
+
+@STREAMED
+@pytest.mark.parametrize("given", ["", "call_0"])
+def test_missing_and_double_ids_are_made_stable(kit, speaker, stream, given):
+    calls = tuple(ToolCall(id=given, name="a", arguments="{}") for _ in range(2))
+    data = speaker.answer(stream=stream, tool_calls=calls)
+
+    def ids(turn):
+        answer = speaker.read(kit, data, stream=stream, turn=turn)
+        return [call.id for call in answer.message.tool_calls]
+
+    assert ids(1) == ids(1)
+    assert len(set(ids(1))) == 2
+    assert all(ids(1))
+    if speaker.name == "codex_responses":  # its items have ids too
+        given = given or ids(1)[0]
+    assert (ids(1)[0] == ids(3)[0]) is bool(given)
+    assert given or not set(ids(1)) & set(ids(3)), "nor do two turns share one"
+
+
+@STREAMED
+@pytest.mark.parametrize(
+    ("bad", "read"), [(b'"a\xffb"', "a\ufffdb"), (b'"a\\ud83d"', "a\ufffd")], ids=["byte", "half"]
+)
+def test_a_bad_byte_or_half_character_does_not_lose_an_answer(kit, speaker, stream, bad, read):
+    call = ToolCall(id="1", name="t", arguments="{}")
+    data = speaker.answer(stream=stream, content="ab", tool_calls=(call,)).replace(b'"ab"', bad)
+    answer = speaker.read(kit, data, stream=stream)
+    assert (answer.message.content, answer.message.tool_calls) == (read, (call,))
+    assert answer.usage == Usage(input_tokens=1, output_tokens=2)
+
+
+@STREAMED
+def test_text_is_passed_on_as_it_comes(kit, speaker, stream):
+    heard = []
+    data = speaker.answer(stream=stream, content="word " * 20)
+    speaker.read(kit, data, stream=stream, on_delta=heard.append)
+    assert "".join(heard) == "word " * 20
+    assert (len(heard) > 1) is stream
+
+
+def test_a_stream_that_is_cut_is_no_answer(kit, speaker):
+    data = speaker.answer(stream=True, content="hi")
+    assert speaker.read(kit, data, stream=True).message.content == "hi"
+    for end in (*range(0, data.index(END[speaker.name]), 7), data.index(END[speaker.name])):
+        with pytest.raises(e.ProtocolError) as caught:
+            speaker.read(kit, data[:end], stream=True)
+        assert caught.value.served is True
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"<html>", b"[]", b"null", b'"x"', b"{}", b"{", b"\xff\xfe", b"[" * 100_000,
+     b'{"choices": []}', b'{"choices": null}', b'{"choices": [{"message": {"content": "a"',
+     b'{"content": 3}', b'{"status": "completed"}', b'{"output": [',
+     b'{"status": "in_progress", "output": []}', b'{"status": "queued", "output": []}'],
+)  # fmt: skip
+def test_what_is_no_answer(kit, speaker, body):
+    with pytest.raises(e.ProtocolError) as caught:
+        speaker.read(kit, body, stream=False)
+    assert caught.value.served is True
+    assert caught.value.request_id == "r-1"
+
+
+ERRORS = [
+    ("chat_completions", {"message": f"key {KEY} is over its limit", "code": 429}, e.RateLimited),
+    ("chat_completions", {"message": "Provider returned error", "code": 502}, e.ServerError),
+    ("chat_completions", {"message": "maximum context length is 5", "code": 400},
+     e.ContextOverflow),
+    ("chat_completions", "boom", e.ServerError),
+    ("anthropic_messages", {"type": "overloaded_error", "message": f"No, {KEY}."}, e.Overloaded),
+    ("anthropic_messages", {"type": "rate_limit_error", "message": "No."}, e.RateLimited),
+    ("anthropic_messages", {"type": "api_error", "message": "No."}, e.ServerError),
+    ("anthropic_messages", {"type": "timeout_error", "message": "No."}, e.ServerError),
+    ("anthropic_messages", {"type": "authentication_error", "message": "No."}, e.AuthError),
+    ("anthropic_messages", {"type": "invalid_request_error", "message": "No."}, e.BadRequest),
+    ("codex_responses", {"code": "rate_limit_exceeded", "message": "Limit."}, e.RateLimited),
+    ("codex_responses", {"code": "server_error", "message": f"key {KEY} broke"}, e.ServerError),
+    ("codex_responses", {"code": "context_length_exceeded", "message": "long"},
+     e.ContextOverflow),
+    ("codex_responses", None, e.ServerError),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "error", "kind"), ERRORS)
+def test_errors_inside_an_answer(kit, name, error, kind):
+    body, events = {"error": error}, [{"type": "error", "error": error}]
+    if name == "codex_responses":
+        body = {"id": "resp_1", "status": "failed", "output": [], "error": error}
+        events = [{"type": "response.failed", "response": body}]
+        if error:
+            events += [{"type": "error", **error}, {"type": "error", "error": error}]
+    bodies = [json.dumps(form).encode() for form in (body, *events)]
+    for stream, data in [(False, bodies[0]), *((True, encode_event(b)) for b in bodies[1:])]:
+        with pytest.raises(e.ModelError) as caught:
+            Speaker(name).read(kit, data, stream=stream)
+        assert type(caught.value) is kind
+        assert caught.value.served is True
+        assert KEY not in str(caught.value)
