@@ -231,7 +231,8 @@ async def test_lost_answers_may_be_served(kit, wire):
         with pytest.raises(e.ModelTimeout, match="within") as caught:
             await ask_first(model="fault-stall_first")
         assert caught.value.served is True
-    assert {entry.outcome for entry in server.entries} == {"cut"}
+    # Of the last one the client hung up first.
+    assert {entry.outcome for entry in server.entries} - {"dropped"} == {"cut"}
 
 
 async def test_usage_only_from_a_complete_object(kit, wire):
