@@ -57,9 +57,9 @@ def speaker(request):
 
 
 @STREAMED
-@pytest.mark.parametrize("given", ["", "call_0"])
-def test_missing_and_double_ids_are_made_stable(kit, speaker, stream, given):
-    calls = tuple(ToolCall(id=given, name="a", arguments="{}") for _ in range(2))
+@pytest.mark.parametrize("call_id", ["", "call_0"])
+def test_missing_and_double_ids_are_made_stable(kit, speaker, stream, call_id):
+    calls = tuple(ToolCall(id=call_id, name="a", arguments="{}") for _ in range(2))
     data = speaker.answer(stream=stream, tool_calls=calls)
 
     def ids(turn):
@@ -70,9 +70,9 @@ def test_missing_and_double_ids_are_made_stable(kit, speaker, stream, given):
     assert len(set(ids(1))) == 2
     assert all(ids(1))
     if speaker.name == "codex_responses":  # its items have ids too
-        given = given or ids(1)[0]
-    assert (ids(1)[0] == ids(3)[0]) is bool(given)
-    assert given or not set(ids(1)) & set(ids(3)), "nor do two turns share one"
+        call_id = call_id or ids(1)[0]
+    assert (ids(1)[0] == ids(3)[0]) is bool(call_id)
+    assert call_id or not set(ids(1)) & set(ids(3)), "nor do two turns share one"
 
 
 @STREAMED

@@ -108,12 +108,12 @@ class ServerDialect(ABC):
         return encode_json({"error": error})
 
 
-def openai_usage(usage: Usage, given: str, taken: str) -> dict[str, Any]:
+def openai_usage(usage: Usage, prompt: str, output: str) -> dict[str, Any]:
     """The usage object of OpenAI's wires: what is known.
 
     Args:
-        given: what the wire calls the tokens of the prompt.
-        taken: what it calls those of the answer.
+        prompt: what the wire calls the tokens of the prompt.
+        output: what it calls those of the answer.
     """
     cached = known(
         {
@@ -123,10 +123,10 @@ def openai_usage(usage: Usage, given: str, taken: str) -> dict[str, Any]:
     )
     return known(
         {
-            given: usage.input_tokens,
-            f"{given}_details": cached or None,
-            taken: usage.output_tokens,
-            f"{taken}_details": known({"reasoning_tokens": usage.reasoning_tokens}) or None,
+            prompt: usage.input_tokens,
+            f"{prompt}_details": cached or None,
+            output: usage.output_tokens,
+            f"{output}_details": known({"reasoning_tokens": usage.reasoning_tokens}) or None,
             "total_tokens": usage.total_tokens,
         }
     )
