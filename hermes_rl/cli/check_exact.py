@@ -30,7 +30,7 @@ from hermes_rl.models.tokens.logprobs import shaped_by
 from hermes_rl.models.tokens.renderer import Renderer, load_renderer
 from hermes_rl.models.tokens.template import TemplateRefused
 from hermes_rl.segments.branches import DRIFT, MAIN
-from hermes_rl.segments.rules import Run, book_faults, rollout_faults, row_faults, runs_of
+from hermes_rl.segments.rules import Run, rollout_faults, row_faults, runs_of, usage_faults
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.store.stats import MANY_FORKS
 
@@ -337,7 +337,7 @@ def faults_of(rollout: Rollout, renderers: Renderers) -> Iterator[str]:
         yield from rollout.unsound  # the other rules presume sound rows
         return
     yield from rollout_faults(segments)
-    yield from book_faults(segments, rollout.row["calls"])
+    yield from usage_faults(segments, rollout.row["calls"])
     held = len({call for segment in segments for call in segment["call_ids"]})
     if held != metrics.get("captured_calls", 0):
         yield f"ids of {metrics.get('captured_calls', 0):g} calls were recorded, {held} are there"

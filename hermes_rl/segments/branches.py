@@ -14,7 +14,7 @@ from typing import Literal
 from hermes_rl import events as ev
 from hermes_rl.events import ForkReason
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.models.tokens.capture import Node, TokenGraph, TokensFault
+from hermes_rl.models.tokens.capture import TokenGraph, TokensFault
 from hermes_rl.trajectory import thrown_away
 
 Aside = Literal["discarded", "aborted", "summary"]
@@ -152,60 +152,47 @@ class Branch:
     """Its own calls, in order."""
 
 
-@dataclass(frozen=True)
 class Branches:
-    """All branches of a rollout, the main agent's first one in front."""
+    """All branches of a rollout, found in one pass over the calls in the order of their ends.
 
-    graph: TokenGraph
-    branches: list[Branch]
-    followed: int
-    """Calls of which an exact history would make an extension."""
-    drifted: int
-    """Those of them that forked."""
+    Raises: TokensFault for tokens without a call.
+    """
 
-
-def branches_of(graph: TokenGraph, told: Happened) -> Branches:
-    """Sort a graph's calls into branches. Raises: TokensFault for tokens without a call."""
-    for node in graph.nodes:
-        if node.added.call_id not in told.calls:
-            raise TokensFault(f"the tokens of {node.added.call_id} belong to no call")
-    return _Sorter(graph, told).sorted()
-
-
-class _Sorter:
-    """One pass over the calls in the order in which they ended."""
-
-    def __init__(self, graph: TokenGraph, told: Happened) -> None:
-        self.graph, self.told = graph, told
-        self.facts = [told.calls[n.added.call_id] for n in graph.nodes]
-        self.branches: list[Branch] = []
-        self.owner: dict[int, int] = {}
-        """Node -> branch."""
-        self.last: dict[str, int] = {}
-        """Agent -> its latest call that did not stand aside."""
+    def __init__(self, graph: TokenGraph, calls: Happened) -> None:
+        for node in graph.nodes:
+            if node.added.call_id not in calls.calls:
+                raise TokensFault(f"the tokens of {node.added.call_id} belong to no call")
+        self.graph = graph
         self.followed = self.drifted = 0
-
-    def sorted(self) -> Branches:
-        for number in range(len(self.graph.nodes)):
+        """Calls of which an exact history would make an extension; those of them that forked."""
+        self._contexts, self._thought = calls.contexts, calls.thought
+        self._facts = [calls.calls[node.added.call_id] for node in graph.nodes]
+        self._owner: dict[int, int] = {}
+        """Node -> branch."""
+        self._last: dict[str, int] = {}
+        """Agent -> its latest call that did not stand aside."""
+        self.branches: list[Branch] = []
+        """The main agent's first one in front."""
+        for number in range(len(graph.nodes)):
             self._place(number)
         self._adopt()
-        return Branches(self.graph, self._in_order(), self.followed, self.drifted)
+        self._renumber()
 
     def _place(self, number: int) -> None:
-        facts = self.facts[number]
+        facts = self._facts[number]
         anchor, kept = self._anchor(number)
         if facts.aside is not None:
             reason: ForkReason = "compaction" if facts.aside == "summary" else "retry"
             self._begin(number, _KINDS[reason], reason, anchor)
             return
-        previous = self.last.get(facts.agent)
-        self.last[facts.agent] = number
+        previous = self._last.get(facts.agent)
+        self._last[facts.agent] = number
         exact = previous is not None and not self._new_context(previous, facts)
         self.followed += exact
         if self._extends(number, anchor, kept):
-            branch = self.branches[self.owner[anchor]]
+            branch = self.branches[self._owner[anchor]]
             branch.nodes.append(number)
-            self.owner[number] = branch.number
+            self._owner[number] = branch.number
             return
         reason_, kind = self._reason(number, anchor, kept, previous), MAIN
         if reason_ is not None:
@@ -216,21 +203,21 @@ class _Sorter:
     def _begin(self, number: int, kind: str, reason: ForkReason | None, anchor: int) -> None:
         branch = Branch(
             number=len(self.branches),
-            agent=self.facts[number].agent,
+            agent=self._facts[number].agent,
             kind=kind,
             reason=reason,
-            parent=self.owner.get(anchor),
+            parent=self._owner.get(anchor),
             nodes=[number],
         )
         self.branches.append(branch)
-        self.owner[number] = branch.number
+        self._owner[number] = branch.number
 
     def _anchor(self, number: int) -> tuple[int, int]:
         """The call that a prompt goes on from, and how far: what it shares with the prompt of one
         that stands aside belongs to the call before that."""
         node = self.graph.nodes[number]
         anchor, kept = node.parent, node.kept
-        while anchor >= 0 and self.facts[anchor].aside is not None:
+        while anchor >= 0 and self._facts[anchor].aside is not None:
             aside = self.graph.nodes[anchor]
             if kept > aside.prompt_end:
                 break
@@ -240,45 +227,45 @@ class _Sorter:
     def _extends(self, number: int, anchor: int, kept: int) -> bool:
         if anchor < 0 or kept != self.graph.nodes[anchor].end:
             return False
-        before, this = self.facts[anchor], self.facts[number]
-        last = self.branches[self.owner[anchor]].nodes[-1]
+        before, this = self._facts[anchor], self._facts[number]
+        last = self.branches[self._owner[anchor]].nodes[-1]
         return before.aside is None and before.agent == this.agent and last == anchor
 
     def _new_context(self, previous: int, facts: CallFacts) -> bool:
-        ended = self.facts[previous].ended
-        return any(ended < place < facts.began for place in self.told.contexts)
+        ended = self._facts[previous].ended
+        return any(ended < place < facts.began for place in self._contexts)
 
     def _reason(
         self, number: int, anchor: int, kept: int, previous: int | None
     ) -> ForkReason | None:
-        facts = self.facts[number]
+        facts = self._facts[number]
         if previous is None:
             return None if facts.agent == MAIN else "subagent"
         if self._new_context(previous, facts):
             return "compaction"
         if self._beside(number):
             return "parallel_call"
-        if facts.turn == self.facts[previous].turn:
+        if facts.turn == self._facts[previous].turn:
             return "retry"
-        told = self.graph.nodes[number].added.fork_reason
-        return told or self._drift(self.graph.nodes[anchor] if anchor >= 0 else None, anchor, kept)
+        recorded = self.graph.nodes[number].added.fork_reason
+        return recorded or self._drift(anchor, kept)
 
     def _beside(self, number: int) -> bool:
         """Whether a call of the same agent was under way at the same time."""
-        this = self.facts[number]
+        this = self._facts[number]
         return any(
             other.agent == this.agent
             and other.aside is None
             and other.began < this.ended
             and this.began < other.ended
-            for other in self.facts[:number]
+            for other in self._facts[:number]
         )
 
-    def _drift(self, node: Node | None, anchor: int, kept: int) -> ForkReason:
+    def _drift(self, anchor: int, kept: int) -> ForkReason:
         """Why a prompt that ought to extend a path leaves it."""
-        if node is None or kept < node.prompt_end:
+        if anchor < 0 or kept < self.graph.nodes[anchor].prompt_end:
             return "template"  # tokens that nobody sampled are written otherwise
-        if self.facts[anchor].turn in self.told.thought:
+        if self._facts[anchor].turn in self._thought:
             return "dropped_reasoning"
         return "retokenized_history"
 
@@ -287,18 +274,17 @@ class _Sorter:
         theirs."""
         for branch in self.branches:
             aside = branch.nodes[0]
-            if branch.parent is not None or self.facts[aside].aside is None:
+            if branch.parent is not None or self._facts[aside].aside is None:
                 continue
             later = (n for n, node in enumerate(self.graph.nodes) if node.parent == aside)
             branch.parent = next(
-                (self.owner[n] for n in later if self.facts[n].aside is None), None
+                (self._owner[n] for n in later if self._facts[n].aside is None), None
             )
 
-    def _in_order(self) -> list[Branch]:
-        """The main agent's first branch in front, the others as they began; renumbered."""
-        order = sorted(self.branches, key=lambda b: (b.kind != MAIN, b.number))
-        place = {branch.number: n for n, branch in enumerate(order)}
-        for branch in order:
+    def _renumber(self) -> None:
+        """The main agent's first branch in front, the others as they began."""
+        self.branches.sort(key=lambda branch: (branch.kind != MAIN, branch.number))
+        place = {branch.number: n for n, branch in enumerate(self.branches)}
+        for branch in self.branches:
             branch.number = place[branch.number]
             branch.parent = None if branch.parent is None else place[branch.parent]
-        return order

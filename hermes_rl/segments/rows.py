@@ -115,9 +115,9 @@ _CUT = "length"
 _WORST = ("retokenized", "bridged", "engine")
 
 
-def rows_of(branches: Branches, told: Happened, row: Trajectory) -> list[Segment]:
+def rows_of(branches: Branches, happened: Happened, row: Trajectory) -> list[Segment]:
     """One row per branch, in order."""
-    maker = _Maker(branches, told, row)
+    maker = _Maker(branches, happened, row)
     return [maker.row(branch) for branch in branches.branches]
 
 
@@ -151,7 +151,7 @@ class _Columns:
 @dataclass
 class _Maker:
     branches: Branches
-    told: Happened
+    happened: Happened
     row_: Trajectory
 
     def row(self, branch: Branch) -> Segment:
@@ -177,7 +177,7 @@ class _Maker:
 
     def _call(self, node: int) -> tuple[CallFacts, TokensAdded]:
         added = self.branches.graph.nodes[node].added
-        return self.told.calls[added.call_id], added
+        return self.happened.calls[added.call_id], added
 
     def _whose(self, branch: Branch) -> dict[str, Any]:
         return {
@@ -210,7 +210,7 @@ class _Maker:
 
     def _truncated(self, branch: Branch) -> bool:
         last = self._call(branch.nodes[-1])[0]
-        calls = self.told.calls.values()
+        calls = self.happened.calls.values()
         final = max((c for c in calls if c.aside is None), key=lambda c: c.ended, default=None)
         return last.finish_reason == _CUT or (self.row_.truncated and last is final)
 

@@ -1,7 +1,7 @@
 """The rules of table `segments`, and the check of rows against the tokens that were recorded.
 
 Over rows as they are stored, `row_faults` checks one row, `rollout_faults` all rows of a rollout
-and `book_faults` rows beside the calls of their trajectory. All yield one line per fault, and
+and `usage_faults` rows beside the calls of their trajectory. All yield one line per fault, and
 nothing when all is well. `prove` checks rows before they are written.
 """
 
@@ -174,7 +174,7 @@ def _sharing_faults(row: Row, by_number: Mapping[int, Row]) -> Iterator[str]:
         yield f"branch {number} has sampled tokens that its parent {parent} has not"
 
 
-def book_faults(rows: Sequence[Row], calls: Sequence[Row]) -> Iterator[str]:
+def usage_faults(rows: Sequence[Row], calls: Sequence[Row]) -> Iterator[str]:
     """Whether a rollout's tokens are those that its calls were billed for.
 
     Args:
@@ -187,7 +187,7 @@ def book_faults(rows: Sequence[Row], calls: Sequence[Row]) -> Iterator[str]:
                 continue
             call = billed.get(call_id)
             if call is None:
-                yield f"call {call_id} has tokens, but stands not in the books"
+                yield f"call {call_id} has tokens, but is not in column calls"
                 continue
             if (call["turn"], call["agent"]) != (row["turn_ids"][run.start], row["agent_name"]):
                 yield f"call {call_id} is of turn {call['turn']} of {call['agent']}"

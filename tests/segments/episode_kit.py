@@ -21,7 +21,7 @@ from hermes_rl.models.calls.route import Route
 from hermes_rl.models.rate.traffic import Traffic
 from hermes_rl.record import Segment, Trajectory
 from hermes_rl.segments import with_segments
-from hermes_rl.segments.rules import book_faults, rollout_faults, row_faults, runs_of
+from hermes_rl.segments.rules import rollout_faults, row_faults, runs_of, usage_faults
 from hermes_rl.trajectory import fold
 
 PLAIN = Sampling(temperature=1.0, top_p=1.0, top_k=-1)
@@ -224,7 +224,7 @@ def rule_faults(row: Trajectory, segments: tuple[Segment, ...]) -> Iterator[str]
     rows = [msgspec.structs.asdict(s) for s in segments]
     yield from (fault for r in rows for fault in row_faults(r))
     yield from rollout_faults(rows)
-    yield from book_faults(rows, [msgspec.structs.asdict(c) for c in row.calls])
+    yield from usage_faults(rows, [msgspec.structs.asdict(c) for c in row.calls])
 
 
 def rounded(values: tuple[float, ...]) -> tuple[float, ...]:

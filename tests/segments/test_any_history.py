@@ -5,12 +5,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_segments import Story
+from test_segments import Story, check_segments
 
 from hermes_rl import events as ev
 from hermes_rl.models.tokens.capture import TokensFault
-from hermes_rl.segments import check_segments, with_segments
-from hermes_rl.segments.rules import book_faults, rollout_faults, row_faults
+from hermes_rl.segments import with_segments
+from hermes_rl.segments.rules import rollout_faults, row_faults, usage_faults
 from hermes_rl.trajectory import fold
 
 ids = st.lists(st.integers(0, 2), max_size=4)
@@ -67,7 +67,7 @@ def test_every_answer_is_trained_once(steps):
     rows = [{name: getattr(s, name) for name in s.__struct_fields__} for s in segments]
     calls = [{name: getattr(c, name) for name in c.__struct_fields__} for c in row.calls]
     assert [f for r in rows for f in row_faults(r)] == []
-    assert list(rollout_faults(rows)) == list(book_faults(rows, calls)) == []
+    assert list(rollout_faults(rows)) == list(usage_faults(rows, calls)) == []
     trained = {s.call_ids[-1]: s.input_ids for s in segments}
     assert all(answers[name] == path for name, path in trained.items())
     assert sum(sum(s.loss_mask) for s in segments) == row.usage.output_tokens

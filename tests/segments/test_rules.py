@@ -5,14 +5,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_segments import PLAIN, Story
+from test_segments import PLAIN, Story, check_segments
 
 from hermes_rl import events as ev
 from hermes_rl.models.base import Sampling
 from hermes_rl.models.tokens.capture import TokensFault
 from hermes_rl.record import Segment
-from hermes_rl.segments import check_segments
-from hermes_rl.segments.rules import book_faults, rollout_faults, row_faults
+from hermes_rl.segments.rules import rollout_faults, row_faults, usage_faults
 
 PER_TOKEN = ("input_ids", "loss_mask", "sampled_mask", "logprobs", "turn_ids", "version_ids")
 change = msgspec.structs.replace
@@ -248,12 +247,12 @@ def _books(number_in: int, number_out: int, **more: Any) -> dict[str, Any]:
         (_books(1, 2), "a prompt of 2 ids, but the server counted 1"),
         (_books(2, 2, turn=4), "is of turn 4 of main"),
         (_books(2, 2, agent="helper"), "is of turn 1 of helper"),
-        (_books(2, 2, call_id="another"), "stands not in the books"),
+        (_books(2, 2, call_id="another"), "is not in column calls"),
     ],
 )
 def test_tokens_beside_the_books(call: dict[str, Any], fault: str | None) -> None:
     story = Story().call("one", 1, [1, 2], [3, 4])
-    found = list(book_faults(stored(story.done()), [call]))
+    found = list(usage_faults(stored(story.done()), [call]))
     assert [fault in one for one in found] == [True] if fault else found == []
 
 

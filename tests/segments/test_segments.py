@@ -1,5 +1,6 @@
 """Rows of table segments from hand-made events: each column, each reason, each rule."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +12,22 @@ from hermes_rl import events as ev
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Conversation, ModelRequest, Sampling, TokenCapture
 from hermes_rl.models.tokens.capture import TokenGraph, TokensFault, record_of
-from hermes_rl.segments import check_segments, with_segments
+from hermes_rl.record import Segment
+from hermes_rl.segments import with_segments
+from hermes_rl.segments.branches import happened
+from hermes_rl.segments.rules import prove
 from hermes_rl.trajectory import fold
 from hermes_rl.usage import Usage
 
 PLAIN = Sampling(temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0)
 EOM, EOT = 128008, 128009
+
+
+def check_segments(segments: Sequence[Segment], events: Sequence[ev.Event]) -> None:
+    """Hold segments against every rule and against the events that they were made from."""
+    calls = happened(events)
+    ok = any(isinstance(e, ev.Ended) and e.cause is None for e in events)
+    prove(segments, TokenGraph.of(calls.tokens, calls.agents), calls.calls, ok=ok)
 
 
 @dataclass
