@@ -219,9 +219,7 @@ async def open_run(
     opened: list[Driver] = []
 
     def work() -> None:
-        opened.append(
-            open_run_blocking(path, dict(identity), dict(meta or {}), options or OpenOptions())
-        )
+        opened.append(_open(path, dict(identity), dict(meta or {}), options or OpenOptions()))
 
     try:
         await in_thread(work)
@@ -232,43 +230,33 @@ async def open_run(
     return opened[0]
 
 
-def open_run_blocking(
+def _open(
     path: str | Path, identity: dict[str, Any], meta: dict[str, Any], options: OpenOptions
 ) -> Driver:
-    """`open_run` for threads."""
     run_dir = RunDir(path, fsync_delay_s=options.fsync_delay_s)
     run_dir.create()
     lock = run_dir.lock()
     try:
         with one_line_errors(run_dir.path):
-            ledger, epoch, recovery = _recovered(run_dir, identity, meta, options)
+            run_dir.crash("recover-1-locked")
+            epoch = begin_epoch(run_dir, identity, meta, options.max_attempts)
+            if damaged := quarantined(run_dir):
+                raise StoreError(
+                    f"{damaged[0]} waits for `hermes-rl check {run_dir.path} --repair`, "
+                    "which saves its good lines"
+                )
+            recovery, ledger = Recovery(run_dir, epoch), Ledger(options.max_attempts)
+            recovery.report.epochs_lost = epoch.epoch - len(run_dir.epochs())
+            report = recovery.at_start(ledger, grace_s=options.grace_s)
+            if report.twice:
+                raise StoreError(twice_message(run_dir, report.twice[0]))
+            if options.retry_failed:
+                ledger.reopen_given_up()
+            run_dir.crash("recover-6-ready")
     except BaseException:
         lock.release()
         raise
     return Driver(run_dir, lock, epoch, ledger, recovery, grace_s=options.grace_s)
-
-
-def _recovered(
-    run_dir: RunDir, identity: dict[str, Any], meta: dict[str, Any], options: OpenOptions
-) -> tuple[Ledger, Epoch, Recovery]:
-    """R1 to R5, under LOCK."""
-    run_dir.crash("recover-1-locked")
-    epoch = begin_epoch(run_dir, identity, meta, options.max_attempts)
-    if damaged := quarantined(run_dir):
-        raise StoreError(
-            f"{damaged[0]} waits for `hermes-rl check {run_dir.path} --repair`, "
-            "which saves its good lines"
-        )
-    recovery = Recovery(run_dir, epoch)
-    recovery.report.epochs_lost = epoch.epoch - len(run_dir.epochs())
-    ledger = Ledger(options.max_attempts)
-    report = recovery.at_start(ledger, grace_s=options.grace_s)
-    if report.twice:
-        raise StoreError(twice_message(run_dir, report.twice[0]))
-    if options.retry_failed:
-        ledger.reopen_given_up()
-    run_dir.crash("recover-6-ready")
-    return ledger, epoch, recovery
 
 
 def begin_epoch(

@@ -34,56 +34,6 @@ WHOSE = ("task_id", "repeat", "attempt", "status", "unit_id", "trajectory_id")
 _TEXTS = ("content", "reasoning_content", "tool_calls", "tool_call_id")
 
 
-def call_frame(tables: Sequence[pa.Table]) -> pd.DataFrame:
-    """One row per model call, in order of happening within its trajectory."""
-    return _exploded(tables, "calls")
-
-
-def message_frame(tables: Sequence[pa.Table]) -> pd.DataFrame:
-    """One row per message: `message_info` beside the message's own parts.
-
-    `position` counts from 0 within the trajectory.
-    """
-    frame = _exploded(tables, "message_info")
-    frame.insert(len(WHOSE), "position", frame.groupby("trajectory_id").cumcount())
-    decode = msgspec.json.decode
-    rows = [row for table in tables for row in table.column("messages").to_pylist()]
-    messages = [decode(text) for row in rows for text in row]
-    for name in _TEXTS:
-        frame[name] = [message.get(name) for message in messages]
-    return frame
-
-
-def run_frame(path: str, facts: Mapping[str, Any], stats: Mapping[str, Any]) -> pd.DataFrame:
-    """One row for the run, so that the rows of several runs can be put below one another.
-
-    Args:
-        facts: the first trajectory's columns; empty where there is none.
-        stats: as stats.json holds them.
-    """
-    import pandas as pd
-
-    unpriced = stats["calls"]["unpriced"]
-    row = {
-        "run": path,
-        "run_id": facts.get("run_id"),
-        "model": facts.get("model"),
-        "units": stats["plan"].get("units"),
-        **{name: stats["units"][name] for name in ("done", "given_up")},
-        "graded": stats["reward"]["graded"],
-        "solved": stats["reward"]["solved"],
-        "mean_reward": stats["reward"]["mean"],
-        "failed_attempts": stats["attempts"]["failed"],
-        "turns": stats["turns"],
-        "calls": stats["calls"]["total"],
-        "unknown_calls": stats["calls"]["unknown"],
-        **{name: stats["tokens"][name] for name in ("input_tokens", "output_tokens")},
-        "cost_usd": stats["cost_usd"],
-        "unpriced_calls": unpriced,
-    }
-    return pd.DataFrame([row])
-
-
 def _exploded(tables: Sequence[pa.Table], column: str) -> pd.DataFrame:
     """A list of structs as rows, each with the columns `WHOSE` of its trajectory."""
     import pandas as pd
@@ -228,20 +178,51 @@ class Run:
 
     @cached_property
     def calls(self) -> pd.DataFrame:
-        """One row per model call of all attempts: tokens, latency, outcome."""
-        return call_frame(self._attempts())
+        """One row per model call of all attempts, in order of happening within its attempt."""
+        return _exploded(self._attempts(), "calls")
 
     @cached_property
     def messages(self) -> pd.DataFrame:
-        """One row per message of all attempts: role, turn, content, who wrote it."""
-        return message_frame(self._attempts())
+        """One row per message of all attempts: `message_info` beside the message's own parts.
+
+        `position` counts from 0 within the trajectory.
+        """
+        tables = self._attempts()
+        frame = _exploded(tables, "message_info")
+        frame.insert(len(WHOSE), "position", frame.groupby("trajectory_id").cumcount())
+        rows = [row for table in tables for row in table.column("messages").to_pylist()]
+        messages = [_loads(text) for row in rows for text in row]
+        for name in _TEXTS:
+            frame[name] = [message.get(name) for message in messages]
+        return frame
 
     @cached_property
     def runs(self) -> pd.DataFrame:
         """One row for this run, to be put below those of other runs (`pandas.concat`)."""
+        import pandas as pd
+
+        stats = self.stats
         attempts = [t.select(["run_id", "model"]).slice(0, 1) for t in self._attempts()]
-        facts = [row for table in attempts for row in table.to_pylist()]
-        return run_frame(self.path.name, facts[0] if facts else {}, self.stats)
+        rows: list[dict[str, Any]] = [row for table in attempts for row in table.to_pylist()]
+        first = rows[0] if rows else {}
+        row = {
+            "run": self.path.name,
+            "run_id": first.get("run_id"),
+            "model": first.get("model"),
+            "units": stats["plan"].get("units"),
+            **{name: stats["units"][name] for name in ("done", "given_up")},
+            "graded": stats["reward"]["graded"],
+            "solved": stats["reward"]["solved"],
+            "mean_reward": stats["reward"]["mean"],
+            "failed_attempts": stats["attempts"]["failed"],
+            "turns": stats["turns"],
+            "calls": stats["calls"]["total"],
+            "unknown_calls": stats["calls"]["unknown"],
+            **{name: stats["tokens"][name] for name in ("input_tokens", "output_tokens")},
+            "cost_usd": stats["cost_usd"],
+            "unpriced_calls": stats["calls"]["unpriced"],
+        }
+        return pd.DataFrame([row])
 
     def _attempts(self) -> list[pa.Table]:
         return [self.arrow("trajectories"), self.arrow("failures")]

@@ -39,17 +39,20 @@ def page(name: str, stats: Mapping[str, Any]) -> str:
 
     Args:
         name: the run directory's.
-        stats: as `stats.compute_stats` makes them.
+        stats: as `compute_stats` makes them.
     """
-    histograms = stats["histograms"]
-    sections = [
-        ("Reward", _rewards(histograms)),
+    histograms, seconds = stats["histograms"], stats["seconds"]
+    ends = [f"to {end:g}" for end in histograms["reward_upper_ends"]]
+    rewards = [ends[0].removeprefix("to ") + " or less", *ends[1:], f"over {ends[-1][3:]}"]
+    times = {label: seconds[key] for key, label in _PARTS.items() if seconds.get(key)}
+    sections: list[tuple[str, list[Bar]]] = [
+        ("Reward", _buckets(histograms.get("reward", {}), rewards.__getitem__)),
         ("How rollouts ended", _counted(stats["ends"])),
         ("Failed attempts by cause", _counted(stats["causes"])),
-        ("Turns of a rollout", _doubling(histograms.get("turns", {}))),
-        ("Tokens of a rollout", _doubling(histograms.get("total_tokens", {}))),
-        ("Seconds of a rollout", _doubling(histograms.get("total_s", {}))),
-        ("Where the time went", _times(stats["seconds"])),
+        ("Turns of a rollout", _buckets(histograms.get("turns", {}), _range)),
+        ("Tokens of a rollout", _buckets(histograms.get("total_tokens", {}), _range)),
+        ("Seconds of a rollout", _buckets(histograms.get("total_s", {}), _range)),
+        ("Where the time went", [(label, s, f"{s:,.1f} s") for label, s in times.items()]),
     ]
     shown = "\n".join(_section(title, bars) for title, bars in sections if bars)
     figures = "".join(
@@ -125,37 +128,17 @@ def _counted(counts: Mapping[str, int]) -> list[Bar]:
     return [(name, n, f"{n:,}") for name, n in sorted(counts.items(), key=lambda one: -one[1])]
 
 
-def _rewards(histograms: Mapping[str, Any]) -> list[Bar]:
-    """Every bucket between the least and the greatest, also where nothing is in it."""
-    ends = histograms["reward_upper_ends"]
-    labels = [f"{ends[0]:g} or less", *(f"to {end:g}" for end in ends[1:]), f"over {ends[-1]:g}"]
-    return _filled(histograms.get("reward", {}), lambda bucket: labels[bucket])
-
-
-def _doubling(buckets: Mapping[str, int]) -> list[Bar]:
-    """Bucket b holds values from 2^(b-1) to below 2^b; bucket 0 those below 1."""
-    return _filled(buckets, _range)
-
-
 def _range(bucket: int) -> str:
+    """Bucket b holds values from 2^(b-1) to below 2^b; bucket 0 those below 1."""
     low, high = 1 << bucket >> 1, (1 << bucket) - 1
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def _filled(buckets: Mapping[str, int], label: Callable[[int], str]) -> list[Bar]:
-    counts = {int(bucket): n for bucket, n in buckets.items()}
-    if not counts:
-        return []
-    every = range(min(counts), max(counts) + 1)
+def _buckets(histogram: Mapping[str, int], label: Callable[[int], str]) -> list[Bar]:
+    """Every bucket between the least and the greatest, also where nothing is in it."""
+    counts = {int(bucket): n for bucket, n in histogram.items()}
+    every = range(min(counts), max(counts) + 1) if counts else range(0)
     return [(label(b), counts.get(b, 0), f"{counts.get(b, 0):,}") for b in every]
-
-
-def _times(seconds: Mapping[str, float]) -> list[Bar]:
-    return [
-        (label, seconds[name], f"{seconds[name]:,.1f} s")
-        for name, label in _PARTS.items()
-        if seconds.get(name)
-    ]
 
 
 MANY_FORKS = 0.05

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import made_up
+
 from hermes_rl import events as ev
 from hermes_rl.export.imports import write_run
 from hermes_rl.identity import trajectory_id
@@ -154,9 +156,9 @@ def finished(
     size: int = 2,
 ) -> Finished:
     """One attempt of unit `number`; `size` units make a group."""
-    key = ev.AttemptKey(unit_id=unit(number), epoch=1, attempt=0)
-    begun = ev.Begun(
-        key=key,
+    begun = made_up.begun(
+        number,
+        key=ev.AttemptKey(unit_id=unit(number), epoch=1, attempt=0),
         started_at=1000.0 + number,
         run_id="told",
         group_id=unit(10**6 + number // size),
@@ -164,19 +166,14 @@ def finished(
         repeat=number % size,
         row_index=number // size,
         task_id=f"task-{number // size}",
-        task_hash="h" * 64,
-        config_hash="c" * 64,
-        seed=number,
         prompt="told",
         model="told",
-        api_mode="chat_completions",
-        endpoint="127.0.0.1:1",
         toolsets=("terminal",),
     )
     graded = [] if reward is None else [ev.Graded(reward=reward)]
     ended = ev.Ended(finished_at=2000.0 + number, end_reason=end_reason, cause=cause)
     return Finished(
-        key=key,
+        key=begun.key,
         row=fold([begun, ev.ToolsOffered(tools=TOOLS), *story, *graded, ended]),
         segments=tuple(segments),
     )
@@ -184,8 +181,6 @@ def finished(
 
 def segment(number: int, ids: Sequence[int], trained: Sequence[int], **more: Any) -> Segment:
     """A segment of unit `number`; `trained` are the positions that were sampled."""
-    mask = [place in set(trained) for place in range(len(ids))]
-    starts = [i for i, own in enumerate(mask) if own and not (i and mask[i - 1])]
     columns: dict[str, Any] = {
         "trajectory_id": trajectory_id(unit(number), 1, 0),
         "unit_id": unit(number),
@@ -193,41 +188,12 @@ def segment(number: int, ids: Sequence[int], trained: Sequence[int], **more: Any
         "task_id": f"task-{number // 2}",
         "group_id": unit(10**6 + number // 2),
         "member": number % 2,
-        "env_name": None,
-        "agent_name": "main",
-        "branch_index": 0,
-        "n_branches": 1,
-        "branch_kind": "main",
-        "parent_branch": None,
-        "fork_reason": None,
-        "input_ids": list(ids),
-        "loss_mask": mask,
-        "sampled_mask": mask,
-        "logprobs": [-0.5 if own else None for own in mask],
-        "logprobs_kind": "sampling",
-        "turn_ids": [int(own) for own in mask],
-        "version_ids": [0] * len(ids),
-        "prompt_len": mask.index(True) if any(mask) else len(ids),
-        "n_sampled": sum(mask),
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": None,
-        "min_p": None,
-        "finish_reasons": ["stop"] * len(starts),
-        "truncated": False,
         "reward": 1.0,
-        "call_ids": [f"c{i + 1}" for i in range(len(starts))],
-        "call_starts": starts,
-        "policy_version_min": None,
-        "policy_version_max": None,
-        "token_source": "engine",
         "tokenizer_hash": "t",
         "template_hash": "t",
         "model": "told",
-        "trainable": True,
-        "exclude_reason": None,
     }
-    return Segment(**{**columns, **more})
+    return made_up.segment(number, ids, trained, **{**columns, **more})
 
 
 def write(path: Path, rows: Sequence[Finished]) -> Path:

@@ -1,6 +1,6 @@
 """Each rule of table `segments` (DESIGN 5.5), broken once: a row like that is never written."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -29,107 +29,80 @@ def forked() -> tuple[Story, list[Segment]]:
     return story, story.done()
 
 
-# All lists of a row have one length.
-
-
-@pytest.mark.parametrize("name", PER_TOKEN)
-@pytest.mark.parametrize("longer", [False, True])
-def test_lists_of_two_lengths(name: str, longer: bool) -> None:
-    story = Story().call("one", 1, [1, 2], [3, 4])
-    (row,) = story.done()
-    held = getattr(row, name)
-    fault = refusal([change(row, **{name: [*held, held[-1]] if longer else held[:-1]})], story)
-    assert "not as long" in fault
-
-
-def test_a_row_without_ids() -> None:
-    story = Story().call("one", 1, [1, 2], [3, 4])
-    (row,) = story.done()
-    assert "not as long" in refusal([change(row, **{name: [] for name in PER_TOKEN})], story)
-
-
-# Every sampled token is trained at most once over the branches of a rollout, and at least once.
-
-
-def test_a_shared_beginning_that_two_branches_train() -> None:
-    story, (first, second) = forked()
-    assert second.loss_mask != second.sampled_mask  # it shares a sampled token
-    twice = [first, change(second, loss_mask=second.sampled_mask)]
-    assert "call one is trained 2 times" in refusal(twice, story)
-
-
-def test_a_branch_that_is_there_twice() -> None:
-    story, (first, second) = forked()
-    again = [change(row, n_branches=3) for row in (first, second, change(second, branch_index=2))]
-    assert "call two is trained 2 times" in refusal(again, story)
-
-
-def test_an_answer_that_nobody_trains() -> None:
-    story, (first, second) = forked()
-    alone = change(second, branch_index=0, n_branches=1, parent_branch=None)
-    assert "call one is trained in no branch" in refusal([alone], story)
-    assert "call two is in no branch" in refusal([change(first, n_branches=1)], story)
-
-
-@pytest.mark.parametrize(
-    ("column", "value", "fault"),
-    [
-        ("turn_ids", 2, "call one is of turn 1"),
-        ("version_ids", 8, "call one is of policy version 7"),
-        ("version_ids", -1, "call one is of policy version 7"),
-    ],
-)
-def test_an_answer_with_another_call_s_turn_or_version(column, value, fault) -> None:
-    story = Story().call("one", 1, [1, 2], [3, 4], version="7")
-    (row,) = story.done()
-    held = list(getattr(row, column))
-    held[3] = value
-    assert fault in refusal([change(row, **{column: held})], story)
-    assert "ended with stop" in refusal([change(row, finish_reasons=["length"])], story)
-
-
-# What a branch does not train itself it shares with its parent.
-
-
-def test_sampled_tokens_of_another_branch_without_a_parent() -> None:
-    story, (first, second) = forked()
-    lone = [first, change(second, parent_branch=None)]
-    assert "branch 1 has sampled tokens of another, but no parent" in refusal(lone, story)
-
-
-@pytest.mark.parametrize("parent", [1, 7, -1])
-def test_a_parent_that_is_no_other_branch(parent: int) -> None:
-    story, (first, second) = forked()
-    rows = [first, change(second, parent_branch=parent)]
-    assert f"branch 1: its parent {parent} is no other branch" in refusal(rows, story)
-
-
-def test_a_beginning_that_the_parent_has_not() -> None:
-    story, (first, second) = forked()
-    for place in (0, 2):  # of the prompt, and of the answer
-        ids = list(second.input_ids)
-        ids[place] = 77
-        fault = refusal([first, change(second, input_ids=ids)], story)
-        assert "branch 1 has sampled tokens that its parent 0 has not" in fault
-
-
-# A call whose prompt does not extend the last one starts a new branch.
-
-
-def test_a_call_that_goes_on_where_it_does_not_belong() -> None:
-    story, (first, second) = forked()
-    joined = change(
+def joined(first: Segment, second: Segment) -> Segment:
+    """Both calls in one branch, although the second does not extend the first."""
+    lists = {name: getattr(first, name) + getattr(second, name)[-2:] for name in PER_TOKEN[1:]}
+    row = change(
         first,
+        **lists,
         n_branches=1,
         call_ids=["one", "two"],
         call_starts=[2, 5],
         finish_reasons=["stop", "stop"],
         n_sampled=3,
-        **{name: getattr(first, name) + getattr(second, name)[-2:] for name in PER_TOKEN[1:]},
         input_ids=[1, 2, 3, 4, 9, 6],
     )
-    joined = change(joined, loss_mask=joined.sampled_mask)
-    assert "call two: sampled at 4, trained at 5" in refusal([joined], story)
+    return change(row, loss_mask=row.sampled_mask)
+
+
+def with_id(row: Segment, place: int) -> Segment:
+    return change(row, input_ids=[*row.input_ids[:place], 77, *row.input_ids[place + 1 :]])
+
+
+Rows = list[Segment]
+FORKS: list[tuple[Callable[[Segment, Segment], Rows], str]] = [
+    # Every sampled token is trained at most once over the branches of a rollout, and at least once.
+    (lambda a, b: [a, change(b, loss_mask=b.sampled_mask)], "call one is trained 2 times"),
+    (
+        lambda a, b: [change(row, n_branches=3) for row in (a, b, change(b, branch_index=2))],
+        "call two is trained 2 times",
+    ),
+    (
+        lambda a, b: [change(b, branch_index=0, n_branches=1, parent_branch=None)],
+        "call one is trained in no branch",
+    ),
+    (lambda a, b: [change(a, n_branches=1)], "call two is in no branch"),
+    # What a branch does not train itself it shares with its parent.
+    (lambda a, b: [a, change(b, parent_branch=None)], "tokens of another, but no parent"),
+    (lambda a, b: [a, change(b, parent_branch=1)], "branch 1: its parent 1 is no other branch"),
+    (lambda a, b: [a, change(b, parent_branch=7)], "branch 1: its parent 7 is no other branch"),
+    (lambda a, b: [a, change(b, parent_branch=-1)], "branch 1: its parent -1 is no other branch"),
+    (lambda a, b: [a, with_id(b, 0)], "branch 1 has sampled tokens that its parent 0 has not"),
+    (lambda a, b: [a, with_id(b, 2)], "branch 1 has sampled tokens that its parent 0 has not"),
+    # A call whose prompt does not extend the last one starts a new branch.
+    (lambda a, b: [joined(a, b)], "call two: sampled at 4, trained at 5"),
+]
+
+
+@pytest.mark.parametrize(("broken", "fault"), FORKS)
+def test_rows_of_a_fork_that_break_a_rule(broken: Any, fault: str) -> None:
+    story, (first, second) = forked()
+    assert second.loss_mask != second.sampled_mask  # it shares a sampled token
+    assert fault in refusal(broken(first, second), story)
+
+
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_all_lists_of_a_row_have_one_length(name: str) -> None:
+    story = Story().call("one", 1, [1, 2], [3, 4])
+    (row,) = story.done()
+    held = getattr(row, name)
+    for other in ({name: [*held, held[-1]]}, {name: held[:-1]}, {name: [] for name in PER_TOKEN}):
+        assert "not as long" in refusal([change(row, **other)], story)
+
+
+@pytest.mark.parametrize(
+    ("columns", "fault"),
+    [
+        ({"turn_ids": [0, 0, 1, 2]}, "call one is of turn 1"),
+        ({"version_ids": [-1, -1, 7, 8]}, "call one is of policy version 7"),
+        ({"version_ids": [-1, -1, 7, -1]}, "call one is of policy version 7"),
+        ({"finish_reasons": ["length"]}, "ended with stop"),
+    ],
+)
+def test_an_answer_with_what_is_another_call_s(columns: dict[str, Any], fault: str) -> None:
+    story = Story().call("one", 1, [1, 2], [3, 4], version="7")
+    (row,) = story.done()
+    assert fault in refusal([change(row, **columns)], story)
 
 
 # Trainable needs ids of the engine and logprobs of the sampling policy.
@@ -184,37 +157,34 @@ def test_a_row_that_says_better_of_its_tokens_than_their_calls(capture, column, 
     assert "call one" in refusal([change(planted, **{column: told})], story)
 
 
+def forced(row: Segment, **more: Any) -> Segment:
+    return change(row, trainable=True, exclude_reason=None, **more)
+
+
 def test_one_call_of_the_path_is_enough() -> None:
     story = Story().call("one", 1, [1], [2], logprobs_kind="raw", shaped_by=("grammar",))
     story.call("two", 2, [1, 2, 3], [4], logprobs_kind="raw")
     (row,) = story.done()
     assert row.exclude_reason == "raw_logprobs"
-    planted = change(row, trainable=True, exclude_reason=None)
-    assert "call one are raw, and grammar shaped" in refusal([planted], story)
+    assert "call one are raw, and grammar shaped" in refusal([forced(row)], story)
 
 
 def test_logprobs_that_are_absent() -> None:
     story = Story().call("one", 1, [1, 2], [3, 4], logprobs=None)
     (row,) = story.done()
-    planted = change(row, trainable=True, exclude_reason=None, logprobs_kind="sampling")
-    assert "has no logprob" in refusal([planted], story)
+    assert "has no logprob" in refusal([forced(row, logprobs_kind="sampling")], story)
 
 
 def test_answers_that_are_no_part_of_the_conversation() -> None:
     story = Story().call("bad", 1, [1], [2]).discard(1).call("good", 1, [1], [3])
-    rows = story.done()
-    (aside,) = (row for row in rows if row.exclude_reason == "discarded")
-    planted = [
-        change(row, trainable=True, exclude_reason=None) if row is aside else row for row in rows
-    ]
-    assert "call bad is no part of the conversation (discarded)" in refusal(planted, story)
+    rows = [forced(r) if r.exclude_reason == "discarded" else r for r in story.done()]
+    assert "call bad is no part of the conversation (discarded)" in refusal(rows, story)
 
 
 def test_two_models_in_one_row() -> None:
     story = Story().call("one", 1, [1], [2]).call("two", 2, [1, 2, 3], [4], model="fallback")
     (row,) = story.done()
-    planted = change(row, trainable=True, exclude_reason=None)
-    assert "several models" in refusal([planted], story)
+    assert "several models" in refusal([forced(row)], story)
 
 
 @pytest.mark.parametrize("cause", ["sandbox_died", "verifier", None])
@@ -223,8 +193,7 @@ def test_attempts_that_failed(cause: str | None) -> None:
     story = Story().call("one", 1, [1, 2], [3])
     (row,) = story.done("error", cause) if cause else story.done()
     story.events = [e for e in story.events if cause or not isinstance(e, ev.Ended)]
-    planted = change(row, trainable=True, exclude_reason=None)
-    assert "trainable, but the attempt failed" in refusal([planted], story)
+    assert "trainable, but the attempt failed" in refusal([forced(row)], story)
 
 
 # The same rows as they stand in the files: `check RUN --tokens` has no events to hold them against.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hermes_rl.events import (
@@ -23,7 +23,7 @@ from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Segment, Trajectory
 from hermes_rl.store.driver import Driver
 from hermes_rl.store.journal import JournalWriter
-from hermes_rl.store.rows import Finished
+from hermes_rl.store.rows import Finished, receipt_of
 from hermes_rl.trajectory import fold
 from hermes_rl.usage import Usage
 
@@ -60,24 +60,24 @@ def item(number: int, attempt: int = 0, epoch: int = 1) -> WorkItem:
 
 
 def begun(number: int, attempt: int = 0, epoch: int = 1, **more: Any) -> Begun:
-    return Begun(
-        key=key(number, attempt, epoch),
-        started_at=time.time(),
-        run_id="run",
-        group_id=unit(number // 4),
-        member=number % 4,
-        repeat=number % 4,
-        row_index=number // 4,
-        task_id=f"task-{number // 4}",
-        task_hash="h" * 64,
-        config_hash="c" * 64,
-        seed=number,
-        prompt=f"Do thing {number}",
-        model="made-up",
-        api_mode="chat_completions",
-        endpoint="127.0.0.1:1",
-        **more,
-    )
+    columns: dict[str, Any] = {
+        "key": key(number, attempt, epoch),
+        "started_at": time.time(),
+        "run_id": "run",
+        "group_id": unit(number // 4),
+        "member": number % 4,
+        "repeat": number % 4,
+        "row_index": number // 4,
+        "task_id": f"task-{number // 4}",
+        "task_hash": "h" * 64,
+        "config_hash": "c" * 64,
+        "seed": number,
+        "prompt": f"Do thing {number}",
+        "model": "made-up",
+        "api_mode": "chat_completions",
+        "endpoint": "127.0.0.1:1",
+    }
+    return Begun(**{**columns, **more})
 
 
 def story(
@@ -133,71 +133,49 @@ def finished(number: int, attempt: int = 0, epoch: int = 1, **more: Any) -> Fini
     )
 
 
-def segment(number: int) -> Segment:
-    return Segment(
-        trajectory_id="t" * 32,
-        unit_id=unit(number),
-        run_id="run",
-        task_id="task",
-        group_id=unit(number // 4),
-        member=0,
-        env_name=None,
-        agent_name="main",
-        branch_index=0,
-        n_branches=1,
-        branch_kind="main",
-        parent_branch=None,
-        fork_reason=None,
-        input_ids=[1, 2, number],
-        loss_mask=[False, True, True],
-        sampled_mask=[False, True, True],
-        logprobs=[None, -0.5, -1.5],
-        logprobs_kind="sampling",
-        turn_ids=[0, 1, 1],
-        version_ids=[0, 0, 0],
-        prompt_len=1,
-        n_sampled=2,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=None,
-        min_p=None,
-        finish_reasons=["stop"],
-        truncated=False,
-        reward=None,
-        policy_version_min=None,
-        policy_version_max=None,
-        token_source="engine",
-        tokenizer_hash=None,
-        template_hash=None,
-        model="made-up",
-        trainable=True,
-        exclude_reason=None,
-        call_ids=[f"call-{number}"],
-        call_starts=[1],
-    )
+def segment(
+    number: int, ids: Sequence[int] | None = None, trained: Sequence[int] = (1, 2), **more: Any
+) -> Segment:
+    """A segment of unit `number`; `trained` are the positions that were sampled."""
+    ids = [1, 2, number] if ids is None else list(ids)
+    mask = [place in set(trained) for place in range(len(ids))]
+    starts = [i for i, own in enumerate(mask) if own and not (i and mask[i - 1])]
+    columns: dict[str, Any] = {
+        "trajectory_id": "t" * 32,
+        "unit_id": unit(number),
+        "run_id": "run",
+        "task_id": "task",
+        "group_id": unit(number // 4),
+        "member": 0,
+        "agent_name": "main",
+        "branch_index": 0,
+        "n_branches": 1,
+        "branch_kind": "main",
+        "input_ids": ids,
+        "loss_mask": mask,
+        "sampled_mask": mask,
+        "logprobs": [-0.5 if own else None for own in mask],
+        "logprobs_kind": "sampling",
+        "turn_ids": [int(own) for own in mask],
+        "version_ids": [0] * len(ids),
+        "prompt_len": mask.index(True) if any(mask) else len(ids),
+        "n_sampled": sum(mask),
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "finish_reasons": ["stop"] * len(starts),
+        "truncated": False,
+        "token_source": "engine",
+        "model": "made-up",
+        "trainable": True,
+        "call_ids": [f"c{i + 1}" for i in range(len(starts))],
+        "call_starts": starts,
+    }
+    return Segment(**{**dict.fromkeys(Segment.__struct_fields__), **columns, **more})
 
 
 def receipt(made: Finished, writer: str) -> Receipt:
     """What the driver is told of it."""
-    got = made.row
-    return Receipt(
-        unit_id=made.key.unit_id,
-        epoch=made.key.epoch,
-        attempt=made.key.attempt,
-        writer=writer,
-        task_id=got.task_id,
-        repeat=got.repeat,
-        status=got.status,
-        end_reason=got.end_reason,
-        cause=got.cause,
-        reward=got.reward,
-        turns=got.turns,
-        usage=got.usage,
-        cost_usd=got.cost_usd,
-        unpriced_calls=got.unpriced_calls,
-        seconds=got.timing.total_s,
-        error=got.error,
-    )
+    return receipt_of(made, writer)
 
 
 async def attempt(driver: Driver, journal: JournalWriter, number: int, **more: object) -> None:
