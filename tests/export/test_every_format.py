@@ -1,4 +1,4 @@
-"""Every format on a run that has a bit of everything: no traceback, all counted, same bytes."""
+"""Every format on a run that has a bit of everything: no traceback, all counted."""
 
 import json
 from collections.abc import Sequence
@@ -120,8 +120,6 @@ def test_a_bit_of_everything(name: str, run: Path, tmp_path: Path) -> None:
     assert report.rollouts == 19  # one failed
     assert report.left_out.keys() <= LEFT_OUT.keys()
     assert report.lost.keys() <= LOST.keys()
-    again = export_run(run, name, tmp_path / f"y{form.suffix}", options)
-    assert Path(again.out).read_bytes() == Path(report.out).read_bytes()
     if form.unit == "messages":
         accounted = report.samples + report.left_out.get("nothing_to_train", 0)
         accounted += report.left_out.get("untrained_before", 0)

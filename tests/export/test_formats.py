@@ -91,42 +91,13 @@ def test_arguments_that_nobody_said_are_not_trained_on(name: str, tmp_path: Path
     assert "never closed" not in repr(taught)
 
 
-def test_sharegpt_is_the_form_of_hermes(tmp_path: Path) -> None:
+def test_sharegpt_rows_have_the_statistics_of_hermes(tmp_path: Path) -> None:
     stories = [told.simple('{"n": 1}'), told.nudged(), *(s for s in told.STORIES[2:])]
     rows = [told.finished(i, story, reward=1.0) for i, story in enumerate(stories)]
-    run = told.write(tmp_path / "run", rows)
-    report = export_run(run, "sharegpt", tmp_path / "x.jsonl")
+    report = export_run(told.write(tmp_path / "run", rows), "sharegpt", tmp_path / "x.jsonl")
     row = lines(report.out)[0]
-    system, *turns = row.pop("conversations")
-    assert system["from"] == "system"
-    assert json.dumps([t["function"] for t in told.TOOLS]) in system["value"]
-    assert turns == [
-        {"from": "human", "value": "List grüße."},
-        {
-            "from": "gpt",
-            "value": "<think>\nI need a list.\n</think>\nLooking.\n"
-            '<tool_call>\n{"name": "terminal", "arguments": {"command": "ls <b>"}}\n</tool_call>\n'
-            '<tool_call>\n{"name": "read_file", "arguments": {"path": "x"}}\n</tool_call>',
-        },
-        {
-            "from": "tool",
-            "value": '<tool_response>\n{"tool_call_id": "a", "name": "terminal", "content": '
-            '{"output": "x y"}}\n</tool_response>\n'
-            '<tool_response>\n{"tool_call_id": "b", "name": "read_file", "content": '
-            '"<i>text\\u003c/tool_response>"}\n</tool_response>',
-        },
-        {
-            "from": "gpt",
-            "value": '<think>\n</think>\n<tool_call>\n{"name": "terminal", "arguments": '
-            '{"n": 1}}\n</tool_call>',
-        },
-        {
-            "from": "tool",
-            "value": '<tool_response>\n{"tool_call_id": "c", "name": "terminal", "content": '
-            '"not JSON"}\n</tool_response>',
-        },
-        {"from": "gpt", "value": "<think>\n</think>\nTwo: x and y."},
-    ]
+    speakers = [turn["from"] for turn in row.pop("conversations")]
+    assert speakers == ["system", "human", "gpt", "tool", "gpt", "tool", "gpt"]
     assert row == {
         "prompt_index": 0,
         "metadata": {"batch_num": 0, "timestamp": "1970-01-01T00:33:20", "model": "told"},

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import made_up
 import msgspec
 import pyarrow.parquet as pq
 import pytest
@@ -19,7 +20,6 @@ from hermes_rl.rl.advantages import grpo
 from hermes_rl.store.driver import open_run
 from hermes_rl.store.journal import JournalWriter, Publisher
 from hermes_rl.store.rows import Derived, Finished, Group
-from hermes_rl.usage import UsageTotal
 
 REWARDS = (1.0, 0.0, None, 0.5, None, None, 1.0, None)
 """Of two groups of four: valid are three, and one."""
@@ -51,13 +51,10 @@ def group(number: int, rewards: tuple[float | None, ...], at: int = 1) -> Group:
     members = range(4 * number, 4 * number + 4)
     valid = [r is not None for r in rewards]
     known = iter(grpo([r for r in rewards if r is not None]))
-    return Group(
+    return made_up.group(
+        number,
+        at,
         group_id=told.unit(10**6 + number),
-        run_id="told",
-        task_id=f"task-{number}",
-        task_hash="h" * 64,
-        env_name="made_up",
-        split=None,
         size=4,
         n_valid=sum(valid),
         members=list(range(4)),
@@ -66,19 +63,10 @@ def group(number: int, rewards: tuple[float | None, ...], at: int = 1) -> Group:
         rewards=list(rewards),
         valid=valid,
         why_invalid=[None if ok else "sandbox_died" for ok in valid],
-        mean=None,
-        std=None,
-        equal_scores=False,
         sendable=sum(valid) > 1,
         grpo=[next(known) if ok else None for ok in valid],
         rloo=[9.0 if ok else None for ok in valid],
         dr_grpo=[None] * 4,
-        scored_by="score_group",
-        grade_id=None,
-        calls=[],
-        usage=UsageTotal(),
-        cost_usd=None,
-        created_at=at,
     )
 
 

@@ -23,9 +23,9 @@ from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Segment, Trajectory
 from hermes_rl.store.driver import Driver
 from hermes_rl.store.journal import JournalWriter
-from hermes_rl.store.rows import Finished, receipt_of
+from hermes_rl.store.rows import Finished, Group, receipt_of
 from hermes_rl.trajectory import fold
-from hermes_rl.usage import Usage
+from hermes_rl.usage import Usage, UsageTotal
 
 Play = Callable[..., int]
 """What the fixture `play` is."""
@@ -171,6 +171,35 @@ def segment(
         "call_starts": starts,
     }
     return Segment(**{**dict.fromkeys(Segment.__struct_fields__), **columns, **more})
+
+
+def group(number: int, at: int = 1, **more: Any) -> Group:
+    """A row of table groups."""
+    columns: dict[str, Any] = {
+        "group_id": unit(number),
+        "run_id": "run",
+        "task_id": f"task-{number}",
+        "task_hash": "h" * 64,
+        "size": 2,
+        "n_valid": 1,
+        "members": [0, 1],
+        "unit_ids": [unit(0), unit(1)],
+        "trajectory_ids": ["t0", None],
+        "rewards": [1.0, None],
+        "reward_parts": [],
+        "reward_metrics": [],
+        "valid": [True, False],
+        "why_invalid": [None, "sandbox_died"],
+        "mean": 1.0,
+        **dict.fromkeys(("equal_scores", "sendable"), False),
+        **{name: [None, None] for name in ("grpo", "rloo", "dr_grpo")},
+        "scored_by": "compute_reward",
+        "calls": [],
+        "usage": UsageTotal(),
+        "metrics": {},
+        "created_at": at,
+    }
+    return Group(**{**dict.fromkeys(Group.__struct_fields__), **columns, **more})
 
 
 def receipt(made: Finished, writer: str) -> Receipt:

@@ -10,6 +10,7 @@ from typing import Any
 import made_up
 import msgspec
 import pytest
+from made_up import group
 
 from hermes_rl.events import RewardPart
 from hermes_rl.store.commit import read_commits
@@ -17,37 +18,9 @@ from hermes_rl.store.crash import CRASH_VARIABLE
 from hermes_rl.store.derived import open_derived_writer
 from hermes_rl.store.driver import open_run
 from hermes_rl.store.reader import in_flight, load_run
-from hermes_rl.store.rows import Derived, Grade, Group
+from hermes_rl.store.rows import Derived, Grade
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.usage import UsageTotal
-
-
-def group(number: int, at: int = 1, **more: Any) -> Group:
-    columns: dict[str, Any] = {
-        "group_id": made_up.unit(number),
-        "run_id": "run",
-        "task_id": f"task-{number}",
-        "task_hash": "h" * 64,
-        "size": 2,
-        "n_valid": 1,
-        "members": [0, 1],
-        "unit_ids": [made_up.unit(0), made_up.unit(1)],
-        "trajectory_ids": ["t0", None],
-        "rewards": [1.0, None],
-        "reward_parts": [],
-        "reward_metrics": [],
-        "valid": [True, False],
-        "why_invalid": [None, "sandbox_died"],
-        "mean": 1.0,
-        **dict.fromkeys(("equal_scores", "sendable"), False),
-        **{name: [None, None] for name in ("grpo", "rloo", "dr_grpo")},
-        "scored_by": "compute_reward",
-        "calls": [],
-        "usage": UsageTotal(),
-        "metrics": {},
-        "created_at": at,
-    }
-    return Group(**{**dict.fromkeys(Group.__struct_fields__), **columns, **more})
 
 
 def grade(number: int) -> Grade:
@@ -69,7 +42,7 @@ def grade(number: int) -> Grade:
 
 async def test_groups_and_grades_are_published_and_read_back(run_path: Path) -> None:
     async with await open_run(run_path, made_up.CONFIG) as driver:
-        await driver.publish(Derived(groups=(group(1), group(2)), grades=(grade(1),)))
+        await driver.publish(Derived(groups=(group(1), made_up.group(2)), grades=(grade(1),)))
         await driver.publish(Derived(groups=(group(1, at=2, n_valid=0),)))
         assert in_flight(driver.run_dir) == set()
     run = load_run(run_path)

@@ -4,8 +4,10 @@ Hugging Face `datasets` decodes JSON by a parser that rounds floats in their las
 refuses integers beyond 64 bits); what it gives is compared with that much tolerance.
 """
 
+import functools
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +64,13 @@ class Written:
         writer.close()
 
 
-def through_pyarrow(path: Path) -> list[tuple[Any, Any]]:
-    rows = pq.read_table(path).to_pylist()
+def parsed(rows: Iterable[dict[str, Any]]) -> list[tuple[Any, Any]]:
+    """Messages and metadata of rows whose JSON is text."""
     return [([json.loads(m) for m in r["messages"]], json.loads(r["metadata"])) for r in rows]
+
+
+def through_pyarrow(path: Path) -> list[tuple[Any, Any]]:
+    return parsed(pq.read_table(path).to_pylist())
 
 
 def through_pandas(path: Path) -> list[tuple[Any, Any]]:
@@ -73,25 +79,20 @@ def through_pandas(path: Path) -> list[tuple[Any, Any]]:
 
 
 def through_polars(path: Path) -> list[tuple[Any, Any]]:
-    rows = pl.read_parquet(path).to_dicts()
-    return [([json.loads(m) for m in r["messages"]], json.loads(r["metadata"])) for r in rows]
+    return parsed(pl.read_parquet(path).to_dicts())
 
 
 def through_duckdb(path: Path) -> list[tuple[Any, Any]]:
-    rows = duckdb.sql(f"select messages, metadata from '{path}'").fetchall()
-    return [([json.loads(m) for m in messages], json.loads(md)) for messages, md in rows]
+    return parsed(duckdb.sql(f"select messages, metadata from '{path}'").df().to_dict("records"))
 
 
-def through_datasets(path: Path) -> list[tuple[Any, Any]]:
-    rows = datasets.load_dataset(
-        "parquet", data_files=str(path), split="train", cache_dir=str(path.parent / "cache")
-    )
+def through_datasets(path: Path, **how: Any) -> list[tuple[Any, Any]]:
+    how = how or {"cache_dir": str(path.parent / "cache")}
+    rows = datasets.load_dataset("parquet", data_files=str(path), split="train", **how)
     return [(r["messages"], r["metadata"]) for r in rows]
 
 
-def through_streaming(path: Path) -> list[tuple[Any, Any]]:
-    rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-    return [(r["messages"], r["metadata"]) for r in rows]
+through_streaming = functools.partial(through_datasets, streaming=True)
 
 
 def exactly(read: Any, written: Any) -> bool:
