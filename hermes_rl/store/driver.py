@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,19 +31,16 @@ _SHOWN = 40
 
 def refuse_changes(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises: StoreError when the identities differ."""
-    if canonical_json(before) == canonical_json(now):
-        return
     old, new = dict(_flat(before)), dict(_flat(now))
-    names = [n for n in {**old, **new} if _code(old, n) != _code(new, n)]
+    codes = [{n: canonical_json(v) for n, v in values.items()} for values in (old, new)]
+    names = [n for n in {**old, **new} if codes[0].get(n) != codes[1].get(n)]
+    if not names:
+        return
     changes = [f"{_short(n, names)} {_text(old.get(n))}, now {_text(new.get(n))}" for n in names]
     keep = f"Keep {_text(old.get(names[0]))}" if len(names) == 1 else "Keep these"
     raise StoreError(
         f"{path} was made with {'; '.join(changes)}. {keep}, or choose --out {_free(path)}"
     )
-
-
-def _code(values: Mapping[str, Any], name: str) -> str:
-    return canonical_json(values[name]) if name in values else ""
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -73,10 +71,8 @@ def _text(value: Any) -> str:
 
 
 def _free(path: Path) -> Path:
-    number = 2
-    while path.with_name(f"{path.name}-{number}").exists():
-        number += 1
-    return path.with_name(f"{path.name}-{number}")
+    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(other for other in others if not other.exists())
 
 
 @dataclass(frozen=True)

@@ -230,8 +230,9 @@ class GroupSync:
     def __init__(self, run_dir: RunDir, pool: ThreadPoolExecutor) -> None:
         self._run_dir = run_dir
         self._pool = pool
-        self._waiting: list[tuple[AppendFile, asyncio.Future[None]]] = []
-        self._task: asyncio.Task[None] | None = None
+        self._files: set[AppendFile] = set()
+        self._next: asyncio.Task[None] | None = None
+        self._busy = asyncio.Lock()
         self._failure: OSError | None = None
 
     async def durable(self, file: AppendFile) -> None:
@@ -240,31 +241,21 @@ class GroupSync:
         Raises: OSError (DiskFull) for ever after one failed: the kernel forgets which pages it
         could not write, so that a later success would prove nothing.
         """
-        if self._failure is not None:
-            raise self._failure
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((file, done))
-        if self._task is None:
-            self._task = asyncio.create_task(self._serve())
-        await done
+        self._files.add(file)
+        if self._next is None:
+            self._next = asyncio.create_task(self._serve())
+        await asyncio.shield(self._next)
 
     async def _serve(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self._waiting:
-            group, self._waiting = self._waiting, []
-            files = {file for file, _ in group}
-            try:
-                await loop.run_in_executor(self._pool, self._sync, files)
-            except OSError as failure:
-                self._failure = failure
-            for _, done in group:
-                if done.done():
-                    continue
-                if self._failure is None:
-                    done.set_result(None)
-                else:
-                    done.set_exception(self._failure)
-        self._task = None
+        async with self._busy:
+            files, self._files, self._next = self._files, set(), None
+            if self._failure is None:
+                try:
+                    await asyncio.get_running_loop().run_in_executor(self._pool, self._sync, files)
+                except OSError as failure:
+                    self._failure = failure
+        if self._failure is not None:
+            raise self._failure
 
     def _sync(self, files: set[AppendFile]) -> None:
         for file in files:
