@@ -29,8 +29,7 @@ from hermes_rl.messages import AssistantMessage, Message, ToolMessage, conversat
 from hermes_rl.models.tokens.logprobs import shaped_by
 from hermes_rl.models.tokens.renderer import Renderer, load_renderer
 from hermes_rl.models.tokens.template import TemplateRefused
-from hermes_rl.segments.branches import DRIFT, MAIN
-from hermes_rl.segments.rules import Run, rollout_faults, row_faults, runs_of, usage_faults
+from hermes_rl.segments import DRIFT, MAIN, Run, rollout_faults, row_faults, runs_of, usage_faults
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.store.stats import MANY_FORKS
 

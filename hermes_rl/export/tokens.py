@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hermes_rl.segments.rules import runs_of
+from hermes_rl.segments import runs_of
 
 _THROWN_AWAY = ("discarded", "aborted")
 """Values of `exclude_reason` of an answer that is in no conversation."""

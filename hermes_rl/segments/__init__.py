@@ -10,14 +10,29 @@ import msgspec
 from hermes_rl import events as ev
 from hermes_rl.models.tokens.capture import TokenGraph, TokensFault
 from hermes_rl.record import Segment, Trajectory
-from hermes_rl.segments.branches import DRIFT, Branches, happened
+from hermes_rl.segments.branches import DRIFT, MAIN, Branches, happened
 from hermes_rl.segments.rows import Exclusion, rows_of
-from hermes_rl.segments.rules import prove
+from hermes_rl.segments.rules import (
+    Run,
+    prove,
+    rollout_faults,
+    row_faults,
+    runs_of,
+    usage_faults,
+)
 
 __all__ = [
     "DRIFT",
+    "MAIN",
     "Exclusion",
+    "Run",
     "TokensFault",
+    "happened",
+    "prove",
+    "rollout_faults",
+    "row_faults",
+    "runs_of",
+    "usage_faults",
     "with_segments",
 ]
 

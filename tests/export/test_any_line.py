@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hermes_rl.errors import UserError
 from hermes_rl.export.imports import Origin, rollouts_of
 from hermes_rl.export.imports.base import RolloutNamer
-from hermes_rl.segments.rules import row_faults
+from hermes_rl.segments import row_faults
 from hermes_rl.store.journal import encode
 
 ROW: dict[str, Any] = {

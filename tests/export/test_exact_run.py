@@ -11,7 +11,7 @@ import pytest
 from run_kit import engine_in, run_on, served
 
 from hermes_rl.export import ExportOptions, export_run
-from hermes_rl.segments.rules import runs_of
+from hermes_rl.segments import runs_of
 from hermes_rl.store.reader import load_run
 from hermes_rl.testing.server_logs import Truth
 

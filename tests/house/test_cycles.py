@@ -25,7 +25,7 @@ DEEP_IMPORTS = {
     "hermes_rl.models": (112, 353),
     "hermes_rl.rl": (18, 41),
     "hermes_rl.sandboxes": (25, 94),
-    "hermes_rl.segments": (3, 9),
+    "hermes_rl.segments": (0, 0),
     "hermes_rl.store": (77, 138),
     "hermes_rl.testing": (1, 188),
     "hermes_rl.tools": (25, 24),

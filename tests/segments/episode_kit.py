@@ -20,8 +20,7 @@ from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
 from hermes_rl.models.calls.route import Route
 from hermes_rl.models.rate.traffic import Traffic
 from hermes_rl.record import Segment, Trajectory
-from hermes_rl.segments import with_segments
-from hermes_rl.segments.rules import rollout_faults, row_faults, runs_of, usage_faults
+from hermes_rl.segments import rollout_faults, row_faults, runs_of, usage_faults, with_segments
 from hermes_rl.trajectory import fold
 
 PLAIN = Sampling(temperature=1.0, top_p=1.0, top_k=-1)

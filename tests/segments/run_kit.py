@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from batch_runner.report import Report
 from batch_runner.runner import arun_batch
 from hermes_rl.config import parse_config
-from hermes_rl.segments.rules import runs_of
+from hermes_rl.segments import runs_of
 from hermes_rl.store.reader import load_run
 from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine, chat_of
 from hermes_rl.testing.server_logs import Truth

@@ -9,8 +9,7 @@ from test_segments import Story, check_segments
 
 from hermes_rl import events as ev
 from hermes_rl.models.tokens.capture import TokensFault
-from hermes_rl.segments import with_segments
-from hermes_rl.segments.rules import rollout_faults, row_faults, usage_faults
+from hermes_rl.segments import rollout_faults, row_faults, usage_faults, with_segments
 from hermes_rl.trajectory import fold
 
 ids = st.lists(st.integers(0, 2), max_size=4)

@@ -14,7 +14,7 @@ from run_kit import differences, engine_in, rewritten, run_on, served
 
 from hermes_rl.cli import main
 from hermes_rl.models.tokens import load_renderer
-from hermes_rl.segments.rules import runs_of
+from hermes_rl.segments import runs_of
 from hermes_rl.testing.server_logs import Truth
 
 Row = dict[str, Any]

@@ -11,7 +11,7 @@ from hermes_rl import events as ev
 from hermes_rl.models.base import Sampling
 from hermes_rl.models.tokens.capture import TokensFault
 from hermes_rl.record import Segment
-from hermes_rl.segments.rules import rollout_faults, row_faults, usage_faults
+from hermes_rl.segments import rollout_faults, row_faults, usage_faults
 
 PER_TOKEN = ("input_ids", "loss_mask", "sampled_mask", "logprobs", "turn_ids", "version_ids")
 change = msgspec.structs.replace

@@ -13,9 +13,7 @@ from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Conversation, ModelRequest, Sampling, TokenCapture
 from hermes_rl.models.tokens.capture import TokenGraph, TokensFault, record_of
 from hermes_rl.record import Segment
-from hermes_rl.segments import with_segments
-from hermes_rl.segments.branches import happened
-from hermes_rl.segments.rules import prove
+from hermes_rl.segments import happened, prove, with_segments
 from hermes_rl.trajectory import fold
 from hermes_rl.usage import Usage
 
