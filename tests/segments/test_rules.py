@@ -64,9 +64,10 @@ FORKS: list[tuple[Callable[[Segment, Segment], Rows], str]] = [
     (lambda a, b: [change(a, n_branches=1)], "call two is in no branch"),
     # What a branch does not train itself it shares with its parent.
     (lambda a, b: [a, change(b, parent_branch=None)], "tokens of another, but no parent"),
-    (lambda a, b: [a, change(b, parent_branch=1)], "branch 1: its parent 1 is no other branch"),
-    (lambda a, b: [a, change(b, parent_branch=7)], "branch 1: its parent 7 is no other branch"),
-    (lambda a, b: [a, change(b, parent_branch=-1)], "branch 1: its parent -1 is no other branch"),
+    *(
+        (lambda a, b, n=n: [a, change(b, parent_branch=n)], f"branch 1: its parent {n} is no other")
+        for n in (1, 7, -1)
+    ),
     (lambda a, b: [a, with_id(b, 0)], "branch 1 has sampled tokens that its parent 0 has not"),
     (lambda a, b: [a, with_id(b, 2)], "branch 1 has sampled tokens that its parent 0 has not"),
     # A call whose prompt does not extend the last one starts a new branch.

@@ -139,7 +139,7 @@ def segment(
     """A segment of unit `number`; `trained` are the positions that were sampled."""
     ids = [1, 2, number] if ids is None else list(ids)
     mask = [place in set(trained) for place in range(len(ids))]
-    starts = [i for i, own in enumerate(mask) if own and not (i and mask[i - 1])]
+    starts = [i for i, sampled in enumerate(mask) if sampled and not (i and mask[i - 1])]
     columns: dict[str, Any] = {
         "trajectory_id": "t" * 32,
         "unit_id": unit(number),
@@ -154,9 +154,9 @@ def segment(
         "input_ids": ids,
         "loss_mask": mask,
         "sampled_mask": mask,
-        "logprobs": [-0.5 if own else None for own in mask],
+        "logprobs": [-0.5 if sampled else None for sampled in mask],
         "logprobs_kind": "sampling",
-        "turn_ids": [int(own) for own in mask],
+        "turn_ids": [int(sampled) for sampled in mask],
         "version_ids": [0] * len(ids),
         "prompt_len": mask.index(True) if any(mask) else len(ids),
         "n_sampled": sum(mask),
