@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hermes_rl import events as ev
-from hermes_rl.agent import AgentParts, AgentResult, Control, run_agent
+from hermes_rl.agent import AgentParts, AgentResult, Control, run_agent, wall_limit
 from hermes_rl.errors import (
     DiskFull,
     HermesError,
     SandboxDied,
     SandboxKilled,
-    Stalled,
     TaskFault,
     UserError,
     VerifierFault,
@@ -143,7 +142,7 @@ async def run_attempt(
     try:
         if fault is not None or episode is None:
             raise fault or TaskFault(item.bad_row or "bad row")
-        result = await _Attempt(episode, draw, control or Control()).within_wall_limit()
+        result = await _Attempt(episode, draw, control or Control()).run()
         log.record(
             ev.Ended(
                 finished_at=time.time(),
@@ -222,15 +221,10 @@ class _Attempt:
             stage.context, stage.item, stage.task, stage.log,
         )  # fmt: skip
 
-    async def within_wall_limit(self) -> AgentResult:
-        limit = self.draw.limits.wall_seconds
-        try:
-            async with asyncio.timeout(limit) as wall:
-                return await self._run()
-        except TimeoutError as error:
-            if not wall.expired():
-                raise
-            raise Stalled(f"no end within {limit:g} s (limits.wall_seconds)") from error
+    async def run(self) -> AgentResult:
+        """Raises: Stalled and other HermesErrors."""
+        async with wall_limit(self.draw.limits.wall_seconds):
+            return await self._run()
 
     async def _run(self) -> AgentResult:
         start, sandbox = time.monotonic(), None

@@ -1,6 +1,6 @@
 """The agent: a loop of model calls and tool calls, and the policies that decide about answers."""
 
-from hermes_rl.agent.control import Control
+from hermes_rl.agent.control import Control, wall_limit
 from hermes_rl.agent.hooks import (
     Hooked,
     Hooks,
@@ -58,5 +58,6 @@ __all__ = [
     "split_system",
     "system_prompt",
     "tool_meant",
+    "wall_limit",
     "with_user",
 ]

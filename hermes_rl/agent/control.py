@@ -1,14 +1,26 @@
-"""Interrupt and steer a run, from any thread."""
+"""Interrupt and steer a run, from any thread, and bound its time."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from hermes_rl.errors import Interrupted
+from hermes_rl.errors import Interrupted, Stalled
+
+
+@asynccontextmanager
+async def wall_limit(seconds: float | None) -> AsyncIterator[None]:
+    """Run the block for at most so many seconds; None sets no limit. Raises: Stalled."""
+    try:
+        async with asyncio.timeout(seconds) as wall:
+            yield
+    except TimeoutError as error:
+        if not wall.expired():
+            raise
+        raise Stalled(f"no end within {seconds:g} s (limits.wall_seconds)") from error
 
 
 class Control:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
 from hermes_rl.agent.answers import REFUSAL, answer
-from hermes_rl.agent.control import Control
+from hermes_rl.agent.control import Control, wall_limit
 from hermes_rl.agent.parts import AgentParts, AgentResult, Finish, RunState, Tries
 from hermes_rl.agent.tool_calls import run_calls
-from hermes_rl.errors import ContextOverflow, PayloadTooLarge, Stalled, UserError
+from hermes_rl.errors import ContextOverflow, PayloadTooLarge, UserError
 from hermes_rl.events import ToolsOffered
 from hermes_rl.messages import (
     AssistantMessage,
@@ -36,16 +35,10 @@ async def run_agent(
         and SandboxError when infrastructure failed.
     """
     control = control or Control()
-    limit = parts.limits.wall_seconds
     run = begin(parts, prompt)
     with control.scope():
-        try:
-            async with asyncio.timeout(limit) as wall:
-                return await finalise(run, await run_turns(run, control))
-        except TimeoutError as error:
-            if not wall.expired():
-                raise
-            raise Stalled(f"no end within {limit:g} s (limits.wall_seconds)") from error
+        async with wall_limit(parts.limits.wall_seconds):
+            return await finalise(run, await run_turns(run, control))
 
 
 def begin(parts: AgentParts, prompt: Sequence[Message]) -> RunState:

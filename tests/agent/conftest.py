@@ -39,7 +39,7 @@ from hermes_rl.tools.toolsets import resolve
 from hermes_rl.trajectory import fold
 
 
-def scripted(*steps: Any) -> str:
+def say(*steps: Any) -> str:
     """A prompt that tells the fake server what to answer."""
     return "Do it.\nSCRIPT: " + json.dumps(list(steps))
 
@@ -148,7 +148,7 @@ class Rig:
 
     async def play(self, *steps: Any, control: Control | None = None, **changes: Any) -> Ran:
         """Run on a prompt that tells the fake server what to answer, step by step."""
-        return await self.run(scripted(*steps), control, **changes)
+        return await self.run(say(*steps), control, **changes)
 
     async def run(
         self, prompt: str | Sequence[Message], control: Control | None = None, **changes: Any

@@ -4,7 +4,6 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +13,7 @@ from hermes_rl.agent import Limits, preset
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.events import CallStarted, MessageAdded
 
-Make = Callable[..., AIAgent]
-
-
-def say(*steps: Any) -> str:
-    return "Do it.\nSCRIPT: " + json.dumps(list(steps))
+from .conftest import Make, say
 
 
 def test_chat_keeps_conversation_and_files(make: Make) -> None:

@@ -2,22 +2,16 @@
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hermes_rl import AIAgent
 from hermes_rl.errors import BillingError, UserError
 from hermes_rl.events import CallStarted
 from hermes_rl.sandboxes.none import Subprocess
 
-Make = Callable[..., AIAgent]
-
-
-def say(*steps: Any) -> str:
-    return "Do it.\nSCRIPT: " + json.dumps(list(steps))
+from .conftest import Make, say
 
 
 def test_an_error_after_paid_turns_returns_all_of_them(make: Make) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_rl import AIAgent, Hooks
+from hermes_rl import Hooks
 from hermes_rl.agent import FileSession, PostToolCall, PreToolCall, common_length, open_session
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.messages import (
@@ -23,11 +23,7 @@ from hermes_rl.messages import (
     from_openai,
 )
 
-Make = Callable[..., AIAgent]
-
-
-def say(*steps: Any) -> str:
-    return "Do it.\nSCRIPT: " + json.dumps(list(steps))
+from .conftest import Make, say
 
 
 def test_a_session_keeps_the_turns_of_a_run_that_an_error_ended(make: Make, tmp_path: Path) -> None:
