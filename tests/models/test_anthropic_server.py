@@ -3,12 +3,7 @@
 import json
 
 import pytest
-from messages_kit import HISTORY, TOOL, read
 
-from hermes_rl.messages import (
-    UserMessage,
-)
-from hermes_rl.models.base import Sampling
 from hermes_rl.testing.dialects.anthropic import AnthropicServer
 
 # The server's side
@@ -60,25 +55,3 @@ def test_the_server_refuses_what_the_api_refuses(change, why):
     assert AnthropicServer().decode_request(json.dumps(body).encode()).model == "m"
     with pytest.raises(ValueError, match=why):
         AnthropicServer().decode_request(json.dumps({**body, **change}).encode())
-
-
-def test_what_a_server_reads():
-    got = read(
-        *HISTORY,
-        UserMessage(content=[{"type": "text", "text": "See"}, IMAGE]),
-        tools=(TOOL,),
-        sampling=Sampling(max_tokens=9, stop=("END",)),
-        stream=True,
-    )
-    answer = HISTORY[2]
-    assert got.messages == (
-        *HISTORY,
-        UserMessage(content=[{"type": "text", "text": "See"}, IMAGE]),
-    )
-    assert got.messages[2] == answer
-    assert got.tools == (TOOL,)
-    assert got.sampling == Sampling(max_tokens=9, stop=("END",))
-    assert (got.stream, got.cache_marks, got.cache) == (True, 0, None)
-
-
-IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}

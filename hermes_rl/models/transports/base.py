@@ -53,14 +53,22 @@ class Reply(ABC):
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it comes in. Raises: ModelTimeout, ProtocolError."""
-        while piece := await self._next():
-            yield piece
+        try:
+            while piece := await self._read(self._idle_s):
+                yield piece
+        except TimeoutError:
+            text = f"the answer of {self._host} stood still for {self._idle_s:g} s"
+            raise ModelTimeout(text, served=True) from None
+        except self._errors as error:
+            raise cut(self._host, reason_of(error)) from None
 
     async def settle(self) -> None:
         """Read what is left of a complete answer, so that its connection is reused."""
-        with suppress(TimeoutError, ModelError):  # the answer is whole, whatever happens now
+        if self._is_read():
+            return
+        with suppress(TimeoutError, *self._errors):  # the answer is whole, whatever happens now
             async with asyncio.timeout(LINGER_S):
-                while await self._next():
+                while await self._read(LINGER_S):
                     pass
 
     @abstractmethod
@@ -75,14 +83,9 @@ class Reply(ABC):
     async def _read(self, idle_s: float) -> bytes:
         """The next piece, empty at the end. Raises: TimeoutError after `idle_s`."""
 
-    async def _next(self) -> bytes:
-        try:
-            return await self._read(self._idle_s)
-        except TimeoutError:
-            text = f"the answer of {self._host} stood still for {self._idle_s:g} s"
-            raise ModelTimeout(text, served=True) from None
-        except self._errors as error:
-            raise cut(self._host, reason_of(error)) from None
+    @abstractmethod
+    def _is_read(self) -> bool:
+        """Whether the body was read to its end."""
 
 
 class Transport(ABC):

@@ -134,6 +134,9 @@ class _HttpReply(Reply):
                 return piece
         return b""
 
+    def _is_read(self) -> bool:
+        return self._response.content.at_eof()
+
     def hung_up(self) -> bool:
         return self._response.hung_up()
 

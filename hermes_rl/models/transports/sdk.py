@@ -146,6 +146,9 @@ class _SdkReply(Reply):
         async with asyncio.timeout(idle_s):
             return await anext(self._pieces, b"")
 
+    def _is_read(self) -> bool:
+        return self._response.is_closed
+
     def hung_up(self) -> bool:
         stream = self._response.extensions.get("network_stream")
         return stream is None or bool(stream.get_extra_info("is_readable"))

@@ -196,43 +196,19 @@ _SAID_ELSEWHERE = {
 }
 """Field -> the key of the configuration that sets it."""
 
-_CAPS = {
-    "max_tokens",
-    "max_completion_tokens",
-    "max_output_tokens",
-    "max_new_tokens",
-    "n_predict",
-}
+_CAPS = {"max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "n_predict"}
 """Bounds of an answer, in any spelling: budgets count on the one that they know."""
 _SAMPLED = {"temperature", "top_p", "top_k", "min_p", "seed", "stop"}
-_COMMON = {"model", "tools", "stream", "n", *_CAPS, *_SAMPLED}
+_COMMON = frozenset({"model", "tools", "stream", "n"} | _CAPS | _SAMPLED)
 
 OWN: dict[str, frozenset[str]] = {
-    "chat_completions": frozenset(
-        {
-            *_COMMON,
-            "messages",
-            "stream_options",
-            "reasoning_effort",
-            "logprobs",
-            "return_token_ids",
-            "prompt_cache_key",
-        }
-    ),
-    "codex_responses": frozenset(
-        {*_COMMON, "input", "instructions", "store", "include", "reasoning", "prompt_cache_key"}
-    ),
-    "anthropic_messages": frozenset(
-        {
-            *_COMMON,
-            "messages",
-            "system",
-            "tool_choice",
-            "stop_sequences",
-            "thinking",
-            "output_config",
-        }
-    ),
+    "chat_completions": _COMMON
+    | {"messages", "stream_options", "reasoning_effort", "logprobs", "return_token_ids"}
+    | {"prompt_cache_key"},
+    "codex_responses": _COMMON
+    | {"input", "instructions", "store", "include", "reasoning", "prompt_cache_key"},
+    "anthropic_messages": _COMMON
+    | {"messages", "system", "tool_choice", "stop_sequences", "thinking", "output_config"},
 }
 """Dialect -> the fields that it writes, and those that would change what it reads (`n`)."""
 
@@ -240,7 +216,7 @@ OWN: dict[str, frozenset[str]] = {
 def refuse_own(extra: Mapping[str, Any], api_mode: str) -> None:
     """Raises: UserError for fields of the user's that are the dialect's own."""
     for name in extra:
-        if name not in OWN.get(api_mode, frozenset()):
+        if name not in OWN.get(api_mode, ()):
             continue
         key = "model.max_tokens" if name in _CAPS else _SAID_ELSEWHERE.get(name)
         mend = f"Use {key}" if key else "Take it out"

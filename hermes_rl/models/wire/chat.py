@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import msgspec
 
@@ -51,16 +52,6 @@ _IDS = 1 << 63
 """Token ids are stored in 64 bits at most; a larger one is a server's error."""
 
 
-class _Ways(NamedTuple):
-    """How a provider wants messages."""
-
-    replay: str | None = None
-    """The field for reasoning; None: not at all."""
-    blank: str = ""
-    """Stands there for the reasoning of tool calls that have none."""
-    short_ids: bool = False
-
-
 class ChatCompletions(MessageDialect):
     """`request.cache` is honoured where the provider takes markers in this wire (`cache_marks`),
     for models whose name holds `claude`. Elsewhere caching is the server's own affair, helped by a
@@ -68,12 +59,6 @@ class ChatCompletions(MessageDialect):
 
     name = NAME
     path = "/chat/completions"
-
-    def __init__(self, quirks: Quirks = Quirks(), secrets: Iterable[str] = ()) -> None:
-        super().__init__(quirks, secrets)
-        blank = " " if quirks.needs_reasoning else ""
-        self._ways = _Ways(quirks.replay_reasoning, blank, quirks.short_ids)
-        self._wire_name = f"{NAME} {self._ways}"
 
     def encode(self, request: ModelRequest) -> bytes:
         return b"".join((self._head(request), b",".join(self._pieces(request)), TAIL))
@@ -95,16 +80,24 @@ class ChatCompletions(MessageDialect):
 
     def _pieces(self, request: ModelRequest) -> Sequence[bytes]:
         ready = outgoing(request)
-        ways = self._ways
-        encoded = ready.encoded(self._wire_name, lambda message: _encode(message, ways))
+        encoded = ready.encoded(self._wire_name, self._encode)
         if request.cache is None or not self._quirks.cache_marks or "claude" not in request.model:
             return encoded
         # The markers move on with each turn; what they mark is the same text, so it is still one
         # prefix to the provider's cache.
         marked = list(encoded)
         for place in cache_marks(ready.messages, tools=False):
-            marked[place] = _encode_marked(ready.messages[place], request.cache, ways)
+            marked[place] = _encode_marked(ready.messages[place], request.cache, self._quirks)
         return marked
+
+    def _encode(self, message: Message) -> bytes:
+        return encode_json(_form(message, self._quirks))
+
+    @cached_property
+    def _wire_name(self) -> str:
+        """Names the encoding of messages; it depends on the provider."""
+        quirks = self._quirks
+        return f"{NAME} {quirks.replay_reasoning} {quirks.needs_reasoning} {quirks.short_ids}"
 
     def _head(self, request: ModelRequest) -> bytes:
         fields: dict[str, Any] = {"model": request.model}
@@ -131,20 +124,18 @@ class ChatCompletions(MessageDialect):
         return "reasoning_effort" if name == "reasoning" else name
 
 
-def _encode(message: Message, ways: _Ways) -> bytes:
+def _form(message: Message, quirks: Quirks) -> dict[str, Any]:
     """One message as the wire has it: arguments as they are, signed reasoning blocks as received,
     reasoning text only where it is wanted."""
-    return encode_json(_form(message, ways))
-
-
-def _form(message: Message, ways: _Ways) -> dict[str, Any]:
     form = to_openai(message)
-    if ways.short_ids:
+    if quirks.short_ids:
         _shorten_ids(form)
     if isinstance(message, AssistantMessage):
-        reasoning = form.pop("reasoning_content", None) or (message.tool_calls and ways.blank)
-        if ways.replay and reasoning:
-            form[ways.replay] = reasoning
+        reasoning = form.pop("reasoning_content", None)
+        if not reasoning and message.tool_calls and quirks.needs_reasoning:
+            reasoning = " "
+        if quirks.replay_reasoning and reasoning:
+            form[quirks.replay_reasoning] = reasoning
         details = _replayable_blocks(message.reasoning_details)
         if details is not None:
             form["reasoning_details"] = details
@@ -166,9 +157,9 @@ def _replayable_blocks(details: Any) -> Any:
     return kept or None
 
 
-def _encode_marked(message: Message, kept: CacheTime, ways: _Ways) -> bytes:
+def _encode_marked(message: Message, kept: CacheTime, quirks: Quirks) -> bytes:
     """A message whose last part carries a cache marker."""
-    form = _form(message, ways)
+    form = _form(message, quirks)
     marker = {"type": "ephemeral", **({"ttl": kept} if kept != "5m" else {})}
     parts = form["content"]
     if not isinstance(message, UserMessage) or isinstance(parts, str):
