@@ -15,7 +15,7 @@ from hermes_rl.testing.dialects import WIRES
 from hermes_rl.testing.dialects.base import encode_event
 from hermes_rl.usage import Usage
 
-KEY = "sk-secret-key"
+KEY = "my-own/key+1234"  # only whoever knows it can hide it
 SERVERS = {wire.dialect.name: wire.dialect for wire in WIRES.values()}
 END = {
     "chat_completions": b'"finish_reason":"stop"',

@@ -154,6 +154,13 @@ def test_an_image_may_cost_more_tokens_than_its_address_has_bytes(dialect):
     assert bound(image, image) - bound(image) > 4_000
 
 
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_prompt_has_no_more_tokens_than_its_bound(dialect):
+    """A token may be a single byte."""
+    asked = request(SystemMessage(content="s" * 500), UserMessage(content="é" * 1_000))
+    assert dialect().bound(asked) >= 2_500
+
+
 # Cache markers in Chat Completions
 
 

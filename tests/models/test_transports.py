@@ -87,8 +87,12 @@ async def test_a_server_that_hangs_up_unannounced_after_a_stream_loses_no_call(k
 
 
 @TRANSPORTS
-async def test_connections_are_kept_for_answers_in_one_piece(kit, transport):
-    ports = set()
+@pytest.mark.parametrize("stream", [False, True])
+async def test_connections_are_kept(kit, transport, stream):
+    """Also where a stream ends a moment after the event that completes it."""
+    ports, events = set(), kit.stream_of({"content": "hi"})
+    lines = "content-type: text/event-stream", "transfer-encoding: chunked"
+    start = "\r\n".join(("HTTP/1.1 200 OK", *lines, "", "")).encode()
 
     async def handle(reader, writer):
         ports.add(writer.get_extra_info("peername"))
@@ -96,7 +100,12 @@ async def test_connections_are_kept_for_answers_in_one_piece(kit, transport):
             while head_of := await reader.readuntil(b"\r\n\r\n"):
                 length = head_of.lower().partition(b"content-length: ")[2].partition(b"\r")[0]
                 await reader.readexactly(int(length))
-                writer.write(head(f"content-length: {len(ANSWER)}") + ANSWER)
+                if not stream:
+                    writer.write(head(f"content-length: {len(ANSWER)}") + ANSWER)
+                    continue
+                writer.write(start + b"%x\r\n%b\r\n" % (len(events), events))
+                await asyncio.sleep(0.02)
+                writer.write(b"0\r\n\r\n")
         writer.close()
 
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
@@ -104,7 +113,7 @@ async def test_connections_are_kept_for_answers_in_one_piece(kit, transport):
         port = server.sockets[0].getsockname()[1]
         client = connect(Endpoint(f"http://127.0.0.1:{port}/v1", transport=transport))
         for _ in range(5):
-            await client.complete(kit.request())
+            await client.complete(kit.request(stream=stream))
         await client.aclose()
     assert len(ports) == 1
 
