@@ -44,9 +44,9 @@ class Speaker(NamedTuple):
 
     def read(self, kit, data, *, stream, turn=1, **fields):
         headers = {**(kit.SSE if stream else kit.JSON), "x-request-id": "r-1"}
-        asked = kit.request([UserMessage(content="x")] * turn, stream=stream, **fields)
+        call = kit.request([UserMessage(content="x")] * turn, stream=stream, **fields)
         client = dialect_for(Endpoint("http://h/v1", api_mode=self.name, api_key=KEY))
-        decoder = client.decoder(asked, ReplyHead(headers, 0.1))
+        decoder = client.decoder(call, ReplyHead(headers, 0.1))
         decoder.feed(data)
         return decoder.finish()
 

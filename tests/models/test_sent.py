@@ -157,8 +157,8 @@ def test_an_image_may_cost_more_tokens_than_its_address_has_bytes(dialect):
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_prompt_has_no_more_tokens_than_its_bound(dialect):
     """A token may be a single byte."""
-    asked = request(SystemMessage(content="s" * 500), UserMessage(content="é" * 1_000))
-    assert dialect().bound(asked) >= 2_500
+    messages = SystemMessage(content="s" * 500), UserMessage(content="é" * 1_000)
+    assert dialect().bound(request(*messages)) >= 2_500
 
 
 # Cache markers in Chat Completions
