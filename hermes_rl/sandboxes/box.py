@@ -19,7 +19,7 @@ from hermes_rl.errors import SandboxStartError, UserError
 from hermes_rl.sandboxes import limits, processes, recipe
 from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sandboxes.disk import Storage
-from hermes_rl.sandboxes.slots import Slot, has_slots, is_host_root
+from hermes_rl.sandboxes.slots import has_slots, is_host_root
 from hermes_rl.sandboxes.spawn import Launch, exited, gone, start
 
 HOST_FOLDER_HOME = "/tmp"
@@ -84,7 +84,8 @@ class Lease:
     spec: SandboxSpec
     box: Path
     storage: Storage
-    slot: Slot | None
+    slot: int | None
+    """A user id that no other sandbox on this machine has."""
     layers: recipe.Layers
     cgroup: list[str] = field(default_factory=list)
     """The path of its control group, once there is one."""
@@ -101,7 +102,7 @@ class Lease:
             return self.host.uid
         if self.slot is None or self.owner is not None:
             return self.owner
-        return self.slot.uid
+        return self.slot
 
     @property
     def tag(self) -> str:

@@ -401,7 +401,7 @@ class BackgroundProcess:
         self._output = HeadTail(KEPT)
         control = shell.paths.control
         self._in = make_fifo(control / f"p{number}.in", os.O_RDWR, 0o640)
-        self._out = make_fifo(control / f"p{number}.out", os.O_RDONLY, 0o620)
+        self._pipe = Pipe(control, f"p{number}.out")
         self._loop = asyncio.get_running_loop()
         self._pump()
 
@@ -429,18 +429,12 @@ class BackgroundProcess:
 
     def _pump(self) -> None:
         """Take output, at most a chunk per pause, so that nobody can keep the loop busy."""
-        if self._out < 0:
-            return
-        try:
-            data = os.read(self._out, CHUNK)
-        except BlockingIOError:
-            data = b""
-        if data:
-            self._output.feed(data)
-        elif self._done.is_set():
+        before = self._output.total
+        self._pipe.read_into(self._output, CHUNK)
+        if self._output.total == before and self._done.is_set():
             self.close()
-            return
-        self._loop.call_later(PAUSE_S, self._pump)
+        if self._in >= 0:
+            self._loop.call_later(PAUSE_S, self._pump)
 
     async def poll(self) -> int | None:
         """Exit code, or None while it runs."""
@@ -461,21 +455,9 @@ class BackgroundProcess:
 
     async def read(self) -> bytes:
         """Output since the last read."""
-        self._take_rest()
+        self._pipe.read_into(self._output, 16 * CHUNK)
         output, self._output = self._output, HeadTail(KEPT)
         return b"".join(output.parts())
-
-    def _take_rest(self) -> None:
-        for _ in range(16):
-            if self._out < 0:
-                return
-            try:
-                data = os.read(self._out, CHUNK)
-            except BlockingIOError:
-                return
-            if not data:
-                return
-            self._output.feed(data)
 
     async def kill(self) -> None:
         """End its whole process tree."""
@@ -489,11 +471,11 @@ class BackgroundProcess:
 
     def close(self) -> None:
         """Close and remove its pipes."""
-        for fd in (self._in, self._out):
-            if fd >= 0:
-                os.close(fd)
-        self._in = self._out = -1
-        for kind in ("in", "out", "cmd"):
+        self._pipe.close()
+        if self._in >= 0:
+            os.close(self._in)
+            self._in = -1
+        for kind in ("in", "cmd"):
             (self._shell.paths.control / f"p{self._number}.{kind}").unlink(missing_ok=True)
 
 

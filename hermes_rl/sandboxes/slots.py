@@ -188,33 +188,22 @@ class Home:
                 self._watchdog.close()
 
 
-class Slot:
-    """A user id that no other sandbox on this machine has."""
-
-    def __init__(self, uid: int, held: int) -> None:
-        self.uid = uid
-        self._held = held
-
-    def close(self) -> None:
-        """Give it back."""
-        if self._held >= 0:
-            os.close(self._held)
-            self._held = -1
-
-
 class Slots:
-    """Machine-wide user ids, for a launcher that is root."""
+    """Machine-wide user ids, for a launcher that is root: no other sandbox on this machine has
+    one that was taken here."""
 
     def __init__(self) -> None:
         run = Path("/run")
         base = run / "hermes-rl" if os.access(run, os.W_OK) else default_state_dir()
         self._folder = own_folder(own_folder(base, 0o711) / "slots", 0o700)
         self._first = first_slot() or 0
-        self._free: list[Slot] = []
+        self._locks: dict[int, int] = {}
+        """User id -> the descriptor of its lock."""
+        self._free: list[int] = []
         self._next = 0
 
-    def take(self) -> Slot:
-        """A free slot. Raises: SandboxStartError when all are taken."""
+    def take(self) -> int:
+        """A free user id. Raises: SandboxStartError when all are taken."""
         if self._free:
             return self._free.pop()
         while self._next < SLOTS:
@@ -222,17 +211,18 @@ class Slots:
             held = lock(self._folder / str(number))
             self._next += 1
             if held is not None:
-                return Slot(self._first + number, held)
+                self._locks[self._first + number] = held
+                return self._first + number
         raise SandboxStartError(f"all {SLOTS} sandbox slots of this machine are taken")
 
-    def give_back(self, slot: Slot) -> None:
-        """Keep a slot, whose processes and folders are gone, for the next sandbox."""
-        self._free.append(slot)
+    def give_back(self, uid: int) -> None:
+        """Keep a user id, whose processes and folders are gone, for the next sandbox."""
+        self._free.append(uid)
 
     def close(self) -> None:
-        """Give all slots back to the machine."""
-        for slot in self._free:
-            slot.close()
+        """Give all free user ids back to the machine."""
+        for uid in self._free:
+            os.close(self._locks.pop(uid))
         self._free.clear()
 
 
