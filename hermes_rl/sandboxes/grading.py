@@ -25,7 +25,7 @@ from hermes_rl.errors import SandboxDied, SandboxStartError, TaskFault
 from hermes_rl.sandboxes.base import MAX_OUTPUT_BYTES, GradingResult, GradingSpec
 from hermes_rl.sandboxes.processes import Tree
 from hermes_rl.sandboxes.recipe import PATH
-from hermes_rl.sandboxes.streams import DRAIN_PAUSE_S, LINE_MAX, HeadTail, Pipe
+from hermes_rl.sandboxes.shell import DRAIN_PAUSE_S, LINE_MAX, HeadTail, Pipe
 
 T = TypeVar("T", bound=Tree)
 

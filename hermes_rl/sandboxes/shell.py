@@ -24,19 +24,226 @@ import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from hermes_rl.sandboxes.processes import Jobs
-from hermes_rl.sandboxes.streams import (
-    CHUNK,
-    DRAIN_PAUSE_S,
-    LINE_MAX,
-    HeadTail,
-    Pipe,
-    Sink,
-    Watch,
-    make_fifo,
-)
+
+HEAD_SHARE = 0.4
+"""Share of the kept bytes that comes from the beginning; errors stand at the end."""
+
+
+class Sink(Protocol):
+    """Takes output as it arrives."""
+
+    total: int
+    """Bytes taken so far."""
+    limit: int | None
+    """The command is ended when it has printed more bytes; None lets it go on."""
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes."""
+        ...
+
+
+class HeadTail:
+    """Keeps the first 40 % and the last 60 % of `kept` bytes, whatever arrives between them."""
+
+    limit: int | None = None
+
+    def __init__(self, kept: int) -> None:
+        self.total = 0
+        self._head_limit = int(kept * HEAD_SHARE)
+        self._tail_limit = kept - self._head_limit
+        self._head = b""
+        self._tail = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes; memory stays below twice the limit."""
+        self.total += len(data)
+        left = self._head_limit - len(self._head)
+        if left > 0:
+            self._head += data[:left]
+            data = data[left:]
+        if not data:
+            return
+        self._tail += data[-self._tail_limit :] if self._tail_limit else b""
+        if len(self._tail) > 2 * self._tail_limit:
+            del self._tail[: -self._tail_limit]
+
+    @property
+    def dropped(self) -> int:
+        """Bytes of the middle that are not kept."""
+        return max(0, self.total - self._head_limit - self._tail_limit)
+
+    def parts(self) -> tuple[bytes, bytes]:
+        """Head and tail; together the whole output when nothing was dropped."""
+        tail = self._tail[-self._tail_limit :] if self._tail_limit else b""
+        return self._head, bytes(tail)
+
+    def text(self) -> str:
+        """The kept output as text, with a mark in place of the omitted middle."""
+        head, tail = self.parts()
+        if not self.dropped:
+            return (head + tail).decode("utf-8", "replace")
+        mark = f"\n[... {self.dropped} bytes omitted ...]\n"
+        return head.decode("utf-8", "replace") + mark + tail.decode("utf-8", "replace")
+
+
+class Everything:
+    """Keeps every byte: for files, which are wanted whole."""
+
+    def __init__(self, limit: int) -> None:
+        self.total = 0
+        self.limit: int | None = limit
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes."""
+        self.total += len(data)
+        self._data += data
+
+    def value(self) -> bytes:
+        """All bytes."""
+        return bytes(self._data)
+
+
+class IntoFile:
+    """Writes every byte to a new file."""
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self.total = 0
+        self.limit: int | None = limit
+        self._path = path
+        path.write_bytes(b"")
+
+    def feed(self, data: bytes) -> None:
+        """Write the next bytes."""
+        self.total += len(data)
+        with open(self._path, "ab") as file:
+            file.write(data)
+
+
+CHUNK = 1 << 16
+"""Bytes read at once: what a pipe holds."""
+DRAIN_PAUSE_S = 0.05
+"""Between two looks at a pipe whose writer is silent, or whose output nobody wants."""
+
+
+LINE_MAX = 4096
+"""Bytes of one line of a control channel."""
+
+
+def make_fifo(path: Path, how: int, mode: int) -> int:
+    """Make a named pipe and open it without waiting for its other end."""
+    os.mkfifo(path)
+    os.chmod(path, mode)
+    return os.open(path, how | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+class Pipe:
+    """A named pipe that takes a command's output, open for reading on the host."""
+
+    def __init__(self, control: Path, name: str) -> None:
+        self.name = name
+        self.path = control / name
+        self.fd = make_fifo(self.path, os.O_RDONLY, 0o620)
+
+    def read_into(self, sink: Sink, most: int) -> bool | None:
+        """Move up to `most` bytes to the sink.
+
+        Returns None at the end (no writer) and after `close`, False when a writer is silent, True
+        when more may come.
+        """
+        if self.fd < 0:
+            return None
+        while most > 0:
+            try:
+                data = os.read(self.fd, CHUNK)
+            except BlockingIOError:
+                return False
+            if not data:
+                return None
+            sink.feed(data)
+            most -= len(data)
+        return True
+
+    def close(self) -> None:
+        """Remove the pipe. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self.path.unlink(missing_ok=True)
+
+
+QUIET_S = 0.005
+"""A command that ends sooner is read once, at its end; a longer one as it prints."""
+
+
+class Watch:
+    """Reads a command's pipe while it runs, and tells its waiter when the time is up, or more was
+    printed than the sink takes (False)."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        pipe: Pipe,
+        sink: Sink,
+        waiter: asyncio.Future[bool],
+        timeout_s: float | None,
+    ) -> None:
+        self._loop, self._pipe, self._sink, self._waiter = loop, pipe, sink, waiter
+        self._end = None if timeout_s is None else loop.time() + timeout_s
+        self._reading = False
+        self._stopped = False
+        first = QUIET_S if timeout_s is None else min(QUIET_S, timeout_s)
+        self._timer: asyncio.TimerHandle | None = loop.call_later(first, self._tick)
+
+    def _tick(self) -> None:
+        """The quiet time is over, or the command's time."""
+        self._timer = None
+        if self._end is not None and self._loop.time() >= self._end:
+            if not self._waiter.done():
+                self._waiter.set_result(False)
+            return
+        self.resume()
+        if self._end is not None:
+            self._timer = self._loop.call_at(self._end, self._tick)
+
+    def resume(self) -> None:
+        """Read whenever there is something to read, until `stop`."""
+        if not self._reading and not self._stopped:
+            self._reading = True
+            self._loop.add_reader(self._pipe.fd, self._read)
+
+    def _read(self) -> None:
+        more = self._pipe.read_into(self._sink, 16 * CHUNK)
+        if self._sink.limit is not None and self._sink.total > self._sink.limit:
+            self._unread()
+            if not self._waiter.done():
+                self._waiter.set_result(False)
+        elif more is None:
+            # No writer, yet or any more: the selector would report that without end.
+            self._unread()
+            self._loop.call_later(DRAIN_PAUSE_S, self.resume)
+
+    def _unread(self) -> None:
+        if self._reading:
+            self._reading = False
+            self._loop.remove_reader(self._pipe.fd)
+
+    def stop(self) -> None:
+        """No more reading, no more timer."""
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._unread()
+
+    def finish(self) -> bool | None:
+        """Take what is in the pipe now; None when nobody holds it any more."""
+        self.stop()
+        return self._pipe.read_into(self._sink, 4 << 20)
+
 
 END_S = 10.0
 """How long a killed command may take to be reported before the sandbox is given up."""
@@ -380,134 +587,3 @@ class Shell:
             self._watch.stop()
         self._pipe.close()
         os.close(self._command)
-
-
-KEPT = 200_000
-"""Bytes of unread output that are kept: the beginning and the end."""
-PAUSE_S = 0.02
-
-
-class BackgroundProcess:
-    """One of them (see `base.Process`)."""
-
-    def __init__(self, shell: Shell, number: int, end: Callable[[int], None]) -> None:
-        self.pid = 0
-        self._shell = shell
-        self._number = number
-        self._end = end
-        self._code: int | None = None
-        self._done = asyncio.Event()
-        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._output = HeadTail(KEPT)
-        control = shell.paths.control
-        self._in = make_fifo(control / f"p{number}.in", os.O_RDWR, 0o640)
-        self._pipe = Pipe(control, f"p{number}.out")
-        self._loop = asyncio.get_running_loop()
-        self._pump()
-
-    def take(self, kind: bytes, value: int) -> None:
-        """Take what the supervisor reports: P with the process id, X with the exit code.
-
-        Raises: ValueError when it has reported that already.
-        """
-        if kind == b"P" and not self.started.done():
-            self.pid = value
-            self.started.set_result(None)
-        elif kind == b"X" and self.started.done() and self._code is None:
-            self._code = value
-            self._done.set()
-        else:
-            raise ValueError(f"process {self._number} once more")
-
-    def lost(self) -> None:
-        """The sandbox is gone."""
-        if self._code is None:
-            self._code = 137
-        if not self.started.done():
-            self.started.cancel()
-        self._done.set()
-
-    def _pump(self) -> None:
-        """Take output, at most a chunk per pause, so that nobody can keep the loop busy."""
-        before = self._output.total
-        self._pipe.read_into(self._output, CHUNK)
-        if self._output.total == before and self._done.is_set():
-            self.close()
-        if self._in >= 0:
-            self._loop.call_later(PAUSE_S, self._pump)
-
-    async def poll(self) -> int | None:
-        """Exit code, or None while it runs."""
-        if self._shell.lost.is_set():
-            self.lost()
-        return self._code
-
-    async def write(self, data: bytes) -> None:
-        """Write to its stdin. Raises: BrokenPipeError when it has ended."""
-        view = memoryview(data)
-        while view:
-            if await self.poll() is not None or self._in < 0:
-                raise BrokenPipeError("the process has ended")
-            try:
-                view = view[os.write(self._in, view) :]
-            except BlockingIOError:
-                await asyncio.sleep(PAUSE_S)
-
-    async def read(self) -> bytes:
-        """Output since the last read."""
-        self._pipe.read_into(self._output, 16 * CHUNK)
-        output, self._output = self._output, HeadTail(KEPT)
-        return b"".join(output.parts())
-
-    async def kill(self) -> None:
-        """End its whole process tree."""
-        if await self.poll() is None:
-            await asyncio.to_thread(self._end, self.pid)
-            try:
-                async with asyncio.timeout(END_S):
-                    await self._done.wait()
-            except TimeoutError:  # the agent ended what would have reported it
-                self.lost()
-
-    def close(self) -> None:
-        """Close and remove its pipes."""
-        self._pipe.close()
-        if self._in >= 0:
-            os.close(self._in)
-            self._in = -1
-        for kind in ("in", "cmd"):
-            (self._shell.paths.control / f"p{self._number}.{kind}").unlink(missing_ok=True)
-
-
-class Background:
-    """All background processes of one session."""
-
-    def __init__(self, shell: Shell) -> None:
-        self._shell = shell
-        self._processes: dict[int, BackgroundProcess] = {}
-        self._made = 0
-        shell.on_process = self._take
-
-    def _take(self, kind: bytes, number: int, value: int) -> None:
-        process = self._processes.get(number)
-        if process is None:
-            raise ValueError(f"process {number} is unknown")
-        process.take(kind, value)
-
-    async def start(self, text: bytes, end: Callable[[int], None]) -> BackgroundProcess:
-        """Start one in the session's present state. Raises: ShellLost."""
-        self._made += 1
-        number = self._made
-        command = self._shell.paths.control / f"p{number}.cmd"
-        command.write_bytes(text)
-        command.chmod(0o644)
-        process = self._processes[number] = BackgroundProcess(self._shell, number, end)
-        await self._shell.background(number, process.started)
-        return process
-
-    def close(self) -> None:
-        """The session is over."""
-        for process in self._processes.values():
-            process.lost()
-            process.close()
-        self._processes.clear()

@@ -9,7 +9,6 @@ import shlex
 from dataclasses import dataclass
 
 from hermes_rl.errors import ToolError
-from hermes_rl.sandboxes.base import Sandbox
 from hermes_rl.tools.base import ToolContext
 
 FILE_TIMEOUT_S = 60.0
@@ -36,13 +35,6 @@ class FileBytes:
     def whole(self) -> bool:
         """Whether `data` is all of it."""
         return len(self.data) == self.size
-
-
-def sandbox_of(ctx: ToolContext) -> Sandbox:
-    """The rollout's sandbox. Raises: ToolError when it has none."""
-    if ctx.sandbox is None:
-        raise ToolError("this tool needs a sandbox, but none is available")
-    return ctx.sandbox
 
 
 def quote(path: str) -> str:
@@ -89,7 +81,8 @@ builtin printf '{_MARKS}'
 {script}
 )"""
     timeout_s = min(FILE_TIMEOUT_S, ctx.max_timeout_s)
-    result = await sandbox_of(ctx).run(
+    assert ctx.sandbox is not None, "the agent refuses tools that lack their sandbox"
+    result = await ctx.sandbox.run(
         command, timeout_s=timeout_s, stdin=stdin, max_output_bytes=max_output_bytes + _SPARE
     )
     if result.timed_out:

@@ -10,7 +10,6 @@ from typing import Any
 from hermes_rl.errors import ToolError
 from hermes_rl.sandboxes.base import CommandResult
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult, schema, tool
-from hermes_rl.tools.shell import sandbox_of
 from hermes_rl.tools.text import cut_middle, json_result, strip_ansi
 
 DEFAULT_TIMEOUT_S = 180
@@ -26,7 +25,8 @@ async def terminal(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     if not 0 < timeout <= MAX_TIMEOUT_S:
         raise ToolError(f"timeout must be above 0 and at most {MAX_TIMEOUT_S} s")
     timeout = min(timeout, ctx.max_timeout_s)
-    result = await sandbox_of(ctx).run(
+    assert ctx.sandbox is not None, "the agent refuses tools that lack their sandbox"
+    result = await ctx.sandbox.run(
         args["command"],
         timeout_s=timeout,
         cwd=args.get("workdir"),

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hermes_rl.sandboxes.processes import Jobs, Snapshot
-from hermes_rl.sandboxes.shell import Background, Shell, ShellLost, ShellPaths
-from hermes_rl.sandboxes.streams import LINE_MAX, HeadTail
+from hermes_rl.sandboxes.session import Background
+from hermes_rl.sandboxes.shell import LINE_MAX, HeadTail, Shell, ShellLost, ShellPaths
 
 
 @pytest.mark.parametrize(
