@@ -23,11 +23,11 @@ DEEP_IMPORTS = {
     "hermes_rl.evals": (1, 2),
     "hermes_rl.export": (2, 10),
     "hermes_rl.models": (112, 353),
-    "hermes_rl.rl": (18, 41),
+    "hermes_rl.rl": (13, 34),
     "hermes_rl.sandboxes": (25, 94),
     "hermes_rl.segments": (0, 0),
     "hermes_rl.store": (77, 138),
-    "hermes_rl.testing": (1, 188),
+    "hermes_rl.testing": (1, 164),
     "hermes_rl.tools": (25, 24),
 }
 """Package -> pairs of a file outside it and an inner module that the file imports: most in other
