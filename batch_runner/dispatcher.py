@@ -155,7 +155,7 @@ class _Slot:
 
     @property
     def pause_s(self) -> float:
-        """Before the next start, after one that failed."""
+        """Seconds before the next start, after one that failed."""
         return min(START_PAUSE_MAX_S, START_PAUSE_S * 2.0 ** (self.failures - 1))
 
 
@@ -307,7 +307,7 @@ class Dispatcher:
         return slot.handle is not None
 
     async def _start_in_time(self, slot: _Slot, number: int) -> WorkerHandle | None:
-        """None when nothing more is handed out before the worker is up."""
+        """Start a worker; None when nothing more is handed out before it is up."""
         try:
             async with asyncio.timeout(None) as slot.starting:
                 return await self._start_worker(number, slot.capacity)

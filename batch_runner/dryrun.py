@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
-from batch_runner.plan import Counts, Pilot, Plan, open_reader, refuse_other_dataset
+from batch_runner.plan import Pilot, Plan, open_reader, refuse_other_dataset
 from batch_runner.progress import Progress
 from batch_runner.report import Report
 from batch_runner.runner import run_batch
@@ -140,7 +140,21 @@ async def dry_run(config: RunConfig) -> Forecast:
     plan = Plan(reader, ledger)
     while not plan.counts.complete:
         await plan.take()
-    return _forecast(settings, plan.counts, run_dir, len(ledger))
+    counts = plan.counts
+    return Forecast(
+        path=str(settings.out),
+        exists=bool(run_dir.epochs()),
+        workers=choose_workers(settings, counts.open < SMALL_UNITS),
+        concurrency=settings.concurrency,
+        rows=counts.rows,
+        bad_rows=counts.bad_rows,
+        units=counts.units,
+        done=counts.done,
+        given_up=counts.given_up,
+        open=counts.open,
+        left=len(ledger) - counts.known,
+        journal=len(run_dir.writers()),
+    )
 
 
 def _ledger(run_dir: RunDir, settings: Settings) -> Ledger:
@@ -153,23 +167,6 @@ def _ledger(run_dir: RunDir, settings: Settings) -> Ledger:
         if settings.config.run.retry_failed:
             ledger.reopen_given_up()
     return ledger
-
-
-def _forecast(settings: Settings, counts: Counts, run_dir: RunDir, known: int) -> Forecast:
-    return Forecast(
-        path=str(settings.out),
-        exists=bool(run_dir.epochs()),
-        workers=choose_workers(settings, counts.open < SMALL_UNITS),
-        concurrency=settings.concurrency,
-        rows=counts.rows,
-        bad_rows=counts.bad_rows,
-        units=counts.units,
-        done=counts.done,
-        given_up=counts.given_up,
-        open=counts.open,
-        left=known - counts.known,
-        journal=len(run_dir.writers()),
-    )
 
 
 def forecast_costs(run: Path, open_units: int) -> CostForecast:

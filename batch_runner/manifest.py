@@ -94,7 +94,7 @@ def write_manifest(driver: Driver, settings: Settings, more: Mapping[str, Any]) 
     run_dir = driver.run_dir
     before = read_manifest(run_dir)
     kept = {name: before[name] for name in KEPT if before.get(name)}
-    said = {name: value for name, value in more.items() if value or name not in kept}
+    new = {name: value for name, value in more.items() if value or name not in kept}
     content = {
         "run_id": driver.run_id,
         "config_hash": settings.config_hash,
@@ -105,7 +105,7 @@ def write_manifest(driver: Driver, settings: Settings, more: Mapping[str, Any]) 
         "dataset": _dataset(settings.config.dataset.path, before.get("dataset")),
         "starts": [{"epoch": e, **_meta(run_dir, e)} for e in run_dir.epochs()],
         **kept,
-        **said,
+        **new,
     }
     data = msgspec.json.format(msgspec.json.encode(content), indent=2)
     run_dir.storage.put("manifest.json", data + b"\n")

@@ -37,6 +37,9 @@ from hermes_rl.sandboxes import processes
 
 _log = logging.getLogger(__name__)
 
+STARTS = 2
+"""How often a Ray of this machine is started before that is an error."""
+
 NAMESPACE = "hermes_rl"
 """Of our actors in a Ray cluster."""
 
@@ -344,14 +347,13 @@ def _start(workers: int, quiet: dict[str, Any]) -> Watchdog:
 
     On a busy machine it may miss Ray's own limits (30 s for its raylet): it gets a second chance.
     """
-    try:
-        return _start_once(workers, quiet)
-    except Exception as error:  # Ray raises bare ones too: a node that is too slow to start
-        _log.info("Ray did not start (%s); once more", _line(error))
-    try:
-        return _start_once(workers, quiet)
-    except Exception as error:  # as above
-        raise _refusal("start Ray", error, "Use --workers 0") from None
+    for _ in range(STARTS):
+        try:
+            return _start_once(workers, quiet)
+        except Exception as error:  # Ray raises bare ones too: a node that is too slow to start
+            _log.info("Ray did not start (%s)", _line(error))
+            failure = error
+    raise _refusal("start Ray", failure, "Use --workers 0") from None
 
 
 def _start_once(workers: int, quiet: dict[str, Any]) -> Watchdog:

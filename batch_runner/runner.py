@@ -290,7 +290,7 @@ class _Run:
             self.progress.note(line)
 
     def heard(self, requests: int, throttled: int) -> None:
-        """Listener of the dispatcher."""
+        """Count requests: the first of four methods of the dispatcher's `Listener`."""
         self.sink.tally.requests += requests
         self.sink.tally.throttled += throttled
 

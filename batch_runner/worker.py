@@ -103,6 +103,9 @@ class Worker:
     """Makes attempts and returns their receipts; made by `open_worker`.
 
     In the driver's process it lives and dies with the driver, which calls it directly.
+
+    Args:
+        sharing: talks to the coordinator; None where the driver carries the reports.
     """
 
     def __init__(
@@ -112,14 +115,14 @@ class Worker:
         journal: JournalWriter,
         share: Share,
         make: MakeEpisode,
+        sharing: asyncio.Task[None] | None,
     ) -> None:
         self.writer = spec.writer
         self.share = share
         """Of the run's rates and budgets."""
         self.stack = AsyncExitStack()
         """Closes all that it uses."""
-        self.sharing: asyncio.Task[None] | None = None
-        """Talks to the coordinator; None where the driver carries the reports."""
+        self._sharing = sharing
         self._make = make
         self._lease_s = spec.lease_s
         self._heard = time.monotonic()
@@ -134,6 +137,8 @@ class Worker:
         self._throttled = 0
         self._fault: HermesError | None = None
         self._news = asyncio.Event()
+        if sharing is not None:
+            sharing.add_done_callback(lambda _: self._news.set())
 
     async def send(self, item: WorkItem) -> None:
         """Start an attempt. After a fault nothing is started any more."""
@@ -160,7 +165,7 @@ class Worker:
         except TimeoutError:
             pass
         self._heard = time.monotonic()
-        raise_failure(self.sharing)
+        raise_failure(self._sharing)
         return self._reply()
 
     async def close(self) -> Reply:
@@ -305,8 +310,7 @@ async def open_worker(
             opened = await stack.enter_async_context(open_hosts(hosts))
             make = (await stack.enter_async_context(opened.open(config.env))).episode
         stack.enter_context(_rare_collections())
-        worker = Worker(spec, context, journal, share, make)
-        worker.sharing = sharing
+        worker = Worker(spec, context, journal, share, make, sharing)
         stack.push_async_callback(worker.abort)
         worker.stack = stack.pop_all()
         return worker

@@ -27,7 +27,7 @@ GROUPS = {
         "batch/test_interrupt.py",
         "batch/test_kills.py",
         "batch/test_shared_limits.py",
-        "batch/test_small_budgets.py",
+        "batch/test_budgets.py",
         "batch/test_workers.py",
         "bench/test_bench.py",
         "doors/test_kernel.py",

@@ -1,4 +1,4 @@
-"""`hermes-rl check`: a dataset before a token is spent, or the books of a run."""
+"""`hermes-rl check`: a dataset before a token is spent, or the usage records of a run."""
 
 from __future__ import annotations
 
@@ -102,9 +102,7 @@ def _check_dataset(
     good = not found.faults
     if run:
         result["played"] = {}
-        from hermes_rl.cli.check_play import play_all
-
-        for played in play_all(dataset, columns, limit):
+        for played in check_dataset.play_all(dataset, columns, limit):
             name = played.play.name
             result["played"][name] = {"tasks": played.tasks, "wrong": played.wrong}
             good = good and not played.wrong
@@ -187,11 +185,11 @@ def _check_run(path: Path, repair: bool, as_json: bool) -> int:
         print(json.dumps({"faults": faults, "stats": stats}, ensure_ascii=False))
     else:
         _say_faults(faults)
-        print(why if stats is None else _books_line(path, stats, len(faults)))
+        print(why if stats is None else _usage_line(path, stats, len(faults)))
     return ExitCode.DONE if not faults else ExitCode.BAD_INPUT
 
 
-def _books_line(path: Path, stats: dict[str, Any], faults: int) -> str:
+def _usage_line(path: Path, stats: dict[str, Any], faults: int) -> str:
     tokens, calls = stats["tokens"], stats["calls"]
     unknown = calls["unknown"]
     bound = "" if not unknown else f"; {unknown} calls whose usage could not be learnt"

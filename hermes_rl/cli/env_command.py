@@ -29,101 +29,56 @@ app = typer.Typer(
 )
 
 _OWN = {
-    "env": "env.name",
-    "split": "env.split",
-    "env_seed": "env.seed",
-    "judge": "env.judge.name",
-    "user": "env.user.name",
-}
-FLAGS = {**{k: v for k, v in run.FLAGS.items() if k != "dataset"}, **_OWN}
-"""Option -> the key of the configuration that it sets."""
-
-Env = Annotated[
-    str | None,
-    typer.Argument(
-        help="NAME, package.module:Class, a folder or file.py:Class",
-        metavar="ENV",
-        show_default=False,
+    "env": run.Flag(
+        "env.name",
+        "NAME, package.module:Class, a folder or file.py:Class",
+        "ENV",
+        name=run.ARGUMENT,
     ),
-]
-Split = Annotated[str | None, run.option("--split", text="Of the task stream", value="NAME")]
-EnvSeed = Annotated[int | None, run.option("--env-seed", text="Seed of the task stream [0]")]
-Limit = Annotated[int | None, run.option("--limit", text="Only the first tasks")]
-Repeats = Annotated[
-    int | None, run.option("--repeats", text="Rollouts per task [the group size; 1 in evaluate]")
-]
-JudgeName = Annotated[str | None, run.option("--judge", text="Model that judges", value="NAME")]
-UserName = Annotated[str | None, run.option("--user", text="Model that plays users", value="NAME")]
-Out = Annotated[str | None, run.option("--out", text="Run directory [runs/ENV-MODEL]", value="DIR")]
-Preset = Annotated[
-    str | None, run.option("--preset", text="datagen, interactive or rl [rl]", value="NAME")
-]
+    "model": run.FLAGS["model"],
+    "split": run.Flag("env.split", "Of the task stream", "NAME"),
+    "env_seed": run.Flag("env.seed", "Seed of the task stream [0]", kind=int | None),
+    "limit": run.Flag("dataset.limit", "Only the first tasks", kind=int | None),
+    "repeats": run.Flag(
+        "dataset.repeats", "Rollouts per task [the group size; 1 in evaluate]", kind=int | None
+    ),
+    "judge": run.Flag("env.judge.name", "Model that judges", "NAME"),
+    "user": run.Flag("env.user.name", "Model that plays users", "NAME"),
+}
+_CHANGED = {
+    "out": run.Flag("run.out", "Run directory [runs/ENV-MODEL]", "DIR"),
+    "preset": run.Flag("agent.preset", "datagen, interactive or rl [rl]", "NAME"),
+}
+_ABSENT = {"dataset", "columns", "pilot", *_OWN}
+FLAGS = _OWN | {k: v for k, v in run.FLAGS.items() if k not in _ABSENT} | _CHANGED
+"""Parameter -> its option, in the order of the help."""
 
 
-def _made(mode: Mode, about: str) -> Callable[..., int]:
-    """The command of one mode; both take the same options."""
+def _work(mode: Mode) -> Callable[[dict[str, Any]], int]:
+    def work(values: dict[str, Any]) -> int:
+        config = _config(mode, values)
+        if values["dry_run"]:
+            return run.show_plan(config, values["as_json"])
+        return _carry_out(mode, config, values["as_json"])
 
-    def command(
-        env: Env = None,
-        model: run.Model = None,
-        split: Split = None,
-        env_seed: EnvSeed = None,
-        limit: Limit = None,
-        repeats: Repeats = None,
-        judge: JudgeName = None,
-        user: UserName = None,
-        provider: run.Provider = None,
-        base_url: run.BaseUrl = None,
-        api_key_env: run.ApiKeyEnv = None,
-        api_mode: run.ApiMode = None,
-        transport: run.Transport = None,
-        model_path: run.ModelPath = None,
-        out: Out = None,
-        toolsets: run.Toolsets = None,
-        distribution: run.Distribution = None,
-        system_prompt: run.SystemPrompt = None,
-        preset: Preset = None,
-        max_turns: run.MaxTurns = None,
-        temperature: run.Temperature = None,
-        max_tokens: run.MaxTokens = None,
-        seed: run.Seed = None,
-        workers: run.Workers = None,
-        concurrency: run.Concurrency = None,
-        max_attempts: run.MaxAttempts = None,
-        retry_failed: run.RetryFailed = None,
-        sandbox: run.Sandbox = None,
-        image: run.Image = None,
-        network: run.Network = None,
-        allow_unsandboxed: run.AllowUnsandboxed = None,
-        budget_usd: run.BudgetUsd = None,
-        max_seconds: run.MaxSeconds = None,
-        config: run.Config = None,
-        settings: run.Settings = None,
-        dry_run: run.DryRun = False,
-        as_json: run.AsJson = False,
-    ) -> int:
-        parsed = _config(mode, dict(locals()), config, settings or [])
-        if dry_run:
-            return run.show_plan(parsed, as_json)
-        return _carry_out(mode, parsed, as_json)
-
-    command.__doc__ = about
-    return command
+    return work
 
 
 app.command("process")(
-    _made(
-        "process",
+    run.make_command(
+        FLAGS,
         "Roll out groups of an environment's tasks as a run; the same command resumes.\n\n"
         "Example: hermes-rl env process my_env --model my-model --base-url "
         "http://127.0.0.1:8000/v1 --limit 100 --repeats 8",
+        _work("process"),
     )
 )
 app.command("evaluate")(
-    _made(
-        "evaluate",
+    run.make_command(
+        FLAGS,
         "Evaluate a model on the split eval; also writes metrics.json and samples.jsonl.\n\n"
         "Example: hermes-rl env evaluate my_env --model my-model --limit 200",
+        _work("evaluate"),
     )
 )
 
@@ -143,7 +98,7 @@ def list_environments(as_json: run.AsJson = False) -> int:
         typer.echo(json.dumps(known))
     else:
         width = max(map(len, known), default=0)
-        typer.echo("\n".join(f"{name.ljust(width)}  {about}" for name, about in known.items()))
+        run.print_lines(f"{name.ljust(width)}  {about}" for name, about in known.items())
     return ExitCode.DONE
 
 
@@ -174,7 +129,7 @@ def regrade(
     path: Annotated[Path, typer.Argument(help="run directory", metavar="RUN")],
     settings: Annotated[
         list[str] | None,
-        run.option("--set", text="A key of env, endpoint or a budget", value="A.B=C"),
+        typer.Option("--set", help="A key of env, endpoint or a budget", metavar="A.B=C"),
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="grading at once")] = 16,
     as_json: run.AsJson = False,
@@ -200,7 +155,7 @@ def regrade(
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(done)))
     else:
-        typer.echo("\n".join(done.lines()))
+        run.print_lines(done.lines())
     if done.stopped is not None:
         fail(f"{done.why}. The same command goes on. (exit {ExitCode.STOPPED})", "stopped")
         return ExitCode.STOPPED
@@ -217,20 +172,19 @@ def _find_modules_here() -> None:
         sys.path.append(here)
 
 
-def _config(mode: Mode, given: dict[str, Any], file: Path | None, settings: list[str]) -> RunConfig:
+def _config(mode: Mode, values: dict[str, Any]) -> RunConfig:
     """Flags before --set before --config before what the environment says. Raises: UserError."""
     from hermes_rl.config import check_keys, parse_config
 
     _find_modules_here()
-    data, written = run.merged(given, FLAGS, file, settings)
+    file: Path | None = values["config"]
+    data, written = run.merged(values, FLAGS)
     check_keys(data, f"env {mode}", written)
     env = data.get("env")
     example = f"hermes-rl env {mode} my_env --model my-model"
     if not isinstance(env, dict) or not env.get("name"):
         raise UserError(f"no environment. Name one: {example}")
-    model = data.get("model")
-    if not isinstance(model, dict) or not (model.get("name") or model.get("mix")):
-        raise UserError(f"no model. Name one: {example} (oracle and noop need no endpoint)")
+    run.require_model(data, f"{example} (oracle and noop need no endpoint)")
     for other in ("judge", "user"):
         place = env.get(other)
         if isinstance(place, dict) and not place.get("name"):
@@ -241,7 +195,7 @@ def _config(mode: Mode, given: dict[str, Any], file: Path | None, settings: list
         )
     if mode == "evaluate":
         env.setdefault("split", "eval")
-    return parse_config(data, str(file) if file is not None else f"env {mode}", written)
+    return parse_config(data, str(file or f"env {mode}"), written)
 
 
 def _carry_out(mode: Mode, config: RunConfig, as_json: bool) -> int:
@@ -286,4 +240,4 @@ def _tell_groups(path: Path, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"event": "groups", **dataclasses.asdict(found)}))
     else:
-        typer.echo("\n".join(found.lines()))
+        run.print_lines(found.lines())

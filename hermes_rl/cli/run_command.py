@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,198 +17,156 @@ if TYPE_CHECKING:
     from batch_runner.report import Report
     from hermes_rl.config import RunConfig
 
-FLAGS = {
-    "dataset": "dataset.path",
-    "limit": "dataset.limit",
-    "repeats": "dataset.repeats",
-    "model": "model.name",
-    "temperature": "model.temperature",
-    "max_tokens": "model.max_tokens",
-    "provider": "endpoint.provider",
-    "base_url": "endpoint.base_url",
-    "api_key_env": "endpoint.api_key_env",
-    "api_mode": "endpoint.api_mode",
-    "transport": "endpoint.transport",
-    "model_path": "endpoint.model_path",
-    "toolsets": "agent.toolsets",
-    "distribution": "agent.distribution",
-    "system_prompt": "agent.system_prompt",
-    "preset": "agent.preset",
-    "seed": "agent.seed",
-    "max_turns": "agent.limits.max_turns",
-    "max_seconds": "agent.limits.max_seconds",
-    "sandbox": "sandbox.backend",
-    "image": "sandbox.image",
-    "network": "sandbox.network",
-    "allow_unsandboxed": "run.allow_unsandboxed",
-    "out": "run.out",
-    "workers": "run.workers",
-    "concurrency": "run.concurrency",
-    "max_attempts": "run.max_attempts",
-    "retry_failed": "run.retry_failed",
-    "budget_usd": "run.budget_usd",
-}
-"""Option -> the key of the configuration that it sets; an option that is not given sets nothing."""
 
-_EPILOG = (
+@dataclass(frozen=True)
+class Flag:
+    """One option of a command that runs a configuration; not given, it sets nothing."""
+
+    key: str
+    """The key of the configuration that it sets; empty for an option of the command itself."""
+    text: str
+    """Its help."""
+    value: str | None = None
+    """The name of its value in the help."""
+    kind: Any = str | None
+    name: str = ""
+    """Of the option, where it is not that of the parameter; `<argument>` for a positional one."""
+
+    def parameter(self, name: str) -> inspect.Parameter:
+        """As typer reads it from a function's signature."""
+        default = False if self.kind is bool else None
+        if self.name == ARGUMENT:
+            info = typer.Argument(default, help=self.text, metavar=self.value, show_default=False)
+        else:
+            spelled = self.name or f"--{name.replace('_', '-')}"
+            info = typer.Option(
+                default, spelled, help=self.text, metavar=self.value, show_default=False
+            )
+        kind = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(name, kind, default=info, annotation=self.kind)
+
+
+ARGUMENT = "<argument>"
+_WHOLE, _NUMBER, _SWITCH, _MANY = int | None, float | None, bool | None, list[str] | None
+
+FLAGS = {
+    "dataset": Flag("dataset.path", "File, folder, Hugging Face name, or smoke", name=ARGUMENT),
+    "model": Flag("model.name", "Model; also local, oracle or noop", "NAME"),
+    "provider": Flag("endpoint.provider", "Known provider (see doctor models) [openai]", "NAME"),
+    "base_url": Flag("endpoint.base_url", "Endpoint", "URL"),
+    "api_key_env": Flag(
+        "endpoint.api_key_env", "Variable that holds the key; A,B take turns", "NAME"
+    ),
+    "api_mode": Flag("endpoint.api_mode", "Dialect", "MODE"),
+    "transport": Flag("endpoint.transport", "http or sdk", "KIND"),
+    "model_path": Flag("endpoint.model_path", "Weights for --model local", "FILE"),
+    "out": Flag("run.out", "Run directory [runs/DATASET-MODEL]", "DIR"),
+    "repeats": Flag("dataset.repeats", "Rollouts per row [1]", kind=_WHOLE),
+    "limit": Flag("dataset.limit", "Only the first rows", kind=_WHOLE),
+    "toolsets": Flag("agent.toolsets", "Toolsets [terminal,file]", "A,B"),
+    "distribution": Flag("agent.distribution", "Draw toolsets per unit from this", "NAME"),
+    "system_prompt": Flag("agent.system_prompt", "In place of the preset's; @FILE reads a file"),
+    "preset": Flag("agent.preset", "datagen, interactive or rl [datagen]", "NAME"),
+    "max_turns": Flag("agent.limits.max_turns", "Model calls per unit [30]", kind=_WHOLE),
+    "temperature": Flag("model.temperature", "Sampling temperature", kind=_NUMBER),
+    "max_tokens": Flag("model.max_tokens", "Output tokens per call", kind=_WHOLE),
+    "seed": Flag(
+        "agent.seed",
+        "All units' seeds derive from it, and are sent to the model [not sent]",
+        kind=_WHOLE,
+    ),
+    "workers": Flag("run.workers", "Ray workers; 0: none [auto: 0 under 200 units]", "N|auto"),
+    "concurrency": Flag("run.concurrency", "Rollouts in flight over all workers [64]", kind=_WHOLE),
+    "max_attempts": Flag("run.max_attempts", "Failures until a unit is given up [3]", kind=_WHOLE),
+    "retry_failed": Flag("run.retry_failed", "Open again what was given up", kind=_SWITCH),
+    "sandbox": Flag("sandbox.backend", "bubblewrap or none [bubblewrap]", "KIND"),
+    "image": Flag("sandbox.image", "Root of the sandbox", "IMAGE"),
+    "network": Flag("sandbox.network", "Give the sandbox the network", kind=_SWITCH),
+    "allow_unsandboxed": Flag("run.allow_unsandboxed", "Permit --sandbox none", kind=_SWITCH),
+    "budget_usd": Flag(
+        "run.budget_usd", "US dollars for the whole run, resumed or not", kind=_NUMBER
+    ),
+    "max_seconds": Flag(
+        "agent.limits.max_seconds", "Active time per unit, in seconds [1800]", kind=_NUMBER
+    ),
+    "config": Flag("", "YAML with all of this", "FILE", Path | None),
+    "settings": Flag("", "Any key of the configuration", "A.B=C", _MANY, "--set"),
+    "columns": Flag("", "Rename a column", "prompt=COLUMN", _MANY, "--map"),
+    "dry_run": Flag("", "Say what would run", kind=bool),
+    "pilot": Flag("", "With --dry-run: run 1 % (5 units or more), forecast the cost", kind=bool),
+    "as_json": Flag("", "One JSON event a line on stdout", kind=bool, name="--json"),
+}
+"""Parameter -> its option, in the order of the help."""
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON event a line on stdout")]
+
+
+def make_command(
+    flags: Mapping[str, Flag], about: str, work: Callable[[dict[str, Any]], int]
+) -> Callable[..., int]:
+    """Make a command for typer, which reads options from a function's signature.
+
+    Args:
+        about: its help.
+        work: takes parameter -> value.
+    """
+
+    def command(**values: Any) -> int:
+        return work(values)
+
+    parameters = [flag.parameter(name) for name, flag in flags.items()]
+    vars(command)["__signature__"] = inspect.Signature(parameters)
+    command.__doc__ = about
+    return command
+
+
+def _run(values: dict[str, Any]) -> int:
+    config, as_json = _config(values), values["as_json"]
+    if values["pilot"] and not values["dry_run"]:
+        raise UserError("--pilot belongs to --dry-run. Use both, or neither")
+    if values["dry_run"]:
+        return _pilot(config, as_json) if values["pilot"] else show_plan(config, as_json)
+    return carry_out(config, as_json).exit_code
+
+
+command = make_command(
+    FLAGS,
+    "Generate trajectories from a dataset. The same command resumes.\n\n"
     "Example: hermes-rl run tasks.jsonl --model gpt-5-mini --repeats 4 --concurrency 32. "
-    "Kill it and run it again: what is finished is not run or paid twice."
+    "Kill it and run it again: what is finished is not run or paid twice.",
+    _run,
 )
 
-_Text = str | None
-_Whole = int | None
-_Number = float | None
 
-
-def option(*names: str, text: str, value: str | None = None) -> Any:
-    """An option without a default of its own."""
-    return typer.Option(*names, help=text, metavar=value, show_default=False)
-
-
-Dataset = Annotated[
-    _Text, typer.Argument(help="File, folder, Hugging Face name, or smoke", show_default=False)
-]
-Model = Annotated[_Text, option("--model", text="Model; also local, oracle or noop", value="NAME")]
-Provider = Annotated[
-    _Text, option("--provider", text="Known provider (see doctor models) [openai]", value="NAME")
-]
-BaseUrl = Annotated[_Text, option("--base-url", text="Endpoint", value="URL")]
-ApiKeyEnv = Annotated[
-    _Text,
-    option("--api-key-env", text="Variable that holds the key; A,B take turns", value="NAME"),
-]
-ApiMode = Annotated[_Text, option("--api-mode", text="Dialect", value="MODE")]
-Transport = Annotated[_Text, option("--transport", text="http or sdk", value="KIND")]
-ModelPath = Annotated[_Text, option("--model-path", text="Weights for --model local", value="FILE")]
-Out = Annotated[_Text, option("--out", text="Run directory [runs/DATASET-MODEL]", value="DIR")]
-Repeats = Annotated[_Whole, option("--repeats", text="Rollouts per row [1]")]
-Limit = Annotated[_Whole, option("--limit", text="Only the first rows")]
-Toolsets = Annotated[_Text, option("--toolsets", text="Toolsets [terminal,file]", value="A,B")]
-Distribution = Annotated[
-    _Text, option("--distribution", text="Draw toolsets per unit from this", value="NAME")
-]
-SystemPrompt = Annotated[
-    _Text, option("--system-prompt", text="In place of the preset's; @FILE reads a file")
-]
-Preset = Annotated[
-    _Text, option("--preset", text="datagen, interactive or rl [datagen]", value="NAME")
-]
-MaxTurns = Annotated[_Whole, option("--max-turns", text="Model calls per unit [30]")]
-Temperature = Annotated[_Number, option("--temperature", text="Sampling temperature")]
-MaxTokens = Annotated[_Whole, option("--max-tokens", text="Output tokens per call")]
-Seed = Annotated[
-    _Whole,
-    option("--seed", text="All units' seeds derive from it, and are sent to the model [not sent]"),
-]
-Workers = Annotated[
-    _Text,
-    option("--workers", text="Ray workers; 0: none [auto: 0 under 200 units]", value="N|auto"),
-]
-Concurrency = Annotated[
-    _Whole, option("--concurrency", text="Rollouts in flight over all workers [64]")
-]
-MaxAttempts = Annotated[
-    _Whole, option("--max-attempts", text="Failures until a unit is given up [3]")
-]
-RetryFailed = Annotated[bool | None, option("--retry-failed", text="Open again what was given up")]
-Sandbox = Annotated[
-    _Text, option("--sandbox", text="bubblewrap or none [bubblewrap]", value="KIND")
-]
-Image = Annotated[_Text, option("--image", text="Root of the sandbox", value="IMAGE")]
-Network = Annotated[bool | None, option("--network", text="Give the sandbox the network")]
-AllowUnsandboxed = Annotated[
-    bool | None, option("--allow-unsandboxed", text="Permit --sandbox none")
-]
-BudgetUsd = Annotated[
-    _Number, option("--budget-usd", text="US dollars for the whole run, resumed or not")
-]
-MaxSeconds = Annotated[
-    _Number, option("--max-seconds", text="Active time per unit, in seconds [1800]")
-]
-Config = Annotated[Path | None, option("--config", text="YAML with all of this", value="FILE")]
-Settings = Annotated[
-    list[str] | None, option("--set", text="Any key of the configuration", value="A.B=C")
-]
-Columns = Annotated[
-    list[str] | None, option("--map", text="Rename a column", value="prompt=COLUMN")
-]
-DryRun = Annotated[bool, option("--dry-run", text="Say what would run")]
-PilotRun = Annotated[
-    bool, option("--pilot", text="With --dry-run: run 1 % (5 units or more), forecast the cost")
-]
-AsJson = Annotated[bool, option("--json", text="One JSON event a line on stdout")]
-
-
-def command(
-    dataset: Dataset = None,
-    model: Model = None,
-    provider: Provider = None,
-    base_url: BaseUrl = None,
-    api_key_env: ApiKeyEnv = None,
-    api_mode: ApiMode = None,
-    transport: Transport = None,
-    model_path: ModelPath = None,
-    out: Out = None,
-    repeats: Repeats = None,
-    limit: Limit = None,
-    toolsets: Toolsets = None,
-    distribution: Distribution = None,
-    system_prompt: SystemPrompt = None,
-    preset: Preset = None,
-    max_turns: MaxTurns = None,
-    temperature: Temperature = None,
-    max_tokens: MaxTokens = None,
-    seed: Seed = None,
-    workers: Workers = None,
-    concurrency: Concurrency = None,
-    max_attempts: MaxAttempts = None,
-    retry_failed: RetryFailed = None,
-    sandbox: Sandbox = None,
-    image: Image = None,
-    network: Network = None,
-    allow_unsandboxed: AllowUnsandboxed = None,
-    budget_usd: BudgetUsd = None,
-    max_seconds: MaxSeconds = None,
-    config: Config = None,
-    settings: Settings = None,
-    columns: Columns = None,
-    dry_run: DryRun = False,
-    pilot: PilotRun = False,
-    as_json: AsJson = False,
-) -> int:
-    """Generate trajectories from a dataset. The same command resumes."""
-    given = dict(locals())
-    parsed = _config(given, config, settings or (), columns or ())
-    if pilot and not dry_run:
-        raise UserError("--pilot belongs to --dry-run. Use both, or neither")
-    if dry_run:
-        return _pilot(parsed, as_json) if pilot else show_plan(parsed, as_json)
-    return carry_out(parsed, as_json).exit_code
-
-
-command.__doc__ = f"{command.__doc__}\n\n{_EPILOG}"
-
-
-def _config(given: dict[str, Any], file: Path | None, settings: Any, columns: Any) -> RunConfig:
+def _config(values: dict[str, Any]) -> RunConfig:
     """Flags before --set before --config before defaults. Raises: UserError."""
     from hermes_rl.config import check_keys, parse_config, set_key
 
-    data, written = merged(given, FLAGS, file, settings)
-    for ours, theirs in column_map(columns).items():
-        set_key(data, f"dataset.map.{ours}", theirs)
+    data, written = merged(values, FLAGS)
+    for name, column in column_map(values["columns"]).items():
+        set_key(data, f"dataset.map.{name}", column)
     check_keys(data, "run", written)
-    _require(data)
-    return parse_config(data, str(file) if file is not None else "run", written)
+    example = "hermes-rl run tasks.jsonl --model gpt-5-mini"
+    if not isinstance(data.get("dataset"), dict) or not data["dataset"].get("path"):
+        raise UserError(f"no dataset. Name one: {example}")
+    require_model(data, f"{example} (local needs no endpoint)")
+    return parse_config(data, str(values["config"] or "run"), written)
+
+
+def require_model(data: dict[str, Any], example: str) -> None:
+    """Raises: UserError without a model."""
+    model = data.get("model")
+    if not isinstance(model, dict) or not (model.get("name") or model.get("mix")):
+        raise UserError(f"no model. Name one: {example}")
 
 
 def merged(
-    given: dict[str, Any], flags: dict[str, str], file: Path | None, settings: Sequence[str]
+    values: dict[str, Any], flags: Mapping[str, Flag]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Plain data of a configuration: flags before --set before --config.
 
     Args:
-        given: option -> value; None was not given.
-        flags: option -> the key that it sets.
+        values: parameter -> value; None was not given.
 
     Returns: the data, and dotted key -> what was typed for it.
 
@@ -214,16 +174,17 @@ def merged(
     """
     from hermes_rl.config import load_config, parse_assignment, set_key
 
+    file: Path | None = values["config"]
     data: dict[str, Any] = load_config(file) if file is not None else {}
     written: dict[str, str] = {}
-    for text in settings:
+    for text in values["settings"] or ():
         key, value = parse_assignment(text)
         set_key(data, key, value)
         written[key] = f"--set {text}"
-    for flag, key in flags.items():
-        if given[flag] is not None:
-            set_key(data, key, _value(flag, given[flag]))
-            written[key] = f"--{flag.replace('_', '-')} {given[flag]}"
+    for name, flag in flags.items():
+        if flag.key and values[name] is not None:
+            set_key(data, flag.key, _value(name, values[name]))
+            written[flag.key] = f"--{name.replace('_', '-')} {values[name]}"
     return data, written
 
 
@@ -234,15 +195,6 @@ def _value(flag: str, value: Any) -> Any:
             raise UserError("--toolsets names no toolset. Use none for an agent without tools")
         return names
     return value
-
-
-def _require(data: dict[str, Any]) -> None:
-    example = "hermes-rl run tasks.jsonl --model gpt-5-mini"
-    if not isinstance(data.get("dataset"), dict) or not data["dataset"].get("path"):
-        raise UserError(f"no dataset. Name one: {example}")
-    model = data.get("model")
-    if not isinstance(model, dict) or not (model.get("name") or model.get("mix")):
-        raise UserError(f"no model. Name one: {example} (local needs no endpoint)")
 
 
 def carry_out(config: RunConfig, as_json: bool) -> Report:
@@ -269,22 +221,26 @@ def tell(report: Report, progress: Progress) -> None:
     if isinstance(progress, JsonEvents):
         progress.report(report)
         return
-    for line in report.lines():
+    print_lines(report.lines())
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines for people."""
+    for line in lines:
         typer.echo(line)
 
 
 def _pilot(config: RunConfig, as_json: bool) -> int:
     from batch_runner.dryrun import pilot_run
-    from batch_runner.progress import JsonEvents, default_progress
+    from batch_runner.progress import JsonEvents
 
-    progress: Progress = JsonEvents() if as_json else default_progress()
+    progress = progress_of(as_json)
     plan, report, forecast = pilot_run(config, progress)
     if isinstance(progress, JsonEvents):
         progress.event("forecast", **plan.as_dict(), costs=forecast.as_dict())
         progress.report(report)
     else:
-        for line in (*plan.lines(), *report.lines(), *forecast.lines()):
-            typer.echo(line)
+        print_lines((*plan.lines(), *report.lines(), *forecast.lines()))
     return report.exit_code
 
 
@@ -299,8 +255,7 @@ def show_plan(config: RunConfig, as_json: bool) -> int:
     if as_json:
         typer.echo(json.dumps(forecast.as_dict()))
     else:
-        for line in forecast.lines():
-            typer.echo(line)
+        print_lines(forecast.lines())
     return ExitCode.DONE
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -19,6 +20,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batch_runner import Report, arun_batch
+from batch_runner.progress import JsonEvents
+from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.testing.fake_server import FakeServer
 from hermes_rl.testing.server_logs import Entry
 
@@ -152,6 +156,27 @@ def played(dataset: Path, out: Path, base_url: str, *more: str) -> list[str]:
         str(dataset), "--model", "fake", "--base-url", base_url, "--out", str(out),
         "--sandbox", "none", "--allow-unsandboxed", "--toolsets", "terminal", *more,
     ]  # fmt: skip
+
+
+def config(folder: Path, made: Iterable[dict[str, Any]], **sections: dict[str, Any]) -> RunConfig:
+    """A run of these rows in this process, without a sandbox, in `folder`/run.
+
+    Args:
+        sections: what they say besides, or instead.
+    """
+    data: dict[str, dict[str, Any]] = {
+        "dataset": {"path": str(write(folder / "tasks.jsonl", made))},
+        "model": {"name": "fake"},
+        "agent": {"toolsets": ["terminal"]},
+        "sandbox": {"backend": "none"},
+        "run": {"out": str(folder / "run"), "workers": 0, "allow_unsandboxed": True},
+    }
+    return parse_config(data | {k: data.get(k, {}) | v for k, v in sections.items()})
+
+
+async def run(config: RunConfig) -> Report:
+    """Run a configuration in this process; its progress goes nowhere."""
+    return await arun_batch(config, progress=JsonEvents(io.StringIO()))
 
 
 def table(out: Path, name: str) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ and a worker and two drivers are killed on the way.
 """
 
 import asyncio
-import io
 import json
 import random
 import sys
@@ -23,11 +22,8 @@ import pytest
 import yaml
 
 from batch_runner.budgets import Prices, budgets_of, spent_before
-from batch_runner.progress import JsonEvents
-from batch_runner.runner import arun_batch
 from hermes_rl.cli import main
 from hermes_rl.cli.check_run import row_faults
-from hermes_rl.config import parse_config
 from hermes_rl.models.rate.budgets import NANO
 from hermes_rl.store.rundir import RunDir
 from hermes_rl.testing.fake_server import FakeServer
@@ -282,23 +278,17 @@ async def test_an_unknown_call_of_a_dearer_fallback_counts_with_its_own_price(
 ) -> None:
     steps = [[REFUSED, {"text": "", "fault": "reset"}, "Done."]]
     row = {"id": "t", "prompt": f"Do it.\nSCRIPT: {json.dumps(steps)}"}
-    config = parse_config(
-        {
-            "dataset": {"path": str(kit.write(tmp_path / "tasks.jsonl", [row]))},
-            "model": {"name": "main", "max_tokens": 1000},
-            "agent": {"toolsets": ["terminal"]},
-            "sandbox": {"backend": "none"},
-            "endpoint": {
-                "base_url": server.base_url, "prices": PRICES,
-                "fallbacks": [{"model": "spare", "api_mode": "anthropic_messages"}],
-            },
-            "run": {
-                "out": str(tmp_path / "run"), "workers": 0, "allow_unsandboxed": True,
-                "budget_usd": 10, "model_budgets": {"main": 5, "spare": 5},
-            },
-        }
+    config = kit.config(
+        tmp_path,
+        [row],
+        model={"name": "main", "max_tokens": 1000},
+        endpoint={
+            "base_url": server.base_url, "prices": PRICES,
+            "fallbacks": [{"model": "spare", "api_mode": "anthropic_messages"}],
+        },
+        run={"budget_usd": 10, "model_budgets": {"main": 5, "spare": 5}},
     )  # fmt: skip
-    report = await arun_batch(config, progress=JsonEvents(io.StringIO()))
+    report = await kit.run(config)
     assert (report.exit_code, report.unknown_calls) == (0, 1)
     (final,) = kit.table(tmp_path / "run", "trajectories")
     answered = [call for call in final["calls"] if call["outcome"] == "ok"]

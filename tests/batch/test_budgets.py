@@ -1,4 +1,4 @@
-"""Budgets that bind a run and its resumption, and the pilot that forecasts what it will cost."""
+"""Budgets bind a run and its resumption, whatever its model makes; the pilot forecasts its cost."""
 
 import asyncio
 import io
@@ -15,68 +15,85 @@ import kit
 import pytest
 from aiohttp import web
 
+from batch_runner import Report
 from batch_runner.budgets import Prices, asked_name, budgets_of, spent_before
 from batch_runner.dryrun import pilot_run, predict, student_t
 from batch_runner.plan import Pilot
 from batch_runner.progress import JsonEvents
-from batch_runner.report import Report
-from batch_runner.runner import arun_batch
-from hermes_rl.config import RunConfig, parse_config
+from hermes_rl.config import RunConfig, parse_config, to_yaml
 from hermes_rl.errors import UserError
-from hermes_rl.models.rate.budgets import NANO
+from hermes_rl.models.rate.budgets import NANO, OUTPUT_MAX
 from hermes_rl.store.rundir import RunDir
-from hermes_rl.testing.fake_server import FakeServer
+from hermes_rl.testing.dialects.base import ServedRequest
+from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 PRICE = {"input": 10.0, "output": 50.0, "cache_read": 10.0}
 """US dollars per million tokens."""
 
 
+def cut_once(answer: str) -> str:
+    """A script: the first answer is cut off, and nobody learns its usage."""
+    return json.dumps([[{"text": "", "fault": "reset"}, {"text": answer}]])
+
+
+def row(number: int, script: str = "") -> dict[str, Any]:
+    """A task of one call without a command."""
+    script = script or f'["ok {number:03}"]'
+    return {"id": f"t{number:03}", "prompt": f"Say {number:03}.\nSCRIPT: {script}"}
+
+
 @dataclass
 class Bench:
-    """Tasks of one call without a command, for runs in this process."""
+    """Runs in this process against one server."""
 
     folder: Path
     server: FakeServer
 
     def config(
-        self, count: int, *, priced: bool = True, limit: int | None = None, **run: Any
-    ) -> RunConfig:
-        rows = [
-            {"id": f"t{n:03}", "prompt": f'Say {n:03}.\nSCRIPT: ["ok {n:03}"]'}
-            for n in range(count)
-        ]
-        endpoint = {"base_url": self.server.base_url}
-        return parse_config(
-            {
-                "dataset": {"path": str(kit.write(self.folder / "t.jsonl", rows)), "limit": limit},
-                "model": {"name": "fake", "max_tokens": 50},
-                "agent": {"toolsets": ["terminal"]},
-                "sandbox": {"backend": "none"},
-                "endpoint": {**endpoint, "prices": {"fake": PRICE}} if priced else endpoint,
-                "run": {
-                    "out": str(self.out), "workers": 0, "concurrency": 200,
-                    "allow_unsandboxed": True, **run,
-                },
-            }
-        )  # fmt: skip
+        self, rows: int | list[dict[str, Any]], *, priced: bool = True, limit: int | None = None,
+        **run: Any,
+    ) -> RunConfig:  # fmt: skip
+        made = list(map(row, range(rows))) if isinstance(rows, int) else rows
+        endpoint: dict[str, Any] = {"base_url": self.server.base_url}
+        return kit.config(
+            self.folder,
+            made,
+            dataset={"limit": limit},
+            model={"max_tokens": 50 if isinstance(rows, int) else 200},
+            endpoint={**endpoint, "prices": {"fake": PRICE}} if priced else endpoint,
+            run={"concurrency": 200, **run},
+        )
 
     @property
     def out(self) -> Path:
         return self.folder / "run"
 
-    async def run(self, count: int, **settings: Any) -> Report:
-        return await arun_batch(self.config(count, **settings), progress=quiet())
+    @property
+    def spent(self) -> dict[str, Any]:
+        """Budget -> what the driver says is spent of it."""
+        budgets = json.loads((self.out / "manifest.json").read_bytes())["budgets"]
+        return {name: budget["spent"] for name, budget in budgets.items()}
+
+    def spent_before(self, config: RunConfig) -> dict[str, int]:
+        """The same, as a later start finds it in the rows."""
+        prices = Prices(config)
+        known = (prices.worst, prices.models, prices.output_max)
+        return spent_before(RunDir(self.out), budgets_of(config), *known)
+
+    async def run(self, rows: int | list[dict[str, Any]], **settings: Any) -> Report:
+        return await kit.run(self.config(rows, **settings))
 
     @property
     def billed(self) -> float:
         """What the server's answers cost, in US dollars."""
-        served = [e for e in self.server.entries if e.outcome == "served"]
-        given = sum(e.prompt_tokens for e in served) * PRICE["input"]
-        return (given + sum(e.completion_tokens for e in served) * PRICE["output"]) / 1e6
+        read, made = tokens(self.server)
+        return (read * PRICE["input"] + made * PRICE["output"]) / 1e6
 
 
-def quiet() -> JsonEvents:
-    return JsonEvents(io.StringIO())
+def tokens(server: FakeServer) -> tuple[int, int]:
+    """Input and output tokens of what a server has served."""
+    served = [entry for entry in server.entries if entry.outcome == "served"]
+    return sum(e.prompt_tokens for e in served), sum(e.completion_tokens for e in served)
 
 
 @pytest.fixture
@@ -95,8 +112,7 @@ async def test_a_budget_binds_two_hundred_agents_and_the_resumed_run(bench: Benc
         assert bench.billed <= budget
     done = len(kit.final_rows(bench.out))
     assert 80 <= done <= 100
-    spent = json.loads((bench.out / "manifest.json").read_bytes())["budgets"]["run:usd"]["spent"]
-    assert spent == pytest.approx(bench.billed, abs=1e-6)
+    assert bench.spent["run:usd"] == pytest.approx(bench.billed, abs=1e-6)
     last = await bench.run(200, budget_usd=1000 * each)
     assert last.exit_code == 0
     assert len(kit.final_rows(bench.out)) == 200
@@ -104,20 +120,24 @@ async def test_a_budget_binds_two_hundred_agents_and_the_resumed_run(bench: Benc
     assert any(line.startswith("budget: $") for line in last.lines())
 
 
-async def test_a_budget_in_tokens(bench: Bench) -> None:
-    report = await bench.run(10, budget_tokens=1, priced=False)
+@pytest.mark.parametrize(
+    ("run", "priced", "reason"),
+    [
+        ({"budget_tokens": 1}, False, "1 tokens left"),
+        ({"model_budgets": {"fake": 1e-6}}, True, "the budget of fake is used up"),
+        (
+            {"model_token_budgets": {"fake": 1}},
+            False,
+            "the budget of fake is used up: 1 tokens left",
+        ),
+    ],
+)
+async def test_a_budget_too_small_for_one_call_sends_none(
+    bench: Bench, run: dict[str, Any], priced: bool, reason: str
+) -> None:
+    report = await bench.run(10, priced=priced, **run)
     assert report.exit_code == 3
-    assert "1 tokens left" in str(report.detail)
-    assert bench.server.requests == 0
-
-
-async def test_a_budget_of_one_model(bench: Bench) -> None:
-    report = await bench.run(10, model_budgets={"fake": 1e-6})
-    assert report.exit_code == 3
-    assert "the budget of fake is used up" in str(report.detail)
-    report = await bench.run(10, model_token_budgets={"fake": 1}, priced=False)
-    assert report.exit_code == 3
-    assert "the budget of fake is used up: 1 tokens left" in str(report.detail)
+    assert reason in str(report.detail)
     assert bench.server.requests == 0
 
 
@@ -141,7 +161,8 @@ async def test_dollars_need_a_price(bench: Bench) -> None:
 
 
 async def test_a_pilot_forecasts_and_its_units_count(bench: Bench) -> None:
-    plan, report, costs = await asyncio.to_thread(pilot_run, bench.config(30), quiet())
+    quiet = JsonEvents(io.StringIO())
+    plan, report, costs = await asyncio.to_thread(pilot_run, bench.config(30), quiet)
     assert (plan.open, report.exit_code, bench.server.requests) == (30, 0, 5)
     indices = sorted(row["row_index"] for row in kit.final_rows(bench.out).values())
     assert [index // 6 for index in indices] == [0, 1, 2, 3, 4]
@@ -184,50 +205,40 @@ def test_a_prediction_is_as_wide_as_what_is_known_scatters() -> None:
     assert student_t(9) == pytest.approx(2.262, rel=1e-3)
 
 
-async def test_the_books_say_what_the_budget_said(bench: Bench) -> None:
-    """Calls whose answers were cut off count with their worst case, now and after a resumption."""
-    scripts = [
-        json.dumps([[{"text": "", "fault": "reset"}, {"text": f"ok {n}"}]]) for n in range(8)
-    ]
-    of_model: dict[str, Any] = {
-        "model_budgets": {"fake": 5.0},
-        "model_token_budgets": {"fake": 10**6},
-    }
-    config = bench.config(8, budget_usd=5.0, budget_tokens=10**6, **of_model)
-    rows = [{"id": f"u{n}", "prompt": f"Try {n}.\nSCRIPT: {s}"} for n, s in enumerate(scripts)]
-    kit.write(Path(config.dataset.path), rows)
-    report = await arun_batch(config, progress=quiet())
+async def test_calls_of_unknown_usage_count_with_their_worst_case_also_when_resumed(
+    bench: Bench,
+) -> None:
+    config = bench.config(
+        [row(n, cut_once(f"ok {n}")) for n in range(8)],
+        budget_usd=5.0,
+        budget_tokens=10**6,
+        model_budgets={"fake": 5.0},
+        model_token_budgets={"fake": 10**6},
+    )
+    report = await kit.run(config)
     assert (report.exit_code, report.unknown_calls) == (0, 8)
-    pots = budgets_of(config)
-    before = spent_before(RunDir(bench.out), pots, Prices(config).worst)
-    said = json.loads((bench.out / "manifest.json").read_bytes())["budgets"]
-    tokens = said["run:tokens"]["spent"]
-    assert before["run:tokens"] == before["model:fake:tokens"] == tokens
-    assert said["model:fake:tokens"] == {"budget": 10**6, "spent": tokens}
-    assert f"budget of fake: {tokens:,} of 1,000,000 tokens spent" in report.lines()
+    before, spent = bench.spent_before(config), bench.spent
+    used = spent["run:tokens"]
+    assert before["run:tokens"] == before["model:fake:tokens"] == spent["model:fake:tokens"] == used
+    assert f"budget of fake: {used:,} of 1,000,000 tokens spent" in report.lines()
     assert before["run:usd"] == before["model:fake:usd"]
-    assert before["run:usd"] / NANO == pytest.approx(said["run:usd"]["spent"], abs=1e-8)
-    assert said["run:usd"]["spent"] > bench.billed + 8 * 50 * PRICE["output"] / 1e6
+    assert before["run:usd"] / NANO == pytest.approx(spent["run:usd"], abs=1e-8)
+    assert spent["run:usd"] > bench.billed + 8 * 200 * PRICE["output"] / 1e6
 
 
 @pytest.mark.parametrize("output_max", [None, 1000])
 async def test_calls_without_a_bound_count_with_what_their_model_can_make(
     bench: Bench, output_max: int | None
 ) -> None:
-    """Set aside when they are made, and known again after a resumption."""
-    config = bench.config(1, budget_usd=50.0, budget_tokens=10**6).model_dump()
+    data = bench.config([row(0, cut_once("done"))], budget_usd=50.0, budget_tokens=10**6)
+    config = data.model_dump()
     config["model"]["max_tokens"] = None
     config["endpoint"]["prices"]["fake"]["output_max"] = output_max
-    steps = json.dumps([[{"text": "", "fault": "reset"}, "done"]])
-    kit.write(Path(config["dataset"]["path"]), [{"id": "u", "prompt": f"Say.\nSCRIPT: {steps}"}])
     parsed = parse_config(config)
-    assert (await arun_batch(parsed, progress=quiet())).unknown_calls == 1
-    prices = Prices(parsed)
-    known = (prices.worst, prices.models, prices.output_max)
-    before = spent_before(RunDir(bench.out), budgets_of(parsed), *known)
-    said = json.loads((bench.out / "manifest.json").read_bytes())["budgets"]
-    assert before["run:tokens"] == said["run:tokens"]["spent"]
-    assert before["run:usd"] / NANO == pytest.approx(said["run:usd"]["spent"], abs=1e-8)
+    assert (await kit.run(parsed)).unknown_calls == 1
+    before, spent = bench.spent_before(parsed), bench.spent
+    assert before["run:tokens"] == spent["run:tokens"]
+    assert before["run:usd"] / NANO == pytest.approx(spent["run:usd"], abs=1e-8)
     most = output_max or 32_000
     assert most < before["run:tokens"] < most + 10_000
 
@@ -256,14 +267,10 @@ async def dated(server: FakeServer) -> AsyncIterator[str]:
 
 
 async def test_a_fallbacks_longer_name_counts_for_its_own_budget_when_resumed(bench: Bench) -> None:
-    refused = {"text": "", "fault": "content_filter"}
-    config = bench.config(1).model_dump()
+    refused = json.dumps([[{"text": "", "fault": "content_filter"}, "done"]])
+    config = bench.config([row(0, refused)]).model_dump()
     config["run"]["model_budgets"] = {"fake": 5.0, "spare": 5.0}
     config["run"]["model_token_budgets"] = {"spare": 100_000}
-    kit.write(
-        Path(config["dataset"]["path"]),
-        [{"id": "u", "prompt": f"Say.\nSCRIPT: {json.dumps([[refused, 'done']])}"}],
-    )
     async with dated(bench.server) as url:
         config["endpoint"] |= {
             "base_url": url,
@@ -271,17 +278,14 @@ async def test_a_fallbacks_longer_name_counts_for_its_own_budget_when_resumed(be
             "fallbacks": [{"model": "spare"}],
         }
         parsed = parse_config(config)
-        report = await arun_batch(parsed, progress=quiet())
-    assert report.exit_code == 0
-    (row,) = kit.final_rows(bench.out).values()
-    assert row["served_models"] == ["spare-2025-08-07"]
-    prices = Prices(parsed)
-    before = spent_before(RunDir(bench.out), budgets_of(parsed), prices.worst, prices.models)
-    said = json.loads((bench.out / "manifest.json").read_bytes())["budgets"]
+        assert (await kit.run(parsed)).exit_code == 0
+    (final,) = kit.final_rows(bench.out).values()
+    assert final["served_models"] == ["spare-2025-08-07"]
+    before, spent = bench.spent_before(parsed), bench.spent
     assert before["model:spare:usd"] > 0
-    for pot in ("model:spare:usd", "model:fake:usd"):
-        assert before[pot] / NANO == pytest.approx(said[pot]["spent"], abs=1e-8)
-    assert before["model:spare:tokens"] == said["model:spare:tokens"]["spent"] > 0
+    for name in ("model:spare:usd", "model:fake:usd"):
+        assert before[name] / NANO == pytest.approx(spent[name], abs=1e-8)
+    assert before["model:spare:tokens"] == spent["model:spare:tokens"] > 0
 
 
 @pytest.mark.parametrize(
@@ -301,3 +305,103 @@ async def test_a_fallbacks_longer_name_counts_for_its_own_budget_when_resumed(be
 def test_the_name_that_was_asked_for(served: str, asked: str) -> None:
     models = ("gpt-5", "gpt-5-mini", "anthropic/claude-haiku-4-5")
     assert asked_name(served, "gpt-5-mini", models) == asked
+
+
+UNITS = 60
+"""All of them in flight together, four to six calls each."""
+
+
+def units(count: int = UNITS) -> list[dict[str, Any]]:
+    return [kit.task(n, turns=3 + n % 3) for n in range(count)]
+
+
+@pytest.fixture
+async def unit_costs(tmp_path_factory: pytest.TempPathFactory, server: FakeServer) -> float:
+    """What a unit costs on average, in dollars."""
+    bench = Bench(tmp_path_factory.mktemp("known"), server)
+    await bench.run(units(6))
+    cost = bench.billed / 6
+    server.entries.clear()
+    return cost
+
+
+@pytest.mark.parametrize("worth", [4, 10, 30])
+async def test_begun_units_are_finished_first(bench: Bench, unit_costs: float, worth: int) -> None:
+    budget = worth * unit_costs
+    report = await bench.run(units(), budget_usd=budget, concurrency=UNITS)
+    assert report.exit_code == 3
+    assert "budget is used up" in str(report.detail)
+    assert bench.billed <= budget
+    assert 0.6 * worth - 1 <= report.done <= worth + 1
+    assert report.causes.keys() == {"cost_limit"}
+
+
+@pytest.mark.slow
+async def test_a_budget_binds_ray_workers_together(bench: Bench, unit_costs: float) -> None:
+    budget, file = 12 * unit_costs, bench.folder / "run.yaml"
+    config = bench.config(units(), budget_usd=budget, concurrency=UNITS, workers=2)
+    file.write_text(to_yaml(config))
+    run = await kit.finish("--config", file)
+    assert run.process.returncode == 3, run.errors
+    assert bench.billed <= budget
+    assert 6 <= run.report()["done"] <= 13
+
+
+MAKES = 40_000
+"""Output tokens of each answer of the model `endless`, unless the request allows fewer."""
+LIMIT = 200_000
+
+
+def endless(request: ServedRequest) -> dict[str, Any]:
+    """An answer that goes on until it is cut."""
+    most = min(MAKES, request.sampling.max_tokens or MAKES)
+    text = "x" * (4 * (most - 1))  # as this server counts
+    return {"text": text, "finish": "length" if most < MAKES else "stop"}
+
+
+def endless_config(folder: Path, server: FakeServer, mode: str, **run: Any) -> RunConfig:
+    prices = {"endless": {"input": 1.0, "output": 2.0}}
+    return kit.config(
+        folder,
+        [{"id": f"t{n}", "prompt": f"Say {n}."} for n in range(12)],
+        model={"name": "endless"},
+        endpoint={"base_url": server.base_url, "api_mode": mode, "prices": prices},
+        run={"concurrency": 12, **run},
+    )
+
+
+@pytest.mark.parametrize("mode", ["chat_completions", "codex_responses"])
+@pytest.mark.parametrize(
+    "budget", [{"budget_tokens": LIMIT}, {"budget_usd": 2e-6 * LIMIT}], ids=["tokens", "usd"]
+)
+async def test_a_model_that_makes_more_than_is_set_aside_cannot_pass_the_budget(
+    tmp_path: Path, mode: str, budget: dict[str, float]
+) -> None:
+    """Its answers are cut and continued, with a higher bound each time: all of it is set aside."""
+    async with FakeServer(FakeConfig(plays={"endless": endless})) as server:
+        config = endless_config(tmp_path, server, mode, **budget)
+        report = await kit.run(config)
+    assert report.exit_code == 3
+    assert "budget is used up" in str(report.detail)
+    read, made = tokens(server)
+    spent = read + made if "budget_tokens" in budget else read / 2 + made
+    assert 2 * OUTPUT_MAX < spent <= LIMIT
+    served = [entry for entry in server.entries if entry.outcome == "served"]
+    assert OUTPUT_MAX in {entry.max_tokens for entry in served}
+    assert all(e.completion_tokens <= (e.max_tokens or 0) < MAKES for e in served)
+    before = Bench(tmp_path, server).spent_before(config)
+    if "budget_tokens" in budget:
+        assert before["run:tokens"] == spent
+    else:  # answers of cached tokens, without their price: the most that they can have cost
+        assert before["run:usd"] == pytest.approx(2000 * spent, rel=0.01)
+
+
+@pytest.mark.parametrize("budget", [{}, {"unit_budget_tokens": 500_000}], ids=["none", "unit"])
+async def test_rows_record_the_bound_that_was_sent(tmp_path: Path, budget: dict[str, int]) -> None:
+    async with FakeServer(FakeConfig(plays={"endless": lambda request: "done"})) as server:
+        config = endless_config(tmp_path, server, "chat_completions", **budget)
+        assert (await kit.run(config)).exit_code == 0
+    bound = OUTPUT_MAX if budget else None
+    assert {entry.max_tokens for entry in server.entries} == {bound}
+    rows = kit.final_rows(tmp_path / "run").values()
+    assert {json.loads(final["sampling"]).get("max_tokens") for final in rows} == {bound}

@@ -1,12 +1,15 @@
 """`hermes-rl run` as people type it: what is said, where, and with which exit code."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import kit
 import pytest
 
+from batch_runner.settings import settle
 from hermes_rl.cli import main
 
 GOOD = '{"id": "a", "prompt": "Do it", "oracle": "echo 1 > x", "verify": "cd /workspace"}\n'
@@ -18,61 +21,6 @@ def tasks(tmp_path: Path) -> str:
     path = tmp_path / "tasks.jsonl"
     path.write_text(GOOD)
     return str(path)
-
-
-def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that a refused command says."""
-    assert main(["run", *arguments]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("error: ")
-    assert said.err.count("\n") == 1
-    return said.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ([], "no dataset"),
-        (["smoke"], "no model"),
-        (["none.jsonl", "--model", "oracle"], "none.jsonl: no such file"),
-        (["smoke", "--model", "oracle", "--wat"], "--wat"),
-        (
-            ["smoke", "--model", "oracle", "--workers", "auot"],
-            "--workers auot: must be a whole number from 0 on, or auto, not 'auot'",
-        ),
-        (["smoke", "--model", "oracle", "--workers", "-1"], "--workers -1: must be a whole number"),
-        (["smoke", "--model", "oracle", "--repeats", "0"], "--repeats 0: must be 1 or more"),
-        (["smoke", "--model", "oracle", "--sandbox", "none"], "--allow-unsandboxed"),
-        (
-            ["smoke", "--model", "oracle", "--sandbox", "jail"],
-            "--sandbox jail: must be 'bubblewrap' or",
-        ),
-        (["smoke", "--model", "oracle", "--toolsets", "wand"], "wand"),
-        (["smoke", "--model", "oracle", "--set", "run.wat=1"], "run.wat"),
-        (["smoke", "--model", "oracle", "--set", "run"], "--set section.key=value"),
-        (["smoke", "--model", "oracle", "--map", "prompt"], "--map prompt=COLUMN"),
-        (["smoke", "--model", "oracle", "--config", "none.yaml"], "none.yaml"),
-        (["smoke", "--model", "oracle", "--system-prompt", "@none"], "--system-prompt"),
-        (["smoke", "--model", "m", "--base-url", "http://example.com/v1"], "--api-key-env"),
-        (["smoke", "--model", "m", "--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY"),
-        (["smoke", "--model", "oracle", "--out", "/proc/here"], "--out"),
-        (["smoke", "--model", "oracle", "--out", "s3://bucket/run"], "s3://bucket/run"),
-    ],
-)
-def test_bad_input_is_one_line(
-    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert text in error(capsys, *arguments)
-
-
-def test_wrong_columns_name_the_mend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "my.jsonl"
-    path.write_text('{"question": "x", "answer": "y"}\n')
-    said = error(capsys, str(path), "--model", "oracle", "--out", str(tmp_path / "run"))
-    assert "my.jsonl:1: no column 'prompt' (found: question, answer)" in said
-    assert "--map prompt=" in said
-    assert not (tmp_path / "run").exists(), "a refused run leaves nothing"
 
 
 def test_flags_before_set_before_file(
@@ -89,25 +37,6 @@ def test_flags_before_set_before_file(
     assert (said["concurrency"], said["workers"], said["units"]) == (7, 0, 2)
     assert said["path"] == str(tmp_path / "file")
     assert not (tmp_path / "file").exists()
-
-
-def test_summary_and_progress(
-    tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "run"
-    assert main(["run", tasks, "--model", "noop", "--out", str(out), *FREE]) == 0
-    said = capsys.readouterr()
-    assert "1/1 units  " in said.err
-    assert "0 running | " in said.err
-    assert f"{out}: 1/1 units done" in said.out
-    assert f"trajectories: {out}/trajectories/*.parquet" in said.out
-
-
-def test_default_run_directory(
-    tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["run", tasks, "--model", "noop", *FREE, "--dry-run"]) == 0
-    assert capsys.readouterr().out.startswith("runs/tasks-noop: new run, this process")
 
 
 @pytest.mark.parametrize(
@@ -172,8 +101,9 @@ def test_help_is_light_and_has_an_example() -> None:
         assert "Example: hermes-rl run" in " ".join(done.stdout.split())
 
 
-def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rum"]) == 2
-    assert "did you mean 'run'?" in capsys.readouterr().err
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("hermes-rl ")
+@pytest.mark.parametrize("name", ["plain", "two words", "it's $HOME"])
+def test_the_command_that_resumes_can_be_pasted(name: str, tmp_path: Path) -> None:
+    out = tmp_path / name
+    config = kit.config(tmp_path, [], model={"name": "noop"}, run={"out": str(out)})
+    words = shlex.split(settle(config).resume)
+    assert words == ["hermes-rl", "run", "--config", f"{out}/run.yaml"]

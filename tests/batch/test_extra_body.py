@@ -1,6 +1,5 @@
 """Body fields of the user's own: on every wire, in the rows, part of what a run is."""
 
-import io
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -10,8 +9,6 @@ import kit
 import pytest
 import yaml
 
-from batch_runner.progress import JsonEvents
-from batch_runner.runner import arun_batch
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.definitions import identity_of
 from hermes_rl.errors import ModelError, UserError
@@ -59,20 +56,18 @@ async def test_every_request_holds_the_fields_and_every_row_says_so(
 ) -> None:
     """The first model is not there, so that a fallback with fields of its own is asked too."""
     async with Keeping(FakeConfig(models=("fake",))) as server:
-        made = config(
-            {"name": "gone", "extra_body": PINNED},
-            {
+        made = kit.config(
+            tmp_path,
+            [kit.task(1)],
+            model={"name": "gone", "extra_body": PINNED},
+            endpoint={
                 "base_url": server.base_url,
                 "api_mode": mode,
                 "transport": transport,
                 "fallbacks": [{"model": "fake", "extra_body": OTHER}],
             },
-            dataset={"path": str(kit.write(tmp_path / "tasks.jsonl", [kit.task(1)]))},
-            agent={"toolsets": ["terminal"]},
-            sandbox={"backend": "none"},
-            run={"out": str(tmp_path / "run"), "workers": 0, "allow_unsandboxed": True},
         )
-        report = await arun_batch(made, progress=JsonEvents(io.StringIO()))
+        report = await kit.run(made)
         assert report.exit_code == 0
         first, *others = server.bodies
     assert first == {**first, **PINNED}
@@ -91,16 +86,11 @@ async def rows_of(
     tmp_path: Path, server: FakeServer, model: dict[str, Any], **agent: Any
 ) -> tuple[list[dict[str, Any]], Any]:
     """The rows and the report of a run of three tasks."""
-    out = tmp_path / "run"
-    made = config(
-        model,
-        {"base_url": server.base_url},
-        dataset={"path": str(kit.write(tmp_path / "tasks.jsonl", TASKS))},
-        agent={"toolsets": ["terminal"], **agent},
-        sandbox={"backend": "none"},
-        run={"out": str(out), "workers": 0, "allow_unsandboxed": True, "concurrency": 1},
+    out, endpoint = tmp_path / "run", {"base_url": server.base_url}
+    made = kit.config(
+        tmp_path, TASKS, model=model, agent=agent, endpoint=endpoint, run={"concurrency": 1}
     )
-    report = await arun_batch(made, progress=JsonEvents(io.StringIO()))
+    report = await kit.run(made)
     return [*kit.table(out, "trajectories"), *kit.table(out, "failures")], report
 
 

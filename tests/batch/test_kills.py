@@ -50,33 +50,23 @@ async def check_end(
     assert list((out / "tmp").iterdir()) == []
 
 
-@pytest.mark.parametrize("at", [1, 17, 44])
+@pytest.mark.parametrize(
+    ("who", "at"),
+    [("driver", 1), ("driver", 17), ("driver", 44), ("both", 3), ("both", 23), ("both", 51)],
+)
 async def test_driver_killed(
-    at: int, tmp_path: Path, server: FakeServer, cluster: dict[str, str], unbroken: dict[str, Any]
-) -> None:
-    await killed_and_resumed("driver", at, tmp_path, server, cluster, unbroken)
-
-
-@pytest.mark.parametrize("at", [3, 23, 51])
-async def test_both_killed(
-    at: int, tmp_path: Path, server: FakeServer, cluster: dict[str, str], unbroken: dict[str, Any]
-) -> None:
-    await killed_and_resumed("both", at, tmp_path, server, cluster, unbroken)
-
-
-async def killed_and_resumed(
     who: str,
     at: int,
-    folder: Path,
+    tmp_path: Path,
     server: FakeServer,
     cluster: dict[str, str],
     unbroken: dict[str, Any],
 ) -> None:
-    dataset, out = kit.write(folder / "tasks.jsonl", ROWS), folder / "run"
-    arguments = kit.played(dataset, out, server.base_url, *RAY)
+    """Alone, or together with both workers."""
+    dataset, out = kit.write(tmp_path / "tasks.jsonl", ROWS), tmp_path / "run"
     watcher = kit.Watcher(out)
     watcher.start()
-    first = await kit.launch(*arguments, env=cluster)
+    first = await kit.launch(*kit.played(dataset, out, server.base_url, *RAY), env=cluster)
     await kit.asked(server, at, first)
     workers = kit.alive_pids(out)
     assert len(workers) == 2
@@ -84,13 +74,12 @@ async def killed_and_resumed(
         kit.kill(pid)
     await first.wait()
     await kit.check_gone(workers)
-    receipts = first.receipts()
 
     kit.write(dataset, reversed(ROWS))
     second = await kit.finish(*kit.played(dataset, out, server.base_url, "--workers", "0"))
     assert second.process.returncode == 0, second.errors
     watcher.check()
-    await check_end(out, server, receipts, unbroken)
+    await check_end(out, server, first.receipts(), unbroken)
     lost = kit.table(out, "failures")
     assert lost, "nothing was in flight when the driver was killed"
     assert {row["cause"] for row in lost} == {"driver_lost"}

@@ -5,6 +5,7 @@ import platform
 from pathlib import Path
 from typing import Any, cast
 
+import kit
 import pytest
 
 from batch_runner import run_batch
@@ -20,14 +21,7 @@ from hermes_rl.wiring import reach
 
 async def test_entries_are_kept_and_the_fingerprint_follows_the_file(tmp_path: Path) -> None:
     dataset = tmp_path / "tasks.jsonl"
-    dataset.write_text('{"prompt": "p"}\n')
-    data = {
-        "dataset": {"path": str(dataset)},
-        "model": {"name": "noop"},
-        "sandbox": {"backend": "none"},
-        "run": {"out": str(tmp_path / "run"), "workers": 0, "allow_unsandboxed": True},
-    }
-    settings = settle(parse_config(data))
+    settings = settle(kit.config(tmp_path, [{"prompt": "p"}], model={"name": "noop"}))
     async with await open_run(settings.out, settings.identity) as driver:
         write_manifest(driver, settings, {"rate_limits": [{"limit": 7}], "plan": {"units": 1}})
         write_manifest(driver, settings, {"rate_limits": []})
@@ -49,12 +43,8 @@ async def test_entries_are_kept_and_the_fingerprint_follows_the_file(tmp_path: P
 
 
 def test_run_batch_takes_plain_data_and_says_what_else_it_wants(tmp_path: Path) -> None:
-    data = {
-        "dataset": {"path": str(tmp_path / "none.jsonl")},
-        "model": {"name": "noop"},
-        "sandbox": {"backend": "none"},
-        "run": {"out": str(tmp_path / "run"), "workers": 0, "allow_unsandboxed": True},
-    }
+    data = kit.config(tmp_path, [], model={"name": "noop"}).model_dump()
+    data["dataset"]["path"] = str(tmp_path / "none.jsonl")
     with pytest.raises(UserError, match=r"none\.jsonl: no such file"):
         run_batch(data)
     with pytest.raises(UserError, match="run_batch: unknown key 'wat'"):
@@ -71,20 +61,13 @@ def test_capabilities_are_what_the_endpoint_said() -> None:
     assert found["stream"] is False
 
 
-async def test_the_calls_of_a_full_probe_are_listed_as_the_server_billed_them() -> None:
+async def test_the_calls_of_a_full_probe_are_listed_as_the_server_billed_them(
+    tmp_path: Path,
+) -> None:
     async with FakeServer(FakeConfig(models=("fake",))) as server:
-        config = parse_config(
-            {
-                "dataset": {"path": "smoke"},
-                "model": {"name": "fake"},
-                "sandbox": {"backend": "none"},
-                "endpoint": {
-                    "base_url": server.base_url,
-                    "prices": {"fake": {"input": 1, "output": 1, "cache_read": 1}},
-                },
-                "run": {"allow_unsandboxed": True, "probe": "full"},
-            }
-        )
+        prices = {"fake": {"input": 1, "output": 1, "cache_read": 1}}
+        endpoint = {"base_url": server.base_url, "prices": prices}
+        config = kit.config(tmp_path, [], endpoint=endpoint, run={"probe": "full"})
         said = capabilities(config, await reach(config))
         served = [entry for entry in server.entries if entry.outcome == "served"]
     found = said["probed"]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import kit
 import msgspec
 import pytest
 
@@ -23,15 +24,8 @@ Change = Callable[[dict[str, Any]], None]
 
 
 def config(folder: Path, **agent: Any) -> dict[str, Any]:
-    dataset = folder / "tasks.jsonl"
-    dataset.write_text("".join(json.dumps({"prompt": f"Say {n}"}) + "\n" for n in range(3)))
-    return {
-        "dataset": {"path": str(dataset)},
-        "model": {"name": "noop"},
-        "agent": agent,
-        "sandbox": {"backend": "none"},
-        "run": {"out": str(folder / "run"), "workers": 0, "allow_unsandboxed": True},
-    }
+    rows = [{"prompt": f"Say {n}"} for n in range(3)]
+    return kit.config(folder, rows, model={"name": "noop"}, agent=agent).model_dump()
 
 
 def begun(folder: Path, change: Change) -> dict[str, Any]:

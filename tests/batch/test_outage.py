@@ -1,16 +1,27 @@
-"""A provider that is out: a short outage costs nothing, a long one parks the run, which resumes."""
+"""Endpoints that are out, silent or refuse everything: a short outage costs nothing, a longer one
+stops the run, which resumes; terminals and the exit code report it."""
 
 import asyncio
 import json
+import re
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import kit
 import pytest
 
+from batch_runner.progress import troubles
+from hermes_rl.cli.status_command import look
+from hermes_rl.config_endpoint import EndpointSection
+from hermes_rl.models.rate.coordinator import LaneSummary, Summary
+from hermes_rl.models.rate.traffic import Unanswered
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.testing.faults import FaultPlan
 
 HERE = ("--workers", "0", "--concurrency", "8")
+TWENTY = [kit.task(n) for n in range(20)]
 
 
 def go_out(server: FakeServer, seconds: float, kind: str = "unavailable") -> None:
@@ -94,3 +105,107 @@ async def test_a_last_unit_that_draws_500s_alone_does_not_park_the_run(tmp_path:
     asked = [(call["purpose"], call["outcome"]) for call in failure["calls"]]
     assert asked[-2:] == [("probe", "ok"), ("agent", "refused")]
     assert set(asked[:-2]) == {("agent", "refused")}
+
+
+def faulty(kind: str) -> FakeConfig:
+    """A server that meets every request with one fault; `held` never answers."""
+    return (
+        FakeConfig(hold_at=1) if kind == "held" else FakeConfig(faults=FaultPlan(rates={kind: 1.0}))
+    )
+
+
+@pytest.mark.parametrize("kind", ["server_error", "garbage", "held"])
+async def test_a_run_stops_when_nothing_was_ever_answered(tmp_path: Path, kind: str) -> None:
+    dataset, out = kit.write(tmp_path / "t.jsonl", TWENTY), tmp_path / "r"
+    async with FakeServer(faulty(kind)) as server:
+        soon = ("--set", "endpoint.first_answer_seconds=3")
+        arguments = kit.played(dataset, out, server.base_url, *HERE, *soon)
+        run = await kit.finish(*arguments)
+        assert run.process.returncode == 3, run.errors
+        report = run.report()
+        assert report["detail"].startswith("nothing was answered within 3 s, the last error: ")
+        assert report["mend"] == "Look at the server, or raise endpoint.first_answer_seconds"
+        assert (report["given_up"], report["seconds"] < 30) == (0, True)
+        if kind != "server_error":
+            return
+        server.config = FakeConfig()
+        again = await kit.finish(*arguments)
+        assert (again.process.returncode, again.report()["done"]) == (0, 20), again.errors
+
+
+async def test_the_same_refusal_of_every_call_stops_the_run(tmp_path: Path) -> None:
+    rows, out = [kit.task(n) for n in range(90)], tmp_path / "r"
+    dataset = kit.write(tmp_path / "t.jsonl", rows)
+    async with FakeServer(faulty("bad_request")) as server:
+        run = await kit.finish(*kit.played(dataset, out, server.base_url, *HERE))
+        assert run.process.returncode == 3, run.errors
+        assert 10 <= server.requests < 10 + 8
+    report = run.report()
+    assert (
+        "in the same words, none was answered: 400: Invalid value for 'messages'"
+        in report["detail"]
+    )
+    assert report["mend"] == "Correct what the server refuses"
+    assert report["given_up"] == 0
+
+
+def first_trouble(run: kit.Process) -> list[str]:
+    lines = [e["trouble"] for e in run.events if e["event"] == "progress" and e["trouble"]]
+    return lines[0] if lines else []
+
+
+SAID = {"server_error": "answers 500 'Internal server error.'", "held": "does not answer"}
+
+
+@pytest.mark.parametrize("kind", SAID)
+async def test_trouble_is_reported_within_seconds_and_ctrl_c_ends_it(
+    tmp_path: Path, kind: str
+) -> None:
+    """By the run's events, by `status`, and by nobody any more when Ctrl-C has ended it at once."""
+    dataset, out = kit.write(tmp_path / "t.jsonl", TWENTY), tmp_path / "r"
+    async with FakeServer(faulty(kind)) as server:
+        run = await kit.launch(*kit.played(dataset, out, server.base_url, *HERE))
+        await kit.asked(server, 1, run)
+        began = time.monotonic()
+        await kit.reported(run, first_trouble)
+        assert time.monotonic() - began < 8  # 5 where the machine has time for it
+        (line,) = first_trouble(run)
+        said, host = SAID[kind], f"127.0.0.1:{server.port}"
+        found = rf"{host} {re.escape(said)}; \d calls? waiting; gives up in \d+ s"
+        assert re.fullmatch(found, line)
+        while said not in (await asyncio.to_thread(look, out)).line():  # it is stored right after
+            assert time.monotonic() - began < 8
+            await asyncio.sleep(0.02)
+        run.process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        assert await run.wait(20) == 130, run.errors
+        assert time.monotonic() - began < 10
+    (note,) = [e["text"] for e in run.events if e["event"] == "note"]
+    assert re.fullmatch(r"stopping: \d rollouts without any answer are cancelled", note)
+    assert {row["cause"] for row in kit.table(out, "failures")} == {"interrupted"}
+    assert (await asyncio.to_thread(look, out)).trouble == ()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "seconds", "reported"),
+    [
+        (
+            "127.0.0.1:8000",
+            10.0,
+            "127.0.0.1:8000 does not answer; 4 calls waiting; gives up in 50 s",
+        ),
+        ("embedded:local", 10.0, None),
+        ("embedded:local", 70.0, "embedded:local does not answer; 4 calls waiting"),
+    ],
+)
+def test_a_slow_embedded_model_is_not_reported_as_silent(
+    endpoint: str, seconds: float, reported: str | None
+) -> None:
+    """Its first answer can take a minute on a slow CPU, and the run never gives up for that."""
+    calls = Unanswered(waiting=4, since_s=seconds, never=True, alive=False)
+    lane = LaneSummary(
+        endpoint, "", "m", 4, (), per_s=None, paces=(), clean=0, throttled=0, trouble=0,
+        unanswered=calls,
+    )  # fmt: skip
+    found = troubles(Summary(lanes=(lane,)), EndpointSection(), time.time())
+    assert [trouble.line for trouble in found] == ([] if reported is None else [reported])

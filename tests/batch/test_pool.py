@@ -11,11 +11,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batch_runner.dispatcher import WorkerLost
-from batch_runner.pool import RayWorker, connected
+from batch_runner.pool import RayWorker, connected, decode_reply
 from batch_runner.worker import Reply
 from hermes_rl.errors import UserError
+from hermes_rl.events import AttemptKey, Begun, Ended
+from hermes_rl.store.rows import Finished, receipt_of
+from hermes_rl.trajectory import fold
 
 
 class BadRay(SimpleNamespace):
@@ -152,3 +157,26 @@ def test_an_actor_that_ray_ends_does_not_see_its_children_die_first() -> None:
         [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout == "S\n", done.stderr
+
+
+KEY = AttemptKey(unit_id="f" * 32, epoch=2**31, attempt=2**31)
+
+
+def finished(task_id: str, error: str) -> Finished:
+    begun = Begun(
+        key=KEY, started_at=1e9, run_id="r", group_id="g", member=2**31, repeat=2**31, row_index=0,
+        task_id=task_id, task_hash="h", config_hash="c", seed=0, prompt="p", model="m",
+        api_mode="chat_completions", endpoint="e",
+    )  # fmt: skip
+    end = Ended(finished_at=2e9, end_reason="error", cause="model_protocol", error=error)
+    return Finished(key=KEY, row=fold([begun, end]), fatal_command="f" * 32)
+
+
+@given(st.text(max_size=20), st.text(max_size=20))
+def test_a_receipt_is_under_4_kb(task_id: str, error: str) -> None:
+    made = finished(task_id * 200 + "\U0001f600" * 5000, error * 200 + "\U0001f600" * 5000)
+    sent = msgspec.msgpack.encode(Reply(receipts=(receipt_of(made, f"{2**31}-{2**31}"),)))
+    assert len(sent) < 4096
+    (got,) = decode_reply(sent).receipts
+    assert made.row.task_id.startswith(got.task_id)
+    assert got.fatal_command == made.fatal_command

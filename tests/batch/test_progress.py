@@ -98,14 +98,3 @@ async def test_plain_lines_elsewhere(tmp_path: Path, server: FakeServer) -> None
     lines = text.decode().splitlines()
     assert all(re.fullmatch(LINE, line) for line in lines), lines
     assert lines[-1].startswith("1/1 units  1 solved  0 failed  0 running")
-
-
-async def test_events_for_programs(tmp_path: Path, server: FakeServer) -> None:
-    dataset = kit.write(tmp_path / "tasks.jsonl", [kit.task(1)])
-    run = await kit.finish(
-        *kit.played(dataset, tmp_path / "run", server.base_url, "--workers", "0")
-    )
-    assert run.errors == ""
-    progress = [e for e in run.events if e["event"] == "progress"][-1]
-    assert (progress["units"], progress["ended"], progress["solved"]) == (1, 1, 1)
-    assert run.events[-1]["event"] == "report"

@@ -4,7 +4,6 @@ servers on loopback, and no secret in any file of the run."""
 import asyncio
 import base64
 import contextlib
-import io
 import json
 import ssl
 from collections.abc import AsyncIterator
@@ -15,10 +14,7 @@ import kit
 import pytest
 import yaml
 
-from batch_runner.progress import JsonEvents
-from batch_runner.runner import arun_batch
 from hermes_rl import AIAgent, ModelConfig
-from hermes_rl.config import parse_config
 from hermes_rl.errors import UserError
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.http_server import Connection, Incoming
@@ -103,18 +99,9 @@ async def proxy(passed: list[str]) -> AsyncIterator[int]:
 
 async def run(tmp_path: Path, **endpoint: Any) -> tuple[int, Path]:
     """The exit code and the folder of a run of two tasks."""
-    out = tmp_path / "run"
-    rows = kit.write(tmp_path / "tasks.jsonl", [kit.task(1), kit.task(2)])
-    config = {
-        "dataset": {"path": str(rows)},
-        "model": {"name": "m"},
-        "agent": {"toolsets": ["terminal"]},
-        "sandbox": {"backend": "none"},
-        "endpoint": {"api_key_env": "", **endpoint},
-        "run": {"out": str(out), "workers": 0, "allow_unsandboxed": True},
-    }
-    report = await arun_batch(parse_config(config), progress=JsonEvents(io.StringIO()))
-    return report.exit_code, out
+    endpoint = {"api_key_env": "", **endpoint}
+    report = await kit.run(kit.config(tmp_path, [kit.task(1), kit.task(2)], endpoint=endpoint))
+    return report.exit_code, tmp_path / "run"
 
 
 def check_no_secret(out: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import kit
 import pytest
-import yaml
 
+from hermes_rl.config import to_yaml
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 ENDS_AT = (8, 26, 44)
@@ -45,23 +45,17 @@ class Office:
 
 
 def config(folder: Path, address: str, command: str, run: dict[str, Any], **endpoint: Any) -> Path:
-    form = {
-        "dataset": {"path": str(kit.write(folder / "tasks.jsonl", kit.rows(12)))},
-        "model": {"name": "gone"},
-        "agent": {"toolsets": ["terminal"]},
-        "sandbox": {"backend": "none"},
-        "endpoint": {
-            "base_url": address,
-            "api_key_env": "HOURLY",
-            "key_commands": {"HOURLY": command},
-            "fallbacks": ["fake"],
-            "outage_seconds": 60,
-            **endpoint,
-        },
-        "run": {"out": str(folder / "run"), "allow_unsandboxed": True, **run},
+    places = {
+        "base_url": address,
+        "api_key_env": "HOURLY",
+        "key_commands": {"HOURLY": command},
+        "fallbacks": ["fake"],
+        "outage_seconds": 60,
+        **endpoint,
     }
+    made = kit.config(folder, kit.rows(12), model={"name": "gone"}, endpoint=places, run=run)
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(form))
+    path.write_text(to_yaml(made))
     return path
 
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hermes_rl.cli import main, status_command
+from hermes_rl.models.rate.coordinator import Coordinator
 from hermes_rl.store.reader import load_run
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan
@@ -231,6 +232,21 @@ async def test_a_killed_run_has_the_same_figures_everywhere(
     assert status.output_tokens == stats["tokens"]["output_tokens"] > 0
     table = load_run(out).trajectories
     assert (len(table), int((table["reward"] >= 1).sum())) == (4, 3)
+
+
+async def test_an_error_of_the_rate_coordinator_ends_the_run_at_once(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its grants no call would ever be made."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug of the coordinator")
+
+    monkeypatch.setattr(Coordinator, "handle", fail)
+    config = kit.config(tmp_path, [kit.task(1)], endpoint={"base_url": server.base_url})
+    async with asyncio.timeout(30):
+        with pytest.raises(RuntimeError, match="a bug of the coordinator"):
+            await kit.run(config)
 
 
 async def test_mixed_faults_are_ridden_out(tmp_path: Path) -> None:

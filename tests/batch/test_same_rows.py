@@ -1,6 +1,5 @@
 """One dataset through every dialect and transport, as whole runs: their Parquet rows are equal."""
 
-import io
 import json
 from collections import Counter
 from pathlib import Path
@@ -8,9 +7,6 @@ from typing import Any
 
 import kit
 
-from batch_runner.progress import JsonEvents
-from batch_runner.runner import arun_batch
-from hermes_rl.config import parse_config
 from hermes_rl.models.client import DIALECTS
 from hermes_rl.testing.fake_server import FakeServer
 
@@ -88,20 +84,18 @@ async def run(folder: Path, wire: tuple[str, str, bool]) -> dict[str, dict[str, 
     mode, transport, stream = wire
     out = folder / "-".join(map(str, wire))
     async with FakeServer() as server:
-        config = parse_config(
-            {
-                "dataset": {"path": str(kit.write(folder / "tasks.jsonl", rows()))},
-                "model": {"name": "fake", "max_tokens": 2000},
-                "agent": {"toolsets": ["terminal"], "limits": {"max_turns": 5}},
-                "sandbox": {"backend": "none"},
-                "endpoint": {
-                    "base_url": server.base_url, "api_mode": mode, "transport": transport,
-                    "stream": stream, "prices": {"fake": {"input": 3, "output": 15}},
-                },
-                "run": {"out": str(out), "workers": 0, "allow_unsandboxed": True},
-            }
+        config = kit.config(
+            folder,
+            rows(),
+            model={"max_tokens": 2000},
+            agent={"limits": {"max_turns": 5}},
+            endpoint={
+                "base_url": server.base_url, "api_mode": mode, "transport": transport,
+                "stream": stream, "prices": {"fake": {"input": 3, "output": 15}},
+            },
+            run={"out": str(out)},
         )  # fmt: skip
-        report = await arun_batch(config, progress=JsonEvents(io.StringIO()))
+        report = await kit.run(config)
         served = {entry.api_mode for entry in server.entries}
         kit.check_books(out, server.entries)
     assert (report.exit_code, served) == (0, {mode})

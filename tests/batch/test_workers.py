@@ -1,15 +1,10 @@
 """Ray workers: the same rows whatever their number, and a run from a loop that is running."""
 
-import asyncio
 import json
-import os
-import sys
 from pathlib import Path
 
-import hosts
 import kit
 import pytest
-import yaml
 
 from hermes_rl.testing.fake_server import FakeServer
 
@@ -77,126 +72,3 @@ async def test_a_unit_that_kills_its_worker_is_given_up_alone(
     others = [r for r in lost if r["task_id"] != "deadly"]
     assert all(r["finished_at"] <= third["started_at"] for r in others), "it did not run alone"
     kit.check_books(out, server.entries)
-
-
-async def test_the_same_command_twice_is_the_policys(
-    tmp_path: Path, server: FakeServer, cluster: dict[str, str]
-) -> None:
-    """Two workers, of which each may have either attempt."""
-    command = hosts.sleeper(3)
-    dataset = kit.write(tmp_path / "tasks.jsonl", [hosts.task({"run": command})])
-    out = tmp_path / "run"
-    more = ("--workers", "2", "--sandbox", "bubblewrap")
-    run = await kit.launch(*kit.played(dataset, out, server.base_url, *more), env=cluster)
-    for _ in range(2):
-        await hosts.dies_under(command, run, out)
-    assert await run.wait() == 0, run.errors
-    assert [row["cause"] for row in kit.table(out, "failures")] == ["sandbox_died"]
-    (final,) = kit.final_rows(out).values()
-    assert (final["end_reason"], final["owner"]) == ("sandbox_killed", "policy")
-    assert (final["attempt"], final["reward"]) == (1, 1.0)
-
-
-_NOTEBOOK = """
-import asyncio, json, sys
-from batch_runner import arun_batch, run_batch
-from batch_runner.progress import Silent
-from hermes_rl.config import load_config, parse_config
-from pathlib import Path
-
-async def cell():
-    config = parse_config(load_config(Path(sys.argv[1])))
-    first = run_batch(config, progress=Silent())
-    again = await arun_batch(config, progress=Silent())
-    print(json.dumps([first.as_dict(), again.as_dict()]))
-
-asyncio.run(cell())
-"""
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-async def test_run_batch_where_a_loop_runs(
-    workers: int, tmp_path: Path, server: FakeServer, cluster: dict[str, str]
-) -> None:
-    """As in a notebook, where the cell itself runs on a loop."""
-    dataset = kit.write(tmp_path / "tasks.jsonl", [kit.task(1), kit.task(2)])
-    config = {
-        "dataset": {"path": str(dataset)},
-        "model": {"name": "fake"},
-        "sandbox": {"backend": "none"},
-        "endpoint": {"base_url": server.base_url},
-        "run": {"out": str(tmp_path / "run"), "workers": workers, "allow_unsandboxed": True},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _NOTEBOOK, str(tmp_path / "config.yaml"),
-        stdout=asyncio.subprocess.PIPE, env={**os.environ, **cluster},
-    )  # fmt: skip
-    said, _ = await process.communicate()
-    assert process.returncode == 0
-    first, again = json.loads(said)
-    assert (first["done"], again["done"], again["exit_code"]) == (2, 2, 0)
-    assert server.requests == 6
-
-
-_CLOSE = """
-import asyncio, json, os, signal, sys, time
-from pathlib import Path
-from batch_runner.pool import open_pool
-from batch_runner.budgets import make_coordinator
-from batch_runner.dispatcher import WorkerLost
-from batch_runner.settings import settle
-from batch_runner.worker import WorkerSpec
-from hermes_rl.config import load_config, parse_config
-from hermes_rl.store.driver import OpenOptions, open_run
-
-async def main():
-    settings = settle(parse_config(load_config(Path(sys.argv[1]))))
-    soon = OpenOptions(grace_s=0.5)
-    async with await open_run(settings.out, settings.identity, None, soon) as driver:
-        spec = WorkerSpec(
-            run_path=str(settings.out), run_id=driver.run_id, epoch=1, worker=0, capacity=1,
-            lease_s=2.0, publish_every_s=1.0, config=settings.config.model_dump_json().encode(),
-            config_hash=settings.config_hash,
-        )
-        coordinator = make_coordinator(settings.config, driver.run_dir, 1)
-        with open_pool(settings, spec, coordinator) as start:
-            worker = await start(1, 1)
-            pid = json.loads((settings.out / "journal/1-1/alive").read_bytes())["pid"]
-            os.kill(pid, signal.SIGSTOP)
-            begun = time.monotonic()
-            try:
-                await worker.close()
-            except WorkerLost as error:
-                await worker.kill()
-                await driver.recover_worker(worker.writer)
-                print(json.dumps([str(error), time.monotonic() - begun, pid]))
-
-asyncio.run(main())
-"""
-
-
-async def test_a_worker_that_is_stopped_while_it_closes_holds_nobody_up(
-    tmp_path: Path, server: FakeServer, cluster: dict[str, str]
-) -> None:
-    out = tmp_path / "run"
-    run = {"out": str(out), "workers": 1, "allow_unsandboxed": True}
-    config = {
-        "dataset": {"path": "smoke"},
-        "model": {"name": "fake"},
-        "sandbox": {"backend": "none"},
-        "endpoint": {"base_url": server.base_url},
-        "run": run,
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _CLOSE, str(tmp_path / "config.yaml"),
-        stdout=asyncio.subprocess.PIPE, env={**os.environ, **cluster},
-    )  # fmt: skip
-    async with asyncio.timeout(90):
-        said, _ = await process.communicate()
-    why, seconds, pid = json.loads(said.splitlines()[-1])  # Ray prints there too
-    assert why == "not heard for 2 s"
-    assert seconds < 20
-    await kit.check_gone([pid])
-    assert list((out / "journal").iterdir()) == []

@@ -73,23 +73,6 @@ def test_a_run_says_what_it_did_and_where_it_is(tmp_path: Path) -> None:
     assert events[-1]["exit_code"] == 0
 
 
-def test_python_m_batch_runner_is_the_same(tmp_path: Path) -> None:
-    python = Path(COMMAND).with_name("python")
-    done = subprocess.run(
-        [python, "-m", "batch_runner", "smoke", *PLAYED, "--limit", "1"],
-        cwd=tmp_path, capture_output=True, text=True, env=clean_environment(), timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0
-    assert f"{RUN}: 1/1 units done, 1 solved" in done.stdout
-
-
-def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:
-    said = hermes("run", "smoke", *PLAYED, "--repeats", "3", "--dry-run", cwd=tmp_path)
-    assert said.code == 0
-    assert "30" in said.out
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_model_behind_an_endpoint(tmp_path: Path, base_url: str) -> None:
     solve = scripted("solved", {"run": "echo 1 > a"}, "done", verify="grep 1 $WORKSPACE/a")
     write(tmp_path / "my.jsonl", solve, scripted("unsolved", "no", verify="test -e $WORKSPACE/a"))

@@ -3,27 +3,17 @@
 import asyncio
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from doors_kit import Said, process
 
 from hermes_rl.store.reader import load_run
 from hermes_rl.testing.fake_server import FakeServer
 
-HERMES = [sys.executable, "-c", "import sys; from hermes_rl.cli import main; sys.exit(main())"]
 
-
-def demo(folder: Path, *words: str, **env: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [*HERMES, "demo", "--workers", "0", *words],
-        cwd=folder,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+def demo(folder: Path, *words: str, **env: str) -> Said:
+    return process("demo", "--workers", "0", *words, cwd=folder, env=env, seconds=400)
 
 
 def test_without_weights_the_rehearsal_stands_and_the_mend_is_named(tmp_path: Path) -> None:
@@ -35,11 +25,10 @@ def test_without_weights_the_rehearsal_stands_and_the_mend_is_named(tmp_path: Pa
         "PIP_CONFIG_FILE": os.devnull,
     }
     done = demo(tmp_path, **nowhere)
-    assert done.returncode == 2, done.stderr
-    assert "10/10 units done, 10 solved" in done.stdout
-    assert done.stderr.strip().splitlines()[-1].startswith("error: no weights for the model")
-    assert "--model-path" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.code == 2, done.err
+    assert "10/10 units done, 10 solved" in done.out
+    assert done.err.strip().splitlines()[-1].startswith("error: no weights for the model")
+    assert "--model-path" in done.err
     rehearsal = load_run(tmp_path / "runs" / "demo-rehearsal").trajectories
     assert len(rehearsal) == 10
     assert set(rehearsal.reward) == {1.0}
@@ -47,8 +36,8 @@ def test_without_weights_the_rehearsal_stands_and_the_mend_is_named(tmp_path: Pa
 
 def test_a_key_in_the_environment_is_never_used_unasked(tmp_path: Path) -> None:
     done = demo(tmp_path, "--model", "gpt-5-mini", OPENAI_API_KEY="sk-not-yours-to-take")
-    assert done.returncode == 2
-    assert "--api-key-env" in done.stderr
+    assert done.code == 2
+    assert "--api-key-env" in done.err
     assert not (tmp_path / "runs").exists()
 
 
@@ -58,8 +47,8 @@ async def test_an_endpoint_in_place_of_the_embedded_model(tmp_path: Path) -> Non
     async with FakeServer() as server:
         words = ("--model", "echo-1", "--base-url", server.base_url)
         done = await asyncio.to_thread(demo, tmp_path, *words)
-    assert done.returncode == 0, done.stderr
-    said = done.stdout
+    assert done.code == 0, done.err
+    said = done.out
     assert "1  rehearsal: each task's own solution, in a real sandbox, without a model" in said
     assert "runs/demo-rehearsal: 10/10 units done, 10 solved" in said
     assert "2  the same tasks twice with echo-1" in said
@@ -86,8 +75,8 @@ def test_a_real_model_in_real_sandboxes(tmp_path: Path) -> None:
     words = ["run", "smoke", "--limit", "3", "--model", "local-tiny", "--workers", "0"]
     words += ["--toolsets", "terminal", "--max-turns", "2", "--max-tokens", "48", "--out", "run"]
     for _ in range(2):
-        done = subprocess.run([*HERMES, *words], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        done = process(*words, cwd=tmp_path, seconds=400)
+        assert done.code == 0, done.err
         run = load_run(tmp_path / "run")
         assert len(run.trajectories) == 3
         assert run.stats["calls"]["total"] <= 3 * 3
