@@ -209,7 +209,7 @@ def test_models_import_from_lower_layers_only() -> None:
     [
         ("errors.body", "wire.base", "wire is not below errors"),
         ("client", "providers.table", None),
-        ("client", "providers.pool", "providers is not below client"),
+        ("client", "providers.routing", "providers is not below client"),
         ("calls.retry", "tokens.capture", None),
         ("calls.retry", "tokens.client", "tokens is not below calls"),
         ("wire.chat", "wire.base", None),

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import io
 import random
-from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -13,8 +12,7 @@ from hermes_rl import errors as e
 from hermes_rl.messages import AssistantMessage, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models.base import Sampling
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.calls.route import Account, Route
-from hermes_rl.models.providers.pool import KeyPool
+from hermes_rl.models.calls.route import Account, KeyPool, Route
 from hermes_rl.models.rate.limiter import Limiter
 from hermes_rl.models.rate.share import Cooldowns
 from hermes_rl.testing.conditions import Conditions
@@ -186,32 +184,6 @@ async def test_the_room_in_a_window_is_used_call_by_call(kit, stage):
         assert s.outcomes == ["refused", "ok"] * 2
         caps = [start.max_output_tokens for start in s.events.starts]
         assert caps == [5_000, WINDOW - PROMPT] * 2
-
-
-async def test_a_compressor_makes_histories_fit(kit, stage):
-    """Three messages at once are dropped by the hook; without a hook the overflow comes out."""
-    heard = []
-
-    async def shorten(request, error):
-        heard.append(error.reason)
-        rest = list(request.conversation)[2:]
-        return replace(request, conversation=kit.request(rest).conversation)
-
-    said = [UserMessage(content=str(n)) for n in range(7)]
-    asked = kit.request(said, "fault-too_many", exact=True)
-    async with stage() as s:
-        route = s.route(await s.server())
-        await s.caller(route, on_overflow=shorten).call(asked, turn=1)
-        assert heard == ["context_overflow"] * 2
-        assert s.outcomes == ["refused", "refused", "ok"]
-        with pytest.raises(e.ContextOverflow):
-            await s.caller(route).call(asked, turn=1)
-
-        async def helpless(request, error):
-            return None
-
-        with pytest.raises(e.ContextOverflow):
-            await s.caller(route, on_overflow=helpless).call(asked, turn=1)
 
 
 async def test_a_refused_key_gives_way_to_the_next(kit, stage):

@@ -9,9 +9,8 @@ from hermes_rl import errors as e
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Completion
 from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.calls.route import Account, Route
+from hermes_rl.models.calls.route import Account, KeyPool, Route
 from hermes_rl.models.key_command import KeyRenewed, NoNewKey
-from hermes_rl.models.providers.pool import KeyPool
 from hermes_rl.models.rate.limiter import Limiter
 from hermes_rl.models.rate.share import Cooldowns
 from hermes_rl.usage import Usage

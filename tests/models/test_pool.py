@@ -15,10 +15,9 @@ from hermes_rl.errors import (
     RateLimited,
     ServerError,
 )
-from hermes_rl.models.calls.route import Account
+from hermes_rl.models.calls.route import Account, KeyPool
 from hermes_rl.models.errors.classify import classify
 from hermes_rl.models.played import NoopClient
-from hermes_rl.models.providers.pool import KeyPool
 from hermes_rl.models.rate.limiter import Limiter
 from hermes_rl.models.rate.share import Cooldowns
 
@@ -64,7 +63,7 @@ def test_strategies(clock: Clock) -> None:
 @pytest.mark.parametrize("strategy", ["fill_first", "round_robin", "random", "least_used"])
 def test_who_rests_is_passed_over_until_his_time(clock: Clock, strategy: str) -> None:
     keys = pool(clock, strategy)
-    assert keys.rest(keys.accounts[0], AuthError("401", status=401))
+    assert keys.cool_down(keys.accounts[0], AuthError("401", status=401))
     assert "A" not in chosen(keys, 20)
     clock.now += 299
     assert "A" not in chosen(keys, 20)
@@ -89,7 +88,7 @@ def test_who_rests_is_passed_over_until_his_time(clock: Clock, strategy: str) ->
 )
 def test_how_long(clock: Clock, error: ModelError, seconds: float) -> None:
     keys = pool(clock, names="AB")
-    assert keys.rest(keys.accounts[0], error)
+    assert keys.cool_down(keys.accounts[0], error)
     assert keys.choose().name == ("B" if seconds else "A")
     clock.now += max(0, seconds - 1)
     assert keys.choose().name == ("B" if seconds else "A")
@@ -100,7 +99,7 @@ def test_how_long(clock: Clock, error: ModelError, seconds: float) -> None:
 def test_when_all_rest_the_first_to_be_back_is_chosen(clock: Clock) -> None:
     keys = pool(clock)
     for account, seconds in zip(keys.accounts, (30, 10, 20), strict=True):
-        another = keys.rest(account, RateLimited("x", status=429, retry_after_s=seconds))
+        another = keys.cool_down(account, RateLimited("x", status=429, retry_after_s=seconds))
     assert not another
     assert keys.choose().name == "B"
 
@@ -108,24 +107,24 @@ def test_when_all_rest_the_first_to_be_back_is_chosen(clock: Clock) -> None:
 def test_when_all_rest_a_refused_key_is_the_last_that_is_tried(clock: Clock) -> None:
     some = pool(clock, names="AB")
     refused, busy = some.accounts
-    assert some.rest(refused, AuthError("401"))
-    assert not some.rest(busy, RateLimited("429"))
+    assert some.cool_down(refused, AuthError("401"))
+    assert not some.cool_down(busy, RateLimited("429"))
     assert some.choose() is busy, "though the refused key is back first"
 
 
 def test_one_key_is_always_the_next_and_nobody_is_turned_to(clock: Clock) -> None:
     keys = pool(clock, names="A")
-    assert not keys.rest(keys.accounts[0], RateLimited("x", status=429, retry_after_s=60))
-    assert not keys.rest(keys.accounts[0], AuthError("x", status=401))
+    assert not keys.cool_down(keys.accounts[0], RateLimited("x", status=429, retry_after_s=60))
+    assert not keys.cool_down(keys.accounts[0], AuthError("x", status=401))
     assert keys.choose().name == "A"
 
 
 def test_a_rate_is_of_one_model_and_a_refused_key_of_all(clock: Clock) -> None:
     rests = Cooldowns(clock)
     small, large = (KeyPool(accounts("A", "B"), rests, scope=f"h {m}") for m in ("s", "l"))
-    small.rest(small.accounts[0], RateLimited("x", status=429))
+    small.cool_down(small.accounts[0], RateLimited("x", status=429))
     assert (small.choose().name, large.choose().name) == ("B", "A")
-    large.rest(large.accounts[1], AuthError("x", status=401))
+    large.cool_down(large.accounts[1], AuthError("x", status=401))
     assert small.choose().name == "A", "which only rests for its rate"
 
 
@@ -152,7 +151,7 @@ def test_the_rest_is_what_the_headers_of_the_refusal_say(
     keys = pool(clock, names="AB")
     clock.now = 1795305600.0  # 2026-11-22T00:00:00Z
     error = classify(429, headers, b"{}", now=clock.now)
-    assert keys.rest(keys.accounts[0], error)
+    assert keys.cool_down(keys.accounts[0], error)
     clock.now += seconds - 0.5
     assert keys.choose().name == "B"
     clock.now += 2

@@ -11,7 +11,6 @@ from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Conversation, ModelRequest, Sampling
 from hermes_rl.models.calls.recovery import (
     Again,
-    Compress,
     FallBack,
     GiveUp,
     Recovery,
@@ -123,9 +122,8 @@ def test_images_are_only_taken_out_where_there_are_some():
         assert recovery().decide(error, at(images=True)) == Again()
 
 
-def test_a_body_that_is_too_large_is_made_shorter_or_loses_its_images():
+def test_a_body_that_is_too_large_loses_its_images():
     error = refused("payload_too_large")
-    assert recovery().decide(error, at(images=True, compressor=True)) == Compress()
     assert recovery().decide(error, at(images=True)) == Again()
     assert recovery().decide(error, at()) == GiveUp(error)
 
@@ -171,14 +169,6 @@ def test_the_room_that_a_full_window_leaves_is_for_one_call():
 def test_when_fewer_output_tokens_do_not_help(cap, asked):
     error = refused("context_overflow", max_output_tokens=cap)
     assert recovery().decide(error, at(max_tokens=asked)) == GiveUp(error)
-
-
-def test_a_history_is_made_shorter_three_times_a_call():
-    plan, error = recovery(), refused("context_overflow")
-    for _ in range(2):
-        assert [plan.decide(error, at(compressor=True)) for _ in range(3)] == [Compress()] * 3
-        assert plan.decide(error, at(compressor=True, routes_left=True)) == GiveUp(error)
-        plan.begin()
 
 
 AT_ONCE = (
@@ -309,7 +299,6 @@ situations = st.builds(
     rotated=st.just(False),
     images=st.booleans(),
     shrinkable=st.booleans(),
-    compressor=st.booleans(),
     max_tokens=st.none() | st.integers(1, 10**6),
 )
 

@@ -12,8 +12,7 @@ from hermes_rl import errors as e
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Completion
 from hermes_rl.models.calls.retry import Clock, ModelCaller, RetryPolicy
-from hermes_rl.models.calls.route import Account, Route
-from hermes_rl.models.providers.pool import KeyPool
+from hermes_rl.models.calls.route import Account, KeyPool, Route
 from hermes_rl.models.rate.coordinator import Coordinator
 from hermes_rl.models.rate.share import Share
 from hermes_rl.usage import Usage

@@ -10,14 +10,16 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import NamedTuple
 
 from hermes_rl.errors import ContentFiltered, ModelAborted, ModelError
 from hermes_rl.events import CallEnded, CallStarted, Outcome, Purpose, Waited
-from hermes_rl.models.base import Completion, ModelRequest
-from hermes_rl.models.calls.prompts import learn, prompt_bound
+from hermes_rl.messages import SystemMessage
+from hermes_rl.models.base import Completion, Conversation, ModelClient, ModelRequest
 from hermes_rl.models.calls.route import Account, Route
 from hermes_rl.models.errors.classify import classify_exception
 from hermes_rl.models.rate.buckets import Estimate
@@ -35,6 +37,11 @@ _BOUNDS = (
     "n_predict",
 )
 """Body fields that bound an answer, in the dialects and token wires."""
+
+_PROMPT_TOKENS = "prompt tokens"
+
+Heads = MutableMapping[Hashable, int]
+"""System prompt and tools -> the tokens of the shortest prompt that began with them."""
 
 Price = Callable[[str, Usage], float | None]
 """(model, usage) -> US dollars; None when the price is not known."""
@@ -353,3 +360,47 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, ModelError):
         return f"{type(error).__name__}: {error}"[:500]
     return type(error).__name__
+
+
+class _Known(NamedTuple):
+    """What a server said of a prompt bounds the beginning that another one shares with it: the same
+    conversation some messages ago, or one with the same system prompt and tools. Only the rest
+    counts by bytes, which are four times as many as tokens as a rule."""
+
+    bound: int
+    tokens: int
+
+
+def prompt_bound(client: ModelClient, request: ModelRequest, heads: Heads) -> int:
+    """An upper bound on the tokens of a request's prompt."""
+    bound = client.bound(request)
+    known = request.conversation.attachments.get((_PROMPT_TOKENS, request.model))
+    if known is None:
+        own, key = _head(client, request)
+        known = _Known(own, heads[key]) if key in heads else None
+    if known is None or bound < known.bound:
+        return bound
+    return min(bound, int(known.tokens + bound - known.bound))
+
+
+def learn(
+    client: ModelClient,
+    request: ModelRequest,
+    tokens: int | None,
+    heads: Heads,
+) -> None:
+    """Keep what a server said of a prompt."""
+    if not tokens or request.prompt_ids is not None:
+        return
+    kept = request.conversation.attachments
+    if (_PROMPT_TOKENS, request.model) not in kept:
+        _, key = _head(client, request)
+        heads[key] = min(tokens, heads.get(key, tokens))
+    kept[_PROMPT_TOKENS, request.model] = _Known(client.bound(request), tokens)
+
+
+def _head(client: ModelClient, request: ModelRequest) -> tuple[int, Hashable]:
+    """The bound of what comes before the first message of a conversation, and what names it."""
+    system = [*takewhile(lambda m: isinstance(m, SystemMessage), request.conversation)]
+    bound = client.bound(replace(request, conversation=Conversation(system), prefill=()))
+    return bound, (request.model, bound, tuple(str(message.content) for message in system))

@@ -8,10 +8,9 @@ order of the steps is the order of the cascade:
    encrypted reasoning, grammar patterns), once each, and never again with it in this conversation;
 2. another account;
 3. fewer output tokens, where the error says how many there may be;
-4. a shorter history, when the window is full (a hook; at most three times a call);
-5. another model, when this one will not answer in time or at all;
-6. wait, with full jitter, on top of what the server asked for; once, with new connections;
-7. give up, with an error that says whether the request or the endpoint is at fault.
+4. another model, when this one will not answer in time or at all;
+5. wait, with full jitter, on top of what the server asked for; once, with new connections;
+6. give up, with an error that says whether the request or the endpoint is at fault.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class Situation:
     account: str = ""
     """Whose the failed request was."""
     rotated: bool = False
-    """The account rests, and another may be asked (`AccountPool.rest`)."""
+    """The account cools down, and another may be used (`KeyPool.cool_down`)."""
     routes_left: bool = False
     """There is another model to fall back to."""
     answered_at: float | None = None
@@ -100,8 +99,6 @@ class Situation:
     """What the failed request was sent without."""
     exact: bool = False
     """The request is to be sent as it stands (`ModelRequest.exact`)."""
-    compressor: bool = False
-    """There is a hook that makes histories shorter."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +109,6 @@ class Again:
 @dataclass(frozen=True)
 class Rotate:
     """Send at once, with another account."""
-
-
-@dataclass(frozen=True)
-class Compress:
-    """Have the history made shorter, then send."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +137,7 @@ class GiveUp:
     error: ModelError
 
 
-Action = Again | Rotate | Compress | FallBack | Wait | GiveUp
+Action = Again | Rotate | FallBack | Wait | GiveUp
 
 _ADAPTATIONS: dict[Reason, Adaptation] = {
     "multimodal_tool_content_unsupported": "text_only",
@@ -162,7 +154,6 @@ _LEAST_OUTPUT = 256
 _UNTOLD = 4096
 """Asked for instead of a budget's bound, when a window is too small and nobody says by how much."""
 _RENEW_AFTER = 2
-_COMPRESSIONS = 3
 
 
 _MARGIN = 1 / 16
@@ -264,7 +255,6 @@ class CallRecovery:
         self._rollout, self._policy = rollout, rollout.policy
         self._failed = _Failures()
         self._output_cap: int | None = None
-        self._compressions = 0
 
     def fit(
         self, request: ModelRequest, imposed: Callable[[ModelRequest], int] | None = None
@@ -289,7 +279,7 @@ class CallRecovery:
 
     def decide(self, error: ModelError, at: Situation) -> Action:
         """What comes after a failure."""
-        steps = (self._adapt, self._rotate, self._lower, self._compress, self._fall_back)
+        steps = (self._adapt, self._rotate, self._lower, self._fall_back)
         for step in steps:
             action = step(error, at)
             if action is not None:
@@ -339,13 +329,6 @@ class CallRecovery:
         if error.reason == "format_error" and error.facts.context_limit is None:
             learned.output_cap = cap
         return Again()
-
-    def _compress(self, error: ModelError, at: Situation) -> Action | None:
-        full = error.reason in ("context_overflow", "payload_too_large")
-        if not full or not at.compressor or self._compressions >= _COMPRESSIONS:
-            return None
-        self._compressions += 1
-        return Compress()
 
     def _fall_back(self, error: ModelError, at: Situation) -> Action | None:
         if not at.routes_left or error.reason in _STAY:
@@ -434,8 +417,8 @@ def _unwanted(error: ModelError, at: Situation) -> Adaptation | None:
     """What the request may be refused for: large images first, then images at all."""
     if error.facts.completion_cap:
         return "completion_cap"  # another name, which the model does not see
-    heavy = error.reason == "payload_too_large" and not at.compressor
-    if error.facts.no_images or error.reason == "image_too_large" or heavy:
+    heavy = error.reason in ("image_too_large", "payload_too_large")
+    if error.facts.no_images or heavy:
         if not at.images:
             return None
         return "small_images" if at.shrinkable and not error.facts.no_images else "no_images"

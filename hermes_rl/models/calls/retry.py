@@ -7,7 +7,7 @@ the other, and waits are waited.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
@@ -20,7 +20,6 @@ from hermes_rl.models.calls.attempts import Attempts, Clock, Label, Price
 from hermes_rl.models.calls.recovery import (
     Action,
     CallRecovery,
-    Compress,
     GiveUp,
     Recovery,
     RetryPolicy,
@@ -34,12 +33,9 @@ from hermes_rl.models.rate.budgets import Budget
 from hermes_rl.models.rate.traffic import Traffic
 from hermes_rl.ports import Recorder
 
-__all__ = ["Clock", "ModelCaller", "OnOverflow", "Price", "RetryPolicy"]
+__all__ = ["Clock", "ModelCaller", "Price", "RetryPolicy"]
 
 _PROBE_TOKENS = 64
-
-OnOverflow = Callable[[ModelRequest, ModelError], Awaitable[ModelRequest | None]]
-"""Makes a request that fits out of one that did not; None when it cannot."""
 
 
 @runtime_checkable
@@ -90,7 +86,6 @@ class ModelCaller:
         recorder: this rollout's.
         price: what calls cost, in the place of the routes' prices.
         budget: what may be spent; None is no limit.
-        on_overflow: called when a history does not fit; none by default.
     """
 
     def __init__(
@@ -102,13 +97,11 @@ class ModelCaller:
         price: Price | None = None,
         budget: Budget | None = None,
         clock: Clock | None = None,
-        on_overflow: OnOverflow | None = None,
     ) -> None:
         self._routes = tuple(routes)
         self._clock = clock or Clock()
         self._attempts = Attempts(recorder, self._clock, price=price, budget=budget)
         self._recovery = Recovery(policy or RetryPolicy(), self._clock.uniform)
-        self._on_overflow = on_overflow
 
     async def call(
         self,
@@ -149,10 +142,10 @@ class ModelCaller:
                     if route.drop(error, asked):
                         retries += 1
                         continue
-                    rotated = route.accounts.rest(account, error)
+                    rotated = route.accounts.cool_down(account, error)
                     failed = _Failed(error, account, asked, recovery, imposed)
                     action = recovery.decide(error, self._situation(failed, rotated=rotated))
-                    request = await self._carry_out(action, failed, request)
+                    await self._carry_out(action, failed)
                     if isinstance(action, Wait) and action.probe:
                         retries += 1
                         await self._probe(failed, route, replace(label, retries=retries))
@@ -233,26 +226,16 @@ class ModelCaller:
             shrinkable=_shrinkable(failed),
             adaptations=asked.adaptations,
             exact=asked.exact,
-            compressor=self._on_overflow is not None,
         )
 
-    async def _carry_out(
-        self, action: Action, failed: _Failed, request: ModelRequest
-    ) -> ModelRequest:
-        """Do what was decided; returns the request of the next try. Raises: the error to give up
-        with."""
+    async def _carry_out(self, action: Action, failed: _Failed) -> None:
+        """Do what was decided. Raises: the error to give up with."""
         if isinstance(action, GiveUp):
             if isinstance(failed.error, BadRequest):
                 failed.account.traffic.refused(failed.error)
             if action.error is failed.error:
                 raise action.error
             raise action.error from failed.error
-        if isinstance(action, Compress):
-            shorten = self._on_overflow
-            shorter = await shorten(request, failed.error) if shorten else None
-            if shorter is None:
-                raise failed.error
-            return shorter
         if isinstance(action, Wait):
             client = failed.account.client
             if action.renew and isinstance(client, Renewable):
@@ -260,7 +243,6 @@ class ModelCaller:
             await self._sleep(action.seconds)
             if action.paid:
                 await self._share(failed)
-        return request
 
     async def _probe(self, failed: _Failed, route: Route, label: Label) -> None:
         """Ask the same model for a word. Where it answers that and not the request, the request is
