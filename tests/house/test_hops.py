@@ -36,7 +36,7 @@ CEILINGS = {
     "one chat call": (39, 20),
     "one tool call": (15, 10),
     "grading and ending": (20, 12),
-    "a run of one row": (135, 110),
+    "a run of one row": (110, 110),
 }
 STEPS = [
     {"run": "echo 1"},
