@@ -25,20 +25,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, Self
 
 import msgspec
 
 from hermes_rl.errors import BadRequest, UserError
 from hermes_rl.messages import AssistantMessage, from_openai, to_openai
-from hermes_rl.models.tokens.parsers import ToolCallParser, parser_named
+from hermes_rl.models.tokens.parsers import parser_named
 from hermes_rl.models.tokens.renderer import Renderer, load_renderer
 from hermes_rl.testing.dialects.chat import ChatServer
 from hermes_rl.testing.exact_engine_model import (
     AnswerTokenizer,
-    CallStyle,
     LogprobsOf,
-    Params,
     Policy,
     PromptView,
     Sampled,
@@ -80,20 +78,6 @@ _BLOCK = 16
 """Tokens of a block of the prefix cache; whole blocks are reused, as in vLLM."""
 
 
-class ChatSide(Protocol):
-    """What an engine does for Chat Completions: template and parser."""
-
-    def prompt(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
-    ) -> Sequence[int]:
-        """Return the prompt of a conversation. Raises: ValueError, BadRequest."""
-        ...
-
-    def message(self, text: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the assistant's message in a sampled text."""
-        ...
-
-
 @dataclass(frozen=True)
 class ExactConfig:
     """Configuration of the engine."""
@@ -110,8 +94,6 @@ class ExactConfig:
     logprobs: LogprobsOf = "raw"
     split: Split = "canonical"
     """How scripted texts are tokenized, unless a step tells."""
-    calls: CallStyle = "hermes"
-    """How scripted tool calls are written."""
     routes: frozenset[str] = frozenset(WIRES)
     """Other routes are answered with 404."""
     chat_ids: Literal["vllm", "sglang", "none"] = "vllm"
@@ -129,7 +111,8 @@ class ExactConfig:
 
 
 class ExactEngine(Server):
-    """The engine, as an async context manager.
+    """The engine, as an async context manager. The same requests in the same order get the same
+    answers.
 
     Args:
         speaker: chooses the answers; by default the scripts in prompts.
@@ -137,25 +120,22 @@ class ExactEngine(Server):
     """
 
     def __init__(
-        self, config: ExactConfig, speaker: Speaker = scripted, chat: ChatSide | None = None
+        self, config: ExactConfig, speaker: Speaker = scripted, chat: RenderedChat | None = None
     ) -> None:
         super().__init__(config.port)
         self.config = config
         self.vocabulary = read_vocabulary(config.tokenizer)
         self.faults = config.faults
         """The faults from now on."""
-        self._chat = chat
+        self._chat, self._speaker = chat, speaker
         self._log = LineLog[Truth]()
-        more = (self.vocabulary.added.get(text) for text in config.ends)
-        end_id = self.vocabulary.added[config.end]
-        self._responder = Responder(
-            AnswerTokenizer(self.vocabulary, end_id, config.split, config.calls),
-            speaker,
-            seed=config.seed,
-            ends=(end_id, *(i for i in more if i is not None)),
-            header=config.header,
-            window=config.window,
-        )
+        added = self.vocabulary.added
+        end = added[config.end]
+        self._ends = frozenset((end, *(added[text] for text in config.ends if text in added)))
+        self._answers = AnswerTokenizer(self.vocabulary, end, config.split)
+        self._policy = Policy(self.vocabulary, config.seed, end)
+        self._asked: Counter[bytes] = Counter()
+        self._cached: set[bytes] = set()
         self._timers: set[asyncio.TimerHandle] = set()
 
     async def __aenter__(self) -> Self:
@@ -207,46 +187,86 @@ class ExactEngine(Server):
             self._refuse(connection, replace(job, fault=fault), refusal)
             return
         try:
-            answer, answered = self._answer(read_request(wire, request.body), job, wire)
+            answer, scripted = self._answer(read_request(wire, request.body), job, wire)
         except (ValueError, BadRequest) as error:
             self._refuse(connection, job, Refusal(400, "invalid_request_error", None, str(error)))
             return
-        job = replace(job, fault=fault or (answered.say.fault if answered.say else None))
+        job = replace(job, fault=fault or (scripted.fault if scripted else None))
         if job.fault and (refusal := refusal_for(job.fault, "chat_completions")):
             self._refuse(connection, job, refusal)
             return
-        self._send(connection, job, answer, wire, scripted=answered.say is not None)
+        self._send(connection, job, answer, wire, scripted=scripted is not None)
 
     def _answer(
         self, request: EngineRequest, job: _Job, wire: Wire
-    ) -> tuple[EngineAnswer, Answered]:
+    ) -> tuple[EngineAnswer, ScriptedAnswer | None]:
         """Sample. Raises: InvalidRequest, InvalidScript, ValueError."""
         prompt = self._prompt(request, wire)
         self._check_room(request, len(prompt), wire)
-        answered = self._responder.answer(request, prompt, job.n, job.call_id)
+        sampled, scripted = self._sample(request, prompt, job)
         ids = request.ids and (wire.name != CHAT or self.config.chat_ids != "none")
         answer = EngineAnswer(
             request=replace(request, ids=ids),
             prompt=prompt,
-            sampled=answered.sampled,
+            sampled=sampled,
             vocabulary=self.vocabulary,
             kind=self.config.logprobs,
             request_id=job.request_id,
-            cached=answered.cached,
+            cached=self._remember(prompt, sampled.ids),
             version=self.config.version,
             spelling=self.config.chat_ids,
         )
         if wire.name != CHAT or self._chat is None:
-            return answer, answered
+            return answer, scripted
         shown = replace(answer, request=replace(request, skip_special=False)).text
-        return replace(answer, message=self._chat.message(shown, request.tools)), answered
+        return replace(answer, message=self._chat.message(shown, request.tools)), scripted
+
+    def _sample(
+        self, request: EngineRequest, prompt: tuple[int, ...], job: _Job
+    ) -> tuple[Sampled, ScriptedAnswer | None]:
+        """Return the tokens of an answer, and its script; None if the policy sampled freely."""
+        params, window = request.params, self.config.window
+        limits = [params.max_tokens, None if window is None else window - len(prompt)]
+        key = struct.pack(f"<{len(prompt)}Iq", *prompt, (params.seed or 0) % (1 << 62))
+        times = self._asked[key]
+        self._asked[key] += 1
+        say = self._speaker(
+            PromptView(prompt, self.vocabulary, self.config.header, times, job.n, job.call_id)
+        )
+        random = Random(f"{self.config.seed} {key.hex()} {times}")
+        wanted = None if say is None else self._answers.tokens(say, random)
+        limits.append(None if say is None else say.cut)
+        most = min((limit for limit in limits if limit is not None), default=None)
+        params = replace(params, max_tokens=most, stop_ids=params.stop_ids | self._ends)
+        top = request.top or 0
+        sampled = sample(self._policy, prompt, params, random, wanted=wanted, top=top)
+        if say is not None and say.finish is not None:
+            sampled = msgspec.structs.replace(sampled, finish=say.finish)
+        return sampled, say
+
+    def _remember(self, prompt: tuple[int, ...], sampled: tuple[int, ...]) -> int:
+        """Return the prompt tokens that are cached, and cache the new ones."""
+        whole, state, known = (*prompt, *sampled), bytes(16), 0
+        for start in range(0, len(whole) - _BLOCK + 1, _BLOCK):
+            block = whole[start : start + _BLOCK]
+            state = self._policy.start((*struct.unpack("<4I", state), *block))
+            if state in self._cached and known == start and start + _BLOCK < len(prompt):
+                known += _BLOCK
+            self._cached.add(state)
+        return known
 
     def _check_room(self, request: EngineRequest, prompt: int, wire: Wire) -> None:
-        """vLLM and SGLang refuse more tokens than the window has; llama.cpp samples fewer."""
+        """Raises: InvalidRequest for a prompt beyond the window; vLLM and SGLang also refuse more
+        tokens than the window has, where llama.cpp samples fewer."""
         window, most = self.config.window, request.params.max_tokens
-        if window is None or most is None or wire is WIRES["/completion"]:
+        if window is None:
             return
-        if prompt < window < prompt + most:
+        if prompt >= window:
+            raise InvalidRequest(
+                f"This model's maximum context length is {window} tokens. However, your "
+                f"request has {prompt} input tokens."
+            )
+        if most is not None and window < prompt + most and wire is not WIRES["/completion"]:
             raise InvalidRequest(
                 f"'max_tokens' or 'max_completion_tokens' is too large: {most}. This model's "
                 f"maximum context length is {window} tokens and your request has {prompt} input "
@@ -344,95 +364,6 @@ class _Job:
     fault: str | None = None
 
 
-# Answers
-
-
-class Answered(NamedTuple):
-    """One answer."""
-
-    sampled: Sampled
-    say: ScriptedAnswer | None
-    """None if the policy sampled freely."""
-    cached: int
-    """Tokens of the prompt that an engine with a prefix cache had."""
-
-
-class Responder:
-    """Answers prompts of ids; the same requests in the same order get the same answers.
-
-    Args:
-        ends: end tokens; the first ends a turn.
-        header: the text that opens an assistant turn in a prompt.
-        window: tokens of prompt and answer together.
-    """
-
-    def __init__(
-        self,
-        mouth: AnswerTokenizer,
-        speaker: Speaker,
-        *,
-        seed: int,
-        ends: Sequence[int],
-        header: str,
-        window: int | None,
-    ) -> None:
-        self._policy = Policy(mouth.vocabulary, seed, ends[0])
-        self._mouth, self._speaker, self._seed = mouth, speaker, seed
-        self._ends, self._header, self._window = frozenset(ends), header, window
-        self._asked: Counter[bytes] = Counter()
-        self._cached: set[bytes] = set()
-
-    def answer(
-        self, request: EngineRequest, prompt: tuple[int, ...], n: int, call_id: str | None
-    ) -> Answered:
-        """Answer a prompt.
-
-        Args:
-            n: 1-based number of the request.
-
-        Raises: InvalidRequest for a prompt beyond the window; InvalidScript.
-        """
-        params = self._limited(request.params, len(prompt))
-        key = struct.pack(f"<{len(prompt)}Iq", *prompt, (params.seed or 0) % (1 << 62))
-        times = self._asked[key]
-        self._asked[key] += 1
-        say = self._speaker(
-            PromptView(prompt, self._mouth.vocabulary, self._header, times, n, call_id)
-        )
-        random = Random(f"{self._seed} {key.hex()} {times}")
-        wanted = None if say is None else self._mouth.tokens(say, random)
-        if say is not None and say.cut is not None:
-            most = say.cut if params.max_tokens is None else min(say.cut, params.max_tokens)
-            params = replace(params, max_tokens=most)
-        top = request.top or 0
-        sampled = sample(self._policy, prompt, params, random, wanted=wanted, top=top)
-        if say is not None and say.finish is not None:
-            sampled = msgspec.structs.replace(sampled, finish=say.finish)
-        return Answered(sampled, say, self._remember(prompt, sampled.ids))
-
-    def _limited(self, params: Params, prompt: int) -> Params:
-        most, window = params.max_tokens, self._window
-        if window is not None:
-            if prompt >= window:
-                raise InvalidRequest(
-                    f"This model's maximum context length is {window} tokens. However, your "
-                    f"request has {prompt} input tokens."
-                )
-            most = min(window - prompt, window if most is None else most)
-        return replace(params, max_tokens=most, stop_ids=params.stop_ids | self._ends)
-
-    def _remember(self, prompt: tuple[int, ...], sampled: tuple[int, ...]) -> int:
-        """Return the prompt tokens that are cached, and cache the new ones."""
-        whole, state, known = (*prompt, *sampled), bytes(16), 0
-        for start in range(0, len(whole) - _BLOCK + 1, _BLOCK):
-            block = whole[start : start + _BLOCK]
-            state = self._policy.start((*struct.unpack("<4I", state), *block))
-            if state in self._cached and known == start and start + _BLOCK < len(prompt):
-                known += _BLOCK
-            self._cached.add(state)
-        return known
-
-
 def read_vocabulary(path: Path) -> Vocabulary:
     """Read the vocabulary of a folder or file. Raises: UserError."""
     from tokenizers import Tokenizer
@@ -447,14 +378,14 @@ def read_vocabulary(path: Path) -> Vocabulary:
 
 
 class RenderedChat:
-    """A `ChatSide` of a template and a parser, as in real engines.
+    """The template and the parser of an engine's Chat Completions.
 
     A request's history is text. Each turn renders and tokenizes it again, so a history that was
     sampled in another spelling does not continue what was sampled.
     """
 
-    def __init__(self, renderer: Renderer, parser: ToolCallParser) -> None:
-        self._renderer, self._parser = renderer, parser
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer, self._parser = renderer, parser_named(renderer.parser_name)
 
     def prompt(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
@@ -476,16 +407,9 @@ class RenderedChat:
         return to_openai(shown)
 
 
-def chat_of(folder: Path, parser: str | None = None) -> RenderedChat:
-    """Return the chat side of a model's files.
-
-    Args:
-        parser: its name; None takes the template's.
-
-    Raises: UserError.
-    """
-    renderer = load_renderer(folder)
-    return RenderedChat(renderer, parser_named(parser or renderer.parser_name))
+def chat_of(folder: Path) -> RenderedChat:
+    """Return the chat side of a model's files. Raises: UserError."""
+    return RenderedChat(load_renderer(folder))
 
 
 # The program
@@ -499,35 +423,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="each seed is another model")
     parser.add_argument("--logprobs", choices=("raw", "scaled", "processed"), default="raw")
     parser.add_argument("--split", choices=("canonical", "random"), default="canonical")
-    parser.add_argument("--calls", choices=("hermes", "qwen3_coder"), default="hermes")
     parser.add_argument("--chat-ids", choices=("vllm", "sglang", "none"), default="vllm")
     parser.add_argument("--window", type=int, help="tokens of prompt and answer together")
     parser.add_argument("--version", help="of the weights")
     return parser
 
 
-def _config(arguments: argparse.Namespace) -> ExactConfig:
-    return ExactConfig(
-        tokenizer=arguments.tokenizer,
-        seed=arguments.seed,
-        logprobs=arguments.logprobs,
-        split=arguments.split,
-        calls=arguments.calls,
-        chat_ids=arguments.chat_ids,
-        window=arguments.window,
-        version=arguments.version,
-        faults=plan_from_json(arguments.faults),
-        latency_s=arguments.latency,
-        log=arguments.log,
-        port=arguments.port,
-    )
-
-
 def main() -> None:
     """Serve until a signal, or the end of stdin."""
-    arguments = _parser().parse_args()
-    engine = ExactEngine(_config(arguments), chat=chat_of(arguments.tokenizer, arguments.calls))
-    asyncio.run(serve(engine, until_eof=arguments.until_eof))
+    arguments = vars(_parser().parse_args())
+    until_eof = arguments.pop("until_eof")
+    arguments |= {
+        "faults": plan_from_json(arguments["faults"]),
+        "latency_s": arguments.pop("latency"),
+    }
+    engine = ExactEngine(ExactConfig(**arguments), chat=chat_of(arguments["tokenizer"]))
+    asyncio.run(serve(engine, until_eof=until_eof))
 
 
 if __name__ == "__main__":

@@ -254,76 +254,36 @@ def sample(
         top: likeliest tokens to report at each position.
     """
     state = policy.start(prompt)
-    out = _Answer(params, top)
-    for token in _tokens(policy, state, params, random, wanted):
-        out.add(token, policy.logits(state, token if wanted is not None else None))
+    limit = params.max_tokens
+    count = (_FREE_TOKENS if wanted is None else len(wanted)) if limit is None else limit
+    if wanted is not None:
+        count = min(count, len(wanted))
+    ids: list[int] = []
+    raw, scaled, processed = list[float](), list[float](), list[float]()
+    likely: list[tuple[tuple[int, float], ...]] = []
+    while len(ids) < count and not (ids and ids[-1] in params.stop_ids):
+        forced = None if wanted is None else wanted[len(ids)]
+        logits = policy.logits(state, forced)
+        token = pick(logits, params, random.random()) if forced is None else forced
         state = policy.after(state, token)
-    return out.done(complete=wanted is not None and len(out.ids) == len(wanted))
-
-
-def _tokens(
-    policy: Policy,
-    state: bytes,
-    params: Params,
-    random: Random,
-    wanted: Sequence[int] | None,
-) -> Iterable[int]:
-    """Yield the tokens up to a stop token or the limit."""
-    most = params.max_tokens
-    if most is None:
-        most = _FREE_TOKENS if wanted is None else len(wanted)
-    count = most if wanted is None else min(most, len(wanted))
-    for place in range(count):
-        if wanted is None:
-            token = pick(policy.logits(state), params, random.random())
-            state = policy.after(state, token)
-        else:
-            token = wanted[place]
-        yield token
-        if token in params.stop_ids:
-            return
-
-
-class _Answer:
-    """Collects one answer."""
-
-    def __init__(self, params: Params, top: int) -> None:
-        self.ids: list[int] = []
-        self._params, self._most = params, top
-        self._raw: list[float] = []
-        self._scaled: list[float] = []
-        self._processed: list[float] = []
-        self._top: list[tuple[tuple[int, float], ...]] = []
-
-    def add(self, token: int, logits: Mapping[int, float]) -> None:
-        """Add a token that was sampled from `logits`."""
-        self.ids.append(token)
-        self._raw.append(log_softmax(logits)[token])
-        warm = self._params.temperature > 0
-        own = log_softmax(logits, self._params.temperature)[token] if warm else 0.0
-        self._scaled.append(own)
-        self._processed.append(filter_logits(logits, self._params).get(token, CUT_OFF))
-        if self._most:
-            ranked = sorted(logits.items(), key=lambda pair: (-pair[1], pair[0]))
-            self._top.append(tuple(ranked))
-
-    def done(self, *, complete: bool) -> Sampled:
-        """Return the answer.
-
-        Args:
-            complete: the whole script was played, with an end token or without.
-        """
-        last = self.ids[-1] if self.ids else None
-        stopped = last in self._params.stop_ids
-        return Sampled(
-            ids=tuple(self.ids),
-            raw=tuple(self._raw),
-            scaled=tuple(self._scaled),
-            processed=tuple(self._processed),
-            top=tuple(self._top),
-            finish="stop" if stopped or complete else "length",
-            stop_id=last if stopped else None,
-        )
+        ids.append(token)
+        raw.append(log_softmax(logits)[token])
+        warm = params.temperature > 0
+        scaled.append(log_softmax(logits, params.temperature)[token] if warm else 0.0)
+        processed.append(filter_logits(logits, params).get(token, CUT_OFF))
+        if top:
+            likely.append(tuple(sorted(logits.items(), key=lambda pair: (-pair[1], pair[0]))))
+    stop_id = ids[-1] if ids and ids[-1] in params.stop_ids else None
+    complete = wanted is not None and len(ids) == len(wanted)  # with an end token or without
+    return Sampled(
+        ids=tuple(ids),
+        raw=tuple(raw),
+        scaled=tuple(scaled),
+        processed=tuple(processed),
+        top=tuple(likely),
+        finish="stop" if stop_id is not None or complete else "length",
+        stop_id=stop_id,
+    )
 
 
 def reported(
@@ -340,7 +300,6 @@ def reported(
 # Scripts
 
 Split = Literal["canonical", "random"]
-CallStyle = Literal["hermes", "qwen3_coder"]
 _Spelling = Literal["markup", "added", "plain"]
 """Which added tokens in a text become tokens: those that are markup; special ones too; none."""
 
@@ -458,7 +417,6 @@ class AnswerTokenizer:
     vocabulary: Vocabulary
     end_id: int
     split: Split = "canonical"
-    style: CallStyle = "hermes"
 
     def tokens(self, say: ScriptedAnswer, random: Random) -> list[int]:
         """Return the tokens of an answer with its end token."""
@@ -478,7 +436,9 @@ class AnswerTokenizer:
         written = "" if say.reasoning is None else f"<think>\n{say.reasoning}\n</think>\n\n"
         written += say.text
         for name, arguments in say.calls:
-            written += ("\n" if written else "") + self._call(name, arguments)
+            shown = json.dumps(name, ensure_ascii=False)
+            written += "\n" if written else ""
+            written += f'<tool_call>\n{{"name": {shown}, "arguments": {arguments}}}\n</tool_call>'
         own: _Spelling = "plain" if say.lookalike else "markup"
         parts: list[tuple[str, _Spelling]] = [
             (written, own),
@@ -486,16 +446,6 @@ class AnswerTokenizer:
             (say.plain, "plain"),
         ]
         return [(text, spelling) for text, spelling in parts if text]
-
-    def _call(self, name: str, arguments: str) -> str:
-        if self.style == "hermes":
-            shown = json.dumps(name, ensure_ascii=False)
-            return f'<tool_call>\n{{"name": {shown}, "arguments": {arguments}}}\n</tool_call>'
-        given = json.loads(arguments)
-        lines = "".join(
-            f"<parameter={key}>\n{_plain(value)}\n</parameter>\n" for key, value in given.items()
-        )
-        return f"<tool_call>\n<function={name}>\n{lines}</function>\n</tool_call>"
 
     def _spelled(self, text: str, spelling: _Spelling, split: Split, random: Random) -> list[int]:
         chance = random if split == "random" else None
@@ -521,7 +471,3 @@ def _split_at_added(text: str, vocabulary: Vocabulary) -> list[str]:
         return [text]
     pieces = re.split(f"({'|'.join(map(re.escape, known))})", text)
     return [piece for piece in pieces if piece]
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
