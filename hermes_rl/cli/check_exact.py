@@ -1,17 +1,19 @@
-"""`hermes-rl check RUN --tokens` and `--masks`: a run's token-exact segments, looked at again.
+"""`hermes-rl check RUN --tokens` and `--masks`: a second look at a run's token-exact segments.
 
-`--tokens`: are the ids in table `segments` those that were sampled, and where and why did a history
-fork. Every rule is checked again on the stored rows; the ids are counted against what the servers
-reported; and with the model's tokenizer the histories are rendered again and compared.
+`--tokens`: whether the ids in table `segments` are those that were sampled, and where and why a
+history forked. Every rule is checked again on the stored rows; the ids are counted against what the
+servers reported; and with the model's tokenizer the histories are rendered again and compared.
 
-`--masks`: is what the model said masked in, all of it, and nothing else. Where ids were recorded,
-the masks are those of table `segments`. For each chat template that is given, they are those that a
-trainer of text has to find: what the template writes between the opening of an assistant's turn and
-its end."""
+`--masks`: whether exactly what the model wrote is masked in. Where ids were recorded, the masks are
+those of table `segments`. For each chat template that is given, they are those that a trainer of
+text has to find: what the template writes between the opening of an assistant's turn and its end.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
+import operator
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,7 +26,7 @@ import msgspec
 import pyarrow.parquet as pq
 
 from hermes_rl.errors import ExitCode, UserError
-from hermes_rl.export.samples import Sample, samples_of
+from hermes_rl.export.samples import samples_of
 from hermes_rl.messages import AssistantMessage, Message, ToolMessage, conversation_from_openai
 from hermes_rl.models.tokens.logprobs import shaped_by
 from hermes_rl.models.tokens.renderer import Renderer, load_renderer
@@ -48,65 +50,51 @@ def check_exact(
 
     Raises: UserError for a tokenizer that cannot be read, and for a run without what is asked for.
     """
-    run_dir = RunDir(path)
     renderers = {name: load_renderer(name) for name in tokenizers}
     known = Renderers(tuple(renderers.values()))
     look = Look(known, keep=None if as_json else SHOWN)
-    under = _masks(renderers)
-    for rollout in rollouts(run_dir, texts=bool(renderers)):
+    recorded_masks, template_masks = (
+        Masks("recorded ids"),
+        [
+            Masks(name, renderer, "endgeneration" in "".join(renderer.template.sources.values()))
+            for name, renderer in renderers.items()
+        ],
+    )
+    for rollout in rollouts(RunDir(path), texts=bool(renderers)):
         if tokens:
             look.add(rollout)
         if masks:
-            recorded(rollout, under[0], known)
-            for one in under[1:]:
+            recorded(rollout, recorded_masks, known)
+            for one in template_masks:
                 rendered(rollout, one)
-    _require(path, look if tokens else None, under if masks else [])
-    faults = [*look.all_faults(), *(fault for one in under for fault in one.verdict())]
-    if as_json:
-        print(json.dumps(_json(look if tokens else None, under if masks else [], faults)))
-    else:
-        _say(path, look if tokens else None, under if masks else [], faults)
-    return ExitCode.BAD_INPUT if faults else ExitCode.DONE
-
-
-def _masks(renderers: dict[str, Renderer]) -> list[Masks]:
-    """Recorded ids first, then each template."""
-    named = [
-        Masks(name, renderer, "endgeneration" in "".join(renderer.template.sources.values()))
-        for name, renderer in renderers.items()
-    ]
-    return [Masks("recorded ids"), *named]
-
-
-def _require(path: Path, look: Look | None, masks: list[Masks]) -> None:
-    """Raises: UserError when there is nothing to look at."""
-    if look is not None and not look.counts["captured"] + look.counts["segments"]:
+    checked = [recorded_masks, *template_masks] if masks else []
+    if tokens and not look.counts["captured"] + look.counts["segments"]:
         raise UserError(
             f"{path}: no token ids were recorded. Ask for them: --preset rl, or a way to them with "
             "--set endpoint.tokens=WAY"
         )
-    if masks and not any(one.spans for one in masks):
+    if masks and not any(one.spans for one in checked):
         raise UserError(
             f"{path}: no token ids were recorded. Name a model's template: --tokenizer FOLDER"
         )
+    faults = [*look.all_faults(), *(fault for one in checked for fault in one.verdict())]
+    if as_json:
+        found: dict[str, Any] = {"faults": faults}
+        found |= {"tokens": look.as_dict()} if tokens else {}
+        found |= {"masks": [one.as_dict() for one in checked]} if masks else {}
+        print(json.dumps(found))
+    else:
+        _print(path, look if tokens else None, checked, faults)
+    return ExitCode.BAD_INPUT if faults else ExitCode.DONE
 
 
-def _json(look: Look | None, masks: list[Masks], faults: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {"faults": faults}
+def _print(path: Path, look: Look | None, masks: list[Masks], faults: list[str]) -> None:
     if look is not None:
-        found["tokens"] = look.as_dict()
-    if masks:
-        found["masks"] = [one.as_dict() for one in masks]
-    return found
-
-
-def _say(path: Path, look: Look | None, masks: list[Masks], faults: list[str]) -> None:
-    if look is not None:
-        told = [*look.forks, *look.others][:SHOWN]
-        for row in told:
+        shown = [*look.forks, *look.others][:SHOWN]
+        for row in shown:
             print(line_of(row))
-        if look.counts["segments"] > len(told):
-            print(f"... and {look.counts['segments'] - len(told):,} more (--json has them all)")
+        if look.counts["segments"] > len(shown):
+            print(f"... and {look.counts['segments'] - len(shown):,} more (--json has them all)")
     for fault in faults[:SHOWN]:
         print(f"error: {fault}", file=sys.stderr)
     if len(faults) > SHOWN:
@@ -164,9 +152,8 @@ class Rollout:
     def messages(self) -> list[Message]:
         """The conversation, with the arguments of calls as the model wrote them."""
         forms = [msgspec.json.decode(text) for text in self.row["messages"]]
-        told = conversation_from_openai(forms)
-        infos = self.row["message_info"]
-        return [_exactly(m, info["raw_arguments"]) for m, info in zip(told, infos, strict=True)]
+        pairs = zip(conversation_from_openai(forms), self.row["message_info"], strict=True)
+        return [_with_raw_arguments(message, info["raw_arguments"]) for message, info in pairs]
 
     def tools(self) -> list[Row]:
         """The schemas that the model saw."""
@@ -202,10 +189,10 @@ def rollouts(run_dir: RunDir, *, texts: bool = False) -> Iterator[Rollout]:
             for table in _ROWS
             for row in _rows(run_dir, table, stem, columns)
         }
-        for segments in _by_rollout(_rows(run_dir, "segments", stem, None)):
-            owner = segments[0]["trajectory_id"]
+        segments = _rows(run_dir, "segments", stem, None)  # those of a rollout are side by side
+        for owner, own in itertools.groupby(segments, operator.itemgetter("trajectory_id")):
             lost = {"task_id": owner, "repeat": 0, "status": "absent", "calls": [], "metrics": []}
-            yield Rollout(rows.pop(owner, lost), segments)
+            yield Rollout(rows.pop(owner, lost), list(own))
         yield from (Rollout(row, []) for row in rows.values())
 
 
@@ -218,19 +205,7 @@ def _rows(run_dir: RunDir, table: str, stem: str, columns: Sequence[str] | None)
             yield from batch.to_pylist()
 
 
-def _by_rollout(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """The segments of a rollout stand side by side."""
-    held: list[Row] = []
-    for row in rows:
-        if held and held[0]["trajectory_id"] != row["trajectory_id"]:
-            yield held
-            held = []
-        held.append(row)
-    if held:
-        yield held
-
-
-def _exactly(message: Message, raw: list[str] | None) -> Message:
+def _with_raw_arguments(message: Message, raw: list[str] | None) -> Message:
     if not isinstance(message, AssistantMessage) or not raw:
         return message
     calls = tuple(
@@ -340,36 +315,29 @@ def faults_of(rollout: Rollout, renderers: Renderers) -> Iterator[str]:
     held = len({call for segment in segments for call in segment["call_ids"]})
     if held != metrics.get("captured_calls", 0):
         yield f"ids of {metrics.get('captured_calls', 0):g} calls were recorded, {held} are there"
-    yield from _owner_faults(rollout)
-    if renderers.named:
-        yield from _tokenizer_faults(rollout, renderers)
-
-
-def _owner_faults(rollout: Rollout) -> Iterator[str]:
     shaped = shaped_by(msgspec.json.decode(rollout.row["sampling"]).get("extra_body", {}))
-    for segment in rollout.segments:
+    for segment in segments:
+        branch = f"branch {segment['branch_index']}"
         if segment["trainable"] and rollout.row["status"] != "ok":
-            yield f"branch {segment['branch_index']} is trainable, but the attempt failed"
+            yield f"{branch} is trainable, but the attempt failed"
         if segment["trainable"] and segment["logprobs_kind"] == "raw" and shaped:
-            yield f"branch {segment['branch_index']} is trainable, but shaped by {shaped[0]}"
+            yield f"{branch} is trainable, but shaped by {shaped[0]}"
         if segment["reward"] != rollout.row["reward"]:
-            yield f"branch {segment['branch_index']} has reward {segment['reward']}"
+            yield f"{branch} has reward {segment['reward']}"
+    if renderers.named:
+        yield from _tokenizer_faults(segments, renderers)
 
 
-def _tokenizer_faults(rollout: Rollout, renderers: Renderers) -> Iterator[str]:
-    """What only the model's tokenizer can tell."""
-    for segment in rollout.segments:
-        renderer = renderers.of(segment)
+def _tokenizer_faults(segments: Sequence[Row], renderers: Renderers) -> Iterator[str]:
+    for segment in segments:
+        branch = f"branch {segment['branch_index']}"
+        renderer, ids = renderers.of(segment), segment["input_ids"]
         if renderer is None:
-            yield (
-                f"branch {segment['branch_index']} was made with another tokenizer than those that "
-                "are named"
-            )
+            yield f"{branch} was made with another tokenizer than those that are named"
             return
-        ids = segment["input_ids"]
         doubled = len(ids) > 1 and ids[0] == ids[1] and renderer.tokenizer.text_of(ids[0])
         if doubled:
-            yield f"branch {segment['branch_index']} begins twice with {doubled!r}"
+            yield f"{branch} begins twice with {doubled!r}"
 
 
 def ends_of(segment: Row, renderer: Renderer) -> Iterator[str]:
@@ -569,53 +537,42 @@ class Masks:
 
 
 def recorded(rollout: Rollout, masks: Masks, renderers: Renderers) -> None:
-    """Add the masks of a rollout's recorded ids; what is not trainable is left out.
-
-    Args:
-        renderers: to compare texts with; none compares none.
-    """
+    """Add the masks of a rollout's recorded ids; what is not trainable is left out. The main
+    agent's answers are compared with its messages if there are renderers."""
     if rollout.unsound:
         masks.faults += [f"{rollout.name}: {fault}" for fault in rollout.unsound]
         return
+    answers = _answer_of_turn(rollout) if renderers.named else {}
+    outputs = _outputs(rollout.messages()) if renderers.named else []
     for segment in rollout.segments:
-        if segment["trainable"]:
-            for run in runs_of(segment):
-                if run.trained:
-                    masks.spans += 1
-                    masks.found += 1
-                    masks.tokens += run.end - run.start
-                    masks.masked += run.end - run.start
-    if renderers.named:
-        told = _recorded_faults(rollout, masks, renderers)
-        masks.faults += [f"{rollout.name} {fault}" for fault in told]
-
-
-def _recorded_faults(rollout: Rollout, masks: Masks, renderers: Renderers) -> Iterator[str]:
-    """The main agent's recorded answers beside its messages."""
-    said, outputs = _said_at(rollout), _outputs(rollout.messages())
-    for segment in rollout.segments:
-        if not segment["trainable"] or segment["agent_name"] != MAIN:
-            continue
         renderer = renderers.of(segment)
-        for run in runs_of(segment):
+        for run in runs_of(segment) if segment["trainable"] else ():
+            if not run.trained:
+                continue
+            masks.spans += 1
+            masks.found += 1
+            masks.tokens += run.end - run.start
+            masks.masked += run.end - run.start
+            if not renderers.named or segment["agent_name"] != MAIN:
+                continue
             turn = segment["turn_ids"][run.start]
-            if run.trained and renderer is None:
+            if renderer is None:
                 masks.unread[_OTHER] += 1
-            elif run.trained and turn in said and renderer is not None:
+            elif turn in answers:
                 masks.texts += 1
                 text = renderer.decode(segment["input_ids"][run.start : run.end])
-                faults = _span_faults(text, said[turn], outputs)
-                yield from (f"turn {turn}: {fault}" for fault in faults)
+                for fault in _span_faults(text, answers[turn], outputs):
+                    masks.faults.append(f"{rollout.name} turn {turn}: {fault}")
 
 
-def _said_at(rollout: Rollout) -> dict[int, AssistantMessage]:
-    """Turn -> what the policy said, where it said one thing."""
-    found: dict[int, AssistantMessage] = {}
+def _answer_of_turn(rollout: Rollout) -> dict[int, AssistantMessage]:
+    """Return turn -> the message of the policy."""
     infos = rollout.row["message_info"]
-    for message, info in zip(rollout.messages(), infos, strict=True):
-        if isinstance(message, AssistantMessage) and info["turn"] and not info["synthetic"]:
-            found[info["turn"]] = message
-    return found
+    return {
+        info["turn"]: message
+        for message, info in zip(rollout.messages(), infos, strict=True)
+        if isinstance(message, AssistantMessage) and info["turn"] and not info["synthetic"]
+    }
 
 
 def rendered(rollout: Rollout, masks: Masks) -> None:
@@ -624,23 +581,20 @@ def rendered(rollout: Rollout, masks: Masks) -> None:
         return
     row = rollout.row
     decoded = {**row, "messages": [msgspec.json.decode(text) for text in row["messages"]]}
+    tools = rollout.tools()
     for sample in samples_of(decoded):
-        for where, fault in _of_sample(sample, rollout.tools(), masks):
-            masks.faults.append(f"{rollout.name} message {where}: {fault}")
-
-
-def _of_sample(sample: Sample, tools: Sequence[Row], masks: Masks) -> Iterator[tuple[int, str]]:
-    messages = conversation_from_openai(sample.messages)
-    outputs = _outputs(messages)
-    for place, (message, trained) in enumerate(zip(messages, sample.trained, strict=True)):
-        if not trained or not isinstance(message, AssistantMessage):
-            continue
-        masks.spans += 1
-        span = _span(messages, place, tools, masks)
-        if span is not None:
-            masks.found += 1
-            masks.texts += 1
-            yield from ((place, fault) for fault in _span_faults(span, message, outputs))
+        messages = conversation_from_openai(sample.messages)
+        outputs = _outputs(messages)
+        for place, (message, trained) in enumerate(zip(messages, sample.trained, strict=True)):
+            if not trained or not isinstance(message, AssistantMessage):
+                continue
+            masks.spans += 1
+            span = _span(messages, place, tools, masks)
+            if span is not None:
+                masks.found += 1
+                masks.texts += 1
+                for fault in _span_faults(span, message, outputs):
+                    masks.faults.append(f"{rollout.name} message {place}: {fault}")
 
 
 def _span(
