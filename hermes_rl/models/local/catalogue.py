@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from hermes_rl.errors import UserError
 
@@ -64,22 +64,11 @@ class Weights:
     """Path below the hub's address; None if the hub has no file with exactly these bytes."""
 
 
-def parse_catalogue(text: str) -> dict[str, Weights]:
-    """Return the models of one `weights.toml`, by name."""
-    rows: Mapping[str, dict[str, Any]] = tomllib.loads(text)
-    return {
-        name: Weights(
-            name=name,
-            parts=tuple(Part(**part) for part in row["parts"]),
-            **{key: value for key, value in row.items() if key != "parts"},
-        )
-        for name, row in rows.items()
-    }
-
-
 def read_catalogue() -> dict[str, Weights]:
     """Return the models that this package offers, by name."""
-    return parse_catalogue((_HERE / "weights.toml").read_text(encoding="utf-8"))
+    rows = tomllib.loads((_HERE / "weights.toml").read_text(encoding="utf-8"))
+    named = {name: {"name": name, **row} for name, row in rows.items()}
+    return msgspec.convert(named, dict[str, Weights])
 
 
 def find_weights(name: str) -> Weights:

@@ -530,30 +530,20 @@ def _contradict(tokens: TokenCapture, usage: Usage | None) -> bool:
 
 def first_logprobs(form: Any) -> dict[str, float]:
     """Return token -> logprob of the first position of a chat answer; empty if there are none."""
-    logprobs = _first(_field(form, "choices")).get("logprobs")
-    top = _first(_field(logprobs, "content")).get("top_logprobs")
-    listed = [one for one in top if isinstance(one, dict)] if isinstance(top, list) else []
-    pairs = ((one.get("token"), one.get("logprob")) for one in listed)
-    return {
-        t: float(p)
-        for t, p in pairs
-        if isinstance(t, str) and isinstance(p, int | float) and abs(p) < _ABSURD
-    }
+    try:
+        listed = form["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        pairs = {str(one["token"]): float(one["logprob"]) for one in listed}
+    except (KeyError, IndexError, TypeError, ValueError):
+        return {}
+    return {token: logprob for token, logprob in pairs.items() if abs(logprob) < _ABSURD}
 
 
 def ids_spelling(form: Any) -> Spelling | None:
     """Return whose field names the token ids of a chat answer have; None if there are none."""
-    choice = _first(_field(form, "choices"))
-    if choice.get("response_token_ids"):
-        return "sglang"
-    return "vllm" if choice.get("token_ids") and _field(form, "prompt_token_ids") else None
-
-
-def _field(form: Any, name: str) -> Any:
-    return form.get(name) if isinstance(form, dict) else None
-
-
-def _first(listed: Any) -> dict[str, Any]:
-    """Return the first of a list if it is an object, else an empty one."""
-    first = listed[0] if isinstance(listed, list) and listed else None
-    return first if isinstance(first, dict) else {}
+    try:
+        choice = form["choices"][0]
+        if choice.get("response_token_ids"):
+            return "sglang"
+        return "vllm" if choice.get("token_ids") and form.get("prompt_token_ids") else None
+    except (KeyError, IndexError, TypeError, AttributeError):
+        return None

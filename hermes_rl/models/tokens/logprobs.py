@@ -98,43 +98,26 @@ def kind_of(at_one: Mapping[Token, float], at_half: Mapping[Token, float]) -> Lo
     return "raw" if abs(slope - 1) <= _SLOPE_TOLERANCE else "unknown"
 
 
+_OFF_AT_0 = (
+    *("frequency_penalty", "presence_penalty", "min_tokens", "min_new_tokens", "mirostat"),
+    *("no_repeat_ngram_size", "xtc_probability", "dry_multiplier", "top_a", "top_n_sigma"),
+    *("dynatemp_range", "smoothing_factor"),
+)
+_OFF_AT_1 = ("repetition_penalty", "repeat_penalty", "typical_p", "tfs_z", "best_of")
+_NEVER_OFF = (
+    *("custom_logit_processor", "logit_bias", "bad_words", "allowed_token_ids", "json_schema"),
+    *("logits_processors", "grammar", "regex", "ebnf", "structural_tag", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "repeat_penalty": (1,),
-    "typical_p": (1,),
-    "min_tokens": (0,),
-    "no_repeat_ngram_size": (0,),
-    "xtc_probability": (0,),
-    "dry_multiplier": (0,),
-    "mirostat": (0,),
-    "top_a": (0,),
-    "tfs_z": (1,),
+    **dict.fromkeys(_OFF_AT_0, (0,)),
+    **dict.fromkeys(_OFF_AT_1, (1,)),
+    **dict.fromkeys(_NEVER_OFF, ()),
     "top_n_sigma": (0, -1),
-    "dynatemp_range": (0,),
-    "smoothing_factor": (0,),
-    "best_of": (1,),
     "use_beam_search": (False,),
-    "min_new_tokens": (0,),
-    "custom_logit_processor": (),
     "ignore_eos": (False,),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
-    "logit_bias": (),
-    "bad_words": (),
-    "allowed_token_ids": (),
-    "logits_processors": (),
-    "grammar": (),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "structural_tag": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
 }
 """Body fields that change the sampling distribution, with values at which they do not. Missing and
 empty values do not change it either."""
