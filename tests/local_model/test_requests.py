@@ -51,36 +51,26 @@ def names_in(schema: dict) -> list[str]:
     return [option["properties"]["name"]["const"] for option in schema["anyOf"]]
 
 
-def test_tools_become_a_choice_of_calls_and_an_end():
-    step = step_of(tools=[TERMINAL])
-    assert names_in(step.sampling["json_schema"]) == ["terminal", "finish"]
-    assert [tool["function"]["name"] for tool in step.tools] == ["terminal", "finish"]
-    assert step.prefill == PREFILL
-    assert step.constrained
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        (None, ["terminal", "finish"]),
+        ("auto", ["terminal", "finish"]),
+        ("required", ["terminal"]),
+        ({"type": "function", "function": {"name": "terminal"}}, ["terminal"]),
+        ("none", []),
+    ],
+)
+def test_tools_become_a_choice_of_calls_and_an_end(choice, names):
+    step = step_of(tools=[TERMINAL], tool_choice=choice)
+    assert names_in(step.sampling.get("json_schema", {"anyOf": []})) == names
+    assert [tool["function"]["name"] for tool in step.tools] == names
+    assert (step.prefill, step.constrained) == (PREFILL if names else "", bool(names))
 
 
 def test_an_offered_finish_keeps_its_name():
     offered = {"type": "function", "function": {"name": "finish"}}
-    step = step_of(tools=[TERMINAL, offered])
-    assert step.finish == "final_answer"
-
-
-@pytest.mark.parametrize(
-    ("choice", "names"),
-    [
-        ("auto", ["terminal", "finish"]),
-        ("required", ["terminal"]),
-        ({"type": "function", "function": {"name": "terminal"}}, ["terminal"]),
-    ],
-)
-def test_tool_choice_narrows_the_grammar(choice, names):
-    step = step_of(tools=[TERMINAL], tool_choice=choice)
-    assert names_in(step.sampling["json_schema"]) == names
-
-
-def test_tool_choice_none_leaves_the_model_free():
-    step = step_of(tools=[TERMINAL], tool_choice="none")
-    assert (step.tools, step.prefill, step.constrained) == ([], "", False)
+    assert step_of(tools=[TERMINAL, offered]).finish == "final_answer"
 
 
 def test_an_earlier_call_is_spelled_as_the_model_wrote_it():
@@ -204,49 +194,40 @@ def test_a_schema_that_says_nothing_known_allows_everything(schema):
     assert simplify(schema) == {}
 
 
-def finished(text: str, stop_type: str = "eos") -> Generation:
+def completion(text: str, stop_type: str = "eos") -> dict:
+    request = read_request(json.dumps({"messages": [HELLO], "tools": [TERMINAL]}).encode())
     generation = Generation()
     generation.take({"content": text, "tokens": [1, 2]})
-    generation.take(
-        {
-            "content": "",
-            "stop": True,
-            "stop_type": stop_type,
-            "tokens_evaluated": 10,
-            "tokens_predicted": 2,
-            "timings": {"cache_n": 4},
-        }
-    )
-    return generation
+    counts = {"tokens_evaluated": 10, "tokens_predicted": 2, "timings": {"cache_n": 4}}
+    generation.take({"content": "", "stop": True, "stop_type": stop_type, **counts})
+    return Writer(request, plan_step(request, template_has_tools=True), "local", generation).whole()
 
 
-def completion(text: str, stop_type: str = "eos") -> dict:
-    raw = json.dumps({"messages": [HELLO], "tools": [TERMINAL]}).encode()
-    request = read_request(raw)
-    step = plan_step(request, template_has_tools=True)
-    return Writer(request, step, "local", finished(text, stop_type)).whole()
+CUT = '{"name": "terminal", "arguments": {"comm'
 
 
-def test_a_call_becomes_a_tool_call_with_the_arguments_as_written():
-    choice = completion('{"name": "terminal", "arguments": {"command": "echo \\u00e9"}}')[
-        "choices"
-    ][0]
-    assert choice["finish_reason"] == "tool_calls"
-    function = choice["message"]["tool_calls"][0]["function"]
-    assert function == {"name": "terminal", "arguments": '{"command": "echo \\u00e9"}'}
-
-
-def test_finish_becomes_the_final_text():
-    choice = completion('{"name": "finish", "arguments": {"answer": "42"}}')["choices"][0]
-    assert choice["finish_reason"] == "stop"
-    assert choice["message"] == {"role": "assistant", "content": "42"}
-
-
-def test_a_cut_call_is_shown_as_it_is():
-    cut = '{"name": "terminal", "arguments": {"comm'
-    choice = completion(cut, "limit")["choices"][0]
-    assert choice["finish_reason"] == "length"
-    assert choice["message"] == {"role": "assistant", "content": cut}
+@pytest.mark.parametrize(
+    ("text", "stop", "reason", "content", "arguments"),
+    [
+        (
+            '{"name": "terminal", "arguments": {"command": "echo \\u00e9"}}',
+            "eos",
+            "tool_calls",
+            None,
+            '{"command": "echo \\u00e9"}',
+        ),
+        ('{"name": "finish", "arguments": {"answer": "42"}}', "eos", "stop", "42", None),
+        (CUT, "limit", "length", CUT, None),
+    ],
+)
+def test_an_answer_is_a_call_as_written_a_final_text_or_what_was_cut(
+    text, stop, reason, content, arguments
+):
+    (choice,) = completion(text, stop)["choices"]
+    message = choice["message"]
+    assert (choice["finish_reason"], message["content"]) == (reason, content)
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    assert functions == ([{"name": "terminal", "arguments": arguments}] if arguments else [])
 
 
 def test_usage_includes_what_came_from_the_cache():

@@ -533,7 +533,7 @@ def first_logprobs(form: Any) -> dict[str, float]:
     try:
         listed = form["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         pairs = {str(one["token"]): float(one["logprob"]) for one in listed}
-    except (KeyError, IndexError, TypeError, ValueError):
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
         return {}
     return {token: logprob for token, logprob in pairs.items() if abs(logprob) < _ABSURD}
 

@@ -52,41 +52,6 @@ async def test_ids_and_logprobs_are_those_that_were_sampled(tmp_path, wire, spli
     assert usage[1].cache_read_tokens > 0
 
 
-@pytest.mark.parametrize("wire", WIRES)
-async def test_a_cut_answer_goes_on_behind_an_end_token_of_ours(tmp_path, wire):
-    async with engine_at(tmp_path / "t") as engine:
-        client = client_of(engine, wire)
-        prompt = asked(script({"text": "one two three four five", "cut": 3}, "done"))
-        conversation, answers = await played(client, prompt, turns=1)
-        conversation.append(UserMessage(content="Go on."))
-        second = await client.complete(request_of(conversation, 1))
-        await client.aclose()
-    agree([*answers, second], engine.truth, kind(wire))
-    end = engine.vocabulary.added["<|im_end|>"]
-    cut = engine.truth[0]
-    assert cut.finish == "length"
-    assert cut.sampled_ids[-1] != end
-    assert second.tokens.prompt_ids[len(cut.prompt_ids) + 3] == end
-
-
-async def test_an_end_token_that_the_engine_leaves_out_is_glue_and_one_that_it_gives_is_not_doubled(
-    tmp_path,
-):
-    async with engine_at(tmp_path / "t") as engine:
-        client = client_of(engine, "vllm")
-        end = engine.vocabulary.added["<|im_end|>"]
-        for step in ({"run": "ls", "end": False}, {"run": "ls"}):
-            _, answers = await played(client, asked(script(step, "done")))
-            first, second = answers
-            path = first.tokens.prompt_ids + first.tokens.completion_ids
-            glue = second.tokens.prompt_ids[len(path) :]
-            ended = first.tokens.completion_ids[-1] == end
-            assert ended == ("end" not in step)
-            assert (glue[0] == end) != ended
-            assert path.count(end) + glue.count(end) == 4  # system, user, assistant, result
-        await client.aclose()
-
-
 async def test_another_end_token_is_no_text_and_the_turn_is_closed_behind_it(tmp_path):
     async with engine_at(tmp_path / "t") as engine:
         client = client_of(engine, "vllm")

@@ -12,7 +12,7 @@ from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.providers.probe import TokenSearch
 from hermes_rl.models.tokens.client import token_client
 from hermes_rl.models.tokens.parsers import parser_named
-from hermes_rl.models.tokens.renderer import Renderer, load_renderer
+from hermes_rl.models.tokens.renderer import load_renderer
 from hermes_rl.wiring import reach
 
 UNREAD = "no parser here reads tool calls as this model's template writes them: '<tool_call>look_up"
@@ -22,66 +22,45 @@ SILENT = (
 )
 
 
-def renderer_at(engine) -> Renderer:
-    return load_renderer(engine.config.tokenizer, template=GLM_LIKE)
-
-
-async def test_a_client_refuses_tools_whose_calls_it_cannot_read(tmp_path):
-    async with engine_at(tmp_path / "t") as engine:
-        client = token_client(Endpoint(engine.base_url), renderer_at(engine), "vllm")
-        with pytest.raises(UserError, match=UNREAD):
-            await client.complete(request_of(Conversation(asked("Say."))))
-        assert not engine.truth
-        answer = await client.complete(request_of(Conversation(asked("Say.")), tools=()))
-        assert answer.tokens.completion_ids == engine.truth[-1].sampled_ids
-        await client.aclose()
-        own = token_client(
-            Endpoint(engine.base_url), renderer_at(engine), "vllm", parser=parser_named("hermes")
-        )
-        assert await own.complete(request_of(Conversation(asked("Say."))))
-        await own.aclose()
-
-
-async def test_a_way_that_was_named_is_refused_at_the_start_where_there_are_tools(tmp_path):
-    async with engine_at(tmp_path / "t") as engine:
-        at, renderer = Endpoint(engine.base_url), renderer_at(engine)
-        with pytest.raises(UserError, match=f"endpoint.tokens=vllm: {UNREAD}") as raised:
-            await TokenSearch(at, "toy", renderer).plan("vllm")
-        assert "endpoint.tokens=chat" in str(raised.value)
-        assert not engine.truth
-        plan = await TokenSearch(at, "toy", renderer, tools=False).plan("vllm")
-        assert plan.way == "vllm"
-        assert any(UNREAD in line for line in plan.lines())
-
-
-@pytest.mark.parametrize("tools_told", [False, True])
-async def test_a_template_without_tool_calls_is_refused_where_there_are_tools(tmp_path, tools_told):
-    """Its rollouts would break at the first call: the next prompt could not tell it. Also where it
-    writes the offered tools, but no call."""
-    silent = "{% if tools %}{{ tools | tojson }}{% endif %}" * tools_told + SILENT
+@pytest.mark.parametrize(
+    ("template", "why", "advice"),
+    [
+        (GLM_LIKE, UNREAD, "endpoint.tokens=chat"),
+        (SILENT, "writes no tool calls", "offer no tools"),
+        ("{% if tools %}{{ tools | tojson }}{% endif %}" + SILENT, "writes no tool calls", ""),
+    ],
+    ids=["unread", "unwritten", "tools written and no calls"],
+)
+async def test_tools_are_refused_where_calls_cannot_be_read_or_written(
+    tmp_path, template, why, advice
+):
+    """Rollouts would break at the first call: the next prompt could not show it."""
     async with engine_at(tmp_path / "t") as engine:
         at = Endpoint(engine.base_url)
-        renderer = load_renderer(engine.config.tokenizer, template=silent)
-        with pytest.raises(UserError, match=r"endpoint\.tokens=vllm: .* writes no tool calls"):
+        renderer = load_renderer(engine.config.tokenizer, template=template)
+        with pytest.raises(UserError, match=rf"endpoint\.tokens=vllm: .*{why}") as raised:
             await TokenSearch(at, "toy", renderer).plan("vllm")
+        assert advice in str(raised.value)
         assert not engine.truth
         assert (await TokenSearch(at, "toy", renderer).plan("auto")).way == "chat"
         plan = await TokenSearch(at, "toy", renderer, tools=False).plan("vllm")
         assert plan.way == "vllm"
+        assert any(why in line for line in plan.lines())
         client = token_client(at, renderer, "vllm")
-        with pytest.raises(UserError, match="offer no tools"):
+        with pytest.raises(UserError, match=why):
             await client.complete(request_of(Conversation(asked("Say."))))
         answer = await client.complete(request_of(Conversation(asked("Say.")), tools=()))
         assert answer.tokens.completion_ids == engine.truth[-1].sampled_ids
         await client.aclose()
+        own = token_client(at, renderer, "vllm", parser=parser_named("hermes"))
+        assert await own.complete(request_of(Conversation(asked("Say."))))
+        await own.aclose()
 
 
-async def test_auto_lets_the_engine_read_the_calls_or_says_why_there_are_no_ids(tmp_path):
-    async with engine_at(tmp_path / "t") as engine:
-        plan = await TokenSearch(Endpoint(engine.base_url), "toy", renderer_at(engine)).plan("auto")
-        assert plan.way == "chat"
+async def test_auto_gives_the_reason_where_neither_the_engine_nor_we_read_calls(tmp_path):
     async with engine_at(tmp_path / "u", chat_ids="none") as engine:
-        plan = await TokenSearch(Endpoint(engine.base_url), "toy", renderer_at(engine)).plan("auto")
+        renderer = load_renderer(engine.config.tokenizer, template=GLM_LIKE)
+        plan = await TokenSearch(Endpoint(engine.base_url), "toy", renderer).plan("auto")
         assert not plan.exact
         assert UNREAD in plan.why
 

@@ -173,13 +173,6 @@ def test_one_tokenizer_is_not_for_several_models():
     assert wanted_ids(parse_config(form)) == "chat"
 
 
-async def test_a_tokenizer_that_is_not_there_is_said(tmp_path):
-    async with engine_at(tmp_path / "t") as engine:
-        config = config_of(engine, tokens="vllm", tokenizer=str(tmp_path / "none"))
-        with pytest.raises(UserError, match="no tokenizer at"):
-            await reach(config)
-
-
 async def test_the_embedded_model_has_ways_of_its_own():
     form = {
         "dataset": {"path": "x"},
