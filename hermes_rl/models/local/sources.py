@@ -20,18 +20,13 @@ import tempfile
 import zipfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from hermes_rl.errors import UserError
 from hermes_rl.models.local.catalogue import Part, Weights
-
-if TYPE_CHECKING:
-    import aiohttp
-
 
 Progress = Callable[[int, int, str], None]
 """Called with bytes done, bytes in all, and what is being done."""
@@ -175,64 +170,37 @@ async def from_hub(fetch: Fetch) -> Path:
 
 
 async def _download_rest(fetch: Fetch, url: str) -> None:
-    """Request the missing bytes and append what comes."""
+    """Request the missing bytes and append what comes. The head of the answer must come within
+    `ANSWER_S`; its body may take longer."""
     import aiohttp
 
     partial, total = fetch.hub_partial, fetch.weights.bytes
-    have = size_of(partial)
-    if have >= total:
-        partial.unlink()
-        have = 0
+    have = size_of(partial) if size_of(partial) < total else 0
+    headers = {"Range": f"bytes={have}-", "Accept-Encoding": "identity"}
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=_IDLE_S)
     try:
-        async with _answer(url, have) as response:
-            have = _starting_point(response, have, total)
-            with await asyncio.to_thread(_open_at, partial, have) as out:
-                async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-                    await asyncio.to_thread(out.write, chunk)
-                    have += len(chunk)
-                    fetch.report(have, "downloading from the hub")
+        async with aiohttp.ClientSession(
+            timeout=timeout, trust_env=True, auto_decompress=False
+        ) as session:
+            async with asyncio.timeout(ANSWER_S):
+                response = await session.get(url, headers=headers)
+            async with response:
+                if response.status not in (200, 206):
+                    raise SourceFailed(f"the hub answered {response.status}")
+                have = have if response.status == 206 else 0  # 200: the whole file
+                length = response.content_length
+                if length is not None and have + length != total:
+                    raise SourceFailed("the hub has another file under this name")
+                with await asyncio.to_thread(partial.open, "r+b" if have else "wb") as out:
+                    out.seek(have)
+                    out.truncate()
+                    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+                        await asyncio.to_thread(out.write, chunk)
+                        have += len(chunk)
+                        fetch.report(have, "downloading from the hub")
     except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
         reason = str(error) or type(error).__name__
         raise SourceFailed(f"the hub did not answer ({reason})") from error
-
-
-@asynccontextmanager
-async def _answer(url: str, start: int) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Open the response. Its head must come within `ANSWER_S`; its body may take longer."""
-    import aiohttp
-
-    headers = {"Range": f"bytes={start}-", "Accept-Encoding": "identity"}
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=_IDLE_S)
-    async with aiohttp.ClientSession(
-        timeout=timeout, trust_env=True, auto_decompress=False
-    ) as session:
-        async with asyncio.timeout(ANSWER_S):
-            response = await session.get(url, headers=headers)
-        async with response:
-            yield response
-
-
-def _starting_point(response: aiohttp.ClientResponse, asked: int, total: int) -> int:
-    """Return the offset in the file at which the body begins.
-
-    Raises:
-        SourceFailed: the response does not hold this file.
-    """
-    if response.status not in (200, 206):
-        raise SourceFailed(f"the hub answered {response.status}")
-    start = asked if response.status == 206 else 0
-    length = response.content_length
-    if length is not None and start + length != total:
-        raise SourceFailed("the hub has another file under this name")
-    return start
-
-
-def _open_at(path: Path, offset: int) -> IO[bytes]:
-    """Open the file, truncated at `offset` and ready to append."""
-    out = path.open("r+b" if path.exists() else "wb")
-    out.seek(offset)
-    out.truncate()
-    return out
 
 
 _PARALLEL = 2
