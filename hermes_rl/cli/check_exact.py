@@ -190,9 +190,9 @@ def rollouts(run_dir: RunDir, *, texts: bool = False) -> Iterator[Rollout]:
             for row in _rows(run_dir, table, stem, columns)
         }
         segments = _rows(run_dir, "segments", stem, None)  # those of a rollout are side by side
-        for owner, own in itertools.groupby(segments, operator.itemgetter("trajectory_id")):
+        for owner, group in itertools.groupby(segments, operator.itemgetter("trajectory_id")):
             lost = {"task_id": owner, "repeat": 0, "status": "absent", "calls": [], "metrics": []}
-            yield Rollout(rows.pop(owner, lost), list(own))
+            yield Rollout(rows.pop(owner, lost), list(group))
         yield from (Rollout(row, []) for row in rows.values())
 
 
@@ -628,11 +628,11 @@ def _outputs(messages: Sequence[Message]) -> list[str]:
 
 def _span_faults(text: str, message: AssistantMessage, outputs: Sequence[str]) -> Iterator[str]:
     """Whether a masked span is what the message says, and holds no tool's output."""
-    own = [message.raw_content or message.content, *(c.name for c in message.tool_calls)]
-    absent = [piece for piece in own if piece.strip() and piece.strip() not in text]
+    texts = [message.raw_content or message.content, *(c.name for c in message.tool_calls)]
+    absent = [piece for piece in texts if piece.strip() and piece.strip() not in text]
     if absent:
         yield f"masked in is {text[:80]!r}, without {absent[0][:80]!r}"
     arguments = [c.arguments for c in message.tool_calls]
-    said = "\n".join([*own, message.reasoning_content or "", *arguments])
+    said = "\n".join([*texts, message.reasoning_content or "", *arguments])
     if any(output in text and output not in said for output in outputs):
         yield "a tool's output is masked in"
