@@ -166,7 +166,8 @@ async def within_budgets(
     """
     coordinator = await asyncio.to_thread(make_coordinator, config, run_dir, concurrency)
     try:
-        async with Share("driver", coordinator.budgets).coordinated(coordinator.handle) as share:
+        share = Share("driver", coordinator.budgets)
+        async with share.coordinated(coordinator.handle):
             yield share
     finally:
         summary |= as_plain(coordinator.summary(), budgets_of(config))

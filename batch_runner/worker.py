@@ -13,8 +13,8 @@ import importlib
 import json
 import resource
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -291,7 +291,7 @@ async def open_worker(
         share = Share(spec.writer, tuple(budgets_of(config)))
         sharing = None
         if coordinator is not None:
-            sharing = await stack.enter_async_context(_coordinated(share, coordinator))
+            sharing = await stack.enter_async_context(share.coordinated(coordinator.handle))
         context = await stack.enter_async_context(
             open_run_context(
                 config,
@@ -314,23 +314,6 @@ async def open_worker(
         stack.push_async_callback(worker.abort)
         worker.stack = stack.pop_all()
         return worker
-
-
-@asynccontextmanager
-async def _coordinated(share: Share, coordinator: Coordinator) -> AsyncIterator[asyncio.Task[None]]:
-    """Exchange reports and grants with the coordinator of the same process."""
-
-    async def exchange(grant: Grant) -> Report:
-        share.take_grant(grant)
-        return await share.next_report()
-
-    sharing = asyncio.create_task(carry_reports(exchange, coordinator))
-    try:
-        yield sharing
-    finally:
-        if not sharing.done():
-            await share.leave()
-        await sharing
 
 
 async def carry_reports(

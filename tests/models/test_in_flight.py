@@ -39,9 +39,10 @@ async def ask(limiter, client, request):
 async def test_two_thousand_calls_in_flight(kit, descriptors):
     """The server answers nobody before all have asked: a pool that held some back would hang."""
     coordinator = Coordinator(AT_ONCE, {}, {}, clock=time.monotonic, unix=time.time, start=AT_ONCE)
+    share = Share("1")
     async with (
         FakeServer(FakeConfig(gather=AT_ONCE, keep=False)) as server,
-        Share("1").coordinated(coordinator.handle) as share,
+        share.coordinated(coordinator.handle),
     ):
         limiter = share.limiter("h", "K", "m")
         clients = [connect(Endpoint(server.base_url, api_mode=mode)) for mode in DIALECTS]

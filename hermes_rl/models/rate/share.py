@@ -191,8 +191,11 @@ class Share:
                 await self._left.wait()
 
     @asynccontextmanager
-    async def coordinated(self, handle: Callable[[Report], Grant]) -> AsyncIterator[Share]:
-        """Report to a coordinator in the same process."""
+    async def coordinated(
+        self, handle: Callable[[Report], Grant]
+    ) -> AsyncIterator[asyncio.Task[None]]:
+        """Report to a coordinator in the same process. Yields the task that does: when it fails,
+        there are no grants any more, and calls would wait for ever."""
 
         async def exchange() -> None:
             report = self.report()
@@ -203,7 +206,7 @@ class Share:
 
         exchanging = asyncio.create_task(exchange())
         try:
-            yield self
+            yield exchanging
         finally:
             self._leaving = True
             self._news.set()
