@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hermes_rl.errors import Overloaded, RateLimited
+from hermes_rl.models.rate.adaptive import Events
 from hermes_rl.models.rate.buckets import Estimate, Rates
 from hermes_rl.models.rate.coordinator import Coordinator, divide
 from hermes_rl.models.rate.headers import Quota
@@ -71,11 +72,13 @@ class Fleet:
         running, ended = self.running[worker], self.ended[worker]
         lane = LaneReport(
             lane=LANE,
-            clean=ended.count("clean"),
-            throttled=ended.count("throttled"),
+            events=Events(
+                clean=ended.count("clean"),
+                throttled=ended.count("throttled"),
+                running=running,
+            ),
             peak=running,
             demand=max(demand, running),
-            running=running,
         )
         ended.clear()
         report = decode_report(encode(Report(worker=worker, lanes=(lane,))))
@@ -175,7 +178,9 @@ def test_a_bucket_is_divided_and_never_handed_out_twice():
 def test_headers_of_one_worker_bind_all():
     coordinator = coordinate(Clock())
     quota = Quota(kind="requests", limit=60, remaining=2, reset_s=58)
-    coordinator.handle(Report(worker="a", lanes=(LaneReport(lane=LANE, quotas=(quota,)),)))
+    coordinator.handle(
+        Report(worker="a", lanes=(LaneReport(lane=LANE, events=Events(quotas=(quota,))),))
+    )
     want = LaneReport(lane=LANE, demand=9, want={"requests": 9}, first={"requests": 1})
     received = 0.0
     for _ in range(3):  # a has all slots until it reports again
@@ -242,8 +247,8 @@ async def test_what_headers_say_while_a_grant_is_on_its_way_is_reported_next():
     limiter.report()
     async with limiter.slot() as slot:
         slot.report(None, headers={"x-ratelimit-remaining-requests": "7"})
-    assert [quota.remaining for quota in limiter.report().quotas] == [7]
-    assert limiter.report().quotas == ()
+    assert [quota.remaining for quota in limiter.report().events.quotas] == [7]
+    assert limiter.report().events.quotas == ()
 
 
 async def test_a_request_larger_than_a_bucket_begins_when_it_is_full_and_leaves_a_debt():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -216,8 +215,7 @@ class _Period:
         return (after - before) / (last - first)
 
 
-@dataclass(frozen=True)
-class Events:
+class Events(msgspec.Struct, frozen=True):
     """What happened to the requests of a lane since the last time."""
 
     started: int = 0
@@ -227,8 +225,8 @@ class Events:
     trouble: int = 0
     running: int = 0
     """Requests in flight now."""
-    quotas: Collection[Quota] = ()
-    """Limits from response headers."""
+    quotas: tuple[Quota, ...] = ()
+    """Limits from response headers, the latest of each kind."""
 
 
 class Pace:

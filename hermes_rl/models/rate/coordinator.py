@@ -10,7 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hermes_rl.models.rate.adaptive import AdaptiveRate, Change, Events
+import msgspec
+
+from hermes_rl.models.rate.adaptive import AdaptiveRate, Change
 from hermes_rl.models.rate.buckets import Rates
 from hermes_rl.models.rate.headers import Kind
 from hermes_rl.models.rate.ledger import Ledger
@@ -105,24 +107,17 @@ class _Lane:
         """Take in a worker's report."""
         part = self.parts.setdefault(worker, _Part(report))
         part.report, part.heard_at = report, now
-        part.out = max(part.slots, report.running)
+        part.out = max(part.slots, report.events.running)
         if report.answered_s is not None:
             part.answered_at = now - report.answered_s
         for name in self.counts:
-            self.counts[name] += getattr(report, name)
+            self.counts[name] += getattr(report.events, name)
         for kind, bucket in self.rate.buckets.by_kind.items():
             bucket.fill(now)
             bucket.balance = min(bucket.capacity, bucket.balance + report.balance.get(kind, 0.0))
         self.rate.concurrency.note_started(sum(p.report.peak for p in self.parts.values()))
-        events = Events(
-            started=report.started,
-            clean=report.clean,
-            throttled=report.throttled,
-            trouble=report.trouble,
-            running=sum(p.report.running for p in self.parts.values()),
-            quotas=report.quotas,
-        )
-        self.rate.update(events, now)
+        running = sum(p.report.events.running for p in self.parts.values())
+        self.rate.update(msgspec.structs.replace(report.events, running=running), now)
 
     def grant(self, worker: str, now: float) -> LaneGrant:
         """Return what a worker may do from now on."""

@@ -33,25 +33,17 @@ class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
     """What happened on one lane (endpoint, account and model) at a worker since its last report."""
 
     lane: str
-    started: int = 0
-    """Requests sent; negative where some were not sent after all."""
-    clean: int = 0
-    throttled: int = 0
-    trouble: int = 0
+    events: Events = Events()
     peak: int = 0
     """Most requests in flight at a time."""
     demand: int = 0
     """Most requests in flight and waiting at a time."""
-    running: int = 0
-    """Requests in flight now."""
     balance: dict[Kind, float] = {}
     """What is left of the worker's share of each bucket; returned with this report."""
     want: dict[Kind, float] = {}
     """What the worker would use until its next report."""
     first: dict[Kind, float] = {}
     """What the first request in the queue would use."""
-    quotas: tuple[Quota, ...] = ()
-    """Limits from response headers, the latest of each kind."""
     answered_s: float | None = None
     """Seconds since the last answer."""
     unanswered: Unanswered | None = None
@@ -192,14 +184,8 @@ class Limiter:
                 self._ended[signal] += 1
             self._quotas.update({quota.kind: quota for quota in quotas})
         else:
-            events = Events(
-                clean=signal == "clean",
-                throttled=signal == "throttled",
-                trouble=signal == "trouble",
-                running=self.in_flight,
-                quotas=quotas,
-            )
-            self.rate.update(events, now)
+            ended = {} if signal == "neutral" else {signal: 1}
+            self.rate.update(Events(running=self.in_flight, quotas=quotas, **ended), now)
         self._wake()
 
     def report(self) -> LaneReport:
@@ -210,10 +196,14 @@ class Limiter:
         answered = self.traffic.answered_at
         report = LaneReport(
             lane=self._name,
-            started=self._started,
+            events=Events(
+                started=self._started,
+                running=running,
+                quotas=tuple(self._quotas.values()),
+                **self._ended,
+            ),
             peak=max(self._peak, running),
             demand=max(self._demand, running + waiting),
-            running=running,
             balance={kind: bucket.balance for kind, bucket in balances.items()},
             # As much as since the last report, and what waits.
             want={
@@ -221,12 +211,8 @@ class Limiter:
                 for kind in balances
             },
             first={kind: first.get(kind, 0.0) for kind in balances},
-            quotas=tuple(self._quotas.values()),
             answered_s=None if answered is None else now - answered,
             unanswered=self.traffic.unanswered(now),
-            clean=self._ended["clean"],
-            throttled=self._ended["throttled"],
-            trouble=self._ended["trouble"],
         )
         self._ended = dict.fromkeys(self._ended, 0)
         self._started, self._peak, self._demand = 0, running, 0
