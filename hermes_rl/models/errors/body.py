@@ -8,8 +8,11 @@ This module unwraps them to a bounded depth into a set of codes and a text.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
@@ -174,93 +177,27 @@ def _code(value: str) -> str:
     return value.split("#")[-1].split(":")[0].strip().lower()
 
 
-_N = r"([\d][\d,_]{0,11})"
-_MAX = r"(?:max_(?:completion_|output_|new_)?tokens|max_?output_?tokens|maxoutputtokens)"
+@lru_cache(maxsize=1)
+def rules() -> dict[str, Any]:
+    """The content of `rules.toml`, read at the first failure."""
+    return tomllib.loads(files(__package__).joinpath("rules.toml").read_text(encoding="utf-8"))
 
-_OUTPUT = (
-    rf"supports at most {_N} (?:completion|output) tokens",
-    rf"{_MAX}: [\d,]+ > {_N}",
-    rf"range of {_MAX}\S* (?:is|should be) \[\d+, ?{_N}\]",
-    rf"maximum tokens you requested exceeds? the model limit of {_N}",
-    rf"(?<!\+ `){_MAX}\W{{0,3}} (?:must|should) be (?:less than or equal to|<=|at most) \W?{_N}",
-    rf"{_MAX}\W.{{0,120}}expected a value <= {_N}",
-    rf"{_MAX}\W.{{0,80}}(?:cannot|must not|may not) (?:exceed|be greater than) {_N}",
-    rf"{_MAX}\W.{{0,80}}maximum (?:is|of|value:?) {_N}",
-    rf"{_MAX} > {_N} must have stream",
-)
-_OPEN_RANGE = rf"{_MAX}\W.{{0,80}}supported range is from \d+ \(inclusive\) to {_N} \(exclusive\)"
-_ROOM = rf"\([\d,]+ > {_N} - {_N}\)"
-"""vLLM: asked > window - prompt."""
-_SUM = rf"exceed context limit: {_N} \+ [\d,]+ > {_N}"
-"""Anthropic: prompt + asked > window."""
 
-_RENAMED = r"max_tokens\W.{0,80}\buse \W?max_completion_tokens"
-"""OpenAI, and gateways to its models."""
+@lru_cache(maxsize=1)
+def _limits() -> dict[str, list[re.Pattern[str]]]:
+    """The patterns of limits and refused parameters, by what they tell."""
+    form = rules()["limits"]
+    words = {"PARAMETER": "|".join(sorted(form["parameters"], key=len, reverse=True))}
 
-_PARAMETERS = {
-    **{n: n for n in ("seed", "temperature", "top_p", "top_k", "min_p", "stop")},
-    "stop_sequences": "stop",
-    "reasoning_effort": "reasoning",
-    "reasoning": "reasoning",
-}
-"""Field of a request -> the sampling parameter in it."""
-_FIELD = rf"(?<![.\w\]])(?:{'|'.join(sorted(_PARAMETERS, key=len, reverse=True))})\b(?!\.\w|\[)"
-"""Not within a longer path: `tools.0.input_schema.properties.seed` is another field."""
-_QUOTE = r"[\s\[({'\"`:]{0,4}"
-_LIST = rf"(?:{_QUOTE}{_FIELD}['\"`,\]]{{0,3}}){{1,9}}"
-"""One field or several, quoted or not, as a list or not."""
-_BAD = r"(?:unsupported|unknown|unrecognized|unexpected|extraneous|deprecated|not supported)"
-_NOT = r"(?:(?:is|are) )?(?:not|no longer) (?:supported|permitted|allowed|accepted|recognized)"
-_THING = r"(?:parameter|argument|field|key|keyword|property|name|option|input|param)s?"
-_REFUSED = (
-    rf"{_BAD} (?:[a-z]+ ){{0,2}}{_THING}(?: supplied| \S*)?{_LIST}",
-    rf"(?:does not|doesn't|do not|don't|cannot) (?:support|accept|allow|take|recognize)"
-    rf"(?: the| these| this)?(?: {_THING})?{_LIST}",
-    rf"{_FIELD}['\"`\]]{{0,2}}(?: {_THING})?:? (?:{_NOT}|(?:is|are) (?:{_BAD}))",
-    rf"{_FIELD}['\"`]{{0,2}}: extra (?:inputs|fields) (?:are )?not permitted",
-    rf"extra (?:inputs|fields) (?:are )?not permitted[^a-z]{{0,4}}(?:{_THING})?{_LIST}",
-    rf"extra (?:inputs|fields) (?:are )?not permitted at body\.(?:{'|'.join(_PARAMETERS)})(?=\s|$)",
-    rf"(?:argument|parameter) not supported on this model{_LIST}",
-    rf"{_FIELD}.{{0,40}}only the default \(\S{{1,8}}\) value is supported",
-)
-"""How servers refuse a field altogether: OpenAI and its kin, LiteLLM, Google, xAI,
-Groq, Mistral, Fireworks, and the validators pydantic and serde."""
+    def spell(pattern: str) -> str:
+        return re.sub(r"\{([A-Z]+)\}", lambda word: words[word[1]], pattern)
 
-_REQUESTED = rf"requested (?:about )?{_N} tokens \(.{{0,160}}?\b{_N} in the (?:output|completion)"
-"""OpenAI, vLLM, OpenRouter: prompt and answer together, then the parts of the prompt and what was
-asked for."""
-
-_WINDOW = (
-    rf"maximum context length(?: is| of)? \(?{_N}",
-    rf"context length (?:is|of)(?: only)? {_N}",
-    rf"context length \({_N}",
-    rf"context size \({_N}",
-    rf"maximum (?:model|prompt|input|allowed) length(?: is| of)? \(?{_N}",
-    rf"too long: [\d,]+ tokens > {_N} maximum",
-    rf"model token limit: {_N}",
-    rf"max length(?: exceeded, max length)?: ?{_N}",
-    rf"range of input length should be \[\d+, ?{_N}\]",
-    rf"tokens allowed \({_N}\)",
-    rf"exceeds the limit of {_N}",
-    rf"with {_N} maximum context length",
-    rf"must be <= {_N}\. given",
-)
-_PROMPT = (
-    rf"\({_N} in the messages",
-    rf"{_N} input tokens",
-    rf"{_N} tokens from the input messages",
-    rf"too long: {_N} tokens >",
-    rf"resulted in {_N} tokens",
-    rf"prompt \(length {_N}\)",
-    rf"input \({_N} tokens\)",
-    rf"requested: {_N}\)",
-    rf"(?:prompt|request) contains {_N} tokens",
-    rf"request \({_N} tokens\)",
-    rf"given: {_N} `inputs`",
-    rf"token count of {_N} exceeds",
-    rf"about {_N} tokens \(",
-    rf"input length \({_N}\)",
-)
+    for name, pattern in form["words"].items():
+        words[name] = spell(pattern)
+    return {
+        name: [re.compile(spell(pattern), re.IGNORECASE) for pattern in patterns]
+        for name, patterns in form["patterns"].items()
+    }
 
 
 def facts_of(
@@ -273,21 +210,17 @@ def facts_of(
         numbers: `context_limit` and `prompt_tokens` if the body has them as fields.
         no_images: the model does not accept images.
     """
-    output, window, prompt = _first(_OUTPUT, text), None, None
-    room = re.search(_ROOM, text, re.IGNORECASE)
-    total = re.search(_SUM, text, re.IGNORECASE)
-    requested = re.search(_REQUESTED, text, re.IGNORECASE)
-    until = re.search(_OPEN_RANGE, text, re.IGNORECASE)
-    if room:
-        window, prompt = _number(room[1]), _number(room[2])
-    elif total:
-        prompt, window = _number(total[1]), _number(total[2])
-    elif requested:
-        prompt = max(0, _number(requested[1]) - _number(requested[2]))  # 0 says nothing
-    elif until:
-        output = _number(until[1]) - 1
-    window = window or numbers.get("context_limit") or _first(_WINDOW, text)
-    prompt = prompt or numbers.get("prompt_tokens") or _first(_PROMPT, text)
+    output, window, prompt = _first("output", text), None, None
+    if found := _search("room", text):
+        window, prompt = _number(found[1]), _number(found[2])
+    elif found := _search("sum", text):
+        prompt, window = _number(found[1]), _number(found[2])
+    elif found := _search("requested", text):
+        prompt = max(0, _number(found[1]) - _number(found[2]))  # 0 says nothing
+    elif found := _search("open_range", text):
+        output = _number(found[1]) - 1
+    window = window or numbers.get("context_limit") or _first("window", text)
+    prompt = prompt or numbers.get("prompt_tokens") or _first("prompt", text)
     if output is None and window and prompt and prompt < window:
         output = window - prompt
     return Facts(
@@ -296,15 +229,16 @@ def facts_of(
         context_limit=window,
         prompt_tokens=prompt,
         no_images=no_images,
-        completion_cap=bool(re.search(_RENAMED, text, re.IGNORECASE)),
+        completion_cap=bool(_search("renamed", text)),
     )
 
 
 def refused_parameters(text: str) -> tuple[str, ...]:
     """The sampling parameters (fields of `Sampling`) that a text refuses by name."""
-    found = (m[0] for pattern in _REFUSED for m in re.finditer(pattern, text, re.IGNORECASE))
-    named = (name for part in found for name in re.findall(r"\w+", part) if name in _PARAMETERS)
-    return tuple(dict.fromkeys(_PARAMETERS[name] for name in named))
+    known = rules()["limits"]["parameters"]
+    found = (m[0] for pattern in _limits()["refused"] for m in pattern.finditer(text))
+    named = (known[name] for part in found for name in re.findall(r"\w+", part) if name in known)
+    return tuple(dict.fromkeys(named))
 
 
 _WAIT = re.compile(
@@ -323,12 +257,14 @@ def wait_of(text: str) -> float | None:
     return round(sum(float(number) * _UNITS[unit.lower()] for number, unit in parts), 6)
 
 
-def _first(patterns: tuple[str, ...], text: str) -> int | None:
-    for pattern in patterns:
-        found = re.search(pattern, text, re.IGNORECASE)
-        if found:
-            return _number(found[1])
-    return None
+def _search(name: str, text: str) -> re.Match[str] | None:
+    """What the first of the patterns that fits finds."""
+    return next(filter(None, (pattern.search(text) for pattern in _limits()[name])), None)
+
+
+def _first(name: str, text: str) -> int | None:
+    found = _search(name, text)
+    return _number(found[1]) if found else None
 
 
 def _number(digits: str) -> int:

@@ -8,16 +8,14 @@ from __future__ import annotations
 import re
 import ssl
 import time
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
 from hermes_rl import errors as e
-from hermes_rl.models.errors.body import Fault, facts_of, fault_in, fault_of, wait_of
+from hermes_rl.models.errors.body import Fault, facts_of, fault_in, fault_of, rules, wait_of
 from hermes_rl.text import scrub
 
 NO_STATUS = 0
@@ -200,12 +198,12 @@ class Table:
 
 @lru_cache(maxsize=1)
 def table() -> Table:
-    """The table of `rules.toml`, read at the first failure."""
-    form = tomllib.loads(files(__package__).joinpath("rules.toml").read_text(encoding="utf-8"))
+    """The table of `rules.toml`, compiled at the first failure."""
+    form = rules()
     kinds = {reason: getattr(e, name) for reason, name in form["errors"].items()}
     named = {name: _statuses(listed) for name, listed in form["statuses"].items()}
-    rules = tuple(_rule(row, kinds, named) for row in form["rules"])
-    return Table(rules, {int(status): why for status, why in form["by_status"].items()}, kinds)
+    rows = tuple(_rule(row, kinds, named) for row in form["rules"])
+    return Table(rows, {int(status): why for status, why in form["by_status"].items()}, kinds)
 
 
 def _rule(row: Any, kinds: Mapping[Any, Any], named: Mapping[str, frozenset[int]]) -> Rule:
