@@ -187,13 +187,13 @@ def rules() -> dict[str, Any]:
 def _limits() -> dict[str, list[re.Pattern[str]]]:
     """The patterns of limits and refused parameters, by what they tell."""
     form = rules()["limits"]
-    words = {"PARAMETER": "|".join(sorted(form["parameters"], key=len, reverse=True))}
+    parts = {"PARAMETER": "|".join(sorted(form["parameters"], key=len, reverse=True))}
 
     def spell(pattern: str) -> str:
-        return re.sub(r"\{([A-Z]+)\}", lambda word: words[word[1]], pattern)
+        return re.sub(r"\{([A-Z]+)\}", lambda name: parts[name[1]], pattern)
 
-    for name, pattern in form["words"].items():
-        words[name] = spell(pattern)
+    for name, pattern in form["parts"].items():
+        parts[name] = spell(pattern)
     return {
         name: [re.compile(spell(pattern), re.IGNORECASE) for pattern in patterns]
         for name, patterns in form["patterns"].items()
