@@ -114,7 +114,7 @@ class KeyCommand:
 
     def _fault(self, what: str) -> UserError:
         what = what.rstrip(".")
-        return UserError(f"the key command of {self.name} {what}. Mend that command")
+        return UserError(f"the key command of {self.name} {what}. Fix that command")
 
 
 def _harmless(line: str, printed: str) -> str:

@@ -81,7 +81,7 @@ async def test_a_command_that_fails_is_one_line_without_the_key(text: str, said:
             await way()
         line = str(caught.value)
         assert line.startswith(f"the key command of MY_KEY {said}")
-        assert line.endswith(". Mend that command")
+        assert line.endswith(". Fix that command")
         assert "token-" not in line
         assert "\n" not in line
     assert text not in repr(command(text))
@@ -153,7 +153,7 @@ async def test_many_refusals_are_one_run(tmp_path: Path) -> None:
 
 async def test_many_share_a_run_that_fails_and_one_with_the_same_key(tmp_path: Path) -> None:
     for prints, said in (
-        ("exit 7", "exit code 7. Mend that command"),
+        ("exit 7", "exit code 7. Fix that command"),
         ("echo old-key", "its command prints the same key again"),
     ):
         folder = tmp_path / prints[:4]

@@ -82,10 +82,9 @@ async def limits(loop, workers):
     async with AsyncExitStack() as stack:
         coordinator = Coordinator(64, {}, {}, clock=loop.time, unix=loop.time)
         shares = [Share(str(n), clock=loop.time, unix=loop.time) for n in range(workers)]
-        yield [
+        for share in shares:
             await stack.enter_async_context(share.coordinated(coordinator.handle))
-            for share in shares
-        ]
+        yield shares
 
 
 class Simulation:
