@@ -18,14 +18,14 @@ from hermes_rl.models.calls.retry import Clock, ModelCaller, RetryPolicy
 from hermes_rl.models.calls.route import Route
 from hermes_rl.models.client import Endpoint, connect
 from hermes_rl.models.rate.limiter import Limiter
-from hermes_rl.models.wire.base import ReplyHead
-from hermes_rl.models.wire.chat import ChatCompletions
 from hermes_rl.testing.dialects.base import encode_event
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 HERE = str(Path(__file__).parent)
-if HERE not in sys.path:  # for messages_kit
+if HERE not in sys.path:  # for messages_kit and wire_kit
     sys.path.insert(0, HERE)
+
+import wire_kit  # noqa: E402 - found there
 
 TERMINAL: tuple[dict[str, Any], ...] = (
     {
@@ -126,19 +126,6 @@ async def until(condition: Callable[[], Any], seconds: float = 30.0, step: float
             await asyncio.sleep(step)
 
 
-JSON = {"content-type": "application/json", "x-request-id": "r-1"}
-SSE = {"content-type": "text/event-stream; charset=utf-8"}
-
-
-def decode(body, headers=JSON, turn=1, pieces=None, **fields):
-    """An answer through the client's decoder."""
-    asked = request([UserMessage(content="x")] * turn, **fields)
-    decoder = ChatCompletions(secrets=("sk-secret-key",)).decoder(asked, ReplyHead(headers, 0.1))
-    for piece in pieces or [body]:
-        decoder.feed(piece)
-    return decoder.finish()
-
-
 def answer_with(message, **fields):
     return json.dumps({"id": "x", "choices": [{"message": message}], **fields}).encode()
 
@@ -160,11 +147,11 @@ def kit() -> SimpleNamespace:
         caller=caller,
         rollout=rollout,
         until=until,
-        decode=decode,
+        decode=wire_kit.decode,
         answer_with=answer_with,
         stream_of=stream_of,
-        JSON=JSON,
-        SSE=SSE,
+        JSON=wire_kit.JSON,
+        SSE=wire_kit.SSE,
     )
 
 

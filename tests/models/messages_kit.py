@@ -3,6 +3,9 @@ Messages API gives them, whole and in events."""
 
 import json
 
+from wire_kit import SSE as SSE
+from wire_kit import decode
+
 from hermes_rl.messages import (
     AssistantMessage,
     SystemMessage,
@@ -12,11 +15,9 @@ from hermes_rl.messages import (
 )
 from hermes_rl.models.base import Conversation, ModelRequest
 from hermes_rl.models.wire.anthropic import AnthropicMessages
-from hermes_rl.models.wire.base import ReplyHead
 from hermes_rl.testing.dialects.anthropic import AnthropicServer
 
 JSON = {"content-type": "application/json", "request-id": "req_1"}
-SSE = {"content-type": "text/event-stream"}
 TOOL = {
     "type": "function",
     "function": {
@@ -69,13 +70,9 @@ HISTORY = (
 )
 
 
-def through(dialect_body, headers=JSON, pieces=None, on_delta=None):
+def through(body, headers=None, on_delta=None):
     """An answer, read by the client's decoder."""
-    asked = request(UserMessage(content="x"), on_delta=on_delta)
-    decoder = AnthropicMessages(secrets=("sk-secret-key",)).decoder(asked, ReplyHead(headers, 0.1))
-    for piece in pieces or [dialect_body]:
-        decoder.feed(piece)
-    return decoder.finish()
+    return decode(body, headers or JSON, mode="anthropic_messages", on_delta=on_delta)
 
 
 def event(kind, **fields):

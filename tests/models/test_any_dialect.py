@@ -5,18 +5,14 @@ import json
 from typing import NamedTuple
 
 import pytest
+from wire_kit import KEY, SERVERS, decode
 
 from hermes_rl import errors as e
-from hermes_rl.messages import AssistantMessage, ToolCall, UserMessage
+from hermes_rl.messages import AssistantMessage, ToolCall
 from hermes_rl.models.base import Completion
-from hermes_rl.models.client import Endpoint, dialect_for
-from hermes_rl.models.wire.base import ReplyHead
-from hermes_rl.testing.dialects import WIRES
 from hermes_rl.testing.dialects.base import encode_event
 from hermes_rl.usage import Usage
 
-KEY = "my-own/key+1234"  # only whoever knows it can hide it
-SERVERS = {wire.dialect.name: wire.dialect for wire in WIRES.values()}
 END = {
     "chat_completions": b'"finish_reason":"stop"',
     "anthropic_messages": b'"stop_reason":"end_turn"',
@@ -42,13 +38,8 @@ class Speaker(NamedTuple):
             return b"".join(SERVERS[self.name].encode_stream(sent, answer_id="a_1"))
         return SERVERS[self.name].encode_answer(sent, answer_id="a_1")
 
-    def read(self, kit, data, *, stream, turn=1, **fields):
-        headers = {**(kit.SSE if stream else kit.JSON), "x-request-id": "r-1"}
-        call = kit.request([UserMessage(content="x")] * turn, stream=stream, **fields)
-        client = dialect_for(Endpoint("http://h/v1", api_mode=self.name, api_key=KEY))
-        decoder = client.decoder(call, ReplyHead(headers, 0.1))
-        decoder.feed(data)
-        return decoder.finish()
+    def read(self, data, **fields):
+        return decode(data, mode=self.name, **fields)
 
 
 @pytest.fixture(params=SERVERS)
@@ -58,12 +49,12 @@ def speaker(request):
 
 @STREAMED
 @pytest.mark.parametrize("call_id", ["", "call_0"])
-def test_missing_and_double_ids_are_made_stable(kit, speaker, stream, call_id):
+def test_missing_and_double_ids_are_made_stable(speaker, stream, call_id):
     calls = tuple(ToolCall(id=call_id, name="a", arguments="{}") for _ in range(2))
     data = speaker.answer(stream=stream, tool_calls=calls)
 
     def ids(turn):
-        answer = speaker.read(kit, data, stream=stream, turn=turn)
+        answer = speaker.read(data, stream=stream, turn=turn)
         return [call.id for call in answer.message.tool_calls]
 
     assert ids(1) == ids(1)
@@ -79,29 +70,29 @@ def test_missing_and_double_ids_are_made_stable(kit, speaker, stream, call_id):
 @pytest.mark.parametrize(
     ("bad", "read"), [(b'"a\xffb"', "a\ufffdb"), (b'"a\\ud83d"', "a\ufffd")], ids=["byte", "half"]
 )
-def test_a_bad_byte_or_half_character_does_not_lose_an_answer(kit, speaker, stream, bad, read):
+def test_a_bad_byte_or_half_character_does_not_lose_an_answer(speaker, stream, bad, read):
     call = ToolCall(id="1", name="t", arguments="{}")
     data = speaker.answer(stream=stream, content="ab", tool_calls=(call,)).replace(b'"ab"', bad)
-    answer = speaker.read(kit, data, stream=stream)
+    answer = speaker.read(data, stream=stream)
     assert (answer.message.content, answer.message.tool_calls) == (read, (call,))
     assert answer.usage == Usage(input_tokens=1, output_tokens=2)
 
 
 @STREAMED
-def test_text_is_passed_on_as_it_comes(kit, speaker, stream):
+def test_text_is_passed_on_as_it_comes(speaker, stream):
     heard = []
     data = speaker.answer(stream=stream, content="word " * 20)
-    speaker.read(kit, data, stream=stream, on_delta=heard.append)
+    speaker.read(data, stream=stream, on_delta=heard.append)
     assert "".join(heard) == "word " * 20
     assert (len(heard) > 1) is stream
 
 
-def test_a_stream_that_is_cut_is_no_answer(kit, speaker):
+def test_a_stream_that_is_cut_is_no_answer(speaker):
     data = speaker.answer(stream=True, content="hi")
-    assert speaker.read(kit, data, stream=True).message.content == "hi"
+    assert speaker.read(data, stream=True).message.content == "hi"
     for end in (*range(0, data.index(END[speaker.name]), 7), data.index(END[speaker.name])):
         with pytest.raises(e.ProtocolError) as caught:
-            speaker.read(kit, data[:end], stream=True)
+            speaker.read(data[:end], stream=True)
         assert caught.value.served is True
 
 
@@ -112,9 +103,9 @@ def test_a_stream_that_is_cut_is_no_answer(kit, speaker):
      b'{"content": 3}', b'{"status": "completed"}', b'{"output": [',
      b'{"status": "in_progress", "output": []}', b'{"status": "queued", "output": []}'],
 )  # fmt: skip
-def test_what_is_no_answer(kit, speaker, body):
+def test_what_is_no_answer(speaker, body):
     with pytest.raises(e.ProtocolError) as caught:
-        speaker.read(kit, body, stream=False)
+        speaker.read(body, stream=False)
     assert caught.value.served is True
     assert caught.value.request_id == "r-1"
 
@@ -140,7 +131,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("name", "error", "kind"), ERRORS)
-def test_errors_inside_an_answer(kit, name, error, kind):
+def test_errors_inside_an_answer(name, error, kind):
     body, events = {"error": error}, [{"type": "error", "error": error}]
     if name == "codex_responses":
         body = {"id": "resp_1", "status": "failed", "output": [], "error": error}
@@ -150,7 +141,7 @@ def test_errors_inside_an_answer(kit, name, error, kind):
     bodies = [json.dumps(form).encode() for form in (body, *events)]
     for stream, data in [(False, bodies[0]), *((True, encode_event(b)) for b in bodies[1:])]:
         with pytest.raises(e.ModelError) as caught:
-            Speaker(name).read(kit, data, stream=stream)
+            Speaker(name).read(data, stream=stream)
         assert type(caught.value) is kind
         assert caught.value.served is True
         assert KEY not in str(caught.value)

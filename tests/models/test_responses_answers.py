@@ -4,11 +4,10 @@ import json
 
 import openai
 import pytest
+import wire_kit
 
-from hermes_rl.messages import AssistantMessage, ToolCall, UserMessage
+from hermes_rl.messages import AssistantMessage, ToolCall
 from hermes_rl.models.base import TokenCapture
-from hermes_rl.models.wire.base import ReplyHead
-from hermes_rl.models.wire.responses import Responses
 from hermes_rl.testing.dialects.base import encode_event
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.usage import Usage
@@ -47,23 +46,18 @@ def ended(kind="completed", **form):
     return {"type": f"response.{kind}", "response": {"id": "resp_1", "model": "m-1", **form}}
 
 
-def decode(kit, data, *, streamed=False, turn=1, size=None, **fields):
-    asked = kit.request([UserMessage(content="x")] * turn, stream=streamed, **fields)
-    headers = {**kit.SSE, "x-request-id": "r-1"} if streamed else kit.JSON
-    decoder = Responses(secrets=("sk-secret-key",)).decoder(asked, ReplyHead(headers, 0.1))
+def decode(data, **fields):
     data = data if isinstance(data, bytes) else json.dumps(data).encode()
-    for at in range(0, len(data), size or len(data) or 1):
-        decoder.feed(data[at : at + (size or len(data))])
-    return decoder.finish()
+    return wire_kit.decode(data, mode="codex_responses", **fields)
 
 
-def both_ways(kit, *output, **fields):
+def both_ways(*output, **fields):
     """The answer as a body, after checking that its stream, byte by byte, says the same."""
-    whole = decode(kit, response(*output, **fields))
+    whole = decode(response(*output, **fields))
     events = stream(*(done(i, item) for i, item in enumerate(output)), ended(**{
         k: v for k, v in response(*output, **fields).items() if k != "output"
     }))  # fmt: skip
-    assert decode(kit, events, streamed=True, size=1) == whole
+    assert decode(events, stream=True, size=1) == whole
     return whole
 
 
@@ -114,8 +108,8 @@ def both_ways(kit, *output, **fields):
         ([], AssistantMessage(), "stop"),
     ],
 )  # fmt: skip
-def test_items_make_a_message(kit, output, message, reason):
-    answer = both_ways(kit, *output)
+def test_items_make_a_message(output, message, reason):
+    answer = both_ways(*output)
     if len([item for item in output if item.get("role")]) > 1:  # what a replay needs to know
         assert answer.message.reasoning_details == [{"type": "message", "chars": 1}] * 2
         message = AssistantMessage(content=message.content,
@@ -135,13 +129,13 @@ def test_items_make_a_message(kit, output, message, reason):
         (None, "length"),
     ],
 )
-def test_incomplete_answers_keep_what_they_have(kit, why, reason):
+def test_incomplete_answers_keep_what_they_have(why, reason):
     output = [thought("hm"), said("half"), called(arguments='{"a')]
-    answer = both_ways(kit, *output, status="incomplete", incomplete_details=why)
+    answer = both_ways(*output, status="incomplete", incomplete_details=why)
     assert answer.finish_reason == reason
     assert answer.message.content == "half"
     assert answer.message.tool_calls[0].arguments == '{"a'
-    assert both_ways(kit, said(), status="cancelled").finish_reason == "abort"
+    assert both_ways(said(), status="cancelled").finish_reason == "abort"
 
 
 @pytest.mark.parametrize(
@@ -161,35 +155,35 @@ def test_incomplete_answers_keep_what_they_have(kit, why, reason):
         (None, None),
     ],
 )  # fmt: skip
-def test_usage(kit, usage, expected):
-    answer = both_ways(kit, said(), usage=usage)
+def test_usage(usage, expected):
+    answer = both_ways(said(), usage=usage)
     names = ("input_tokens", "cache_read_tokens", "cache_write_tokens", "output_tokens",
              "reasoning_tokens")  # fmt: skip
     assert answer.usage == (expected and Usage(**dict(zip(names, expected, strict=True))))
     assert json.loads(answer.usage_raw or "null") == usage
 
 
-def test_logprobs_of_the_text(kit):
+def test_logprobs_of_the_text():
     part = {"type": "output_text", "text": "ab", "logprobs": [{"logprob": -0.5}, {"logprob": -1}]}
-    answer = both_ways(kit, {"type": "message", "content": [part]})
+    answer = both_ways({"type": "message", "content": [part]})
     assert answer.tokens == TokenCapture(logprobs=(-0.5, -1.0))
 
 
 # Streams
 
 
-def test_the_item_counts_as_it_is_when_it_is_done(kit):
+def test_the_item_counts_as_it_is_when_it_is_done():
     added = {"type": "response.output_item.added", "output_index": 0}
     data = stream(
         {**added, "item": thought(None, "ha")},
         done(0, thought("hm", "half and whole")),
         ended(status="completed"),
     )
-    (item,) = decode(kit, data, streamed=True, size=1).message.reasoning_details
+    (item,) = decode(data, stream=True, size=1).message.reasoning_details
     assert item["encrypted_content"] == "half and whole"
 
 
-def test_items_that_never_are_done_are_taken_from_the_end_or_built(kit):
+def test_items_that_never_are_done_are_taken_from_the_end_or_built():
     grown = [
         {"type": "response.output_item.added", "output_index": 1,
          "item": called(arguments="", id="fc_1")},
@@ -201,13 +195,13 @@ def test_items_that_never_are_done_are_taken_from_the_end_or_built(kit):
         {"type": "response.output_text.delta", "output_index": 2, "delta": "y"},
     ]  # fmt: skip
     heard = []
-    built = decode(kit, stream(*grown, ended()), streamed=True, on_delta=heard.append).message
+    built = decode(stream(*grown, ended()), stream=True, on_delta=heard.append).message
     assert (built.content, built.reasoning_content) == ("hey", "hm")
     assert built.tool_calls == (ToolCall(id="call_1", name="t", arguments='{"a":1}'),)
     assert heard == ["he", "y"]
-    given = decode(kit, stream(*grown, ended(output=[said("whole")])), streamed=True)
+    given = decode(stream(*grown, ended(output=[said("whole")])), stream=True)
     assert given.message.content == "whole"
-    got = decode(kit, stream(done(None, said("no place")), ended(output=[])), streamed=True)
+    got = decode(stream(done(None, said("no place")), ended(output=[])), stream=True)
     assert got.message.content == "no place"
 
 

@@ -1,0 +1,44 @@
+"""Both sides of each dialect, by its name: what the tests of wires share."""
+
+from hermes_rl.messages import UserMessage
+from hermes_rl.models.base import Conversation, ModelRequest
+from hermes_rl.models.client import Endpoint, dialect_for
+from hermes_rl.models.wire.base import ReplyHead
+from hermes_rl.testing.dialects import WIRES
+
+SERVERS = {wire.dialect.name: wire.dialect for wire in WIRES.values()}
+JSON = {"content-type": "application/json", "x-request-id": "r-1"}
+SSE = {"content-type": "text/event-stream; charset=utf-8", "x-request-id": "r-1"}
+KEY = "my-own/key+1234"
+"""Only whoever knows it can hide it."""
+
+
+def request(messages, model="m", **fields):
+    conversation = Conversation(list(messages))
+    return ModelRequest(model=model, conversation=conversation, call_id="test-call", **fields)
+
+
+def client_side(mode):
+    return dialect_for(Endpoint("http://h/v1", api_mode=mode, api_key=KEY))
+
+
+def encode(messages, *, mode, **fields):
+    """The body of a request."""
+    return client_side(mode).encode(request(messages, **fields))
+
+
+def decode(data, headers=None, *, mode="chat_completions", turn=1, size=None, **fields):
+    """An answer through the client's decoder, in pieces of `size` bytes.
+
+    Args:
+        headers: of the answer; None means those of a stream if `stream` is asked for, else JSON.
+        turn: messages in the request.
+        fields: of the request.
+    """
+    headers = (SSE if fields.get("stream") else JSON) if headers is None else headers
+    asked = request([UserMessage(content="x")] * turn, **fields)
+    decoder = client_side(mode).decoder(asked, ReplyHead(headers, 0.1))
+    size = size or len(data) or 1
+    for at in range(0, len(data), size):
+        decoder.feed(data[at : at + size])
+    return decoder.finish()
