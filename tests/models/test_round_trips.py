@@ -35,7 +35,7 @@ unshrunk = settings(few, phases=[Phase.explicit, Phase.generate])
 
 text = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40)
 plain = text.filter(lambda t: "think>" not in t)
-words = plain.filter(str.strip)
+nonblank = plain.filter(str.strip)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | text,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
@@ -44,8 +44,8 @@ json_values = st.recursive(
 objects = st.dictionaries(text, json_values, max_size=3)
 compact = objects.map(lambda value: msgspec.json.encode(value).decode())
 thoughts = st.fixed_dictionaries(
-    {"type": st.just("thinking"), "thinking": text, "signature": words}
-) | st.fixed_dictionaries({"type": st.just("redacted_thinking"), "data": words})
+    {"type": st.just("thinking"), "thinking": text, "signature": nonblank}
+) | st.fixed_dictionaries({"type": st.just("redacted_thinking"), "data": nonblank})
 reasoning_items = st.builds(
     lambda number, summary, encrypted: {
         "type": "reasoning",
@@ -54,8 +54,8 @@ reasoning_items = st.builds(
         "encrypted_content": encrypted,
     },
     st.integers(0, 9),
-    st.lists(words, max_size=2),
-    words,
+    st.lists(nonblank, max_size=2),
+    nonblank,
 )
 DETAILS = {CHAT: json_values.filter(bool), MESSAGES: thoughts, RESPONSES: reasoning_items}
 ARGUMENTS = {CHAT: text | compact, MESSAGES: compact, RESPONSES: objects.map(json.dumps)}
@@ -71,13 +71,13 @@ def reasoning_of(details):
 @st.composite
 def assistants(draw, mode):
     """What an answer of the dialect can hold."""
-    names = words if mode == RESPONSES else text
-    made = st.builds(ToolCall, id=words, name=names, arguments=ARGUMENTS[mode])
+    names = nonblank if mode == RESPONSES else text
+    made = st.builds(ToolCall, id=nonblank, name=names, arguments=ARGUMENTS[mode])
     calls = draw(st.lists(made, max_size=3, unique_by=lambda call: call.id))
     details = draw(st.none() | st.lists(DETAILS[mode], min_size=1, max_size=2))
-    loose = draw(st.none() | words) if mode != MESSAGES else None
+    loose = draw(st.none() | nonblank) if mode != MESSAGES else None
     return AssistantMessage(
-        content=draw(plain if calls or mode == CHAT else words),
+        content=draw(plain if calls or mode == CHAT else nonblank),
         reasoning_content=(mode == RESPONSES and reasoning_of(details)) or loose,
         tool_calls=tuple(calls),
         reasoning_details=details,
@@ -128,8 +128,8 @@ def completions(draw, mode):
         message=message,
         finish_reason=reason,
         usage=draw(usages(mode)),
-        served_model=draw(words if mode == RESPONSES else st.none() | words),
-        policy_version=draw(st.none() | words) if mode != MESSAGES else None,
+        served_model=draw(nonblank if mode == RESPONSES else st.none() | nonblank),
+        policy_version=draw(st.none() | nonblank) if mode != MESSAGES else None,
         tokens=draw(st.none() | captures) if mode == CHAT else None,
     )
 
@@ -147,8 +147,8 @@ def test_an_answer_comes_back_as_it_was(mode, data, stream, cut, piece_chars):
     received = dict.fromkeys(("usage_raw", "request_id", "first_byte_s"))
     if mode == MESSAGES:
         thought = reasoning_of(sent.message.reasoning_details)
-        told = msgspec.structs.replace(sent.message, reasoning_content=thought)
-        sent = replace(sent, message=told)
+        message = msgspec.structs.replace(sent.message, reasoning_content=thought)
+        sent = replace(sent, message=message)
     assert replace(got, **received, rate_limit={}) == replace(sent, **received, rate_limit={})
 
 
@@ -189,7 +189,7 @@ def any_messages(mode):
         content=text,
         reasoning_content=st.none() | text,
         tool_calls=st.lists(
-            st.builds(ToolCall, id=ids, name=words, arguments=text | compact), max_size=3
+            st.builds(ToolCall, id=ids, name=nonblank, arguments=text | compact), max_size=3
         ).map(tuple),
         reasoning_details=st.none() | st.lists(DETAILS[mode], min_size=1, max_size=2),
     )
