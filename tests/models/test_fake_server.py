@@ -1,4 +1,4 @@
-"""The fake model server obeys the wire as the official package knows it, and tells the truth."""
+"""The fake model server: answers, faults, its program and its log."""
 
 import asyncio
 import json
@@ -30,79 +30,6 @@ def official(server, **options):
     return openai.AsyncOpenAI(
         base_url=server.base_url, api_key="k", **{"max_retries": 0, **options}
     )
-
-
-async def test_the_official_client_reads_a_body(kit):
-    async with FakeServer() as server, official(server) as client:
-        answer = await client.chat.completions.create(
-            model="m", messages=MESSAGES, tools=list(kit.TERMINAL)
-        )
-        (entry,) = server.entries
-    message = answer.choices[0].message
-    assert message.content == "Let me see."
-    assert message.reasoning_content == "hm"
-    assert [(c.id, c.function.name, c.function.arguments) for c in message.tool_calls] == [
-        ("call_0_0", "terminal", '{"command":"ls"}'),
-        ("call_0_1", "read_file", '{"path":"a"}'),
-    ]
-    assert answer.choices[0].finish_reason == "tool_calls"
-    assert answer.model == "m"
-    usage = answer.usage
-    assert (usage.prompt_tokens, usage.completion_tokens) == (
-        entry.prompt_tokens,
-        entry.completion_tokens,
-    )
-    assert usage.prompt_tokens_details.cached_tokens == entry.cached_tokens > 0
-    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    assert answer._request_id == entry.request_id
-
-
-async def test_the_official_client_reads_a_stream(kit):
-    async with FakeServer() as server, official(server) as client:
-        async with client.chat.completions.stream(
-            model="m", messages=MESSAGES, stream_options={"include_usage": True}
-        ) as stream:
-            kinds = {event.type async for event in stream}
-            answer = await stream.get_final_completion()
-        (entry,) = server.entries
-    message = answer.choices[0].message
-    assert message.content == "Let me see."
-    assert [c.function.arguments for c in message.tool_calls] == [
-        '{"command":"ls"}',
-        '{"path":"a"}',
-    ]
-    assert answer.usage.completion_tokens == entry.completion_tokens
-    assert {"chunk", "content.delta", "tool_calls.function.arguments.delta"} <= kinds
-    assert entry.reported
-
-
-async def test_our_clients_read_what_the_official_one_reads(kit):
-    """The package is the oracle of our wire: same server, same request, same message."""
-    async with FakeServer() as server, official(server) as client:
-        theirs = await client.chat.completions.create(model="m", messages=MESSAGES)
-        ours = connect(Endpoint(server.base_url, api_key="k"))
-        answer = await ours.complete(kit.request(PROMPT, "m"))
-        await ours.aclose()
-    message = theirs.choices[0].message
-    assert answer.message.content == message.content
-    assert answer.message.reasoning_content == message.reasoning_content
-    assert [(c.id, c.name, c.arguments) for c in answer.message.tool_calls] == [
-        (c.id, c.function.name, c.function.arguments) for c in message.tool_calls
-    ]
-
-
-async def test_the_official_client_knows_our_refusals():
-    config = FakeConfig(key="right", models=("m",))
-    async with FakeServer(config) as server:
-        async with official(server) as client:
-            with pytest.raises(openai.AuthenticationError):
-                await client.chat.completions.create(model="m", messages=MESSAGES)
-        async with official(server).with_options(api_key="right") as client:
-            with pytest.raises(openai.NotFoundError):
-                await client.chat.completions.create(model="other", messages=MESSAGES)
-            listed = await client.models.list()
-            assert [m.id for m in listed.data] == ["m"]
-    assert [entry.outcome for entry in server.entries] == ["refused", "refused"]
 
 
 async def test_the_official_clients_own_retries_meet_another_draw():

@@ -1,18 +1,14 @@
-"""codex_responses: answers of servers of many habits, broken answers, and the official package."""
+"""codex_responses: answers of servers of many habits and broken answers."""
 
 import json
 
-import openai
 import pytest
 import wire_kit
 
 from hermes_rl.messages import AssistantMessage, ToolCall
 from hermes_rl.models.base import TokenCapture
 from hermes_rl.testing.dialects.base import encode_event
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.usage import Usage
-
-KEY = "sk-canary-0123456789abcdef"
 
 
 def said(text="hi", **fields):
@@ -203,40 +199,3 @@ def test_items_that_never_are_done_are_taken_from_the_end_or_built():
     assert given.message.content == "whole"
     got = decode(stream(done(None, said("no place")), ended(output=[])), stream=True)
     assert got.message.content == "no place"
-
-
-def script(*steps):
-    return "Do this.\nSCRIPT: " + json.dumps(steps)
-
-
-async def test_the_official_package_is_satisfied():
-    """It talks to the fake server as it is, and its own stream assembly agrees with the body."""
-    block = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "opaque"}
-    step = {"text": "Both.", "reasoning": "think…", "run": "ls", "details": [block]}
-    prompt = script(step, "bye")
-    async with FakeServer(FakeConfig(key=KEY)) as server:
-        client = openai.AsyncOpenAI(api_key=KEY, base_url=server.base_url, max_retries=0)
-        body = await client.responses.create(model="m", input=prompt)
-        assert body.output_text == "Both."
-        assert body.status == "completed"
-        kinds = ["reasoning", "reasoning", "message", "function_call"]
-        assert [item.type for item in body.output] == kinds
-        assert body.output[1].encrypted_content == "opaque"
-        assert body.usage.output_tokens == server.entries[0].completion_tokens
-        async with client.responses.stream(model="m", input=prompt) as events:
-            texts = [e.delta async for e in events if e.type == "response.output_text.delta"]
-            final = await events.get_final_response()
-        assert "".join(texts) == "Both."
-        assert [item.type for item in final.output] == kinds
-        assert final.output[3].arguments == body.output[3].arguments
-        assert final.usage == body.usage
-        call = body.output[3]
-        result = {"type": "function_call_output", "call_id": call.call_id, "output": "out"}
-        first = {"role": "user", "content": prompt}
-        after = await client.responses.create(model="m", input=[first, *body.output, result])
-        assert after.output_text == "bye"
-        with pytest.raises(openai.RateLimitError):
-            await client.responses.create(model="fault-rate_limit", input="x")
-        with pytest.raises(openai.BadRequestError):
-            await client.responses.create(model="m", input=[{"type": "item_reference", "id": "x"}])
-        await client.close()
