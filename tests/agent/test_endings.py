@@ -1,6 +1,5 @@
-"""Every way in which a run ends."""
+"""Endings that need more than a case of `test_unusable_answers`, and errors that are no ending."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from hermes_rl.tools.base import Tool, ToolContext, ToolResult
 
 LS = {"run": "ls"}
 RL = PRESETS["rl"]
-QUICK = dataclasses.replace(PRESETS["datagen"], summary_on_limit=False)
+HERE, TABLE = Path(__file__).parent, "test_unusable_answers.py"
 
 
 def roles(messages: list[Any]) -> str:
@@ -41,66 +40,7 @@ async def test_answered(rig: Any) -> None:
     assert 0 < ran.results()[0].seconds <= ran.result.active_seconds < ran.result.seconds
 
 
-async def test_output_truncated_runs_no_call(rig: Any) -> None:
-    ran = await rig.play({"run": "touch made", "finish": "length"}, "done", policy=RL)
-    assert ran.result.end_reason == "output_truncated"
-    assert (await rig.sandbox.run("ls", timeout_s=5)).output == ""
-    assert roles(ran.result.messages) == "sua"
-
-
-async def test_refused(rig: Any) -> None:
-    ran = await rig.play({"text": "I won't.", "finish": "refusal"})
-    assert (ran.result.end_reason, ran.result.final_response) == ("refused", "I won't.")
-
-
-async def test_refusing_words_are_an_answer(rig: Any) -> None:
-    ran = await rig.play("I'm sorry, I can't help with that.")
-    assert ran.result.end_reason == "answered"
-
-
-@pytest.mark.parametrize("step", [{"text": ""}, {"text": " \n"}, {"text": "", "reasoning": "hm"}])
-async def test_empty_response(rig: Any, step: dict[str, Any]) -> None:
-    ran = await rig.play(step)
-    assert ran.result.end_reason == "empty_response"
-    assert ran.result.messages[-1].content == step["text"]
-
-
-@pytest.mark.parametrize("fault", ["context_overflow", "too_large"])
-async def test_context_overflow(rig: Any, fault: str) -> None:
-    ran = await rig.play(LS, {"fault": fault})
-    assert ran.result.end_reason == "context_overflow"
-    assert ran.result.turns == 2
-    assert [end.outcome for _, end in ran.calls()] == ["ok", "refused"]
-
-
-async def test_max_turns_without_a_summary(rig: Any) -> None:
-    ran = await rig.play(*[LS] * 9, limits=Limits(max_turns=3), policy=QUICK)
-    assert ran.result.end_reason == "max_turns"
-    assert roles(ran.result.messages) == "suatatat"
-    assert ran.result.turns == len(ran.calls()) == 3
-
-
-async def test_max_turns_with_a_summary(rig: Any) -> None:
-    ran = await rig.play(LS, LS, "That is the summary.", limits=Limits(max_turns=2))
-    assert ran.result.end_reason == "max_turns"
-    assert ran.result.final_response == "That is the summary."
-    assert ran.result.turns == 2
-    assert roles(ran.result.messages) == "suatatua"
-    synthetic = [e.synthetic for e in ran.added()]
-    assert synthetic == [False] * 6 + [True, False]
-    assert [start.purpose for start, _ in ran.calls()] == ["agent", "agent", "summary"]
-
-
-async def test_a_summary_that_does_not_fit_is_left_out(rig: Any) -> None:
-    ran = await rig.play(LS, {"fault": "context_overflow"}, limits=Limits(max_turns=1))
-    assert ran.result.end_reason == "max_turns"
-    assert roles(ran.result.messages) == "suatu"
-
-
-async def test_rl_asks_for_no_summary_and_sends_its_sampling(rig: Any) -> None:
-    ran = await rig.play(LS, LS, limits=Limits(max_turns=1), policy=PRESETS["rl"])
-    assert ran.result.end_reason == "max_turns"
-    assert roles(ran.result.messages) == "suat"
+async def test_rl_samples_from_the_whole_distribution(rig: Any) -> None:
     assert rig.parts().policy.complete(rig.parts().sampling).as_dict() == {}
     sampling = PRESETS["rl"].complete(rig.parts().sampling)
     assert sampling.as_dict() == {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
@@ -141,34 +81,8 @@ async def test_wall_limit_is_infrastructure(rig: Any) -> None:
     assert [e.outcome for e in rig.log.events if hasattr(e, "outcome")] == ["cancelled"]
 
 
-async def test_three_turns_without_a_valid_call(rig: Any) -> None:
-    bad = {"calls": [{"name": "nope"}, {"name": "terminal", "arguments": "{,}"}]}
-    ran = await rig.play(bad, bad, bad, "never")
-    assert ran.result.end_reason == "invalid_tool_calls"
-    assert len(ran.results()) == 6
-    assert not any(e.tool_ok for e in ran.results())
-
-
-async def test_one_valid_call_is_enough_to_go_on(rig: Any) -> None:
-    bad = {"calls": [{"name": "nope"}]}
-    mixed = {"calls": [{"name": "nope"}, {"arguments": {"command": "true"}}]}
-    ran = await rig.play(bad, bad, mixed, bad, bad, "done")
-    assert ran.result.end_reason == "answered"
-
-
-async def test_a_loop_of_one_call_is_stopped(rig: Any) -> None:
-    ran = await rig.play(*[LS] * 9)
-    assert ran.result.end_reason == "tool_loop"
-    assert ran.result.turns == 5
-
-
 async def test_a_call_whose_result_changes_is_no_loop(rig: Any) -> None:
     ran = await rig.play(*[{"run": "echo x >> f; wc -l < f"}] * 8, "done")
-    assert ran.result.end_reason == "answered"
-
-
-async def test_rl_stops_no_loop(rig: Any) -> None:
-    ran = await rig.play(*[LS] * 8, "done", policy=PRESETS["rl"])
     assert ran.result.end_reason == "answered"
 
 
@@ -181,8 +95,9 @@ async def test_sandbox_killed_by_the_agent(rig: Any) -> None:
 
 
 def test_every_ending_has_a_test_here() -> None:
-    source = Path(__file__).read_text()
-    assert [e for e in ENDINGS if f'"{e}"' not in source] == []
+    """Here, or as a case of the table."""
+    sources = "".join((HERE / name).read_text() for name in ("test_endings.py", TABLE))
+    assert [e for e in ENDINGS if f'"{e}"' not in sources] == []
 
 
 async def test_infrastructure_errors_come_out_typed(rig: Any) -> None:

@@ -1,4 +1,5 @@
-"""Answers that cannot be used as they are: cut, empty, or with calls that cannot be read."""
+"""How runs end, and answers that cannot be used as they are: cut, empty, or with calls that
+cannot be read."""
 
 from typing import Any
 
@@ -27,6 +28,7 @@ INCOMPLETE = {"reasoning": "Hm.", "details": [ITEM], "finish": "length"}
 BROKEN_OFF = {"calls": [{"arguments": '{"command": "touch ma'}]}
 NO_JSON = {"calls": [{"arguments": '{"command": "touch made",,}'}]}
 STREAM_CUT = {"text": LONG, "fault": "cut"}
+NO_TOOL = {"calls": [{"name": "nope"}]}
 NOT_JSON, EMPTY_AGAIN = "tool call without JSON arguments", "empty answer"
 
 
@@ -148,7 +150,8 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
         {"end": "output_truncated", "calls": 1},
     ),
     "a cut call ends the run with rl": (
-        (CUT_CALL, "done"), {"policy": RL}, {"end": "output_truncated", "calls": 1},
+        (CUT_CALL, "done"), {"policy": RL},
+        {"end": "output_truncated", "calls": 1, "outline": "sua"},
     ),
     "arguments that break off are a cut call": (
         ([BROKEN_OFF, LS], "done"), {},
@@ -257,6 +260,53 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
     ),
     "retries end at the token limit": (
         (NOTHING,), {"limits": Limits(max_tokens=30)}, {"end": "token_limit", "outline": "su"},
+    ),
+    "blanks are an empty answer": (
+        ({"text": " \n"},), {}, {"end": "empty_response", "final": " \n", "outline": "sua"},
+    ),
+    "a refusal ends the run": (
+        ({"text": "I won't.", "finish": "refusal"},), {}, {"end": "refused", "final": "I won't."},
+    ),
+    "refusing words are an answer": (
+        ("I'm sorry, I can't help with that.",), {}, {"end": "answered"},
+    ),
+    "a context that overflows ends the run": (
+        (LS, {"fault": "context_overflow"}), {},
+        {"end": "context_overflow", "turns": 2, "outcomes": ["ok", "refused"]},
+    ),
+    "a request that is too large does too": (
+        (LS, {"fault": "too_large"}), {},
+        {"end": "context_overflow", "turns": 2, "outcomes": ["ok", "refused"]},
+    ),
+    "the turn limit ends the run without a summary": (
+        (LS,) * 9, {"limits": Limits(max_turns=3), "policy": without(summary_on_limit=False)},
+        {"end": "max_turns", "outline": "suatatat", "turns": 3, "calls": 3},
+    ),
+    "or with one, which is no turn": (
+        (LS, LS, "The summary."), {"limits": Limits(max_turns=2)},
+        {"end": "max_turns", "final": "The summary.", "outline": "suatatUa", "turns": 2,
+         "calls": 3},
+    ),
+    "a summary that does not fit is left out": (
+        (LS, {"fault": "context_overflow"}), {"limits": Limits(max_turns=1)},
+        {"end": "max_turns", "outline": "suatU"},
+    ),
+    "rl asks for no summary": (
+        (LS, LS), {"limits": Limits(max_turns=1), "policy": RL},
+        {"end": "max_turns", "outline": "suat", "calls": 1},
+    ),
+    "three turns without a valid call end the run": (
+        (NO_TOOL,) * 3 + ("never",), {},
+        {"end": "invalid_tool_calls", "turns": 3, "outline": "suatatat"},
+    ),
+    "one valid call is enough to go on": (
+        (NO_TOOL, NO_TOOL, {"calls": NO_TOOL["calls"] + [{"arguments": {"command": "true"}}]},
+         NO_TOOL, NO_TOOL, "done"), {},
+        {"end": "answered"},
+    ),
+    "a loop of one call is stopped": ((LS,) * 9, {}, {"end": "tool_loop", "turns": 5}),
+    "a loop of one call goes on with rl": (
+        (*(LS,) * 8, "done"), {"policy": RL}, {"end": "answered"},
     ),
 }  # fmt: skip
 
