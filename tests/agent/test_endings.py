@@ -1,4 +1,4 @@
-"""Endings that need more than a case of `test_unusable_answers`, and errors that are no ending."""
+"""Endings that need more than a case of `test_unusable_answers`, and errors of no ending."""
 
 from pathlib import Path
 from typing import Any

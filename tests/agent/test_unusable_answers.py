@@ -282,7 +282,7 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
         (LS,) * 9, {"limits": Limits(max_turns=3), "policy": without(summary_on_limit=False)},
         {"end": "max_turns", "outline": "suatatat", "turns": 3, "calls": 3},
     ),
-    "or with one, which is no turn": (
+    "or with one, which does not count as a turn": (
         (LS, LS, "The summary."), {"limits": Limits(max_turns=2)},
         {"end": "max_turns", "final": "The summary.", "outline": "suatatUa", "turns": 2,
          "calls": 3},
@@ -299,13 +299,13 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
         (NO_TOOL,) * 3 + ("never",), {},
         {"end": "invalid_tool_calls", "turns": 3, "outline": "suatatat"},
     ),
-    "one valid call is enough to go on": (
+    "one valid call is enough to continue": (
         (NO_TOOL, NO_TOOL, {"calls": NO_TOOL["calls"] + [{"arguments": {"command": "true"}}]},
          NO_TOOL, NO_TOOL, "done"), {},
         {"end": "answered"},
     ),
     "a loop of one call is stopped": ((LS,) * 9, {}, {"end": "tool_loop", "turns": 5}),
-    "a loop of one call goes on with rl": (
+    "with rl a loop of one call continues": (
         (*(LS,) * 8, "done"), {"policy": RL}, {"end": "answered"},
     ),
 }  # fmt: skip
