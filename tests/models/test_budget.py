@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hermes_rl.errors import CostLimit, UnitCostLimit
@@ -76,6 +76,10 @@ BUDGET_STEPS = st.lists(
 
 @settings(deadline=None, max_examples=120)
 @given(BUDGET_STEPS, st.integers(0, 300))
+@example(
+    steps=[("reserve", "a", 1), ("exchange", "a", 0), ("exchange", "a", 0), ("reserve", "a", 0)],
+    limit=0,
+)
 def test_a_budget_is_never_overdrawn(steps, limit):
     asyncio.run(spend(steps, limit))
 

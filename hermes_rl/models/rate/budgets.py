@@ -150,6 +150,8 @@ class Lease:
         Raises: CostLimit when it cannot fit even if all reservations come back.
         """
         self._units.setdefault(place, _Unit())
+        if not need:  # the price is zero: grants name only units that need something
+            return
         if not self._waiting and need <= self.free and self._may(place):
             self._hold(need, place)
             return
