@@ -30,23 +30,6 @@ async def test_slots_are_first_come_first_served():
     assert limiter.in_flight == 0
 
 
-async def test_never_more_than_the_limit():
-    limiter, peak = Limiter(5, start=3), 0
-
-    async def work():
-        nonlocal peak
-        async with limiter.slot() as slot:
-            peak = max(peak, limiter.in_flight)
-            assert limiter.in_flight <= limiter.rate.concurrency.limit
-            await asyncio.sleep(0.001)
-            slot.report(None)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(100):
-            group.create_task(work())
-    assert peak == 5
-
-
 async def test_growth_wakes_who_waits():
     limiter, release = Limiter(4, start=1), asyncio.Event()
     async with limiter.slot() as slot:
