@@ -19,6 +19,7 @@ from batch_runner.pool import RayWorker, connected, decode_reply
 from batch_runner.worker import Reply
 from hermes_rl.errors import UserError
 from hermes_rl.events import AttemptKey, Begun, Ended
+from hermes_rl.record import Call
 from hermes_rl.store.rows import Finished, receipt_of
 from hermes_rl.trajectory import fold
 
@@ -180,3 +181,11 @@ def test_a_receipt_is_under_4_kb(task_id: str, error: str) -> None:
     (got,) = decode_reply(sent).receipts
     assert made.row.task_id.startswith(got.task_id)
     assert got.fatal_command == made.fatal_command
+
+
+def test_a_receipt_has_the_known_cost_of_a_row_with_an_unpriced_call() -> None:
+    made = finished("task", "")
+    none = dict.fromkeys(Call.__struct_fields__)
+    calls = [Call(**{**none, "cost_usd": cost}) for cost in (0.25, None)]
+    row = msgspec.structs.replace(made.row, cost_usd=None, calls=calls)
+    assert receipt_of(msgspec.structs.replace(made, row=row), "1-0").cost_usd == 0.25
