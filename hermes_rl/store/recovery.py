@@ -263,23 +263,34 @@ class Recovery:
             if stem.rpartition("-")[0] != writer:
                 continue
             commit = read_commit(self.run_dir, stem)
-            ended = {(o.key.unit_id, o.key.attempt): o for o in commit.keys.outcomes()}
-            if any(outcome.key in sent for outcome in ended.values()):
-                for row in self._published(commit):
-                    outcome = ended[row["unit_id"], row["attempt"]]
-                    fatal = outcome.fatal_command
-                    found[outcome.key] = make_receipt(outcome.key, row, writer, fatal)
+            ended = [outcome for outcome in commit.keys.outcomes() if outcome.key in sent]
+            rows = self._published(commit) if ended else {}
+            for outcome in ended:
+                key, fatal = outcome.key, outcome.fatal_command
+                row = rows.get((key.unit_id, key.attempt))
+                if row is None:
+                    raise StoreError(f"{self.run_dir.path}: batch {stem} lacks rows of its commit")
+                found[key] = make_receipt(key, row, writer, fatal)
         return found
 
-    def _published(self, commit: Commit) -> Iterator[dict[str, Any]]:
-        """What receipts are made of, from the parts of a batch."""
+    def _published(self, commit: Commit) -> dict[tuple[str, int], dict[str, Any]]:
+        """(unit, attempt) -> what a receipt is made of, from the parts of a batch.
+
+        Raises: StoreError when one cannot be read.
+        """
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        columns = ["unit_id", "attempt", *RECEIPT_COLUMNS]
+        columns, rows = ["unit_id", "attempt", *RECEIPT_COLUMNS], []
         for part in commit.parts:
             if part.table in ("trajectories", "failures"):
                 path = self.run_dir.part_path(part.table, commit.stem)
-                yield from pq.read_table(path, columns=columns).to_pylist()
+                try:
+                    rows += pq.read_table(path, columns=columns).to_pylist()
+                except (OSError, pa.ArrowException) as error:
+                    reason = str(error).partition("\n")[0]
+                    raise StoreError(f"{path} cannot be read: {reason}") from error
+        return {(row["unit_id"], row["attempt"]): row for row in rows}
 
     def _remove(self, writer: str) -> None:
         """Unlink what a writer left, once its rows are published."""

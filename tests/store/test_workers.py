@@ -14,7 +14,7 @@ import run_checks as checks
 
 from hermes_rl.errors import StoreError
 from hermes_rl.store.driver import Driver, OpenOptions, open_run
-from hermes_rl.store.journal import JournalWriter
+from hermes_rl.store.journal import JournalWriter, Publisher
 from hermes_rl.store.reader import load_run
 
 HERE = Path(__file__).parent
@@ -172,3 +172,20 @@ async def test_a_lost_receipt_loses_no_fatal_command(run_path: Path) -> None:
         assert driver.ledger.fatal_commands(unit) == ("call",)
     async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
         assert driver.ledger.fatal_commands(unit) == ("call",)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+async def test_a_damaged_part_of_a_lost_worker_is_one_line(run_path: Path, damage: str) -> None:
+    """Its rows are read for the receipts that never arrived."""
+    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+        driver.dispatch(made_up.item(0), "1-1")
+        async with JournalWriter(driver.run_dir, driver.epoch, 1) as journal:
+            await journal.finish(made_up.finished(0))
+            await Publisher(journal).drain()
+        (part,) = driver.run_dir.parts("trajectories")
+        if damage == "missing":
+            part.unlink()
+        else:
+            part.write_bytes(part.read_bytes()[:100])
+        with pytest.raises(StoreError, match=f"{part.name} cannot be read: "):
+            await driver.recover_worker("1-1")
