@@ -80,7 +80,7 @@ class Closed:
     """Of the first that could not be scored; or of `stop`."""
     stop: HermesError | None = None
     """What kept the others from being scored too."""
-    governed: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)
     """See `within_budgets`; empty when nothing was scored."""
 
     @property
@@ -117,7 +117,7 @@ async def close_groups(
     assert hosts is not None
     every_s = config.run.publish_every_s
     async with (
-        within_budgets(config, run_dir, SCORED_AT_ONCE, closed.governed) as share,
+        within_budgets(config, run_dir, SCORED_AT_ONCE, closed.limits) as share,
         open_grader(
             config, run_dir, driver.run_id, share, opens=hosts.open, keys=settings.keys
         ) as grader,

@@ -88,7 +88,7 @@ class Regraded:
 
     @property
     def nothing(self) -> bool:
-        """No rollout could be graded, now or before: there is something to mend first."""
+        """No rollout could be graded, now or before: something has to be fixed first."""
         return not (self.graded or self.failed or self.known or self.stopped)
 
     def lines(self) -> list[str]:
@@ -135,10 +135,10 @@ async def regrade(
     config = await asyncio.to_thread(_settled, path, changes)
     refuse_unpriced(without_policy(config))
     done = Regraded()
-    governed: dict[str, Any] = {}
+    limits: dict[str, Any] = {}
     async with await _open(RunDir(path)) as driver:
         async with (
-            within_budgets(config, driver.run_dir, concurrency, governed) as share,
+            within_budgets(config, driver.run_dir, concurrency, limits) as share,
             open_grader(
                 config, driver.run_dir, driver.run_id, share, concurrency=concurrency
             ) as grader,
@@ -150,7 +150,7 @@ async def regrade(
             if done.stopped is None:
                 groups = await asyncio.to_thread(due_again, driver.run_dir, rows.judged_by)
                 await work.regroup(groups)
-        await asyncio.to_thread(_note_budgets, driver.run_dir, governed)
+        await asyncio.to_thread(_note_budgets, driver.run_dir, limits)
     return done
 
 
@@ -253,11 +253,11 @@ class _Work:
         return scored.stop is None
 
 
-def _note_budgets(run_dir: RunDir, governed: dict[str, Any]) -> None:
+def _note_budgets(run_dir: RunDir, limits: dict[str, Any]) -> None:
     """What all starts have spent, in manifest.json."""
     content = read_manifest(run_dir)
-    if content and governed["budgets"]:
-        data = msgspec.json.encode({**content, "budgets": governed["budgets"]})
+    if content and limits["budgets"]:
+        data = msgspec.json.encode({**content, "budgets": limits["budgets"]})
         run_dir.storage.put("manifest.json", msgspec.json.format(data, indent=2) + b"\n")
 
 
@@ -346,8 +346,8 @@ def _task_of(row: Mapping[str, Any], lazy: LazyRow | None) -> tuple[Task | None,
     """The task that stands in a rollout's place of the dataset now, and whether it was edited; None
     when it is another one.
 
-    The content's hash decides. A verifier may be mended, though: where the hash differs, it is the
-    same task if all that the rollout's row shows of it is the same.
+    The content's hash decides. A verifier may have been corrected, though: where the hash differs,
+    it is the same task if all that the rollout's row shows of it is the same.
     """
     task = lazy.parse().task if lazy is not None else None
     if lazy is None or task is None:

@@ -162,13 +162,13 @@ class Report:
     """Cause that stopped this start before its end."""
     detail: str | None = None
     """What happened then."""
-    mend: str | None = None
+    hint: str | None = None
     """What to do about it."""
     given_up_error: str | None = None
     """Why the last unit of this start was given up."""
     stats: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """What stats.json holds."""
-    governed: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    limits: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """`rate_limits` and `budgets` as manifest.json holds them."""
 
     @property
@@ -198,8 +198,8 @@ class Report:
         if unsent := self.stats.get("calls", {}).get("unsent"):
             refused = ", ".join(f"{name} ({rows:,} attempts)" for name, rows in unsent.items())
             lines.append(f"warning: not sent, since the endpoint refused it: {refused}")
-        lines += [text for lane in self.governed.get("rate_limits", ()) if (text := _limit(lane))]
-        lines += [_budget(*item) for item in self.governed.get("budgets", {}).items()]
+        lines += [text for lane in self.limits.get("rate_limits", ()) if (text := _limit(lane))]
+        lines += [_budget(*item) for item in self.limits.get("budgets", {}).items()]
         if self.causes:
             lines.append(f"failed attempts: {self.failed_attempts} ({_causes(self.causes)})")
         if self.given_up:
@@ -239,7 +239,7 @@ class Report:
         if self.stopped == "interrupted":
             return f"interrupted. Go on with: {self.resume}"
         code = self.exit_code
-        return f"stopped: {self.detail}. {self.mend}, then run the same command. (exit {code})"
+        return f"stopped: {self.detail}. {self.hint}, then run the same command. (exit {code})"
 
 
 def exact_lines(exact: Mapping[str, Any] | None, path: str) -> list[str]:

@@ -146,7 +146,7 @@ class _Run:
         """What manifest.json says beside the run's origin; see `write_manifest`."""
         self.tokens: TokenPlan | None = None
         self.coordinator: Coordinator | None = None
-        self.governed: dict[str, Any] = {}
+        self.limits: dict[str, Any] = {}
         """How limits came about and what is spent, once it is over: see `as_plain`."""
         self.estimate = 0
         """About how many units there are, as long as the dataset was not read to its end."""
@@ -238,7 +238,7 @@ class _Run:
         finally:
             watching.cancel()
             await asyncio.wait((watching,))
-            self.governed = as_plain(coordinator.summary(), budgets_of(self.settings.config))
+            self.limits = as_plain(coordinator.summary(), budgets_of(self.settings.config))
 
     async def _close_groups(self) -> None:
         """Write the groups that are final; those of one member are none."""
@@ -255,9 +255,9 @@ class _Run:
         except DiskFull as error:
             self.fault("disk", str(error))
             return
-        if closed.governed:  # it began with what the workers had spent
-            lanes = [*self.governed.get("rate_limits", ()), *closed.governed["rate_limits"]]
-            self.governed = {**closed.governed, "rate_limits": lanes}
+        if closed.limits:  # it began with what the workers had spent
+            lanes = [*self.limits.get("rate_limits", ()), *closed.limits["rate_limits"]]
+            self.limits = {**closed.limits, "rate_limits": lanes}
         if closed.stop is not None:
             self.source.halt(Stop(cause_of(closed.stop), closed.why))
         elif closed.unscored:
@@ -375,7 +375,7 @@ class _Run:
             "left": self._left(),
         }
         try:
-            more = {**self.manifest, "plan": plan, **self.governed}
+            more = {**self.manifest, "plan": plan, **self.limits}
             write_manifest(self.driver, self.settings, more)
             return write_stats(run_dir, ledger, plan)
         except DiskFull as error:
@@ -416,8 +416,8 @@ class _Run:
             resume=self.settings.resume,
             stopped=stop.cause if stop else None,
             detail=stop.explain(config, tally.attempts) if stop else None,
-            mend=stop.hint(config) if stop else None,
+            hint=stop.hint(config) if stop else None,
             given_up_error=tally.given_up_error,
             stats=stats,
-            governed=self.governed,
+            limits=self.limits,
         )

@@ -11,7 +11,7 @@ The model, in four points:
    cancellation and bugs of ours pass through it.
 
     HermesError
-    ├── UserError (ValueError)            bad input; one line with place and mend; exit 2
+    ├── UserError (ValueError)            bad input; one line with place and fix; exit 2
     ├── TaskFault                         bad row, setup failed, image missing
     ├── ModelError                        crossing to the model
     │   ├── AuthError · BillingError · ModelNotFound            open the breaker
@@ -167,7 +167,7 @@ class HermesError(Exception):
 
 
 class UserError(HermesError, ValueError):
-    """Bad input. The message is one line that names the place and the mend."""
+    """Bad input. The message is one line that names the place and the fix."""
 
     cause = "task"
 

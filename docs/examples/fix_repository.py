@@ -62,7 +62,7 @@ class FixRepository(Environment[EnvConfig]):
         random.Random(f"{split} {seed}").shuffle(bugs)
         for number, (right, wrong) in bugs:
             yield make_task(
-                "clamp() in shapes.py gives wrong results. Find the bug and mend it.",
+                "clamp() in shapes.py gives wrong results. Find the bug and fix it.",
                 id=f"clamp-{number}",
                 files={"shapes.py": SOUND.replace(right, wrong, 1)},
                 setup="git init -q . && git add . && git -c user.name=a -c user.email=a@b commit "

@@ -26,19 +26,19 @@ This repository holds a small Python library, toolbox. Users report:
 {reports}
 
 The docstrings say what the functions are meant to do. Find the cause of each report in toolbox/ and
-mend it there; a report is one example, other calls are wrong too. All else must go on working.
-The visible tests run with
+fix it there. A report is only one example: other calls give wrong results too. Everything else must
+keep working. Run the visible tests with
 
     python3 -m unittest discover -s tests -t .
 
-and others that you do not see will be run as well."""
+Hidden tests will be run as well."""
 
 MODULE_S = 20.0
-"""For the calls of one module, in the grading box."""
+"""For the calls of one module, in the grading sandbox."""
 
 
 class SweBugs(Environment[EnvConfig]):
-    """The share of the bugs that are mended, if nothing else is broken."""
+    """The share of the bugs that are fixed, if nothing else is broken."""
 
     name: ClassVar[str] = "swe_bugs"
     endless = True
@@ -48,9 +48,9 @@ class SweBugs(Environment[EnvConfig]):
         return (as_task(repository) for repository in repositories(split, seed))
 
     async def compute_reward(self, task: Task, trajectory: Rollout, ctx: RolloutContext) -> Rewards:
-        """See `Environment.compute_reward`. The box is given calls and reports answers; what is
+        """See `Environment.compute_reward`. The sandbox gets calls and reports answers; what is
         right never enters it."""
-        modules, mended = task.metadata["modules"], [b["module"] for b in task.metadata["bugs"]]
+        modules, fixed = task.metadata["modules"], [b["module"] for b in task.metadata["bugs"]]
         calls = {m: [[c.function, c.arguments] for c in CALLS[m]] for m in modules}
         program = resources.files(__package__).joinpath("answers.py").read_bytes()
         runs = [f'timeout {MODULE_S:g} python3 -I "$VERIFY/answers.py" {m}' for m in modules]
@@ -64,12 +64,11 @@ class SweBugs(Environment[EnvConfig]):
         right = {
             m: [line for line in told if line[0] == m] == [[m, *right_digests(m)]] for m in modules
         }
-        broken = [m for m in modules if m not in mended and not right[m]]
+        broken = [m for m in modules if m not in fixed and not right[m]]
         parts = [
-            part(f"mended {m}", float(right[m] and not broken), weight=1 / len(mended))
-            for m in mended
+            part(f"fixed {m}", float(right[m] and not broken), weight=1 / len(fixed)) for m in fixed
         ]
-        return Rewards(parts, metrics={"bugs": len(mended), "broken": len(broken)})
+        return Rewards(parts, metrics={"bugs": len(fixed), "broken": len(broken)})
 
 
 def as_task(repository: Repository) -> Task:

@@ -115,7 +115,7 @@ class Repository:
         return _SETUP
 
     def patched(self, fixed: Sequence[str]) -> str:
-        """A script that mends the bugs of some modules."""
+        """A script that fixes the bugs of some modules."""
         return "\n".join(
             f"printf %s {shlex.quote(source(module))} > toolbox/{module}.py" for module in fixed
         )

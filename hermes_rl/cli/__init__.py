@@ -1,4 +1,4 @@
-"""The command `hermes-rl`: the one door above trunk and wings."""
+"""The command `hermes-rl`. It composes all other packages and imports them late."""
 
 from __future__ import annotations
 

@@ -38,12 +38,12 @@ class Finding:
     text: str
 
 
-def library(subject: str, name: str, mend: str = "reinstall hermes-rl") -> Finding:
+def library(subject: str, name: str, hint: str = "reinstall hermes-rl") -> Finding:
     """Whether a library is installed."""
     try:
         return Finding(subject, name, True, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        return Finding(subject, name, False, f"not installed: {mend}")
+        return Finding(subject, name, False, f"not installed: {hint}")
 
 
 class Subject(StrEnum):

@@ -1,4 +1,4 @@
-"""How a command fails: one line on stderr that names place and mend, and an exit code."""
+"""How a command fails: one line on stderr that names the place and the fix, and an exit code."""
 
 from __future__ import annotations
 

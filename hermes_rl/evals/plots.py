@@ -207,8 +207,8 @@ def _pyplot() -> Any:
     try:
         from matplotlib import pyplot
     except ImportError:
-        mend = "pip install 'hermes-rl[notebooks]'"
-        raise UserError(f"plots need matplotlib, which is not installed. Run {mend}") from None
+        command = "pip install 'hermes-rl[notebooks]'"
+        raise UserError(f"plots need matplotlib, which is not installed. Run {command}") from None
     return pyplot
 
 

@@ -186,7 +186,7 @@ def test_who_is_elsewhere_has_fields_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "field", "mend"),
+    ("mode", "field", "hint"),
     [
         ("chat_completions", "messages", "Take it out"),
         ("chat_completions", "temperature", "Use model.temperature"),
@@ -198,7 +198,7 @@ def test_who_is_elsewhere_has_fields_of_its_own() -> None:
         ("anthropic_messages", "thinking", "Use model.reasoning"),
     ],
 )
-def test_fields_of_our_own_are_refused(mode: str, field: str, mend: str) -> None:
+def test_fields_of_our_own_are_refused(mode: str, field: str, hint: str) -> None:
     for made in (
         config({"extra_body": {field: 1}}, {"api_mode": mode}),
         config({}, {"fallbacks": [{"model": "m", "api_mode": mode, "extra_body": {field: 1}}]}),
@@ -206,7 +206,7 @@ def test_fields_of_our_own_are_refused(mode: str, field: str, mend: str) -> None
         with pytest.raises(UserError) as caught:
             targets_by_model(made)
         assert (
-            str(caught.value) == f"extra_body holds '{field}', which is not free in {mode}. {mend}"
+            str(caught.value) == f"extra_body holds '{field}', which is not free in {mode}. {hint}"
         )
 
 

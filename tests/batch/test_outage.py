@@ -72,7 +72,7 @@ async def test_an_outage_beyond_patience_parks_the_run(tmp_path: Path) -> None:
         assert (report["stopped"], report["given_up"]) == ("outage", 0)
         assert report["detail"].startswith("no answer for ")
         assert "503" in report["detail"]
-        assert report["mend"] == "Wait until the provider answers again"
+        assert report["hint"] == "Wait until the provider answers again"
         failures = kit.table(out, "failures")
         assert {row["cause"] for row in failures} == {"outage"}
         assert all(row["reward"] is None for row in failures)
@@ -124,7 +124,7 @@ async def test_a_run_stops_when_nothing_was_ever_answered(tmp_path: Path, kind: 
         assert run.process.returncode == 3, run.errors
         report = run.report()
         assert report["detail"].startswith("nothing was answered within 3 s, the last error: ")
-        assert report["mend"] == "Look at the server, or raise endpoint.first_answer_seconds"
+        assert report["hint"] == "Look at the server, or raise endpoint.first_answer_seconds"
         assert (report["given_up"], report["seconds"] < 30) == (0, True)
         if kind != "server_error":
             return
@@ -145,7 +145,7 @@ async def test_the_same_refusal_of_every_call_stops_the_run(tmp_path: Path) -> N
         "in the same words, none was answered: 400: Invalid value for 'messages'"
         in report["detail"]
     )
-    assert report["mend"] == "Correct what the server refuses"
+    assert report["hint"] == "Correct what the server refuses"
     assert report["given_up"] == 0
 
 

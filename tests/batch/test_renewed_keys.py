@@ -141,5 +141,5 @@ async def test_a_key_that_never_works_stops_the_run_and_names_its_command(tmp_pa
         (tmp_path / "mine").write_text("wrong-key-77")
         ended = await kit.finish("--config", path)
     assert ended.process.returncode == 3, ended.errors
-    assert ended.report()["mend"] == "Fix the command of HOURLY in endpoint.key_commands"
+    assert ended.report()["hint"] == "Fix the command of HOURLY in endpoint.key_commands"
     assert "prints the same key again" in ended.report()["detail"]

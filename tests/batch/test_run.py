@@ -134,7 +134,7 @@ async def test_a_wrong_key_stops_and_the_right_one_resumes(tmp_path: Path) -> No
         assert wrong.process.returncode == 3, wrong.errors
         assert time.monotonic() - begun < 15
         assert wrong.report()["stopped"] == "auth"
-        assert wrong.report()["mend"] == "Set SOME_KEY"
+        assert wrong.report()["hint"] == "Set SOME_KEY"
         assert wrong.report()["detail"].startswith(f"401 from 127.0.0.1:{server.port}")
         assert server.requests <= 8, "dispatch went on after the breaker opened"
         failures = kit.table(out, "failures")

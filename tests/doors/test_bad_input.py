@@ -126,7 +126,7 @@ RUN_AGAIN = ", then run the same command. (exit 3)"
 
 
 @pytest.mark.parametrize(
-    ("fault", "words", "mend"),
+    ("fault", "words", "hint"),
     [
         ("auth", (), "Name the variable that holds the key (--api-key-env NAME)"),
         ("auth", ("--api-key-env", "MY_KEY"), "Set MY_KEY"),
@@ -135,7 +135,7 @@ RUN_AGAIN = ", then run the same command. (exit 3)"
     ],
 )
 def test_a_refusing_endpoint_stops_the_run_at_once(
-    fault: str, words: tuple[str, ...], mend: str, tmp_path: Path, base_url: str
+    fault: str, words: tuple[str, ...], hint: str, tmp_path: Path, base_url: str
 ) -> None:
     rows = [scripted(f"t{n}", {"text": "", "fault": fault}) for n in range(4)]
     write(tmp_path / "my.jsonl", *rows)
@@ -145,7 +145,7 @@ def test_a_refusing_endpoint_stops_the_run_at_once(
     assert said.code == 3
     last = said.out.splitlines()[-1]
     assert re.match(r"stopped: 40\d from 127\.0\.0\.1:\d+ .*, \d units tried\. ", last)
-    assert last.endswith(f". {mend}{RUN_AGAIN}")
+    assert last.endswith(f". {hint}{RUN_AGAIN}")
     assert key["MY_KEY"] not in said.out + said.err
     status = hermes("status", "run", "--json", cwd=tmp_path).json()
     assert (status["done"], status["given_up"]) == (0, 0)

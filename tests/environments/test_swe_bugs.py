@@ -1,4 +1,4 @@
-"""Repositories with bugs: each bug is one, nothing shows the mend, and what earns a reward."""
+"""Repositories with bugs: each bug is one, nothing shows the fix, and what earns a reward."""
 
 import ast
 import gc
@@ -99,7 +99,7 @@ def test_a_thousand_repositories_per_seed_and_no_bug_in_both_splits() -> None:
     assert train.isdisjoint(held)
 
 
-def test_the_history_holds_no_mend(tmp_path: Path) -> None:
+def test_the_history_holds_no_fix(tmp_path: Path) -> None:
     """One commit, no other object, and no object is a module without its bug."""
     task = first_tasks(NAME, 1)[0]
     for path, data in task.files.items():
@@ -129,13 +129,13 @@ def test_every_cheat_has_something_to_work_on() -> None:
 
 
 def break_another(task: Task) -> str:
-    mended = {b["module"] for b in task.metadata["bugs"]}
-    other = next(m for m in task.metadata["modules"] if m not in mended)
+    fixed = {b["module"] for b in task.metadata["bugs"]}
+    other = next(m for m in task.metadata["modules"] if m not in fixed)
     return f"{task.oracle}\nprintf 'x = 1\\n' > toolbox/{other}.py"
 
 
 def only_what_was_reported(task: Task) -> str:
-    """The reported call gets its answer, and nothing else is mended."""
+    """The reported call gets its answer, and nothing else is fixed."""
     lines = []
     for bug in task.metadata["bugs"]:
         module = bug["module"]
@@ -190,7 +190,7 @@ def every_answer(task: Task) -> str:
     return "\n".join(lines)
 
 
-def test_mended_bugs_earn_a_reward_and_nothing_else_does() -> None:
+def test_fixed_bugs_earn_a_reward_and_nothing_else_does() -> None:
     plays = [
         Play("oracle", lambda t: str(t.oracle), 1.0),
         Play("oracle, tests deleted", lambda t: f"{t.oracle}\nrm -r tests .git", 1.0),
@@ -204,7 +204,7 @@ def test_mended_bugs_earn_a_reward_and_nothing_else_does() -> None:
     assert wrong(NAME, plays) == {}
 
 
-def test_each_mended_bug_is_its_share() -> None:
+def test_each_fixed_bug_is_its_share() -> None:
     def first_alone(task: Task) -> str:
         module = task.metadata["bugs"][0]["module"]
         return f"cat > toolbox/{module}.py <<'PY'\n{source(module)}PY"
@@ -215,7 +215,7 @@ def test_each_mended_bug_is_its_share() -> None:
     assert [row.reward for row in rows] == pytest.approx([1 / n for n in counts])
 
 
-def test_the_oracle_mends_what_is_held_out_too() -> None:
+def test_the_oracle_fixes_what_is_held_out_too() -> None:
     assert rewards_of(NAME, "oracle", tasks=6, split="eval") == [1.0] * 6
 
 

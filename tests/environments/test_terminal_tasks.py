@@ -30,11 +30,11 @@ def test_splits_share_nothing_and_hold_every_task() -> None:
         assert {t.metadata["difficulty"] for t in some} == {"easy", "medium", "hard"}
 
 
-def test_a_task_that_is_mended_stays_in_its_split() -> None:
+def test_a_task_that_is_fixed_stays_in_its_split() -> None:
     for row in read_tasks(NAME):
         assert row.task is not None
-        mended = msgspec.structs.replace(row.task, verify="exit 1", prompt="Do it better.")
-        other = msgspec.structs.replace(row, task=mended, task_hash="0" * 64)
+        fixed = msgspec.structs.replace(row.task, verify="exit 1", prompt="Do it better.")
+        other = msgspec.structs.replace(row, task=fixed, task_hash="0" * 64)
         assert split_of(other) == split_of(row)
 
 

@@ -22,13 +22,13 @@ DIALECTS = ("chat_completions", "codex_responses", "anthropic_messages")
 PRICE = {"input": 1, "output": 2}
 
 
-def pots(**amounts):
-    """A run's budget with so much in each pot."""
+def budget_of(**amounts):
+    """A run's budget with so much in each budget."""
     leases = {}
     for name, amount in amounts.items():
-        pot = name.replace("_", ":")
-        leases[pot] = Lease(pot)
-        leases[pot].take_grant(LeaseGrant(budget=pot, add=amount, most=amount))
+        budget = name.replace("_", ":")
+        leases[budget] = Lease(budget)
+        leases[budget].take_grant(LeaseGrant(budget=budget, add=amount, most=amount))
     return Budget(leases)
 
 
@@ -51,7 +51,7 @@ async def test_what_is_set_aside_is_sent_and_recorded_and_nothing_without_a_budg
         route = s.route(server, "noop", api_mode=mode)
         await s.caller(route).call(kit.request(), turn=1)
         assert (sent(server), s.events.starts[0].max_output_tokens) == ([own], None)
-        budget = pots(run_tokens=10**6)
+        budget = budget_of(run_tokens=10**6)
         await s.caller(route, budget=budget).call(kit.request(), turn=1)
         await s.caller(route, budget=budget).call(
             kit.request(sampling=Sampling(max_tokens=77)), turn=1
@@ -63,17 +63,17 @@ async def test_what_is_set_aside_is_sent_and_recorded_and_nothing_without_a_budg
 @pytest.mark.parametrize(
     ("budget", "prices", "bound"),
     [
-        (pots(run_usd=NANO), priced(), OUTPUT_MAX),
-        (pots(run_usd=NANO), priced(output_max=90_000), None),  # the table says it
-        (pots(run_usd=NANO), priced(output=0), None),  # answers cost nothing
-        (pots(run_usd=NANO), None, None),  # no price, so it takes nothing from the budget
-        (pots(run_usd=NANO, run_tokens=10**6), None, OUTPUT_MAX),
-        (pots(model_noop_tokens=10**6), None, OUTPUT_MAX),
-        (pots(model_other_tokens=10**6), None, None),
+        (budget_of(run_usd=NANO), priced(), OUTPUT_MAX),
+        (budget_of(run_usd=NANO), priced(output_max=90_000), None),  # the table says it
+        (budget_of(run_usd=NANO), priced(output=0), None),  # answers cost nothing
+        (budget_of(run_usd=NANO), None, None),  # no price, so it takes nothing from the budget
+        (budget_of(run_usd=NANO, run_tokens=10**6), None, OUTPUT_MAX),
+        (budget_of(model_noop_tokens=10**6), None, OUTPUT_MAX),
+        (budget_of(model_other_tokens=10**6), None, None),
         (Budget({}, limits={"unit:tokens": 10**6}), None, OUTPUT_MAX),
-        (Budget(pots(run_tokens=10**6).leases, limits={"unit:usd": NANO}), None, OUTPUT_MAX),
+        (Budget(budget_of(run_tokens=10**6).leases, limits={"unit:usd": NANO}), None, OUTPUT_MAX),
         (Budget({}, limits={"unit:usd": NANO}), priced(), OUTPUT_MAX),
-        (Budget(pots(run_usd=NANO).leases, limits={"unit:usd": NANO}), None, None),
+        (Budget(budget_of(run_usd=NANO).leases, limits={"unit:usd": NANO}), None, None),
     ],
 )
 async def test_which_calls_a_budget_bounds(kit, stage, budget, prices, bound):
@@ -88,11 +88,15 @@ async def test_a_bound_in_a_field_of_the_users_own_is_the_bound(kit, stage):
     async with stage() as s:
         server = await s.server()
         asked = kit.request(extra={"max_completion_tokens": 60})
-        await s.caller(s.route(server, "noop"), budget=pots(run_tokens=200)).call(asked, turn=1)
+        await s.caller(s.route(server, "noop"), budget=budget_of(run_tokens=200)).call(
+            asked, turn=1
+        )
         assert sent(server) == [60]
         assert [x.max_output_tokens for x in s.events.starts] == [60]
         with pytest.raises(e.CostLimit):
-            await s.caller(s.route(server, "noop"), budget=pots(run_tokens=60)).call(asked, turn=1)
+            await s.caller(s.route(server, "noop"), budget=budget_of(run_tokens=60)).call(
+                asked, turn=1
+            )
 
 
 class Noting(Limiter):
@@ -111,7 +115,7 @@ async def test_rates_of_output_tokens_do_not_take_a_budgets_bound_for_what_will_
     async with stage() as s:
         limiter = Noting()
         route = Route.single("noop", s.client(await s.server()), limiter)
-        calling = s.caller(route, budget=pots(run_tokens=10**6))
+        calling = s.caller(route, budget=budget_of(run_tokens=10**6))
         for most in (None, 70):
             await calling.call(kit.request(sampling=Sampling(max_tokens=most)), turn=1)
         assert limiter.estimates == [0, 70]
@@ -126,7 +130,7 @@ def test_numbers_that_do_not_add_up_are_no_prompt(total, answer):
 async def test_a_model_that_takes_less_is_asked_for_less_from_then_on(kit, stage):
     async with stage() as s:
         server = await s.server()
-        calling = s.caller(s.route(server), budget=pots(run_tokens=10**6))
+        calling = s.caller(s.route(server), budget=budget_of(run_tokens=10**6))
         for turn in (1, 2, 3):
             await calling.call(kit.request("hi", "fault-over_cap"), turn=turn)
         assert s.outcomes == ["refused", "ok", "ok", "ok"]
@@ -136,7 +140,7 @@ async def test_a_model_that_takes_less_is_asked_for_less_from_then_on(kit, stage
 async def test_a_full_window_of_a_known_size(kit, stage):
     async with stage() as s:
         server = await s.server()
-        calling = s.caller(s.route(server), budget=pots(run_tokens=10**6))
+        calling = s.caller(s.route(server), budget=budget_of(run_tokens=10**6))
         for turn in (1, 2):
             await calling.call(kit.request("hi", "fault-over_window"), turn=turn)
         assert s.outcomes == ["refused", "ok", "ok"]
@@ -214,7 +218,7 @@ async def talk(kit, calling, turns, chars):
 async def test_a_small_window_costs_a_conversation_one_refused_call(kit, stage, words):
     async with (
         small_window(words) as (address, log),
-        talking_to(stage, address, budget=pots(run_tokens=10**6)) as calling,
+        talking_to(stage, address, budget=budget_of(run_tokens=10**6)) as calling,
     ):
         await talk(kit, calling, 10, 2000)
     assert [fits for _, _, fits in log] == [False] + [True] * 10
@@ -226,7 +230,7 @@ async def test_a_small_window_costs_a_conversation_one_refused_call(kit, stage, 
 @pytest.mark.parametrize("words", [NEW, OLD, SGLANG])
 async def test_a_window_is_used_to_its_end_as_without_a_budget(kit, stage, words):
     """The last answers have the very room that is left, however small."""
-    for options in ({}, {"budget": pots(run_tokens=10**6)}):
+    for options in ({}, {"budget": budget_of(run_tokens=10**6)}):
         async with (
             small_window(words) as (address, log),
             talking_to(stage, address, **options) as calling,
@@ -241,7 +245,7 @@ async def test_a_window_is_used_to_its_end_as_without_a_budget(kit, stage, words
 async def test_a_server_that_gives_no_numbers_is_asked_for_little_once(kit, stage):
     async with (
         small_window(SILENT) as (address, log),
-        talking_to(stage, address, budget=pots(run_tokens=10**6)) as calling,
+        talking_to(stage, address, budget=budget_of(run_tokens=10**6)) as calling,
     ):
         await talk(kit, calling, 1, 400)
         assert [(most, fits) for _, most, fits in log] == [(OUTPUT_MAX, False), (4096, True)]
@@ -253,7 +257,7 @@ async def test_a_bound_that_the_user_set_is_lowered_as_ever(kit, stage):
     """Nothing is guessed of a window for it."""
     async with (
         small_window(NEW) as (address, log),
-        talking_to(stage, address, budget=pots(run_tokens=10**6)) as calling,
+        talking_to(stage, address, budget=budget_of(run_tokens=10**6)) as calling,
     ):
         asked = kit.request("x" * 2000, sampling=Sampling(max_tokens=8000))
         for turn in (1, 2):

@@ -180,7 +180,7 @@ async def test_a_refused_key_of_a_user_or_judge_stops_the_run_and_is_named(
         assert (first.stopped, first.done, first.exit_code) == ("auth", 0, 3)
         host = at.servers[name].base_url.split("/")[2]
         assert (first.detail or "").startswith(f"401 from {host} for env.{USES[name]} (")
-        assert first.mend == f"Set {name}_KEY"
+        assert first.hint == f"Set {name}_KEY"
         assert {row["reward"] for row in lab.rows("failures")} == {None}
         monkeypatch.setenv(f"{name}_KEY", f"secret-of-{name}")
         assert (await lab.run(env, policy, **sections)).done == 8
@@ -195,7 +195,7 @@ async def test_a_judge_that_does_not_exist_is_named(
         stopped = await lab.run(TALK, policy, **sections)
     assert (stopped.stopped, stopped.exit_code) == ("model_not_found", 3)
     assert "for env.judge" in (stopped.detail or "")
-    assert stopped.mend == "Correct env.judge.name or env.judge.base_url"
+    assert stopped.hint == "Correct env.judge.name or env.judge.base_url"
 
 
 def troubled(faults: Iterator[str], play: Callable[[Any], Any], request: Any) -> Any:

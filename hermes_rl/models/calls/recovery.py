@@ -147,7 +147,7 @@ _ADAPTATIONS: dict[Reason, Adaptation] = {
 }
 _ROTATE: tuple[Reason, ...] = ("auth", "auth_permanent", "billing", "rate_limit")
 _STAY: tuple[Reason, ...] = ("ssl_cert_verification", "provider_policy_blocked")
-"""What the user must mend: another model would hide it."""
+"""What the user must fix: another model would hide it."""
 
 _LEAST_OUTPUT = 256
 """With less room than this an answer is not worth asking for."""
@@ -378,7 +378,7 @@ class CallRecovery:
 
     def _others_answered(self, error: ModelError, at: Situation) -> bool:
         """The server answered somebody since this call's last failure, which waiting should have
-        mended."""
+        fixed."""
         if _waiting_helps(error) or self._failed.last is None or at.answered_at is None:
             return False
         return at.answered_at > self._failed.last

@@ -219,5 +219,5 @@ def refuse_own(extra: Mapping[str, Any], api_mode: str) -> None:
         if name not in OWN.get(api_mode, ()):
             continue
         key = "model.max_tokens" if name in _CAPS else _SAID_ELSEWHERE.get(name)
-        mend = f"Use {key}" if key else "Take it out"
-        raise UserError(f"extra_body holds {name!r}, which is not free in {api_mode}. {mend}")
+        hint = f"Use {key}" if key else "Take it out"
+        raise UserError(f"extra_body holds {name!r}, which is not free in {api_mode}. {hint}")
