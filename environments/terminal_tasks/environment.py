@@ -55,8 +55,8 @@ class TerminalTasks(Environment[TerminalTasksConfig]):
 
 
 def split_of(row: TaskRow) -> str:
-    """`train` or `eval`, by the id alone: a corrected verifier or prompt moves no task on which
-    somebody trained into the evaluation split."""
+    """`train` or `eval`, by the id alone: a mended verifier or prompt brings no task that somebody
+    trained on into what is held out."""
     return (
         "eval" if int(sha256(row.raw_id.encode()).hexdigest()[:8], 16) % EVAL_OF == 0 else "train"
     )
