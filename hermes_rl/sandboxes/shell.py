@@ -456,6 +456,8 @@ class Shell:
         try:
             self._channel.send(line)
         except OSError as error:
+            if isinstance(error, ConnectionError):  # it ended, and the loop has not heard of it yet
+                self.close()
             raise ShellLost(str(error)) from error
 
     async def _end(self, watch: Watch) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -53,11 +53,28 @@ async def test_a_sandbox_found_dead_blames_no_command(sandbox: BubblewrapSandbox
     assert inside
     os.kill(sandbox.host_pid, signal.SIGKILL)
     # Nobody is left to hold the channel: the loop reads its end in the pauses between looks.
-    deadline = time.monotonic() + 60
-    while any(p.alive() for p in inside):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(_all_gone, inside)
     await asyncio.sleep(0.01)
     with pytest.raises(SandboxDied) as caught:
         await sandbox.run("true", timeout_s=20)
     assert not caught.value.in_command
+
+
+async def test_a_command_for_a_sandbox_not_yet_known_to_be_dead(
+    sandbox: BubblewrapSandbox,
+) -> None:
+    """The host's fault too when the command meets the closed channel before the loop does."""
+    await sandbox.run("true", timeout_s=20)
+    inside = processes.descendants(sandbox.host_pid)
+    assert inside
+    os.kill(sandbox.host_pid, signal.SIGKILL)
+    _all_gone(inside)  # the loop hears nothing meanwhile
+    with pytest.raises(SandboxDied, match="signal 9 from outside"):
+        await sandbox.run("true", timeout_s=20)
+
+
+def _all_gone(those: Iterable[processes.Proc]) -> None:
+    deadline = time.monotonic() + 60
+    while any(p.alive() for p in those):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
