@@ -119,7 +119,7 @@ class Regraded:
         return lines
 
 
-async def regrade(
+async def regrade_run(
     path: Path, changes: Sequence[tuple[str, Any]] = (), *, concurrency: int = CONCURRENCY
 ) -> Regraded:
     """Grade all stored rollouts of a run with the grader as it is now, within its budgets.

@@ -174,7 +174,7 @@ def _check_run(path: Path, repair: bool, as_json: bool) -> int:
         said += [f"finished twice, the later row moved: {unit}" for unit in done.duplicates]
         for line in said:
             print(line, file=sys.stderr if as_json else sys.stdout)
-    faults = list(check_run.look(path))
+    faults = list(check_run.faults_of(path))
     stats, why = None, ""
     try:
         stats = load_run(path).stats

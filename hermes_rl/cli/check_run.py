@@ -19,7 +19,7 @@ _ALWAYS = ("input_tokens", "output_tokens")
 _TOKENS = (*_ALWAYS, "cache_read_tokens", "cache_write_tokens", "reasoning_tokens")
 
 
-def look(path: Path) -> Iterator[str]:
+def faults_of(path: Path) -> Iterator[str]:
     """Everything that is wrong with a run, one line each."""
     run_dir = RunDir(path)
     bad = set()

@@ -148,10 +148,10 @@ def machine() -> list[Finding]:
 
 def sandboxes() -> list[Finding]:
     """Whether bubblewrap starts, and which limits the machine can enforce."""
-    from hermes_rl.sandboxes.probe import probe
+    from hermes_rl.sandboxes.probe import probe_machine
     from hermes_rl.sandboxes.recipe import solutions
 
-    p = probe()
+    p = probe_machine()
     found = [Finding("sandboxes", "bubblewrap", p.works, f"{p.version} {p.message}".strip())]
     if p.works:
         held = [name for name, possible in p.limits.items() if possible]

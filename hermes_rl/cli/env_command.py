@@ -145,7 +145,7 @@ def regrade(
     import dataclasses
     import json
 
-    from batch_runner.regrade import regrade as work
+    from batch_runner.regrade import regrade_run as work
     from hermes_rl.aio import run_sync
     from hermes_rl.config import parse_assignment
 

@@ -75,14 +75,14 @@ def command(
     if stop:
         return _stop(run)
     while True:
-        status = look(run)
+        status = read_status(run)
         print(json.dumps(asdict(status)) if as_json else status.line(), flush=True)
         if not follow or (status.driver is None and status.host is None):
             return ExitCode.DONE
         time.sleep(FOLLOW_EVERY_S)
 
 
-def look(path: Path) -> Status:
+def read_status(path: Path) -> Status:
     """A run's state, from its files alone. Raises: UserError when there is no run."""
     from batch_runner.manifest import read_manifest
     from batch_runner.progress import Trouble
@@ -114,7 +114,7 @@ def look(path: Path) -> Status:
 
 
 def _stop(path: Path) -> int:
-    status = look(path)
+    status = read_status(path)
     if status.host:
         raise UserError(f"{path}: its driver runs on {status.host}; stop it there")
     if status.driver is None:
@@ -123,9 +123,9 @@ def _stop(path: Path) -> int:
     os.kill(status.driver, signal.SIGINT)
     print(f"asked process {status.driver} to stop; waiting for its rollouts", file=sys.stderr)
     deadline = time.monotonic() + STOP_WAIT_S
-    while look(path).driver == status.driver:
+    while read_status(path).driver == status.driver:
         if time.monotonic() > deadline:
             raise UserError(f"{path}: process {status.driver} still runs after {STOP_WAIT_S:g} s")
         time.sleep(0.2)
-    print(look(path).line())
+    print(read_status(path).line())
     return ExitCode.DONE

@@ -12,7 +12,7 @@ from importlib import import_module
 from hermes_rl.errors import AuthError, ModelError, ProtocolError, ServerError, UserError
 from hermes_rl.models.base import Completion, ModelClient, ModelRequest
 from hermes_rl.models.endpoint import Endpoint, Timeouts
-from hermes_rl.models.errors.classify import classify
+from hermes_rl.models.errors.classify import classify_response
 from hermes_rl.models.transports.base import Reply, Transport
 from hermes_rl.models.wire.base import Decoder, Dialect, ReplyHead
 from hermes_rl.models.wire.decoding import Beginning
@@ -119,7 +119,7 @@ class WireClient:
                 text += piece
                 if len(text) > _ERROR_BYTES:
                     break
-        return classify(reply.status, reply.headers, bytes(text), secrets=self._secrets)
+        return classify_response(reply.status, reply.headers, bytes(text), secrets=self._secrets)
 
     async def _read(self, reply: Reply, decoder: Decoder, start: bytearray) -> None:
         """Feed the answer to its decoder, and keep its first bytes in `start`.

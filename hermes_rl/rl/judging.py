@@ -190,7 +190,7 @@ class Judge(ModelHandle):
         Raises: CannotJudge when the judge fails, or gives three malformed answers; ModelError for
             what stops the whole run (a refused key, an outage).
         """
-        system, prompt = _question(question, data or {}, choices)
+        system, prompt = judge_prompt(question, data or {}, choices)
         # The policy's text may hold lone surrogates, which UTF-8 cannot encode.
         sent = f"{system}\0{prompt}".encode("utf-8", "replace")
         sha256 = hashlib.sha256(sent).hexdigest()
@@ -204,7 +204,7 @@ class Judge(ModelHandle):
                 why = f"the judge {self.model}: {type(error).__name__}: {error}"
                 raise NoVerdict(why) from error
             text = completion.message.content
-            found = _parse_verdict(text, choices)
+            found = parse_verdict(text, choices)
             open_form = found is not None and found[0] == "" and asked < _OPEN_ASKS
             if found is not None and not open_form:
                 return Verdict(
@@ -234,7 +234,7 @@ def _conversation(messages: Messages, system: str | None) -> list[Message]:
     return head
 
 
-def _question(question: str, data: Mapping[str, str], choices: Sequence[str]) -> tuple[str, str]:
+def judge_prompt(question: str, data: Mapping[str, str], choices: Sequence[str]) -> tuple[str, str]:
     if not choices or NO_COMMITMENT in choices:
         raise UserError(f"a verdict needs choices, and {NO_COMMITMENT!r} is not one of them")
     if len({choice.casefold() for choice in choices}) < len(choices):
@@ -251,7 +251,7 @@ def _listed(choices: Sequence[str]) -> str:
     return ", ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
-def _parse_verdict(text: str, choices: Sequence[str]) -> tuple[str, str] | None:
+def parse_verdict(text: str, choices: Sequence[str]) -> tuple[str, str] | None:
     """Parse a reply into (verdict, reason).
 
     The verdict is empty for an object that names none of the choices. None when there is no object.

@@ -36,7 +36,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 @contextlib.asynccontextmanager
-async def leased(backend: SandboxBackend, name: str = "check") -> AsyncIterator[Sandbox]:
+async def leased_sandbox(backend: SandboxBackend, name: str = "check") -> AsyncIterator[Sandbox]:
     """One sandbox, closed at the end."""
     sandbox = await backend.lease(SandboxSpec(lease=f"conformance-{name}"))
     try:
@@ -77,7 +77,7 @@ async def printed_by(process: Process, least: int) -> bytes:
 
 async def keeps_state(backend: SandboxBackend) -> None:
     """Directory, exports, functions, aliases, options and umask live on; plain output is exact."""
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         await expect(sandbox, "mkdir -p 'a b'; cd 'a b'; export V=$'x\\ny\"\\'z'; umask 027", "")
         await expect(sandbox, "f() { echo \"f:$1\"; }; alias hi='echo alias'; set -o pipefail", "")
         await expect(sandbox, 'basename "$PWD"; echo "$V"; umask', "a b\nx\ny\"'z\n0027\n")
@@ -91,7 +91,7 @@ async def keeps_state(backend: SandboxBackend) -> None:
 
 async def survives_exits(backend: SandboxBackend) -> None:
     """`exit`, errexit, `exec`, a killed subshell and `kill 0` end a command, not the session."""
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         await expect(sandbox, "export KEPT=1; exit 3", "", 3)
         await expect(sandbox, "echo $KEPT", "1\n")
         await expect(sandbox, "set -e; false; echo no", "", 1)
@@ -106,7 +106,7 @@ async def survives_exits(backend: SandboxBackend) -> None:
 
 async def survives_syntax(backend: SandboxBackend) -> None:
     """Unbalanced quotes, an open heredoc, NUL bytes, no final newline, unicode."""
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         result = await sh(sandbox, "echo 'never closed")
         assert result.exit_code != 0
         assert "unexpected EOF" in result.output
@@ -120,7 +120,7 @@ async def survives_syntax(backend: SandboxBackend) -> None:
 
 async def stdin_is_given_or_empty(backend: SandboxBackend) -> None:
     """A command that reads its input gets what was passed, else the end of it at once."""
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         await expect(sandbox, 'cat; read x; echo "[$x]"', "[]\n")
         result = await sandbox.run("cat; wc -c </dev/null", timeout_s=TIMEOUT_S, stdin=b"in\0put\n")
         assert result.raw == b"in\0put\n0\n"
@@ -131,7 +131,7 @@ async def stdin_is_given_or_empty(backend: SandboxBackend) -> None:
 
 async def bounds_output(backend: SandboxBackend) -> None:
     """Head and tail are kept, the count is true, bytes that are no UTF-8 survive in `raw`."""
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         result = await sh(sandbox, "seq 1 2000000")
         assert result.truncated
         assert result.output_bytes == 14888896
@@ -151,7 +151,7 @@ async def bounds_output(backend: SandboxBackend) -> None:
 
 async def survives_a_flood(backend: SandboxBackend) -> None:
     """A gigabyte of output is counted, not kept."""
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         result = await sh(sandbox, "head -c 1000000000 /dev/zero", timeout_s=120)
         assert (result.output_bytes, result.exit_code) == (1_000_000_000, 0)
         assert len(result.raw) == 50_000
@@ -162,7 +162,7 @@ async def separates_background_output(backend: SandboxBackend) -> None:
     """What a background job prints late is not in the next command's output; the job lives on."""
     sleep, count = _sleep()
     late = f"(sleep 0.3; echo late; touch done; {sleep}) & echo started"
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         await expect(sandbox, late, "started\n")
         await expect(sandbox, "sleep 0.8; echo next; ls", "next\ndone\n")
         await expect(sandbox, count, "1\n")
@@ -190,7 +190,7 @@ def _sleep() -> tuple[str, str]:
 async def ends_what_takes_too_long(backend: SandboxBackend) -> None:
     """A timeout ends the whole tree, keeps state and older background jobs, returns the output."""
     (short, count), (older, count_older) = _sleep(), _sleep()
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         await expect(sandbox, f"export KEPT=yes; mkdir -p d; cd d; {older} & true", "")
         for template in TIMEOUTS:
             command = template.replace("SLEEP", short)
@@ -207,7 +207,7 @@ async def ends_what_takes_too_long(backend: SandboxBackend) -> None:
 async def many_timeouts_leave_nothing(backend: SandboxBackend) -> None:
     """Twenty timeouts of trees with escaped children: the number of processes stays flat."""
     sleep, count = _sleep()
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         for _ in range(20):
             await sh(
                 sandbox, f"for i in 1 2 3; do (setsid {sleep} &); done; {sleep}", timeout_s=0.05
@@ -218,7 +218,7 @@ async def many_timeouts_leave_nothing(backend: SandboxBackend) -> None:
 async def cancelled_commands_end(backend: SandboxBackend) -> None:
     """A cancelled call ends its command; the session goes on."""
     sleep, count = _sleep()
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         await expect(sandbox, "export A=1", "")
         task = asyncio.create_task(sh(sandbox, f"echo x >mark; {sleep}"))
         await asyncio.sleep(0.3)
@@ -231,7 +231,7 @@ async def cancelled_commands_end(backend: SandboxBackend) -> None:
 async def many_cancels_leave_nothing(backend: SandboxBackend) -> None:
     """Commands cancelled at any moment, also the wait for the one before: answers stay in order."""
     sleep, count = _sleep()
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         for number in range(20):
             first = asyncio.create_task(sh(sandbox, f"(setsid {sleep} &); {sleep}"))
             await asyncio.sleep(number / 2000)
@@ -246,7 +246,7 @@ async def many_cancels_leave_nothing(backend: SandboxBackend) -> None:
 
 async def timeouts_spare_background_processes(backend: SandboxBackend) -> None:
     """A timeout ends its own command only, even one that had not begun."""
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         process = await sandbox.start_process("while read line; do echo got $line; done")
         for number in range(20):
             await sh(sandbox, "sleep 900", timeout_s=number / 2000)
@@ -256,7 +256,7 @@ async def timeouts_spare_background_processes(backend: SandboxBackend) -> None:
 
 async def waits_for_stopped_commands(backend: SandboxBackend) -> None:
     """A command that stops itself has not ended; codes that look like a stop are codes."""
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         await expect(sandbox, "exit 147", "", 147)
         wake = "(sleep 0.2; kill -CONT $me) & kill -STOP $me; echo awake; exit 148"
         await expect(sandbox, f"me=$BASHPID; {wake}", "awake\n", 148)
@@ -267,7 +267,7 @@ async def waits_for_stopped_commands(backend: SandboxBackend) -> None:
 
 async def takes_a_directory_per_command(backend: SandboxBackend) -> None:
     """`cwd` holds for one command; a command that moves on is followed."""
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         await expect(sandbox, "mkdir -p one two", "")
         result = await sandbox.run('basename "$PWD"', timeout_s=TIMEOUT_S, cwd="one")
         assert result.output == "one\n"
@@ -278,7 +278,7 @@ async def takes_a_directory_per_command(backend: SandboxBackend) -> None:
 
 async def runs_background_processes(backend: SandboxBackend) -> None:
     """Start, write, read, poll, kill; the exit code of one that ends by itself."""
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         process = await sandbox.start_process('while read line; do echo "got $line"; done; exit 5')
         await process.write(b"hello\n")
         assert await printed_by(process, 10) == b"got hello\n"
@@ -298,7 +298,7 @@ KILL_SHELL = "read -r _ _ _ shell _ </proc/$BASHPID/stat; kill -9 $shell"
 
 async def names_the_culprit(backend: SandboxBackend) -> None:
     """A shell that its own commands kill is the agent's deed, and stays dead."""
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         await expect(sandbox, "echo left >result", "")
         for command in (KILL_SHELL, "echo not revived"):
             await fails(sh(sandbox, command), SandboxKilled)
@@ -306,7 +306,7 @@ async def names_the_culprit(backend: SandboxBackend) -> None:
 
 async def ends_when_closed(backend: SandboxBackend) -> None:
     """Closing in mid-command ends the command with an error, twice is fine, verbs fail after."""
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         task = asyncio.create_task(sh(sandbox, "sleep 100"))
         await asyncio.sleep(0.2)
         await sandbox.aclose()
@@ -319,7 +319,7 @@ async def keeps_neighbours_apart(backend: SandboxBackend) -> None:
     """64 sandboxes at once, each reading back only its own."""
 
     async def one(number: int) -> None:
-        async with leased(backend, str(number)) as sandbox:
+        async with leased_sandbox(backend, str(number)) as sandbox:
             await sh(sandbox, f"export ME={number}; echo {number} >own")
             for _ in range(3):
                 result = await sh(sandbox, "echo $ME; cat own; ls | wc -l")
@@ -331,7 +331,7 @@ async def keeps_neighbours_apart(backend: SandboxBackend) -> None:
 async def moves_bytes(backend: SandboxBackend) -> None:
     """Binary data and unicode paths, relative, absolute and outside the workspace."""
     data = bytes(range(256)) * 100 + b"\xff\xfe\0\r\n"
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         scratch = (await sh(sandbox, "mktemp -d")).output.strip()
         for path in ("a.bin", "dir/ü 漢字/new\nline.bin", f"{scratch}/x/ü.bin"):
             await sandbox.write_file(path, data)
@@ -350,7 +350,7 @@ async def moves_bytes(backend: SandboxBackend) -> None:
 
 async def says_what_is_wrong_with_a_path(backend: SandboxBackend) -> None:
     """Missing, folder, pipe: typed errors, and nothing blocks."""
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         await sh(sandbox, "mkdir folder; mkfifo pipe; ln -s nowhere dangling")
         for path in ("missing", "folder/missing", "dangling", "/nonexistent/x"):
             await fails(sandbox.read_file(path), FileNotFoundError)
@@ -365,7 +365,7 @@ async def bounds_what_it_reads(backend: SandboxBackend) -> None:
     endless = "/proc/self/pagemap"
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "target")
-        async with leased(backend) as sandbox:
+        async with leased_sandbox(backend) as sandbox:
             await sh(sandbox, f"ln -s {endless} link; ln -s /dev/zero zero")
             async with asyncio.timeout(30):
                 for path in ("link", "zero", endless, "/dev/zero"):
@@ -387,7 +387,7 @@ async def moves_large_files(backend: SandboxBackend) -> None:
         with open(source, "wb") as file:  # noqa: ASYNC230  (a test's own data)
             for _ in range(BIG // len(block)):
                 file.write(block)
-        async with leased(backend) as sandbox:
+        async with leased_sandbox(backend) as sandbox:
             await sandbox.upload(source, "big/file.bin")
             await expect(sandbox, "wc -c <big/file.bin; printf end >>big/file.bin", f"{BIG}\n")
             await sandbox.download("big/file.bin", target)
@@ -420,7 +420,7 @@ exit 0
 
 async def grades_what_was_left(backend: SandboxBackend) -> None:
     """A clean stage over the workspace; the same again for a second verifier."""
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         await sh(sandbox, "echo 42 >answer; export LEAK=1 BASH_ENV=/workspace/x; mkdir -p .local")
         await sh(
             sandbox,
@@ -437,7 +437,7 @@ async def grades_what_was_left(backend: SandboxBackend) -> None:
 
 async def reports_and_times_out(backend: SandboxBackend) -> None:
     """Descriptor 3 is the report, output is not; a slow verifier is ended."""
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         said = await sandbox.grade(
             GradingSpec("echo reward=1; echo reward=0.5 >&3; exit 1", score=True)
         )
@@ -475,7 +475,7 @@ async def keeps_whatever_was_left(backend: SandboxBackend) -> None:
     """Deep folders, locked ones, files that are nothing but holes, odd names: in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         archive = Path(folder, "archive")
-        async with leased(backend) as sandbox:
+        async with leased_sandbox(backend) as sandbox:
             done = await sh(sandbox, LEFT)
             assert done.exit_code == 0, done
             async with asyncio.timeout(30):
@@ -483,7 +483,7 @@ async def keeps_whatever_was_left(backend: SandboxBackend) -> None:
             assert archive.stat().st_size < 1 << 20
             verdict = await sandbox.grade(GradingSpec("exit $(stat -c %a /workspace/locked)"))
             assert verdict.exit_code == 0, "locked again"
-        async with leased(backend) as sandbox:
+        async with leased_sandbox(backend) as sandbox:
             await sandbox.unpack(archive)
             found = await sh(sandbox, FOUND)
             assert found.exit_code == 0, found
@@ -491,7 +491,7 @@ async def keeps_whatever_was_left(backend: SandboxBackend) -> None:
 
 async def grades_after_a_kill(backend: SandboxBackend) -> None:
     """What an agent left is graded even when it killed its own sandbox."""
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         await fails(sh(sandbox, f"echo 42 >answer; {KILL_SHELL}"), SandboxKilled)
         result = await sandbox.grade(GradingSpec("grep -qx 42 /workspace/answer"))
         assert result.exit_code == 0, result
@@ -500,7 +500,7 @@ async def grades_after_a_kill(backend: SandboxBackend) -> None:
 async def nothing_runs_during_grading(backend: SandboxBackend) -> None:
     """Background jobs of the agent, setsid ones too, are gone before the verifier starts."""
     loop = "while :; do echo x >>/workspace/log; sleep 0.01; done"
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         where = getattr(sandbox, "workspace", "/workspace")
         await sh(
             sandbox, f"(setsid bash -c '{loop.replace('/workspace', where)}' >/dev/null 2>&1 &)"
@@ -528,7 +528,7 @@ Fault = Callable[[Sandbox], None]
 
 async def tells_a_host_fault(backend: SandboxBackend, strike: Fault) -> None:
     """A sandbox that `strike` takes away from outside, in mid-command, is not the agent's deed."""
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         await expect(sandbox, "echo before", "before\n")
         task = asyncio.create_task(sh(sandbox, "sleep 100"))
         await asyncio.sleep(0.3)

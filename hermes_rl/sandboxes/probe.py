@@ -154,7 +154,7 @@ def explain(error: str) -> str:
     return f"user namespaces are forbidden here ({first}): {remedy}"
 
 
-def probe(binary: str | None = None) -> Probe:
+def probe_machine(binary: str | None = None) -> Probe:
     """Start a tiny sandbox and look around. Blocks some tens of milliseconds."""
     slot = first_slot()
     root = slot is not None

@@ -78,7 +78,7 @@ def tiny_renderer(family: str = "chatml", **variables: Any) -> Renderer:
     return renderer_of(files, variables=variables)
 
 
-def tiny_tokenizer(folder: Path, family: str = "chatml") -> Path:
+def write_tiny_tokenizer(folder: Path, family: str = "chatml") -> Path:
     """Write the files of a family as a model's folder; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")

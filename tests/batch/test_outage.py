@@ -13,7 +13,6 @@ import kit
 import pytest
 
 from batch_runner.progress import troubles
-from hermes_rl.cli.status_command import look
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.models.rate.coordinator import LaneSummary, Summary
 from hermes_rl.models.rate.traffic import Unanswered

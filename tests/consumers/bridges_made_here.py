@@ -19,7 +19,7 @@ from prompts_made_here import ASK, CALL, FOUND
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage
 from hermes_rl.models.tokens import History, Renderer, TemplateRefused, load_renderer
 from hermes_rl.models.tokens.rendering import PROBE_TOOL, message_form
-from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer
+from hermes_rl.testing.tiny_tokenizer import write_tiny_tokenizer
 
 CONTROL = re.compile(
     r"<\|[^|<>\s'\"]+\|>|<｜[^<>]+?｜>|<(?:start|end)_of_\w+>|<\|\w+>|<\w+\|>|</?s>|\[/?[A-Z_]{3,}\]"
@@ -86,7 +86,7 @@ def model(folder: Path, source: str) -> Path:
     """A model's folder: the tiny tokenizer with the control tokens of a template."""
     from tokenizers import AddedToken, Tokenizer
 
-    tiny_tokenizer(folder)
+    write_tiny_tokenizer(folder)
     place = str(folder / "tokenizer.json")
     made = Tokenizer.from_file(place)
     known = [AddedToken(t, special=True, normalized=False) for t in CONTROL.findall(source)]

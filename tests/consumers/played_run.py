@@ -22,7 +22,7 @@ from hermes_rl.store.reader import load_run
 from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine
 from hermes_rl.testing.exact_engine_model import PromptView, ScriptedAnswer, Speaker, scripted
 from hermes_rl.testing.server_logs import Truth
-from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer
+from hermes_rl.testing.tiny_tokenizer import write_tiny_tokenizer
 
 GRADED = ("good", "bad")
 """What the two members of a group write; the second of them is graded 0."""
@@ -93,7 +93,7 @@ def truth_of(row: dict[str, Any], log: dict[str | None, Truth], words: Tokenizer
 
 
 async def main(out: Path) -> None:
-    config = ExactConfig(tokenizer=tiny_tokenizer(out / "tokenizer"), split="random")
+    config = ExactConfig(tokenizer=write_tiny_tokenizer(out / "tokenizer"), split="random")
     async with ExactEngine(config, speaker()) as engine:
         await play(engine, out)
         log = {entry.call_id: entry for entry in engine.truth if entry.outcome == "served"}

@@ -14,7 +14,7 @@ from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage,
 from hermes_rl.messages import SystemMessage as System
 from hermes_rl.models.tokens import Renderer, TemplateRefused, load_renderer
 from hermes_rl.models.tokens.rendering import PROBE_TOOL, message_form
-from hermes_rl.testing.tiny_tokenizer import TEMPLATES, tiny_tokenizer
+from hermes_rl.testing.tiny_tokenizer import TEMPLATES, write_tiny_tokenizer
 
 CALL = ToolCall(id="call00001", name="look_up", arguments='{"subject": "é \\"<b>\\" 🙂"}')
 FOUND = ToolMessage(tool_call_id="call00001", name="look_up", content="{'a': 1}\n\nFound <i>.")
@@ -35,7 +35,7 @@ def main(out: Path, templates: Path) -> None:
 
 
 def prompts(out: Path, name: str, source: str) -> list[dict[str, Any]]:
-    folder = tiny_tokenizer(out / name)
+    folder = write_tiny_tokenizer(out / name)
     config = {"eos_token": "<|im_end|>", "bos_token": "<s>", "chat_template": source}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     renderer = load_renderer(folder)

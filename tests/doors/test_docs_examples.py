@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from doors_kit import PLAYED, clean_environment, hermes
 
-from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer
+from hermes_rl.testing.tiny_tokenizer import write_tiny_tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODEL = "path/to/model"
@@ -123,7 +123,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a model's files and a run with the ids of an engine that has it."""
     folder = tmp_path_factory.mktemp("exact")
     (folder / MODEL).parent.mkdir(parents=True)
-    tiny_tokenizer(folder / MODEL)
+    write_tiny_tokenizer(folder / MODEL)
     steps = json.dumps([{"run": "echo 3", "split": "random"}, "There are 3."])
     task = {"id": "t", "prompt": f"Count.\nSCRIPT: {steps}", "verify": "true"}
     (folder / "tasks.jsonl").write_text(json.dumps(task))

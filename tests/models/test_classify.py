@@ -10,7 +10,12 @@ import pytest
 
 from hermes_rl import errors as e
 from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.errors.classify import classify, classify_in_answer, retry_after, table
+from hermes_rl.models.errors.classify import (
+    classify_in_answer,
+    classify_response,
+    retry_after,
+    table,
+)
 from hermes_rl.text import scrub
 
 BODIES = [
@@ -27,7 +32,7 @@ def found_in(row):
     if row["status"] == 200:
         return classify_in_answer(row["body"], headers)
     body = row["body"] if isinstance(row["body"], str) else json.dumps(row["body"])
-    return classify(row["status"], headers, body.encode())
+    return classify_response(row["status"], headers, body.encode())
 
 
 @pytest.mark.parametrize(
@@ -89,7 +94,7 @@ OTHERS = [
 
 @pytest.mark.parametrize(("status", "form", "kind"), OTHERS)
 def test_kinds(status, form, kind):
-    error = classify(status, {"request-id": "r"}, json.dumps(form).encode())
+    error = classify_response(status, {"request-id": "r"}, json.dumps(form).encode())
     assert type(error) is kind
     assert (error.status, error.request_id) == (status, "r")
 
@@ -115,7 +120,7 @@ NOW = 1_800_000_000.0
 )
 def test_retry_after(headers, seconds):
     assert retry_after(headers, NOW) == seconds
-    assert classify(429, headers, b"", now=NOW).retry_after_s == seconds
+    assert classify_response(429, headers, b"", now=NOW).retry_after_s == seconds
 
 
 @pytest.mark.parametrize(
@@ -132,9 +137,9 @@ def test_retry_after(headers, seconds):
 )
 def test_a_wait_in_words(text, seconds):
     body = json.dumps({"error": {"message": text}}).encode()
-    assert classify(429, {}, body).retry_after_s == seconds
-    assert classify(429, {"retry-after": "7"}, body).retry_after_s == 7.0
-    assert classify(400, {}, body).retry_after_s is None
+    assert classify_response(429, {}, body).retry_after_s == seconds
+    assert classify_response(429, {"retry-after": "7"}, body).retry_after_s == 7.0
+    assert classify_response(400, {}, body).retry_after_s is None
 
 
 def test_keys_are_scrubbed():
@@ -142,7 +147,7 @@ def test_keys_are_scrubbed():
     body = json.dumps(
         {"error": {"message": f"bad key {key}, sk-proj-abcdefgh123456 or\nBearer x.y"}}
     )
-    text = str(classify(401, {}, body.encode(), secrets=(key,)))
+    text = str(classify_response(401, {}, body.encode(), secrets=(key,)))
     assert text == "401: bad key ***, *** or ***"
 
 

@@ -13,7 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hermes_rl import errors as e
-from hermes_rl.models.errors.classify import classify, classify_exception, classify_in_answer
+from hermes_rl.models.errors.classify import (
+    classify_exception,
+    classify_in_answer,
+    classify_response,
+)
 
 KEY = "my-own/key+format=1234"
 REASONS = get_args(e.Reason)
@@ -61,7 +65,7 @@ def check(error):
 @settings(max_examples=300)
 @given(status=st.integers(300, 599), body=bodies, kind=st.text(max_size=20))
 def test_any_body(status, body, kind):
-    check(classify(status, {"x-amzn-errortype": kind}, body, secrets=(KEY,)))
+    check(classify_response(status, {"x-amzn-errortype": kind}, body, secrets=(KEY,)))
 
 
 @settings(max_examples=200)
@@ -73,7 +77,7 @@ def test_any_error_in_an_answer(error):
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"error":' * 20_000, b'"' * 70_000, b"{}" * 9])
 @pytest.mark.parametrize("status", [400, 429, 500, 503])
 def test_large_and_deep_bodies(status, body):
-    check(classify(status, {}, body))
+    check(classify_response(status, {}, body))
 
 
 def chained(*errors):

@@ -16,7 +16,7 @@ from hermes_rl.errors import (
     ServerError,
 )
 from hermes_rl.models.calls.route import Account, KeyPool
-from hermes_rl.models.errors.classify import classify
+from hermes_rl.models.errors.classify import classify_response
 from hermes_rl.models.played import NoopClient
 from hermes_rl.models.rate.limiter import Limiter
 from hermes_rl.models.rate.share import Cooldowns
@@ -150,7 +150,7 @@ def test_the_rest_is_what_the_headers_of_the_refusal_say(
 ) -> None:
     keys = pool(clock, names="AB")
     clock.now = 1795305600.0  # 2026-11-22T00:00:00Z
-    error = classify(429, headers, b"{}", now=clock.now)
+    error = classify_response(429, headers, b"{}", now=clock.now)
     assert keys.cool_down(keys.accounts[0], error)
     clock.now += seconds - 0.5
     assert keys.choose().name == "B"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rl_kit import Lab, configured
 
-from batch_runner.regrade import regrade
+from batch_runner.regrade import regrade_run
 from hermes_rl.cli import main
 from hermes_rl.rl.loading import load_environment, settle_env
 from hermes_rl.rl.trial import first_tasks
@@ -139,7 +139,7 @@ async def test_a_state_is_kept_as_the_rollout_left_it_or_not_at_all(lab: Lab) ->
     folder = lab.out / "workspaces"
     assert {path.name for path in folder.iterdir()} == {f"{plain}.json", f"{plain}.tar.gz"}
     assert json.loads((folder / f"{plain}.json").read_text())["left"] == [1, 2, 3]
-    done = await regrade(lab.out)
+    done = await regrade_run(lab.out)
     assert (done.graded, done.changed, done.not_kept) == (1, 0, 1)
 
 

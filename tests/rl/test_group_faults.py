@@ -32,7 +32,7 @@ from hermes_rl.store.reader import Run, load_run
 from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine, chat_of
 from hermes_rl.testing.faults import FaultPlan
 from hermes_rl.testing.server_logs import Truth
-from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer
+from hermes_rl.testing.tiny_tokenizer import write_tiny_tokenizer
 from hermes_rl.verify import BOXES
 
 SIZE = 4
@@ -112,7 +112,7 @@ class Reaper:
 
 @asynccontextmanager
 async def engine_in(folder: Path) -> AsyncIterator[ExactEngine]:
-    tokenizer = tiny_tokenizer(folder / "tokenizer")
+    tokenizer = write_tiny_tokenizer(folder / "tokenizer")
     async with ExactEngine(ExactConfig(tokenizer=tokenizer), chat=chat_of(tokenizer)) as engine:
         yield engine
 

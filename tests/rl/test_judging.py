@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rl_kit import Lab, asked_of, fake, turn_of
 
 from hermes_rl.messages import text_of
-from hermes_rl.rl.judging import NO_COMMITMENT, _parse_verdict, _question
+from hermes_rl.rl.judging import NO_COMMITMENT, judge_prompt, parse_verdict
 from hermes_rl.testing.dialects.base import ServedRequest
 
 REPLIES: dict[str, list[Any]] = {
@@ -116,15 +116,15 @@ async def test_a_judge_that_is_down_stops_the_run_which_can_be_resumed(lab: Lab)
 
 @given(st.dictionaries(st.text(max_size=10), st.text(max_size=200), max_size=3))
 def test_no_text_to_judge_can_hold_the_mark_around_it(data: dict[str, str]) -> None:
-    system, prompt = _question("Is it?", data, ("yes", "no"))
+    system, prompt = judge_prompt("Is it?", data, ("yes", "no"))
     mark = next(word for word in system.split() if word.startswith("==")).rstrip(".")
     assert len(mark) == 18
     assert not any(mark in text for text in data.values())
     assert prompt.count(mark) == 2 * len(data)
-    assert (system, prompt) == _question("Is it?", data, ("yes", "no"))
+    assert (system, prompt) == judge_prompt("Is it?", data, ("yes", "no"))
 
 
 @given(st.text(max_size=80))
 def test_whatever_a_judge_says_is_read_or_not(text: str) -> None:
-    found = _parse_verdict(text, ("yes", "no"))
+    found = parse_verdict(text, ("yes", "no"))
     assert found is None or found[0] in ("yes", "no", NO_COMMITMENT, "")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rl_kit import Lab, events, fake, flags, report_of, spent_of, start, tokens
 
-from batch_runner.regrade import regrade
+from batch_runner.regrade import regrade_run
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
 GROUPS, SIZE, ROUNDS, IN_FLIGHT, KILLED_AT = 64, 4, 2, 32, 100
@@ -134,8 +134,8 @@ run_batch(configured(sys.argv[2], Path(sys.argv[3]), server, env=judge, dataset=
 REGRADE = """
 import asyncio, sys
 from pathlib import Path
-from batch_runner.regrade import regrade
-asyncio.run(regrade(Path(sys.argv[3]), [("env.config.ask", True)]))
+from batch_runner.regrade import regrade_run
+asyncio.run(regrade_run(Path(sys.argv[3]), [("env.config.ask", True)]))
 """
 
 
@@ -182,7 +182,7 @@ async def test_scores_and_grades_before_a_kill_stay_and_the_calls_that_it_cut_ar
         else:
             await complete()
             await killer.run(REGRADE, str(env), str(lab.out))
-            again = await regrade(lab.out, [("env.config.ask", True)])
+            again = await regrade_run(lab.out, [("env.config.ask", True)])
             assert (again.graded, again.known, again.groups) == (1, others, 4)
         await complete()  # one more: nothing is recorded twice
     rows = lab.rows(table)

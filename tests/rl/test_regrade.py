@@ -13,7 +13,7 @@ from rl_kit import Lab, fake, spent_of, tokens
 from batch_runner import arun_batch
 from batch_runner.manifest import read_manifest
 from batch_runner.progress import Silent
-from batch_runner.regrade import regrade
+from batch_runner.regrade import regrade_run
 from hermes_rl.cli import main
 from hermes_rl.errors import UserError
 from hermes_rl.models.rate.budgets import RUN_TOKENS
@@ -61,12 +61,12 @@ async def test_stored_rollouts_are_graded_again_without_the_model(lab: Lab) -> N
     rewards = [list(r) for r in before.groups["rewards"]]
     assert len(list((lab.out / "workspaces").iterdir())) == 24
 
-    same = await regrade(lab.out)
+    same = await regrade_run(lab.out)
     assert (same.graded, same.changed, same.failed, same.not_kept) == (12, 0, 0, 0)
-    again = await regrade(lab.out)
+    again = await regrade_run(lab.out)
     assert (again.graded, again.known, again.groups) == (0, 12, 0)
 
-    other = await regrade(lab.out, strict)
+    other = await regrade_run(lab.out, strict)
     solved = int((before.trajectories["reward"] == 1.0).sum())
     assert (other.graded, other.changed, other.groups) == (12, solved, 3)
     after = load_run(lab.out)
@@ -77,7 +77,7 @@ async def test_stored_rollouts_are_graded_again_without_the_model(lab: Lab) -> N
     assert len(after.calls) == len(before.calls)
 
     # Groups show the grader of the last regrade, also when it graded before.
-    back = await regrade(lab.out)
+    back = await regrade_run(lab.out)
     assert (back.graded, back.known, back.groups) == (0, 12, 3)
     assert [list(r) for r in load_run(lab.out).groups["rewards"]] == rewards
     assert (await lab.run(env, **KEPT)).done == 12, "the run still opens"
@@ -113,34 +113,34 @@ async def test_what_could_not_be_judged_is_tried_again_and_its_group_follows(
     head = f"from pathlib import Path\nAWAY = Path({str(away)!r})"
     await lab.run(lab.write(BARE + STATE + compared, head).path, **KEPT)
     away.touch()
-    first = await regrade(lab.out, [AGAIN])
+    first = await regrade_run(lab.out, [AGAIN])
     assert (first.graded, first.failed, first.groups) == (11, 1, 3)
     group = lab.groups()["t1"]
     assert (group["n_valid"], group["valid"][2], group["why_invalid"][2]) == (
         3, False, "not graded",
     )  # fmt: skip
     away.unlink()
-    second = await regrade(lab.out, [AGAIN])
+    second = await regrade_run(lab.out, [AGAIN])
     assert (second.graded, second.failed, second.known, second.groups) == (1, 0, 11, 1)
     rewards = [1.0, 0.0, 0.0, 0.0] if compared else [1.0] * 4
     assert [group["rewards"] for group in lab.groups().values()] == [rewards] * 3
     assert len(load_run(lab.out).grades) == 12
-    assert (await regrade(lab.out, [AGAIN])).groups == 0
+    assert (await regrade_run(lab.out, [AGAIN])).groups == 0
 
 
 async def test_an_environment_that_compares_members_does_so_again(lab: Lab) -> None:
     head = "from pathlib import Path\nAWAY = Path('/nowhere')"
     await lab.run(lab.write(BARE + STATE + COMPARED, head).path, **KEPT)
     best = [AGAIN, ("env.config.best", 1)]
-    first = await regrade(lab.out, best)
+    first = await regrade_run(lab.out, best)
     assert (first.graded, first.groups, first.unscored) == (12, 3, 0)
     groups = lab.groups().values()
     assert [row["rewards"] for row in groups] == [[0.0, 1.0, 0.0, 0.0]] * 3
     assert {row["scored_by"] for row in groups} == {"score_group"}
     best[1] = ("env.config.best", 2)
-    second = await regrade(lab.out, best)
+    second = await regrade_run(lab.out, best)
     assert (second.groups, second.unscored) == (2, 1)
-    third = await regrade(lab.out, best)
+    third = await regrade_run(lab.out, best)
     assert (third.graded, third.groups, third.unscored) == (0, 0, 1), "tried again"
 
 
@@ -188,16 +188,16 @@ async def test_a_judge_is_asked_within_the_budget_and_nothing_is_lost_at_its_end
     async with fake(critic=critic, policy=lambda request: "something") as server:
         await run_judged(lab, server)
         used, groups = tokens(lab.rows()), lab.rows("groups")
-        none = await regrade(out, [AGAIN, ("run.budget_tokens", used + 1)])
+        none = await regrade_run(out, [AGAIN, ("run.budget_tokens", used + 1)])
         assert (none.stopped, none.graded, lab.rows("grades")) == ("cost_limit", 0, [])
         assert critic.answers == 0
-        one = await regrade(out, [AGAIN], concurrency=1)
+        one = await regrade_run(out, [AGAIN], concurrency=1)
         assert (one.stopped, one.graded, critic.answers) == (None, 6, 6 * ASKS)
         spent = spent_of(out)
         assert spent == used + tokens(lab.rows("grades")) > used
         # Another grader, and a budget that is used up in the middle of its work.
         tight = [AGAIN, ("env.config.group_size", 3), ("run.budget_tokens", spent + 900)]
-        some = await regrade(out, tight, concurrency=1)
+        some = await regrade_run(out, tight, concurrency=1)
         assert some.stopped == "cost_limit"
         assert "budget" in some.why
         assert 0 < some.graded < 6
@@ -209,7 +209,7 @@ async def test_a_judge_is_asked_within_the_budget_and_nothing_is_lost_at_its_end
         budget = read_manifest(RunDir(out))["budgets"][RUN_TOKENS]
         assert budget == {"budget": spent + 900, "spent": spent_of(out)}
         assert len(lab.rows("groups")) == len(groups) + 3, "groups follow when all are graded"
-        rest = await regrade(out, tight[:2], concurrency=4)
+        rest = await regrade_run(out, tight[:2], concurrency=4)
         assert (rest.stopped, rest.graded, rest.known) == (None, 6 - some.graded, some.graded)
         assert len(lab.rows("groups")) == len(groups) + 6
 
@@ -219,7 +219,7 @@ async def test_what_was_graded_before_a_key_was_refused_stays(lab: Lab) -> None:
     async with fake(critic=critic, policy=lambda request: "something") as server:
         await run_judged(lab, server)
         critic.refuses_after = 2 * ASKS + 1  # in the middle of the third grade
-        first = await regrade(lab.out, [AGAIN], concurrency=1)
+        first = await regrade_run(lab.out, [AGAIN], concurrency=1)
         assert (first.stopped, first.graded, first.groups) == ("auth", 2, 0)
         rows = lab.rows("grades")
         assert [row["reward"] for row in rows] == [1.0, 1.0, None]
@@ -227,7 +227,7 @@ async def test_what_was_graded_before_a_key_was_refused_stays(lab: Lab) -> None:
         assert len(answered) == critic.answers
         assert (rows[2]["error"] or "").startswith("AuthError")
         critic.refuses_after = 10**6
-        second = await regrade(lab.out, [AGAIN], concurrency=3)
+        second = await regrade_run(lab.out, [AGAIN], concurrency=3)
         assert (second.stopped, second.graded, second.known) == (None, 4, 2)
         assert critic.answers == 2 * ASKS + 1 + 4 * ASKS
         assert second.groups == 3
@@ -269,7 +269,7 @@ async def test_a_task_is_the_same_while_the_model_was_shown_the_same(lab: Lab) -
     await run_dataset(lab, [{**ROW, "id": name} for name in EDITS], max_attempts=7)
     before = RunDir(lab.out).epoch(1)
     edit_dataset(lab, [{**ROW, "id": name, **edit} for name, (edit, _) in EDITS.items()])
-    done = await regrade(lab.out)
+    done = await regrade_run(lab.out)
     assert (done.graded, done.edited_task, done.other_task) == (6, 4, 4)
     grades = {grade["task_id"]: grade["reward"] for grade in lab.rows("grades")}
     assert grades == {name: reward for name, (_, reward) in EDITS.items() if reward is not None}
@@ -286,9 +286,9 @@ async def test_a_verifier_with_another_timeout_is_another_grader(lab: Lab) -> No
     await run_dataset(lab, [row])
     assert [row["reward"] for row in lab.rows()] == [0.0, 0.0]
     edit_dataset(lab, [{**row, "verify": {**verify, "timeout_s": 60}}])
-    assert (await regrade(lab.out)).changed == 2
+    assert (await regrade_run(lab.out)).changed == 2
     edit_dataset(lab, [row])
-    done = await regrade(lab.out)
+    done = await regrade_run(lab.out)
     assert (done.graded, done.known, done.changed) == (2, 0, 0)
 
 
@@ -374,7 +374,7 @@ async def test_what_could_not_be_judged_is_kept_and_graded_later(
         before = lab.groups()["t1"]
         assert (before["n_valid"], before["why_invalid"][2]) == (3, "verifier")
 
-        done = await regrade(lab.out, repaired)
+        done = await regrade_run(lab.out, repaired)
         assert (done.graded, done.failed, done.groups) == (8, 0, 2)
         grade = next(g for g in lab.rows("grades") if g["unit_id"] == failed["unit_id"])
         assert (grade["reward"], grade["trajectory_id"]) == (0.5, failed["trajectory_id"])
@@ -388,7 +388,7 @@ async def test_what_could_not_be_judged_is_kept_and_graded_later(
         assert (counted.kept.count, counted.unjudged) == (8, 0)
 
         rows = len(lab.rows("groups"))
-        again = await regrade(lab.out, repaired)
+        again = await regrade_run(lab.out, repaired)
         assert (again.graded, again.known, again.groups) == (0, 8, 0)
         await lab.run(env, server, **KEPT)  # a later start changes none of it
         assert len(lab.rows("groups")) == rows
@@ -401,7 +401,7 @@ async def test_a_verifier_of_a_dataset_that_could_not_judge_is_repaired_later(la
     await run_dataset(lab, [row])
     assert {row["cause"] for row in lab.rows("failures")} == {"verifier"}
     edit_dataset(lab, [{**row, "verify": {"script": 'grep -q 7 "$WORKSPACE/out.txt"'}}])
-    done = await regrade(lab.out)
+    done = await regrade_run(lab.out)
     assert (done.graded, done.failed, done.groups) == (2, 0, 1)
     group = lab.groups()["a"]
     assert (group["rewards"], group["sendable"]) == ([1.0, 1.0], True)
@@ -435,7 +435,7 @@ async def test_a_regrade_that_finds_nothing_to_grade_says_which_mistake_it_is(
     lab: Lab, capsys: pytest.CaptureFixture[str], run: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=r"no run directory \(no run.yaml\)"):
-        await regrade(lab.out)
+        await regrade_run(lab.out)
     await lab.run(STRANGE, run=run)
     assert not (lab.out / "workspaces").exists()
     code = await asyncio.to_thread(main, ["env", "regrade", str(lab.out)])

@@ -173,7 +173,7 @@ async def test_an_agent_that_kills_its_sandbox_is_graded(stage: Open) -> None:
 
 async def test_an_agent_out_of_memory_is_graded(stage: Open) -> None:
     """Several processes, none of them too large alone: the sandbox as a whole is."""
-    if not (await asyncio.to_thread(probe.probe)).cgroups:
+    if not (await asyncio.to_thread(probe.probe_machine)).cgroups:
         return  # then rows do not claim that limit
     hog = "python3 -c 'import time; a = b\"x\" * (1500 << 20); time.sleep(60)'"
     s = await stage()

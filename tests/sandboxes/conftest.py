@@ -18,7 +18,7 @@ import pytest_asyncio
 from hermes_rl.sandboxes import watchdog
 from hermes_rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-from hermes_rl.sandboxes.conformance import leased
+from hermes_rl.sandboxes.conformance import leased_sandbox
 from hermes_rl.sandboxes.leased import BubblewrapSandbox
 from hermes_rl.sandboxes.none import Subprocess
 from hermes_rl.sandboxes.probe import find_binary, reachable
@@ -78,7 +78,7 @@ async def plain(state: Path) -> AsyncIterator[Subprocess]:
 @pytest_asyncio.fixture
 async def each_sandbox(backend: SandboxBackend) -> AsyncIterator[Sandbox]:
     """A sandbox of each backend."""
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         yield sandbox
 
 

@@ -179,13 +179,13 @@ async def test_limits_in_force_are_told(bubblewrap: Bubblewrap) -> None:
         assert told["processes"] == 60
         assert told["workspace_held_by"] == "kernel" if os.geteuid() == 0 else "watching"
         assert (await sandbox.run("ulimit -u", timeout_s=20)).output == "60\n"
-        can = await asyncio.to_thread(probe.probe)
+        can = await asyncio.to_thread(probe.probe_machine)
         assert ("memory_bytes" in told) == can.cgroups
 
 
 async def test_memory_of_the_whole_sandbox(bubblewrap: Bubblewrap) -> None:
     """Several processes, none of them too large alone: the agent's own deed, and graded."""
-    if not (await asyncio.to_thread(probe.probe)).cgroups:
+    if not (await asyncio.to_thread(probe.probe_machine)).cgroups:
         return  # then `info.limits` does not claim it (see above)
     limits = SandboxLimits(memory_bytes=150 << 20)
     hog = "python3 -c 'import time; a = bytearray(100 << 20); time.sleep(20)'"
@@ -229,7 +229,7 @@ async def test_a_folder_of_somebody_else_is_refused(state: Path) -> None:
 
 
 def test_probe_tells_what_works() -> None:
-    found = probe.probe()
+    found = probe.probe_machine()
     assert found.works, found.message
     assert found.root == (os.geteuid() == 0)
     assert "bubblewrap" in found.version

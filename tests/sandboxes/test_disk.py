@@ -18,7 +18,7 @@ from hermes_rl.errors import SandboxKilled
 from hermes_rl.sandboxes import probe
 from hermes_rl.sandboxes.base import GradingSpec, Sandbox
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-from hermes_rl.sandboxes.conformance import leased
+from hermes_rl.sandboxes.conformance import leased_sandbox
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 WORKER = Path(__file__).with_name("worker.py")
@@ -46,7 +46,7 @@ async def test_a_sandbox_has_a_file_system_that_ends_with_it(
     bubblewrap: Bubblewrap, state: Path
 ) -> None:
     """No other process sees it mounted, and its file has no name."""
-    async with leased(bubblewrap) as sandbox:
+    async with leased_sandbox(bubblewrap) as sandbox:
         assert sandbox.info.limits["workspace_held_by"] == "kernel"
         assert len(devices(state)) == 1
         assert str(state) not in Path("/proc/self/mounts").read_text()
@@ -95,7 +95,7 @@ Two = tuple[Sandbox, Sandbox]
 async def two(small_disk: Path) -> AsyncIterator[Two]:
     """A sandbox that will write too much, and another, which must not notice."""
     backend = Bubblewrap(state_dir=small_disk)
-    async with leased(backend) as greedy, leased(backend) as modest:
+    async with leased_sandbox(backend) as greedy, leased_sandbox(backend) as modest:
         yield greedy, modest
         assert (await modest.run("ls", timeout_s=20)).output == "file\n"
     await backend.aclose()
@@ -137,7 +137,7 @@ async def test_removed_files_count_for_who_wrote_them(two: Two) -> None:
 
 
 async def test_doctor_says_who_holds_the_workspace_to_its_size() -> None:
-    assert (await asyncio.to_thread(probe.probe)).no_disks == ""
+    assert (await asyncio.to_thread(probe.probe_machine)).no_disks == ""
     lines = {found.name: found.text for found in doctor_command.sandboxes()}
     assert lines["workspace"].startswith("limited by the kernel")
 
@@ -156,7 +156,7 @@ async def main():
         print(sandbox.info.limits["workspace_held_by"])
     await backend.aclose()
 asyncio.run(main())
-print(probe.probe().no_disks)
+print(probe.probe_machine().no_disks)
 """
     command = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"]
     done = subprocess.run([*command, sys.executable, "-c", program], capture_output=True, text=True)

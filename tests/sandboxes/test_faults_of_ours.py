@@ -17,7 +17,7 @@ from hermes_rl.errors import SandboxStartError, TaskFault
 from hermes_rl.sandboxes import watchdog
 from hermes_rl.sandboxes.base import GradingSpec, Sandbox, SandboxBackend, SandboxSpec
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-from hermes_rl.sandboxes.conformance import leased
+from hermes_rl.sandboxes.conformance import leased_sandbox
 from hermes_rl.sandboxes.disk import Storage
 from hermes_rl.sandboxes.files import Beneath, Look
 from hermes_rl.sandboxes.limits import measure
@@ -52,7 +52,7 @@ async def test_a_relative_state_folder(
 ) -> None:
     monkeypatch.chdir(state.parent)
     backend: SandboxBackend = kind(state_dir=Path(state.name))
-    async with leased(backend) as sandbox:
+    async with leased_sandbox(backend) as sandbox:
         assert (await sandbox.run("echo here", timeout_s=20)).output == "here\n"
     await backend.aclose()
 

@@ -53,7 +53,7 @@ async def test_an_agent_that_filled_its_disk_leaves_room_for_its_verifier(
 
 async def test_its_memory_is_bounded_as_a_whole(bubblewrap: Bubblewrap) -> None:
     """Several processes, none of them too large alone."""
-    if not (await asyncio.to_thread(probe.probe)).cgroups:
+    if not (await asyncio.to_thread(probe.probe_machine)).cgroups:
         return  # then `info.limits` of the sandbox does not claim it
     limits = SandboxLimits(memory_bytes=150 << 20)
     hog = "python3 -c 'import time; a = b\"x\" * (100 << 20); time.sleep(20)'"

@@ -13,7 +13,7 @@ from hermes_rl.sandboxes import slots
 ROOT = Path(__file__).parents[2]
 SAYS = (
     "from hermes_rl.sandboxes import slots as p, probe;"
-    "print(p.has_slots(), p.is_host_root(), p.account(), probe.probe().works)"
+    "print(p.has_slots(), p.is_host_root(), p.account(), probe.probe_machine().works)"
 )
 
 

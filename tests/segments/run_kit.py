@@ -17,13 +17,13 @@ from hermes_rl.segments import runs_of
 from hermes_rl.store.reader import load_run
 from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine, chat_of
 from hermes_rl.testing.server_logs import Truth
-from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer
+from hermes_rl.testing.tiny_tokenizer import write_tiny_tokenizer
 
 
 @asynccontextmanager
 async def engine_in(folder: Path, **fields: Any) -> AsyncIterator[ExactEngine]:
     """An engine whose answers are cut into tokens as no tokenizer would."""
-    tokenizer = tiny_tokenizer(folder / "tokenizer")
+    tokenizer = write_tiny_tokenizer(folder / "tokenizer")
     config = ExactConfig(tokenizer=tokenizer, **{"split": "random", "version": "7", **fields})
     async with ExactEngine(config, chat=chat_of(tokenizer)) as engine:
         yield engine

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hermes_rl.cli.check_run import look
+from hermes_rl.cli.check_run import faults_of
 from hermes_rl.store.driver import open_run
 from hermes_rl.store.parts import to_arrow
 from hermes_rl.store.reader import load_run
@@ -15,7 +15,7 @@ from hermes_rl.store.schema import LATER, schema_of
 
 
 def faults(run_path: Path) -> list[str]:
-    return [line for line in look(run_path) if "belongs to no commit" not in line]
+    return [line for line in faults_of(run_path) if "belongs to no commit" not in line]
 
 
 @pytest.mark.parametrize("table", LATER)

@@ -40,7 +40,7 @@ _MAYBE_SERVED = (502, 504, 520, 522, 524)
 """A gateway gave up on a server that may have served, and charged for, the call all the same."""
 
 
-def classify(
+def classify_response(
     status: int,
     headers: Mapping[str, str],
     body: bytes,
@@ -112,7 +112,7 @@ def classify_exception(error: BaseException, *, secrets: Iterable[str] = ()) -> 
     for link in chain:
         answer = _answer_of(link)
         if answer is not None:
-            return classify(*answer, secrets=secrets)
+            return classify_response(*answer, secrets=secrets)
     text = scrub(" < ".join(f"{type(x).__name__}: {x}" for x in chain), secrets)
     return _of_transport(chain, text)
 

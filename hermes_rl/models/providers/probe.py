@@ -45,7 +45,7 @@ from hermes_rl.models.base import (
 )
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.errors.classify import classify
+from hermes_rl.models.errors.classify import classify_response
 from hermes_rl.models.providers.prices import PriceTable
 from hermes_rl.models.tokens.engines import (
     CHAT_MODE,
@@ -221,7 +221,7 @@ class _Answer:
     def error(self, endpoint: Endpoint) -> ModelError:
         """Classify a response that is not a success."""
         low = {name.lower(): value for name, value in self.headers.items()}
-        return classify(self.status, low, self.body, secrets=endpoint.secrets)
+        return classify_response(self.status, low, self.body, secrets=endpoint.secrets)
 
 
 async def _post(endpoint: Endpoint, path: str, form: dict[str, Any]) -> bytes:

@@ -43,7 +43,7 @@ from hermes_rl.models.wire.base import JSON_HEADERS, MessageDialect
 from hermes_rl.models.wire.decoding import EventDecoder, Reading
 from hermes_rl.text import encode_json
 
-NAME = "anthropic_messages"
+ANTHROPIC_MESSAGES = "anthropic_messages"
 _ANTHROPIC = "api.anthropic.com"
 VERSION = "2023-06-01"
 """Sent as `anthropic-version`. Version 2026-10-21 removes the sampling parameters; the headers of
@@ -108,7 +108,7 @@ class AnthropicMessages(MessageDialect):
         secrets: texts that no error may show.
     """
 
-    name = NAME
+    name = ANTHROPIC_MESSAGES
     path = "/v1/messages"
 
     def __init__(self, host: str = "", secrets: Iterable[str] = ()) -> None:
@@ -155,7 +155,7 @@ class AnthropicMessages(MessageDialect):
         return request.stream or most > LONGEST_WHOLE
 
     def _pieces(self, request: ModelRequest) -> Sequence[bytes]:
-        return outgoing(request).encoded(NAME, _encode)
+        return outgoing(request).encoded(ANTHROPIC_MESSAGES, _encode)
 
     def _tool(self, tool: dict[str, Any]) -> dict[str, Any]:
         """A tool that has no `function` is a provider's own."""
@@ -259,7 +259,7 @@ def _encode(message: Message) -> bytes:
 
 def _marked(ready: Outgoing, places: Iterable[int], cache: CacheTime | None) -> Sequence[bytes]:
     """The blocks of each message behind the system prompt; those at `places` carry a marker."""
-    encoded = ready.encoded(NAME, _encode)
+    encoded = ready.encoded(ANTHROPIC_MESSAGES, _encode)
     wanted = [place for place in places if place >= ready.lead]
     if not wanted or cache is None:
         return encoded[ready.lead :]

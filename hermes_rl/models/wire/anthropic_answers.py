@@ -104,7 +104,7 @@ def _error_in(error: Any, reading: Reading) -> ModelError:
 
 def _completion(envelope: _Envelope, contents: Iterable[Content], reading: Reading) -> Completion:
     """The answer in the internal form."""
-    message = message_of(contents, reading.salt)
+    message = anthropic_message(contents, reading.salt)
     if not message.content and not message.tool_calls:
         message = msgspec.structs.replace(message, content=_explained(envelope))
     reason = envelope.stop_reason
@@ -112,7 +112,7 @@ def _completion(envelope: _Envelope, contents: Iterable[Content], reading: Readi
     return reading.completion(envelope, message, reason, read_anthropic_usage)
 
 
-def message_of(contents: Iterable[Content], salt: str) -> AssistantMessage:
+def anthropic_message(contents: Iterable[Content], salt: str) -> AssistantMessage:
     """The message that an answer's blocks make. Thinking that does not stand first remembers its
     place."""
     texts: list[str] = []

@@ -38,7 +38,7 @@ from hermes_rl.models.wire.decoding import (
 from hermes_rl.models.wire.usage import read_chat_usage
 from hermes_rl.text import encode_json
 
-NAME = "chat_completions"
+CHAT_COMPLETIONS = "chat_completions"
 TAIL = b"]}"
 """The last bytes of every body. A turn's body without them begins the next turn's."""
 
@@ -57,7 +57,7 @@ class ChatCompletions(MessageDialect):
     for models whose name holds `claude`. Elsewhere caching is the server's own affair, helped by a
     key where it takes one (`cache_key`)."""
 
-    name = NAME
+    name = CHAT_COMPLETIONS
     path = "/chat/completions"
 
     def encode(self, request: ModelRequest) -> bytes:
@@ -97,7 +97,7 @@ class ChatCompletions(MessageDialect):
     def _wire_name(self) -> str:
         """Names the encoding of messages; it depends on the provider."""
         quirks = self._quirks
-        return f"{NAME} {quirks.replay_reasoning} {quirks.needs_reasoning} {quirks.short_ids}"
+        return f"{CHAT_COMPLETIONS} {quirks.replay_reasoning} {quirks.needs_reasoning} {quirks.short_ids}"
 
     def _head(self, request: ModelRequest) -> bytes:
         fields: dict[str, Any] = {"model": request.model}
@@ -105,7 +105,9 @@ class ChatCompletions(MessageDialect):
             fields["stream"] = True
             if self._quirks.stream_options:
                 fields["stream_options"] = {"include_usage": True}
-        for name, value in sendable(request.sampling, NAME, self._quirks).as_dict().items():
+        for name, value in (
+            sendable(request.sampling, CHAT_COMPLETIONS, self._quirks).as_dict().items()
+        ):
             fields[self._field(name, request)] = value
         if request.logprobs:
             fields["logprobs"] = True

@@ -51,7 +51,7 @@ from hermes_rl.models.wire.decoding import (
 from hermes_rl.models.wire.usage import read_responses_usage
 from hermes_rl.text import encode_json
 
-NAME = "codex_responses"
+CODEX_RESPONSES = "codex_responses"
 TAIL = b"]}"
 """The last bytes of every body. A turn's body without them begins the next turn's."""
 MOST_ID = 64
@@ -68,12 +68,14 @@ SEPARATOR = "\n\n"
 class Responses(MessageDialect):
     """One per client."""
 
-    name = NAME
+    name = CODEX_RESPONSES
     path = "/responses"
 
     def encode(self, request: ModelRequest) -> bytes:
         ready = outgoing(request)
-        items = [items for items in ready.encoded(NAME, encode_message)[ready.lead :] if items]
+        items = [
+            items for items in ready.encoded(CODEX_RESPONSES, encode_message)[ready.lead :] if items
+        ]
         head = encode_json(_fields(request, ready.system, self._quirks))[:-1]
         return b"".join((head, self._tools(request), b',"input":[', b",".join(items), TAIL))
 
@@ -94,7 +96,7 @@ class Responses(MessageDialect):
         return {"type": "function", "strict": False, **function}
 
     def _pieces(self, request: ModelRequest) -> Sequence[bytes]:
-        return outgoing(request).encoded(NAME, encode_message)
+        return outgoing(request).encoded(CODEX_RESPONSES, encode_message)
 
 
 def encode_message(message: Message) -> bytes:
@@ -112,7 +114,7 @@ def _fields(request: ModelRequest, system: str | None, quirks: Quirks) -> dict[s
         fields["include"] = include
     if request.stream:
         fields["stream"] = True
-    for name, value in sendable(request.sampling, NAME, quirks).as_dict().items():
+    for name, value in sendable(request.sampling, CODEX_RESPONSES, quirks).as_dict().items():
         if name == "max_tokens":
             fields["max_output_tokens"] = value
         elif name == "reasoning":
@@ -317,12 +319,14 @@ def _completion(response: _Response, output: Sequence[Any], reading: Reading) ->
     if fault is not None:
         raise fault
     items = [item for item in output if isinstance(item, Mapping)]
-    message, refused = message_of(items, reading.salt)
+    message, refused = responses_message(items, reading.salt)
     reason = _finish(response, message, refused)
     return reading.completion(response, message, reason, read_responses_usage, _logprobs(items))
 
 
-def message_of(items: Sequence[Mapping[str, Any]], salt: str) -> tuple[AssistantMessage, bool]:
+def responses_message(
+    items: Sequence[Mapping[str, Any]], salt: str
+) -> tuple[AssistantMessage, bool]:
     """The message that output items make, and whether all of its text is a refusal. Items of
     unknown kinds are left out."""
     pieces: list[Piece] = []

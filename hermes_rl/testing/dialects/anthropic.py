@@ -22,8 +22,8 @@ from hermes_rl.messages import (
     UserMessage,
 )
 from hermes_rl.models.base import Completion, Sampling
-from hermes_rl.models.wire.anthropic import NAME, Block, assistant_blocks, input_of
-from hermes_rl.models.wire.anthropic_answers import THINKING, Call, Content, message_of
+from hermes_rl.models.wire.anthropic import ANTHROPIC_MESSAGES, Block, assistant_blocks, input_of
+from hermes_rl.models.wire.anthropic_answers import THINKING, Call, Content, anthropic_message
 from hermes_rl.testing.dialects.base import (
     RequestBody,
     ServedRequest,
@@ -79,7 +79,7 @@ _decode = msgspec.json.Decoder(_Body).decode
 class AnthropicServer(ServerDialect):
     """The server's side of the Messages API; see `ServerDialect`."""
 
-    name = NAME
+    name = ANTHROPIC_MESSAGES
     path = "/messages"
 
     def decode_request(self, body: bytes) -> ServedRequest:
@@ -276,7 +276,7 @@ def _messages_of(body: _Body) -> Iterator[Message]:
 def _assistant(content: str | list[Block], salt: str) -> AssistantMessage:
     if isinstance(content, str):
         return AssistantMessage(content=content)
-    return message_of(map(_content, content), salt)
+    return anthropic_message(map(_content, content), salt)
 
 
 def _content(block: Block) -> Content:

@@ -8,7 +8,7 @@ import msgspec
 
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, from_openai
 from hermes_rl.models.base import Completion, TokenCapture
-from hermes_rl.models.wire.chat import NAME, ChatCompletions
+from hermes_rl.models.wire.chat import CHAT_COMPLETIONS, ChatCompletions
 from hermes_rl.models.wire.decoding import DONE, flatten
 from hermes_rl.testing.dialects.base import (
     OpenAIBody,
@@ -44,7 +44,7 @@ class ChatServer(ServerDialect):
         piece_chars: length of a stream's pieces of text.
     """
 
-    name = NAME
+    name = CHAT_COMPLETIONS
     path = ChatCompletions.path
 
     def __init__(self, reasoning_field: str = "reasoning_content", piece_chars: int = 24) -> None:

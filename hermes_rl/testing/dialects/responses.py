@@ -12,15 +12,15 @@ from hermes_rl.messages import Message, SystemMessage, ToolMessage, UserMessage
 from hermes_rl.models.base import Completion
 from hermes_rl.models.wire.responses import (
     CALL,
+    CODEX_RESPONSES,
     LOGPROBS,
     MESSAGE,
-    NAME,
     REASONING,
     Piece,
     Responses,
-    message_of,
     pieces_of,
     reasoning_text,
+    responses_message,
 )
 from hermes_rl.testing.dialects.base import (
     OpenAIBody,
@@ -52,7 +52,7 @@ _decode = msgspec.json.Decoder(_Body).decode
 class ResponsesServer(ServerDialect):
     """The server's side of the Responses API; see `ServerDialect`."""
 
-    name = NAME
+    name = CODEX_RESPONSES
     path = Responses.path
 
     def decode_request(self, body: bytes) -> ServedRequest:
@@ -122,7 +122,7 @@ def decode_items(items: list[dict[str, Any]]) -> list[Message]:
 
     def close() -> None:
         if output:
-            message, _ = message_of(output, str(len(out)))
+            message, _ = responses_message(output, str(len(out)))
             names.update((call.id, call.name) for call in message.tool_calls)
             out.append(message)
             output.clear()

@@ -16,7 +16,7 @@ from hermes_rl.models.tokens.renderer import load_renderer
 from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine, chat_of
 from hermes_rl.testing.exact_engine_model import Speaker, scripted
 from hermes_rl.testing.server_logs import Truth
-from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer
+from hermes_rl.testing.tiny_tokenizer import write_tiny_tokenizer
 
 WIRES = ("vllm", "vllm_generate", "sglang", "llamacpp")
 FREE = Sampling(temperature=1.0, top_p=1.0, top_k=-1)
@@ -36,7 +36,7 @@ async def engine_at(
     folder: Path, *, family: str = "chatml", speaker: Speaker = scripted, **fields: Any
 ) -> AsyncIterator[ExactEngine]:
     """A fake engine of a family's tokenizer; Chat Completions included."""
-    tiny_tokenizer(folder, family)
+    write_tiny_tokenizer(folder, family)
     config = ExactConfig(tokenizer=folder, **fields)
     async with ExactEngine(config, speaker, chat_of(folder)) as engine:
         yield engine

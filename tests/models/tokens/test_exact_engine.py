@@ -28,7 +28,7 @@ from hermes_rl.testing.exact_engine_model import (
     pick,
 )
 from hermes_rl.testing.server_logs import read_truth
-from hermes_rl.testing.tiny_tokenizer import tiny_tokenizer, tokenizer_json
+from hermes_rl.testing.tiny_tokenizer import tokenizer_json, write_tiny_tokenizer
 
 LEXICON = Vocabulary(Tokenizer.from_str(tokenizer_json()))
 END = LEXICON.added["<|im_end|>"]
@@ -172,7 +172,7 @@ async def test_what_it_cannot_serve_is_refused(tmp_path, route, body, said):
 
 
 async def test_it_runs_as_a_program(tmp_path):
-    folder = tiny_tokenizer(tmp_path / "t")
+    folder = write_tiny_tokenizer(tmp_path / "t")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "hermes_rl.testing.exact_engine"),
         *("--tokenizer", str(folder), "--log", str(tmp_path / "log"), "--until-eof"),

@@ -25,7 +25,7 @@ from hermes_rl.models.tokens.renderer import load_renderer
 from hermes_rl.testing.exact_engine_model import log_softmax
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 from hermes_rl.testing.faults import FaultPlan
-from hermes_rl.testing.tiny_tokenizer import tiny_renderer, tiny_tokenizer
+from hermes_rl.testing.tiny_tokenizer import tiny_renderer, write_tiny_tokenizer
 from hermes_rl.usage import Usage
 
 ROUTES = {
@@ -290,7 +290,7 @@ async def test_a_way_that_was_asked_for_by_name_must_be_there(tmp_path, wanted, 
 async def test_the_tokenizer_of_another_model_is_found_out(tmp_path):
     from hermes_rl.testing.tiny_tokenizer import tokenizer_json
 
-    other = tiny_tokenizer(tmp_path / "other")
+    other = write_tiny_tokenizer(tmp_path / "other")
     changed = tokenizer_json().replace('"normalizer":null', '"normalizer":{"type":"NFD"}')
     assert changed != tokenizer_json()
     (other / "tokenizer.json").write_text(changed, encoding="utf-8")

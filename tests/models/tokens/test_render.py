@@ -23,8 +23,8 @@ from hermes_rl.models.tokens.tokenizer import Tokenizer
 from hermes_rl.testing.tiny_tokenizer import (
     TEMPLATES,
     tiny_renderer,
-    tiny_tokenizer,
     tokenizer_json,
+    write_tiny_tokenizer,
 )
 
 ASK = [SystemMessage(content="Be brief."), UserMessage(content="What is it?")]
@@ -185,7 +185,7 @@ def test_the_day_is_fixed_and_part_of_the_hash() -> None:
 
 
 def test_the_template_for_tools_is_taken_with_tools(tmp_path: Path) -> None:
-    tiny_tokenizer(tmp_path)
+    write_tiny_tokenizer(tmp_path)
     named = [
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "tools"},
@@ -197,7 +197,7 @@ def test_the_template_for_tools_is_taken_with_tools(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
-    tiny_tokenizer(tmp_path, "llama3")
+    write_tiny_tokenizer(tmp_path, "llama3")
     ours = load_renderer(tmp_path)
     assert ours.render(ASK) == tiny_renderer("llama3").render(ASK)
     assert ours.tokenizer_hash == tiny_renderer().tokenizer_hash
@@ -212,7 +212,7 @@ def test_a_folder_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
 
 
 def test_tokens_that_only_the_configuration_lists_are_tokens(tmp_path: Path) -> None:
-    tiny_tokenizer(tmp_path)
+    write_tiny_tokenizer(tmp_path)
     spec = json.loads((tmp_path / "tokenizer.json").read_text())
     last = spec["added_tokens"].pop()
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
@@ -237,7 +237,7 @@ def test_tokens_that_only_the_configuration_lists_are_tokens(tmp_path: Path) -> 
 def test_bad_files_are_refused_in_one_line(
     tmp_path: Path, name: str, content: str, error: str
 ) -> None:
-    tiny_tokenizer(tmp_path)
+    write_tiny_tokenizer(tmp_path)
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=error) as caught:
         load_renderer(tmp_path)

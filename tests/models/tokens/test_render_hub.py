@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from hermes_rl.messages import UserMessage
-from hermes_rl.testing.tiny_tokenizer import tiny_renderer, tiny_tokenizer
+from hermes_rl.testing.tiny_tokenizer import tiny_renderer, write_tiny_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -74,7 +74,7 @@ def hub(folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def test_a_model_of_the_hub_is_read_without_its_weights(tmp_path: Path) -> None:
-    folder = tiny_tokenizer(tmp_path / "model", "qwen3")
+    folder = write_tiny_tokenizer(tmp_path / "model", "qwen3")
     (folder / "model.safetensors").write_bytes(b"weights")
     code = (
         "from hermes_rl.models.tokens import load_renderer\n"
