@@ -13,6 +13,7 @@ import kit
 import pytest
 
 from batch_runner.progress import troubles
+from hermes_rl.cli.status_command import read_status
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.models.rate.coordinator import LaneSummary, Summary
 from hermes_rl.models.rate.traffic import Unanswered
@@ -172,7 +173,8 @@ async def test_trouble_is_reported_within_seconds_and_ctrl_c_ends_it(
         said, host = SAID[kind], f"127.0.0.1:{server.port}"
         found = rf"{host} {re.escape(said)}; \d calls? waiting; gives up in \d+ s"
         assert re.fullmatch(found, line)
-        while said not in (await asyncio.to_thread(look, out)).line():  # it is stored right after
+        # It is stored just after.
+        while said not in (await asyncio.to_thread(read_status, out)).line():
             assert time.monotonic() - began < 8
             await asyncio.sleep(0.02)
         run.process.send_signal(signal.SIGINT)
@@ -182,7 +184,7 @@ async def test_trouble_is_reported_within_seconds_and_ctrl_c_ends_it(
     (note,) = [e["text"] for e in run.events if e["event"] == "note"]
     assert re.fullmatch(r"stopping: \d rollouts without any answer are cancelled", note)
     assert {row["cause"] for row in kit.table(out, "failures")} == {"interrupted"}
-    assert (await asyncio.to_thread(look, out)).trouble == ()
+    assert (await asyncio.to_thread(read_status, out)).trouble == ()
 
 
 @pytest.mark.parametrize(

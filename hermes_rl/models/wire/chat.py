@@ -97,7 +97,8 @@ class ChatCompletions(MessageDialect):
     def _wire_name(self) -> str:
         """Names the encoding of messages; it depends on the provider."""
         quirks = self._quirks
-        return f"{CHAT_COMPLETIONS} {quirks.replay_reasoning} {quirks.needs_reasoning} {quirks.short_ids}"
+        replayed = f"{quirks.replay_reasoning} {quirks.needs_reasoning} {quirks.short_ids}"
+        return f"{CHAT_COMPLETIONS} {replayed}"
 
     def _head(self, request: ModelRequest) -> bytes:
         fields: dict[str, Any] = {"model": request.model}
