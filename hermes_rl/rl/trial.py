@@ -62,19 +62,19 @@ def rewards_of(env: str | Path, model: str = "oracle", **how: Any) -> list[float
 
     Raises: HermesError for an attempt that failed and so has no reward.
     """
-    rows = trial(env, model, **how)
+    rows = run_trial(env, model, **how)
     for row in rows:
         if row.cause is not None:
             raise HermesError(f"{row.task_id}: {row.cause}: {row.error}")
     return [row.reward for row in rows]
 
 
-def trial(env: str | Path, model: str = "oracle", **how: Any) -> list[Trajectory]:
-    """Run `atrial` from synchronous code."""
-    return run_sync(atrial(env, model, **how))
+def run_trial(env: str | Path, model: str = "oracle", **how: Any) -> list[Trajectory]:
+    """Run `arun_trial` from synchronous code."""
+    return run_sync(arun_trial(env, model, **how))
 
 
-async def atrial(
+async def arun_trial(
     env: str | Path,
     model: str = "oracle",
     *,

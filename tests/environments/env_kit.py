@@ -11,7 +11,7 @@ import msgspec
 
 from hermes_rl.rl import Task
 from hermes_rl.rl.loading import hashed
-from hermes_rl.rl.trial import first_tasks, trial
+from hermes_rl.rl.trial import first_tasks, run_trial
 from hermes_rl.testing.cheats import CHEATS, traced
 
 Solution = Callable[[Task], str]
@@ -79,7 +79,7 @@ def wrong(env: str, plays: Sequence[Play], **how: Any) -> dict[str, object]:
         must[play.name] = play.shown(task)
         return play.solution(task)
 
-    rows = trial(env, "oracle", tasks=len(plays), solution=solution, **how)
+    rows = run_trial(env, "oracle", tasks=len(plays), solution=solution, **how)
     assert len(rows) == len(plays) == len(must)
     found: dict[str, object] = {}
     for play, row in zip(plays, rows, strict=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from careless_env import CARELESS, CLOSED
 
-from hermes_rl.rl.trial import trial
+from hermes_rl.rl.trial import run_trial
 from hermes_rl.testing.cheats import BUNDLES, CHEATS, bundle, traced
 
 ENV = Path(__file__).with_name("careless_env.py")
@@ -22,7 +22,7 @@ def test_every_cheat_is_in_one_bundle_and_every_script_is_bash() -> None:
 
 def test_traces_are_of_cheats_alone() -> None:
     """Where nothing was done there are none: the scripts' own names in them prove nothing."""
-    rows = trial(ENV, tasks=len(CARELESS), solution=lambda task: without(task.id))
+    rows = run_trial(ENV, tasks=len(CARELESS), solution=lambda task: without(task.id))
     assert not [r.task_id for r in rows if "left by" in " ".join(r.messages[-2:])]
 
 
@@ -34,7 +34,7 @@ def without(name: str) -> str:
 
 def test_each_cheat_gets_the_better_of_a_careless_verifier() -> None:
     assert set(CARELESS) == set(CHEATS)
-    rows = trial(ENV, tasks=len(CARELESS), solution=lambda task: traced(task.id))
+    rows = run_trial(ENV, tasks=len(CARELESS), solution=lambda task: traced(task.id))
     found = {row.task_id: row.reward for row in rows}
     undone = [r.task_id for r in rows if f"left by {r.task_id}" not in " ".join(r.messages[-2:])]
     assert undone == [], "these cheats did nothing"
@@ -45,7 +45,7 @@ def test_each_cheat_gets_the_better_of_a_careless_verifier() -> None:
 def test_a_careful_verifier_gives_cheats_nothing_and_a_solution_1(
     played: bool, reward: float
 ) -> None:
-    rows = trial(
+    rows = run_trial(
         ENV,
         tasks=len(CARELESS),
         solution=lambda task: CHEATS[task.id] if played else str(task.oracle),

@@ -15,7 +15,7 @@ from environments.dialogue_booking.book import DAYS, TIMES
 from hermes_rl.errors import UserError
 from hermes_rl.messages import AssistantMessage, UserMessage, text_of
 from hermes_rl.rl import Rollout, Task, ToolUse
-from hermes_rl.rl.trial import atrial, first_tasks, rewards_of, trial
+from hermes_rl.rl.trial import arun_trial, first_tasks, rewards_of, run_trial
 from hermes_rl.testing.dialects.base import ServedRequest
 from hermes_rl.testing.fake_server import FakeConfig, FakeServer
 
@@ -112,7 +112,7 @@ def also_cancels_another(task: Task) -> str:
     ids=["only says so", "asks nobody", "spoils another booking", "asks and leaves"],
 )
 def test_what_looks_like_help_and_is_none(solution: Callable[[Task], str]) -> None:
-    rows = trial(NAME, tasks=12, solution=solution)
+    rows = run_trial(NAME, tasks=12, solution=solution)
     assert [row.reward for row in rows] == [0.0] * 12
 
 
@@ -127,7 +127,7 @@ def lists_all_that_there_is(steps: Steps) -> Steps:
 
 def test_a_list_of_all_choices_is_no_proposal() -> None:
     """The guest answers it with all that it wants; whoever acts then has not said what it does."""
-    rows = trial(NAME, tasks=ALL, solution=altered(lists_all_that_there_is))
+    rows = run_trial(NAME, tasks=ALL, solution=altered(lists_all_that_there_is))
     found = [row.reward for row, t in zip(rows, TASKS, strict=True) if "book" in kinds(t)]
     assert len(found) > ALL / 4
     assert found == [0.0] * len(found)
@@ -146,20 +146,20 @@ def as_models_write(steps: Steps) -> Steps:
 
 
 def test_how_arguments_are_written_breaks_no_rule() -> None:
-    rows = trial(NAME, tasks=ALL, solution=altered(as_models_write))
+    rows = run_trial(NAME, tasks=ALL, solution=altered(as_models_write))
     assert [(row.reward, row.error) for row in rows] == [(1.0, None)] * ALL
 
 
 def test_a_book_without_end_is_no_fault_of_the_environment() -> None:
     given = {"name": "X", "day": "Tuesday", "time": "19:00", "people": 1}
     calls = {"calls": [{"name": "book", "arguments": given} for _ in range(20)]}
-    rows = trial(NAME, tasks=2, solution=lambda task: json.dumps([calls, "Done."]))
+    rows = run_trial(NAME, tasks=2, solution=lambda task: json.dumps([calls, "Done."]))
     assert [(row.reward, row.error) for row in rows] == [(0.0, None)] * 2
 
 
 def test_manners_need_a_judge() -> None:
     with pytest.raises(UserError) as caught:
-        trial(NAME, tasks=1, config={"manners": 0.2})
+        run_trial(NAME, tasks=1, config={"manners": 0.2})
     assert str(caught.value) == (
         "environment dialogue_booking asks a model as judge: set env.judge.name, for example "
         "--set env.judge.name=MODEL"
@@ -194,7 +194,7 @@ def test_a_wish_left_out_or_done_wrong_is_not_counted(
     change: Callable[[Steps], Steps], wanted: Callable[[Task], float]
 ) -> None:
     """Doing it twice spoils the book; a half earns a half only where nothing was spoilt."""
-    rows = trial(NAME, tasks=ALL, solution=altered(change))
+    rows = run_trial(NAME, tasks=ALL, solution=altered(change))
     assert [row.reward for row in rows] == [wanted(task) for task in TASKS]
     assert len({wanted(task) for task in TASKS}) > 1, "some do it, some do not"
 
@@ -205,7 +205,7 @@ def test_doing_nothing_earns_nothing() -> None:
 
 def test_a_rollout_is_the_same_again() -> None:
     def said(**how: Any) -> list[str]:
-        return [str(row.messages) for row in trial(NAME, tasks=8, **how)]
+        return [str(row.messages) for row in run_trial(NAME, tasks=8, **how)]
 
     assert said() == said()
 
@@ -298,7 +298,7 @@ async def test_a_model_can_play_the_guest_and_another_judge_the_manners() -> Non
 
     plays = {"policy": policy, "guest": played_guest, "critic": critic}
     async with FakeServer(FakeConfig(plays=plays)) as server:
-        rows = await atrial(
+        rows = await arun_trial(
             NAME,
             "policy",
             tasks=4,

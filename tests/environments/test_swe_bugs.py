@@ -28,7 +28,7 @@ from environments.swe_bugs.catalogue import (
 from environments.swe_bugs.mutate import mutants
 from environments.swe_bugs.repository import repositories, visible_tests
 from hermes_rl.rl import Task
-from hermes_rl.rl.trial import first_tasks, rewards_of, trial
+from hermes_rl.rl.trial import first_tasks, rewards_of, run_trial
 from hermes_rl.testing.cheats import CHEATS
 
 NAME = "swe_bugs"
@@ -209,7 +209,7 @@ def test_each_fixed_bug_is_its_share() -> None:
         module = task.metadata["bugs"][0]["module"]
         return f"cat > toolbox/{module}.py <<'PY'\n{source(module)}PY"
 
-    rows = trial(NAME, tasks=6, solution=first_alone)
+    rows = run_trial(NAME, tasks=6, solution=first_alone)
     counts = [len(t.metadata["bugs"]) for t in first_tasks(NAME, 6)]
     assert len(set(counts)) > 1
     assert [row.reward for row in rows] == pytest.approx([1 / n for n in counts])

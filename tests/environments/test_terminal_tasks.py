@@ -10,7 +10,7 @@ from environments import terminal_tasks
 from environments.terminal_tasks.environment import split_of
 from hermes_rl.errors import HermesError
 from hermes_rl.rl import Task
-from hermes_rl.rl.trial import first_tasks, rewards_of, trial
+from hermes_rl.rl.trial import first_tasks, rewards_of, run_trial
 from hermes_rl.sources import read_tasks
 from hermes_rl.testing.cheats import BUNDLES, bundle
 
@@ -72,7 +72,7 @@ def test_every_cheat_on_two_tasks_each_leaves_its_traces_and_earns_nothing() -> 
 def test_no_cheat_earns_anything_on_any_task(name: str) -> None:
     for split in ("train", "eval"):
         tasks = first_tasks(NAME, ALL, split=split)
-        rows = trial(NAME, tasks=len(tasks), split=split, solution=lambda task: bundle(name))
+        rows = run_trial(NAME, tasks=len(tasks), split=split, solution=lambda task: bundle(name))
         assert [(row.task_id, row.cause) for row in rows if row.reward != 0.0] == []
         assert len(rows) == len(tasks)
 
@@ -119,7 +119,7 @@ def test_half_of_it_earns_a_part_where_parts_are_weighed_and_nothing_elsewhere()
     for split in ("train", "eval"):
         count = len(first_tasks(NAME, ALL, split=split, categories=PLACES))
         chosen = {"categories": PLACES}
-        rows = trial(NAME, tasks=count, split=split, solution=solution, config=chosen)
+        rows = run_trial(NAME, tasks=count, split=split, solution=solution, config=chosen)
         found |= {row.task_id: row.reward for row in rows if row.task_id in DEEDS}
     assert 0.5 < found.pop("csv-pivot") < 1.0
     assert found == dict.fromkeys(DEEDS.keys() - {"csv-pivot"}, 0.0)
@@ -145,6 +145,6 @@ def jobs(how: str) -> str:
 def test_jobs_earn_a_reward_only_when_they_were_run_as_asked(script: str, reward: float) -> None:
     chosen = {"categories": ["processes"]}
     count = len(first_tasks(NAME, ALL, **chosen))
-    rows = trial(NAME, tasks=count, solution=lambda task: script, config=chosen)
+    rows = run_trial(NAME, tasks=count, solution=lambda task: script, config=chosen)
     found = {row.task_id: row.reward for row in rows}
     assert found["proc-three-at-a-time"] == reward

@@ -13,7 +13,7 @@ from rl_kit import EXAMPLES, Lab, asked_of, evaluated, fake, ran, table, turn_of
 import hermes_rl.rl
 from hermes_rl.messages import UserMessage, text_of
 from hermes_rl.rl import Task
-from hermes_rl.rl.trial import atrial, rewards_of
+from hermes_rl.rl.trial import arun_trial, rewards_of
 from hermes_rl.testing.cheats import BUNDLES, bundle
 from hermes_rl.testing.dialects.base import ServedRequest
 
@@ -202,7 +202,7 @@ async def test_a_price_that_nobody_offered_is_no_deal(refusal: str) -> None:
         return refusal.format(most)
 
     async with fake(policy=pushy, buyer=refuses, critic=judge) as server:
-        rows = await atrial(
+        rows = await arun_trial(
             EXAMPLES / "haggling.py",
             "policy",
             tasks=2,

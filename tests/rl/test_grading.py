@@ -5,7 +5,7 @@ import random
 import pytest
 from rl_kit import Lab
 
-from hermes_rl.rl.trial import atrial
+from hermes_rl.rl.trial import arun_trial
 
 HEAD = """
 import random
@@ -64,7 +64,7 @@ async def compute_reward(self, task, trajectory, ctx):
 @pytest.mark.parametrize("backend", ["none", "bubblewrap"])
 async def test_bytes_sandboxes_and_dead_processes(lab: Lab, backend: str) -> None:
     sections = {"sandbox": {"backend": backend}, "run": {"allow_unsandboxed": True}}
-    (row,) = await atrial(lab.write(ENV, HEAD).path, tasks=1, sections=sections)
+    (row,) = await arun_trial(lab.write(ENV, HEAD).path, tasks=1, sections=sections)
     assert row.error is None
     assert row.reward == 1.0
     assert row.metrics["first"] >= len("half\n")
@@ -86,7 +86,7 @@ async def compute_reward(self, task, trajectory, ctx):
 
 async def test_a_tasks_own_verifier(lab: Lab) -> None:
     sections = {"sandbox": {"backend": "none"}, "run": {"allow_unsandboxed": True}}
-    rows = await atrial(lab.write(VERIFIED).path, "noop", tasks=5, sections=sections)
+    rows = await arun_trial(lab.write(VERIFIED).path, "noop", tasks=5, sections=sections)
     rewards = {row.task_id: row.reward for row in rows}
     assert rewards == {"yes": 1.0, "no": 0.0, "score": 0.25, "none": None, "without": None}
     causes = {row.task_id: row.cause for row in rows if row.cause}
