@@ -9,24 +9,36 @@ only.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
-    from batch_runner.report import Report
+    from batch_runner import settings
+    from batch_runner.budgets import Prices, asked_name, budgets_of, spent_before
+    from batch_runner.dispatcher import ALONE_SLOTS, START_TRIES, Dispatcher, Fleet, WorkerLost
+    from batch_runner.dryrun import dry_run, pilot_run, predict, student_t
+    from batch_runner.groups import at_once
+    from batch_runner.manifest import capabilities, read_manifest, write_manifest
+    from batch_runner.plan import OccurrenceCounter, Pilot, Plan, RunSource, UnitReader, open_reader
+    from batch_runner.pool import RayWorker, connected, decode_reply
+    from batch_runner.progress import (
+        JsonEvents,
+        Progress,
+        Rates,
+        Silent,
+        Sink,
+        Tally,
+        Trouble,
+        View,
+        default_progress,
+        troubles,
+        wrapped,
+    )
+    from batch_runner.regrade import regrade_run
+    from batch_runner.report import Report, exact_lines
     from batch_runner.runner import arun_batch, run_batch
-
-__all__ = ["Report", "arun_batch", "run_batch"]
-
-_HOMES = {
-    "Report": "batch_runner.report",
-    "arun_batch": "batch_runner.runner",
-    "run_batch": "batch_runner.runner",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'batch_runner' has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    from batch_runner.settings import as_config, open_hosts, settle
+    from batch_runner.worker import Reply
+else:
+    __getattr__, __dir__ = attach(__name__)

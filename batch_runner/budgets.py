@@ -14,21 +14,21 @@ from typing import Any
 
 from hermes_rl.config import PLAYED_MODELS, RunConfig
 from hermes_rl.errors import UserError
-from hermes_rl.models.providers.prices import PriceTable
-from hermes_rl.models.providers.targets import asks_endpoint, other_targets, targets_by_model
-from hermes_rl.models.rate.buckets import Rates
-from hermes_rl.models.rate.budgets import (
+from hermes_rl.models.providers import PriceTable, asks_endpoint, other_targets, targets_by_model
+from hermes_rl.models.rate import (
+    KINDS,
     NANO,
     OUTPUT_MAX,
     RUN_TOKENS,
     RUN_USD,
+    Coordinator,
+    Rates,
+    Share,
+    Summary,
     model_budget,
     model_of,
 )
-from hermes_rl.models.rate.coordinator import Coordinator, Summary
-from hermes_rl.models.rate.headers import KINDS
-from hermes_rl.models.rate.share import Share
-from hermes_rl.store.rundir import RunDir
+from hermes_rl.store import RunDir
 
 Worst = Callable[[str, int, int], Decimal | None]
 """(model, input tokens, output tokens) -> the most that such calls can have cost, in US dollars;
@@ -201,7 +201,7 @@ def spent_before(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from hermes_rl.store.schema import schema_of
+    from hermes_rl.store import schema_of
 
     found: Counter[str] = Counter()
     names = frozenset((*models, *filter(None, map(model_of, budgets))))

@@ -20,8 +20,7 @@ from batch_runner.plan import RunSource
 from batch_runner.worker import Reply, writer_name
 from hermes_rl.errors import DiskFull, HermesError, StoreError
 from hermes_rl.ports import WorkItem
-from hermes_rl.store.driver import Driver
-from hermes_rl.store.rundir import NotFenced
+from hermes_rl.store import Driver, NotFenced
 
 
 class WorkerLost(Exception):

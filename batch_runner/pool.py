@@ -30,8 +30,7 @@ from batch_runner.worker import (
     raise_failure,
 )
 from hermes_rl.errors import HermesError, UserError
-from hermes_rl.models.rate.coordinator import Coordinator
-from hermes_rl.models.rate.share import Grant, Report, decode_grant, decode_report, encode
+from hermes_rl.models.rate import Coordinator, Grant, Report, decode_grant, decode_report, encode
 from hermes_rl.ports import WorkItem
 from hermes_rl.sandboxes import processes
 

@@ -17,10 +17,10 @@ import msgspec
 
 from batch_runner.report import Report
 from hermes_rl.config_endpoint import EndpointSection
-from hermes_rl.models.endpoint import EMBEDDED
-from hermes_rl.models.rate.coordinator import Coordinator, LaneSummary, Summary
+from hermes_rl.models import EMBEDDED
+from hermes_rl.models.rate import Coordinator, LaneSummary, Summary
 from hermes_rl.ports import Receipt
-from hermes_rl.store.ledger import Disposition
+from hermes_rl.store import Disposition
 from hermes_rl.usage import UsageTotal, add_totals, cost_text
 
 RATE_WINDOW_S = 60.0

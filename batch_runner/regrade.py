@@ -24,22 +24,32 @@ from batch_runner.manifest import read_manifest
 from hermes_rl.config import RunConfig, load_config, parse_config, set_key
 from hermes_rl.errors import UserError, cause_of
 from hermes_rl.messages import UNPARSED
-from hermes_rl.rl.groups import (
+from hermes_rl.rl import (
     INTERRUPTED,
     SCORED_AT_ONCE,
     Gathered,
+    Grader,
     Member,
+    ReadyGroup,
     Scoring,
+    StoredRollout,
     gather,
     make_group,
+    open_grader,
+    settle_env,
+    without_policy,
 )
-from hermes_rl.rl.loading import settle_env
-from hermes_rl.rl.scoring import Grader, ReadyGroup, StoredRollout, open_grader, without_policy
-from hermes_rl.store.derived import DerivedWriter, PendingRow, open_derived_writer
-from hermes_rl.store.driver import Driver, OpenOptions, open_run
-from hermes_rl.store.reader import Run
-from hermes_rl.store.rows import Derived
-from hermes_rl.store.rundir import RunDir
+from hermes_rl.store import (
+    Derived,
+    DerivedWriter,
+    Driver,
+    OpenOptions,
+    PendingRow,
+    Run,
+    RunDir,
+    open_derived_writer,
+    open_run,
+)
 from hermes_rl.tasks import LazyRow, Task
 from hermes_rl.workspaces import WORKSPACES, Workspaces
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from hermes_rl.config import RunConfig
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.errors import ExitCode, UserError
-from hermes_rl.models.providers.table import DEFAULT_PROVIDER, resolve, shipped
+from hermes_rl.models.providers import DEFAULT_PROVIDER, resolve, shipped
 from hermes_rl.usage import cost_text
 
 _FIX = "Fix the error above"

@@ -42,11 +42,9 @@ from hermes_rl.aio import run_sync
 from hermes_rl.config import RunConfig, to_yaml
 from hermes_rl.definitions import extra_body_of, policy_of, sampling_of, sent_seed
 from hermes_rl.errors import DiskFull, cause_of
-from hermes_rl.models.rate.coordinator import Coordinator
-from hermes_rl.models.tokens.plan import TokenPlan
-from hermes_rl.store.commit import read_commit
-from hermes_rl.store.driver import Driver, OpenOptions, open_run
-from hermes_rl.store.stats import compute_stats, write_stats
+from hermes_rl.models.rate import Coordinator
+from hermes_rl.models.tokens import TokenPlan
+from hermes_rl.store import Driver, OpenOptions, compute_stats, open_run, read_commit, write_stats
 from hermes_rl.wiring import reach
 
 

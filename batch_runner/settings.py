@@ -19,14 +19,13 @@ from hermes_rl.definitions import in_terms_of, with_switches_of
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
 from hermes_rl.input_errors import nearest
-from hermes_rl.models.providers.targets import all_keys
+from hermes_rl.models.providers import all_keys
 from hermes_rl.sources import dataset_name
-from hermes_rl.store.rundir import RunDir
+from hermes_rl.store import RunDir
 from hermes_rl.wiring import identity_of
 
 if TYPE_CHECKING:
-    from hermes_rl.rl.episodes import Host
-    from hermes_rl.rl.loading import Opened
+    from hermes_rl.rl import Host, Opened
 
 CONCURRENCY = 64
 LOCAL_CONCURRENCY = 4
@@ -59,7 +58,7 @@ class Hosts:
 
         Raises: UserError when its code cannot be loaded, or `setup` fails.
         """
-        from hermes_rl.rl.episodes import open_host
+        from hermes_rl.rl import open_host
 
         name = section.model_dump_json()
         async with self._lock:
@@ -195,7 +194,7 @@ def _with_env(config: RunConfig) -> tuple[RunConfig, Opened | None]:
     one."""
     if config.env is None:
         return config, None
-    from hermes_rl.rl.loading import settle_env
+    from hermes_rl.rl import settle_env
 
     return settle_env(config)
 

@@ -25,16 +25,13 @@ from batch_runner.settings import Hosts, open_hosts
 from hermes_rl.config import parse_config
 from hermes_rl.errors import DiskFull, HermesError, StoreError, UserError, cause_of
 from hermes_rl.events import AttemptKey, Ended, EventLog, TokensAdded
-from hermes_rl.models.rate.coordinator import Coordinator
-from hermes_rl.models.rate.share import Grant, Report, Share
-from hermes_rl.models.tokens.plan import TokenPlan
+from hermes_rl.models.rate import Coordinator, Grant, Report, Share
+from hermes_rl.models.tokens import TokenPlan
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Segment, Trajectory
 from hermes_rl.rollout import Episode, MakeEpisode, lost_row, run_attempt
-from hermes_rl.sandboxes.recipe import OPEN_FILES
-from hermes_rl.store.journal import JournalWriter, Publisher
-from hermes_rl.store.rows import Finished, receipt_of
-from hermes_rl.store.rundir import RunDir
+from hermes_rl.sandboxes import OPEN_FILES
+from hermes_rl.store import Finished, JournalWriter, Publisher, RunDir, receipt_of
 from hermes_rl.wiring import RunContext, open_run_context
 
 ABORT_S = 10.0

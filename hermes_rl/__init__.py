@@ -5,33 +5,19 @@ Importing starts nothing and loads nothing heavy; the names below are loaded whe
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
+
+from hermes_rl.lazy import attach
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "AIAgent": "hermes_rl.aiagent",
-    "Bubblewrap": "hermes_rl.sandboxes.bubblewrap",
-    "Hooks": "hermes_rl.agent",
-    "Limits": "hermes_rl.agent",
-    "ModelConfig": "hermes_rl.config",
-    "RunConfig": "hermes_rl.config",
-    "evals": "hermes_rl.evals",
-    "load_run": "hermes_rl.store.reader",
-    "read_tasks": "hermes_rl.sources",
-}
-"""Public name -> the module that has it."""
-
-__all__ = ["__version__", *sorted(_HOMES)]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'hermes_rl' has no attribute {name!r}")
-    module = importlib.import_module(_HOMES[name])
-    return module if _HOMES[name] == f"hermes_rl.{name}" else getattr(module, name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+if TYPE_CHECKING:
+    from hermes_rl import evals
+    from hermes_rl.agent import Hooks, Limits
+    from hermes_rl.aiagent import AIAgent
+    from hermes_rl.config import ModelConfig, RunConfig
+    from hermes_rl.sandboxes import Bubblewrap
+    from hermes_rl.sources import read_tasks
+    from hermes_rl.store import load_run
+else:
+    __getattr__, __dir__ = attach(__name__)

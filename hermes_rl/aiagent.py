@@ -51,15 +51,13 @@ from hermes_rl.definitions import sampling_of
 from hermes_rl.errors import HermesError, Interrupted, ModelError, UserError, end_reason_of
 from hermes_rl.events import EventLog
 from hermes_rl.messages import Message, conversation_from_openai, to_openai, with_unique_ids
-from hermes_rl.models.base import Sampling
-from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.played import NoopClient
-from hermes_rl.models.providers.routing import Keys, Routes, Sole, find_keys
-from hermes_rl.models.providers.targets import asks_endpoint, targets_of
-from hermes_rl.models.rate.share import Share
-from hermes_rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
+from hermes_rl.models import NoopClient, Sampling
+from hermes_rl.models.calls import ModelCaller, RetryPolicy
+from hermes_rl.models.providers import Keys, Routes, Sole, asks_endpoint, find_keys, targets_of
+from hermes_rl.models.rate import Share
+from hermes_rl.sandboxes import Sandbox, SandboxBackend, SandboxSpec
 from hermes_rl.text import clean
-from hermes_rl.tools.toolsets import DEFAULT_TOOLSETS, resolve
+from hermes_rl.tools import DEFAULT_TOOLSETS, resolve
 from hermes_rl.trajectory import fold
 from hermes_rl.wiring import BACKENDS, make_backend, open_models
 

@@ -13,12 +13,12 @@ from hermes_rl.config_agent import AgentSection, LimitsSection
 from hermes_rl.config_endpoint import SamplingSection, extra_of
 from hermes_rl.errors import TaskFault, UserError
 from hermes_rl.identity import digest
-from hermes_rl.models.base import Sampling
+from hermes_rl.models import Sampling
 from hermes_rl.tasks import Task
-from hermes_rl.tools.base import Tool
-from hermes_rl.tools.terminal import DEFAULT_TIMEOUT_S
-from hermes_rl.tools.toolsets import (
+from hermes_rl.tools import (
+    DEFAULT_TIMEOUT_S,
     DEFAULT_TOOLSETS,
+    Tool,
     draw_toolsets,
     get_distribution,
     resolve,
@@ -91,7 +91,7 @@ def system_text(config: RunConfig, tools: Mapping[str, Tool]) -> str:
     """The run's system prompt."""
     own = config.agent.system_prompt
     if own is None and config.model.name in LOCAL_MODELS and set(tools) == {"terminal"}:
-        from hermes_rl.models.local.catalogue import SYSTEM_PROMPT
+        from hermes_rl.models.local import SYSTEM_PROMPT
 
         return SYSTEM_PROMPT
     if own is not None:
@@ -209,7 +209,7 @@ def image_digest(image: str | None) -> str | None:
     """
     if image is None:
         return None
-    from hermes_rl.sandboxes.recipe import digest_of
+    from hermes_rl.sandboxes import digest_of
 
     try:
         return digest_of(image)

@@ -32,13 +32,13 @@ from hermes_rl.errors import (
 from hermes_rl.events import EventLog, Graded
 from hermes_rl.identity import trajectory_id
 from hermes_rl.messages import Message, with_unique_ids
-from hermes_rl.models.rate.budgets import Budget
+from hermes_rl.models.rate import Budget
 from hermes_rl.ports import WorkItem
 from hermes_rl.record import Trajectory
-from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
+from hermes_rl.sandboxes import Sandbox, SandboxSpec
 from hermes_rl.tasks import Task
 from hermes_rl.text import clean, scrub
-from hermes_rl.tools.base import Tool
+from hermes_rl.tools import Tool
 from hermes_rl.trajectory import fold
 from hermes_rl.verify import verify
 from hermes_rl.wiring import Draw, RunContext

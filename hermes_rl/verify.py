@@ -11,7 +11,7 @@ import math
 
 from hermes_rl.errors import SandboxDied, SandboxStartError, VerifierFault
 from hermes_rl.events import Graded, RewardPart
-from hermes_rl.sandboxes.base import GradingResult, GradingSpec, Sandbox
+from hermes_rl.sandboxes import GradingResult, GradingSpec, Sandbox
 from hermes_rl.tasks import Verify
 
 BOXES = 3

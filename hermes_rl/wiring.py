@@ -32,46 +32,37 @@ from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
 from hermes_rl.input_errors import unknown
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.models.base import ModelClient, Sampling
-from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.played import NoopClient, OracleClient, free
-from hermes_rl.models.providers.preflight import (
-    embedded_clients,
-    exact_clients,
-    find_plan,
-    reach_models,
-    reach_others,
-)
-from hermes_rl.models.providers.probe import EndpointReport
-from hermes_rl.models.providers.routing import (
+from hermes_rl.models import Endpoint, ModelClient, NoopClient, OracleClient, Sampling, free
+from hermes_rl.models.calls import ModelCaller, RetryPolicy
+from hermes_rl.models.providers import (
+    EndpointReport,
     Keys,
     Routes,
     Routing,
     Seen,
     Sole,
     Target,
-)
-from hermes_rl.models.providers.targets import (
     all_keys,
     asks_endpoint,
     drawn_model,
+    embedded_clients,
     endpoint_base,
+    exact_clients,
+    find_plan,
     other_targets,
     others_of,
+    reach_models,
+    reach_others,
     targets_by_model,
 )
-from hermes_rl.models.rate.budgets import NANO, NO_UNIT, UNIT_TOKENS, UNIT_USD, Budget
-from hermes_rl.models.rate.share import Share
-from hermes_rl.models.tokens.plan import TokenPlan, spelled_out
-from hermes_rl.models.wire.base import sendable
+from hermes_rl.models.rate import NANO, NO_UNIT, UNIT_TOKENS, UNIT_USD, Budget, Share
+from hermes_rl.models.tokens import TokenPlan, spelled_out
+from hermes_rl.models.wire import sendable
 from hermes_rl.ports import Recorder, WorkItem
-from hermes_rl.sandboxes.base import SandboxBackend, SandboxSpec
+from hermes_rl.sandboxes import SandboxBackend, SandboxSpec
 from hermes_rl.tasks import Task
 from hermes_rl.text import mask
-from hermes_rl.tools.base import Tool
-from hermes_rl.tools.terminal import with_timeout
-from hermes_rl.tools.toolsets import resolve, with_wording
+from hermes_rl.tools import Tool, resolve, with_timeout, with_wording
 
 BACKENDS = ("bubblewrap", "none")
 
@@ -303,10 +294,10 @@ def make_backend(name: str, state_dir: Path | None = None) -> SandboxBackend:
     if name not in BACKENDS:
         raise UserError(unknown("sandbox", name, BACKENDS))
     if name == "none":
-        from hermes_rl.sandboxes.none import Subprocess
+        from hermes_rl.sandboxes import Subprocess
 
         return Subprocess(state_dir=state_dir)
-    from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+    from hermes_rl.sandboxes import Bubblewrap
 
     return Bubblewrap(state_dir=state_dir)
 
@@ -385,7 +376,7 @@ async def _start_a_sandbox(backend_name: str) -> None:
 async def _embedded(
     name: str, where: EndpointSection, stack: AsyncExitStack, tokens: TokenPlan | None
 ) -> ModelClient:
-    from hermes_rl.models.embedded import EmbeddedClient
+    from hermes_rl.models import EmbeddedClient
     from hermes_rl.models.local import local_server
 
     path = Path(where.model_path) if where.model_path else None

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hermes_rl.sandboxes.base import Sandbox
-from hermes_rl.sandboxes.packing import FORMAT
-from hermes_rl.store.files import disk_errors
+from hermes_rl.sandboxes import FORMAT, Sandbox
+from hermes_rl.store import disk_errors
 
 WORKSPACES = "workspaces"
 """The folder of a run directory."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from hermes_rl.models.providers.prices import DATE
+from hermes_rl.models.providers import DATE
 
 PROVIDERS = {
     "anthropic": "anthropic",

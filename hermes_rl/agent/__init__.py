@@ -1,63 +1,37 @@
 """The agent: a loop of model calls and tool calls, and the policies that decide about answers."""
 
-from hermes_rl.agent.control import Control, wall_limit
-from hermes_rl.agent.hooks import (
-    Hooked,
-    Hooks,
-    OnEvent,
-    PostToolCall,
-    PreToolCall,
-    SessionEnd,
-    SessionStart,
-    call_hook,
-)
-from hermes_rl.agent.parts import AgentParts, AgentResult, Caller
-from hermes_rl.agent.policy import PRESETS, Limits, Policy, preset
-from hermes_rl.agent.prompt import EMPTY, LATEST, WORDINGS, system_prompt
-from hermes_rl.agent.run import check_roles, run_agent
-from hermes_rl.agent.session import (
-    FileSession,
-    Session,
-    common_length,
-    continuable,
-    last_answer,
-    open_session,
-    split_system,
-    with_user,
-)
-from hermes_rl.agent.tool_calls import tool_meant
+from __future__ import annotations
 
-__all__ = [
-    "EMPTY",
-    "LATEST",
-    "PRESETS",
-    "WORDINGS",
-    "AgentParts",
-    "AgentResult",
-    "Caller",
-    "Control",
-    "FileSession",
-    "Hooked",
-    "Hooks",
-    "Limits",
-    "OnEvent",
-    "Policy",
-    "PostToolCall",
-    "PreToolCall",
-    "Session",
-    "SessionEnd",
-    "SessionStart",
-    "call_hook",
-    "check_roles",
-    "common_length",
-    "continuable",
-    "last_answer",
-    "open_session",
-    "preset",
-    "run_agent",
-    "split_system",
-    "system_prompt",
-    "tool_meant",
-    "wall_limit",
-    "with_user",
-]
+from typing import TYPE_CHECKING
+
+from hermes_rl.lazy import attach
+
+if TYPE_CHECKING:
+    from hermes_rl.agent.control import Control, wall_limit
+    from hermes_rl.agent.hooks import (
+        Hooked,
+        Hooks,
+        OnEvent,
+        PostToolCall,
+        PreToolCall,
+        SessionEnd,
+        SessionStart,
+        call_hook,
+    )
+    from hermes_rl.agent.parts import AgentParts, AgentResult, Caller
+    from hermes_rl.agent.policy import PRESETS, Limits, Policy, preset
+    from hermes_rl.agent.prompt import EMPTY, LATEST, WORDINGS, system_prompt
+    from hermes_rl.agent.run import check_roles, run_agent
+    from hermes_rl.agent.session import (
+        FileSession,
+        Session,
+        common_length,
+        continuable,
+        last_answer,
+        open_session,
+        split_system,
+        with_user,
+    )
+    from hermes_rl.agent.tool_calls import tool_meant
+else:
+    __getattr__, __dir__ = attach(__name__)

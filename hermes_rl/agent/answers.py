@@ -16,8 +16,8 @@ from hermes_rl.agent.parts import Finish, RunState
 from hermes_rl.agent.prompt import EMPTY
 from hermes_rl.errors import ContextOverflow, PayloadTooLarge
 from hermes_rl.messages import AssistantMessage, ToolCall, ToolMessage, UserMessage
-from hermes_rl.models.base import Completion, Sampling
-from hermes_rl.models.wire.decoding import BrokenOff
+from hermes_rl.models import Completion, Sampling
+from hermes_rl.models.wire import BrokenOff
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from hermes_rl.agent.parts import Caller, FallsBack
 from hermes_rl.errors import ToolError
 from hermes_rl.events import Event, Purpose
 from hermes_rl.messages import AssistantMessage, Message
-from hermes_rl.models.base import Completion, ModelRequest
-from hermes_rl.tools.base import Tool, ToolContext, ToolResult
+from hermes_rl.models import Completion, ModelRequest
+from hermes_rl.tools import Tool, ToolContext, ToolResult
 from hermes_rl.usage import Usage
 
 _log = logging.getLogger(__name__)

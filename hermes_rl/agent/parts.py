@@ -12,12 +12,17 @@ from hermes_rl.agent.policy import Limits, Policy
 from hermes_rl.agent.prompt import WORDINGS, Messages
 from hermes_rl.events import AnswerDiscarded, MessageAdded, Purpose
 from hermes_rl.messages import AssistantMessage, Message, call_ids, with_new_ids
-from hermes_rl.models.base import CacheTime, Completion, Conversation, ModelRequest, Sampling
-from hermes_rl.models.unparsed import looks_unparsed
+from hermes_rl.models import (
+    CacheTime,
+    Completion,
+    Conversation,
+    ModelRequest,
+    Sampling,
+    looks_unparsed,
+)
 from hermes_rl.ports import Recorder
-from hermes_rl.sandboxes.base import Sandbox
-from hermes_rl.tools.base import Tool
-from hermes_rl.tools.toolsets import schemas
+from hermes_rl.sandboxes import Sandbox
+from hermes_rl.tools import Tool, schemas
 from hermes_rl.usage import Usage
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from hermes_rl.agent.prompt import LATEST, WORDINGS
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import unknown
-from hermes_rl.models.base import Sampling
+from hermes_rl.models import Sampling
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,7 @@ from hermes_rl.errors import SandboxDied, SandboxKilled, ToolError
 from hermes_rl.identity import ID_LENGTH, digest
 from hermes_rl.messages import ToolCall, ToolMessage
 from hermes_rl.text import clean
-from hermes_rl.tools.arguments import read_arguments
-from hermes_rl.tools.base import Tool, ToolContext, ToolResult
-from hermes_rl.tools.text import cut_middle, to_json
+from hermes_rl.tools import Tool, ToolContext, ToolResult, cut_middle, read_arguments, to_json
 
 MAX_TOOL_S = 600.0
 """Bound of one tool call, whatever the limits say."""

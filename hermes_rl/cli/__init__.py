@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hermes_rl.lazy import attach
+
+if TYPE_CHECKING:
+    from hermes_rl.cli import doctor_command, run_command, status_command
+    from hermes_rl.cli.check_command import command
+    from hermes_rl.cli.check_dataset import refusals
+    from hermes_rl.cli.check_run import faults_of, row_faults
+    from hermes_rl.cli.doctor_command import Asked, models
+    from hermes_rl.cli.errors import guarded
+    from hermes_rl.cli.render import visible
+    from hermes_rl.cli.status_command import read_status
+else:
+    __getattr__, __dir__ = attach(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ import typer
 
 from hermes_rl.cli.run_command import column_map
 from hermes_rl.errors import ExitCode, HermesError, UserError
-from hermes_rl.store.rundir import is_run
+from hermes_rl.store import is_run
 
 if TYPE_CHECKING:
     from hermes_rl.tasks import TaskRow
@@ -164,10 +164,10 @@ def _say_played(name: str, wanted: float, tasks: int, wrong: list[str]) -> None:
 
 def _check_run(path: Path, repair: bool, as_json: bool) -> int:
     from hermes_rl.cli import check_run
-    from hermes_rl.store.reader import load_run
+    from hermes_rl.store import load_run
 
     if repair:
-        from hermes_rl.store.integrity import repair_run
+        from hermes_rl.store import repair_run
 
         done = repair_run(path)
         said = [f"kept the good lines of {name}" for name in done.saved]

@@ -17,8 +17,8 @@ from hermes_rl.config import parse_config
 from hermes_rl.errors import ExitCode, UserError
 from hermes_rl.sources import mapped_rows
 from hermes_rl.tasks import Task, TaskRow, Verify
-from hermes_rl.testing.cheats import BUNDLES, CHEATS, bundle
-from hermes_rl.tools.toolsets import get_distribution, tool_names
+from hermes_rl.testing import BUNDLES, CHEATS, bundle
+from hermes_rl.tools import get_distribution, tool_names
 
 _SCRIPTS_AT_ONCE = 512
 """Scripts that one bash parses."""
@@ -187,7 +187,7 @@ async def absent_programs(programs: Iterable[str]) -> list[str]:
     wanted = sorted(programs)
     if not wanted:
         return []
-    from hermes_rl.sandboxes.base import SandboxSpec
+    from hermes_rl.sandboxes import SandboxSpec
     from hermes_rl.wiring import make_backend
 
     backend = make_backend("bubblewrap")
@@ -305,9 +305,8 @@ def _run(
             "run": {"out": str(out / "run"), "workers": 0, "concurrency": 8, "max_attempts": 1},
         }
     )
-    from batch_runner import run_batch
-    from batch_runner.progress import default_progress
-    from hermes_rl.store.reader import load_run
+    from batch_runner import default_progress, run_batch
+    from hermes_rl.store import load_run
 
     progress = default_progress()
     progress.note(f"{play.name}: {len(rows):,} rollouts")

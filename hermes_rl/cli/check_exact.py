@@ -26,14 +26,11 @@ import msgspec
 import pyarrow.parquet as pq
 
 from hermes_rl.errors import ExitCode, UserError
-from hermes_rl.export.samples import samples_of
+from hermes_rl.export import samples_of
 from hermes_rl.messages import AssistantMessage, Message, ToolMessage, conversation_from_openai
-from hermes_rl.models.tokens.logprobs import shaped_by
-from hermes_rl.models.tokens.renderer import Renderer, load_renderer
-from hermes_rl.models.tokens.template import TemplateRefused
+from hermes_rl.models.tokens import Renderer, TemplateRefused, load_renderer, shaped_by
 from hermes_rl.segments import DRIFT, MAIN, Run, rollout_faults, row_faults, runs_of, usage_faults
-from hermes_rl.store.rundir import RunDir
-from hermes_rl.store.stats import MANY_FORKS
+from hermes_rl.store import MANY_FORKS, RunDir
 
 SHOWN = 50
 """Rows and faults that are printed one by one; `--json` has them all."""

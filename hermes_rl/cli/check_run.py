@@ -11,9 +11,7 @@ import pyarrow.parquet as pq
 
 from hermes_rl.config import load_config, parse_config
 from hermes_rl.errors import CAUSES, ENDINGS, UserError
-from hermes_rl.store.integrity import FOREIGN, file_faults
-from hermes_rl.store.rundir import TABLES, RunDir
-from hermes_rl.store.schema import LATER, schema_of
+from hermes_rl.store import FOREIGN, LATER, TABLES, RunDir, file_faults, schema_of
 
 _ALWAYS = ("input_tokens", "output_tokens")
 _TOKENS = (*_ALWAYS, "cache_read_tokens", "cache_write_tokens", "reasoning_tokens")

@@ -20,7 +20,7 @@ import typer
 from hermes_rl.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
-    from batch_runner.report import Report
+    from batch_runner import Report
 
 REPEATS = 2
 SAY_EVERY_S = 2.0
@@ -122,7 +122,7 @@ def _config(
 
 
 async def _run(data: dict[str, Any]) -> Report:
-    from batch_runner.runner import arun_batch
+    from batch_runner import arun_batch
     from hermes_rl.config import parse_config
 
     typed = {"run.workers": f"--workers {data['run']['workers']}"}
@@ -153,7 +153,7 @@ def _download_line() -> Callable[[int, int, str], None]:
 def _table(report: Report, again: str) -> None:
     from hermes_rl.cli import render
     from hermes_rl.cli.show_command import COLUMNS
-    from hermes_rl.store.reader import load_run
+    from hermes_rl.store import load_run
 
     run = load_run(report.path)
     rows = [r for t in ("trajectories", "failures") for r in run.arrow(t, COLUMNS).to_pylist()]

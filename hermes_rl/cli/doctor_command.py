@@ -23,8 +23,8 @@ from hermes_rl.errors import ExitCode, HermesError, UserError
 if TYPE_CHECKING:
     from hermes_rl.config import RunConfig
     from hermes_rl.config_endpoint import EndpointSection
-    from hermes_rl.models.endpoint import Endpoint
-    from hermes_rl.models.providers.probe import Capabilities, ProbeCall
+    from hermes_rl.models import Endpoint
+    from hermes_rl.models.providers import Capabilities, ProbeCall
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,7 @@ def machine() -> list[Finding]:
 
 def sandboxes() -> list[Finding]:
     """Whether bubblewrap starts, and which limits the machine can enforce."""
-    from hermes_rl.sandboxes.probe import probe_machine
-    from hermes_rl.sandboxes.recipe import solutions
+    from hermes_rl.sandboxes import probe_machine, solutions
 
     p = probe_machine()
     found = [Finding("sandboxes", "bubblewrap", p.works, f"{p.version} {p.message}".strip())]
@@ -192,7 +191,7 @@ def _memory(cgroups: bool) -> str:
 
 def tools() -> list[Finding]:
     """Toolsets and their tools."""
-    from hermes_rl.tools.toolsets import TOOLSETS, resolve
+    from hermes_rl.tools import TOOLSETS, resolve
 
     return [
         Finding("tools", name, None, ", ".join(resolve([name])) or "no tools") for name in TOOLSETS
@@ -250,7 +249,7 @@ def _config(asked: Asked) -> RunConfig:
 
 
 def _providers(asked: Asked) -> list[Finding]:
-    from hermes_rl.models.providers.table import DEFAULT_MODE, known_providers
+    from hermes_rl.models.providers import DEFAULT_MODE, known_providers
 
     config = _config(asked) if asked.config else None
     own = config.providers if config else {}
@@ -277,7 +276,7 @@ def _printed_keys(asked: Asked) -> list[Finding]:
         return []
     import time
 
-    from hermes_rl.models.key_command import KeyCommand, ends_at
+    from hermes_rl.models import KeyCommand, ends_at
 
     found = []
     for name, command in _config(asked).endpoint.key_commands.items():
@@ -292,8 +291,7 @@ def _printed_keys(asked: Asked) -> list[Finding]:
 
 
 def _embedded() -> list[Finding]:
-    from hermes_rl.models.local import LOCAL_MODELS, find_weights
-    from hermes_rl.models.local.weights import cache_folder
+    from hermes_rl.models.local import LOCAL_MODELS, cache_folder, find_weights
 
     engine = library("models", "xllamacpp", "pip install 'hermes-rl[local]' for --model local")
     found = [Finding("models", "engine", engine.good or None, engine.text)]
@@ -307,8 +305,8 @@ def _embedded() -> list[Finding]:
 
 
 def _dialects() -> list[Finding]:
-    from hermes_rl.models.client import DIALECTS
-    from hermes_rl.models.providers.prices import list_prices
+    from hermes_rl.models import DIALECTS
+    from hermes_rl.models.providers import list_prices
 
     table = list_prices()
     known = sum(price is not None for prices in table.values() for price in prices.values())
@@ -321,9 +319,13 @@ def _dialects() -> list[Finding]:
 
 def _explored(asked: Asked) -> list[Finding]:
     from hermes_rl.aio import run_sync
-    from hermes_rl.models.providers.probe import find_capabilities
-    from hermes_rl.models.providers.routing import Keys, find_keys
-    from hermes_rl.models.providers.targets import first_endpoint, targets_of
+    from hermes_rl.models.providers import (
+        Keys,
+        find_capabilities,
+        find_keys,
+        first_endpoint,
+        targets_of,
+    )
 
     assert asked.model is not None
     config = _config(asked)
@@ -349,8 +351,8 @@ def _exact(where: EndpointSection, endpoint: Endpoint, model: str) -> list[Findi
     if where.tokenizer is None or where.tokens in ("off", "chat"):
         return []
     from hermes_rl.aio import run_sync
-    from hermes_rl.models.providers.probe import TokenSearch
-    from hermes_rl.models.tokens.renderer import load_renderer
+    from hermes_rl.models.providers import TokenSearch
+    from hermes_rl.models.tokens import load_renderer
 
     search = TokenSearch(endpoint, model, load_renderer(where.tokenizer))
     plan = run_sync(search.plan(where.tokens))

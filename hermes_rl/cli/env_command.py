@@ -91,7 +91,7 @@ def list_environments(as_json: run.AsJson = False) -> int:
     """
     import json
 
-    from hermes_rl.rl.loading import known_environments
+    from hermes_rl.rl import known_environments
 
     known = known_environments()
     if as_json:
@@ -113,7 +113,7 @@ def new(
     """
     from importlib.util import find_spec
 
-    from hermes_rl.rl.template import write_environment
+    from hermes_rl.rl import write_environment
 
     made = write_environment(name, folder)
     where = os.path.relpath(made)
@@ -145,7 +145,7 @@ def regrade(
     import dataclasses
     import json
 
-    from batch_runner.regrade import regrade_run as work
+    from batch_runner import regrade_run as work
     from hermes_rl.aio import run_sync
     from hermes_rl.config import parse_assignment
 
@@ -209,9 +209,8 @@ def _carry_out(mode: Mode, config: RunConfig, as_json: bool) -> int:
 
 
 async def _evaluate(config: RunConfig, as_json: bool) -> int:
-    from batch_runner.runner import arun_batch
-    from batch_runner.settings import open_hosts
-    from hermes_rl.rl.evaluation import write_evaluation
+    from batch_runner import arun_batch, open_hosts
+    from hermes_rl.rl import write_evaluation
 
     progress = run.progress_of(as_json)
     async with open_hosts() as hosts:
@@ -231,8 +230,8 @@ def _tell_groups(path: Path, as_json: bool) -> None:
     import dataclasses
     import json
 
-    from hermes_rl.rl.groups import group_report
-    from hermes_rl.store.reader import load_run
+    from hermes_rl.rl import group_report
+    from hermes_rl.store import load_run
 
     found = group_report(load_run(path))
     if not found.groups:

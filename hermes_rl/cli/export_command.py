@@ -46,8 +46,7 @@ def command(
     hermes-rl export runs/my-run --to axolotl-tokens --out train.parquet
     hermes-rl export . --to list              the formats
     """
-    from hermes_rl.export import FORMATS, ExportOptions, export_run
-    from hermes_rl.export.source import AdvantageKind
+    from hermes_rl.export import FORMATS, AdvantageKind, ExportOptions, export_run
 
     if to == "list":
         _say_formats([(name, form.about) for name, form in FORMATS.items()])

@@ -14,7 +14,7 @@ import typer
 from hermes_rl.cli.run_command import column_map
 from hermes_rl.errors import ExitCode, SandboxKilled, UserError
 from hermes_rl.input_errors import did_you_mean
-from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
+from hermes_rl.sandboxes import Sandbox, SandboxSpec
 from hermes_rl.tasks import Task, TaskRow
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _source(dataset: str, wanted: str, columns: dict[str, str]) -> _Source:
     from hermes_rl.cli.show_command import COLUMNS
     from hermes_rl.cli.show_command import find as find_unit
     from hermes_rl.config import load_config, parse_config
-    from hermes_rl.store.reader import load_run
+    from hermes_rl.store import load_run
 
     run = load_run(path)
     rows = [r for t in ("trajectories", "failures") for r in run.arrow(t, COLUMNS).to_pylist()]

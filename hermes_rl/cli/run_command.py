@@ -13,8 +13,7 @@ import typer
 from hermes_rl.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
-    from batch_runner.progress import Progress
-    from batch_runner.report import Report
+    from batch_runner import Progress, Report
     from hermes_rl.config import RunConfig
 
 
@@ -199,7 +198,7 @@ def _value(flag: str, value: Any) -> Any:
 
 def carry_out(config: RunConfig, as_json: bool) -> Report:
     """Run a configuration to its end, with progress and its report on the terminal."""
-    from batch_runner.runner import run_batch
+    from batch_runner import run_batch
 
     progress = progress_of(as_json)
     report = run_batch(config, progress=progress)
@@ -209,14 +208,14 @@ def carry_out(config: RunConfig, as_json: bool) -> Report:
 
 def progress_of(as_json: bool) -> Progress:
     """Where the progress of a run goes."""
-    from batch_runner.progress import JsonEvents, default_progress
+    from batch_runner import JsonEvents, default_progress
 
     return JsonEvents() if as_json else default_progress()
 
 
 def tell(report: Report, progress: Progress) -> None:
     """How a run ended, where its progress went."""
-    from batch_runner.progress import JsonEvents
+    from batch_runner import JsonEvents
 
     if isinstance(progress, JsonEvents):
         progress.report(report)
@@ -231,8 +230,7 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def _pilot(config: RunConfig, as_json: bool) -> int:
-    from batch_runner.dryrun import pilot_run
-    from batch_runner.progress import JsonEvents
+    from batch_runner import JsonEvents, pilot_run
 
     progress = progress_of(as_json)
     plan, report, forecast = pilot_run(config, progress)
@@ -248,7 +246,7 @@ def show_plan(config: RunConfig, as_json: bool) -> int:
     """What a configuration would run, on the terminal."""
     import json
 
-    from batch_runner.dryrun import dry_run
+    from batch_runner import dry_run
     from hermes_rl.aio import run_sync
 
     forecast = run_sync(dry_run(config))

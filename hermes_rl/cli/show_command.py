@@ -14,7 +14,7 @@ from hermes_rl.cli import web as pages
 from hermes_rl.errors import UserError
 
 if TYPE_CHECKING:
-    from hermes_rl.store.reader import Run
+    from hermes_rl.store import Run
 
 Row = dict[str, Any]
 
@@ -58,7 +58,7 @@ def command(
     hermes-rl show runs/smoke-local --failed      attempts that ended without a verdict
     hermes-rl show runs/smoke-local 4f1c --web    the same as a page, every message whole
     """
-    from hermes_rl.store.reader import load_run
+    from hermes_rl.store import load_run
 
     if sort not in SORTS:
         raise UserError(f"--sort {sort}: choose one of {', '.join(SORTS)}")

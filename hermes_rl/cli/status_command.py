@@ -84,9 +84,8 @@ def command(
 
 def read_status(path: Path) -> Status:
     """A run's state, from its files alone. Raises: UserError when there is no run."""
-    from batch_runner.manifest import read_manifest
-    from batch_runner.progress import Trouble
-    from hermes_rl.store.reader import driver_of, in_flight, load_run
+    from batch_runner import Trouble, read_manifest
+    from hermes_rl.store import driver_of, in_flight, load_run
 
     run = load_run(path)
     stats = run.stats

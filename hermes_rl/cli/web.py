@@ -16,7 +16,7 @@ from typing import Any
 
 from hermes_rl.cli import render
 from hermes_rl.images import with_images
-from hermes_rl.store.stats import document
+from hermes_rl.store import document
 
 Row = Mapping[str, Any]
 

@@ -9,9 +9,10 @@ from hermes_rl.evals.plots import (
     tokens_frame,
 )
 from hermes_rl.evals.statistics import Interval, bootstrap, wilson
-from hermes_rl.evals.summary import Bounds, Summary, summary
+from hermes_rl.evals.summary import SOLVED, Bounds, Summary, summary
 
 __all__ = [
+    "SOLVED",
     "Bounds",
     "Comparison",
     "Interval",

@@ -12,7 +12,7 @@ from hermes_rl.evals.summary import task_scores
 if TYPE_CHECKING:
     import pandas as pd
 
-    from hermes_rl.store.reader import Run
+    from hermes_rl.store import Run
 
 
 DECIDING_TASKS = 6

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from hermes_rl.evals.compare import Comparison
-    from hermes_rl.store.reader import Run
+    from hermes_rl.store import Run
 
 MAX_TASKS = 40
 """Tasks that one picture shows."""

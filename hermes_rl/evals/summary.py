@@ -10,7 +10,7 @@ from hermes_rl.evals.statistics import Interval, bootstrap
 if TYPE_CHECKING:
     import pandas as pd
 
-    from hermes_rl.store.reader import Run
+    from hermes_rl.store import Run
 
 SOLVED = 1.0
 """The reward from which a task counts as solved."""

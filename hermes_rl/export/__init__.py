@@ -7,20 +7,33 @@ report = export_run("runs/my-run", "trl", options=ExportOptions(min_reward=1.0))
 
 from __future__ import annotations
 
-from hermes_rl.export.exporter import export_run
-from hermes_rl.export.formats import FORMATS
-from hermes_rl.export.imports import ORIGINS, ImportReport, import_file
-from hermes_rl.export.losses import LEFT_OUT, LOST, Report
-from hermes_rl.export.source import ExportOptions
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "FORMATS",
-    "LEFT_OUT",
-    "LOST",
-    "ORIGINS",
-    "ExportOptions",
-    "ImportReport",
-    "Report",
-    "export_run",
-    "import_file",
-]
+from hermes_rl.lazy import attach
+
+if TYPE_CHECKING:
+    from hermes_rl.export.exporter import export_run, whole_file
+    from hermes_rl.export.formats import FORMATS
+    from hermes_rl.export.formats.sharegpt import conversation
+    from hermes_rl.export.imports import (
+        ORIGINS,
+        ImportReport,
+        Origin,
+        import_file,
+        rollouts_of,
+        write_run,
+    )
+    from hermes_rl.export.imports.base import RolloutNamer
+    from hermes_rl.export.imports.hermes import messages_of, tools_of
+    from hermes_rl.export.losses import LEFT_OUT, LOST, Report
+    from hermes_rl.export.samples import (
+        Sample,
+        before_untrained,
+        fingerprint,
+        pieces,
+        samples_of,
+        without_tail,
+    )
+    from hermes_rl.export.source import AdvantageKind, ExportOptions, Row
+else:
+    __getattr__, __dir__ = attach(__name__)

@@ -18,8 +18,7 @@ from hermes_rl.export.formats import FORMATS
 from hermes_rl.export.losses import LEFT_OUT, Losses, Report
 from hermes_rl.export.source import ROWS_AT_ONCE, ExportOptions, Format, Source
 from hermes_rl.input_errors import unknown
-from hermes_rl.store.reader import load_run
-from hermes_rl.store.rundir import TABLES
+from hermes_rl.store import TABLES, load_run
 
 
 def export_run(
@@ -89,7 +88,7 @@ def _why_empty(losses: Losses, run: str, to: str) -> str:
 
 def _write(path: Path, form: Format, source: Source) -> None:
     """Write JSON lines, or Parquet with a declared schema, in steps of a few rows."""
-    from hermes_rl.store.parts import STEP_BYTES, PartWriter
+    from hermes_rl.store import STEP_BYTES, PartWriter
 
     schema = form.arrow_schema(source)
     if schema is None:
@@ -111,7 +110,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
     Raises: UserError when the folder cannot be written; DiskFull.
     """
-    from hermes_rl.store.files import disk_errors
+    from hermes_rl.store import disk_errors
 
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

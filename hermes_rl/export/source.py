@@ -21,8 +21,7 @@ from hermes_rl.export.losses import Losses, count_rewards, count_rollout, count_
 from hermes_rl.export.samples import Sample, fingerprint, samples_of, without_tail
 from hermes_rl.export.tokens import TokenItem, digest_of, refusal
 from hermes_rl.images import with_images
-from hermes_rl.store.reader import Run
-from hermes_rl.store.rundir import order_of, stem_of
+from hermes_rl.store import Run, order_of, stem_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

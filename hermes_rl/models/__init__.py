@@ -1,1 +1,33 @@
 """Who answers. Dialects translate, transports carry; `hermes_rl.wiring` joins them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hermes_rl.lazy import attach
+
+if TYPE_CHECKING:
+    from hermes_rl.models.base import (
+        CacheTime,
+        Completion,
+        Conversation,
+        ModelClient,
+        ModelRequest,
+        Sampling,
+        TokenCapture,
+    )
+    from hermes_rl.models.client import DIALECTS, connect, dialect_for
+    from hermes_rl.models.embedded import EmbeddedClient
+    from hermes_rl.models.endpoint import EMBEDDED, Endpoint, Timeouts
+    from hermes_rl.models.key_command import (
+        LEAST_S,
+        KeyCommand,
+        KeyRenewed,
+        LiveKey,
+        NoNewKey,
+        ends_at,
+    )
+    from hermes_rl.models.played import NoopClient, OracleClient, free
+    from hermes_rl.models.unparsed import looks_unparsed
+else:
+    __getattr__, __dir__ = attach(__name__)

@@ -12,10 +12,9 @@ from importlib import import_module
 from hermes_rl.errors import AuthError, ModelError, ProtocolError, ServerError, UserError
 from hermes_rl.models.base import Completion, ModelClient, ModelRequest
 from hermes_rl.models.endpoint import Endpoint, Timeouts
-from hermes_rl.models.errors.classify import classify_response
-from hermes_rl.models.transports.base import Reply, Transport
-from hermes_rl.models.wire.base import Decoder, Dialect, ReplyHead
-from hermes_rl.models.wire.decoding import Beginning
+from hermes_rl.models.errors import classify_response
+from hermes_rl.models.transports import Reply, Transport
+from hermes_rl.models.wire import Beginning, Decoder, Dialect, ReplyHead
 
 __all__ = ["Endpoint", "Timeouts", "WireClient", "connect"]
 
@@ -146,7 +145,7 @@ class WireClient:
         though it keeps its callers waiting. False for every other server: it is not asked."""
         if not self._where.local:
             return False
-        from hermes_rl.models.transports.http import fetch_status
+        from hermes_rl.models.transports import fetch_status
 
         status = await fetch_status(self._where, self._where.url("/models"), self._headers)
         return status is not None and status < 500
@@ -206,7 +205,7 @@ def dialect_for(endpoint: Endpoint) -> Dialect:
         raise UserError(
             f"api_mode {endpoint.api_mode!r} is unknown. Use one of {', '.join(DIALECTS)}"
         )
-    from hermes_rl.models.providers.table import quirks_at  # loads pydantic, so late
+    from hermes_rl.models.providers import quirks_at  # loads pydantic, so late
 
     module, kind = DIALECTS[endpoint.api_mode]
     loaded = import_module(f"hermes_rl.models.wire.{module}")
@@ -218,11 +217,11 @@ def dialect_for(endpoint: Endpoint) -> Dialect:
 
 def _transport(endpoint: Endpoint) -> Transport:
     if endpoint.transport == "http":
-        from hermes_rl.models.transports.http import HttpTransport
+        from hermes_rl.models.transports import HttpTransport
 
         return HttpTransport(endpoint)
     if endpoint.transport == "sdk":
-        from hermes_rl.models.transports.sdk import SdkTransport
+        from hermes_rl.models.transports import SdkTransport
 
         return SdkTransport(endpoint)
     raise UserError(f"transport {endpoint.transport!r} is unknown. Use http or sdk")

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from hermes_rl.errors import UserError
 from hermes_rl.models.key_command import LiveKey
-from hermes_rl.models.wire.base import Quirks
+from hermes_rl.models.wire import Quirks
 
 TransportName = Literal["http", "sdk"]
 

@@ -7,45 +7,63 @@ Names are loaded on first use.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
     from hermes_rl.errors import CannotJudge, ToolError
     from hermes_rl.events import RewardPart
     from hermes_rl.messages import AssistantMessage, Message, UserMessage
+    from hermes_rl.rl import faults
+    from hermes_rl.rl.advantages import EPSILON, dr_grpo, grpo, mean, rloo, std
     from hermes_rl.rl.context import BoxResult, Grading, RolloutContext
+    from hermes_rl.rl.cpu import Pool
     from hermes_rl.rl.environment import EnvConfig, Environment, make_task
-    from hermes_rl.rl.judging import Judge, ModelHandle, Verdict
-    from hermes_rl.rl.rewards import Rewards, part
+    from hermes_rl.rl.episodes import Host, open_host
+    from hermes_rl.rl.evaluation import write_evaluation
+    from hermes_rl.rl.groups import (
+        INTERRUPTED,
+        SCORED_AT_ONCE,
+        Gathered,
+        Member,
+        MembersOf,
+        Scoring,
+        due_groups,
+        gather,
+        group_report,
+        make_group,
+    )
+    from hermes_rl.rl.judging import (
+        NO_COMMITMENT,
+        Judge,
+        ModelHandle,
+        Verdict,
+        judge_prompt,
+        parse_verdict,
+    )
+    from hermes_rl.rl.loading import (
+        Opened,
+        env_rows,
+        hashed,
+        known_environments,
+        load_environment,
+        settle_env,
+    )
+    from hermes_rl.rl.rewards import Rewards, check_rewards, part
+    from hermes_rl.rl.scoring import (
+        Grader,
+        ReadyGroup,
+        StoredRollout,
+        TaskLookup,
+        open_grader,
+        scores_groups,
+        without_policy,
+    )
+    from hermes_rl.rl.template import write_environment
+    from hermes_rl.rl.trial import arun_trial, first_tasks, rewards_of, run_trial
     from hermes_rl.rl.view import Rollout, ToolUse
     from hermes_rl.tasks import Task, Verify
-    from hermes_rl.tools.base import Tool, ToolContext, ToolResult, tool
-
-_NAMES = {
-    "hermes_rl.errors": ("CannotJudge", "ToolError"),
-    "hermes_rl.events": ("RewardPart",),
-    "hermes_rl.messages": ("AssistantMessage", "Message", "UserMessage"),
-    "hermes_rl.rl.context": ("BoxResult", "Grading", "RolloutContext"),
-    "hermes_rl.rl.environment": ("EnvConfig", "Environment", "make_task"),
-    "hermes_rl.rl.judging": ("Judge", "ModelHandle", "Verdict"),
-    "hermes_rl.rl.rewards": ("Rewards", "part"),
-    "hermes_rl.rl.view": ("Rollout", "ToolUse"),
-    "hermes_rl.tasks": ("Task", "Verify"),
-    "hermes_rl.tools.base": ("Tool", "ToolContext", "ToolResult", "tool"),
-}
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
-"""Public name -> its module."""
-
-__all__ = [
-    "AssistantMessage", "BoxResult", "CannotJudge", "EnvConfig", "Environment", "Grading", "Judge",
-    "Message", "ModelHandle", "RewardPart", "Rewards", "Rollout", "RolloutContext", "Task", "Tool",
-    "ToolContext", "ToolError", "ToolResult", "ToolUse", "UserMessage", "Verdict", "Verify",
-    "make_task", "part", "tool",
-]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'hermes_rl.rl' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    from hermes_rl.tools import Tool, ToolContext, ToolResult, tool
+else:
+    __getattr__, __dir__ = attach(__name__)

@@ -16,10 +16,10 @@ from hermes_rl.rl.context import RolloutContext
 from hermes_rl.rl.rewards import Rewards
 from hermes_rl.rl.view import Rollout
 from hermes_rl.tasks import Task, parse_row
-from hermes_rl.tools.base import Tool
+from hermes_rl.tools import Tool
 
 if TYPE_CHECKING:
-    from hermes_rl.store.reader import Run
+    from hermes_rl.store import Run
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Uses = Literal["judge", "user"]

@@ -23,7 +23,7 @@ from hermes_rl.errors import (
 )
 from hermes_rl.events import CallStarted, Graded
 from hermes_rl.messages import Message, UserMessage
-from hermes_rl.models.base import Sampling
+from hermes_rl.models import Sampling
 from hermes_rl.rl import faults
 from hermes_rl.rl.context import Grading, RolloutContext
 from hermes_rl.rl.cpu import Pool
@@ -33,8 +33,8 @@ from hermes_rl.rl.loading import AnyEnvironment, Opened, open_environment, tools
 from hermes_rl.rl.rewards import Rewards, check_rewards
 from hermes_rl.rl.view import Rollout
 from hermes_rl.rollout import Episode, Stage
-from hermes_rl.sandboxes.base import Sandbox
-from hermes_rl.tools.base import Tool, ToolContext, ToolResult
+from hermes_rl.sandboxes import Sandbox
+from hermes_rl.tools import Tool, ToolContext, ToolResult
 from hermes_rl.verify import BOXES
 
 T = TypeVar("T")

@@ -17,13 +17,12 @@ import yaml
 
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.errors import UserError
-from hermes_rl.evals import summary
-from hermes_rl.evals.summary import SOLVED
+from hermes_rl.evals import SOLVED, summary
 from hermes_rl.rl import faults
 from hermes_rl.rl.environment import Environment, Metrics
 from hermes_rl.rl.episodes import OpensHost, call_method, open_host
 from hermes_rl.rl.loading import Opened, settle_env
-from hermes_rl.store.reader import Run, load_run
+from hermes_rl.store import Run, load_run
 
 _FINISH = {
     "answered": "stop",

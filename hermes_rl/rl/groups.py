@@ -18,9 +18,7 @@ from hermes_rl.errors import HermesError
 from hermes_rl.record import Call
 from hermes_rl.rl import advantages
 from hermes_rl.rl.rewards import Rewards
-from hermes_rl.store.ledger import Ledger
-from hermes_rl.store.reader import Run
-from hermes_rl.store.rows import Group, Metric
+from hermes_rl.store import Group, Ledger, Metric, Run
 from hermes_rl.usage import UsageTotal
 
 if TYPE_CHECKING:

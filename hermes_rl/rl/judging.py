@@ -24,7 +24,7 @@ from hermes_rl.messages import (
     UserMessage,
     conversation_from_openai,
 )
-from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampling
+from hermes_rl.models import Completion, Conversation, ModelRequest, Sampling
 from hermes_rl.rl.faults import NoVerdict
 from hermes_rl.rl.rewards import part
 from hermes_rl.rl.view import Rollout

@@ -35,7 +35,7 @@ from hermes_rl.messages import to_openai
 from hermes_rl.rl import faults
 from hermes_rl.rl.environment import EnvConfig, Environment, Uses
 from hermes_rl.tasks import LazyRow, Task, TaskRow
-from hermes_rl.tools.base import Tool
+from hermes_rl.tools import Tool
 
 GROUP = "hermes_rl.environments"
 """Of entry points: NAME = "package.module:Class"."""

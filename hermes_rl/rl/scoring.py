@@ -32,7 +32,7 @@ from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.errors import CAUSES, HermesError, TaskFault, VerifierFault, cause_of
 from hermes_rl.events import EventLog
 from hermes_rl.identity import digest, unit_seed
-from hermes_rl.models.rate.share import Share
+from hermes_rl.models.rate import Share
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.rl import faults
@@ -50,10 +50,9 @@ from hermes_rl.rl.loading import Opened, env_rows
 from hermes_rl.rl.rewards import Rewards
 from hermes_rl.rl.view import Rollout
 from hermes_rl.rollout import Stage
-from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
+from hermes_rl.sandboxes import Sandbox, SandboxSpec
 from hermes_rl.sources import read_rows
-from hermes_rl.store.rows import Grade
-from hermes_rl.store.rundir import RunDir
+from hermes_rl.store import Grade, RunDir
 from hermes_rl.tasks import LazyRow, Task
 from hermes_rl.text import scrub
 from hermes_rl.trajectory import fold

@@ -1,1 +1,69 @@
 """Where commands run. Backends are siblings; `hermes_rl.wiring` chooses one by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hermes_rl.lazy import attach
+
+if TYPE_CHECKING:
+    from hermes_rl.sandboxes import (
+        conformance,
+        limits,
+        make_seccomp,
+        probe,
+        processes,
+        recipe,
+        slots,
+        watchdog,
+    )
+    from hermes_rl.sandboxes.base import (
+        CommandResult,
+        GradingResult,
+        GradingSpec,
+        Sandbox,
+        SandboxBackend,
+        SandboxLimits,
+        SandboxSpec,
+    )
+    from hermes_rl.sandboxes.box import filter_path
+    from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+    from hermes_rl.sandboxes.conformance import (
+        CHECKS,
+        KILL_SHELL,
+        Check,
+        leased_sandbox,
+        tells_a_host_fault,
+    )
+    from hermes_rl.sandboxes.disk import Storage
+    from hermes_rl.sandboxes.files import Beneath, Look
+    from hermes_rl.sandboxes.leased import BubblewrapSandbox
+    from hermes_rl.sandboxes.limits import measure
+    from hermes_rl.sandboxes.none import Subprocess
+    from hermes_rl.sandboxes.packing import FORMAT, Packing, Unpackable, pack_in_thread, reading
+    from hermes_rl.sandboxes.probe import find_binary, probe_machine, reachable
+    from hermes_rl.sandboxes.processes import (
+        Jobs,
+        MarkedProcesses,
+        Proc,
+        Quiescence,
+        Snapshot,
+        children,
+        find,
+        snapshot,
+        stop_tree,
+    )
+    from hermes_rl.sandboxes.recipe import OPEN_FILES, digest_of, make_etc, solutions
+    from hermes_rl.sandboxes.session import Background
+    from hermes_rl.sandboxes.shell import (
+        LINE_MAX,
+        HeadTail,
+        Shell,
+        ShellLost,
+        ShellPaths,
+        supervisor_text,
+    )
+    from hermes_rl.sandboxes.slots import Home, default_state_dir, lock
+    from hermes_rl.sandboxes.watchdog import memory_folder, remove_tree
+else:
+    __getattr__, __dir__ = attach(__name__)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from hermes_rl import events as ev
-from hermes_rl.models.tokens.capture import TokenGraph, TokensFault
+from hermes_rl.models.tokens import TokenGraph, TokensFault
 from hermes_rl.record import Segment, Trajectory
 from hermes_rl.segments.branches import DRIFT, MAIN, Branches, happened
 from hermes_rl.segments.rows import Exclusion, rows_of

@@ -14,7 +14,7 @@ from typing import Literal
 from hermes_rl import events as ev
 from hermes_rl.events import ForkReason
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.models.tokens.capture import TokenGraph, TokensFault
+from hermes_rl.models.tokens import TokenGraph, TokensFault
 from hermes_rl.trajectory import thrown_away
 
 Aside = Literal["discarded", "aborted", "summary"]

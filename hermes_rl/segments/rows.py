@@ -8,10 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hermes_rl.events import TokensAdded, unpack_logprobs
-from hermes_rl.models.base import LogprobsKind
-from hermes_rl.models.tokens.capture import Stretch
-from hermes_rl.models.tokens.logprobs import LOWEST
+from hermes_rl.events import LogprobsKind, TokensAdded, unpack_logprobs
+from hermes_rl.models.tokens import LOWEST, Stretch
 from hermes_rl.record import Segment, Trajectory
 from hermes_rl.segments.branches import Branch, Branches, CallFacts, Happened, version_number
 

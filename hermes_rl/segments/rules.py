@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from hermes_rl.events import ForkReason, TokensAdded, pack_ids, unpack_logprobs
-from hermes_rl.models.tokens.capture import TokenGraph, TokensFault
+from hermes_rl.models.tokens import TokenGraph, TokensFault
 from hermes_rl.record import Segment
 from hermes_rl.segments.branches import CallFacts, version_number
 from hermes_rl.segments.rows import Exclusion, plainly_sampled, sound

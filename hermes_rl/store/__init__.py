@@ -12,5 +12,56 @@
 | `rows` `schema` | the content of journal lines; the Arrow schemas of the tables |
 | `rundir` `files` `processes` `crash` | names, durable files, lock holders, the tests' crash hook |
 
-Import from these files: this one loads nothing.
+Import names from the package; they are loaded on first use.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hermes_rl.lazy import attach
+
+if TYPE_CHECKING:
+    from hermes_rl.store.commit import (
+        Commit,
+        Keys,
+        Tally,
+        publish_batch,
+        read_commit,
+        read_commits,
+        write_commit,
+    )
+    from hermes_rl.store.crash import CRASH_POINTS, CRASH_VARIABLE, CrashHook
+    from hermes_rl.store.derived import DerivedWriter, PendingRow, open_derived_writer
+    from hermes_rl.store.driver import Driver, OpenOptions, open_run, refuse_changes
+    from hermes_rl.store.files import (
+        AppendFile,
+        Storage,
+        disk_errors,
+        encode_line,
+        file_sha256,
+        payloads,
+    )
+    from hermes_rl.store.integrity import FOREIGN, file_faults, repair_run
+    from hermes_rl.store.journal import Batch, JournalWriter, Publisher, SealPolicy, encode
+    from hermes_rl.store.ledger import LOST_WORKERS_MAX, Disposition, Ledger
+    from hermes_rl.store.parts import STEP_BYTES, PartWriter, array_of, table_of, to_arrow
+    from hermes_rl.store.processes import ProcessId
+    from hermes_rl.store.reader import Run, driver_of, in_flight, load_run
+    from hermes_rl.store.rows import Derived, Finished, Grade, Group, Metric, receipt_of
+    from hermes_rl.store.rundir import TABLES, Epoch, NotFenced, RunDir, is_run, order_of, stem_of
+    from hermes_rl.store.schema import (
+        GRADES,
+        GROUPS,
+        LATER,
+        SEGMENTS,
+        TRAJECTORIES,
+        VERSION_KEY,
+        empty_table,
+        schema_of,
+        storage_schema,
+    )
+    from hermes_rl.store.stats import MANY_FORKS, compute_stats, document, page, write_stats
+    from hermes_rl.store.summary import Summary, cache_counts, cache_shares
+else:
+    __getattr__, __dir__ = attach(__name__)

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from hermes_rl.errors import StoreError
-from hermes_rl.sandboxes.processes import find
+from hermes_rl.sandboxes import find
 
 
 class ProcessId(msgspec.Struct, frozen=True, kw_only=True):

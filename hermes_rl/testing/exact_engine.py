@@ -31,8 +31,7 @@ import msgspec
 
 from hermes_rl.errors import BadRequest, UserError
 from hermes_rl.messages import AssistantMessage, from_openai, to_openai
-from hermes_rl.models.tokens.parsers import parser_named
-from hermes_rl.models.tokens.renderer import Renderer, load_renderer
+from hermes_rl.models.tokens import Renderer, load_renderer, parser_named
 from hermes_rl.testing.dialects.chat import ChatServer
 from hermes_rl.testing.exact_engine_model import (
     AnswerTokenizer,

@@ -30,7 +30,7 @@ from typing import Self
 import msgspec
 
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.models.base import Completion
+from hermes_rl.models import Completion
 from hermes_rl.testing.conditions import Conditions, Limits, RateLimits, needs_of
 from hermes_rl.testing.dialects import CHAT, Wire, any_key, wire_of
 from hermes_rl.testing.dialects.base import ServedRequest, ServerDialect

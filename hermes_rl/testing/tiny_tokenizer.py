@@ -20,8 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hermes_rl.models.tokens.files import TokenizerFiles
-from hermes_rl.models.tokens.renderer import Renderer, renderer_of
+from hermes_rl.models.tokens import Renderer, TokenizerFiles, renderer_of
 
 _FOLDER = Path(__file__).parent
 _PARTS: dict[str, Any] = tomllib.loads(

@@ -1,1 +1,30 @@
 """What the agent can do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hermes_rl.lazy import attach
+
+if TYPE_CHECKING:
+    from hermes_rl.tools import read_file, search_files, terminal
+    from hermes_rl.tools.arguments import read_arguments
+    from hermes_rl.tools.base import Tool, ToolContext, ToolResult, tool
+    from hermes_rl.tools.matching import STRATEGIES, find, replace
+    from hermes_rl.tools.terminal import DEFAULT_TIMEOUT_S, with_timeout
+    from hermes_rl.tools.text import cut_middle, json_result, strip_ansi, to_json
+    from hermes_rl.tools.toolsets import (
+        DEFAULT_TOOLSETS,
+        DISTRIBUTIONS,
+        TOOLS,
+        TOOLSETS,
+        draw_toolsets,
+        get_distribution,
+        resolve,
+        schema_digest,
+        schemas,
+        tool_names,
+        with_wording,
+    )
+else:
+    __getattr__, __dir__ = attach(__name__)

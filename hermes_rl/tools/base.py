@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from hermes_rl.sandboxes.base import Sandbox
+from hermes_rl.sandboxes import Sandbox
 
 
 @dataclass(frozen=True)

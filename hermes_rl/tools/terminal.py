@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hermes_rl.errors import ToolError
-from hermes_rl.sandboxes.base import CommandResult
+from hermes_rl.sandboxes import CommandResult
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult, schema, tool
 from hermes_rl.tools.text import cut_middle, json_result, strip_ansi
 

@@ -24,18 +24,13 @@ from hermes_rl.events import (
     MessageAdded,
 )
 from hermes_rl.messages import Message, UserMessage
-from hermes_rl.models.base import ModelClient, Sampling
-from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.calls.route import Route
-from hermes_rl.models.client import connect
-from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.rate.limiter import Limiter
+from hermes_rl.models import Endpoint, ModelClient, Sampling, connect
+from hermes_rl.models.calls import ModelCaller, RetryPolicy, Route
+from hermes_rl.models.rate import Limiter
 from hermes_rl.record import Trajectory
-from hermes_rl.sandboxes.base import Sandbox, SandboxSpec
-from hermes_rl.sandboxes.none import Subprocess
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
-from hermes_rl.tools.base import Tool
-from hermes_rl.tools.toolsets import resolve
+from hermes_rl.sandboxes import Sandbox, SandboxSpec, Subprocess
+from hermes_rl.testing import FakeConfig, FakeServer
+from hermes_rl.tools import Tool, resolve
 from hermes_rl.trajectory import fold
 
 

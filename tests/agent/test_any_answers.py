@@ -15,11 +15,10 @@ from hermes_rl.agent import LATEST, PRESETS, WORDINGS, AgentResult, Limits, Poli
 from hermes_rl.aio import LoopThread
 from hermes_rl.errors import ENDINGS, ModelError
 from hermes_rl.messages import AssistantMessage, Message, ToolMessage, UserMessage
-from hermes_rl.models.client import connect
-from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models import Endpoint, connect
 from hermes_rl.record import Trajectory
-from hermes_rl.testing.fake_server import FakeServer
-from hermes_rl.tools.base import Tool, ToolContext, ToolResult
+from hermes_rl.testing import FakeServer
+from hermes_rl.tools import Tool, ToolContext, ToolResult
 
 from .conftest import Rig, row_of
 

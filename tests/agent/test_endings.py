@@ -17,7 +17,7 @@ from hermes_rl.errors import (
     UserError,
 )
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolMessage, UserMessage
-from hermes_rl.tools.base import Tool, ToolContext, ToolResult
+from hermes_rl.tools import Tool, ToolContext, ToolResult
 
 LS = {"run": "ls"}
 RL = PRESETS["rl"]

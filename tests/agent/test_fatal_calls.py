@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hermes_rl.errors import SandboxDied
-from hermes_rl.tools.base import Tool, ToolContext, ToolResult
+from hermes_rl.tools import Tool, ToolContext, ToolResult
 
 ANY = {"type": "object", "additionalProperties": True}
 

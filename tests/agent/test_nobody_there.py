@@ -8,7 +8,7 @@ import pytest
 from hermes_rl import AIAgent
 from hermes_rl.config import ModelConfig
 from hermes_rl.errors import Outage
-from hermes_rl.testing.fake_server import FakeServer
+from hermes_rl.testing import FakeServer
 
 
 @pytest.mark.slow

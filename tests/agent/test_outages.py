@@ -10,14 +10,10 @@ import pytest
 
 from hermes_rl.agent import PRESETS, Limits, run_agent
 from hermes_rl.messages import UserMessage
-from hermes_rl.models.calls.attempts import Clock
-from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.calls.route import Route
-from hermes_rl.models.client import connect
-from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.rate.limiter import Limiter
-from hermes_rl.testing.conditions import Conditions
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.models import Endpoint, connect
+from hermes_rl.models.calls import Clock, ModelCaller, RetryPolicy, Route
+from hermes_rl.models.rate import Limiter
+from hermes_rl.testing import Conditions, FakeConfig, FakeServer
 
 from .conftest import row_of
 

@@ -9,7 +9,7 @@ import pytest
 
 from hermes_rl.errors import BillingError, UserError
 from hermes_rl.events import CallStarted
-from hermes_rl.sandboxes.none import Subprocess
+from hermes_rl.sandboxes import Subprocess
 
 from .conftest import Make, say
 

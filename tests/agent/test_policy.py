@@ -19,7 +19,7 @@ from hermes_rl.agent import (
 )
 from hermes_rl.errors import UserError
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, UserMessage
-from hermes_rl.models.base import Sampling
+from hermes_rl.models import Sampling
 
 SETTINGS = ("command_timeout_s", "name", "invalid_turn_limit", "sampling", "wording")
 

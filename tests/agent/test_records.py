@@ -6,8 +6,8 @@ from typing import Any
 from hermes_rl.agent import Limits
 from hermes_rl.events import CallStarted, MessageAdded, ToolsOffered
 from hermes_rl.messages import AssistantMessage, ToolCall, UserMessage
-from hermes_rl.models.base import Completion, ModelRequest
-from hermes_rl.tools.base import Tool, ToolContext, ToolResult
+from hermes_rl.models import Completion, ModelRequest
+from hermes_rl.tools import Tool, ToolContext, ToolResult
 from hermes_rl.usage import Usage
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl.agent import PRESETS, tool_meant
-from hermes_rl.tools.base import Tool, ToolContext, ToolResult
+from hermes_rl.tools import Tool, ToolContext, ToolResult
 
 DATAGEN, RL = PRESETS["datagen"], PRESETS["rl"]
 

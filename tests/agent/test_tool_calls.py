@@ -10,7 +10,7 @@ import pytest
 from hermes_rl.agent import PRESETS, Control
 from hermes_rl.errors import DiskFull, Interrupted, SandboxDied
 from hermes_rl.events import MessageAdded
-from hermes_rl.tools.base import Tool, ToolContext, ToolResult
+from hermes_rl.tools import Tool, ToolContext, ToolResult
 
 ANY = {"type": "object", "additionalProperties": True}
 

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from hermes_rl.agent import EMPTY, LATEST, PRESETS, WORDINGS, Limits
-from hermes_rl.models.base import Completion, ModelRequest, Sampling
-from hermes_rl.models.calls.retry import ModelCaller
-from hermes_rl.models.calls.route import Route
-from hermes_rl.models.rate.limiter import Limiter
-from hermes_rl.tools.base import Tool, ToolContext, ToolResult
+from hermes_rl.models import Completion, ModelRequest, Sampling
+from hermes_rl.models.calls import ModelCaller, Route
+from hermes_rl.models.rate import Limiter
+from hermes_rl.tools import Tool, ToolContext, ToolResult
 
 TEXTS = WORDINGS[LATEST].messages
 CHAT, DATAGEN, RL = (PRESETS[name] for name in ("interactive", "datagen", "rl"))

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from hermes_rl.agent import LATEST, PRESETS, WORDINGS
-from hermes_rl.models.client import DIALECTS, connect
-from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models import DIALECTS, Endpoint, connect
 
 TEXTS = WORDINGS[LATEST].messages
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hermes_rl.testing.fake_server import FakeServer
+from hermes_rl.testing import FakeServer
 
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:

@@ -20,15 +20,13 @@ import pyarrow.dataset
 import pyarrow.pandas_compat
 import pyarrow.parquet
 
-import batch_runner.runner
-import hermes_rl.cli.run_command
-import hermes_rl.models.client
-import hermes_rl.rollout
-import hermes_rl.sandboxes.none
-import hermes_rl.store.parts  # noqa: F401
-from hermes_rl.cli import main
+from batch_runner import arun_batch
+from hermes_rl.cli import main, run_command
+from hermes_rl.models import ModelClient
+from hermes_rl.sandboxes import Subprocess
+from hermes_rl.store import PartWriter
 
-LOADED = (aiohttp, pandas, pyarrow, batch_runner)
+LOADED = (aiohttp, pandas, pyarrow, arun_batch, run_command, ModelClient, Subprocess, PartWriter)
 
 
 def fork(order: dict[str, Any]) -> int:

@@ -20,11 +20,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batch_runner import Report, arun_batch
-from batch_runner.progress import JsonEvents
+from batch_runner import JsonEvents, Report, arun_batch
 from hermes_rl.config import RunConfig, parse_config
-from hermes_rl.testing.fake_server import FakeServer
-from hermes_rl.testing.server_logs import Entry
+from hermes_rl.testing import Entry, FakeServer
 
 IDENTICAL, REPEATS = 3, 4
 MARK = "HERMES_TEST_MARK"

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from batch_runner.groups import at_once
+from batch_runner import at_once
 
 
 async def numbers(count: int) -> AsyncGenerator[int, None]:

@@ -21,13 +21,11 @@ import kit
 import pytest
 import yaml
 
-from batch_runner.budgets import Prices, budgets_of, spent_before
-from hermes_rl.cli import main
-from hermes_rl.cli.check_run import row_faults
-from hermes_rl.models.rate.budgets import NANO
-from hermes_rl.store.rundir import RunDir
-from hermes_rl.testing.fake_server import FakeServer
-from hermes_rl.testing.server_logs import Entry, read_log
+from batch_runner import Prices, budgets_of, spent_before
+from hermes_rl.cli import main, row_faults
+from hermes_rl.models.rate import NANO
+from hermes_rl.store import RunDir
+from hermes_rl.testing import Entry, FakeServer, read_log
 
 UNITS = 500
 ODD: list[dict[str, Any]] = [

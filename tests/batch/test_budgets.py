@@ -15,17 +15,23 @@ import kit
 import pytest
 from aiohttp import web
 
-from batch_runner import Report
-from batch_runner.budgets import Prices, asked_name, budgets_of, spent_before
-from batch_runner.dryrun import pilot_run, predict, student_t
-from batch_runner.plan import Pilot
-from batch_runner.progress import JsonEvents
+from batch_runner import (
+    JsonEvents,
+    Pilot,
+    Prices,
+    Report,
+    asked_name,
+    budgets_of,
+    pilot_run,
+    predict,
+    spent_before,
+    student_t,
+)
 from hermes_rl.config import RunConfig, parse_config, to_yaml
 from hermes_rl.errors import UserError
-from hermes_rl.models.rate.budgets import NANO, OUTPUT_MAX
-from hermes_rl.store.rundir import RunDir
-from hermes_rl.testing.dialects.base import ServedRequest
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.models.rate import NANO, OUTPUT_MAX
+from hermes_rl.store import RunDir
+from hermes_rl.testing import FakeConfig, FakeServer, ServedRequest
 
 PRICE = {"input": 10.0, "output": 50.0, "cache_read": 10.0}
 """US dollars per million tokens."""

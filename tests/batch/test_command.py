@@ -9,7 +9,7 @@ from pathlib import Path
 import kit
 import pytest
 
-from batch_runner.settings import settle
+from batch_runner import settle
 from hermes_rl.cli import main
 
 GOOD = '{"id": "a", "prompt": "Do it", "oracle": "echo 1 > x", "verify": "cd /workspace"}\n'

@@ -16,8 +16,8 @@ from typing import Any
 import kit
 import pytest
 
-from hermes_rl.store.crash import CRASH_POINTS, CRASH_VARIABLE
-from hermes_rl.testing.fake_server import FakeServer
+from hermes_rl.store import CRASH_POINTS, CRASH_VARIABLE
+from hermes_rl.testing import FakeServer
 
 pytestmark = pytest.mark.slow
 

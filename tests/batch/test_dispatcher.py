@@ -12,16 +12,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from batch_runner.dispatcher import ALONE_SLOTS, START_TRIES, Dispatcher, Fleet, WorkerLost
-from batch_runner.plan import Plan, RunSource, UnitReader
-from batch_runner.progress import Sink
-from batch_runner.worker import Reply
+from batch_runner import (
+    ALONE_SLOTS,
+    START_TRIES,
+    Dispatcher,
+    Fleet,
+    Plan,
+    Reply,
+    RunSource,
+    Sink,
+    UnitReader,
+    WorkerLost,
+)
 from hermes_rl.errors import StoreError, UserError
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.sources import read_rows
-from hermes_rl.store.driver import Driver, OpenOptions, open_run
-from hermes_rl.store.processes import ProcessId
-from hermes_rl.store.rundir import NotFenced
+from hermes_rl.store import Driver, NotFenced, OpenOptions, ProcessId, open_run
 from hermes_rl.usage import UsageTotal
 
 HASH = "c" * 64

@@ -13,12 +13,10 @@ from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.definitions import identity_of
 from hermes_rl.errors import ModelError, UserError
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage
-from hermes_rl.models.base import Conversation, ModelRequest, Sampling
-from hermes_rl.models.client import DIALECTS, Endpoint, connect
-from hermes_rl.models.providers.targets import other_targets, targets_by_model
-from hermes_rl.models.wire.base import OWN, Quirks
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
-from hermes_rl.testing.http_server import Connection, Incoming
+from hermes_rl.models import DIALECTS, Conversation, Endpoint, ModelRequest, Sampling, connect
+from hermes_rl.models.providers import other_targets, targets_by_model
+from hermes_rl.models.wire import OWN, Quirks
+from hermes_rl.testing import Connection, FakeConfig, FakeServer, Incoming
 from hermes_rl.text import encode_json
 
 PINNED = {"provider": {"order": ["one", "two"], "allow_fallbacks": False}, "service_tier": "flex"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import kit
 import pytest
 
-from hermes_rl.testing.fake_server import FakeServer
+from hermes_rl.testing import FakeServer
 
 HERE = ("--workers", "0")
 

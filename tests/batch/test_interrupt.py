@@ -10,7 +10,7 @@ from pathlib import Path
 import kit
 import pytest
 
-from hermes_rl.testing.fake_server import FakeServer
+from hermes_rl.testing import FakeServer
 
 ROWS = [kit.task(n, latency_s=0.4) for n in range(12)]
 FOUR = ("--workers", "0", "--concurrency", "4")

@@ -13,7 +13,7 @@ from typing import Any
 import kit
 import pytest
 
-from hermes_rl.testing.fake_server import FakeServer
+from hermes_rl.testing import FakeServer
 
 pytestmark = pytest.mark.slow
 

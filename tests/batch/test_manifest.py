@@ -8,14 +8,12 @@ from typing import Any, cast
 import kit
 import pytest
 
-from batch_runner import run_batch
-from batch_runner.manifest import capabilities, read_manifest, write_manifest
-from batch_runner.settings import settle
+from batch_runner import capabilities, read_manifest, run_batch, settle, write_manifest
 from hermes_rl.config import parse_config
 from hermes_rl.errors import UserError
-from hermes_rl.models.providers.probe import EndpointReport
-from hermes_rl.store.driver import open_run
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.models.providers import EndpointReport
+from hermes_rl.store import open_run
+from hermes_rl.testing import FakeConfig, FakeServer
 from hermes_rl.wiring import reach
 
 

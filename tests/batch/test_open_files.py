@@ -8,7 +8,7 @@ from typing import Any
 import kit
 import pytest
 
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.testing import FakeConfig, FakeServer
 
 AT_ONCE = 60
 

@@ -10,15 +10,11 @@ import kit
 import msgspec
 import pytest
 
-import batch_runner.settings
-from batch_runner import arun_batch, run_batch
-from batch_runner.progress import Silent
-from batch_runner.settings import as_config, settle
+from batch_runner import Silent, arun_batch, as_config, run_batch, settings, settle
 from hermes_rl.cli import main
 from hermes_rl.errors import ExitCode, StoreError
-from hermes_rl.store.reader import load_run
-from hermes_rl.store.rundir import Epoch
-from hermes_rl.testing.fake_server import FakeServer
+from hermes_rl.store import Epoch, load_run
+from hermes_rl.testing import FakeServer
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -115,13 +111,13 @@ def old_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     began = json.loads((tmp_path / "run/epochs/1.json").read_bytes())["identity"]["agent"]
     texts = {name: began[name] for name in ("tools", "system_prompt", "texts")}
-    identity_of = batch_runner.settings.identity_of
+    identity_of = settings.identity_of
 
     def identity_then(config: Any) -> dict[str, Any]:
         identity = identity_of(config)
         return {**identity, "agent": {**identity["agent"], **texts}}
 
-    monkeypatch.setattr(batch_runner.settings, "identity_of", identity_then)
+    monkeypatch.setattr(settings, "identity_of", identity_then)
     return tmp_path / "run"
 
 

@@ -12,13 +12,11 @@ from pathlib import Path
 import kit
 import pytest
 
-from batch_runner.progress import troubles
-from hermes_rl.cli.status_command import read_status
+from batch_runner import troubles
+from hermes_rl.cli import read_status
 from hermes_rl.config_endpoint import EndpointSection
-from hermes_rl.models.rate.coordinator import LaneSummary, Summary
-from hermes_rl.models.rate.traffic import Unanswered
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
-from hermes_rl.testing.faults import FaultPlan
+from hermes_rl.models.rate import LaneSummary, Summary, Unanswered
+from hermes_rl.testing import FakeConfig, FakeServer, FaultPlan
 
 HERE = ("--workers", "0", "--concurrency", "8")
 TWENTY = [kit.task(n) for n in range(20)]

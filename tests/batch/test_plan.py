@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from batch_runner.plan import OccurrenceCounter, Plan, RunSource, UnitReader
+from batch_runner import OccurrenceCounter, Plan, RunSource, UnitReader
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest, group_id, unit_id
 from hermes_rl.sources import read_rows
-from hermes_rl.store.ledger import Ledger
+from hermes_rl.store import Ledger
 
 HASH = "c" * 64
 

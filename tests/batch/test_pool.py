@@ -14,13 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_runner.dispatcher import WorkerLost
-from batch_runner.pool import RayWorker, connected, decode_reply
-from batch_runner.worker import Reply
+from batch_runner import RayWorker, Reply, WorkerLost, connected, decode_reply
 from hermes_rl.errors import UserError
 from hermes_rl.events import AttemptKey, Begun, Ended
 from hermes_rl.record import Call
-from hermes_rl.store.rows import Finished, receipt_of
+from hermes_rl.store import Finished, receipt_of
 from hermes_rl.trajectory import fold
 
 

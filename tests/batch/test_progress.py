@@ -10,8 +10,8 @@ from pathlib import Path
 import kit
 import pytest
 
-from batch_runner.progress import Rates, Tally, View
-from hermes_rl.testing.fake_server import FakeServer
+from batch_runner import Rates, Tally, View
+from hermes_rl.testing import FakeServer
 
 COUNTS = r"(\d+)/~?(\d+) units  (\d+) solved  (\d+) failed( \(\d+ attempts\))?  (\d+) running"
 LINE = rf"{COUNTS} \| \d+/min(  [\d:]+ left)? \| \d+ tok/s  unpriced  429: \d+ %"

@@ -16,8 +16,7 @@ import yaml
 
 from hermes_rl import AIAgent, ModelConfig
 from hermes_rl.errors import UserError
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
-from hermes_rl.testing.http_server import Connection, Incoming
+from hermes_rl.testing import Connection, FakeConfig, FakeServer, Incoming
 
 CERTIFICATE = Path(__file__).parents[1] / "models" / "tls" / "cert.pem"
 """Of an authority of its own, valid for 127.0.0.1."""

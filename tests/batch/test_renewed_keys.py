@@ -10,7 +10,7 @@ import kit
 import pytest
 
 from hermes_rl.config import to_yaml
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.testing import FakeConfig, FakeServer
 
 ENDS_AT = (8, 26, 44)
 """Requests from which on another key is wanted."""

@@ -14,10 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from hermes_rl.cli import main, status_command
-from hermes_rl.models.rate.coordinator import Coordinator
-from hermes_rl.store.reader import load_run
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
-from hermes_rl.testing.faults import FaultPlan
+from hermes_rl.models.rate import Coordinator
+from hermes_rl.store import load_run
+from hermes_rl.testing import FakeConfig, FakeServer, FaultPlan
 
 HERE = ("--workers", "0")
 

@@ -9,7 +9,7 @@ import hosts
 import kit
 import pytest
 
-from hermes_rl.testing.fake_server import FakeServer
+from hermes_rl.testing import FakeServer
 
 HERE = ("--workers", "0", "--sandbox", "bubblewrap")
 A, B = hosts.sleeper(1), hosts.sleeper(2)

@@ -7,8 +7,8 @@ from typing import Any
 
 import kit
 
-from hermes_rl.models.client import DIALECTS
-from hermes_rl.testing.fake_server import FakeServer
+from hermes_rl.models import DIALECTS
+from hermes_rl.testing import FakeServer
 
 WIRES = [
     (mode, transport, stream)

@@ -6,7 +6,7 @@ from pathlib import Path
 import kit
 import pytest
 
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.testing import FakeConfig, FakeServer
 
 
 @pytest.mark.slow

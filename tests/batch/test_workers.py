@@ -6,7 +6,7 @@ from pathlib import Path
 import kit
 import pytest
 
-from hermes_rl.testing.fake_server import FakeServer
+from hermes_rl.testing import FakeServer
 
 pytestmark = pytest.mark.slow
 

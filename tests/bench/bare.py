@@ -24,9 +24,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from hermes_rl.sandboxes import recipe
-from hermes_rl.sandboxes.base import SandboxLimits
-from hermes_rl.sandboxes.box import filter_path
+from hermes_rl.sandboxes import SandboxLimits, filter_path, recipe
 
 MARK = "__end__"
 TOOL = {
@@ -76,7 +74,7 @@ class Boxes:
         self.kind, self.folder = kind, folder
         self._made = 0
         if kind == "bwrap":
-            from hermes_rl.sandboxes.probe import find_binary
+            from hermes_rl.sandboxes import find_binary
 
             self._binary = find_binary()
             self._etc = recipe.make_etc(folder / "etc", network=False)

@@ -20,8 +20,15 @@ import aiohttp
 import msgspec
 
 from hermes_rl.messages import SystemMessage, ToolMessage, UserMessage
-from hermes_rl.models.base import Conversation, ModelClient, ModelRequest, Sampling
-from hermes_rl.models.client import DIALECTS, Endpoint, connect
+from hermes_rl.models import (
+    DIALECTS,
+    Conversation,
+    Endpoint,
+    ModelClient,
+    ModelRequest,
+    Sampling,
+    connect,
+)
 
 AT_ONCE = 16
 CALLS = 6

@@ -17,14 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batch_runner.dispatcher import Dispatcher, Fleet
-from batch_runner.plan import Plan, RunSource, UnitReader
-from batch_runner.progress import Progress, Sink
-from batch_runner.worker import Reply
+from batch_runner import Dispatcher, Fleet, Plan, Progress, Reply, RunSource, Sink, UnitReader
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.sources import read_rows
-from hermes_rl.store.driver import Driver, open_run
-from hermes_rl.store.ledger import Disposition, Ledger
+from hermes_rl.store import Disposition, Driver, Ledger, open_run
 from hermes_rl.usage import UsageTotal
 
 CONCURRENCY = 64

@@ -18,11 +18,10 @@ import meter
 from hermes_rl.agent import AgentParts, preset, run_agent
 from hermes_rl.events import Event
 from hermes_rl.messages import UserMessage
-from hermes_rl.models.calls.retry import ModelCaller
-from hermes_rl.models.calls.route import Route
-from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.rate.limiter import Limiter
-from hermes_rl.tools.toolsets import resolve
+from hermes_rl.models import Endpoint, connect
+from hermes_rl.models.calls import ModelCaller, Route
+from hermes_rl.models.rate import Limiter
+from hermes_rl.tools import resolve
 
 LOOKS = 120
 """At most, one a second."""

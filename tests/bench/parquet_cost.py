@@ -82,8 +82,7 @@ def main() -> None:
 
 def write(path: Path, lines: list[bytes]) -> None:
     """One part, as the publisher writes it."""
-    from hermes_rl.store.parts import PartWriter
-    from hermes_rl.store.schema import TRAJECTORIES
+    from hermes_rl.store import TRAJECTORIES, PartWriter
 
     writer = PartWriter(path, TRAJECTORIES)
     for line in lines:

@@ -41,8 +41,7 @@ def config(folder: str) -> dict[str, object]:
 
 def make(folder: str, units: int) -> None:
     """A dataset and its run directory, all done; one unit in ten took a second attempt."""
-    from batch_runner.plan import open_reader
-    from batch_runner.settings import settle
+    from batch_runner import open_reader, settle
     from hermes_rl.config import parse_config
 
     with open(f"{folder}/rows.jsonl", "w") as out:
@@ -57,9 +56,7 @@ def make(folder: str, units: int) -> None:
 
 
 def _commit(path: str, batch: int, units: list[str]) -> None:
-    from hermes_rl.store.commit import Commit, Keys, write_commit
-    from hermes_rl.store.rundir import RunDir
-    from hermes_rl.store.summary import Summary
+    from hermes_rl.store import Commit, Keys, RunDir, Summary, write_commit
 
     tries = [(n, a) for n in range(len(units)) for a in range(2 if n % 10 == 0 else 1)]
     last = [a == (1 if n % 10 == 0 else 0) for n, a in tries]
@@ -89,7 +86,7 @@ def _commit(path: str, batch: int, units: list[str]) -> None:
 
 
 async def _begin(path: str, identity: dict[str, object]) -> None:
-    from hermes_rl.store.driver import open_run
+    from hermes_rl.store import open_run
 
     async with await open_run(path, identity):
         pass
@@ -98,8 +95,7 @@ async def _begin(path: str, identity: dict[str, object]) -> None:
 def measure(folder: str, units: int) -> dict[str, float]:
     """Resume it: nothing is left to do. Imports are part of it."""
     start = time.perf_counter()
-    from batch_runner import run_batch
-    from batch_runner.progress import Silent
+    from batch_runner import Silent, run_batch
     from hermes_rl.config import parse_config
 
     report = run_batch(parse_config(config(folder), "resume.py"), progress=Silent())

@@ -14,8 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from batch_runner import arun_batch
-from batch_runner.progress import Silent
+from batch_runner import Silent, arun_batch
 from hermes_rl.config import parse_config
 from hermes_rl.rl import EnvConfig, Environment, Rollout, RolloutContext, Task, make_task
 

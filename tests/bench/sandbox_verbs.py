@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hermes_rl.sandboxes.base import SandboxSpec
+from hermes_rl.sandboxes import SandboxSpec
 from hermes_rl.wiring import make_backend
 
 COMMANDS = {"builtin": "echo step-1", "external": "/bin/true"}

@@ -34,11 +34,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "batch"))
 import kit
 from conftest import CLUSTER
 
-from hermes_rl.sandboxes.slots import default_state_dir
-from hermes_rl.sandboxes.watchdog import memory_folder
-from hermes_rl.store.crash import CRASH_POINTS, CRASH_VARIABLE
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
-from hermes_rl.testing.faults import FaultPlan
+from hermes_rl.sandboxes import default_state_dir, memory_folder
+from hermes_rl.store import CRASH_POINTS, CRASH_VARIABLE
+from hermes_rl.testing import FakeConfig, FakeServer, FaultPlan
 
 DISTINCT = 10
 LATENCY_S = 0.02

@@ -17,9 +17,15 @@ import msgspec
 from prompts_made_here import ASK, CALL, FOUND
 
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage
-from hermes_rl.models.tokens import History, Renderer, TemplateRefused, load_renderer
-from hermes_rl.models.tokens.rendering import PROBE_TOOL, message_form
-from hermes_rl.testing.tiny_tokenizer import write_tiny_tokenizer
+from hermes_rl.models.tokens import (
+    PROBE_TOOL,
+    History,
+    Renderer,
+    TemplateRefused,
+    load_renderer,
+    message_form,
+)
+from hermes_rl.testing import write_tiny_tokenizer
 
 CONTROL = re.compile(
     r"<\|[^|<>\s'\"]+\|>|<｜[^<>]+?｜>|<(?:start|end)_of_\w+>|<\|\w+>|<\w+\|>|</?s>|\[/?[A-Z_]{3,}\]"

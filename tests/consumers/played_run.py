@@ -15,14 +15,20 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from batch_runner.runner import arun_batch
+from batch_runner import arun_batch
 from hermes_rl.config import parse_config
 from hermes_rl.export import FORMATS, export_run
-from hermes_rl.store.reader import load_run
-from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine
-from hermes_rl.testing.exact_engine_model import PromptView, ScriptedAnswer, Speaker, scripted
-from hermes_rl.testing.server_logs import Truth
-from hermes_rl.testing.tiny_tokenizer import write_tiny_tokenizer
+from hermes_rl.store import load_run
+from hermes_rl.testing import (
+    ExactConfig,
+    ExactEngine,
+    PromptView,
+    ScriptedAnswer,
+    Speaker,
+    Truth,
+    scripted,
+    write_tiny_tokenizer,
+)
 
 GRADED = ("good", "bad")
 """What the two members of a group write; the second of them is graded 0."""

@@ -12,9 +12,14 @@ from typing import Any
 
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, UserMessage
 from hermes_rl.messages import SystemMessage as System
-from hermes_rl.models.tokens import Renderer, TemplateRefused, load_renderer
-from hermes_rl.models.tokens.rendering import PROBE_TOOL, message_form
-from hermes_rl.testing.tiny_tokenizer import TEMPLATES, write_tiny_tokenizer
+from hermes_rl.models.tokens import (
+    PROBE_TOOL,
+    Renderer,
+    TemplateRefused,
+    load_renderer,
+    message_form,
+)
+from hermes_rl.testing import TEMPLATES, write_tiny_tokenizer
 
 CALL = ToolCall(id="call00001", name="look_up", arguments='{"subject": "é \\"<b>\\" 🙂"}')
 FOUND = ToolMessage(tool_call_id="call00001", name="look_up", content="{'a': 1}\n\nFound <i>.")

@@ -21,7 +21,7 @@ from hermes_rl.events import MessageAdded  # noqa: E402
 from hermes_rl.export import FORMATS, export_run  # noqa: E402
 from hermes_rl.messages import AssistantMessage, to_openai  # noqa: E402
 from hermes_rl.record import Segment  # noqa: E402
-from hermes_rl.store.rows import Finished  # noqa: E402
+from hermes_rl.store import Finished  # noqa: E402
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 

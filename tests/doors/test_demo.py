@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from doors_kit import Said, process
 
-from hermes_rl.store.reader import load_run
-from hermes_rl.testing.fake_server import FakeServer
+from hermes_rl.store import load_run
+from hermes_rl.testing import FakeServer
 
 
 def demo(folder: Path, *words: str, **env: str) -> Said:

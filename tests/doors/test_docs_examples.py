@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from doors_kit import PLAYED, clean_environment, hermes
 
-from hermes_rl.testing.tiny_tokenizer import write_tiny_tokenizer
+from hermes_rl.testing import write_tiny_tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODEL = "path/to/model"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from doors_kit import hermes
 
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.testing import FakeConfig, FakeServer
 
 ASKED = ("run", "smoke", "--model", "noop-m", "--workers", "0", "--limit", "1")
 

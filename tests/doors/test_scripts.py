@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from doors_kit import hermes, write
 
-from hermes_rl.cli.check_dataset import refusals
+from hermes_rl.cli import refusals
 
 GOOD = ("echo ok", "if true; then echo 'x y'; fi", "cat <<EOF\nit's\nEOF", "# don't", "", "true &")
 BROKEN = (

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from doors_kit import PLAYED, hermes, process
 
-from batch_runner.progress import wrapped
-from hermes_rl.cli.render import visible
+from batch_runner import wrapped
+from hermes_rl.cli import visible
 from hermes_rl.text import scrub
 
 RUN = "runs/smoke-oracle"

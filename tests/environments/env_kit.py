@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hermes_rl.rl import Task
-from hermes_rl.rl.loading import hashed
-from hermes_rl.rl.trial import first_tasks, run_trial
-from hermes_rl.testing.cheats import CHEATS, traced
+from hermes_rl.rl import Task, first_tasks, hashed, run_trial
+from hermes_rl.testing import CHEATS, traced
 
 Solution = Callable[[Task], str]
 

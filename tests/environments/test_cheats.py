@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from careless_env import CARELESS, CLOSED
 
-from hermes_rl.rl.trial import run_trial
-from hermes_rl.testing.cheats import BUNDLES, CHEATS, bundle, traced
+from hermes_rl.rl import run_trial
+from hermes_rl.testing import BUNDLES, CHEATS, bundle, traced
 
 ENV = Path(__file__).with_name("careless_env.py")
 

@@ -14,10 +14,8 @@ from environments.dialogue_booking import guest, rules
 from environments.dialogue_booking.book import DAYS, TIMES
 from hermes_rl.errors import UserError
 from hermes_rl.messages import AssistantMessage, UserMessage, text_of
-from hermes_rl.rl import Rollout, Task, ToolUse
-from hermes_rl.rl.trial import arun_trial, first_tasks, rewards_of, run_trial
-from hermes_rl.testing.dialects.base import ServedRequest
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.rl import Rollout, Task, ToolUse, arun_trial, first_tasks, rewards_of, run_trial
+from hermes_rl.testing import FakeConfig, FakeServer, ServedRequest
 
 NAME = "dialogue_booking"
 ALL = 48

@@ -20,10 +20,8 @@ from environments.gsm8k_python.answers import same, stated
 from environments.gsm8k_python.problems import FAMILIES, problems, written
 from hermes_rl.config import parse_config
 from hermes_rl.errors import UserError
-from hermes_rl.rl import Task
-from hermes_rl.rl.loading import settle_env
-from hermes_rl.rl.trial import rewards_of
-from hermes_rl.store.reader import load_run
+from hermes_rl.rl import Task, rewards_of, settle_env
+from hermes_rl.store import load_run
 
 NAME = "gsm8k_python"
 RUN = [sys.executable, "-m", f"environments.{NAME}", "process", "--model", "oracle", "--limit", "1"]

@@ -27,9 +27,8 @@ from environments.swe_bugs.catalogue import (
 )
 from environments.swe_bugs.mutate import mutants
 from environments.swe_bugs.repository import repositories, visible_tests
-from hermes_rl.rl import Task
-from hermes_rl.rl.trial import first_tasks, rewards_of, run_trial
-from hermes_rl.testing.cheats import CHEATS
+from hermes_rl.rl import Task, first_tasks, rewards_of, run_trial
+from hermes_rl.testing import CHEATS
 
 NAME = "swe_bugs"
 KINDS = {

@@ -9,10 +9,9 @@ from env_kit import cheats, check_stream, content, wrong
 from environments import terminal_tasks
 from environments.terminal_tasks.environment import split_of
 from hermes_rl.errors import HermesError
-from hermes_rl.rl import Task
-from hermes_rl.rl.trial import first_tasks, rewards_of, run_trial
+from hermes_rl.rl import Task, first_tasks, rewards_of, run_trial
 from hermes_rl.sources import read_tasks
-from hermes_rl.testing.cheats import BUNDLES, bundle
+from hermes_rl.testing import BUNDLES, bundle
 
 NAME = "terminal_tasks"
 ALL = 100

@@ -10,10 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hermes_rl.errors import UserError
-from hermes_rl.export.imports import Origin, rollouts_of
-from hermes_rl.export.imports.base import RolloutNamer
+from hermes_rl.export import Origin, RolloutNamer, rollouts_of
 from hermes_rl.segments import row_faults
-from hermes_rl.store.journal import encode
+from hermes_rl.store import encode
 
 ROW: dict[str, Any] = {
     "prompt_index": 0,

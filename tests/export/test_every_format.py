@@ -10,10 +10,9 @@ import pytest
 import told
 
 from hermes_rl import events as ev
-from hermes_rl.export import FORMATS, LEFT_OUT, LOST, ExportOptions, export_run
-from hermes_rl.export.source import Row
+from hermes_rl.export import FORMATS, LEFT_OUT, LOST, ExportOptions, Row, export_run
 from hermes_rl.messages import AssistantMessage, ToolMessage, UserMessage
-from hermes_rl.store.rows import Finished
+from hermes_rl.store import Finished
 
 PICTURE = [
     {"type": "text", "text": "What is it?"},

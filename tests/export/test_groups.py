@@ -16,10 +16,8 @@ import told
 from hermes_rl.errors import UserError
 from hermes_rl.export import FORMATS, ExportOptions, export_run
 from hermes_rl.identity import trajectory_id
-from hermes_rl.rl.advantages import grpo
-from hermes_rl.store.driver import open_run
-from hermes_rl.store.journal import JournalWriter, Publisher
-from hermes_rl.store.rows import Derived, Finished, Group
+from hermes_rl.rl import grpo
+from hermes_rl.store import Derived, Finished, Group, JournalWriter, Publisher, open_run
 
 REWARDS = (1.0, 0.0, None, 0.5, None, None, 1.0, None)
 """Of two groups of four: valid are three, and one."""

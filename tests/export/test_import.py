@@ -12,11 +12,16 @@ from hypothesis import strategies as st
 
 from hermes_rl.cli import main
 from hermes_rl.errors import UserError
-from hermes_rl.export import ExportOptions, export_run, import_file
-from hermes_rl.export.formats.sharegpt import conversation
-from hermes_rl.export.imports.hermes import messages_of, tools_of
+from hermes_rl.export import (
+    ExportOptions,
+    conversation,
+    export_run,
+    import_file,
+    messages_of,
+    tools_of,
+)
 from hermes_rl.messages import to_openai
-from hermes_rl.store.reader import load_run
+from hermes_rl.store import load_run
 
 ROW = {
     "prompt_index": 3,

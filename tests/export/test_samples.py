@@ -9,14 +9,7 @@ import told
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_rl.export.samples import (
-    Sample,
-    before_untrained,
-    fingerprint,
-    pieces,
-    samples_of,
-    without_tail,
-)
+from hermes_rl.export import Sample, before_untrained, fingerprint, pieces, samples_of, without_tail
 
 
 def row_of(story: Sequence[Any]) -> dict[str, Any]:

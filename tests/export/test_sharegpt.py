@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_rl.export.formats.sharegpt import conversation
-from hermes_rl.export.imports.hermes import messages_of, tools_of
+from hermes_rl.export import conversation, messages_of, tools_of
 
 TOOLS = [
     {"type": "function", "function": {"name": "terminal", "description": "Grüße", "parameters": {}}}

@@ -13,10 +13,9 @@ import told
 
 from hermes_rl import events as ev
 from hermes_rl.errors import UserError
-from hermes_rl.export import FORMATS, ExportOptions, export_run
-from hermes_rl.export.exporter import whole_file
+from hermes_rl.export import FORMATS, ExportOptions, export_run, whole_file
 from hermes_rl.messages import AssistantMessage, ToolMessage, UserMessage
-from hermes_rl.store.rows import Finished
+from hermes_rl.store import Finished
 
 OF_MESSAGES = [name for name in FORMATS if FORMATS[name].unit == "messages"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import made_up
 
 from hermes_rl import events as ev
-from hermes_rl.export.imports import write_run
+from hermes_rl.export import write_run
 from hermes_rl.identity import trajectory_id
 from hermes_rl.messages import (
     AssistantMessage,
@@ -20,9 +20,7 @@ from hermes_rl.messages import (
     UserMessage,
 )
 from hermes_rl.record import Segment
-from hermes_rl.store.driver import open_run
-from hermes_rl.store.journal import JournalWriter
-from hermes_rl.store.rows import Finished
+from hermes_rl.store import Finished, JournalWriter, open_run
 from hermes_rl.trajectory import fold
 from hermes_rl.usage import Usage
 

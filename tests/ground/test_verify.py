@@ -3,7 +3,7 @@
 import pytest
 
 from hermes_rl.errors import VerifierFault
-from hermes_rl.sandboxes.base import GradingResult
+from hermes_rl.sandboxes import GradingResult
 from hermes_rl.verify import judge
 
 

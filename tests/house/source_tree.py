@@ -19,9 +19,12 @@ class Import(NamedTuple):
 
     line: int
     module: str
+    """That has the name: where a package's `__init__` only lists it, the module that it names."""
     typing_only: bool
     as_program: bool = False
     """Under `if __name__ == "__main__":`, so not when another module imports the file."""
+    through: str = ""
+    """The module as the statement names it."""
 
 
 @cache
@@ -73,22 +76,50 @@ def lines_under_if(condition: str, nodes: tuple[ast.AST, ...]) -> set[int]:
     }
 
 
-def imported_names(node: ast.AST, package: list[str]) -> Iterator[str]:
-    """Absolute names that one statement or call imports; literal import_module() calls too."""
+@cache
+def public_names(package: str) -> dict[str, str]:
+    """What a package's `__init__` imports from the inside: name -> module that has it."""
+    path = ROOT.joinpath(*package.split("."), "__init__.py")
+    if not path.is_file():
+        return {}
+    return {
+        alias.name: module if module != package else f"{package}.{alias.name}"
+        for node in nodes_of(path)
+        if isinstance(node, ast.ImportFrom) and (module := node.module or "").startswith(PRODUCT)
+        for alias in node.names
+    }
+
+
+def home_of(package: str, name: str) -> str:
+    """The module that has a public name, also where one package passes on another's."""
+    module = public_names(package).get(name, package)
+    return module if module == package else home_of(module, name)
+
+
+def imported_names(node: ast.AST, package: list[str]) -> Iterator[tuple[str, str]]:
+    """What one statement or call imports, literal import_module() calls too.
+
+    Absolute: the module that has the name, and the module that the statement names.
+    """
     if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
+        yield from ((alias.name, alias.name) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         base = package[: len(package) - node.level + 1] if node.level else []
         source = ".".join([*base, *([node.module] if node.module else [])])
         for alias in node.names:
-            deeper = f"{source}.{alias.name}"
-            yield deeper if source == "hermes_rl" or is_module(deeper) else source
+            deeper, public = f"{source}.{alias.name}", public_names(source)
+            if alias.name in public and source not in ("hermes_rl", ".".join(package)):
+                yield home_of(source, alias.name), source
+            elif source == "hermes_rl" or is_module(deeper):
+                yield deeper, deeper
+            else:
+                yield source, source
     elif isinstance(node, ast.Call) and node.args:
         called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         called = node.func.id if isinstance(node.func, ast.Name) else called
         first = node.args[0]
         if called in {"import_module", "__import__"} and isinstance(first, ast.Constant):
-            yield str(first.value)
+            yield str(first.value), str(first.value)
 
 
 @cache
@@ -100,8 +131,8 @@ def imports_of(path: Path) -> tuple[Import, ...]:
     module = module_name(path).split(".")
     package = module if path.name == "__init__.py" else module[:-1]
     return tuple(
-        Import(node.lineno, name, node.lineno in typing_only, node.lineno in as_program)
+        Import(node.lineno, name, node.lineno in typing_only, node.lineno in as_program, through)
         for node in nodes
         if isinstance(node, (ast.Import, ast.ImportFrom, ast.Call))
-        for name in imported_names(node, package)
+        for name, through in imported_names(node, package)
     )

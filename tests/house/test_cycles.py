@@ -1,38 +1,26 @@
-"""No module imports itself through others, and packages are used through their public names.
-
-Both rules are ratchets: what is listed here may only shrink.
-"""
+"""No module imports itself through others, and packages are used through their public names."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
-from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
-from source_tree import ROOT, imports_of, is_module, module_name, python_files
+from source_tree import (
+    PRODUCT,
+    ROOT,
+    imports_of,
+    is_module,
+    module_name,
+    public_names,
+    python_files,
+    relative,
+)
 
 CYCLES: tuple[frozenset[str], ...] = ()
 """Import cycles that are still there. A cycle may lose modules, and none may be added."""
-
-DEEP_IMPORTS = {
-    "batch_runner": (12, 57),
-    "environments.dialogue_booking": (0, 3),
-    "environments.gsm8k_python": (0, 2),
-    "environments.swe_bugs": (0, 5),
-    "environments.terminal_tasks": (0, 1),
-    "hermes_rl.cli": (0, 13),
-    "hermes_rl.evals": (1, 2),
-    "hermes_rl.export": (2, 10),
-    "hermes_rl.models": (112, 353),
-    "hermes_rl.rl": (13, 34),
-    "hermes_rl.sandboxes": (25, 94),
-    "hermes_rl.segments": (0, 0),
-    "hermes_rl.store": (77, 138),
-    "hermes_rl.testing": (1, 164),
-    "hermes_rl.tools": (25, 24),
-}
-"""Package -> pairs of a file outside it and an inner module that the file imports: most in other
-packages, most in tests. New code imports from the package itself; what it needs gets a name in the
-package's `__init__`."""
 
 
 def import_graph() -> dict[str, set[str]]:
@@ -69,24 +57,25 @@ def cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
     }
 
 
-def package_of(dotted: str) -> str:
-    """'hermes_rl.models.calls.loop' -> 'hermes_rl.models'; '' for a module without a package."""
+def packages_of(dotted: str) -> list[str]:
+    """'hermes_rl.models.rate.limiter' -> ['hermes_rl.models', 'hermes_rl.models.rate']. Other
+    folders within packages are not, nor are the environments, which are plug-ins."""
     parts = dotted.split(".")
-    depth = 1 if parts[0] == "batch_runner" else 2
-    package = ".".join(parts[:depth])
-    return package if ROOT.joinpath(*parts[:depth]).is_dir() else ""
+    first = 1 if parts[0] == "batch_runner" else 2
+    last = 3 if parts[:2] == ["hermes_rl", "models"] else first
+    found = [".".join(parts[:depth]) for depth in range(first, last + 1)]
+    return [name for name in found if parts[0] != "environments" and public_names(name)]
 
 
-def deep_imports(*roots: str) -> Counter[str]:
-    """Package -> pairs of a file outside it and an inner module that the file imports."""
-    found: Counter[str] = Counter()
-    for path in python_files(*roots):
-        package_itself = package_of(module_name(path))
-        for module in {imp.module for imp in imports_of(path) if is_module(imp.module)}:
-            package = package_of(module)
-            if package not in ("", module, package_itself):
-                found[package] += 1
-    return found
+def deep_imports(path: Path) -> Iterator[str]:
+    """What a file imports from the inside of packages that it is not in."""
+    importer = module_name(path)
+    for imp in imports_of(path):
+        packages = packages_of(imp.through)
+        if not packages or imp.through in packages:
+            continue
+        if not f"{importer}.".startswith(f"{packages[-1]}."):
+            yield f"{relative(path)}:{imp.line}: {imp.through}: import from {packages[-1]}"
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -101,18 +90,40 @@ def test_listed_cycles_still_exist() -> None:
         warnings.warn(f"remove from CYCLES: {[sorted(cycle) for cycle in gone]}", stacklevel=1)
 
 
+def lazy_packages() -> list[str]:
+    inits = [path for path in python_files() if path.name == "__init__.py"]
+    return [module_name(p) for p in inits if "attach(__name__)" in p.read_text(encoding="utf-8")]
+
+
 def test_packages_are_used_through_their_public_names() -> None:
-    product, tests = deep_imports(), deep_imports("tests")
-    more = []
-    for package in sorted({*product, *tests}):
-        most = DEEP_IMPORTS.get(package, (0, 0))
-        for who, count, limit in zip(
-            ("other packages", "tests"), (product[package], tests[package]), most, strict=True
-        ):
-            if count > limit:
-                more.append(f"{package}: {who} import inner modules {count} times, {limit} at most")
-    advice = "import from the package; give what you need a name in its __init__"
-    assert not more, "\n".join([*more, advice])
+    """Where a package's `__init__` lists names, others import these (see hermes_rl/lazy.py)."""
+    deep = [line for path in python_files(*PRODUCT, "tests") for line in deep_imports(path)]
+    assert not deep, "\n".join(deep)
+
+
+def test_no_public_name_is_also_the_name_of_a_module() -> None:
+    """Python would bind the module in its place, once that is loaded."""
+    shadowed = [
+        f"{package}.{name}"
+        for package in lazy_packages()
+        for name, module in public_names(package).items()
+        if is_module(f"{package}.{name}") and module != f"{package}.{name}"
+    ]
+    assert not shadowed
+
+
+def test_every_public_name_exists() -> None:
+    """A name that moved and is still listed would fail at its first use only."""
+    code = (
+        "import importlib, sys\n"
+        "for package in sys.argv[1:]:\n"
+        "    module = importlib.import_module(package)\n"
+        "    [getattr(module, name) for name in module.__all__]\n"
+        "    assert set(module.__all__) <= set(dir(module))\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, *lazy_packages()], cwd=ROOT, check=True, timeout=100
+    )
 
 
 def test_cycles_are_found_in_a_graph() -> None:

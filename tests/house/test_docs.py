@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hermes_rl.store.schema import TRAJECTORIES
+from hermes_rl.store import TRAJECTORIES
 from hermes_rl.tasks import parse_row
 
 ROOT = Path(__file__).parents[2]

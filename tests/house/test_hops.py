@@ -36,7 +36,7 @@ CEILINGS = {
     "one chat call": (32, 20),
     "one tool call": (15, 10),
     "grading and ending": (20, 12),
-    "a run of one row": (100, 110),
+    "a run of one row": (101, 110),
 }
 STEPS = [
     {"run": "echo 1"},

@@ -107,7 +107,7 @@ def third_party_imports() -> dict[str, str]:
         package = module_name(path).split(".")
         for node in nodes_of(path):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
-                for name in imported_names(node, package):
+                for name, _ in imported_names(node, package):
                     found.setdefault(name.split(".")[0], relative(path))
     ours = {*PRODUCT, *sys.stdlib_module_names}
     return {name: place for name, place in found.items() if name not in ours}

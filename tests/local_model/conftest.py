@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from hermes_rl.models.local.catalogue import Part, Weights
+from hermes_rl.models.local import Part, Weights
 
 PART_BYTES = 200_000
 

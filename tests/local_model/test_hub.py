@@ -5,8 +5,7 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from hermes_rl.models.local.sources import ANSWER_S
-from hermes_rl.models.local.weights import fetch_weights
+from hermes_rl.models.local import ANSWER_S, fetch_weights
 
 PATH = "maker/model/resolve/main/toy.gguf"
 

@@ -11,12 +11,9 @@ import pytest
 from hermes_rl.config import parse_config
 from hermes_rl.errors import UserError
 from hermes_rl.messages import SystemMessage, UserMessage
-from hermes_rl.models.base import Conversation, ModelRequest, Sampling
-from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.local import LocalServer, local_server
-from hermes_rl.models.local.gguf import read_metadata, read_tokenizer
-from hermes_rl.models.tokens.client import token_client
-from hermes_rl.models.tokens.renderer import renderer_of
+from hermes_rl.models import Conversation, Endpoint, ModelRequest, Sampling
+from hermes_rl.models.local import LocalServer, local_server, read_metadata, read_tokenizer
+from hermes_rl.models.tokens import renderer_of, token_client
 from hermes_rl.wiring import open_run_context
 
 pytestmark = pytest.mark.slow

@@ -5,13 +5,16 @@ import json
 import jsonschema
 import pytest
 
-from hermes_rl.models.local.app import Generation, Writer, read_call
-from hermes_rl.models.local.catalogue import LOCAL_MODELS, read_catalogue
-from hermes_rl.models.local.requests import (
+from hermes_rl.models.local import (
+    LOCAL_MODELS,
     PREFILL,
     BadChatRequest,
+    Generation,
     Step,
+    Writer,
     plan_step,
+    read_call,
+    read_catalogue,
     read_request,
     simplify,
 )

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from hermes_rl.errors import UserError
-from hermes_rl.models.local import WeightsUnavailable
-from hermes_rl.models.local.weights import fetch_weights
+from hermes_rl.models.local import WeightsUnavailable, fetch_weights
 
 
 def files_in(folder: Path) -> set[str]:

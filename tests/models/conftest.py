@@ -13,13 +13,10 @@ import pytest
 
 from hermes_rl.events import CallEnded, CallStarted, Event, Waited
 from hermes_rl.messages import Message, ToolMessage, UserMessage
-from hermes_rl.models.base import Conversation, ModelClient, ModelRequest
-from hermes_rl.models.calls.retry import Clock, ModelCaller, RetryPolicy
-from hermes_rl.models.calls.route import Route
-from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.rate.limiter import Limiter
-from hermes_rl.testing.dialects.base import encode_event
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.models import Conversation, Endpoint, ModelClient, ModelRequest, connect
+from hermes_rl.models.calls import Clock, ModelCaller, RetryPolicy, Route
+from hermes_rl.models.rate import Limiter
+from hermes_rl.testing import FakeConfig, FakeServer, encode_event
 
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:  # for messages_kit and wire_kit

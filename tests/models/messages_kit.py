@@ -13,9 +13,9 @@ from hermes_rl.messages import (
     ToolMessage,
     UserMessage,
 )
-from hermes_rl.models.base import Conversation, ModelRequest
-from hermes_rl.models.wire.anthropic import AnthropicMessages
-from hermes_rl.testing.dialects.anthropic import AnthropicServer
+from hermes_rl.models import Conversation, ModelRequest
+from hermes_rl.models.wire import AnthropicMessages
+from hermes_rl.testing import AnthropicServer
 
 JSON = {"content-type": "application/json", "request-id": "req_1"}
 TOOL = {

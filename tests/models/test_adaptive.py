@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hermes_rl import errors as e
-from hermes_rl.models.rate.adaptive import (
+from hermes_rl.models.rate import (
     AdaptiveConcurrency,
     AdaptiveRate,
+    Estimate,
     Events,
+    Expectation,
     History,
     Pace,
     signal_of,
 )
-from hermes_rl.models.rate.buckets import Estimate, Expectation
 
 ONE = Expectation().charge(Estimate())
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.models.base import TokenCapture
-from hermes_rl.testing.dialects.base import encode_event
+from hermes_rl.models import TokenCapture
+from hermes_rl.testing import encode_event
 from hermes_rl.usage import Usage
 
 # Answers: habits of providers

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from messages_kit import SSE, event, stream, through
 
 from hermes_rl import errors as e
-from hermes_rl.testing.dialects.anthropic import AnthropicServer
+from hermes_rl.testing import AnthropicServer
 
 few = settings(deadline=None, max_examples=40)
 text = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40)

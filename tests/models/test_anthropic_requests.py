@@ -12,8 +12,8 @@ from hermes_rl.messages import (
     ToolMessage,
     UserMessage,
 )
-from hermes_rl.models.base import Sampling
-from hermes_rl.models.wire.anthropic import AnthropicMessages
+from hermes_rl.models import Sampling
+from hermes_rl.models.wire import AnthropicMessages
 
 # Requests
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hermes_rl.testing.dialects.anthropic import AnthropicServer
+from hermes_rl.testing import AnthropicServer
 
 # The server's side
 

@@ -6,8 +6,8 @@ import anthropic
 import pytest
 
 from hermes_rl.messages import ToolMessage
-from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.models import Endpoint, connect
+from hermes_rl.testing import FakeConfig, FakeServer
 
 
 async def test_the_official_client_hears_the_usage_of_the_cache():

@@ -9,8 +9,8 @@ from wire_kit import KEY, SERVERS, decode
 
 from hermes_rl import errors as e
 from hermes_rl.messages import AssistantMessage, ToolCall
-from hermes_rl.models.base import Completion
-from hermes_rl.testing.dialects.base import encode_event
+from hermes_rl.models import Completion
+from hermes_rl.testing import encode_event
 from hermes_rl.usage import Usage
 
 END = {

@@ -5,11 +5,9 @@ from decimal import Decimal
 
 import pytest
 
-from hermes_rl.models.client import DIALECTS, Endpoint, connect
-from hermes_rl.models.providers.prices import Rates
-from hermes_rl.testing.conditions import Conditions, Price
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
-from hermes_rl.testing.faults import FaultPlan
+from hermes_rl.models import DIALECTS, Endpoint, connect
+from hermes_rl.models.providers import Rates
+from hermes_rl.testing import Conditions, FakeConfig, FakeServer, FaultPlan, Price
 
 READ = {"input": Decimal(3), "output": Decimal(15), "cache_read": Decimal("0.3")}
 SHORT, LONG = Decimal("3.75"), Decimal(6)

@@ -9,12 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl.errors import ModelError
-from hermes_rl.models.calls.retry import RetryPolicy
-from hermes_rl.models.calls.route import Route
-from hermes_rl.models.rate.buckets import Bucket, Buckets, Estimate, Expectation, Rates
-from hermes_rl.models.rate.headers import Quota, read_quotas
-from hermes_rl.models.rate.limiter import Limiter
-from hermes_rl.testing.conditions import RateLimits
+from hermes_rl.models.calls import RetryPolicy, Route
+from hermes_rl.models.rate import (
+    Bucket,
+    Buckets,
+    Estimate,
+    Expectation,
+    Limiter,
+    Quota,
+    Rates,
+    read_quotas,
+)
+from hermes_rl.testing import RateLimits
 from hermes_rl.usage import Usage
 
 NOW = 1_790_000_000.0  # 2026-09-21T14:13:20Z

@@ -7,19 +7,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hermes_rl.errors import CostLimit, UnitCostLimit
-from hermes_rl.models.rate.budgets import (
+from hermes_rl.models.rate import (
+    CALLS,
     NANO,
     UNIT_TOKENS,
     UNIT_USD,
     Budget,
+    Coordinator,
+    Costs,
     Lease,
     LeaseGrant,
+    Report,
     Spend,
     UnitSpending,
+    may_spend,
 )
-from hermes_rl.models.rate.coordinator import Coordinator
-from hermes_rl.models.rate.ledger import CALLS, Costs, may_spend
-from hermes_rl.models.rate.share import Report
 
 WORKERS = ("a", "b", "c")
 

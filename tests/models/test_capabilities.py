@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl.errors import AuthError, Outage
-from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.providers.prices import ModelPrice, PriceTable, Rates
-from hermes_rl.models.providers.probe import MAX_TOKENS, find_capabilities
-from hermes_rl.models.tokens.logprobs import kind_of
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.models import Endpoint
+from hermes_rl.models.providers import MAX_TOKENS, ModelPrice, PriceTable, Rates, find_capabilities
+from hermes_rl.models.tokens import kind_of
+from hermes_rl.testing import FakeConfig, FakeServer
 
 LOGITS = {"A": 1.0, "B": 0.4, "C": -0.3, "D": -2.0, "E": -2.5}
 Answer = Callable[[dict[str, Any]], dict[str, Any]]

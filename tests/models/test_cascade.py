@@ -10,13 +10,10 @@ from PIL import Image
 
 from hermes_rl import errors as e
 from hermes_rl.messages import AssistantMessage, ToolCall, ToolMessage, UserMessage
-from hermes_rl.models.base import Sampling
-from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.calls.route import Account, KeyPool, Route
-from hermes_rl.models.rate.limiter import Limiter
-from hermes_rl.models.rate.share import Cooldowns
-from hermes_rl.testing.conditions import Conditions
-from hermes_rl.testing.faults import OUTPUT_CAP, PROMPT, WINDOW
+from hermes_rl.models import Sampling
+from hermes_rl.models.calls import Account, KeyPool, ModelCaller, RetryPolicy, Route
+from hermes_rl.models.rate import Cooldowns, Limiter
+from hermes_rl.testing import OUTPUT_CAP, PROMPT, WINDOW, Conditions
 
 DOT = "data:image/png;base64,iVBORw0KGgo="
 PICTURE = UserMessage(

@@ -9,13 +9,8 @@ from typing import get_args
 import pytest
 
 from hermes_rl import errors as e
-from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.errors.classify import (
-    classify_in_answer,
-    classify_response,
-    retry_after,
-    table,
-)
+from hermes_rl.models import Endpoint, connect
+from hermes_rl.models.errors import classify_in_answer, classify_response, retry_after, table
 from hermes_rl.text import scrub
 
 BODIES = [

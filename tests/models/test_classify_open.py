@@ -13,11 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hermes_rl import errors as e
-from hermes_rl.models.errors.classify import (
-    classify_exception,
-    classify_in_answer,
-    classify_response,
-)
+from hermes_rl.models.errors import classify_exception, classify_in_answer, classify_response
 
 KEY = "my-own/key+format=1234"
 REASONS = get_args(e.Reason)

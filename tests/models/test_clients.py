@@ -10,9 +10,8 @@ import pytest
 
 from hermes_rl import errors as e
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, UserMessage
-from hermes_rl.models.base import Sampling
-from hermes_rl.models.client import Endpoint, Timeouts, connect
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.models import Endpoint, Sampling, Timeouts, connect
+from hermes_rl.testing import FakeConfig, FakeServer
 
 STREAMED = pytest.mark.parametrize("stream", [False, True])
 

@@ -15,11 +15,8 @@ from hermes_rl.messages import (
     ToolMessage,
     UserMessage,
 )
-from hermes_rl.models.base import Sampling
-from hermes_rl.models.client import DIALECTS, Endpoint, Timeouts, connect
-from hermes_rl.testing.dialects import wire_of
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
-from hermes_rl.testing.faults import FaultPlan
+from hermes_rl.models import DIALECTS, Endpoint, Sampling, Timeouts, connect
+from hermes_rl.testing import FakeConfig, FakeServer, FaultPlan, wire_of
 
 KEY = "sk-canary-0123456789abcdef"
 WIRES = [(d, t, s) for d in DIALECTS for t in ("http", "sdk") for s in (False, True)]

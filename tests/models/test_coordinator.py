@@ -6,12 +6,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hermes_rl.errors import Overloaded, RateLimited
-from hermes_rl.models.rate.adaptive import Events
-from hermes_rl.models.rate.buckets import Estimate, Rates
-from hermes_rl.models.rate.coordinator import Coordinator, divide
-from hermes_rl.models.rate.headers import Quota
-from hermes_rl.models.rate.limiter import LaneReport, Limiter
-from hermes_rl.models.rate.share import Cooldown, Report, decode_grant, decode_report, encode
+from hermes_rl.models.rate import (
+    Cooldown,
+    Coordinator,
+    Estimate,
+    Events,
+    LaneReport,
+    Limiter,
+    Quota,
+    Rates,
+    Report,
+    decode_grant,
+    decode_report,
+    divide,
+    encode,
+)
 
 WORKERS = ("a", "b", "c")
 LANE = "host|KEY|model"

@@ -12,11 +12,9 @@ from hermes_rl.messages import (
     ToolMessage,
     UserMessage,
 )
-from hermes_rl.models.base import Conversation, ModelRequest, Sampling
-from hermes_rl.models.providers.table import quirks_at
-from hermes_rl.models.wire.chat import ChatCompletions
-from hermes_rl.models.wire.decoding import EventReader
-from hermes_rl.models.wire.responses import Responses
+from hermes_rl.models import Conversation, ModelRequest, Sampling
+from hermes_rl.models.providers import quirks_at
+from hermes_rl.models.wire import ChatCompletions, EventReader, Responses
 
 few = settings(deadline=None, max_examples=40)
 

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hermes_rl import errors as e
-from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.testing.conditions import Conditions, Limits, Price, RateLimits
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.models import Endpoint, connect
+from hermes_rl.testing import Conditions, FakeConfig, FakeServer, Limits, Price, RateLimits
 from hermes_rl.usage import Usage
 
 MODES = ["chat_completions", "anthropic_messages", "codex_responses"]

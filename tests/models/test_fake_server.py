@@ -10,10 +10,16 @@ import time
 import openai
 import pytest
 
-from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
-from hermes_rl.testing.faults import KINDS, MIXED, FaultPlan, plan_from_json
-from hermes_rl.testing.server_logs import read_log
+from hermes_rl.models import Endpoint, connect
+from hermes_rl.testing import (
+    KINDS,
+    MIXED,
+    FakeConfig,
+    FakeServer,
+    FaultPlan,
+    plan_from_json,
+    read_log,
+)
 
 STEPS = [
     {"text": "Let me see.", "reasoning": "hm", "calls": [

@@ -8,14 +8,10 @@ import pytest
 
 from hermes_rl import errors as e
 from hermes_rl.messages import UserMessage
-from hermes_rl.models.calls.recovery import RetryPolicy
-from hermes_rl.models.calls.route import Route
-from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.rate.limiter import Limiter
-from hermes_rl.models.rate.traffic import Traffic
-from hermes_rl.testing.conditions import Conditions
-from hermes_rl.testing.fake_server import FakeServer
-from hermes_rl.testing.faults import FaultPlan
+from hermes_rl.models import Endpoint
+from hermes_rl.models.calls import RetryPolicy, Route
+from hermes_rl.models.rate import Limiter, Traffic
+from hermes_rl.testing import Conditions, FakeServer, FaultPlan
 
 FIRST = RetryPolicy(base_s=0.05, cap_s=0.2, outage_s=60.0, first_answer_s=1.0, silence_s=1.0)
 """Where there never was a sign of life a call ends after a second, else after a minute."""

@@ -10,12 +10,10 @@ import pytest
 
 from hermes_rl.errors import RateLimited
 from hermes_rl.messages import AssistantMessage, UserMessage
-from hermes_rl.models.base import Completion, Conversation, ModelRequest
-from hermes_rl.models.calls.retry import Clock, ModelCaller
-from hermes_rl.models.calls.route import Route
-from hermes_rl.models.rate.coordinator import Coordinator
-from hermes_rl.models.rate.share import Share
-from hermes_rl.testing.conditions import Limits, RateLimits
+from hermes_rl.models import Completion, Conversation, ModelRequest
+from hermes_rl.models.calls import Clock, ModelCaller, Route
+from hermes_rl.models.rate import Coordinator, Share
+from hermes_rl.testing import Limits, RateLimits
 from hermes_rl.usage import Usage
 
 WORKERS, CALLERS = 8, 8

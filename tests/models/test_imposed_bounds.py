@@ -9,14 +9,12 @@ from aiohttp import web
 
 from hermes_rl import errors as e
 from hermes_rl.messages import UserMessage
-from hermes_rl.models.base import Sampling
-from hermes_rl.models.calls.route import Route
-from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.errors.body import facts_of
-from hermes_rl.models.providers.prices import PriceTable, read_price
-from hermes_rl.models.rate.budgets import NANO, OUTPUT_MAX, Budget, Lease, LeaseGrant
-from hermes_rl.models.rate.limiter import Limiter
-from hermes_rl.testing.faults import OUTPUT_CAP, PROMPT, WINDOW
+from hermes_rl.models import Endpoint, Sampling, connect
+from hermes_rl.models.calls import Route
+from hermes_rl.models.errors import facts_of
+from hermes_rl.models.providers import PriceTable, read_price
+from hermes_rl.models.rate import NANO, OUTPUT_MAX, Budget, Lease, LeaseGrant, Limiter
+from hermes_rl.testing import OUTPUT_CAP, PROMPT, WINDOW
 
 DIALECTS = ("chat_completions", "codex_responses", "anthropic_messages")
 PRICE = {"input": 1, "output": 2}

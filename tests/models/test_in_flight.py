@@ -7,10 +7,9 @@ import time
 
 import pytest
 
-from hermes_rl.models.client import DIALECTS, Endpoint, connect
-from hermes_rl.models.rate.coordinator import Coordinator
-from hermes_rl.models.rate.share import Share
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.models import DIALECTS, Endpoint, connect
+from hermes_rl.models.rate import Coordinator, Share
+from hermes_rl.testing import FakeConfig, FakeServer
 
 AT_ONCE = 2_000
 ROUNDS = 10

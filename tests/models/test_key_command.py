@@ -20,13 +20,20 @@ from hermes_rl.aio import LoopThread
 from hermes_rl.config import parse_config
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.messages import UserMessage
-from hermes_rl.models.base import Conversation, ModelRequest
-from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.key_command import LEAST_S, KeyCommand, KeyRenewed, LiveKey, NoNewKey, ends_at
-from hermes_rl.models.providers.routing import Keys, find_keys
-from hermes_rl.models.providers.table import Place
-from hermes_rl.models.providers.targets import all_keys
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.models import (
+    LEAST_S,
+    Conversation,
+    Endpoint,
+    KeyCommand,
+    KeyRenewed,
+    LiveKey,
+    ModelRequest,
+    NoNewKey,
+    connect,
+    ends_at,
+)
+from hermes_rl.models.providers import Keys, Place, all_keys, find_keys
+from hermes_rl.testing import FakeConfig, FakeServer
 
 EXPIRED = AuthError("401: expired", status=401)
 

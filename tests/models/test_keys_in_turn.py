@@ -7,12 +7,9 @@ import pytest
 
 from hermes_rl import errors as e
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.models.base import Completion
-from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.calls.route import Account, KeyPool, Route
-from hermes_rl.models.key_command import KeyRenewed, NoNewKey
-from hermes_rl.models.rate.limiter import Limiter
-from hermes_rl.models.rate.share import Cooldowns
+from hermes_rl.models import Completion, KeyRenewed, NoNewKey
+from hermes_rl.models.calls import Account, KeyPool, ModelCaller, RetryPolicy, Route
+from hermes_rl.models.rate import Cooldowns, Limiter
 from hermes_rl.usage import Usage
 
 ANSWER = Completion(

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from hermes_rl.events import Event
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
-from hermes_rl.testing.faults import FaultPlan
+from hermes_rl.testing import FakeConfig, FakeServer, FaultPlan
 
 AGENTS = """
 import asyncio, os, sys

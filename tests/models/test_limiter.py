@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hermes_rl.models.rate.limiter import LaneGrant, Limiter
+from hermes_rl.models.rate import LaneGrant, Limiter
 
 
 async def hold(limiter, release):

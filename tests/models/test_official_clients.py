@@ -10,9 +10,8 @@ import pytest
 from wire_kit import SERVERS, decode, encode
 
 from hermes_rl.messages import ToolCall, ToolMessage, UserMessage
-from hermes_rl.models.base import Sampling
-from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.models import Endpoint, Sampling, connect
+from hermes_rl.testing import FakeConfig, FakeServer
 
 STEPS = [
     {

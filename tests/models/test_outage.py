@@ -8,10 +8,8 @@ import pytest
 
 from hermes_rl import errors as e
 from hermes_rl.messages import UserMessage
-from hermes_rl.models.calls.attempts import Clock
-from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
-from hermes_rl.testing.conditions import Conditions
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.models.calls import Clock, ModelCaller, RetryPolicy
+from hermes_rl.testing import Conditions, FakeConfig, FakeServer
 
 SCALE = 300.0
 """Ten minutes of both clocks are two seconds."""

@@ -12,10 +12,9 @@ from typed_body import misfits
 
 from hermes_rl.errors import BadRequest, UserError
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage
-from hermes_rl.models.base import Conversation, ModelRequest, Sampling
-from hermes_rl.models.client import DIALECTS, Endpoint, dialect_for
-from hermes_rl.models.providers.table import shipped
-from hermes_rl.models.wire.chat import ChatCompletions
+from hermes_rl.models import DIALECTS, Conversation, Endpoint, ModelRequest, Sampling, dialect_for
+from hermes_rl.models.providers import shipped
+from hermes_rl.models.wire import ChatCompletions
 
 ALL = Sampling(
     temperature=0.5, top_p=0.9, max_tokens=64, seed=7, stop=("END",), reasoning="low", top_k=-1
@@ -165,7 +164,7 @@ async def test_what_users_add_themselves_is_never_dropped(kit, stage):
 
 def test_stop_texts_are_refused_where_the_wire_has_no_field_for_them():
     from hermes_rl.config import parse_config
-    from hermes_rl.models.providers.targets import targets_by_model
+    from hermes_rl.models.providers import targets_by_model
 
     data = {
         "dataset": {"path": "d.jsonl"},

@@ -15,16 +15,18 @@ from hermes_rl.messages import (
     UserMessage,
     parse_arguments,
 )
-from hermes_rl.models.base import Conversation, ModelRequest
+from hermes_rl.models import Conversation, ModelRequest
 from hermes_rl.models.prepare import (
+    NO_IMAGE,
+    NO_RESULT,
     REPAIRS,
     cache_marks,
+    canonical_json,
     outgoing,
     prepare,
+    repaired_arguments,
     without_grammar,
 )
-from hermes_rl.models.prepare.arguments import canonical_json, repaired_arguments
-from hermes_rl.models.prepare.messages import NO_IMAGE, NO_RESULT
 
 few = settings(deadline=None, max_examples=60)
 ids = st.sampled_from(["a", "b", "c"])

@@ -5,8 +5,7 @@ import subprocess
 import sys
 
 from hermes_rl.messages import AssistantMessage, ToolMessage, UserMessage
-from hermes_rl.models.base import Conversation, ModelRequest
-from hermes_rl.models.played import NoopClient, OracleClient, free
+from hermes_rl.models import Conversation, ModelRequest, NoopClient, OracleClient, free
 
 
 async def test_the_oracle_is_one_terminal_call(kit):

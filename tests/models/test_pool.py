@@ -15,11 +15,10 @@ from hermes_rl.errors import (
     RateLimited,
     ServerError,
 )
-from hermes_rl.models.calls.route import Account, KeyPool
-from hermes_rl.models.errors.classify import classify_response
-from hermes_rl.models.played import NoopClient
-from hermes_rl.models.rate.limiter import Limiter
-from hermes_rl.models.rate.share import Cooldowns
+from hermes_rl.models import NoopClient
+from hermes_rl.models.calls import Account, KeyPool
+from hermes_rl.models.errors import classify_response
+from hermes_rl.models.rate import Cooldowns, Limiter
 
 NINETY = {"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "90s"}
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_rl.models.providers.prices import (
+from hermes_rl.models.providers import (
     ModelPrice,
     PriceTable,
     Rates,
@@ -20,7 +20,7 @@ from hermes_rl.models.providers.prices import (
     price_table,
     read_price,
 )
-from hermes_rl.models.wire.usage import read_chat_usage
+from hermes_rl.models.wire import read_chat_usage
 from hermes_rl.usage import Usage
 
 MILLION = 1_000_000

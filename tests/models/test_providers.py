@@ -10,11 +10,17 @@ from hypothesis import strategies as st
 
 from hermes_rl.config_endpoint import EndpointSection, ProviderSection
 from hermes_rl.errors import UserError
-from hermes_rl.models.base import Conversation, ModelRequest, Sampling
-from hermes_rl.models.providers.routing import Keys, find_keys
-from hermes_rl.models.providers.table import Place, known_providers, quirks_at, resolve, shipped
-from hermes_rl.models.wire.base import Quirks
-from hermes_rl.models.wire.chat import ChatCompletions
+from hermes_rl.models import Conversation, ModelRequest, Sampling
+from hermes_rl.models.providers import (
+    Keys,
+    Place,
+    find_keys,
+    known_providers,
+    quirks_at,
+    resolve,
+    shipped,
+)
+from hermes_rl.models.wire import ChatCompletions, Quirks
 
 
 def place(own: dict[str, Any] | None = None, **given: Any) -> Place:

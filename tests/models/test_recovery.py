@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from hermes_rl import errors as e
 from hermes_rl.messages import UserMessage
-from hermes_rl.models.base import Conversation, ModelRequest, Sampling
-from hermes_rl.models.calls.recovery import (
+from hermes_rl.models import Conversation, ModelRequest, Sampling
+from hermes_rl.models.calls import (
     Again,
     FallBack,
     GiveUp,
@@ -19,7 +19,7 @@ from hermes_rl.models.calls.recovery import (
     Situation,
     Wait,
 )
-from hermes_rl.models.errors.classify import table
+from hermes_rl.models.errors import table
 
 
 def upper(low, high):

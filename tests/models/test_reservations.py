@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from hermes_rl import errors as e
-from hermes_rl.models.base import Sampling
-from hermes_rl.models.calls.route import Route
-from hermes_rl.models.providers.prices import PriceTable, read_price
-from hermes_rl.models.rate.budgets import Lease, LeaseGrant, Spend
-from hermes_rl.models.rate.limiter import Limiter
+from hermes_rl.models import Sampling
+from hermes_rl.models.calls import Route
+from hermes_rl.models.providers import PriceTable, read_price
+from hermes_rl.models.rate import Lease, LeaseGrant, Limiter, Spend
 
 
 class FakeBudget:

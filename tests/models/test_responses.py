@@ -7,10 +7,10 @@ import pytest
 from wire_kit import decode
 
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage
-from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampling
-from hermes_rl.models.providers.table import quirks_at
-from hermes_rl.models.wire.responses import Responses
-from hermes_rl.testing.dialects.responses import ResponsesServer
+from hermes_rl.models import Completion, Conversation, ModelRequest, Sampling
+from hermes_rl.models.providers import quirks_at
+from hermes_rl.models.wire import Responses
+from hermes_rl.testing import ResponsesServer
 
 MODE = "codex_responses"
 

@@ -6,8 +6,8 @@ import pytest
 import wire_kit
 
 from hermes_rl.messages import AssistantMessage, ToolCall
-from hermes_rl.models.base import TokenCapture
-from hermes_rl.testing.dialects.base import encode_event
+from hermes_rl.models import TokenCapture
+from hermes_rl.testing import encode_event
 from hermes_rl.usage import Usage
 
 

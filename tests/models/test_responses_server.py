@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage
-from hermes_rl.testing.dialects.responses import ResponsesServer
+from hermes_rl.testing import ResponsesServer
 
 
 def test_what_a_server_reads_from_other_clients():

@@ -7,14 +7,10 @@ import pytest
 from hermes_rl import errors as e
 from hermes_rl.events import CallEnded, CallStarted, Waited
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.models.base import Completion
-from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.calls.route import Route
-from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.rate.limiter import Limiter
-from hermes_rl.models.rate.traffic import Traffic
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
-from hermes_rl.testing.faults import FaultPlan
+from hermes_rl.models import Completion, Endpoint, connect
+from hermes_rl.models.calls import ModelCaller, RetryPolicy, Route
+from hermes_rl.models.rate import Limiter, Traffic
+from hermes_rl.testing import FakeConfig, FakeServer, FaultPlan
 from hermes_rl.usage import Usage
 
 ANSWER = Completion(

@@ -23,7 +23,7 @@ from hermes_rl.messages import (
     UserMessage,
     with_unique_ids,
 )
-from hermes_rl.models.base import Completion, Sampling, TokenCapture
+from hermes_rl.models import Completion, Sampling, TokenCapture
 from hermes_rl.models.prepare import prepare
 from hermes_rl.usage import Usage
 

@@ -8,13 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage
-from hermes_rl.models.base import Conversation, ModelRequest, Sampling
-from hermes_rl.models.client import Endpoint, dialect_for
-from hermes_rl.models.prepare.messages import NO_IMAGE
-from hermes_rl.models.providers.table import quirks_at
-from hermes_rl.models.wire.anthropic import AnthropicMessages
-from hermes_rl.models.wire.chat import ChatCompletions
-from hermes_rl.models.wire.responses import Responses
+from hermes_rl.models import Conversation, Endpoint, ModelRequest, Sampling, dialect_for
+from hermes_rl.models.prepare import NO_IMAGE
+from hermes_rl.models.providers import quirks_at
+from hermes_rl.models.wire import AnthropicMessages, ChatCompletions, Responses
 
 few = settings(deadline=None, max_examples=25)
 DIALECTS = [ChatCompletions, AnthropicMessages, Responses]

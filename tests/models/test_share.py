@@ -11,15 +11,10 @@ import pytest
 
 from hermes_rl.errors import ModelError, Outage, ServerError
 from hermes_rl.messages import AssistantMessage, UserMessage
-from hermes_rl.models.base import Completion, Conversation, ModelRequest
-from hermes_rl.models.calls.retry import Clock, ModelCaller, RetryPolicy
-from hermes_rl.models.calls.route import Route
-from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.rate.budgets import Spend
-from hermes_rl.models.rate.coordinator import Coordinator
-from hermes_rl.models.rate.share import Share
-from hermes_rl.testing.conditions import Conditions, RateLimits
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.models import Completion, Conversation, Endpoint, ModelRequest, connect
+from hermes_rl.models.calls import Clock, ModelCaller, RetryPolicy, Route
+from hermes_rl.models.rate import Coordinator, Share, Spend
+from hermes_rl.testing import Conditions, FakeConfig, FakeServer, RateLimits
 from hermes_rl.usage import Usage
 
 SCALE = 12

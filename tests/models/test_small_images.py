@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from hermes_rl.messages import AssistantMessage, UserMessage
-from hermes_rl.models.prepare.images import MOST_BYTES, MOST_SIDE, can_shrink, small_images
+from hermes_rl.models.prepare import MOST_BYTES, MOST_SIDE, can_shrink, small_images
 
 
 def url_of(image, kind="PNG", **options):

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from hermes_rl import errors as e
-from hermes_rl.models.client import Endpoint, Timeouts, connect
-from hermes_rl.models.providers.probe import list_models
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.models import Endpoint, Timeouts, connect
+from hermes_rl.models.providers import list_models
+from hermes_rl.testing import FakeConfig, FakeServer
 
 TLS = Path(__file__).parent / "tls"  # a key that protects nothing; valid for 127.0.0.1
 ANSWER = json.dumps({"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}).encode()

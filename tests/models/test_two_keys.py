@@ -10,11 +10,9 @@ import pytest
 
 from hermes_rl import errors as e
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.models.base import Completion
-from hermes_rl.models.calls.retry import Clock, ModelCaller, RetryPolicy
-from hermes_rl.models.calls.route import Account, KeyPool, Route
-from hermes_rl.models.rate.coordinator import Coordinator
-from hermes_rl.models.rate.share import Share
+from hermes_rl.models import Completion
+from hermes_rl.models.calls import Account, Clock, KeyPool, ModelCaller, RetryPolicy, Route
+from hermes_rl.models.rate import Coordinator, Share
 from hermes_rl.usage import Usage
 
 LATENCY_S = 0.25

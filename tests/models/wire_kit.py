@@ -1,10 +1,9 @@
 """Both sides of each dialect, by its name: what the tests of wires share."""
 
 from hermes_rl.messages import UserMessage
-from hermes_rl.models.base import Conversation, ModelRequest
-from hermes_rl.models.client import Endpoint, dialect_for
-from hermes_rl.models.wire.base import ReplyHead
-from hermes_rl.testing.dialects import WIRES
+from hermes_rl.models import Conversation, Endpoint, ModelRequest, dialect_for
+from hermes_rl.models.wire import ReplyHead
+from hermes_rl.testing import WIRES
 
 SERVERS = {wire.dialect.name: wire.dialect for wire in WIRES.values()}
 JSON = {"content-type": "application/json", "x-request-id": "r-1"}

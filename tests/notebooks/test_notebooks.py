@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 
 from batch_runner import arun_batch
 from hermes_rl import RunConfig
-from hermes_rl.testing.fake_server import FakeServer
+from hermes_rl.testing import FakeServer
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 pytestmark = pytest.mark.slow

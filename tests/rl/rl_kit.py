@@ -11,17 +11,13 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from batch_runner import arun_batch
-from batch_runner.budgets import spent_before
-from batch_runner.progress import Silent
-from batch_runner.report import Report
+from batch_runner import Report, Silent, arun_batch, spent_before
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.messages import AssistantMessage, UserMessage, text_of
-from hermes_rl.models.rate.budgets import RUN_TOKENS
-from hermes_rl.rl.evaluation import write_evaluation
-from hermes_rl.store.rundir import RunDir
-from hermes_rl.testing.dialects.base import ServedRequest
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.models.rate import RUN_TOKENS
+from hermes_rl.rl import write_evaluation
+from hermes_rl.store import RunDir
+from hermes_rl.testing import FakeConfig, FakeServer, ServedRequest
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 

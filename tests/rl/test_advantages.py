@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_rl.rl.advantages import EPSILON, dr_grpo, grpo, mean, rloo, std
+from hermes_rl.rl import EPSILON, dr_grpo, grpo, mean, rloo, std
 
 scores = st.floats(-100, 100, allow_nan=False)
 groups = st.lists(st.none() | scores, min_size=1, max_size=9)

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from rl_kit import Lab, configured
 
-from batch_runner.regrade import regrade_run
+from batch_runner import regrade_run
 from hermes_rl.cli import main
-from hermes_rl.rl.loading import load_environment, settle_env
-from hermes_rl.rl.trial import first_tasks
+from hermes_rl.rl import first_tasks, load_environment, settle_env
 
 TASKS = """
 def tasks(self, split, seed):

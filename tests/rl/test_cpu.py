@@ -10,7 +10,7 @@ import cpu_jobs
 import pytest
 
 from hermes_rl.errors import CannotJudge, UserError
-from hermes_rl.rl.cpu import Pool
+from hermes_rl.rl import Pool
 
 
 def gone(pid: int) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from rl_kit import Lab, asked_of, evaluated, fake
 
 from hermes_rl.cli import main
-from hermes_rl.testing.dialects.base import ServedRequest
+from hermes_rl.testing import ServedRequest
 
 COUNTED = """
 class Config(EnvConfig):

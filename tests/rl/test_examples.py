@@ -12,10 +12,8 @@ from rl_kit import EXAMPLES, Lab, asked_of, evaluated, fake, ran, table, turn_of
 
 import hermes_rl.rl
 from hermes_rl.messages import UserMessage, text_of
-from hermes_rl.rl import Task
-from hermes_rl.rl.trial import arun_trial, rewards_of
-from hermes_rl.testing.cheats import BUNDLES, bundle
-from hermes_rl.testing.dialects.base import ServedRequest
+from hermes_rl.rl import Task, arun_trial, rewards_of
+from hermes_rl.testing import BUNDLES, ServedRequest, bundle
 
 MOST_LINES = 100
 FILES = sorted(EXAMPLES.glob("*.py"))

@@ -5,7 +5,7 @@ import random
 import pytest
 from rl_kit import Lab
 
-from hermes_rl.rl.trial import arun_trial
+from hermes_rl.rl import arun_trial
 
 HEAD = """
 import random

@@ -22,17 +22,18 @@ import msgspec
 import pytest
 from rl_kit import Lab, configured, table
 
-from batch_runner import arun_batch
-from batch_runner.progress import Silent
-from batch_runner.report import Report
+from batch_runner import Report, Silent, arun_batch
 from hermes_rl.export import export_run
-from hermes_rl.rl.advantages import EPSILON
-from hermes_rl.rl.groups import gather, group_report, make_group
-from hermes_rl.store.reader import Run, load_run
-from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine, chat_of
-from hermes_rl.testing.faults import FaultPlan
-from hermes_rl.testing.server_logs import Truth
-from hermes_rl.testing.tiny_tokenizer import write_tiny_tokenizer
+from hermes_rl.rl import EPSILON, gather, group_report, make_group
+from hermes_rl.store import Run, load_run
+from hermes_rl.testing import (
+    ExactConfig,
+    ExactEngine,
+    FaultPlan,
+    Truth,
+    chat_of,
+    write_tiny_tokenizer,
+)
 from hermes_rl.verify import BOXES
 
 SIZE = 4

@@ -13,17 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rl_kit import Lab, fake
 
-from batch_runner import arun_batch
-from batch_runner.plan import Pilot
-from batch_runner.progress import Silent
-from batch_runner.report import Report
+from batch_runner import Pilot, Report, Silent, arun_batch
 from hermes_rl.messages import text_of
-from hermes_rl.rl.advantages import EPSILON, dr_grpo
-from hermes_rl.rl.groups import due_groups, gather, group_report
-from hermes_rl.store.ledger import Ledger
-from hermes_rl.store.reader import Run, load_run
-from hermes_rl.store.schema import schema_of
-from hermes_rl.testing.dialects.base import ServedRequest
+from hermes_rl.rl import EPSILON, dr_grpo, due_groups, gather, group_report
+from hermes_rl.store import Ledger, Run, load_run, schema_of
+from hermes_rl.testing import ServedRequest
 
 # Each member draws its fate: 0 and 1 are rewards, 2 is a verifier that cannot judge.
 DRAW = "echo $((RANDOM % 3)) >out.txt"

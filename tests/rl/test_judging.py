@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from rl_kit import Lab, asked_of, fake, turn_of
 
 from hermes_rl.messages import text_of
-from hermes_rl.rl.judging import NO_COMMITMENT, judge_prompt, parse_verdict
-from hermes_rl.testing.dialects.base import ServedRequest
+from hermes_rl.rl import NO_COMMITMENT, judge_prompt, parse_verdict
+from hermes_rl.testing import ServedRequest
 
 REPLIES: dict[str, list[Any]] = {
     "plain": ['{"reason": "It is.", "verdict": "good"}'],

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rl_kit import Lab, events, fake, flags, report_of, spent_of, start, tokens
 
-from batch_runner.regrade import regrade_run
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from batch_runner import regrade_run
+from hermes_rl.testing import FakeConfig, FakeServer
 
 GROUPS, SIZE, ROUNDS, IN_FLIGHT, KILLED_AT = 64, 4, 2, 32, 100
 TALK = f"""

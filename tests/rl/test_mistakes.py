@@ -6,10 +6,7 @@ import pytest
 from rl_kit import Lab, fake
 
 from hermes_rl.errors import UserError
-from hermes_rl.rl import faults
-from hermes_rl.rl.evaluation import write_evaluation
-from hermes_rl.rl.loading import load_environment
-from hermes_rl.rl.trial import first_tasks
+from hermes_rl.rl import faults, first_tasks, load_environment, write_evaluation
 
 TASKS = """
 def tasks(self, split, seed):

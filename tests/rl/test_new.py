@@ -9,9 +9,7 @@ import pytest
 
 from hermes_rl.cli import main
 from hermes_rl.errors import UserError
-from hermes_rl.rl.loading import load_environment
-from hermes_rl.rl.template import write_environment
-from hermes_rl.rl.trial import first_tasks, rewards_of
+from hermes_rl.rl import first_tasks, load_environment, rewards_of, write_environment
 
 BARE = ("--sandbox", "none", "--allow-unsandboxed", "--workers", "0", "--limit", "2", "--json")
 

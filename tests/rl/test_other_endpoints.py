@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 from rl_kit import Lab, turn_of
 
-from batch_runner.manifest import read_manifest
-from hermes_rl.store.rundir import RunDir
-from hermes_rl.testing.conditions import RateLimits
-from hermes_rl.testing.dialects import any_key
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
-from hermes_rl.testing.http_server import Connection, Incoming
+from batch_runner import read_manifest
+from hermes_rl.store import RunDir
+from hermes_rl.testing import Connection, FakeConfig, FakeServer, Incoming, RateLimits, any_key
 
 TALK = """
 uses = ("user", "judge")

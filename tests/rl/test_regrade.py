@@ -10,16 +10,12 @@ from typing import Any
 import pytest
 from rl_kit import Lab, fake, spent_of, tokens
 
-from batch_runner import arun_batch
-from batch_runner.manifest import read_manifest
-from batch_runner.progress import Silent
-from batch_runner.regrade import regrade_run
+from batch_runner import Silent, arun_batch, read_manifest, regrade_run
 from hermes_rl.cli import main
 from hermes_rl.errors import UserError
-from hermes_rl.models.rate.budgets import RUN_TOKENS
-from hermes_rl.rl.groups import group_report
-from hermes_rl.store.reader import load_run
-from hermes_rl.store.rundir import RunDir
+from hermes_rl.models.rate import RUN_TOKENS
+from hermes_rl.rl import group_report
+from hermes_rl.store import RunDir, load_run
 
 KEPT: dict[str, Any] = {"run": {"keep_workspaces": True}, "dataset": {"limit": None}}
 TASKS = """

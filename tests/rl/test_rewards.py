@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hermes_rl.errors import VerifierFault
 from hermes_rl.events import RewardPart
-from hermes_rl.rl.rewards import Rewards, check_rewards, part
+from hermes_rl.rl import Rewards, check_rewards, part
 
 anything: st.SearchStrategy[Any] = st.one_of(
     st.none(),

@@ -8,9 +8,7 @@ from typing import Any
 from rl_kit import EXAMPLES, Lab, asked_of, fake, ran, table, turn_of
 
 from hermes_rl.rl import Rollout
-from hermes_rl.testing.dialects.base import ServedRequest
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
-from hermes_rl.testing.faults import FaultPlan
+from hermes_rl.testing import FakeConfig, FakeServer, FaultPlan, ServedRequest
 
 STORY = """
 def tasks(self, split, seed):

@@ -5,13 +5,11 @@ from typing import Any
 import pytest
 from rl_kit import Lab, configured, fake, spent_of, tokens
 
-from batch_runner import arun_batch
-from batch_runner.manifest import read_manifest
-from hermes_rl.models.rate.budgets import RUN_TOKENS
-from hermes_rl.rl.groups import group_report
-from hermes_rl.store.reader import load_run
-from hermes_rl.store.rundir import RunDir
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from batch_runner import arun_batch, read_manifest
+from hermes_rl.models.rate import RUN_TOKENS
+from hermes_rl.rl import group_report
+from hermes_rl.store import RunDir, load_run
+from hermes_rl.testing import FakeConfig, FakeServer
 
 TASKS = """
 class Config(EnvConfig):

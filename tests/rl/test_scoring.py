@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl.config import parse_config
-from hermes_rl.rl.scoring import TaskLookup, without_policy
+from hermes_rl.rl import TaskLookup, without_policy
 from hermes_rl.sources import read_rows
 from hermes_rl.tasks import LazyRow
 

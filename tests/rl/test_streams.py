@@ -22,11 +22,11 @@ from rl_kit import (
     turn_of,
 )
 
-from batch_runner.settings import settle
+from batch_runner import settle
 from hermes_rl.errors import StoreError, UserError
-from hermes_rl.rl.trial import first_tasks
-from hermes_rl.store.reader import load_run
-from hermes_rl.testing.dialects.base import ServedRequest
+from hermes_rl.rl import first_tasks
+from hermes_rl.store import load_run
+from hermes_rl.testing import ServedRequest
 
 MATH = EXAMPLES / "math_tool.py"
 MAY_DIFFER = (

@@ -15,7 +15,7 @@ from hermes_rl.ports import WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.rollout import run_attempt
 from hermes_rl.tasks import parse_row
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.testing import FakeConfig, FakeServer
 from hermes_rl.wiring import RunContext, open_run_context
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hermes_rl.cli.check_run import row_faults
+from hermes_rl.cli import row_faults
 
 from .conftest import Open, script
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import msgspec
 
-from hermes_rl.cli.check_run import row_faults
+from hermes_rl.cli import row_faults
 from hermes_rl.record import Trajectory
-from hermes_rl.testing.fake_server import FakeConfig
-from hermes_rl.testing.faults import FaultPlan
+from hermes_rl.testing import FakeConfig, FaultPlan
 
 from .conftest import Open, script
 

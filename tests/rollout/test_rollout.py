@@ -15,8 +15,7 @@ import msgspec
 import pytest
 
 from hermes_rl.sandboxes import probe
-from hermes_rl.testing.fake_server import FakeConfig
-from hermes_rl.testing.faults import FaultPlan
+from hermes_rl.testing import FakeConfig, FaultPlan
 
 from .conftest import Journal, Open, script
 

@@ -10,10 +10,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_runner.budgets import Prices
+from batch_runner import Prices
 from hermes_rl.config import RunConfig, parse_config
-from hermes_rl.models.providers.targets import drawn_model, keys_of, targets_by_model, targets_of
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
+from hermes_rl.models.providers import drawn_model, keys_of, targets_by_model, targets_of
+from hermes_rl.testing import FakeConfig, FakeServer
 from hermes_rl.wiring import identity_of
 
 from .conftest import Open, script

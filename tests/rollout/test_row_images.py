@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_runner.progress import Silent
-from batch_runner.runner import arun_batch
+from batch_runner import Silent, arun_batch
 from hermes_rl.config import parse_config
 from hermes_rl.export import export_run
 from hermes_rl.images import with_images, without_images
 from hermes_rl.record import Image
-from hermes_rl.rl.view import Rollout
-from hermes_rl.store.reader import load_run
+from hermes_rl.rl import Rollout
+from hermes_rl.store import load_run
 
 DOT = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJg"

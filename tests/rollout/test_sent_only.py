@@ -9,9 +9,8 @@ import pytest
 from hermes_rl.config import parse_config
 from hermes_rl.identity import digest
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolMessage
-from hermes_rl.models.client import DIALECTS
-from hermes_rl.testing.dialects import wire_of
-from hermes_rl.testing.fake_server import FakeServer
+from hermes_rl.models import DIALECTS
+from hermes_rl.testing import FakeServer, wire_of
 from hermes_rl.wiring import identity_of
 
 from .conftest import Journal, Open, script

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from hermes_rl.models.client import DIALECTS
+from hermes_rl.models import DIALECTS
 
 from .conftest import script
 

@@ -15,13 +15,18 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from hermes_rl.sandboxes import watchdog
-from hermes_rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
-from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-from hermes_rl.sandboxes.conformance import leased_sandbox
-from hermes_rl.sandboxes.leased import BubblewrapSandbox
-from hermes_rl.sandboxes.none import Subprocess
-from hermes_rl.sandboxes.probe import find_binary, reachable
+from hermes_rl.sandboxes import (
+    Bubblewrap,
+    BubblewrapSandbox,
+    Sandbox,
+    SandboxBackend,
+    SandboxSpec,
+    Subprocess,
+    find_binary,
+    leased_sandbox,
+    reachable,
+    watchdog,
+)
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

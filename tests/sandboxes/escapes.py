@@ -16,8 +16,7 @@ import tempfile
 from pathlib import Path
 
 from hermes_rl.errors import SandboxKilled
-from hermes_rl.sandboxes.base import GradingSpec, Sandbox, SandboxLimits, SandboxSpec
-from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+from hermes_rl.sandboxes import Bubblewrap, GradingSpec, Sandbox, SandboxLimits, SandboxSpec
 
 SECRET = "decoy-secret-5b21"
 MB = 1 << 20

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+from hermes_rl.sandboxes import Bubblewrap
 
 
 @cache

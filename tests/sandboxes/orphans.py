@@ -13,10 +13,7 @@ import os
 from collections.abc import Iterator
 
 from hermes_rl.errors import SandboxKilled
-from hermes_rl.sandboxes import processes
-from hermes_rl.sandboxes.base import GradingSpec, Sandbox, SandboxSpec
-from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-from hermes_rl.sandboxes.conformance import KILL_SHELL
+from hermes_rl.sandboxes import KILL_SHELL, Bubblewrap, GradingSpec, Sandbox, SandboxSpec, processes
 
 _PR_SET_CHILD_SUBREAPER = 36
 COUNT = 4

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from hermes_rl.errors import SandboxStartError
-from hermes_rl.sandboxes.base import SandboxSpec
-from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-from hermes_rl.sandboxes.probe import find_binary, reachable
+from hermes_rl.sandboxes import Bubblewrap, SandboxSpec, find_binary, reachable
 
 
 @pytest.fixture

@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from hermes_rl.errors import SandboxDied, SandboxKilled, SandboxStartError, TaskFault
-from hermes_rl.sandboxes import probe, recipe
-from hermes_rl.sandboxes.base import GradingSpec, SandboxLimits, SandboxSpec
-from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+from hermes_rl.sandboxes import Bubblewrap, GradingSpec, SandboxLimits, SandboxSpec, probe, recipe
 
 PROGRAMS = ("bash", "cat", "ls", "mkdir", "touch", "grep")
 

@@ -10,9 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from hermes_rl.sandboxes.processes import Jobs, Snapshot
-from hermes_rl.sandboxes.session import Background
-from hermes_rl.sandboxes.shell import LINE_MAX, HeadTail, Shell, ShellLost, ShellPaths
+from hermes_rl.sandboxes import (
+    LINE_MAX,
+    Background,
+    HeadTail,
+    Jobs,
+    Shell,
+    ShellLost,
+    ShellPaths,
+    Snapshot,
+)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,17 @@ from pathlib import Path
 import pytest
 
 from hermes_rl.errors import SandboxDied
-from hermes_rl.sandboxes import conformance, processes
-from hermes_rl.sandboxes.base import Sandbox
-from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-from hermes_rl.sandboxes.conformance import CHECKS, Check, tells_a_host_fault
-from hermes_rl.sandboxes.leased import BubblewrapSandbox
-from hermes_rl.sandboxes.none import Subprocess
+from hermes_rl.sandboxes import (
+    CHECKS,
+    Bubblewrap,
+    BubblewrapSandbox,
+    Check,
+    Sandbox,
+    Subprocess,
+    conformance,
+    processes,
+    tells_a_host_fault,
+)
 
 every_check = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 

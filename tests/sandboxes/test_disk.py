@@ -15,10 +15,7 @@ import pytest
 
 from hermes_rl.cli import doctor_command
 from hermes_rl.errors import SandboxKilled
-from hermes_rl.sandboxes import probe
-from hermes_rl.sandboxes.base import GradingSpec, Sandbox
-from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-from hermes_rl.sandboxes.conformance import leased_sandbox
+from hermes_rl.sandboxes import Bubblewrap, GradingSpec, Sandbox, leased_sandbox, probe
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 WORKER = Path(__file__).with_name("worker.py")

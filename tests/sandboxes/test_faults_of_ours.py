@@ -14,16 +14,25 @@ from typing import Any
 import pytest
 
 from hermes_rl.errors import SandboxStartError, TaskFault
-from hermes_rl.sandboxes import watchdog
-from hermes_rl.sandboxes.base import GradingSpec, Sandbox, SandboxBackend, SandboxSpec
-from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-from hermes_rl.sandboxes.conformance import leased_sandbox
-from hermes_rl.sandboxes.disk import Storage
-from hermes_rl.sandboxes.files import Beneath, Look
-from hermes_rl.sandboxes.limits import measure
-from hermes_rl.sandboxes.none import Subprocess
-from hermes_rl.sandboxes.packing import Packing, Unpackable, pack_in_thread, reading
-from hermes_rl.sandboxes.watchdog import remove_tree
+from hermes_rl.sandboxes import (
+    Beneath,
+    Bubblewrap,
+    GradingSpec,
+    Look,
+    Packing,
+    Sandbox,
+    SandboxBackend,
+    SandboxSpec,
+    Storage,
+    Subprocess,
+    Unpackable,
+    leased_sandbox,
+    measure,
+    pack_in_thread,
+    reading,
+    remove_tree,
+    watchdog,
+)
 
 Kind = type[Bubblewrap] | type[Subprocess]
 each_kind = pytest.mark.parametrize("kind", [Bubblewrap, Subprocess])

@@ -4,9 +4,14 @@ import asyncio
 
 import pytest
 
-from hermes_rl.sandboxes import probe
-from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxLimits, SandboxSpec
-from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+from hermes_rl.sandboxes import (
+    Bubblewrap,
+    GradingResult,
+    GradingSpec,
+    SandboxLimits,
+    SandboxSpec,
+    probe,
+)
 from hermes_rl.verify import judge
 
 FILL = "exec 2>/tmp/err; for i in $(seq 40); do head -c 1M /dev/zero >f$i || exit 1; done; sleep 50"

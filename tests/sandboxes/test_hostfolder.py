@@ -11,9 +11,8 @@ import pytest
 from hermes_rl.aiagent import AIAgent
 from hermes_rl.config import ModelConfig
 from hermes_rl.errors import UserError
-from hermes_rl.sandboxes.base import SandboxLimits, SandboxSpec
-from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-from hermes_rl.testing.fake_server import FakeServer
+from hermes_rl.sandboxes import Bubblewrap, SandboxLimits, SandboxSpec
+from hermes_rl.testing import FakeServer
 
 from .conftest import ORDINARY
 

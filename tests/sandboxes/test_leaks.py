@@ -12,11 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from hermes_rl.sandboxes import limits, processes, watchdog
-from hermes_rl.sandboxes.base import SandboxSpec
-from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-from hermes_rl.sandboxes.leased import BubblewrapSandbox
-from hermes_rl.sandboxes.none import Subprocess
+from hermes_rl.sandboxes import (
+    Bubblewrap,
+    BubblewrapSandbox,
+    SandboxSpec,
+    Subprocess,
+    limits,
+    processes,
+    watchdog,
+)
 
 WORKER = Path(__file__).with_name("worker.py")
 

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hermes_rl.sandboxes.base import SandboxSpec
-from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-from hermes_rl.sandboxes.recipe import make_etc
+from hermes_rl.sandboxes import Bubblewrap, SandboxSpec, make_etc
 
 
 def test_entries_that_come_and_go_stop_no_copy(tmp_path: Path) -> None:

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hermes_rl.sandboxes import watchdog
-from hermes_rl.sandboxes.base import GradingSpec, Sandbox
-from hermes_rl.sandboxes.slots import Home, lock
+from hermes_rl.sandboxes import GradingSpec, Home, Sandbox, lock, watchdog
 
 STRANGER = 54322
 """A user id that nobody has."""

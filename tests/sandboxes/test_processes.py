@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from hermes_rl.sandboxes.base import Sandbox
-from hermes_rl.sandboxes.processes import (
+from hermes_rl.sandboxes import (
     Jobs,
     MarkedProcesses,
     Proc,
     Quiescence,
+    Sandbox,
     Snapshot,
     children,
     find,

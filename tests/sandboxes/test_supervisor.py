@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hermes_rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
-from hermes_rl.sandboxes.shell import supervisor_text
+from hermes_rl.sandboxes import Sandbox, SandboxBackend, SandboxSpec, supervisor_text
 
 SHELLS = 1200
 """A shell of 256 hung: so many find the fault 99 times of 100."""

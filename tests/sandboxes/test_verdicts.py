@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from hermes_rl.sandboxes.base import GradingSpec, Sandbox
-from hermes_rl.testing.cheats import CHEATS
+from hermes_rl.sandboxes import GradingSpec, Sandbox
+from hermes_rl.testing import CHEATS
 from hermes_rl.verify import judge
 
 FORGER = b"""

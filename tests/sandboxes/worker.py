@@ -9,9 +9,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from hermes_rl.sandboxes.base import SandboxSpec
-from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-from hermes_rl.sandboxes.none import Subprocess
+from hermes_rl.sandboxes import Bubblewrap, SandboxSpec, Subprocess
 
 
 async def main() -> None:

@@ -14,11 +14,9 @@ from sampler_kit import TRAPS, WORDS, Engine, Habits
 from hermes_rl import events as ev
 from hermes_rl.events import EventLog
 from hermes_rl.messages import AssistantMessage, Message, SystemMessage, ToolMessage, UserMessage
-from hermes_rl.models.base import Conversation, ModelRequest, Sampling
-from hermes_rl.models.calls.attempts import Clock
-from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.calls.route import Route
-from hermes_rl.models.rate.traffic import Traffic
+from hermes_rl.models import Conversation, ModelRequest, Sampling
+from hermes_rl.models.calls import Clock, ModelCaller, RetryPolicy, Route
+from hermes_rl.models.rate import Traffic
 from hermes_rl.record import Segment, Trajectory
 from hermes_rl.segments import rollout_faults, row_faults, runs_of, usage_faults, with_segments
 from hermes_rl.trajectory import fold

@@ -10,14 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batch_runner.report import Report
-from batch_runner.runner import arun_batch
+from batch_runner import Report, arun_batch
 from hermes_rl.config import parse_config
 from hermes_rl.segments import runs_of
-from hermes_rl.store.reader import load_run
-from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine, chat_of
-from hermes_rl.testing.server_logs import Truth
-from hermes_rl.testing.tiny_tokenizer import write_tiny_tokenizer
+from hermes_rl.store import load_run
+from hermes_rl.testing import ExactConfig, ExactEngine, Truth, chat_of, write_tiny_tokenizer
 
 
 @asynccontextmanager

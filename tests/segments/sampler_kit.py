@@ -12,7 +12,7 @@ from typing import Any
 
 from hermes_rl.errors import ConnectionLost, RateLimited
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage
-from hermes_rl.models.base import Completion, ModelRequest, TokenCapture
+from hermes_rl.models import Completion, ModelRequest, TokenCapture
 from hermes_rl.usage import Usage
 
 SPECIAL = {

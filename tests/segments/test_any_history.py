@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_segments import Story, check_segments
 
 from hermes_rl import events as ev
-from hermes_rl.models.tokens.capture import TokensFault
+from hermes_rl.models.tokens import TokensFault
 from hermes_rl.segments import rollout_faults, row_faults, usage_faults, with_segments
 from hermes_rl.trajectory import fold
 

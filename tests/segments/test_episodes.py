@@ -13,7 +13,7 @@ from sampler_kit import BOS, SPECIAL, Engine, decode, encode
 
 from hermes_rl import events as ev
 from hermes_rl.messages import ToolMessage
-from hermes_rl.models.base import TokenCapture
+from hermes_rl.models import TokenCapture
 
 
 async def test_a_thousand_drift_prone_episodes_hold_what_was_sampled():

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 from run_kit import engine_in, rewritten, run_on
 
-from batch_runner.report import exact_lines
+from batch_runner import exact_lines
 from hermes_rl.cli import main
-from hermes_rl.store.ledger import Ledger
-from hermes_rl.store.stats import compute_stats
-from hermes_rl.store.summary import Summary
+from hermes_rl.store import Ledger, Summary, compute_stats
 
 SCRIPTS: list[list[Any]] = [
     [{"text": "look", "run": "echo some words"}, {"text": "again", "run": "echo more"}, "done"],

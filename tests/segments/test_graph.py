@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl.events import Event, TokensAdded, pack_ids, unpack_ids
-from hermes_rl.models.base import Conversation, ModelRequest, Sampling, TokenCapture
-from hermes_rl.models.tokens.capture import TokenGraph, TokensFault, record_of
-from hermes_rl.models.tokens.logprobs import shaped_by
+from hermes_rl.models import Conversation, ModelRequest, Sampling, TokenCapture
+from hermes_rl.models.tokens import TokenGraph, TokensFault, record_of, shaped_by
 
 REQUEST = ModelRequest("m", Conversation(), "", sampling=Sampling(temperature=1.0, top_k=-1))
 few = st.lists(st.integers(0, 2), max_size=8)

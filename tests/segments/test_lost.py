@@ -2,9 +2,7 @@
 
 from test_segments import Story
 
-from hermes_rl.store.driver import open_run
-from hermes_rl.store.journal import JournalWriter
-from hermes_rl.store.reader import load_run
+from hermes_rl.store import JournalWriter, load_run, open_run
 
 
 async def test_the_next_start_keeps_the_tokens_of_a_lost_attempt(tmp_path):

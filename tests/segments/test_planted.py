@@ -15,7 +15,7 @@ from run_kit import differences, engine_in, rewritten, run_on, served
 from hermes_rl.cli import main
 from hermes_rl.models.tokens import load_renderer
 from hermes_rl.segments import runs_of
-from hermes_rl.testing.server_logs import Truth
+from hermes_rl.testing import Truth
 
 Row = dict[str, Any]
 Answer = list[tuple[int, float]]

@@ -8,8 +8,8 @@ import pytest
 from test_segments import PLAIN, Story, check_segments
 
 from hermes_rl import events as ev
-from hermes_rl.models.base import Sampling
-from hermes_rl.models.tokens.capture import TokensFault
+from hermes_rl.models import Sampling
+from hermes_rl.models.tokens import TokensFault
 from hermes_rl.record import Segment
 from hermes_rl.segments import rollout_faults, row_faults, usage_faults
 

@@ -10,8 +10,8 @@ from episode_kit import BEGUN, rounded
 
 from hermes_rl import events as ev
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.models.base import Conversation, ModelRequest, Sampling, TokenCapture
-from hermes_rl.models.tokens.capture import TokenGraph, TokensFault, record_of
+from hermes_rl.models import Conversation, ModelRequest, Sampling, TokenCapture
+from hermes_rl.models.tokens import TokenGraph, TokensFault, record_of
 from hermes_rl.record import Segment
 from hermes_rl.segments import happened, prove, with_segments
 from hermes_rl.trajectory import fold

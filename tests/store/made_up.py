@@ -21,9 +21,7 @@ from hermes_rl.events import (
 from hermes_rl.messages import AssistantMessage, ToolCall, UserMessage
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Segment, Trajectory
-from hermes_rl.store.driver import Driver
-from hermes_rl.store.journal import JournalWriter
-from hermes_rl.store.rows import Finished, Group, receipt_of
+from hermes_rl.store import Driver, Finished, Group, JournalWriter, receipt_of
 from hermes_rl.trajectory import fold
 from hermes_rl.usage import Usage, UsageTotal
 

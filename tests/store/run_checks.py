@@ -11,11 +11,7 @@ import msgspec
 import pyarrow.parquet as pq
 from scripted_driver import Plan
 
-from hermes_rl.store.commit import read_commits
-from hermes_rl.store.files import file_sha256, payloads
-from hermes_rl.store.reader import load_run
-from hermes_rl.store.rundir import TABLES, RunDir
-from hermes_rl.store.schema import schema_of
+from hermes_rl.store import TABLES, RunDir, file_sha256, load_run, payloads, read_commits, schema_of
 
 Key = tuple[str, int, int]
 

@@ -24,10 +24,16 @@ import pyarrow.dataset
 import pyarrow.pandas_compat
 import pyarrow.parquet  # noqa: F401
 
-import hermes_rl.store.parts  # noqa: F401
-from hermes_rl.store.driver import Driver, OpenOptions, open_run
-from hermes_rl.store.journal import JournalWriter, Publisher, SealPolicy
-from hermes_rl.store.stats import write_stats
+from hermes_rl.store import (
+    Driver,
+    JournalWriter,
+    OpenOptions,
+    PartWriter,  # noqa: F401
+    Publisher,
+    SealPolicy,
+    open_run,
+    write_stats,
+)
 
 ROWS_PER_BATCH = 3
 AT_ONCE = 3

@@ -9,8 +9,7 @@ import sys
 
 import made_up
 
-from hermes_rl.store.journal import JournalWriter, Publisher
-from hermes_rl.store.rundir import RunDir
+from hermes_rl.store import JournalWriter, Publisher, RunDir
 
 
 async def main(path: str, epoch: int, worker: str, *attempts: str) -> None:

@@ -13,15 +13,10 @@ import made_up
 import msgspec
 import pytest
 
-from batch_runner import run_batch
-from batch_runner.progress import Silent
-from hermes_rl.cli.check_command import command
-from hermes_rl.cli.errors import guarded
+from batch_runner import Silent, run_batch
+from hermes_rl.cli import command, guarded
 from hermes_rl.errors import ExitCode, HermesError
-from hermes_rl.store.driver import OpenOptions, open_run
-from hermes_rl.store.journal import JournalWriter
-from hermes_rl.store.reader import load_run
-from hermes_rl.store.rundir import RunDir
+from hermes_rl.store import JournalWriter, OpenOptions, RunDir, load_run, open_run
 
 HOW = ("flip", "flip", "flip", "half", "empty", "gone", "folder")
 OPTIONS = OpenOptions(grace_s=0.01)

@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hermes_rl.store.parts import array_of, table_of
-from hermes_rl.store.schema import GRADES, GROUPS, SEGMENTS, TRAJECTORIES, storage_schema
+from hermes_rl.store import (
+    GRADES,
+    GROUPS,
+    SEGMENTS,
+    TRAJECTORIES,
+    array_of,
+    storage_schema,
+    table_of,
+)
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 

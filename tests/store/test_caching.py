@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from batch_runner.report import Report
-from hermes_rl.store.summary import Summary, cache_counts, cache_shares
+from batch_runner import Report
+from hermes_rl.store import Summary, cache_counts, cache_shares
 
 
 def call(sent: int | None, read: int | None, **fields: Any) -> dict[str, Any]:

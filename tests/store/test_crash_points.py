@@ -7,7 +7,7 @@ import run_checks as checks
 from made_up import Play
 from scripted_driver import Plan
 
-from hermes_rl.store.crash import CRASH_POINTS
+from hermes_rl.store import CRASH_POINTS
 
 KILLED = -9
 RECOVERY = [p for p in CRASH_POINTS if p.startswith("recover")]

@@ -12,11 +12,7 @@ from made_up import Play
 from scripted_driver import Plan
 
 from hermes_rl.errors import StoreError
-from hermes_rl.store.driver import OpenOptions, open_run
-from hermes_rl.store.files import encode_line
-from hermes_rl.store.integrity import repair_run
-from hermes_rl.store.journal import JournalWriter
-from hermes_rl.store.reader import load_run
+from hermes_rl.store import JournalWriter, OpenOptions, encode_line, load_run, open_run, repair_run
 
 KILLED = -9
 OPTIONS = OpenOptions(grace_s=0.1)

@@ -13,13 +13,17 @@ import pytest
 from made_up import group
 
 from hermes_rl.events import RewardPart
-from hermes_rl.store.commit import read_commits
-from hermes_rl.store.crash import CRASH_VARIABLE
-from hermes_rl.store.derived import open_derived_writer
-from hermes_rl.store.driver import open_run
-from hermes_rl.store.reader import in_flight, load_run
-from hermes_rl.store.rows import Derived, Grade
-from hermes_rl.store.rundir import RunDir
+from hermes_rl.store import (
+    CRASH_VARIABLE,
+    Derived,
+    Grade,
+    RunDir,
+    in_flight,
+    load_run,
+    open_derived_writer,
+    open_run,
+    read_commits,
+)
 from hermes_rl.usage import UsageTotal
 
 

@@ -13,11 +13,16 @@ import run_checks as checks
 from scripted_driver import Plan
 
 from hermes_rl.errors import DiskFull
-from hermes_rl.store.crash import CrashHook
-from hermes_rl.store.driver import OpenOptions, open_run
-from hermes_rl.store.files import AppendFile, payloads
-from hermes_rl.store.journal import JournalWriter, Publisher
-from hermes_rl.store.reader import load_run
+from hermes_rl.store import (
+    AppendFile,
+    CrashHook,
+    JournalWriter,
+    OpenOptions,
+    Publisher,
+    load_run,
+    open_run,
+    payloads,
+)
 
 HERE = Path(__file__).parent
 

@@ -5,10 +5,7 @@ from pathlib import Path
 import pytest
 from made_up import Play
 
-from hermes_rl.store.commit import publish_batch
-from hermes_rl.store.crash import CrashHook
-from hermes_rl.store.files import Storage
-from hermes_rl.store.rundir import RunDir
+from hermes_rl.store import CrashHook, RunDir, Storage, publish_batch
 
 
 class Noting(Storage):

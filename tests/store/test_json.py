@@ -22,10 +22,7 @@ from hypothesis import strategies as st
 
 from hermes_rl.identity import canonical_json
 from hermes_rl.messages import MAX_DEPTH
-from hermes_rl.store.parts import PartWriter
-from hermes_rl.store.reader import Run
-from hermes_rl.store.rundir import RunDir
-from hermes_rl.store.schema import TRAJECTORIES
+from hermes_rl.store import TRAJECTORIES, PartWriter, Run, RunDir
 
 # Texts as models and tools write them: everything but half characters (no UTF-8 has them).
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from made_up import Play
 from scripted_driver import Plan
 
-from hermes_rl.store.crash import CRASH_POINTS
+from hermes_rl.store import CRASH_POINTS
 
 kills = st.lists(
     st.tuples(st.sampled_from(CRASH_POINTS), st.integers(1, 40)), min_size=1, max_size=6

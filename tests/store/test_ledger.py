@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hermes_rl.errors import CAUSES
-from hermes_rl.store.commit import Commit, Tally
-from hermes_rl.store.ledger import Ledger
+from hermes_rl.store import Commit, Ledger, Tally
 
 causes = st.sampled_from([None, *CAUSES])
 histories = st.dictionaries(st.integers(0, 400), st.lists(causes, min_size=1, max_size=5))

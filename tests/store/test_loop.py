@@ -8,9 +8,7 @@ from pathlib import Path
 import made_up
 import pytest
 
-from hermes_rl.store.driver import OpenOptions, open_run
-from hermes_rl.store.journal import JournalWriter, Publisher, SealPolicy
-from hermes_rl.store.rundir import RunDir
+from hermes_rl.store import JournalWriter, OpenOptions, Publisher, RunDir, SealPolicy, open_run
 
 ATTEMPTS = 64
 ROUNDS = 6

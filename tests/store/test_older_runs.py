@@ -7,11 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hermes_rl.cli.check_run import faults_of
-from hermes_rl.store.driver import open_run
-from hermes_rl.store.parts import to_arrow
-from hermes_rl.store.reader import load_run
-from hermes_rl.store.schema import LATER, schema_of
+from hermes_rl.cli import faults_of
+from hermes_rl.store import LATER, load_run, open_run, schema_of, to_arrow
 
 
 def faults(run_path: Path) -> list[str]:

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl.errors import CAUSES, ENDINGS
-from hermes_rl.store.ledger import Ledger
-from hermes_rl.store.stats import compute_stats, page
-from hermes_rl.store.summary import Summary
+from hermes_rl.store import Ledger, Summary, compute_stats, page
 
 _VOID = {"meta"}
 few = st.integers(1, 10**9)

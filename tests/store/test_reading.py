@@ -11,9 +11,7 @@ import pyarrow.parquet as pq
 import run_checks as checks
 from made_up import Play, attempt
 
-from hermes_rl.store.driver import open_run
-from hermes_rl.store.journal import Batch, JournalWriter, Publisher, SealPolicy
-from hermes_rl.store.reader import load_run
+from hermes_rl.store import Batch, JournalWriter, Publisher, SealPolicy, load_run, open_run
 
 
 async def test_reading_while_a_run_goes_on(run_path: Path) -> None:

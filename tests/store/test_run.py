@@ -12,11 +12,15 @@ import pytest
 from made_up import attempt
 
 from hermes_rl.errors import StoreError, UserError
-from hermes_rl.store.driver import OpenOptions, open_run
-from hermes_rl.store.journal import JournalWriter, Publisher
-from hermes_rl.store.reader import load_run
-from hermes_rl.store.rundir import TABLES
-from hermes_rl.store.schema import schema_of
+from hermes_rl.store import (
+    TABLES,
+    JournalWriter,
+    OpenOptions,
+    Publisher,
+    load_run,
+    open_run,
+    schema_of,
+)
 
 
 async def test_a_run_is_written_read_and_resumed(tmp_path: Path) -> None:

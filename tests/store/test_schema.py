@@ -9,16 +9,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from hermes_rl.record import Segment, Trajectory
-from hermes_rl.store.parts import PartWriter, to_arrow
-from hermes_rl.store.rows import Grade, Group
-from hermes_rl.store.schema import (
+from hermes_rl.store import (
     GRADES,
     GROUPS,
     SEGMENTS,
     TRAJECTORIES,
     VERSION_KEY,
+    Grade,
+    Group,
+    PartWriter,
     empty_table,
     schema_of,
+    to_arrow,
 )
 
 

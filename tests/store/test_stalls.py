@@ -11,10 +11,7 @@ import pytest
 import run_checks as checks
 
 from hermes_rl.errors import StoreError
-from hermes_rl.store.commit import publish_batch
-from hermes_rl.store.driver import OpenOptions, open_run
-from hermes_rl.store.journal import JournalWriter, Publisher
-from hermes_rl.store.reader import load_run
+from hermes_rl.store import JournalWriter, OpenOptions, Publisher, load_run, open_run, publish_batch
 
 OPTIONS = OpenOptions(grace_s=0.05)
 UNITS = 4

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hermes_rl.store.files import encode_line, payloads
+from hermes_rl.store import encode_line, payloads
 
 
 class Growing(io.RawIOBase):

@@ -13,9 +13,7 @@ import pytest
 import run_checks as checks
 
 from hermes_rl.errors import StoreError
-from hermes_rl.store.driver import Driver, OpenOptions, open_run
-from hermes_rl.store.journal import JournalWriter, Publisher
-from hermes_rl.store.reader import load_run
+from hermes_rl.store import Driver, JournalWriter, OpenOptions, Publisher, load_run, open_run
 
 HERE = Path(__file__).parent
 OPTIONS = OpenOptions(grace_s=0.3)

@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 
-from hermes_rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
-from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-from hermes_rl.sandboxes.none import Subprocess
-from hermes_rl.tools.arguments import read_arguments
-from hermes_rl.tools.base import ToolContext, ToolResult
-from hermes_rl.tools.toolsets import TOOLS
+from hermes_rl.sandboxes import Bubblewrap, Sandbox, SandboxBackend, SandboxSpec, Subprocess
+from hermes_rl.tools import TOOLS, ToolContext, ToolResult, read_arguments
 
 
 @dataclass

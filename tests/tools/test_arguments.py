@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl.errors import ToolError
-from hermes_rl.tools.arguments import read_arguments
-from hermes_rl.tools.toolsets import TOOLS
+from hermes_rl.tools import TOOLS, read_arguments
 
 SCHEMA = {
     "type": "object",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hermes_rl.tools.matching import STRATEGIES, find, replace
+from hermes_rl.tools import STRATEGIES, find, replace
 
 LINES = st.lists(st.text("ab (){}=.\t'é", max_size=8), min_size=1, max_size=8)
 

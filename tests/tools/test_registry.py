@@ -9,16 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl.errors import UserError
-from hermes_rl.tools import read_file, search_files, terminal
-from hermes_rl.tools.text import cut_middle, json_result, strip_ansi
-from hermes_rl.tools.toolsets import (
+from hermes_rl.tools import (
     DISTRIBUTIONS,
     TOOLS,
     TOOLSETS,
+    cut_middle,
     draw_toolsets,
+    json_result,
+    read_file,
     resolve,
     schema_digest,
     schemas,
+    search_files,
+    strip_ansi,
+    terminal,
 )
 
 

@@ -16,14 +16,20 @@ from hermes_rl.errors import UserError
 from hermes_rl.export.imports import atropos, hermes
 from hermes_rl.export.imports.base import RolloutNamer, finished
 from hermes_rl.identity import digest
-from hermes_rl.rl.groups import gather, make_group
-from hermes_rl.store.commit import read_commits
-from hermes_rl.store.driver import Driver, open_run
-from hermes_rl.store.files import file_sha256
-from hermes_rl.store.journal import JournalWriter, Publisher
-from hermes_rl.store.reader import Run
-from hermes_rl.store.rows import Derived, Finished, Group
-from hermes_rl.store.stats import write_stats
+from hermes_rl.rl import gather, make_group
+from hermes_rl.store import (
+    Derived,
+    Driver,
+    Finished,
+    Group,
+    JournalWriter,
+    Publisher,
+    Run,
+    file_sha256,
+    open_run,
+    read_commits,
+    write_stats,
+)
 
 Origin = Literal["hermes", "atropos"]
 

@@ -13,7 +13,7 @@ from hermes_rl import events as ev
 from hermes_rl.identity import digest, group_id, trajectory_id, unit_id
 from hermes_rl.messages import AssistantMessage, Message, UserMessage, text_of
 from hermes_rl.record import Segment
-from hermes_rl.store.rows import Finished
+from hermes_rl.store import Finished
 from hermes_rl.trajectory import fold
 
 EPOCH = 1

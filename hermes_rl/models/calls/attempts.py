@@ -21,11 +21,9 @@ from hermes_rl.events import CallEnded, CallStarted, Outcome, Purpose, Waited
 from hermes_rl.messages import SystemMessage
 from hermes_rl.models.base import Completion, Conversation, ModelClient, ModelRequest
 from hermes_rl.models.calls.route import Account, Route
-from hermes_rl.models.errors.classify import classify_exception
-from hermes_rl.models.rate.buckets import Estimate
-from hermes_rl.models.rate.budgets import OUTPUT_MAX, Budget, Reservation, Spend
-from hermes_rl.models.rate.limiter import Slot
-from hermes_rl.models.tokens.capture import CAPTURED, TokenGraph, record_of
+from hermes_rl.models.errors import classify_exception
+from hermes_rl.models.rate import OUTPUT_MAX, Budget, Estimate, Reservation, Slot, Spend
+from hermes_rl.models.tokens import CAPTURED, TokenGraph, record_of
 from hermes_rl.ports import Recorder
 from hermes_rl.usage import Usage
 

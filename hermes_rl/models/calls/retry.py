@@ -28,9 +28,8 @@ from hermes_rl.models.calls.recovery import (
     refused_alike,
 )
 from hermes_rl.models.calls.route import Account, Route
-from hermes_rl.models.prepare.images import can_shrink
-from hermes_rl.models.rate.budgets import Budget
-from hermes_rl.models.rate.traffic import Traffic
+from hermes_rl.models.prepare import can_shrink
+from hermes_rl.models.rate import Budget, Traffic
 from hermes_rl.ports import Recorder
 
 __all__ = ["Clock", "ModelCaller", "Price", "RetryPolicy"]

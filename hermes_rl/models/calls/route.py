@@ -27,12 +27,9 @@ from typing import Any, Literal
 from hermes_rl.errors import ModelError
 from hermes_rl.models.base import ModelClient, ModelRequest, Sampling
 from hermes_rl.models.key_command import KeyRenewed
-from hermes_rl.models.providers.prices import PriceTable
-from hermes_rl.models.rate.headers import resets_s
-from hermes_rl.models.rate.limiter import Limiter
-from hermes_rl.models.rate.share import Cooldowns
-from hermes_rl.models.rate.traffic import Traffic
-from hermes_rl.models.wire.base import NO_LIMIT
+from hermes_rl.models.providers import PriceTable
+from hermes_rl.models.rate import Cooldowns, Limiter, Traffic, resets_s
+from hermes_rl.models.wire import NO_LIMIT
 
 _log = logging.getLogger(__name__)
 

@@ -1,1 +1,21 @@
 """How model calls fail: from status, headers and body to a typed error with a reason."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hermes_rl.lazy import attach
+
+if TYPE_CHECKING:
+    from hermes_rl.models.errors.body import facts_of
+    from hermes_rl.models.errors.classify import (
+        classify_exception,
+        classify_in_answer,
+        classify_response,
+        rate_headers,
+        request_id,
+        retry_after,
+        table,
+    )
+else:
+    __getattr__, __dir__ = attach(__name__)

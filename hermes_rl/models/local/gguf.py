@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from hermes_rl.errors import UserError
-from hermes_rl.models.tokens.files import TokenizerFiles
+from hermes_rl.models.tokens import TokenizerFiles
 
 _SCALARS = {
     0: "<B",

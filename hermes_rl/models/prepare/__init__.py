@@ -29,9 +29,16 @@ from typing import Any
 
 from hermes_rl.messages import Message, SystemMessage, ToolMessage
 from hermes_rl.models.base import Adaptation, ModelRequest, View
-from hermes_rl.models.prepare.arguments import canonical_arguments, repair_arguments
-from hermes_rl.models.prepare.images import small_images
+from hermes_rl.models.prepare.arguments import (
+    canonical_arguments,
+    canonical_json,
+    repair_arguments,
+    repaired_arguments,
+)
+from hermes_rl.models.prepare.images import MOST_BYTES, MOST_SIDE, can_shrink, small_images
 from hermes_rl.models.prepare.messages import (
+    NO_IMAGE,
+    NO_RESULT,
     alternate,
     blocks_of,
     clean_surrogates,

@@ -1,1 +1,67 @@
 """Who answers: providers, keys, prices, routes and what an endpoint can do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hermes_rl.lazy import attach
+
+if TYPE_CHECKING:
+    from hermes_rl.models.providers.preflight import (
+        embedded_clients,
+        exact_clients,
+        find_plan,
+        reach_models,
+        reach_others,
+        wanted_ids,
+    )
+    from hermes_rl.models.providers.prices import (
+        DATE,
+        ModelPrice,
+        PriceTable,
+        Rates,
+        list_prices,
+        price_table,
+        read_price,
+    )
+    from hermes_rl.models.providers.probe import (
+        MAX_TOKENS,
+        Capabilities,
+        EndpointReport,
+        ProbeCall,
+        TokenSearch,
+        find_capabilities,
+        list_models,
+    )
+    from hermes_rl.models.providers.routing import (
+        Keys,
+        Routes,
+        Routing,
+        Seen,
+        Sole,
+        Target,
+        find_keys,
+    )
+    from hermes_rl.models.providers.table import (
+        DEFAULT_MODE,
+        DEFAULT_PROVIDER,
+        Place,
+        known_providers,
+        quirks_at,
+        resolve,
+        shipped,
+    )
+    from hermes_rl.models.providers.targets import (
+        all_keys,
+        asks_endpoint,
+        drawn_model,
+        endpoint_base,
+        first_endpoint,
+        keys_of,
+        other_targets,
+        others_of,
+        targets_by_model,
+        targets_of,
+    )
+else:
+    __getattr__, __dir__ = attach(__name__)

@@ -31,11 +31,10 @@ from hermes_rl.models.providers.targets import (
     other_targets,
     targets_by_model,
 )
-from hermes_rl.models.tokens.engines import CHAT_MODE
-from hermes_rl.models.tokens.plan import NO_IDS, TokenPlan, Wanted
+from hermes_rl.models.tokens import CHAT_MODE, NO_IDS, TokenPlan, Wanted
 
 if TYPE_CHECKING:
-    from hermes_rl.models.tokens.renderer import Renderer
+    from hermes_rl.models.tokens import Renderer
 
 Connect = Callable[[Endpoint], ModelClient]
 
@@ -190,7 +189,7 @@ async def embedded_clients(
     """
     if plan is None or not plan.exact:
         return connect
-    from hermes_rl.models.tokens.client import client_for
+    from hermes_rl.models.tokens import client_for
 
     renderer: Renderer | None = None
     if plan.way != "chat":
@@ -205,8 +204,8 @@ def _own_renderer(where: EndpointSection, weights: Path) -> Renderer:
     named = _renderer(where)
     if named is not None:
         return named
-    from hermes_rl.models.local.gguf import read_tokenizer
-    from hermes_rl.models.tokens.renderer import renderer_of
+    from hermes_rl.models.local import read_tokenizer
+    from hermes_rl.models.tokens import renderer_of
 
     return renderer_of(read_tokenizer(weights))
 
@@ -221,7 +220,7 @@ def exact_clients(where: EndpointSection, plan: TokenPlan | None, base_url: str)
     """
     if plan is None or not plan.exact:
         return connect
-    from hermes_rl.models.tokens.client import client_for
+    from hermes_rl.models.tokens import client_for
 
     renderer = _renderer(where) if plan.way != "chat" else None
 
@@ -238,6 +237,6 @@ def exact_clients(where: EndpointSection, plan: TokenPlan | None, base_url: str)
 
 
 def _renderer(where: EndpointSection) -> Renderer | None:
-    from hermes_rl.models.tokens.renderer import load_renderer
+    from hermes_rl.models.tokens import load_renderer
 
     return None if where.tokenizer is None else load_renderer(where.tokenizer)

@@ -30,7 +30,7 @@ import msgspec.json
 import msgspec.yaml
 
 from hermes_rl.models.base import CacheTime
-from hermes_rl.models.rate.budgets import OUTPUT_MAX
+from hermes_rl.models.rate import OUTPUT_MAX
 from hermes_rl.usage import Usage
 
 _MILLION = Decimal(1_000_000)

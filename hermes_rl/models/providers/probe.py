@@ -45,28 +45,35 @@ from hermes_rl.models.base import (
 )
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.errors.classify import classify_response
+from hermes_rl.models.errors import classify_response
 from hermes_rl.models.providers.prices import PriceTable
-from hermes_rl.models.tokens.engines import (
+from hermes_rl.models.tokens import (
     CHAT_MODE,
+    CUT,
+    NO_IDS,
     PENALTIES,
+    TOP,
+    Asked,
+    Spelling,
+    TokenPlan,
+    Wanted,
+    Way,
+    filters_shown,
     first_logprobs,
     ids_spelling,
+    kind_of,
     sampling_of,
     whole_ids,
 )
-from hermes_rl.models.tokens.logprobs import CUT, TOP, filters_shown, kind_of
-from hermes_rl.models.tokens.plan import NO_IDS, Asked, Spelling, TokenPlan, Wanted, Way
-from hermes_rl.models.transports.base import connection_fault, proxy_refused, untrusted
-from hermes_rl.models.wire.base import ReplyHead
-from hermes_rl.models.wire.usage import read_chat_usage
+from hermes_rl.models.transports import connection_fault, proxy_refused, untrusted
+from hermes_rl.models.wire import ReplyHead, read_chat_usage
 from hermes_rl.text import decode_json, encode_json, scrub
 from hermes_rl.usage import Usage
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse
 
-    from hermes_rl.models.tokens.renderer import Renderer
+    from hermes_rl.models.tokens import Renderer
 
 MAX_TOKENS = 64
 """Output limit of each call; a model that reasons first may still answer."""
@@ -509,8 +516,7 @@ class TokenSearch:
 
     async def _try_wire(self, way: Way, renderer: Renderer) -> _LogprobsMeaning | None:
         """Return what its logprobs stand for; None if the route does not exist."""
-        from hermes_rl.models.tokens.client import at_root
-        from hermes_rl.models.tokens.engines import WIRES
+        from hermes_rl.models.tokens import WIRES, at_root
 
         wire = WIRES[way](renderer.end_ids, self.endpoint.secrets)
         where = at_root(self.endpoint) if wire.at_root else self.endpoint
@@ -536,7 +542,7 @@ class TokenSearch:
 
         Raises: UserError when its ids differ: the tokenizer is another model's.
         """
-        from hermes_rl.models.tokens.client import at_root
+        from hermes_rl.models.tokens import at_root
 
         text = renderer.text([UserMessage(content=_TOKENIZER_TEST)])
         body = {

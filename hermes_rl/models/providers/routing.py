@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, Protocol
 from hermes_rl.config_endpoint import check_proxy, variable_of
 from hermes_rl.errors import UserError
 from hermes_rl.models.base import ModelClient
-from hermes_rl.models.calls.route import Account, KeyPool, Route, Strategy
+from hermes_rl.models.calls import Account, KeyPool, Route, Strategy
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.key_command import KeyCommand, LiveKey
 from hermes_rl.models.providers.prices import PriceTable
 from hermes_rl.models.providers.table import Place
-from hermes_rl.models.rate.share import Share
-from hermes_rl.models.wire.base import Quirks
+from hermes_rl.models.rate import Share
+from hermes_rl.models.wire import Quirks
 
 NO_KEY = "no-key"
 """The account of an endpoint that needs no key."""

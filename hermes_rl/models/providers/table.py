@@ -23,7 +23,7 @@ from hermes_rl.config_endpoint import variables_of
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import unknown
 from hermes_rl.models.endpoint import check_address
-from hermes_rl.models.wire.base import Quirks
+from hermes_rl.models.wire import Quirks
 
 DEFAULT_PROVIDER = "openai"
 DEFAULT_MODE = "chat_completions"

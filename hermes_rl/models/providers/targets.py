@@ -22,7 +22,7 @@ from hermes_rl.models.endpoint import Endpoint, Timeouts
 from hermes_rl.models.providers.prices import ModelPrice, PriceTable, price_table, read_price
 from hermes_rl.models.providers.routing import Keys, Target, find_keys
 from hermes_rl.models.providers.table import Place, Provider, known_providers, resolve
-from hermes_rl.models.wire.base import NO_FIELD, refuse_own
+from hermes_rl.models.wire import NO_FIELD, refuse_own
 
 _MIX_STEPS = 1 << 52
 

@@ -9,28 +9,46 @@ render anything.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
-    from hermes_rl.models.tokens.bridge import Bridged as Bridged
-    from hermes_rl.models.tokens.bridge import History as History
-    from hermes_rl.models.tokens.renderer import Renderer as Renderer
-    from hermes_rl.models.tokens.renderer import load_renderer as load_renderer
-    from hermes_rl.models.tokens.template import TemplateRefused as TemplateRefused
-    from hermes_rl.models.tokens.template_checks import Finding as Finding
-
-_HOMES = {
-    "Bridged": "bridge",
-    "Finding": "template_checks",
-    "History": "bridge",
-    "Renderer": "renderer",
-    "TemplateRefused": "template",
-    "load_renderer": "renderer",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    from hermes_rl.models.tokens.bridge import Bridged, History, abridged
+    from hermes_rl.models.tokens.capture import (
+        CAPTURED,
+        Stretch,
+        TokenGraph,
+        TokensFault,
+        record_of,
+    )
+    from hermes_rl.models.tokens.client import TokenClient, at_root, client_for, token_client
+    from hermes_rl.models.tokens.engines import (
+        CHAT_MODE,
+        PENALTIES,
+        WIRES,
+        ChatIdsClient,
+        first_logprobs,
+        ids_spelling,
+        sampling_of,
+        whole_ids,
+    )
+    from hermes_rl.models.tokens.files import TokenizerFiles
+    from hermes_rl.models.tokens.logprobs import CUT, LOWEST, TOP, filters_shown, kind_of, shaped_by
+    from hermes_rl.models.tokens.parsers import PARSERS, Parsed, ToolCallParser, parser_named, typed
+    from hermes_rl.models.tokens.plan import (
+        NO_IDS,
+        Asked,
+        Spelling,
+        TokenPlan,
+        Wanted,
+        Way,
+        spelled_out,
+    )
+    from hermes_rl.models.tokens.renderer import Renderer, load_renderer, renderer_of
+    from hermes_rl.models.tokens.rendering import PROBE_TOOL, detect_form, message_form
+    from hermes_rl.models.tokens.template import Template, TemplateRefused
+    from hermes_rl.models.tokens.template_checks import Finding
+    from hermes_rl.models.tokens.tokenizer import Tokenizer, clean
+else:
+    __getattr__, __dir__ = attach(__name__)

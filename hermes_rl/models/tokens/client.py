@@ -26,7 +26,7 @@ from hermes_rl.models.base import (
     TokenCapture,
     TokenSource,
 )
-from hermes_rl.models.calls.retry import Renewable
+from hermes_rl.models.calls import Renewable
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.prepare import outgoing

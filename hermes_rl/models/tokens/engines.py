@@ -25,12 +25,19 @@ from hermes_rl.models.base import (
     Sampling,
     TokenCapture,
 )
-from hermes_rl.models.calls.retry import Renewable
+from hermes_rl.models.calls import Renewable
 from hermes_rl.models.tokens.logprobs import LOWEST, kind_in
 from hermes_rl.models.tokens.plan import Spelling, spelled_out
-from hermes_rl.models.wire.base import Decoder, ReplyHead, bearer_headers
-from hermes_rl.models.wire.decoding import BodyDecoder, Envelope, Reading
-from hermes_rl.models.wire.usage import count_of, read_chat_usage
+from hermes_rl.models.wire import (
+    BodyDecoder,
+    Decoder,
+    Envelope,
+    Reading,
+    ReplyHead,
+    bearer_headers,
+    count_of,
+    read_chat_usage,
+)
 from hermes_rl.text import encode_json
 from hermes_rl.usage import Usage
 

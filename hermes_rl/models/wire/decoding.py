@@ -18,7 +18,7 @@ import msgspec
 from hermes_rl.errors import ConnectionLost, ModelError, ModelTimeout, ProtocolError
 from hermes_rl.messages import AssistantMessage, ToolCall
 from hermes_rl.models.base import Completion, ModelRequest, TokenCapture
-from hermes_rl.models.errors.classify import classify_in_answer, rate_headers, request_id
+from hermes_rl.models.errors import classify_in_answer, rate_headers, request_id
 from hermes_rl.text import decode_json, encode_json, repair_json, scrub
 from hermes_rl.usage import Usage
 

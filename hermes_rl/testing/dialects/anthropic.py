@@ -21,9 +21,17 @@ from hermes_rl.messages import (
     ToolMessage,
     UserMessage,
 )
-from hermes_rl.models.base import Completion, Sampling
-from hermes_rl.models.wire.anthropic import ANTHROPIC_MESSAGES, Block, assistant_blocks, input_of
-from hermes_rl.models.wire.anthropic_answers import THINKING, Call, Content, anthropic_message
+from hermes_rl.models import Completion, Sampling
+from hermes_rl.models.wire import (
+    ANTHROPIC_MESSAGES,
+    THINKING,
+    Block,
+    Call,
+    Content,
+    anthropic_message,
+    assistant_blocks,
+    input_of,
+)
 from hermes_rl.testing.dialects.base import (
     RequestBody,
     ServedRequest,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from hermes_rl.messages import Message
-from hermes_rl.models.base import CacheTime, Completion, Sampling
+from hermes_rl.models import CacheTime, Completion, Sampling
 from hermes_rl.text import decode_json, encode_json
 from hermes_rl.usage import Usage
 

@@ -7,9 +7,8 @@ from typing import Any
 import msgspec
 
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, from_openai
-from hermes_rl.models.base import Completion, TokenCapture
-from hermes_rl.models.wire.chat import CHAT_COMPLETIONS, ChatCompletions
-from hermes_rl.models.wire.decoding import DONE, flatten
+from hermes_rl.models import Completion, TokenCapture
+from hermes_rl.models.wire import CHAT_COMPLETIONS, DONE, ChatCompletions, flatten
 from hermes_rl.testing.dialects.base import (
     OpenAIBody,
     ServedRequest,

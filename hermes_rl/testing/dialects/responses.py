@@ -9,8 +9,8 @@ import msgspec
 
 from hermes_rl.errors import UserError
 from hermes_rl.messages import Message, SystemMessage, ToolMessage, UserMessage
-from hermes_rl.models.base import Completion
-from hermes_rl.models.wire.responses import (
+from hermes_rl.models import Completion
+from hermes_rl.models.wire import (
     CALL,
     CODEX_RESPONSES,
     LOGPROBS,

@@ -8,10 +8,8 @@ channels: calls end with one token, answers with another, the last answer with a
 
 from render_kit import FAMILIES
 
-from hermes_rl.models.tokens import Renderer
-from hermes_rl.models.tokens.template import Template
-from hermes_rl.models.tokens.tokenizer import Tokenizer
-from hermes_rl.testing.tiny_tokenizer import tiny_renderer, tokenizer_json
+from hermes_rl.models.tokens import Renderer, Template, Tokenizer
+from hermes_rl.testing import tiny_renderer, tokenizer_json
 
 _BEHIND_RESULTS = "loop.index0 > 0 and messages[loop.index0 - 1].role == 'tool'"
 _OPEN = "{% if add_generation_prompt and messages[-1].role != 'tool' %}OPENING{% endif %}"

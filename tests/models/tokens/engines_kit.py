@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from hermes_rl.messages import AssistantMessage, Message, SystemMessage, ToolMessage, UserMessage
-from hermes_rl.models.base import Completion, Conversation, ModelClient, ModelRequest, Sampling
-from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.tokens.client import TokenClient, token_client
-from hermes_rl.models.tokens.renderer import load_renderer
-from hermes_rl.testing.exact_engine import ExactConfig, ExactEngine, chat_of
-from hermes_rl.testing.exact_engine_model import Speaker, scripted
-from hermes_rl.testing.server_logs import Truth
-from hermes_rl.testing.tiny_tokenizer import write_tiny_tokenizer
+from hermes_rl.models import Completion, Conversation, Endpoint, ModelClient, ModelRequest, Sampling
+from hermes_rl.models.tokens import TokenClient, load_renderer, token_client
+from hermes_rl.testing import (
+    ExactConfig,
+    ExactEngine,
+    Speaker,
+    Truth,
+    chat_of,
+    scripted,
+    write_tiny_tokenizer,
+)
 
 WIRES = ("vllm", "vllm_generate", "sglang", "llamacpp")
 FREE = Sampling(temperature=1.0, top_p=1.0, top_k=-1)

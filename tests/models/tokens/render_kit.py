@@ -13,9 +13,8 @@ from hermes_rl.messages import (
     ToolMessage,
     UserMessage,
 )
-from hermes_rl.models.tokens import Renderer
-from hermes_rl.models.tokens.rendering import PROBE_TOOL
-from hermes_rl.testing.tiny_tokenizer import CONTROL, MARKUP, TEMPLATES, tiny_renderer
+from hermes_rl.models.tokens import PROBE_TOOL, Renderer
+from hermes_rl.testing import CONTROL, MARKUP, TEMPLATES, tiny_renderer
 
 TOOLS = [PROBE_TOOL]
 CHATML_LIKE = ("chatml", "text_arguments", "coder", "qwen3")

@@ -13,11 +13,8 @@ from hermes_rl.messages import (
     ToolMessage,
     UserMessage,
 )
-from hermes_rl.models.tokens import Bridged, History, Renderer
-from hermes_rl.models.tokens.bridge import abridged
-from hermes_rl.models.tokens.template import Template
-from hermes_rl.models.tokens.tokenizer import Tokenizer
-from hermes_rl.testing.tiny_tokenizer import TEMPLATES, tiny_renderer, tokenizer_json
+from hermes_rl.models.tokens import Bridged, History, Renderer, Template, Tokenizer, abridged
+from hermes_rl.testing import TEMPLATES, tiny_renderer, tokenizer_json
 
 ASK: tuple[Message, ...] = (
     SystemMessage(content="Be brief."),

@@ -9,7 +9,7 @@ from render_kit import TOOLS, call, conversations, own_tokens, results, texts, w
 
 from hermes_rl.messages import AssistantMessage, Message, UserMessage
 from hermes_rl.models.tokens import History, Renderer
-from hermes_rl.testing.tiny_tokenizer import TEMPLATES, tiny_renderer
+from hermes_rl.testing import TEMPLATES, tiny_renderer
 
 every_family = pytest.mark.parametrize("family", RENDERERS)
 ONE_CALL = ("llama3", "runs_on", "closed", "bare", "channels")

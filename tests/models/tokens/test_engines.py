@@ -21,8 +21,8 @@ from engines_kit import (
 )
 
 from hermes_rl.messages import AssistantMessage, UserMessage
-from hermes_rl.models.base import Conversation
-from hermes_rl.testing.tiny_tokenizer import tiny_renderer
+from hermes_rl.models import Conversation
+from hermes_rl.testing import tiny_renderer
 
 
 @pytest.mark.parametrize("wire", WIRES)

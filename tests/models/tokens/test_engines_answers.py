@@ -5,9 +5,9 @@ import json
 import pytest
 
 from hermes_rl.errors import ModelAborted, ModelError, ProtocolError
-from hermes_rl.models.base import Completion, Conversation, ModelRequest
-from hermes_rl.models.tokens.engines import WIRES
-from hermes_rl.models.wire.base import ReplyHead
+from hermes_rl.models import Completion, Conversation, ModelRequest
+from hermes_rl.models.tokens import WIRES
+from hermes_rl.models.wire import ReplyHead
 from hermes_rl.usage import Usage
 
 PROMPT = (1, 2, 3)

@@ -6,11 +6,9 @@ from engines_kit import FREE, TOOLS, WIRES, asked, client_of, engine_at, script
 from hermes_rl.errors import UnitCostLimit
 from hermes_rl.events import CallEnded, CallStarted, EventLog
 from hermes_rl.messages import UserMessage
-from hermes_rl.models.base import Conversation, ModelRequest
-from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.calls.route import Route
-from hermes_rl.models.rate.budgets import OUTPUT_MAX, Budget
-from hermes_rl.models.rate.limiter import Limiter
+from hermes_rl.models import Conversation, ModelRequest
+from hermes_rl.models.calls import ModelCaller, RetryPolicy, Route
+from hermes_rl.models.rate import OUTPUT_MAX, Budget, Limiter
 
 WINDOW = 1024
 

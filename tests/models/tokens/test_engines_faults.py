@@ -26,18 +26,17 @@ from hermes_rl.errors import (
     UserError,
 )
 from hermes_rl.messages import AssistantMessage, UserMessage
-from hermes_rl.models.base import (
+from hermes_rl.models import (
     Completion,
     Conversation,
+    Endpoint,
     ModelRequest,
     Sampling,
     TokenCapture,
 )
-from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.tokens.client import TokenClient, token_client
-from hermes_rl.models.tokens.engines import WIRES as ENGINES
-from hermes_rl.testing.faults import FaultPlan
-from hermes_rl.testing.tiny_tokenizer import tiny_renderer
+from hermes_rl.models.tokens import WIRES as ENGINES
+from hermes_rl.models.tokens import TokenClient, token_client
+from hermes_rl.testing import FaultPlan, tiny_renderer
 
 
 @pytest.mark.parametrize(

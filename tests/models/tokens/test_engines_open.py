@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hermes_rl.messages import SystemMessage, UserMessage
-from hermes_rl.models.base import Conversation
+from hermes_rl.models import Conversation
 
 said = st.text(st.characters(codec="utf-8"), max_size=30)
 steps = st.lists(

@@ -20,16 +20,9 @@ from engines_kit import engine_at
 sys.path.insert(0, str(Path(__file__).parents[2] / "segments"))
 from episode_kit import Episode
 
-from hermes_rl.models.base import Completion, ModelClient, ModelRequest
-from hermes_rl.models.client import connect
-from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.tokens.client import token_client
-from hermes_rl.models.tokens.engines import ChatIdsClient
-from hermes_rl.models.tokens.renderer import Renderer, load_renderer
-from hermes_rl.testing.exact_engine import ExactEngine
-from hermes_rl.testing.exact_engine_model import PromptView, ScriptedAnswer
-from hermes_rl.testing.faults import FaultPlan
-from hermes_rl.testing.server_logs import Truth
+from hermes_rl.models import Completion, Endpoint, ModelClient, ModelRequest, connect
+from hermes_rl.models.tokens import ChatIdsClient, Renderer, load_renderer, token_client
+from hermes_rl.testing import ExactEngine, FaultPlan, PromptView, ScriptedAnswer, Truth
 
 pytestmark = pytest.mark.slow
 

@@ -7,12 +7,9 @@ from render_kit import GLM_LIKE
 from hermes_rl.config import parse_config
 from hermes_rl.errors import UserError
 from hermes_rl.messages import UserMessage
-from hermes_rl.models.base import Conversation
-from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.providers.probe import TokenSearch
-from hermes_rl.models.tokens.client import token_client
-from hermes_rl.models.tokens.parsers import parser_named
-from hermes_rl.models.tokens.renderer import load_renderer
+from hermes_rl.models import Conversation, Endpoint
+from hermes_rl.models.providers import TokenSearch
+from hermes_rl.models.tokens import load_renderer, parser_named, token_client
 from hermes_rl.wiring import reach
 
 UNREAD = "no parser here reads tool calls as this model's template writes them: '<tool_call>look_up"

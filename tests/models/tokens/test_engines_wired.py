@@ -10,10 +10,10 @@ from hermes_rl.config import parse_config
 from hermes_rl.errors import UserError
 from hermes_rl.events import CallEnded, EventLog, TokensAdded
 from hermes_rl.messages import ToolMessage
-from hermes_rl.models.base import Completion, Conversation, ModelRequest
-from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.providers.preflight import wanted_ids
-from hermes_rl.testing.faults import FaultPlan
+from hermes_rl.models import Completion, Conversation, ModelRequest
+from hermes_rl.models.calls import ModelCaller, RetryPolicy
+from hermes_rl.models.providers import wanted_ids
+from hermes_rl.testing import FaultPlan
 from hermes_rl.wiring import open_run_context, reach
 
 STEPS = ({"reasoning": "so", "run": "ls"}, {"text": "on", "calls": [{}, {}]}, "end")

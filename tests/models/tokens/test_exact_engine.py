@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 
 from hermes_rl.errors import ModelError
 from hermes_rl.messages import UserMessage
-from hermes_rl.models.base import Conversation, Sampling
-from hermes_rl.testing.exact_engine_model import (
+from hermes_rl.models import Conversation, Sampling
+from hermes_rl.testing import (
     AnswerTokenizer,
     InvalidScript,
     Params,
@@ -26,9 +26,10 @@ from hermes_rl.testing.exact_engine_model import (
     log_softmax,
     parse_scripted,
     pick,
+    read_truth,
+    tokenizer_json,
+    write_tiny_tokenizer,
 )
-from hermes_rl.testing.server_logs import read_truth
-from hermes_rl.testing.tiny_tokenizer import tokenizer_json, write_tiny_tokenizer
 
 LEXICON = Vocabulary(Tokenizer.from_str(tokenizer_json()))
 END = LEXICON.added["<|im_end|>"]

@@ -12,20 +12,32 @@ from hypothesis import strategies as st
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.models.base import Completion, Conversation, ModelRequest, Sampling, TokenCapture
-from hermes_rl.models.client import connect
-from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.providers.preflight import exact_clients
-from hermes_rl.models.providers.probe import TokenSearch
-from hermes_rl.models.tokens.client import client_for
-from hermes_rl.models.tokens.engines import ChatIdsClient
-from hermes_rl.models.tokens.logprobs import filters_shown, kind_of
-from hermes_rl.models.tokens.plan import TokenPlan
-from hermes_rl.models.tokens.renderer import load_renderer
-from hermes_rl.testing.exact_engine_model import log_softmax
-from hermes_rl.testing.fake_server import FakeConfig, FakeServer
-from hermes_rl.testing.faults import FaultPlan
-from hermes_rl.testing.tiny_tokenizer import tiny_renderer, write_tiny_tokenizer
+from hermes_rl.models import (
+    Completion,
+    Conversation,
+    Endpoint,
+    ModelRequest,
+    Sampling,
+    TokenCapture,
+    connect,
+)
+from hermes_rl.models.providers import TokenSearch, exact_clients
+from hermes_rl.models.tokens import (
+    ChatIdsClient,
+    TokenPlan,
+    client_for,
+    filters_shown,
+    kind_of,
+    load_renderer,
+)
+from hermes_rl.testing import (
+    FakeConfig,
+    FakeServer,
+    FaultPlan,
+    log_softmax,
+    tiny_renderer,
+    write_tiny_tokenizer,
+)
 from hermes_rl.usage import Usage
 
 ROUTES = {
@@ -288,7 +300,7 @@ async def test_a_way_that_was_asked_for_by_name_must_be_there(tmp_path, wanted, 
 
 
 async def test_the_tokenizer_of_another_model_is_found_out(tmp_path):
-    from hermes_rl.testing.tiny_tokenizer import tokenizer_json
+    from hermes_rl.testing import tokenizer_json
 
     other = write_tiny_tokenizer(tmp_path / "other")
     changed = tokenizer_json().replace('"normalizer":null', '"normalizer":{"type":"NFD"}')
@@ -334,7 +346,7 @@ async def test_a_template_that_forks_is_told_at_the_start(tmp_path):
 
 
 async def test_the_doctor_tells_how_a_run_would_get_its_ids(tmp_path):
-    from hermes_rl.cli.doctor_command import Asked, models
+    from hermes_rl.cli import Asked, models
 
     async with engine_at(tmp_path / "t", logprobs="scaled") as engine:
         config = tmp_path / "run.yaml"

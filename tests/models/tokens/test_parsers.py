@@ -13,9 +13,9 @@ from render_kit import texts
 
 from hermes_rl.errors import UserError
 from hermes_rl.messages import AssistantMessage, ToolCall, UserMessage
-from hermes_rl.models.tokens.parsers import PARSERS, Parsed, ToolCallParser, parser_named, typed
-from hermes_rl.models.unparsed import looks_unparsed
-from hermes_rl.testing.tiny_tokenizer import tiny_renderer
+from hermes_rl.models import looks_unparsed
+from hermes_rl.models.tokens import PARSERS, Parsed, ToolCallParser, parser_named, typed
+from hermes_rl.testing import tiny_renderer
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -17,15 +17,8 @@ from hermes_rl.messages import (
     ToolMessage,
     UserMessage,
 )
-from hermes_rl.models.tokens import Renderer, TemplateRefused, load_renderer
-from hermes_rl.models.tokens.template import Template
-from hermes_rl.models.tokens.tokenizer import Tokenizer
-from hermes_rl.testing.tiny_tokenizer import (
-    TEMPLATES,
-    tiny_renderer,
-    tokenizer_json,
-    write_tiny_tokenizer,
-)
+from hermes_rl.models.tokens import Renderer, Template, TemplateRefused, Tokenizer, load_renderer
+from hermes_rl.testing import TEMPLATES, tiny_renderer, tokenizer_json, write_tiny_tokenizer
 
 ASK = [SystemMessage(content="Be brief."), UserMessage(content="What is it?")]
 

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from hermes_rl.messages import UserMessage
-from hermes_rl.testing.tiny_tokenizer import tiny_renderer, write_tiny_tokenizer
+from hermes_rl.testing import tiny_renderer, write_tiny_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

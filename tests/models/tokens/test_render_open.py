@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from render_kit import FAMILIES, TOOLS, added_tokens, conversations, neutral, own_tokens, texts
 
 from hermes_rl.messages import AssistantMessage, Message, UserMessage
-from hermes_rl.models.tokens.tokenizer import clean
-from hermes_rl.testing.tiny_tokenizer import CONTROL, MARKUP, tiny_renderer
+from hermes_rl.models.tokens import clean
+from hermes_rl.testing import CONTROL, MARKUP, tiny_renderer
 
 FAMILY = st.sampled_from(FAMILIES)
 

@@ -3,11 +3,8 @@
 import pytest
 from render_kit import GLM_LIKE
 
-from hermes_rl.models.tokens import Finding, Renderer
-from hermes_rl.models.tokens.rendering import detect_form
-from hermes_rl.models.tokens.template import Template
-from hermes_rl.models.tokens.tokenizer import Tokenizer
-from hermes_rl.testing.tiny_tokenizer import TEMPLATES, tiny_renderer, tokenizer_json
+from hermes_rl.models.tokens import Finding, Renderer, Template, Tokenizer, detect_form
+from hermes_rl.testing import TEMPLATES, tiny_renderer, tokenizer_json
 
 CALLS = ("a tool call", "text and a tool call", "several tool calls", "a second round of tools")
 

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Built
 from tokenizers.models import BPE, Unigram
 
-from hermes_rl.models.tokens.tokenizer import Tokenizer
+from hermes_rl.models.tokens import Tokenizer
 
 SPECIAL = ["<s>", "</s>", "[INST]", "[/INST]"]
 LINES = [
