@@ -1,6 +1,6 @@
 """One request: reserved, slotted, journalled before its first byte, and again when it ended.
 
-The books so know each request that a server may have served, also those whose answers were thrown
+So the record has each request that a server may have served, also those whose answers were thrown
 away, and a budget never lends the same dollar twice.
 """
 
@@ -11,7 +11,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, MutableMapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
@@ -69,14 +69,13 @@ class Label:
     """Sampling parameters that it goes without, since the endpoint refused them by name."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Sent:
     """A request that was sent."""
 
-    call_id: str
-    model: str
-    began: float
+    request: ModelRequest
     label: Label
+    began: float
     reservation: Reservation | None
     price: Price
 
@@ -146,9 +145,10 @@ class Attempts:
         likely = 0 if imposed else request.sampling.max_tokens or 0
         async with (
             self._reserved(request, worst, route) as reservation,
-            account.limiter.slot(Estimate(bound, likely)) if queued else _beside() as slot,
+            account.limiter.slot(Estimate(bound, likely)) if queued else nullcontext() as slot,
         ):
-            self.waited(slot.waited_s)
+            if slot is not None:
+                self.waited(slot.waited_s)
             self._recorder.record(
                 CallStarted(
                     call_id=call_id,
@@ -162,15 +162,8 @@ class Attempts:
                     unsent=label.unsent,
                 )
             )
-            sent = _Sent(
-                call_id=call_id,
-                model=request.model,
-                began=self._clock.monotonic(),
-                label=label,
-                reservation=reservation.handed_over(),
-                price=self._pricing(route),
-            )
-            answer = await self._answer(request, account, sent, slot)
+            sent = _Sent(request, label, self._clock.monotonic(), reservation, self._pricing(route))
+            answer = await self._answer(sent, account, slot)
         if self._budget is not None and answer.usage is not None:
             learn(client, request, answer.usage.input_tokens, known)
         return answer
@@ -183,22 +176,21 @@ class Attempts:
     @asynccontextmanager
     async def _reserved(
         self, request: ModelRequest, bound: int, route: Route
-    ) -> AsyncIterator[_Reserved]:
-        """The worst case is set aside; given back unless the request was sent."""
-        held = _Reserved(None)
-        if self._budget is not None:
-            began = self._clock.monotonic()
-            worst = self._worst(request, bound, route)
-            try:
-                held = _Reserved(await self._budget.reserve(request.model, worst))
-            finally:
-                self.waited(self._clock.monotonic() - began)
+    ) -> AsyncIterator[Reservation | None]:
+        """Set the worst case aside. What is not settled at the end, as the request was not sent,
+        is given back."""
+        if self._budget is None:
+            yield None
+            return
+        began = self._clock.monotonic()
+        try:
+            held = await self._budget.reserve(request.model, self._worst(request, bound, route))
+        finally:
+            self.waited(self._clock.monotonic() - began)
         try:
             yield held
         finally:
-            left = held.handed_over()
-            if left is not None:
-                left.release()
+            held.release()
 
     def _worst(self, request: ModelRequest, bound: int, route: Route) -> Spend:
         most = _named(request)
@@ -218,43 +210,41 @@ class Attempts:
             return self._price
         return route.prices.price if route.prices is not None else _unpriced
 
-    async def _answer(
-        self, request: ModelRequest, account: Account, sent: _Sent, slot: Slot | _NoSlot
-    ) -> Completion:
+    async def _answer(self, sent: _Sent, account: Account, slot: Slot | None) -> Completion:
         """Send and record the end."""
         try:
-            answer = await account.client.complete(request)
-        except ModelError as error:
-            slot.report(error, headers=error.rate_limit)
-            self._end(sent, "cut" if error.served else "refused", error=error)
-            raise
+            answer = await account.client.complete(sent.request)
         except asyncio.CancelledError:
             self._end(sent, "cancelled")
             raise
-        except Exception as error:
-            known = classify_exception(error)  # of a client that is not ours
-            if known is None:  # a bug of ours: the books still know the call
-                self._end(sent, "unknown", error=error)
+        except Exception as raised:
+            error = raised if isinstance(raised, ModelError) else classify_exception(raised)
+            if error is None:  # a bug of ours: the call is recorded all the same
+                self._end(sent, "unknown", error=raised)
                 raise
-            slot.report(known, headers=known.rate_limit)
-            self._end(sent, "cut" if known.served else "refused", error=known)
-            raise known from error
+            if slot is not None:
+                slot.report(error, headers=error.rate_limit)
+            self._end(sent, "cut" if error.served else "refused", error=error)
+            if error is raised:
+                raise
+            raise error from raised
         withheld = _withheld(answer)
-        slot.report(withheld, answer.usage, answer.rate_limit)
+        if slot is not None:
+            slot.report(withheld, answer.usage, answer.rate_limit)
         account.traffic.answered(self._clock.monotonic())
-        self._keep_tokens(request, sent, answer)
+        self._keep_tokens(sent, answer)
         outcome: Outcome = "cut" if isinstance(withheld, ModelAborted) else "ok"
         self._end(sent, outcome, answer=answer, error=withheld)
         if withheld is not None:
             raise withheld
         return answer
 
-    def _keep_tokens(self, request: ModelRequest, sent: _Sent, answer: Completion) -> None:
+    def _keep_tokens(self, sent: _Sent, answer: Completion) -> None:
         """Record the ids of an answer, also of one that is withheld."""
-        label = sent.label
+        label, request = sent.label, sent.request
         if answer.tokens is None or label.purpose not in CAPTURED:
             return
-        event = record_of(self._graph, sent.call_id, label.agent, answer.tokens, request)
+        event = record_of(self._graph, request.call_id, label.agent, answer.tokens, request)
         if event is not None:
             self._recorder.record(event)
 
@@ -267,12 +257,12 @@ class Attempts:
         error: BaseException | None = None,
     ) -> None:
         usage = answer.usage if answer else None
-        cost = None if usage is None else sent.price(sent.model, usage)
+        cost = None if usage is None else sent.price(sent.request.model, usage)
         if sent.reservation is not None:
             _settle(sent.reservation, outcome, usage, cost)
         self._recorder.record(
             CallEnded(
-                call_id=sent.call_id,
+                call_id=sent.request.call_id,
                 outcome=outcome,
                 latency_s=self._clock.monotonic() - sent.began,
                 finish_reason=answer.finish_reason if answer else None,
@@ -286,32 +276,6 @@ class Attempts:
                 policy_version=answer.policy_version if answer else None,
             )
         )
-
-
-class _NoSlot:
-    """In the place of a slot (`Slot`) for a request beside the queue."""
-
-    waited_s = 0.0
-
-    def report(self, *args: object, **kwargs: object) -> None:
-        """See `Slot.report`: it says nothing of the rate."""
-
-
-@asynccontextmanager
-async def _beside() -> AsyncIterator[_NoSlot]:
-    yield _NoSlot()
-
-
-class _Reserved:
-    """A reservation until it is handed to the request that was sent."""
-
-    def __init__(self, reservation: Reservation | None) -> None:
-        self._reservation = reservation
-
-    def handed_over(self) -> Reservation | None:
-        """The reservation, once."""
-        reservation, self._reservation = self._reservation, None
-        return reservation
 
 
 def _named(request: ModelRequest) -> int | None:

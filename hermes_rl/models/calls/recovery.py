@@ -38,7 +38,10 @@ from hermes_rl.errors import (
     RateLimited,
     Reason,
 )
+from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Adaptation, ModelRequest
+from hermes_rl.models.calls.route import Account
+from hermes_rl.models.prepare import can_shrink
 
 
 @dataclass(frozen=True)
@@ -69,36 +72,22 @@ class RetryPolicy:
     """Failures of a server that is down, overloaded or limits the rate, before the next route."""
 
 
-@dataclass(frozen=True)
-class Situation:
-    """What else a decision depends on."""
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A request that failed, and what else the decision after it depends on."""
 
+    error: ModelError
+    request: ModelRequest
+    """As it was sent."""
+    account: Account
     now: float
     """Seconds of a monotonic clock."""
-    account: str = ""
-    """Whose the failed request was."""
     rotated: bool = False
     """The account cools down, and another may be used (`KeyPool.cool_down`)."""
     routes_left: bool = False
     """There is another model to fall back to."""
-    answered_at: float | None = None
-    """When the account last answered anybody."""
-    silent_since: float | None = None
-    """See `Account.silent_since`."""
-    max_tokens: int | None = None
-    """The output tokens that the failed request asked for."""
     imposed: bool = False
-    """That bound is a budget's, which nobody asked for: what the server has room for will do."""
-    bound: int = 0
-    """Of the failed request's prompt (`ModelClient.bound`)."""
-    images: bool = False
-    """The failed request had images."""
-    shrinkable: bool = False
-    """Some of them are large, and can be made smaller."""
-    adaptations: frozenset[Adaptation] = frozenset()
-    """What the failed request was sent without."""
-    exact: bool = False
-    """The request is to be sent as it stands (`ModelRequest.exact`)."""
+    """The request's output bound is a budget's: what the server has room for will do."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +208,7 @@ class Recovery:
         self._learned: dict[int, _Learned] = {}
 
     def begin(self) -> CallRecovery:
-        """A new call: what was learned stays, what went wrong is forgotten."""
+        """Begin a call: what was learned stays, what went wrong is forgotten."""
         return CallRecovery(self)
 
     def of_route(self, route: int) -> _Learned:
@@ -277,43 +266,41 @@ class CallRecovery:
             request = replace(request, sampling=replace(request.sampling, max_tokens=cap))
         return request
 
-    def decide(self, error: ModelError, at: Situation) -> Action:
+    def decide(self, at: Failure) -> Action:
         """What comes after a failure."""
-        steps = (self._adapt, self._rotate, self._lower, self._fall_back)
-        for step in steps:
-            action = step(error, at)
+        for step in (self._adapt, self._rotate, self._lower, self._fall_back):
+            action = step(at)
             if action is not None:
                 return action
-        if not error.transient:
-            return GiveUp(error)
-        return self._wait(error, at)
+        return self._wait(at) if at.error.transient else GiveUp(at.error)
 
-    def hold(self, error: ModelError, at: Situation) -> Wait | GiveUp:
+    def hold(self, at: Failure) -> Wait | GiveUp:
         """What comes when a paid retry has no share of the traffic yet."""
         cap = self._policy.cap_s
-        return self._in_time(Wait(self._rollout.uniform(cap / 2, cap), paid=True), error, at)
+        return self._in_time(Wait(self._rollout.uniform(cap / 2, cap), paid=True), at)
 
-    def _adapt(self, error: ModelError, at: Situation) -> Action | None:
-        """One-shot guards: what the failed request was without did not help."""
-        wanted = _unwanted(error, at)
-        if wanted is None or wanted in at.adaptations:
+    def _adapt(self, at: Failure) -> Action | None:
+        """Each once: what the failed request was already without did not help."""
+        wanted = _unwanted(at)
+        if wanted is None or wanted in at.request.adaptations:
             return None
-        if wanted != "completion_cap" and (not self._policy.adapt or at.exact):
+        if wanted != "completion_cap" and (not self._policy.adapt or at.request.exact):
             return None
         self._rollout.of_route(self.route).adaptations.add(wanted)
         return Again()
 
-    def _rotate(self, error: ModelError, at: Situation) -> Action | None:
-        """Once from each account between two pauses: a rest may be shorter than a request takes,
-        and the accounts would then take turns for ever."""
-        refusal = (at.account, error.reason)
-        if not at.rotated or error.reason not in _ROTATE or refusal in self._failed.turned:
+    def _rotate(self, at: Failure) -> Action | None:
+        """Once from each account between two pauses: a cooldown may be shorter than a request
+        takes, and the accounts would then take turns for ever."""
+        refusal = (at.account.name, at.error.reason)
+        if not at.rotated or at.error.reason not in _ROTATE or refusal in self._failed.turned:
             return None
         self._failed.turned.add(refusal)
         return Rotate()
 
-    def _lower(self, error: ModelError, at: Situation) -> Action | None:
+    def _lower(self, at: Failure) -> Action | None:
         """A cap of the model stays; the room that a full window leaves is for this call alone."""
+        error, most = at.error, at.request.sampling.max_tokens
         if self._output_cap is not None or not isinstance(error, BadRequest | ContextOverflow):
             return None
         cap = error.facts.max_output_tokens
@@ -321,16 +308,18 @@ class CallRecovery:
             cap = _UNTOLD
         if cap is None or (cap < _LEAST_OUTPUT and not at.imposed):
             return None
-        if at.max_tokens is not None and at.max_tokens <= cap:
+        if most is not None and most <= cap:
             return None
         self._output_cap = cap
         learned = self._rollout.of_route(self.route)
-        learned.window.learn(error.facts, at.bound)
+        if error.facts.context_limit:
+            learned.window.learn(error.facts, at.account.client.bound(at.request))
         if error.reason == "format_error" and error.facts.context_limit is None:
             learned.output_cap = cap
         return Again()
 
-    def _fall_back(self, error: ModelError, at: Situation) -> Action | None:
+    def _fall_back(self, at: Failure) -> Action | None:
+        error = at.error
         if not at.routes_left or error.reason in _STAY:
             return None
         if error.transient:
@@ -349,12 +338,12 @@ class CallRecovery:
         self._failed, self._output_cap = _Failures(), None
         return FallBack()
 
-    def _wait(self, error: ModelError, at: Situation) -> Wait | GiveUp:
-        policy, call = self._policy, self._failed
+    def _wait(self, at: Failure) -> Wait | GiveUp:
+        error, policy, call = at.error, self._policy, self._failed
         if call.since is None:
             call.since = at.now
         silent = self._first_left(at) < math.inf  # then it is not the request's fault
-        if self._others_answered(error, at) or (_at_fault(error) and not silent):
+        if self._others_answered(at) or (_at_fault(error) and not silent):
             call.counted += 1
         elif not _waiting_helps(error):
             call.unexplained += 1
@@ -370,24 +359,26 @@ class CallRecovery:
         doubtful = call.unexplained == policy.max_attempts and not call.probed
         wait = Wait(pause, renew=self._renewal(error), paid=error.served, probe=doubtful)
         call.probed = call.probed or doubtful
-        return self._in_time(wait, error, at)
+        return self._in_time(wait, at)
 
     def blame(self) -> None:
         """The server answers something else: when this request fails again, it is at fault."""
         self._failed.counted = max(self._failed.counted, self._policy.max_attempts - 1)
 
-    def _others_answered(self, error: ModelError, at: Situation) -> bool:
+    def _others_answered(self, at: Failure) -> bool:
         """The server answered somebody since this call's last failure, which waiting should have
         fixed."""
-        if _waiting_helps(error) or self._failed.last is None or at.answered_at is None:
+        answered_at, last = at.account.answered_at, self._failed.last
+        if _waiting_helps(at.error) or last is None or answered_at is None:
             return False
-        return at.answered_at > self._failed.last
+        return answered_at > last
 
-    def _first_left(self, at: Situation) -> float:
+    def _first_left(self, at: Failure) -> float:
         """Seconds left for a first sign of life; infinite once there was one."""
-        if self._policy.first_answer_s is None or at.silent_since is None:
+        silent_since = at.account.silent_since
+        if self._policy.first_answer_s is None or silent_since is None:
             return math.inf
-        return at.silent_since + self._policy.first_answer_s - at.now
+        return silent_since + self._policy.first_answer_s - at.now
 
     def _renewal(self, error: ModelError) -> bool:
         call = self._failed
@@ -397,50 +388,44 @@ class CallRecovery:
         call.renewed = True
         return True
 
-    def _in_time(self, wait: Wait, error: ModelError, at: Situation) -> Wait | GiveUp:
+    def _in_time(self, wait: Wait, at: Failure) -> Wait | GiveUp:
         """The pause, or the end when it is longer than the patience that is left."""
         left = self._first_left(at)
         if left <= 0:
-            return GiveUp(_no_first_answer(error, self._policy.first_answer_s or 0.0))
+            silent = f"nothing was answered within {self._policy.first_answer_s or 0.0:g} s"
+            return GiveUp(_outage(silent, at.error))
         if left < math.inf:
             return replace(wait, seconds=min(wait.seconds, left))
         since = at.now if self._failed.since is None else self._failed.since
         spent = at.now - since
         if wait.seconds <= self._policy.outage_s - spent:
             return wait
-        if at.answered_at is not None and at.answered_at > since:
-            return GiveUp(error)  # the endpoint works: it is this call that fails
-        return GiveUp(_outage(error, spent))
+        answered_at = at.account.answered_at
+        if answered_at is not None and answered_at > since:
+            return GiveUp(at.error)  # the endpoint works: it is this call that fails
+        span = f"{spent:.0f} s" if spent < 120 else f"{spent / 60:.0f} min"
+        return GiveUp(_outage(f"no answer for {span}", at.error))
 
 
-def _unwanted(error: ModelError, at: Situation) -> Adaptation | None:
+def _unwanted(at: Failure) -> Adaptation | None:
     """What the request may be refused for: large images first, then images at all."""
-    if error.facts.completion_cap:
+    facts, reason, messages = at.error.facts, at.error.reason, at.request.conversation
+    if facts.completion_cap:
         return "completion_cap"  # another name, which the model does not see
-    heavy = error.reason in ("image_too_large", "payload_too_large")
-    if error.facts.no_images or heavy:
-        if not at.images:
+    if facts.no_images or reason in ("image_too_large", "payload_too_large"):
+        contents = (m.content for m in messages if isinstance(m, UserMessage))
+        parts = (part for c in contents if isinstance(c, list) for part in c)
+        if not any("image" in str(part.get("type")) for part in parts):
             return None
-        return "small_images" if at.shrinkable and not error.facts.no_images else "no_images"
-    return _ADAPTATIONS.get(error.reason)
+        kept = "small_images" not in at.request.adaptations and not facts.no_images
+        return "small_images" if kept and can_shrink(messages) else "no_images"
+    return _ADAPTATIONS.get(reason)
 
 
-def _outage(error: ModelError, spent_s: float) -> Outage:
-    """Return the error that stops the run: nobody was answered for as long as patience lasts."""
-    span = f"{spent_s:.0f} s" if spent_s < 120 else f"{spent_s / 60:.0f} min"
+def _outage(what: str, error: ModelError) -> Outage:
+    """Return the error that stops the run."""
     return Outage(
-        f"no answer for {span}, the last error: {error}",
-        status=error.status,
-        request_id=error.request_id,
-        served=error.served,
-        reason=error.reason,
-    )
-
-
-def _no_first_answer(error: ModelError, seconds: float) -> Outage:
-    """Return the error that stops the run early: there never was a sign of life."""
-    return Outage(
-        f"nothing was answered within {seconds:g} s, the last error: {error}",
+        f"{what}, the last error: {error}",
         status=error.status,
         request_id=error.request_id,
         served=error.served,

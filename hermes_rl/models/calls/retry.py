@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -20,15 +19,14 @@ from hermes_rl.models.calls.attempts import Attempts, Clock, Label, Price
 from hermes_rl.models.calls.recovery import (
     Action,
     CallRecovery,
+    Failure,
     GiveUp,
     Recovery,
     RetryPolicy,
-    Situation,
     Wait,
     refused_alike,
 )
 from hermes_rl.models.calls.route import Account, Route
-from hermes_rl.models.prepare import can_shrink
 from hermes_rl.models.rate import Budget, Traffic
 from hermes_rl.ports import Recorder
 
@@ -39,7 +37,7 @@ _PROBE_TOKENS = 64
 
 @runtime_checkable
 class Renewable(Protocol):
-    """A client that can begin anew with new connections."""
+    """A client that can open new connections."""
 
     async def renew(self) -> None:
         """Use new connections from now on; what is under way on the old ones goes on."""
@@ -56,25 +54,15 @@ class Checkable(Protocol):
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Sending:
     """A request, and where it goes."""
 
     request: ModelRequest
     route: Route
     account: Account
     label: Label
-
-
-@dataclass(frozen=True)
-class _Failed:
-    """A request that failed, and where."""
-
-    error: ModelError
-    account: Account
-    asked: ModelRequest
-    recovery: CallRecovery
     imposed: bool
-    """Its output bound was a budget's."""
+    """Its output bound is a budget's."""
 
 
 class ModelCaller:
@@ -128,55 +116,68 @@ class ModelCaller:
                 account.traffic.called()
             bounded = self._attempts.bounded(request, route)
             imposed = bounded is not request
-            asked = recovery.fit(bounded, account.client.bound if imposed else None)
-            unsent = route.unsent(asked.sampling)
+            fitted = recovery.fit(bounded, account.client.bound if imposed else None)
+            unsent = route.unsent(fitted.sampling)
             if unsent:
-                asked = replace(asked, sampling=asked.sampling.without(unsent))
+                fitted = replace(fitted, sampling=fitted.sampling.without(unsent))
             label = Label(turn, purpose, agent, retries, unsent)
+            sending = _Sending(fitted, route, account, label, imposed)
             with account.traffic.asking(self._clock.monotonic):
                 try:
-                    return await self._send(_Asked(asked, route, account, label), imposed=imposed)
+                    return await self._send(sending)
                 except ModelError as error:
                     account.traffic.failed(error, self._clock.monotonic())
-                    if route.drop(error, asked):
+                    if route.drop(error, fitted):
                         retries += 1
                         continue
-                    rotated = route.accounts.cool_down(account, error)
-                    failed = _Failed(error, account, asked, recovery, imposed)
-                    action = recovery.decide(error, self._situation(failed, rotated=rotated))
-                    await self._carry_out(action, failed)
+                    failure = Failure(
+                        error=error,
+                        request=fitted,
+                        account=account,
+                        now=self._clock.monotonic(),
+                        rotated=route.accounts.cool_down(account, error),
+                        routes_left=recovery.route + 1 < len(self._routes),
+                        imposed=imposed,
+                    )
+                    action = recovery.decide(failure)
+                    await self._carry_out(action, failure, recovery)
                     if isinstance(action, Wait) and action.probe:
                         retries += 1
-                        await self._probe(failed, route, replace(label, retries=retries))
+                        probe = replace(sending, label=replace(label, retries=retries))
+                        if await self._answers_probe(probe):
+                            recovery.blame()  # the run need not stop for this request
             retries += 1
 
-    async def _send(self, asked: _Asked, *, imposed: bool) -> Completion:
-        """One request; given up early where others were refused alike, or nothing is ever said."""
-        account, limit = asked.account, self._recovery.policy.refusals
-        if limit is not None and (words := account.traffic.refused_alike(limit)) is not None:
-            raise refused_alike(words, limit)
-        silent = account.silent_since is not None and self._recovery.policy.silence_s is not None
-        request = _heard(asked.request, account.traffic) if silent else asked.request
-        sending = self._attempts.send(request, asked.route, account, asked.label, imposed=imposed)
+    async def _send(self, sending: _Sending) -> Completion:
+        """One request; given up early where others were refused alike, or nothing is answered."""
+        account, limit = sending.account, self._recovery.policy.refusals
+        if limit is not None and (text := account.traffic.refused_alike(limit)) is not None:
+            raise refused_alike(text, limit)
+        request, silent = sending.request, False
+        if account.silent_since is not None and self._recovery.policy.silence_s is not None:
+            request, silent = _watched(request, account.traffic), True
+        attempt = self._attempts.send(
+            request, sending.route, account, sending.label, imposed=sending.imposed
+        )
         if not silent:
-            return await sending
-        task, word = asyncio.ensure_future(sending), None
+            return await attempt
+        task, probe = asyncio.ensure_future(attempt), None
         try:
-            for share in (0.5, 1.0):
-                if await self._answered(task, account, share) or await self._responds(account):
+            for part in (0.5, 1.0):
+                if await self._answered(task, account, part) or await self._responds(account):
                     return await task
                 if not account.traffic.probed:
                     account.traffic.probed = True
-                    word = asyncio.ensure_future(self._ask_for_a_word(asked))
+                    probe = asyncio.ensure_future(self._answers_probe(sending, queued=False))
         finally:
-            ending = [t for t in (task, word) if t is not None and not t.done()]
+            ending = [t for t in (task, probe) if t is not None and not t.done()]
             for one in ending:
                 one.cancel()
             if ending:
                 await asyncio.wait(ending)
         host = account.client.endpoint
-        said = account.traffic.message.removeprefix(f"{host} ") or "does not answer"
-        raise ModelTimeout(f"{host} {said}", served=True)
+        message = account.traffic.message.removeprefix(f"{host} ") or "does not answer"
+        raise ModelTimeout(f"{host} {message}", served=True)
 
     async def _answered(
         self, task: asyncio.Task[Completion], account: Account, part: float
@@ -209,67 +210,46 @@ class ModelCaller:
             self._recovery.route += 1
         return left
 
-    def _situation(self, failed: _Failed, *, rotated: bool) -> Situation:
-        account, asked = failed.account, failed.asked
-        return Situation(
-            now=self._clock.monotonic(),
-            account=account.name,
-            rotated=rotated,
-            routes_left=failed.recovery.route + 1 < len(self._routes),
-            answered_at=account.answered_at,
-            silent_since=account.silent_since,
-            max_tokens=asked.sampling.max_tokens,
-            imposed=failed.imposed,
-            bound=account.client.bound(asked) if failed.error.facts.context_limit else 0,
-            images=_has_images(asked),
-            shrinkable=_shrinkable(failed),
-            adaptations=asked.adaptations,
-            exact=asked.exact,
-        )
-
-    async def _carry_out(self, action: Action, failed: _Failed) -> None:
+    async def _carry_out(self, action: Action, failure: Failure, recovery: CallRecovery) -> None:
         """Do what was decided. Raises: the error to give up with."""
+        error = failure.error
         if isinstance(action, GiveUp):
-            if isinstance(failed.error, BadRequest):
-                failed.account.traffic.refused(failed.error)
-            if action.error is failed.error:
-                raise action.error
-            raise action.error from failed.error
-        if isinstance(action, Wait):
-            client = failed.account.client
-            if action.renew and isinstance(client, Renewable):
-                await client.renew()
-            await self._sleep(action.seconds)
-            if action.paid:
-                await self._share(failed)
-
-    async def _probe(self, failed: _Failed, route: Route, label: Label) -> None:
-        """Ask the same model for a word. Where it answers that and not the request, the request is
-        at fault, and the run need not stop for it."""
-        try:
-            await self._attempts.send(
-                _tiny(failed.asked), route, failed.account, replace(label, purpose="probe")
-            )
-        except ModelError:
-            return  # it says no more than the request's failures
-        failed.recovery.blame()
-
-    async def _ask_for_a_word(self, asked: _Asked) -> None:
-        """Find out whether a silent model is only slow: it answers something short then."""
-        label = replace(asked.label, purpose="probe")
-        with suppress(HermesError):  # it is as silent as before
-            await self._attempts.send(
-                _tiny(asked.request), asked.route, asked.account, label, queued=False
-            )
-
-    async def _share(self, failed: _Failed) -> None:
-        """Wait until a retry that may be paid twice has its share of the traffic."""
-        while not failed.account.traffic.take(self._clock.monotonic()):
-            at = self._situation(failed, rotated=False)
-            held = failed.recovery.hold(failed.error, at)
+            if isinstance(error, BadRequest):
+                failure.account.traffic.refused(error)
+            if action.error is error:
+                raise error
+            raise action.error from error
+        if not isinstance(action, Wait):
+            return
+        client = failure.account.client
+        if action.renew and isinstance(client, Renewable):
+            await client.renew()
+        await self._sleep(action.seconds)
+        # A retry that may be paid twice waits for its share of the traffic.
+        while action.paid and not failure.account.traffic.take(self._clock.monotonic()):
+            held = recovery.hold(replace(failure, now=self._clock.monotonic()))
             if isinstance(held, GiveUp):
-                raise held.error from failed.error
+                raise held.error from error
             await self._sleep(held.seconds)
+
+    async def _answers_probe(self, sending: _Sending, *, queued: bool = True) -> bool:
+        """Send the same model a short request. Where it answers that, it is only slow, or the
+        request that failed is at fault."""
+        label = replace(sending.label, purpose="probe")
+        request = ModelRequest(
+            model=sending.request.model,
+            conversation=Conversation([UserMessage(content="Say yes.")]),
+            call_id="",
+            sampling=Sampling(max_tokens=_PROBE_TOKENS),
+            stream=sending.request.stream,
+            extra=sending.request.extra,
+            adaptations=sending.request.adaptations,
+        )
+        try:
+            await self._attempts.send(request, sending.route, sending.account, label, queued=queued)
+        except HermesError:
+            return False
+        return True
 
     async def _sleep(self, seconds: float) -> None:
         began = self._clock.monotonic()
@@ -279,39 +259,13 @@ class ModelCaller:
             self._attempts.waited(self._clock.monotonic() - began)
 
 
-def _heard(request: ModelRequest, traffic: Traffic) -> ModelRequest:
+def _watched(request: ModelRequest, traffic: Traffic) -> ModelRequest:
     """The request; the first piece of its answer, where it is streamed, is a sign of life."""
-    told = request.on_delta
+    inner = request.on_delta
 
-    def hear(piece: str) -> None:
+    def on_delta(piece: str) -> None:
         traffic.alive = True
-        if told is not None:
-            told(piece)
+        if inner is not None:
+            inner(piece)
 
-    return replace(request, on_delta=hear) if request.stream else request
-
-
-def _tiny(asked: ModelRequest) -> ModelRequest:
-    """A request for a word, in the way of another one."""
-    return ModelRequest(
-        model=asked.model,
-        conversation=Conversation([UserMessage(content="Say yes.")]),
-        call_id="",
-        sampling=Sampling(max_tokens=_PROBE_TOKENS),
-        stream=asked.stream,
-        extra=asked.extra,
-        adaptations=asked.adaptations,
-    )
-
-
-def _shrinkable(failed: _Failed) -> bool:
-    """Whether it may have failed for images that can be made smaller. Looks at no image else."""
-    large = failed.error.reason in ("image_too_large", "payload_too_large")
-    kept = "small_images" not in failed.asked.adaptations
-    return large and kept and can_shrink(failed.asked.conversation)
-
-
-def _has_images(request: ModelRequest) -> bool:
-    contents = (m.content for m in request.conversation if isinstance(m, UserMessage))
-    parts = (part for c in contents if isinstance(c, list) for part in c)
-    return any("image" in str(part.get("type")) for part in parts)
+    return replace(request, on_delta=on_delta) if request.stream else request
