@@ -142,6 +142,7 @@ def kit() -> SimpleNamespace:
         FakeTime=FakeTime,
         request=request,
         caller=caller,
+        budget_of=wire_kit.budget_of,
         rollout=rollout,
         until=until,
         decode=wire_kit.decode,

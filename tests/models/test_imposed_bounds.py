@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from aiohttp import web
+from wire_kit import budget_of
 
 from hermes_rl import errors as e
 from hermes_rl.messages import UserMessage
@@ -13,21 +14,11 @@ from hermes_rl.models import Endpoint, Sampling, connect
 from hermes_rl.models.calls import Route
 from hermes_rl.models.errors import facts_of
 from hermes_rl.models.providers import PriceTable, read_price
-from hermes_rl.models.rate import NANO, OUTPUT_MAX, Budget, Lease, LeaseGrant, Limiter
+from hermes_rl.models.rate import NANO, OUTPUT_MAX, Budget, Limiter
 from hermes_rl.testing import OUTPUT_CAP, PROMPT, WINDOW
 
 DIALECTS = ("chat_completions", "codex_responses", "anthropic_messages")
 PRICE = {"input": 1, "output": 2}
-
-
-def budget_of(**amounts):
-    """A run's budget with so much in each budget."""
-    leases = {}
-    for name, amount in amounts.items():
-        budget = name.replace("_", ":")
-        leases[budget] = Lease(budget)
-        leases[budget].take_grant(LeaseGrant(budget=budget, add=amount, most=amount))
-    return Budget(leases)
 
 
 def sent(server):

@@ -14,11 +14,11 @@ AGENTS = """
 import asyncio, os, sys
 import msgspec
 from hermes_rl.messages import ToolMessage, UserMessage
-from hermes_rl.models.base import Conversation, ModelRequest
-from hermes_rl.models.client import Endpoint, connect
-from hermes_rl.models.rate.limiter import Limiter
-from hermes_rl.models.calls.retry import ModelCaller, RetryPolicy
-from hermes_rl.models.calls.route import Route
+from hermes_rl.models import Conversation, ModelRequest
+from hermes_rl.models import Endpoint, connect
+from hermes_rl.models.rate import Limiter
+from hermes_rl.models.calls import ModelCaller, RetryPolicy
+from hermes_rl.models.calls import Route
 
 class Journal:
     def __init__(self, path):

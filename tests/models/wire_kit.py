@@ -1,7 +1,8 @@
-"""Both sides of each dialect, by its name: what the tests of wires share."""
+"""What the tests of models share: both sides of each dialect, by its name, and budgets."""
 
 from hermes_rl.messages import UserMessage
 from hermes_rl.models import Conversation, Endpoint, ModelRequest, dialect_for
+from hermes_rl.models.rate import Budget, Lease, LeaseGrant
 from hermes_rl.models.wire import ReplyHead
 from hermes_rl.testing import WIRES
 
@@ -41,3 +42,13 @@ def decode(data, headers=None, *, mode="chat_completions", turn=1, size=None, **
     for at in range(0, len(data), size):
         decoder.feed(data[at : at + size])
     return decoder.finish()
+
+
+def budget_of(**amounts):
+    """A run's budget with so much in each of its budgets (`run_tokens`, `model_NAME_usd`, ...)."""
+    leases = {}
+    for name, amount in amounts.items():
+        budget = name.replace("_", ":")
+        leases[budget] = Lease(budget)
+        leases[budget].take_grant(LeaseGrant(budget=budget, add=amount, most=amount))
+    return Budget(leases)

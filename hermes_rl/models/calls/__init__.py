@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from hermes_rl.models.calls.attempts import Clock
     from hermes_rl.models.calls.recovery import (
         Again,
+        Failure,
         FallBack,
         GiveUp,
         Recovery,
         RetryPolicy,
         Rotate,
-        Situation,
         Wait,
     )
     from hermes_rl.models.calls.retry import ModelCaller, Renewable
