@@ -47,8 +47,8 @@ class Plan:
         self.call = self.rollout.begin()
 
     def sent(self, max_tokens=None, prompt="hi", *, exact=False):
-        asked = self.kit.request(prompt, sampling=Sampling(max_tokens=max_tokens), exact=exact)
-        return self.call.fit(asked)
+        request = self.kit.request(prompt, sampling=Sampling(max_tokens=max_tokens), exact=exact)
+        return self.call.fit(request)
 
     def failure(self, error, *, now=0.0, answered=None, routes=False, rotated=False, **request):
         client = SimpleNamespace(bound=lambda request: 11)

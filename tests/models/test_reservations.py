@@ -20,8 +20,8 @@ async def test_each_request_is_reserved_and_settled(kit, stage):
     async with stage() as s:
         calling = s.caller(s.route(await s.server()), budget=budget)
         script = [[{"fault": "rate_limit"}, {"text": "lost", "fault": "cut"}, "done"]]
-        asked = kit.request(f"x\nSCRIPT: {json.dumps(script)}", sampling=Sampling(max_tokens=100))
-        await calling.call(asked, turn=1)
+        request = kit.request(f"x\nSCRIPT: {json.dumps(script)}", sampling=Sampling(max_tokens=100))
+        await calling.call(request, turn=1)
         assert s.outcomes == ["refused", "cut", "ok"]
         known = sum(x.usage.total_tokens for x in s.events.ends if x.usage)
         bounds = {x.call_id: x.max_input_tokens + 100 for x in s.events.starts}
@@ -45,9 +45,9 @@ async def test_a_call_that_is_cancelled_in_the_queue_gives_its_reservation_back(
     async with stage() as s:
         server = await s.server(hold_at=1)
         route = Route.single("noop", s.client(server), Limiter(1))
-        asked = kit.request(sampling=Sampling(max_tokens=100))
+        request = kit.request(sampling=Sampling(max_tokens=100))
         calls = [
-            asyncio.create_task(s.caller(route, budget=budget).call(asked, turn=1))
+            asyncio.create_task(s.caller(route, budget=budget).call(request, turn=1))
             for _ in range(2)
         ]
         await kit.until(lambda: server.requests == 1)
@@ -61,16 +61,16 @@ async def test_a_call_that_is_cancelled_in_the_queue_gives_its_reservation_back(
 
 async def test_the_worst_case_in_dollars_is_reserved_at_the_routes_price(kit, stage):
     own = {"noop": read_price({"input": 1, "output": 2})}
-    asked = kit.request("hi", sampling=Sampling(max_tokens=100))
+    request = kit.request("hi", sampling=Sampling(max_tokens=100))
     async with stage() as s:
         priced = replace(s.route(await s.server(), "noop"), prices=PriceTable(own=own))
-        await s.caller(priced, price=lambda model, usage: 0.25).call(asked, turn=1)
+        await s.caller(priced, price=lambda model, usage: 0.25).call(request, turn=1)
         assert s.events.ends[0].cost_usd == 0.25
         worst = (s.events.starts[0].max_input_tokens + 2 * 100) * 1000
         with pytest.raises(e.CostLimit):
-            await s.caller(priced, budget=kit.budget_of(run_usd=worst - 1)).call(asked, turn=1)
+            await s.caller(priced, budget=kit.budget_of(run_usd=worst - 1)).call(request, turn=1)
         budget = kit.budget_of(run_usd=worst)
-        await s.caller(priced, budget=budget).call(asked, turn=1)
+        await s.caller(priced, budget=budget).call(request, turn=1)
         end = s.events.ends[1]
         assert end.cost_usd == pytest.approx(
             (end.usage.input_tokens + 2 * end.usage.output_tokens) / 1e6
