@@ -225,7 +225,7 @@ async def test_a_killed_run_has_the_same_figures_everywhere(
     kit.kill(run.pid)
     await run.wait()
     assert not list((out / "commits").iterdir()), "it was published: this test shows nothing"
-    status, stats = status_command.look(out), load_run(out).stats
+    status, stats = status_command.read_status(out), load_run(out).stats
     assert (status.done, status.solved, status.given_up, status.failed_attempts) == (4, 3, 0, 0)
     assert (stats["units"]["done"], stats["reward"]["solved"]) == (4, 3)
     assert status.output_tokens == stats["tokens"]["output_tokens"] > 0
