@@ -1,17 +1,19 @@
-"""A server that forks runs, so that a kill costs milliseconds and not the start of an interpreter.
+"""A server that forks runs: a start costs milliseconds instead of the imports of a whole run.
 
-Each order, a line of JSON on standard input, is `hermes-rl run ARGUMENTS --json` in a process of
-its own; its exit status, negative after a signal, is the answer. What a run loads late is loaded
-here already.
+Each connection to its Unix socket starts one process. It sends an order, a line of JSON, with the
+write ends of two pipes, and receives two lines: the process's id, and its exit code once it has
+ended, negative after a signal. The server ends with its standard input.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import selectors
+import socket
 import sys
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 import pandas
@@ -27,31 +29,77 @@ from hermes_rl.sandboxes import Subprocess
 from hermes_rl.store import PartWriter
 
 LOADED = (aiohttp, pandas, pyarrow, arun_batch, run_command, ModelClient, Subprocess, PartWriter)
+ORDER_BYTES = 1 << 20
 
 
-def fork(order: dict[str, Any]) -> int:
-    """Run in a forked process; returns its exit status.
+def run(order: dict[str, Any], outputs: list[int]) -> NoReturn:
+    """Be `hermes-rl run ARGUMENTS`, in a session and process group of its own.
 
     Args:
-        order: `arguments`, `env` and the file `said` for all that it prints.
+        order: `arguments` and `env`, all of it.
+        outputs: for standard output and standard error.
     """
+    code = 1
+    try:
+        os.setsid()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for standard, descriptor in enumerate([nothing, *outputs]):
+            os.dup2(descriptor, standard)
+            os.close(descriptor)
+        sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+        sys.stderr = os.fdopen(2, "w", errors="backslashreplace", buffering=1)
+        os.environ.clear()
+        os.environ.update(order["env"])
+        code = main(["run", *order["arguments"]])
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def fork(client: socket.socket) -> tuple[int, int]:
+    """Start what a client orders; its process id and a descriptor that is readable at its end."""
+    order, outputs, _, _ = socket.recv_fds(client, ORDER_BYTES, 2)
+    while not order.endswith(b"\n"):
+        order += client.recv(ORDER_BYTES)
     pid = os.fork()
     if pid == 0:
-        code = 1
-        try:
-            said = os.open(order["said"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            os.dup2(said, 1)
-            os.dup2(said, 2)
-            os.environ.update(order["env"])
-            code = main(["run", *order["arguments"], "--json"])
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        run(json.loads(order), outputs)
+    for descriptor in outputs:
+        os.close(descriptor)
+    client.sendall(b"%d\n" % pid)
+    return pid, os.pidfd_open(pid)
+
+
+def serve(listener: socket.socket) -> None:
+    """Fork runs and report their ends, until standard input ends."""
+    waiting = selectors.DefaultSelector()
+    waiting.register(sys.stdin, selectors.EVENT_READ)
+    waiting.register(listener, selectors.EVENT_READ)
+    while True:
+        for key, _ in waiting.select():
+            if key.fileobj is sys.stdin:
+                return
+            if key.fileobj is listener:
+                client, _ = listener.accept()
+                pid, end = fork(client)
+                waiting.register(end, selectors.EVENT_READ, (pid, client))
+                continue
+            pid, client = key.data
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            waiting.unregister(key.fileobj)
+            os.close(key.fd)
+            with client:
+                try:
+                    client.sendall(b"%d\n" % code)
+                except OSError:  # nobody waits for it any more
+                    continue
 
 
 if __name__ == "__main__":
-    for line in sys.stdin:
-        print(fork(json.loads(line)), flush=True)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(sys.argv[1])
+        listening.listen()
+        print("listening", flush=True)
+        serve(listening)

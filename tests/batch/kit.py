@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import io
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +69,87 @@ def write(path: Path, made: Iterable[dict[str, Any]]) -> Path:
     return path
 
 
+class ForkedProcess:
+    """A process that the fork server started, with the methods of asyncio's subprocesses."""
+
+    def __init__(self, pid: int, exit_code: asyncio.Task[bytes]) -> None:
+        self.pid = pid
+        self._exit_code = exit_code
+
+    @property
+    def returncode(self) -> int | None:
+        return int(self._exit_code.result()) if self._exit_code.done() else None
+
+    async def wait(self) -> int:
+        return int(await asyncio.shield(self._exit_code))
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+
+class ForkServer:
+    """Started at the first run of a test process (see forked_runs.py); it ends with that."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._address = f"{self._folder.name}/orders"
+        program = Path(__file__).with_name("forked_runs.py")
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._server = subprocess.Popen(
+            [sys.executable, str(program), self._address], start_new_session=True, **pipes
+        )
+        assert self._server.stdout
+        assert self._server.stdout.readline() == b"listening\n"
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        self._server.communicate()
+        self._folder.cleanup()
+
+    async def start(
+        self, arguments: Sequence[str], env: dict[str, str], outputs: Sequence[int]
+    ) -> ForkedProcess:
+        """Start `hermes-rl run ARGUMENTS`; takes over the descriptors for its output."""
+        order = json.dumps({"arguments": arguments, "env": env}).encode() + b"\n"
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self._address)
+        sent = socket.send_fds(connection, [order], outputs)
+        connection.sendall(order[sent:])
+        for descriptor in outputs:
+            os.close(descriptor)
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+        pid = int(await reader.readline())
+
+        async def ended() -> bytes:
+            try:
+                return await reader.readline()
+            finally:
+                writer.close()
+
+        return ForkedProcess(pid, asyncio.create_task(ended()))
+
+    @classmethod
+    @cache
+    def of_this_process(cls) -> ForkServer:
+        return cls()
+
+
+async def output_pipe() -> tuple[asyncio.StreamReader, int]:
+    """A stream and the descriptor that writes to it."""
+    readable, writable = os.pipe()
+    stream = asyncio.StreamReader(2**22)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(readable, "rb")
+    )
+    return stream, writable
+
+
 @dataclass
 class Process:
     """One `hermes-rl run` as a real process, with its JSON events."""
 
-    process: asyncio.subprocess.Process
+    process: ForkedProcess
     mark: str
     events: list[dict[str, Any]] = field(default_factory=list)
     errors: str = ""
@@ -86,18 +167,12 @@ class Process:
     def report(self) -> dict[str, Any]:
         return next(e for e in reversed(self.events) if e["event"] == "report")
 
-    async def read(self) -> None:
-        assert self.process.stdout
-        while line := await self.process.stdout.readline():
+    async def read(self, stream: asyncio.StreamReader, *, events: bool) -> None:
+        while line := await stream.readline():
             try:
-                self.events.append(json.loads(line))
+                self.events.append(json.loads(line if events else b""))
             except ValueError:
                 self.errors += line.decode(errors="replace")
-
-    async def read_errors(self) -> None:
-        assert self.process.stderr
-        while line := await self.process.stderr.readline():
-            self.errors += line.decode(errors="replace")
 
     async def wait(self, seconds: float = 120.0) -> int:
         """The exit code."""
@@ -106,17 +181,22 @@ class Process:
                 code = await self.process.wait()
                 await asyncio.gather(*self._readers)
         except TimeoutError:
-            self.process.kill()
+            kill(self.pid)
             raise AssertionError(f"no end within {seconds} s: {self.errors[-3000:]}") from None
         return code
 
-    async def until(self, event: str, count: int = 1, seconds: float = 90.0) -> None:
+    async def until(self, event: str, count: int = 1) -> None:
         """Wait for so many events of a kind."""
-        deadline = time.monotonic() + seconds
-        while sum(e["event"] == event for e in self.events) < count:
-            assert time.monotonic() < deadline, self.errors[-3000:]
-            assert self.process.returncode is None, self.errors[-3000:]
-            await asyncio.sleep(0.02)
+        await wait_for(self, lambda: [e["event"] for e in self.events].count(event) >= count)
+
+
+async def wait_for(run: Process, found: Callable[[], Any]) -> None:
+    """Wait until something holds while a run goes on."""
+    deadline = time.monotonic() + 90
+    while not found():
+        assert run.process.returncode is None, run.errors[-3000:]
+        assert time.monotonic() < deadline, run.errors[-3000:]
+        await asyncio.sleep(0.01)
 
 
 STARTED: list[Process] = []
@@ -126,18 +206,14 @@ STARTED: list[Process] = []
 async def launch(*arguments: str | Path, env: dict[str, str] | None = None) -> Process:
     """Start `hermes-rl run ARGUMENTS --json`, in a process group of its own."""
     mark = uuid.uuid4().hex
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "batch_runner", *map(str, arguments), "--json",
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, MARK: mark, **(env or {})},
-        start_new_session=True,
-        limit=2**22,
-    )  # fmt: skip
+    (said, out), (errors, err) = await output_pipe(), await output_pipe()
+    process = await ForkServer.of_this_process().start(
+        [*map(str, arguments), "--json"], {**os.environ, MARK: mark, **(env or {})}, [out, err]
+    )
     made = Process(process, mark)
     STARTED.append(made)
-    made._readers = [asyncio.create_task(made.read()), asyncio.create_task(made.read_errors())]
+    streams = ((said, True), (errors, False))
+    made._readers = [asyncio.create_task(made.read(s, events=e)) for s, e in streams]
     return made
 
 
@@ -320,28 +396,14 @@ class Watcher(threading.Thread):
         assert self.fault is None, self.fault
 
 
-async def asked(server: FakeServer, requests: int, run: Process, seconds: float = 90.0) -> None:
+async def asked(server: FakeServer, requests: int, run: Process) -> None:
     """Wait until the server was asked so often by a run."""
-    deadline = time.monotonic() + seconds
-    while server.requests < requests:
-        assert run.process.returncode is None, run.errors[-3000:]
-        assert time.monotonic() < deadline, run.errors[-3000:]
-        await asyncio.sleep(0.005)
-
-
-async def reported(run: Process, found: Callable[[Process], Any], seconds: float = 30.0) -> None:
-    """Wait until a run's events say something."""
-    deadline = time.monotonic() + seconds
-    while not found(run):
-        assert run.process.returncode is None, run.errors[-3000:]
-        assert time.monotonic() < deadline, run.errors[-3000:]
-        await asyncio.sleep(0.02)
+    await wait_for(run, lambda: server.requests >= requests)
 
 
 async def until_done(run: Process, units: int) -> None:
     """Wait until so many units were reported done."""
-    while len(run.receipts()) < units:
-        await run.until("attempt", len([e for e in run.events if e["event"] == "attempt"]) + 1)
+    await wait_for(run, lambda: len(run.receipts()) >= units)
 
 
 def kill(pid: int) -> None:

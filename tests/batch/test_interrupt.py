@@ -100,7 +100,7 @@ async def test_sigterm_is_a_first_ctrl_c(tmp_path: Path, server: FakeServer) -> 
     dataset, out = kit.write(tmp_path / "tasks.jsonl", ROWS[:6]), tmp_path / "run"
     run = await kit.launch(*kit.played(dataset, out, server.base_url, *FOUR))
     await kit.asked(server, 2, run)
-    run.process.terminate()
+    run.process.send_signal(signal.SIGTERM)
     assert await run.wait() == 130, run.errors
     assert len(kit.final_rows(out)) == ended_in_order(run)
 
