@@ -26,7 +26,6 @@ GROUPS = {
         "batch/test_bill.py",
         "batch/test_interrupt.py",
         "batch/test_kills.py",
-        "batch/test_shared_limits.py",
         "batch/test_budgets.py",
         "batch/test_workers.py",
         "bench/test_bench.py",

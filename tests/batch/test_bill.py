@@ -1,4 +1,4 @@
-"""Five hundred units against a server of its own process: our books are its bill, call by call.
+"""250 units against a server of its own process: our books are its bill, call by call.
 
 Three models on three wires, two keys and a dearer fallback; a fifth of the requests meets a fault,
 answers are cut, empty, thrown away or no proper calls, units end with a summary at the turn limit;
@@ -27,7 +27,7 @@ from hermes_rl.models.rate import NANO
 from hermes_rl.store import RunDir
 from hermes_rl.testing import Entry, FakeServer, read_log
 
-UNITS = 500
+UNITS = 250
 ODD: list[dict[str, Any]] = [
     {"text": ""},
     {"text": "", "reasoning": "I must look."},
@@ -120,17 +120,17 @@ async def disturbed(config: Path, log: Path, out: Path, cluster: dict[str, str])
     """The run, killed three times; its last start."""
     env = {**cluster, **KEYS}
     first = await kit.launch("--config", config, "--workers", "2", env=env)
-    await served(log, 300, first)
+    await served(log, 150, first)
     workers = kit.alive_pids(out)
     assert len(workers) == 2
     kit.kill(workers[0])
-    await served(log, 800, first)
+    await served(log, 400, first)
     workers = kit.alive_pids(out)
     kit.kill(first.pid)
     await first.wait()
     await kit.check_gone(workers, 20.0)
     second = await kit.launch("--config", config, "--workers", "0", env=KEYS)
-    await served(log, len(read_log(log)) + 300, second)
+    await served(log, len(read_log(log)) + 150, second)
     kit.kill(second.pid)
     await second.wait()
     return await kit.finish("--config", config, "--workers", "0", env=KEYS)

@@ -343,14 +343,21 @@ async def test_begun_units_are_finished_first(bench: Bench, unit_costs: float, w
 
 
 @pytest.mark.slow
-async def test_a_budget_binds_ray_workers_together(bench: Bench, unit_costs: float) -> None:
-    budget, file = 12 * unit_costs, bench.folder / "run.yaml"
+async def test_ray_workers_share_a_budget_and_the_limits(
+    bench: Bench, unit_costs: float, cluster: dict[str, str]
+) -> None:
+    budget, file, asked = 12 * unit_costs, bench.folder / "run.yaml", bench.server.requests
     config = bench.config(units(), budget_usd=budget, concurrency=UNITS, workers=2)
     file.write_text(to_yaml(config))
-    run = await kit.finish("--config", file)
+    run = await kit.finish("--config", file, env=cluster)
     assert run.process.returncode == 3, run.errors
     assert bench.billed <= budget
     assert 6 <= run.report()["done"] <= 13
+    assert bench.spent["run:usd"] == pytest.approx(bench.billed, abs=1e-6)
+    (lane,) = json.loads((bench.out / "manifest.json").read_bytes())["rate_limits"]
+    requests = bench.server.requests - asked
+    assert lane["requests"] == {"clean": requests, "throttled": 0, "server_trouble": 0}
+    assert lane["limits"][0] == [0.0, 32, "start"]
 
 
 MAKES = 40_000

@@ -52,7 +52,7 @@ async def check_end(
 
 @pytest.mark.parametrize(
     ("who", "at"),
-    [("driver", 1), ("driver", 17), ("driver", 44), ("both", 3), ("both", 23), ("both", 51)],
+    [("driver", 17), ("both", 51)],
 )
 async def test_driver_killed(
     who: str,
@@ -86,15 +86,14 @@ async def test_driver_killed(
     assert len({row["unit_id"] for row in lost}) == len(lost) <= 6
 
 
-@pytest.mark.parametrize("at", [2, 20, 47])
 async def test_worker_killed(
-    at: int, tmp_path: Path, server: FakeServer, cluster: dict[str, str], unbroken: dict[str, Any]
+    tmp_path: Path, server: FakeServer, cluster: dict[str, str], unbroken: dict[str, Any]
 ) -> None:
     dataset, out = kit.write(tmp_path / "tasks.jsonl", ROWS), tmp_path / "run"
     watcher = kit.Watcher(out)
     watcher.start()
     run = await kit.launch(*kit.played(dataset, out, server.base_url, *RAY), env=cluster)
-    await kit.asked(server, at, run)
+    await kit.asked(server, 20, run)
     victim = kit.alive_pids(out)[0]
     kit.kill(victim)
     assert await run.wait() == 0, run.errors

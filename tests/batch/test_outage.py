@@ -7,12 +7,14 @@ import re
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import kit
 import pytest
 
 from batch_runner import troubles
+from hermes_rl import wiring
 from hermes_rl.cli import read_status
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.models.rate import LaneSummary, Summary, Unanswered
@@ -83,21 +85,25 @@ async def test_an_outage_beyond_patience_parks_the_run(tmp_path: Path) -> None:
         kit.check_books(out, server.entries)
 
 
-@pytest.mark.slow
-async def test_a_last_unit_that_draws_500s_alone_does_not_park_the_run(tmp_path: Path) -> None:
+async def test_a_last_unit_that_draws_500s_alone_does_not_park_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody else is being answered while it fails. It is given up with its cause, and what was
     asked to find that out is in its row and in the books."""
     steps = json.dumps([{"text": "never", "fault": "server_error"}])
     poison = kit.task(0) | {"id": "poison", "prompt": f"Fail.\nSCRIPT: {steps}"}
-    dataset, out = kit.write(tmp_path / "tasks.jsonl", [*kit.rows(3), poison]), tmp_path / "run"
+    monkeypatch.setattr(wiring, "RetryPolicy", partial(wiring.RetryPolicy, cap_s=0.2))
+    out = tmp_path / "run"
     async with FakeServer(FakeConfig()) as server:
-        run = await kit.finish(
-            *kit.played(dataset, out, server.base_url, *HERE, "--max-attempts", "1")
+        config = kit.config(
+            tmp_path,
+            [*kit.rows(3), poison],
+            endpoint={"base_url": server.base_url},
+            run={"concurrency": 8, "max_attempts": 1},
         )
-        assert run.process.returncode == 1, run.errors
+        report = await kit.run(config)
         kit.check_books(out, server.entries)
-    report = run.report()
-    assert (report["given_up"], report["done"]) == (1, kit.units_of(3))
+    assert (report.exit_code, report.given_up, report.done) == (1, 1, kit.units_of(3))
     (failure,) = kit.table(out, "failures")
     assert failure["cause"] == "model_server"
     asked = [(call["purpose"], call["outcome"]) for call in failure["calls"]]
@@ -116,12 +122,12 @@ def faulty(kind: str) -> FakeConfig:
 async def test_a_run_stops_when_nothing_was_ever_answered(tmp_path: Path, kind: str) -> None:
     dataset, out = kit.write(tmp_path / "t.jsonl", TWENTY), tmp_path / "r"
     async with FakeServer(faulty(kind)) as server:
-        soon = ("--set", "endpoint.first_answer_seconds=3")
+        soon = ("--set", "endpoint.first_answer_seconds=1")
         arguments = kit.played(dataset, out, server.base_url, *HERE, *soon)
         run = await kit.finish(*arguments)
         assert run.process.returncode == 3, run.errors
         report = run.report()
-        assert report["detail"].startswith("nothing was answered within 3 s, the last error: ")
+        assert report["detail"].startswith("nothing was answered within 1 s, the last error: ")
         assert report["hint"] == "Look at the server, or raise endpoint.first_answer_seconds"
         assert (report["given_up"], report["seconds"] < 30) == (0, True)
         if kind != "server_error":
