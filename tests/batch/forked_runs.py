@@ -94,7 +94,7 @@ def serve(listener: socket.socket) -> None:
             with client:
                 try:
                     client.sendall(b"%d\n" % code)
-                except OSError:  # nobody waits for it any more
+                except OSError:  # the client has ended
                     continue
 
 

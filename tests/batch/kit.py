@@ -191,7 +191,7 @@ class Process:
 
 
 async def wait_for(run: Process, found: Callable[[], Any]) -> None:
-    """Wait until something holds while a run goes on."""
+    """Wait until something holds during a run."""
     deadline = time.monotonic() + 90
     while not found():
         assert run.process.returncode is None, run.errors[-3000:]
