@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from hermes_rl.events import CallEnded, CallStarted, Event, Waited
-from hermes_rl.messages import Message, ToolMessage, UserMessage
-from hermes_rl.models import Conversation, Endpoint, ModelClient, ModelRequest, connect
+from hermes_rl.messages import AssistantMessage, Message, ToolMessage, UserMessage
+from hermes_rl.models import Completion, Conversation, Endpoint, ModelClient, ModelRequest, connect
 from hermes_rl.models.calls import Clock, ModelCaller, RetryPolicy, Route
 from hermes_rl.models.rate import Limiter
 from hermes_rl.testing import FakeConfig, FakeServer, encode_event
+from hermes_rl.usage import Usage
 
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:  # for messages_kit and wire_kit
@@ -85,6 +86,42 @@ class FakeTime:
         return f"call-{self._ids}"
 
 
+ANSWER = Completion(
+    message=AssistantMessage(content="yes"),
+    finish_reason="stop",
+    usage=Usage(input_tokens=3, output_tokens=1),
+)
+
+
+class Scripted:
+    """A client that raises or returns its outcomes, request by request; the last one for ever.
+
+    Args:
+        before: called as each request begins.
+    """
+
+    api_mode = endpoint = "scripted"
+
+    def __init__(self, *outcomes: Any, before: Callable[[], Any] = lambda: None) -> None:
+        self.outcomes, self.before = list(outcomes), before
+        self.call_ids: list[str] = []
+
+    async def complete(self, request: ModelRequest) -> Completion:
+        self.call_ids.append(request.call_id)
+        self.before()
+        await asyncio.sleep(0)
+        outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def bound(self, request: ModelRequest) -> int:
+        return 11
+
+    async def aclose(self) -> None:
+        pass
+
+
 def request(
     prompt: str | Iterable[Message] = "hi", model: str = "echo", **fields: Any
 ) -> ModelRequest:
@@ -144,6 +181,8 @@ def kit() -> SimpleNamespace:
         caller=caller,
         budget_of=wire_kit.budget_of,
         rollout=rollout,
+        ANSWER=ANSWER,
+        Scripted=Scripted,
         until=until,
         decode=wire_kit.decode,
         answer_with=answer_with,

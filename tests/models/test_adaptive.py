@@ -110,96 +110,59 @@ def reached(ends, since, per_s):
     return next(ends_at, math.inf) - since
 
 
-@pytest.mark.parametrize("burst_s", [1, 5, 60])
-@pytest.mark.parametrize("rate", [2.5, 10])
-@pytest.mark.parametrize("latency", [0.05, 1.0])
-def test_refusals_alone_find_the_rate_and_its_double(burst_s, rate, latency):
-    server = Server(rate, burst_s)
-    callers = max(64, int(4 * rate * latency))
-    ends = simulate(server, 410, latency=latency, callers=callers, changes=[(300, 2.0)])
-    answered, refused = between(ends, 120, 300)
-    assert answered >= 0.85 * rate
-    assert refused < 0.05
-    assert reached(ends, 300, 0.85 * 2 * rate) < 50
-    assert between(ends, 350, 410)[0] >= 0.85 * 2 * rate
+def scenarios():
+    """(id, server, how it is called, since when the rate is used, since when it is another)."""
+    for burst_s, rate, latency in itertools.product((1, 5, 60), (2.5, 10), (0.05, 1.0)):
+        callers = max(64, int(4 * rate * latency))
+        calls = {"latency": latency, "callers": callers}
+        yield f"burst {burst_s} s, {rate}/s, {latency} s", (rate, burst_s), calls, 120, 300, 2.0
+    for burst_s, rate, latency in itertools.product((1, 5, 60), (2.5, 10), (0.05, 2.0)):
+        # All are refused in the first second, and none is sent again until then.
+        calls = {"latency": latency, "callers": int(26 * rate), "hint": 89}
+        yield (
+            f"hint 89 s, burst {burst_s} s, {rate}/s, {latency} s",
+            (rate, burst_s),
+            calls,
+            180,
+            420,
+            2.0,
+        )
+    for seed in range(8):  # just after a cut, in the middle of growth, before a refusal
+        calls = {"latency": 0.05, "callers": 64, "seed": seed}
+        yield f"seed {seed}", (2.5, (1, 5)[seed % 2]), calls, 120, 180 + 4 * seed, 2.0
+    slow = {"latency": 30.0, "callers": 300}
+    yield "slow answers, tiny burst", (2.5, 1), slow, 200, 500, None
+    yield "slow answers", (10, 60), {"latency": 10.0, "callers": 400}, 200, 500, None
+    yield "a quota that falls", (40, 60), {"latency": 1.0, "callers": 200}, 120, 180, 0.25
 
 
-@pytest.mark.parametrize("burst_s", [1, 5, 60])
-@pytest.mark.parametrize("rate", [2.5, 10])
-@pytest.mark.parametrize("latency", [0.05, 2.0])
-def test_callers_that_all_wait_for_89_seconds_come_back_paced(burst_s, rate, latency):
-    """All are refused in the first second, and nobody asks until then."""
-    callers = int(26 * rate)
-    ends = simulate(
-        Server(rate, burst_s), 510, latency=latency, callers=callers, changes=[(420, 2.0)], hint=89
-    )
-    answered, refused = between(ends, 180, 420)
-    assert answered >= 0.85 * rate
-    assert refused < 0.05
-    assert reached(ends, 420, 0.85 * 2 * rate) < 50
+@pytest.mark.parametrize(
+    ("server", "calls", "since", "changes_at", "factor"),
+    [pytest.param(*rest, id=name) for name, *rest in scenarios()],
+)
+def test_refusals_alone_find_the_rate_and_follow_it(server, calls, since, changes_at, factor):
+    """85 % of a rate is used and under 5 % are refused; a doubled one is used within 50 s."""
+    rate = server[0]
+    changes = [(changes_at, factor)] if factor else []
+    ends = simulate(Server(*server), changes_at + 120, changes=changes, **calls)
+    phases = [(since, changes_at, rate)]
+    if factor:
+        phases.append((changes_at + 60, changes_at + 120, factor * rate))
+    for begins, until, allowed in phases:
+        answered, refused = between(ends, begins, until)
+        assert answered >= 0.85 * allowed
+        assert refused < 0.05
+    if factor == 2.0:
+        assert reached(ends, changes_at, 0.85 * 2 * rate) < 50
 
 
-def test_where_nobody_was_let_in_there_is_no_rate_to_keep():
-    """Whoever was refused is held back by his own pause, and nothing else."""
-    pace = Pace(0.0)
-    pace.update(0.0, Events(started=8, running=8))
-    pace.update(0.1, Events(throttled=8))
-    for tick in range(1, 100):
-        pace.update(tick / 2, Events())
-    assert pace.per_s is None
-
-
-def test_a_few_refusals_while_others_are_served_begin_no_pace():
-    """Their answers are slow, so nobody begins: that is no silence."""
-    pace = Pace(0.0)
-    pace.update(0.0, Events(started=64, running=64))
-    pace.update(0.1, Events(throttled=5, running=59))
-    for tick in range(1, 100):
-        pace.update(tick / 2, Events(running=59))
-    assert pace.per_s is None
-    pace.update(50.0, Events(started=5, clean=59, running=5))
-    pace.update(60.0, Events(clean=5))
-    pace.update(600.0, Events())
-    assert pace.per_s is None
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_quota_that_doubles_at_any_time_is_used_in_less_than_a_minute(seed):
-    """Just after a cut, in the middle of growth, before a refusal."""
-    doubles = 180 + 4 * seed
-    server = Server(2.5, (1, 5)[seed % 2])
-    ends = simulate(
-        server, doubles + 65, latency=0.05, callers=64, changes=[(doubles, 2.0)], seed=seed
-    )
-    assert reached(ends, doubles, 0.85 * 5) < 50
-
-
-def test_slow_answers_hide_no_rate():
+def test_answers_that_take_ten_seconds_hide_no_rise():
     ends = simulate(Server(10, 60), 560, latency=10.0, callers=400, changes=[(500, 2.0)])
-    answered, refused = between(ends, 200, 500)
-    assert answered >= 0.85 * 10
-    assert refused < 0.05
     assert between(ends, 550, 560)[0] >= 0.75 * 20  # these were sent 35 to 55 s after the rise
 
 
-def test_slow_answers_and_a_tiny_burst():
-    """The limit of requests in flight is not cut where the pace is: what ends in bunches would
-    begin in bunches, and be refused."""
-    ends = simulate(Server(2.5, 1), 500, latency=30.0, callers=300)
-    answered, refused = between(ends, 200, 500)
-    assert answered >= 0.85 * 2.5
-    assert refused < 0.05
-
-
-def test_a_quota_that_falls_is_followed():
-    ends = simulate(Server(40, 60), 300, latency=1.0, callers=200, changes=[(180, 0.25)])
-    answered, refused = between(ends, 240, 300)
-    assert answered >= 0.85 * 10
-    assert refused < 0.05
-
-
 @pytest.mark.parametrize("refusal", [0.05, 0.5, 2.0])
-def test_a_server_that_refuses_everybody_for_minutes_teaches_nothing(refusal):
+def test_a_server_that_refuses_everybody_for_minutes_is_seldom_tried_and_found_again(refusal):
     """However long its refusals take: some are on their way all the time."""
     server = Server(2.5, 60, closed=(200, 800))
     ends = simulate(server, 900, latency=1.0, callers=64, refusal=refusal)
@@ -216,110 +179,37 @@ def test_fixed_windows_without_headers_are_used(rate, latency):
     assert between(ends, 240, 900)[0] >= 0.85 * rate
 
 
-def test_there_is_no_pace_without_refusals_in_a_row():
+@pytest.mark.parametrize(
+    "news",
+    [
+        # Nobody was let in: there is no rate to keep.
+        [(0.0, Events(8, running=8)), (0.1, Events(throttled=8)),
+         *((tick / 2, Events()) for tick in range(1, 100))],
+        # A few were refused while slow answers hold the others back: that is no silence.
+        [(0.0, Events(64, running=64)), (0.1, Events(throttled=5, running=59)),
+         *((tick / 2, Events(running=59)) for tick in range(1, 100)),
+         (50.0, Events(5, 59, running=5)), (60.0, Events(clean=5)), (600.0, Events())],
+        # A refusal now and then.
+        [(float(second), Events(20, throttled=second % 100 == 99)) for second in range(600)],
+    ],
+)  # fmt: skip
+def test_there_is_no_pace_without_refusals_that_show_a_rate(news):
     pace = Pace(0.0)
-    for second in range(600):
-        pace.update(float(second), Events(started=20, throttled=second % 100 == 99))
-    assert pace.per_s is None
+    for now, events in news:
+        pace.update(now, events)
+        assert pace.per_s is None
 
 
-def steady(pace, seconds, since, per_s, *, used=1.0, **ends):
-    for tick in range(int(seconds * 10)):
-        pace.update(since + tick / 10, Events(started=round(per_s * used / 10), **ends))
-
-
-def measured():
-    """A pace that began with 100 requests a second of which 20 were admitted."""
-    pace = Pace(0.0)
-    for tick in range(100):
+def test_errors_of_the_server_hold_the_pace():
+    pace, tick = Pace(0.0), 0
+    while pace.per_s is None:  # of ten requests a tick two are admitted
+        tick += 1
         pace.update(tick / 10, Events(started=10, throttled=8))
-        if pace.per_s is not None:
-            return pace, tick / 10
-    raise AssertionError("no pace")
-
-
-def test_what_is_admitted_between_refusals_is_the_quota():
-    pace, now = measured()
-    assert pace.per_s == pytest.approx(0.95 * 20, rel=0.1)
-    assert now < 5.0
-
-
-def test_what_was_on_its_way_when_the_pace_was_set_says_nothing_of_it():
-    pace, now = measured()
     first = pace.per_s
-    pace.update(now + 0.1, Events(throttled=8))
-    for tick in range(2, 60):  # as many again were on their way and are admitted
-        pace.update(now + tick / 10, Events(started=round(first / 10), throttled=tick == 20))
+    assert first == pytest.approx(0.95 * 20, rel=0.1), "what is admitted between two refusals"
+    for later in range(tick + 160, tick + 460):
+        pace.update(later / 10, Events(started=3, trouble=1))
     assert pace.per_s == first
-
-
-def test_requests_that_all_were_on_their_way_tell_no_quota():
-    pace, now = measured()
-    first = pace.per_s
-    pace.update(now + 1.1, Events(started=100))
-    for tick in range(30):  # more end refused than begin
-        pace.update(now + 1.1 + tick / 10, Events(started=1, throttled=4))
-    assert pace.per_s >= 0.8 * first
-
-
-def grown(pace, seconds, since):
-    """What the pace was, where it is used."""
-    found = []
-    for tick in range(int(10 * seconds)):
-        pace.update(since + tick / 10, Events(started=round(pace.per_s / 10) + 1))
-        found.append(pace.per_s)
-    return sorted(set(found))
-
-
-def test_it_grows_by_five_percent_a_round_where_it_is_used():
-    pace, now = measured()
-    first = pace.per_s
-    now += 16.0
-    steady(pace, 30, now, first, used=0.5)
-    assert pace.per_s == first
-    steps = grown(pace, 7.0, now + 30.0)
-    assert len(steps) in (3, 4)
-    for one, two in itertools.pairwise(steps):
-        assert two == pytest.approx(1.05 * one)
-
-
-def test_after_four_clean_rounds_it_grows_twice_as_fast_until_it_is_refused():
-    pace, now = measured()
-    now += 16.0
-    steps = grown(pace, 21.0, now)
-    assert [two / one for one, two in itertools.pairwise(steps)][4:] == pytest.approx(
-        [1.05**2] * (len(steps) - 5)
-    )
-    assert len(steps) in (7, 8)
-    pace.update(now + 21.0, Events(started=1, throttled=1))
-    low = pace.per_s
-    pace.update(now + 24.5, Events(started=round(3 * low)))  # the end of a round that is not clean
-    steps = grown(pace, 6.5, now + 36.5)
-    assert steps[1] / steps[0] == pytest.approx(1.05)
-
-
-def test_trouble_holds_it_and_cuts_nothing():
-    pace, now = measured()
-    first = pace.per_s
-    steady(pace, 30, now + 16.0, 1.2 * first, trouble=1)
-    assert pace.per_s == first
-
-
-def test_a_few_refusals_after_a_cut_show_the_quota_too():
-    """Never three in a round of three seconds, and yet far too many."""
-    pace, now = measured()
-    now += 16.0
-    for second in range(16):
-        pace.update(now + second, Events(started=10, clean=8, throttled=2 * (second % 2)))
-    assert pace.per_s == pytest.approx(0.95 * 9, rel=0.1)
-
-
-def test_one_cut_in_fifteen_seconds():
-    pace, now = measured()
-    first, now = pace.per_s, now + 16.0
-    for second in range(16):
-        pace.update(now + second, Events(started=20, clean=19, throttled=1))
-    assert pace.per_s == pytest.approx(0.64 * first)
 
 
 @given(
@@ -379,29 +269,27 @@ def test_the_limit_keeps_its_bounds(maximum, start, heard):
             assert after <= max(before + 1, before * 1.05)
 
 
-def answer(controller, requests, now=0.0):
-    for _ in range(requests):
-        controller.note_started(controller.limit)
-        controller.note_ended("clean", now)
-
-
-def test_after_a_refusal_it_grows_by_five_percent_a_round():
-    controller = AdaptiveConcurrency(1000, start=100)
-    controller.note_ended("throttled", 0.0)
-    assert controller.limit == 80
-    answer(controller, 80)
-    assert controller.limit == 84
-    answer(controller, 83)
-    assert controller.limit == 84
-
-
-def test_it_does_not_go_back_to_where_it_was_refused_before_a_cut_is_due():
-    controller = AdaptiveConcurrency(1000, start=100)
-    controller.note_ended("throttled", 0.0)
-    answer(controller, 1000, now=14.0)
-    assert controller.limit == 95
-    answer(controller, 95, now=15.0)
-    assert controller.limit == 99
+@pytest.mark.parametrize(
+    ("maximum", "start", "steps"),
+    [
+        # After a refusal 5 % a round, of as many answers as the limit; an error only restarts it.
+        (1000, 100, [("throttled", 1, 0, 80), ("clean", 80, 0, 84), ("clean", 83, 0, 84)]),
+        (1000, 100, [("throttled", 1, 0, 80), ("clean", 79, 0, 80), ("trouble", 1, 1, 80),
+                     ("clean", 79, 1, 80), ("clean", 1, 1, 84)]),
+        # Not back to where it was refused before a cut is due.
+        (1000, 100, [("throttled", 1, 0, 80), ("clean", 1000, 14, 95), ("clean", 95, 15, 99)]),
+        (10, 1, [("throttled", 1, 0, 1), ("clean", 5, 14, 1), ("clean", 1, 15, 2)]),
+        # Long hints do not matter: one cut in 15 s however often requests are refused.
+        (1000, 100, [("throttled", 9, 0, 80), ("throttled", 9, 14, 80), ("throttled", 9, 15, 64)]),
+    ],
+)  # fmt: skip
+def test_the_limit_of_requests_in_flight(maximum, start, steps):
+    controller = AdaptiveConcurrency(maximum, start)
+    for signal, times, now, limit in steps:
+        for _ in range(times):
+            controller.note_started(controller.limit)
+            controller.note_ended(signal, float(now))
+        assert controller.limit == limit
 
 
 def test_an_unused_limit_does_not_grow():
@@ -412,49 +300,18 @@ def test_an_unused_limit_does_not_grow():
     assert controller.limit == 100
 
 
-def test_the_servers_trouble_only_holds_growth():
-    controller = AdaptiveConcurrency(1000, start=100)
-    controller.note_ended("throttled", 0.0)
-    for _ in range(10):
-        answer(controller, 79)
-        controller.note_ended("trouble", 1.0)
-    assert controller.limit == 80
-
-
-def test_it_grows_from_one():
-    controller = AdaptiveConcurrency(10, start=1)
-    controller.note_ended("throttled", 0.0)
-    answer(controller, 5, now=14.0)
-    assert controller.limit == 1
-    answer(controller, 1, now=15.0)
-    assert controller.limit == 2
-
-
-def test_signals():
-    assert signal_of(None) == "clean"
-    assert signal_of(e.RateLimited("", retry_after_s=3600)) == "throttled"
-    assert signal_of(e.Overloaded("")) == "trouble"
-    assert signal_of(e.ServerError("")) == "trouble"
-    assert signal_of(e.ModelTimeout("")) == "neutral"
-
-
-def test_long_hints_and_quick_retries_do_not_freeze_it():
-    """Refusals every 2 s that each ask for 89 s: cut by cut goes on, and so does growth after."""
-    controller, now = AdaptiveConcurrency(1000, start=100), 0.0
-    refusal = e.RateLimited("slow down", retry_after_s=89.0)
-    limits = []
-    for _ in range(45):
-        controller.note_started(controller.limit)
-        controller.note_ended(signal_of(refusal), now)
-        limits.append(controller.limit)
-        now += 2.0
-    assert len(set(limits)) == 6  # one cut per 15 s in 90 s
-    low = controller.limit
-    for _ in range(60):  # a minute of answers, one round a second
-        answer(controller, controller.limit, now)
-        now += 1.0
-    assert controller.limit > 2 * low
-    assert [c.reason for c in controller.history.changes][:3] == ["start", "throttled", "throttled"]
+@pytest.mark.parametrize(
+    ("error", "signal"),
+    [
+        (None, "clean"),
+        (e.RateLimited("", retry_after_s=3600), "throttled"),
+        (e.Overloaded(""), "trouble"),
+        (e.ServerError(""), "trouble"),
+        (e.ModelTimeout(""), "neutral"),
+    ],
+)
+def test_what_an_error_means_for_the_rate(error, signal):
+    assert signal_of(error) == signal
 
 
 @given(st.lists(st.sampled_from(["slow_start", "clean_round", "throttled"]), max_size=900))

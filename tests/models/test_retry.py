@@ -1,146 +1,119 @@
-"""The one retry layer: what is tried again, how long, and that the books know every request."""
+"""The one retry layer: what is tried again, how long, and that every request is recorded."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from hermes_rl import errors as e
 from hermes_rl.events import CallEnded, CallStarted, Waited
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.models import Completion, Endpoint, connect
-from hermes_rl.models.calls import ModelCaller, RetryPolicy, Route
-from hermes_rl.models.rate import Limiter, Traffic
-from hermes_rl.testing import FakeConfig, FakeServer, FaultPlan
-from hermes_rl.usage import Usage
-
-ANSWER = Completion(
-    message=AssistantMessage(content="yes"),
-    finish_reason="stop",
-    usage=Usage(input_tokens=3, output_tokens=1),
-)
+from hermes_rl.models import Completion, KeyRenewed, NoNewKey
+from hermes_rl.models.calls import Account, KeyPool, ModelCaller, RetryPolicy, Route
+from hermes_rl.models.rate import Cooldowns, Limiter, Traffic
 
 
-class Scripted:
-    """A client that raises or returns what it is told, call by call; the last one for ever."""
+@pytest.fixture
+def setup(kit):
+    def made(*scripts, takes_s=0.0, **policy):
+        """A caller with one account per script, on simulated time."""
+        time, events = kit.FakeTime(), kit.Events()
 
-    api_mode = endpoint = "scripted"
+        def before():
+            time.now += takes_s
 
-    def __init__(self, *outcomes):
-        self.outcomes = list(outcomes)
-        self.call_ids = []
+        # One account's limiter would pace it; several give way to each other before that.
+        limit = {"clock": lambda: time.now} if len(scripts) == 1 else {}
+        clients = [kit.Scripted(*script, before=before) for script in scripts]
+        accounts = [
+            Account("AB"[n], client, Limiter(64, **limit)) for n, client in enumerate(clients)
+        ]
+        route = Route("", KeyPool(accounts, Cooldowns(lambda: time.now), scope="h m"))
 
-    async def complete(self, request):
-        self.call_ids.append(request.call_id)
-        outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
+        def caller():
+            return ModelCaller([route], events, RetryPolicy(**policy), clock=time.clock())
 
-    def bound(self, request):
-        return 11
+        async def call(**fields):
+            async with asyncio.timeout(20):
+                return await caller().call(kit.request(**fields), turn=1)
 
-    async def aclose(self):
-        pass
+        async def waits_out(seconds):
+            """Whether a call is answered once the server answers again after so long."""
+            began, task = time.now, asyncio.create_task(call())
+            await kit.until(lambda: time.now - began >= seconds, step=0)
+            clients[0].outcomes = [kit.ANSWER]
+            return await task is kit.ANSWER
+
+        return SimpleNamespace(
+            clients=clients, client=clients[0], time=time, events=events, call=call,
+            caller=caller, waits_out=waits_out, sent=lambda: [len(c.call_ids) for c in clients],
+        )  # fmt: skip
+
+    return made
 
 
-def setup(kit, *outcomes, **policy):
-    client, events, time = Scripted(*outcomes), kit.Events(), kit.FakeTime()
-    limiter = Limiter(4, clock=lambda: time.now)
-    route = Route.single("", client, limiter)
-    calling = ModelCaller([route], events, RetryPolicy(**policy), clock=time.clock())
-    return client, events, time, calling
-
-
-async def test_each_request_is_a_call_of_its_own(kit):
-    client, events, time, calling = setup(
-        kit,
-        e.RateLimited("429", status=429, request_id="r1", retry_after_s=5),
-        e.ProtocolError("cut", served=True),
-        ANSWER,
+async def test_each_request_is_a_call_of_its_own(kit, setup):
+    s = setup(
+        (
+            e.RateLimited("429", status=429, request_id="r1", retry_after_s=5),
+            e.ProtocolError("cut", served=True),
+            kit.ANSWER,
+        )
     )
-    answer = await calling.call(kit.request(), turn=3, purpose="summary", agent="sub")
-    assert answer is ANSWER
-    assert client.call_ids == ["call-1", "call-2", "call-3"]
-    assert [type(x) for x in events.all] == [
-        CallStarted, CallEnded, Waited, CallStarted, CallEnded, Waited, CallStarted, CallEnded,
-    ]  # fmt: skip
-    assert [(x.outcome, x.retries, x.usage) for x in events.ends] == [
+    answer = await s.caller().call(kit.request(), turn=3, purpose="summary", agent="sub")
+    assert answer is kit.ANSWER
+    assert s.client.call_ids == ["call-1", "call-2", "call-3"]
+    started, ended = CallStarted, CallEnded
+    kinds = [started, ended, Waited, started, ended, Waited, started, ended]
+    assert [type(event) for event in s.events.all] == kinds
+    assert [(x.outcome, x.retries, x.usage) for x in s.events.ends] == [
         ("refused", 0, None),
         ("cut", 1, None),
-        ("ok", 2, ANSWER.usage),
+        ("ok", 2, kit.ANSWER.usage),
     ]
-    assert events.ends[0].request_id == "r1"
-    assert events.ends[0].error == "RateLimited: 429"
-    assert events.ends[2].cost_usd is None
-    first = events.starts[0]
+    first, last = s.events.ends[0], s.events.ends[2]
+    assert (first.request_id, first.error, last.cost_usd) == ("r1", "RateLimited: 429", None)
+    first = s.events.starts[0]
     assert (first.turn, first.purpose, first.agent, first.model) == (3, "summary", "sub", "echo")
     assert (first.max_input_tokens, first.max_output_tokens) == (11, None)
     # The hint, and jitter on top of it; then jitter alone. Waiting is not the model's time.
-    assert time.slept == [5.5, 1.0]
-    assert events.waited == [5.5, 1.0]
-    assert all(x.latency_s == 0 for x in events.ends)
+    assert s.time.slept == s.events.waited == [5.5, 1.0]
+    assert all(x.latency_s == 0 for x in s.events.ends)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        e.AuthError, e.BillingError, e.ModelNotFound, e.BadRequest, e.ContentFiltered,
-        e.ContextOverflow, e.PayloadTooLarge,
-    ],
+FINAL = (
+    e.AuthError, e.BillingError, e.ModelNotFound, e.BadRequest, e.ContentFiltered,
+    e.ContextOverflow, e.PayloadTooLarge,
 )  # fmt: skip
-async def test_what_is_final_is_not_tried_again(kit, error):
-    client, events, time, calling = setup(kit, error("no"))
-    with pytest.raises(error):
-        await calling.call(kit.request(), turn=1)
-    assert len(client.call_ids) == 1
-    assert time.slept == []
-    assert events.ends[0].outcome == "refused"
-
-
-async def test_ten_minutes_of_429_are_waited_out(kit):
-    """An outage is bounded by time, not by a count, and pauses never exceed the cap."""
-    client, events, time, calling = setup(kit, e.RateLimited("429"))
-    began = time.now
-    task = asyncio.create_task(calling.call(kit.request(), turn=1))
-    await kit.until(lambda: time.now - began >= 600, step=0)
-    client.outcomes = [ANSWER]
-    assert await task is ANSWER
-    assert max(time.slept) == 30
-    assert sum(events.waited) == pytest.approx(time.now - began)
-
-
-async def test_an_outage_ends_after_its_time(kit):
-    client, _, time, calling = setup(kit, e.Overloaded("529"), outage_s=100)
-    began = time.now
-    with pytest.raises(e.Outage, match=r"no answer for .. s, the last error: 529") as caught:
-        await calling.call(kit.request(), turn=1)
-    assert (caught.value.cause, caught.value.reason) == ("outage", "overloaded")
-    assert isinstance(caught.value.__cause__, e.Overloaded)
-    assert 60 < time.now - began <= 100
-    assert len(client.call_ids) > 5
-
-
-async def test_a_hint_is_heeded_for_ten_minutes_at_most(kit):
-    _, _, time, calling = setup(kit, e.RateLimited("429", retry_after_s=3601), ANSWER)
-    assert await calling.call(kit.request(), turn=1) is ANSWER
-    assert time.slept == [600.5]
+BEGUN = (
+    e.ProtocolError("cut", served=True),
+    e.ModelTimeout("idle", served=True),
+    e.ServerError("an error in the stream", served=True),
+    e.ModelAborted("abort", served=True),
+)
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        e.ProtocolError("cut", served=True),
-        e.ModelTimeout("idle", served=True),
-        e.ServerError("an error in the stream", served=True),
-        e.ModelAborted("abort", served=True),
-    ],
+    ("error", "requests", "outcome"),
+    [*((kind("no"), 1, "refused") for kind in FINAL), *((error, 4, "cut") for error in BEGUN)],
 )
-async def test_what_began_to_be_answered_is_tried_a_few_times_only(kit, error):
-    client, events, _, calling = setup(kit, error, max_attempts=4)
+async def test_final_errors_are_raised_at_once_and_begun_answers_are_tried_a_few_times(
+    setup, error, requests, outcome
+):
+    s = setup((error,), max_attempts=4)
     with pytest.raises(type(error)):
-        await calling.call(kit.request(), turn=1)
-    assert len(client.call_ids) == 4
-    assert {x.outcome for x in events.ends} == {"cut"}
+        await s.call()
+    assert s.sent() == [requests] == [len(s.time.slept) + 1]
+    assert {x.outcome for x in s.events.ends} == {outcome}
+
+
+async def test_ten_minutes_of_429_are_waited_out(setup):
+    """An outage is bounded by time, not by a count, and pauses never exceed the cap."""
+    s = setup((e.RateLimited("429"),))
+    began = s.time.now
+    assert await s.waits_out(600)
+    assert max(s.time.slept) == 30
+    assert sum(s.events.waited) == pytest.approx(s.time.now - began)
 
 
 @pytest.mark.parametrize(
@@ -149,113 +122,93 @@ async def test_what_began_to_be_answered_is_tried_a_few_times_only(kit, error):
         e.ServerError("500", status=500),
         e.ServerError("502", status=502, served=True),
         e.ConnectionLost("reset", served=True),
+        e.ConnectionLost("refused"),
     ],
 )
-async def test_a_server_in_trouble_is_waited_for_while_it_answers_nobody(kit, error):
-    client, _, time, calling = setup(kit, error, max_attempts=2)
-    began = time.now
-    task = asyncio.create_task(calling.call(kit.request(), turn=1))
-    await kit.until(lambda: time.now - began >= 600, step=0)
-    client.outcomes = [ANSWER]
-    assert await task is ANSWER
+async def test_a_failing_server_is_waited_for_while_it_answers_nobody(setup, error):
+    assert await setup((error,), max_attempts=2).waits_out(600)
 
 
-async def test_a_request_that_fails_where_others_are_answered_is_given_up(kit):
-    """What is at fault then is the request: the unit fails, and the run goes on."""
-    events, time = kit.Events(), kit.FakeTime()
-    bad, good = e.ServerError("500: CUDA error", status=500), Scripted(ANSWER)
-    ill = Scripted(bad)
+async def test_an_outage_ends_after_its_time(setup):
+    s = setup((e.Overloaded("529"),), outage_s=100)
+    began = s.time.now
+    with pytest.raises(e.Outage, match=r"no answer for .. s, the last error: 529") as caught:
+        await s.call()
+    assert (caught.value.cause, caught.value.reason) == ("outage", "overloaded")
+    assert isinstance(caught.value.__cause__, e.Overloaded)
+    assert 60 < s.time.now - began <= 100
+    assert s.sent()[0] > 5
 
-    class Both(Scripted):
-        async def complete(self, request):
-            return await (ill if request.model == "ill" else good).complete(request)
 
-    route = Route.single("", Both(), Limiter(8))
+async def test_retry_after_is_obeyed_for_ten_minutes_at_most(kit, setup):
+    s = setup((e.RateLimited("429", retry_after_s=3601), kit.ANSWER))
+    assert await s.call() is kit.ANSWER
+    assert s.time.slept == [600.5]
 
-    def caller():
-        return ModelCaller([route], events, RetryPolicy(max_attempts=4), clock=time.clock())
 
-    task = asyncio.create_task(caller().call(kit.request(model="ill"), turn=1))
+async def test_a_request_that_fails_where_others_are_answered_is_given_up(kit, setup):
+    """The request is at fault then: the unit fails, and the run goes on."""
+    s = setup((e.ServerError("500: CUDA error", status=500),), max_attempts=4)
+    task = asyncio.create_task(s.call())
     while not task.done():
-        await caller().call(kit.request(model="well"), turn=1)
+        s.clients[0].outcomes, bad = [kit.ANSWER], s.clients[0].outcomes
+        await s.call()
+        s.clients[0].outcomes = bad
         await asyncio.sleep(0)
     with pytest.raises(e.ServerError):
         await task
-    assert len(ill.call_ids) == 5, "the first failure speaks of nobody"
 
 
-async def test_retries_that_may_be_paid_twice_are_a_share_of_the_traffic(kit):
+async def test_retries_that_may_be_paid_twice_are_a_share_of_the_traffic(kit, setup):
     """40 rollouts meet an endpoint that loses every answer: a few retries at once, then a trickle
     until it answers again, and no rollout is lost."""
-    client, events, time, _ = setup(kit, e.ConnectionLost("reset", served=True))
-    route = Route.single("", client, Limiter(64))
-    callers = [ModelCaller([route], events, clock=time.clock()) for _ in range(40)]
-    began = time.now
+    s = setup((e.ConnectionLost("reset", served=True),))
+    began = s.time.now
     async with asyncio.TaskGroup() as group:
-        calls = [group.create_task(c.call(kit.request(), turn=1)) for c in callers]
-        await kit.until(lambda: time.now - began >= 300, step=0)
-        retries = len(client.call_ids) - 40
+        calls = [group.create_task(s.call()) for _ in range(40)]
+        await kit.until(lambda: s.time.now - began >= 300, step=0)
+        retries = s.sent()[0] - 40
         # START + 40 calls / 5 + one in FLOOR_S seconds
         assert 10 <= retries <= 10 + 8 + 400 / Traffic.FLOOR_S
-        client.outcomes = [ANSWER]
-    assert all(call.result() is ANSWER for call in calls)
+        s.client.outcomes = [kit.ANSWER]
+    assert all(call.result() is kit.ANSWER for call in calls)
 
 
-async def test_an_error_of_a_client_that_is_not_ours(kit):
-    _, events, _, calling = setup(kit, ConnectionRefusedError(111, "refused"), ANSWER)
-    assert await calling.call(kit.request(), turn=1) is ANSWER
-    assert [x.outcome for x in events.ends] == ["refused", "ok"]
-    assert events.ends[0].error.startswith("ConnectionLost: ConnectionRefusedError")
+def ended(reason, usage):
+    return Completion(message=AssistantMessage(), finish_reason=reason, usage=usage)
 
 
-async def test_an_unreachable_server_is_waited_for(kit):
-    client, _, _, calling = setup(kit, *[e.ConnectionLost("refused")] * 20, ANSWER, max_attempts=2)
-    assert await calling.call(kit.request(), turn=1) is ANSWER
-    assert len(client.call_ids) == 21
-
-
-async def test_a_filtered_answer_is_paid_and_final(kit):
-    filtered = Completion(
-        message=AssistantMessage(), finish_reason="content_filter", usage=ANSWER.usage
-    )
-    client, events, _, calling = setup(kit, filtered)
-    with pytest.raises(e.ContentFiltered):
-        await calling.call(kit.request(), turn=1)
-    assert len(client.call_ids) == 1
-    assert (events.ends[0].outcome, events.ends[0].usage) == ("ok", ANSWER.usage)
-
-
-async def test_an_aborted_answer_is_paid_and_asked_for_again(kit):
-    aborted = Completion(message=AssistantMessage(), finish_reason="abort", usage=ANSWER.usage)
-    _, events, _, calling = setup(kit, aborted, ANSWER)
-    assert await calling.call(kit.request(), turn=1) is ANSWER
-    assert [(x.outcome, x.usage) for x in events.ends] == [
-        ("cut", ANSWER.usage),
-        ("ok", ANSWER.usage),
+@pytest.mark.parametrize(
+    ("reason", "raised", "outcomes"),
+    [("content_filter", e.ContentFiltered, ["ok"]), ("abort", None, ["cut", "ok"])],
+)
+async def test_a_withheld_answer_is_paid_and_asked_for_again_where_that_may_help(
+    kit, setup, reason, raised, outcomes
+):
+    s = setup((ended(reason, kit.ANSWER.usage), kit.ANSWER))
+    if raised:
+        with pytest.raises(raised):
+            await s.call()
+    else:
+        assert await s.call() is kit.ANSWER
+    assert [(x.outcome, x.usage) for x in s.events.ends] == [
+        (outcome, kit.ANSWER.usage) for outcome in outcomes
     ]
 
 
-async def test_a_bug_is_recorded_and_passes_through(kit):
-    _, events, _, calling = setup(kit, ZeroDivisionError("secret text"))
+async def test_errors_of_other_clients_are_classified_and_bugs_pass_through(kit, setup):
+    s = setup((ConnectionRefusedError(111, "refused"), kit.ANSWER))
+    assert await s.call() is kit.ANSWER
+    assert [x.outcome for x in s.events.ends] == ["refused", "ok"]
+    assert s.events.ends[0].error.startswith("ConnectionLost: ConnectionRefusedError")
+    s = setup((ZeroDivisionError("secret text"),))
     with pytest.raises(ZeroDivisionError):
-        await calling.call(kit.request(), turn=1)
-    assert (events.ends[0].outcome, events.ends[0].error) == ("unknown", "ZeroDivisionError")
+        await s.call()
+    assert (s.events.ends[0].outcome, s.events.ends[0].error) == ("unknown", "ZeroDivisionError")
 
 
-async def test_prices_come_from_the_hook(kit):
-    client, events = Scripted(ANSWER), kit.Events()
-    calling = ModelCaller(
-        [Route.single("", client, Limiter(1))],
-        events,
-        price=lambda model, usage: {"echo": 0.5}[model] * usage.output_tokens,
-    )
-    await calling.call(kit.request(), turn=1)
-    assert events.ends[0].cost_usd == 0.5
-
-
-async def test_cancelled_in_a_pause(kit):
-    """At once, the slot free, the waiting recorded."""
-    client, events = Scripted(e.RateLimited("429", retry_after_s=500)), kit.Events()
+async def test_a_cancelled_pause_ends_at_once_and_is_recorded(kit):
+    client, events = kit.Scripted(e.RateLimited("429", retry_after_s=500)), kit.Events()
     limiter = Limiter(1)
     calling = ModelCaller([Route.single("", client, limiter)], events)
     task = asyncio.create_task(calling.call(kit.request(), turn=1))
@@ -264,54 +217,66 @@ async def test_cancelled_in_a_pause(kit):
     async with asyncio.timeout(10):
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert limiter.in_flight == 0
-    assert len(events.waited) == 1
-    assert len(events.starts) == 1
+    assert (limiter.in_flight, len(events.waited), len(events.starts)) == (0, 1, 1)
 
 
-async def test_waiting_for_a_slot_is_not_the_models_time(kit):
-    limiter, events = Limiter(1), kit.Events()
-    async with FakeServer(FakeConfig(latency_s=0.15, script="noop")) as server:
-        client = connect(Endpoint(server.base_url))
-        calling = ModelCaller([Route.single("", client, limiter)], events)
-        async with asyncio.TaskGroup() as group:
-            for _ in range(3):
-                group.create_task(calling.call(kit.request(model="noop"), turn=1))
+async def test_waiting_for_a_slot_is_not_the_models_time(kit, stage):
+    async with stage() as s:
+        server = await s.server(latency_s=0.15)
+        calling = s.caller(Route.single("noop", s.client(server), Limiter(1)))
+        await asyncio.gather(*(calling.call(kit.request(), turn=1) for _ in range(3)))
         assert server.peak_in_flight == 1
-        await client.aclose()
-    assert sum(events.waited) >= 0.4
-    assert sum(x.latency_s for x in events.ends) < sum(events.waited) + 0.45
+        assert sum(s.events.waited) >= 0.4
+        assert sum(x.latency_s for x in s.events.ends) < sum(s.events.waited) + 0.45
 
 
-@pytest.mark.parametrize("transport", ["http", "sdk"])
-@pytest.mark.parametrize("stream", [False, True], ids=["body", "stream"])
-async def test_the_books_are_the_servers(kit, transport, stream):
-    """20 % mixed faults: call by call our record says what the server's log says."""
-    faults = FaultPlan(seed=3, mixed=0.2, retry_after_s=0.01, slow_s=0.01)
-    async with FakeServer(FakeConfig(faults=faults, script="echo-3")) as server:
-        client, events = connect(Endpoint(server.base_url, transport=transport)), kit.Events()
-        calling = kit.caller(client, events)
-        async with asyncio.TaskGroup() as group:
-            runs = [
-                group.create_task(kit.rollout(calling, f"task {i}", "m", stream=stream))
-                for i in range(60)
-            ]
-        await client.aclose()
-    assert all(run.result()[-1].content == "All 3 steps are done." for run in runs)
-    served = {entry.call_id: entry for entry in server.entries}
-    ours = {end.call_id: end for end in events.ends}
-    assert set(ours) == set(served) == {start.call_id for start in events.starts}
-    expected = {"ok": "served", "refused": "refused", "cut": "cut"}
-    for call_id, end in ours.items():
-        entry = served[call_id]
-        assert expected[end.outcome] == entry.outcome, entry
-        assert (end.usage is not None) == entry.reported
-        if end.usage is not None:
-            assert end.usage.input_tokens == entry.prompt_tokens
-            assert end.usage.output_tokens == entry.completion_tokens
-            assert end.usage.cache_read_tokens == entry.cached_tokens
-    outcomes = [end.outcome for end in ours.values()]
-    assert outcomes.count("ok") == 240
-    assert outcomes.count("refused") > 0
-    assert outcomes.count("cut") > 0
-    assert any(x.outcome == "ok" and x.usage is None for x in ours.values())
+# Several keys
+
+
+def busy(seconds):
+    return e.RateLimited("429", status=429, retry_after_s=seconds)
+
+
+NO = e.AuthError("401", status=401)
+POOR = e.BillingError("402", status=402, retry_after_s=1.0)
+ENDED = NoNewKey("401: expired", status=401)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+async def test_keys_that_cool_down_shorter_than_a_request_do_not_take_turns_for_ever(
+    setup, seconds
+):
+    s = setup((busy(seconds),), (busy(seconds),), takes_s=2.0, outage_s=120.0)
+    with pytest.raises(e.Outage):
+        await s.call()
+    assert sum(s.time.slept) > 60, "between two rounds there is a pause"
+    assert sum(s.sent()) < 40
+
+
+@pytest.mark.parametrize("error", [NO, POOR])
+async def test_two_keys_that_are_refused_end_the_call(setup, error):
+    s = setup((error,), (error,), takes_s=2.0)
+    with pytest.raises(type(error)):
+        await s.call()
+    assert sum(s.sent()) <= 3
+
+
+async def test_a_rate_limited_key_is_waited_for_though_the_other_is_refused(kit, setup):
+    s = setup((busy(30.0), busy(30.0), kit.ANSWER), (NO,), takes_s=2.0)
+    assert await s.call() is kit.ANSWER
+    assert s.sent() == [3, 1]
+    assert sum(s.time.slept) >= 30
+
+
+async def test_a_key_with_a_command_is_renewed_or_waited_for_while_others_are_used(kit, setup):
+    s = setup((KeyRenewed("401: expired", status=401), kit.ANSWER))
+    assert await s.call() is kit.ANSWER
+    assert (s.sent(), s.time.slept) == ([2], [])
+    s = setup((*[ENDED] * 40, kit.ANSWER))
+    assert await s.call() is kit.ANSWER
+    assert sum(s.time.slept) > 300
+    s = setup((ENDED,), (kit.ANSWER,))
+    assert await s.call() is kit.ANSWER
+    assert (s.sent(), s.time.slept) == ([1, 1], [])
+    with pytest.raises(e.Outage, match="the last error: 401: expired"):
+        await setup((ENDED,), outage_s=100.0).call()

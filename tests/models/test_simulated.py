@@ -1,0 +1,163 @@
+"""Workers, keys and long hints against simulated servers. The clock is simulated too, so minutes
+take a second and are the same on every machine."""
+
+import asyncio
+import random
+import selectors
+from contextlib import AsyncExitStack
+
+import pytest
+
+from hermes_rl.errors import RateLimited
+from hermes_rl.messages import AssistantMessage
+from hermes_rl.models import Completion
+from hermes_rl.models.calls import Account, Clock, KeyPool, ModelCaller, Route
+from hermes_rl.models.rate import Coordinator, Share
+from hermes_rl.testing import Limits, RateLimits
+from hermes_rl.usage import Usage
+
+ANSWER = Completion(
+    message=AssistantMessage(content="yes"),
+    finish_reason="stop",
+    usage=Usage(input_tokens=3, output_tokens=1),
+)
+
+
+class Idle(selectors.SelectSelector):
+    """Never waits: the time for which it was to wait has passed at once."""
+
+    now = 0.0
+
+    def select(self, timeout=None):
+        ready = super().select(0)
+        if not ready:
+            assert timeout is not None, "nothing will ever happen"
+            self.now += timeout
+        return ready
+
+
+class SimulatedLoop(asyncio.SelectorEventLoop):
+    """Its time passes only while there is nothing to do."""
+
+    def __init__(self):
+        self.idle = Idle()
+        super().__init__(self.idle)
+
+    def time(self):
+        return self.idle.now
+
+
+class Server:
+    """A client of a server that admits `per_minute` requests by a token bucket."""
+
+    api_mode = endpoint = "simulated"
+
+    def __init__(self, per_minute, chance, *, burst_s=5.0, hint_s=None, latency_s=0.25):
+        rate = RateLimits(requests=per_minute, burst_s=burst_s, retry_after_s=hint_s)
+        self.limits, self.chance = Limits(rate), chance
+        self.hint_s, self.latency_s = hint_s, latency_s
+        self.ends = []
+        """(when, whether it was answered) of each request."""
+
+    async def complete(self, request):
+        now = asyncio.get_running_loop().time()
+        admitted = self.limits.admit("", {"requests": 1}, now).refused is None
+        self.ends.append((now, admitted))
+        if not admitted:
+            await asyncio.sleep(0.02)
+            raise RateLimited("429", status=429, retry_after_s=self.hint_s)
+        await asyncio.sleep(self.latency_s * self.chance.uniform(0.5, 1.5))
+        return ANSWER
+
+    def bound(self, request):
+        return 11
+
+    async def aclose(self):
+        pass
+
+
+def between(servers, since, until):
+    """(answers per second, share of requests that were refused)."""
+    found = [ok for server in servers for at, ok in server.ends if since <= at < until]
+    return sum(found) / (until - since), 1 - sum(found) / len(found)
+
+
+def play(kit, servers, phases, *, callers, workers=1, strategy="fill_first"):
+    """Callers that call again and again, through workers that share one limit for each server.
+
+    Args:
+        phases: (seconds, function to call at their end).
+    """
+
+    async def run():
+        time, chance = asyncio.get_running_loop().time, servers[0].chance
+        coordinator = Coordinator(64, {}, {}, clock=time, unix=time)
+        clock = Clock(monotonic=time, time=time, uniform=chance.uniform)
+
+        async def caller(route):
+            calling = ModelCaller([route], kit.Events(), clock=clock)
+            while True:
+                await calling.call(kit.request(), turn=1)
+
+        async with AsyncExitStack() as stack:
+            tasks = []
+            for number in range(workers):
+                share = Share(f"1-{number}", clock=time, unix=time)
+                await stack.enter_async_context(share.coordinated(coordinator.handle))
+                accounts = [
+                    Account(f"K{n}", server, share.limiter("h", f"K{n}", "m"))
+                    for n, server in enumerate(servers)
+                ]
+                pool = KeyPool(accounts, share.cooldowns, scope="h m", strategy=strategy)
+                route = Route(model="m", accounts=pool)
+                tasks += [asyncio.create_task(caller(route)) for _ in range(callers // workers)]
+            for seconds, change in phases:
+                await asyncio.sleep(seconds)
+                change()
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError) for end in ended), "none was given up"
+
+    with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+        runner.run(run())
+
+
+def nothing():
+    pass
+
+
+@pytest.mark.parametrize("burst_s", [60.0, 1.0])
+def test_callers_that_were_refused_together_do_not_come_back_together(kit, burst_s):
+    """All 64 callers of eight workers are refused in the first second. From the third minute on
+    85 % of the rate is used, under 5 % are refused, and so it is a minute after it doubled."""
+    server = Server(150, random.Random(1), burst_s=burst_s, hint_s=89.0, latency_s=0.05)
+
+    def double():
+        server.limits.factor = 2.0
+
+    play(kit, [server], [(330, double), (65, nothing)], callers=64, workers=8)
+    used, refused = between([server], 180, 330)
+    assert used >= 0.85 * 2.5
+    assert refused < 0.05
+    assert between([server], 385, 395)[0] >= 0.85 * 5
+
+
+@pytest.mark.parametrize("strategy", ["fill_first", "round_robin"])
+@pytest.mark.parametrize("keys", [1, 2])
+def test_keys_add_up_where_refusals_name_no_time(kit, keys, strategy):
+    chance = random.Random(1)
+    servers = [Server(300, chance) for _ in range(keys)]
+    play(kit, servers, [(360, nothing)], callers=32, strategy=strategy)
+    used, refused = between(servers, 180, 360)
+    assert 4.5 * keys <= used <= 5.1 * keys
+    assert refused < 0.05
+
+
+def test_a_key_that_admits_nobody_for_hours_is_only_tried_now_and_then(kit):
+    chance = random.Random(1)
+    servers = [Server(0.001, chance), Server(300, chance)]
+    play(kit, servers, [(360, nothing)], callers=32)
+    used, refused = between(servers, 180, 360)
+    assert 4.1 <= used <= 5.1
+    assert refused < 0.08
