@@ -1,11 +1,17 @@
 """What the tests of models share: both sides of each dialect, by its name, and budgets."""
 
+from pathlib import Path
+
+import msgspec
+import pytest
+
 from hermes_rl.messages import UserMessage
 from hermes_rl.models import Conversation, Endpoint, ModelRequest, dialect_for
 from hermes_rl.models.rate import Budget, Lease, LeaseGrant
 from hermes_rl.models.wire import ReplyHead
 from hermes_rl.testing import WIRES
 
+HERE = Path(__file__).parent
 SERVERS = {wire.dialect.name: wire.dialect for wire in WIRES.values()}
 JSON = {"content-type": "application/json", "x-request-id": "r-1"}
 SSE = {"content-type": "text/event-stream; charset=utf-8", "x-request-id": "r-1"}
@@ -52,3 +58,10 @@ def budget_of(**amounts):
         leases[budget] = Lease(budget)
         leases[budget].take_grant(LeaseGrant(budget=budget, add=amount, most=amount))
     return Budget(leases)
+
+
+def cases(file, table=None):
+    """The rows of a YAML file, or of one table in it, as parameters of a test; `id` names a row."""
+    rows = msgspec.yaml.decode((HERE / f"{file}.yaml").read_bytes())
+    rows = rows if table is None else rows[table]
+    return [pytest.param(row, id=row.get("id", str(n))) for n, row in enumerate(rows, 1)]
