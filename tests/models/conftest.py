@@ -20,7 +20,7 @@ from hermes_rl.testing import FakeConfig, FakeServer, encode_event
 from hermes_rl.usage import Usage
 
 HERE = str(Path(__file__).parent)
-if HERE not in sys.path:  # for messages_kit and wire_kit
+if HERE not in sys.path:  # for wire_kit
     sys.path.insert(0, HERE)
 
 import wire_kit  # noqa: E402 - found there

@@ -4,11 +4,9 @@ import json
 
 import msgspec
 import pytest
-from messages_kit import HIDDEN, THOUGHT, block, body_of, result
-from messages_kit import stream as messages_stream
-from wire_kit import cases, decode
+from wire_kit import cases, decode, encode, messages_block, messages_stream
 
-from hermes_rl.messages import UserMessage
+from hermes_rl.messages import ToolMessage, UserMessage
 from hermes_rl.testing import encode_event
 
 
@@ -40,7 +38,7 @@ def answers_of(row, kit):
         form = {"content": row["content"], "stop_reason": stop, "usage": usage}
         yield encoded({name: value for name, value in form.items() if value is not None}), False
     if "blocks" in row or "content" in row:
-        blocks = [block(index, *one) for index, one in enumerate(row.get("blocks", ()))]
+        blocks = [messages_block(index, *one) for index, one in enumerate(row.get("blocks", ()))]
         yield messages_stream(*blocks, stop=stop, usage=usage), True
     if "output" in row:
         form = {"id": "resp_1", "model": "m-1", "status": "completed", **row.get("fields", {})}
@@ -104,14 +102,18 @@ def test_a_stream_is_complete_with_its_finish_reason(kit):
 def test_thinking_between_texts_goes_back_to_its_place():
     whole = [
         {"type": "text", "text": "First. "},
-        THOUGHT,
+        {"type": "thinking", "thinking": "hm", "signature": "c2ln"},
         {"type": "text", "text": "Then."},
         {"type": "tool_use", "id": "toolu_1", "name": "terminal", "input": {"a": 1}},
-        HIDDEN,
+        {"type": "redacted_thinking", "data": "b3BhcXVl"},
         {"type": "tool_use", "id": "toolu_2", "name": "terminal", "input": {}},
     ]
-    body = encoded({"content": whole, "stop_reason": "tool_use"})
-    answer = decode(body, mode="anthropic_messages")
+    mode = "anthropic_messages"
+    answer = decode(encoded({"content": whole, "stop_reason": "tool_use"}), mode=mode)
     assert answer.message.content == "First. Then."
-    history = UserMessage(content="u"), answer.message, result(1), result(2)
-    assert body_of(*history)["messages"][1]["content"] == whole
+    results = [
+        ToolMessage(tool_call_id=call.id, name=call.name, content="")
+        for call in answer.message.tool_calls
+    ]
+    body = json.loads(encode([UserMessage(content="u"), answer.message, *results], mode=mode))
+    assert body["messages"][1]["content"] == whole

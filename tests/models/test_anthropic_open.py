@@ -5,7 +5,7 @@ import json
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from messages_kit import SSE, event, stream, through
+from wire_kit import decode, messages_event, messages_stream
 
 from hermes_rl import errors as e
 from hermes_rl.testing import AnthropicServer
@@ -36,11 +36,11 @@ kinds = st.sampled_from(
 @given(st.lists(st.tuples(kinds, st.dictionaries(words, junk, max_size=3), junk), max_size=6))
 def test_events_of_any_shape_break_nothing(events):
     data = b"".join(
-        event(kind, **{"content_block": more, "delta": more, **fields, "message": more})
+        messages_event(kind, **{"content_block": more, "delta": more, **fields, "message": more})
         for kind, fields, more in events
     )
     with contextlib.suppress(e.ModelError):
-        through(stream(data), SSE)
+        decode(messages_stream(data), mode="anthropic_messages", stream=True)
 
 
 fields = st.dictionaries(

@@ -5,11 +5,14 @@ import json
 from typing import NamedTuple
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from wire_kit import KEY, SERVERS, decode
 
 from hermes_rl import errors as e
 from hermes_rl.messages import AssistantMessage, ToolCall
 from hermes_rl.models import Completion
+from hermes_rl.models.wire import EventReader
 from hermes_rl.testing import encode_event
 from hermes_rl.usage import Usage
 
@@ -145,3 +148,49 @@ def test_errors_inside_an_answer(name, error, kind):
         assert type(caught.value) is kind
         assert caught.value.served is True
         assert KEY not in str(caught.value)
+
+
+# Heads and events
+
+
+def test_what_the_head_says(kit):
+    headers = {**kit.JSON, "x-ratelimit-remaining-tokens": "17", "retry-after": "1", "server": "x"}
+    answer = kit.decode(kit.answer_with({"content": "a"}, model="m-2026"), headers)
+    assert answer.request_id == "r-1"
+    assert answer.rate_limit == {"x-ratelimit-remaining-tokens": "17", "retry-after": "1"}
+    assert answer.served_model == "m-2026"
+    without = kit.decode(kit.answer_with({"content": "a"}), {"content-type": "application/json"})
+    assert without.request_id == "x"
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"), [("SSE", False), ("JSON", True), (None, True), (None, False)]
+)
+def test_the_content_type_decides_what_an_answer_is(kit, kind, call):
+    streamed = kind == "SSE" or (call and kind is None)
+    body = kit.stream_of({"content": "hi"}) if streamed else kit.answer_with({"content": "hi"})
+    headers = {} if kind is None else getattr(kit, kind)
+    assert kit.decode(body, headers, stream=call).message.content == "hi"
+
+
+# Server-sent events
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.text(alphabet="ab é:", min_size=1, max_size=9), max_size=5),
+    st.sampled_from(["\n", "\r\n", "\r"]),
+    st.integers(1, 7),
+)
+def test_events_survive_any_cut(data, newline, size):
+    lines = [f": comment{newline}event: x{newline}data: {d}{newline}{newline}" for d in data]
+    stream = "".join(lines).encode()
+    reader, got = EventReader(), []
+    for i in range(0, len(stream), size):
+        got += reader.feed(stream[i : i + size])
+    got += reader.close()
+    assert [g.decode() for g in got] == data
+
+
+def test_data_lines_of_one_event_are_joined():
+    assert EventReader().feed(b"data: a\ndata:b\n\n") == [b"a\nb"]

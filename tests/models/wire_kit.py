@@ -1,5 +1,6 @@
 """What the tests of models share: both sides of each dialect, by its name, and budgets."""
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -58,6 +59,39 @@ def budget_of(**amounts):
         leases[budget] = Lease(budget)
         leases[budget].take_grant(LeaseGrant(budget=budget, add=amount, most=amount))
     return Budget(leases)
+
+
+# Streams of the Messages API
+
+
+def messages_event(kind, **fields):
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
+
+
+def messages_stream(*events, stop="end_turn", usage=None):
+    start = {"id": "msg_1", "model": "m", "usage": {"input_tokens": 5, "output_tokens": 1}}
+    return b"".join(
+        (
+            messages_event("message_start", message=start),
+            *events,
+            event(
+                "message_delta",
+                delta={"stop_reason": stop},
+                usage={"output_tokens": 9} if usage is None else usage,
+            ),
+            messages_event("message_stop"),
+        )
+    )
+
+
+def messages_block(index, start, *deltas):
+    return b"".join(
+        (
+            messages_event("content_block_start", index=index, content_block=start),
+            *(messages_event("content_block_delta", index=index, delta=d) for d in deltas),
+            messages_event("content_block_stop", index=index),
+        )
+    )
 
 
 def cases(file, table=None):
