@@ -74,7 +74,7 @@ def messages_stream(*events, stop="end_turn", usage=None):
         (
             messages_event("message_start", message=start),
             *events,
-            event(
+            messages_event(
                 "message_delta",
                 delta={"stop_reason": stop},
                 usage={"output_tokens": 9} if usage is None else usage,
