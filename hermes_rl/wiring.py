@@ -32,7 +32,7 @@ from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
 from hermes_rl.input_errors import unknown
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.models import Endpoint, ModelClient, NoopClient, OracleClient, Sampling, free
+from hermes_rl.models import ModelClient, NoopClient, OracleClient, Sampling, free
 from hermes_rl.models.calls import ModelCaller, RetryPolicy
 from hermes_rl.models.providers import (
     EndpointReport,
@@ -381,9 +381,7 @@ async def _embedded(
 
     path = Path(where.model_path) if where.model_path else None
     server = await stack.enter_async_context(local_server(name, model_path=path))
-    at = await server.endpoint()
-    endpoint = Endpoint(base_url=at.base_url, api_key=at.api_key)
-    connect = await embedded_clients(name, where, tokens, endpoint, server.weights)
+    connect = await embedded_clients(name, where, tokens, server)
     client = EmbeddedClient(name, server, connect)
     stack.push_async_callback(client.aclose)
     await client.open()

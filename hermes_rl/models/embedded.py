@@ -7,23 +7,22 @@ from collections.abc import Callable
 
 from hermes_rl.errors import ConnectionLost, UserError
 from hermes_rl.models.base import Completion, ModelClient, ModelRequest
-from hermes_rl.models.client import connect
-from hermes_rl.models.endpoint import EMBEDDED, Endpoint
-from hermes_rl.models.local import LocalServer
+from hermes_rl.models.endpoint import EMBEDDED
+from hermes_rl.models.local import LocalEndpoint, LocalServer, StepClient
 
-Connect = Callable[[Endpoint], ModelClient]
+Connect = Callable[[LocalEndpoint], ModelClient]
 
 
 class EmbeddedClient:
     """A client whose address follows the machine's one server.
 
     Args:
-        connect: makes the client of an address; an ordinary chat client by default.
+        connect: makes the client of an address.
     """
 
     api_mode = "chat_completions"
 
-    def __init__(self, name: str, server: LocalServer, connect: Connect = connect) -> None:
+    def __init__(self, name: str, server: LocalServer, connect: Connect = StepClient) -> None:
         self.endpoint = f"{EMBEDDED}{name}"
         self._server, self._connect = server, connect
         self._client: ModelClient | None = None
@@ -36,8 +35,7 @@ class EmbeddedClient:
             if self._client is None or where.base_url != self._address:
                 if self._client is not None:
                     await self._client.aclose()
-                endpoint = Endpoint(base_url=where.base_url, api_key=where.api_key)
-                self._client, self._address = self._connect(endpoint), where.base_url
+                self._client, self._address = self._connect(where), where.base_url
                 self.api_mode = self._client.api_mode
             return self._client
 

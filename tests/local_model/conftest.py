@@ -1,6 +1,7 @@
 """Toy weights in real wheels, a package index on loopback, and the tiny model's server."""
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import random
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from hermes_rl.models.local import Part, Weights
+from hermes_rl.models.local import LocalServer, Part, Weights, local_server
 
 PART_BYTES = 200_000
 
@@ -162,24 +163,48 @@ import asyncio, sys
 from hermes_rl.models.local import local_server
 
 async def main():
-    async with local_server("local-tiny"):
-        print("held", flush=True)
+    async with local_server("local-tiny") as server:
+        print((await server.endpoint()).base_url, flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
 asyncio.run(main())
 """
 
 
-@pytest.fixture(scope="module")
-def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of one server of the tiny model, which a process of its own holds."""
-    env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path_factory.mktemp("held"))}
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+@contextlib.contextmanager
+def holder(env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A process of its own that holds a server of the tiny model; it prints the address."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline()
-        yield env
+        yield process
     finally:
-        holder.communicate()
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of one server for the tests of a module."""
+    env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path_factory.mktemp("held"))}
+    with holder(env) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        yield env
+
+
+@pytest.fixture
+def start_holder() -> Callable[[dict[str, str]], contextlib.AbstractContextManager]:
+    """Starts a process that holds a server."""
+    return holder
+
+
+@pytest.fixture
+async def server(held: dict[str, str]) -> AsyncIterator[LocalServer]:
+    async with local_server("local-tiny", env=held) as server:
+        yield server

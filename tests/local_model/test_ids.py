@@ -1,7 +1,6 @@
 """Real ids without a GPU: the tiny model through its real engine, with prompts of token ids."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import count
 
@@ -12,7 +11,7 @@ from hermes_rl.config import parse_config
 from hermes_rl.errors import UserError
 from hermes_rl.messages import SystemMessage, UserMessage
 from hermes_rl.models import Conversation, Endpoint, ModelRequest, Sampling
-from hermes_rl.models.local import LocalServer, local_server, read_metadata, read_tokenizer
+from hermes_rl.models.local import read_metadata, read_tokenizer
 from hermes_rl.models.tokens import renderer_of, token_client
 from hermes_rl.wiring import open_run_context
 
@@ -20,17 +19,6 @@ pytestmark = pytest.mark.slow
 
 ROLLOUTS = 100
 FREE = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4)
-
-
-@pytest.fixture
-async def server(held: dict[str, str]) -> AsyncIterator[LocalServer]:
-    async with local_server("local-tiny", env=held) as server:
-        yield server
-
-
-async def at(server) -> Endpoint:
-    where = await server.endpoint()
-    return Endpoint(base_url=where.base_url, api_key=where.api_key)
 
 
 class Tapped:
@@ -73,7 +61,7 @@ async def test_a_hundred_rollouts_of_two_turns_have_the_engine_s_ids(server):
     renderer = renderer_of(read_tokenizer(server.weights))
     end = renderer.tokenizer.id_of("<|im_end|>")
     numbers = count()
-    tap = Tapped(await at(server))
+    tap = Tapped(await server.endpoint())
 
     async def rollout(client, n: int) -> list:
         conversation = Conversation([SystemMessage(content="S"), UserMessage(content=f"{n} é🙂")])
@@ -126,7 +114,7 @@ async def test_a_hundred_rollouts_of_two_turns_have_the_engine_s_ids(server):
 
 async def test_the_file_s_tokenizer_is_the_engine_s(server):
     renderer = renderer_of(read_tokenizer(server.weights))
-    where = await at(server)
+    where = await server.endpoint()
     texts = ["", "Naïve 12345\t{}\n\n  日本語 🙂 isn't 'it'", "<|im_start|>a<|im_end|>", "x" * 99]
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {where.api_key}"}) as http:
         for text in texts:
@@ -134,40 +122,6 @@ async def test_the_file_s_tokenizer_is_the_engine_s(server):
             async with http.post(url, json={"content": text}) as response:
                 told = (await response.json())["tokens"]
             assert told == renderer.tokenizer.encode(text), text
-
-
-async def test_ids_in_chat_answers_are_whole_where_characters_are_cut(server):
-    """A stream of the engine's leaves out tokens within a character; these must not be lost."""
-    where = await at(server)
-    body = {
-        "model": "local-tiny",
-        "messages": [{"role": "user", "content": "Repeat: 🙂🙃🤖日本語🙂🙃🤖日本語"}],
-        "max_tokens": 40,
-        "temperature": 1.5,
-        "seed": 1,
-        "stream": False,
-        "return_token_ids": True,
-        "logprobs": True,
-    }
-    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {where.api_key}"}) as http:
-        url = f"{where.base_url}/chat/completions"
-        async with http.post(url, json=body) as response:
-            form = await response.json()
-    choice = form["choices"][0]
-    assert len(choice["token_ids"]) == form["usage"]["completion_tokens"]
-
-
-async def test_a_prompt_that_is_none_is_refused(server):
-    where = await at(server)
-    root = where.base_url.removesuffix("/v1")
-    headers = {"Authorization": f"Bearer {where.api_key}"}
-    async with aiohttp.ClientSession() as http:
-        for body in ({"prompt": "text"}, {"prompt": []}, {"prompt": [-1]}, {}, []):
-            async with http.post(f"{root}/completion", json=body, headers=headers) as response:
-                assert response.status == 400
-                assert (await response.json())["error"]["message"]
-        async with http.post(f"{root}/completion", json={"prompt": [1]}) as response:
-            assert response.status == 401
 
 
 async def test_a_run_context_of_the_preset_rl_asks_the_embedded_model_for_ids(held, monkeypatch):

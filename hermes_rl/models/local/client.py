@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import os
 import platform
 import signal
@@ -13,6 +14,7 @@ import stat
 import struct
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +22,7 @@ import msgspec
 
 from hermes_rl.errors import UserError
 from hermes_rl.locks import file_lock
-from hermes_rl.models.local.catalogue import find_weights
+from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.local.sources import Progress, silent
 from hermes_rl.models.local.weights import cache_folder, ensure_weights
 
@@ -45,7 +47,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     socket: Path
     """In a folder that only its user can enter."""
     model: str
-    description: str
     weights: Path
     slots: int
     """Number of requests that are decoded in parallel."""
@@ -54,18 +55,12 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
 
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the model answers: an ordinary OpenAI-compatible endpoint. A server greets each holder
-    with this line."""
+@dataclass(frozen=True)
+class LocalEndpoint(Endpoint):
+    """Where the embedded model's server answers."""
 
-    base_url: str
-    api_key: str
-    model: str
-    description: str
-    """What the model is, and is not."""
-
-    def __repr__(self) -> str:
-        return f"Endpoint({self.base_url!r}, model={self.model!r})"
+    template_has_tools: bool = True
+    """Whether the model's chat template renders tools."""
 
 
 @contextlib.asynccontextmanager
@@ -99,11 +94,9 @@ async def local_server(
     require_engine()
     environ = dict(os.environ) if env is None else env
     weights = await ensure_weights(name, model_path=model_path, progress=progress, env=environ)
-    description = find_weights(name).description
     settings = ServerSettings(
         socket=runtime_folder(environ),
         model=name,
-        description=description if model_path is None else f"{weights.name}, a file of the user",
         weights=weights,
         slots=slots,
         context=context,
@@ -135,7 +128,7 @@ class LocalServer:
         """The weights file that is served."""
         return self._settings.weights
 
-    async def endpoint(self) -> Endpoint:
+    async def endpoint(self) -> LocalEndpoint:
         """Return where the model answers now. It is cheap: call it before each request.
 
         Raises:
@@ -238,7 +231,7 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 class _Held(NamedTuple):
     """An open connection to a server, and its greeting."""
 
-    endpoint: Endpoint
+    endpoint: LocalEndpoint
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
@@ -276,10 +269,8 @@ async def _join(path: Path, answer_s: float) -> _Held | None:
     pid, _ = peer_of(writer.get_extra_info("socket"))
     try:
         async with asyncio.timeout(answer_s):
-            if line := await reader.readline():
-                endpoint = msgspec.json.decode(line, type=Endpoint)
-                if await _is_healthy(endpoint):
-                    return _Held(endpoint, reader, writer)
+            if (line := await reader.readline()) and (endpoint := await _look_at(line)):
+                return _Held(endpoint, reader, writer)
     except (TimeoutError, ConnectionError):
         pass  # hung, or gone in the meantime
     except BaseException:  # cancelled: the connection must not stay open
@@ -292,16 +283,22 @@ async def _join(path: Path, answer_s: float) -> _Held | None:
     return None
 
 
-async def _is_healthy(endpoint: Endpoint) -> bool:
+async def _look_at(greeting: bytes) -> LocalEndpoint | None:
+    """Return the endpoint that a server's greeting names; None if nothing answers there."""
     import aiohttp
 
-    url = endpoint.base_url.removesuffix("/v1") + "/health"
+    endpoint = LocalEndpoint(**json.loads(greeting))
+    url = endpoint.base_url.removesuffix("/v1") + "/props"
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     try:
-        async with aiohttp.ClientSession(headers=headers) as session, session.get(url) as response:
-            return response.status == 200
+        async with (
+            aiohttp.ClientSession(headers=headers, raise_for_status=True) as session,
+            session.get(url) as response,
+        ):
+            supports = (await response.json())["chat_template_caps"]
     except aiohttp.ClientError:
-        return False
+        return None
+    return replace(endpoint, template_has_tools=bool(supports["supports_tools"]))
 
 
 async def _start(settings: ServerSettings, env: Mapping[str, str], patience_s: float) -> None:

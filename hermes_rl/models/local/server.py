@@ -1,7 +1,8 @@
 """The embedded model's server process: `python -m hermes_rl.models.local.server SETTINGS`.
 
 There is one per machine and model, shared by all workers. It detaches from the process that starts
-it, and reports on standard output that it is ready or why it is not.
+it, runs llama.cpp's own HTTP server on loopback, and reports on standard output that it is ready or
+why it is not.
 
 A holder connects to its unix-domain socket, reads one line with the server's address and key, and
 keeps the connection open. The kernel closes the connection with the holder's process, and the
@@ -18,6 +19,7 @@ import sys
 import traceback
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -26,15 +28,18 @@ from hermes_rl.locks import try_lock
 from hermes_rl.models.local.client import (
     READY,
     TAKEN,
-    Endpoint,
     ServerSettings,
+    missing_extra,
     peer_of,
     short_path,
 )
-from hermes_rl.models.local.engine import EngineClient, start_engine
 
 _GRACE_S = 2.0
 _UNCLAIMED_S = 30.0
+_HTTP_THREADS = 256
+"""Each waiting request holds one. By default there are 8, and a health check waits behind them."""
+_WARNINGS = 2
+"""llama.cpp's verbosity: no line per request."""
 
 
 def main() -> None:
@@ -53,7 +58,7 @@ def main() -> None:
         _report(TAKEN)
         os._exit(1)
     try:
-        asyncio.run(_serve(settings, start_engine(settings)))
+        asyncio.run(_serve(settings))
     except UserError as error:
         _report(str(error))
     except Exception:  # outermost boundary: the engine's threads would keep the process alive
@@ -61,30 +66,48 @@ def main() -> None:
     os._exit(1)
 
 
-async def _serve(settings: ServerSettings, engine: EngineClient) -> None:
-    from aiohttp import web
+def _start_engine(settings: ServerSettings, key: str) -> Any:
+    """Load the weights (1.5 s on an idle machine) and listen on a free port of loopback. The engine
+    lives as long as the result is referenced.
 
-    from hermes_rl.models.local.app import make_app
+    Raises:
+        UserError: the file cannot be loaded, or xllamacpp is not installed.
+    """
+    try:
+        import xllamacpp
+    except ImportError as error:
+        raise missing_extra() from error
+    p = xllamacpp.CommonParams()
+    p.model.path, p.model_alias = str(settings.weights), {settings.model}
+    p.hostnames, p.port = ["127.0.0.1"], 0
+    p.api_keys = [key]
+    p.cors_origins, p.cors_origins_explicit = "", True
+    p.n_parallel = settings.slots
+    p.n_ctx = settings.context * settings.slots
+    p.n_threads_http = _HTTP_THREADS
+    p.cpuparams.n_threads = p.cpuparams_batch.n_threads = settings.threads
+    p.use_jinja, p.prefill_assistant = True, False
+    p.ui = p.endpoint_slots = False
+    p.cache_ram_mib = 0
+    p.verbosity = _WARNINGS
+    try:
+        return xllamacpp.Server(p)
+    except RuntimeError as error:
+        raise UserError(
+            f"the engine cannot load {settings.weights}: the file is damaged, or "
+            "its kind of model is not supported"
+        ) from error
 
+
+async def _serve(settings: ServerSettings) -> None:
     key = secrets.token_urlsafe(32)
-    async with engine:
-        app = make_app(engine, settings.model, settings.description, key)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        holders = Holders(
-            Endpoint(
-                base_url=f"http://127.0.0.1:{runner.addresses[0][1]}/v1",
-                api_key=key,
-                model=settings.model,
-                description=settings.description,
-            )
-        )
-        async with holders.listening(settings.socket):
-            _report(READY)
-            await holders.wait_until_unheld()
-            settings.socket.unlink(missing_ok=True)  # ours as long as we hold the lock
-            os._exit(0)  # no holders: no client waits for an answer
+    engine = _start_engine(settings, key)
+    holders = Holders({"base_url": f"{engine.listening_address}/v1", "api_key": key})
+    async with holders.listening(settings.socket):
+        _report(READY)
+        await holders.wait_until_unheld()
+        settings.socket.unlink(missing_ok=True)  # ours as long as we hold the lock
+        os._exit(0)  # no holders: no client waits for an answer
 
 
 def _report(message: str) -> None:
@@ -98,8 +121,8 @@ def _report(message: str) -> None:
 class Holders:
     """Counts the open connections; `wait_until_unheld` returns when the last one is closed."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._greeting = msgspec.json.encode(endpoint) + b"\n"
+    def __init__(self, greeting: dict[str, str]) -> None:
+        self._greeting = msgspec.json.encode(greeting) + b"\n"
         self._open = 0
         self._changed = asyncio.Event()
 

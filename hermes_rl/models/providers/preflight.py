@@ -34,6 +34,7 @@ from hermes_rl.models.providers.targets import (
 from hermes_rl.models.tokens import CHAT_MODE, NO_IDS, TokenPlan, Wanted
 
 if TYPE_CHECKING:
+    from hermes_rl.models.local import LocalEndpoint, LocalServer
     from hermes_rl.models.tokens import Renderer
 
 Connect = Callable[[Endpoint], ModelClient]
@@ -177,26 +178,23 @@ def _embedded_plan(wanted: Wanted) -> TokenPlan:
 
 
 async def embedded_clients(
-    name: str, where: EndpointSection, plan: TokenPlan | None, endpoint: Endpoint, weights: Path
-) -> Connect:
+    name: str, where: EndpointSection, plan: TokenPlan | None, server: LocalServer
+) -> Callable[[LocalEndpoint], ModelClient]:
     """How clients of the embedded model are made under a plan.
 
-    Args:
-        endpoint: where it answers now, for a look at what its logprobs are of.
-        weights: its file, which holds its tokenizer.
-
-    Raises: UserError when the file holds none that can be read, and none is named.
+    Raises: UserError when its file holds no tokenizer that can be read, and none is named.
     """
-    if plan is None or not plan.exact:
-        return connect
-    from hermes_rl.models.tokens import client_for
+    from hermes_rl.models.local import StepClient
+    from hermes_rl.models.tokens import ChatIdsClient, client_for
 
-    renderer: Renderer | None = None
-    if plan.way != "chat":
-        renderer = await asyncio.to_thread(_own_renderer, where, weights)
-        # Which tools are offered is not known here: the client refuses them at the first call.
-        plan = await TokenSearch(endpoint, name, renderer, tools=False).plan("llamacpp")
-    found = plan
+    if plan is None or not plan.exact:
+        return StepClient
+    if plan.way == "chat":
+        return lambda endpoint: ChatIdsClient(StepClient(endpoint))
+    renderer = await asyncio.to_thread(_own_renderer, where, server.weights)
+    # Which tools are offered is not known here: the client refuses them at the first call.
+    search = TokenSearch(await server.endpoint(), name, renderer, tools=False)
+    found = await search.plan("llamacpp")
     return lambda endpoint: client_for(found, endpoint, renderer)
 
 

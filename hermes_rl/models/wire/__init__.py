@@ -33,10 +33,13 @@ if TYPE_CHECKING:
         BrokenOff,
         Decoder,
         Envelope,
+        EventDecoder,
         EventReader,
         Reading,
         ReplyHead,
         flatten,
+        read_call,
+        split_think,
     )
     from hermes_rl.models.wire.responses import (
         CALL,
