@@ -516,9 +516,9 @@ class TokenSearch:
 
     async def _try_wire(self, way: Way, renderer: Renderer) -> _LogprobsMeaning | None:
         """Return what its logprobs stand for; None if the route does not exist."""
-        from hermes_rl.models.tokens import WIRES, at_root
+        from hermes_rl.models.tokens import TokenWire, at_root
 
-        wire = WIRES[way](renderer.end_ids, self.endpoint.secrets)
+        wire = TokenWire(way, renderer.end_ids, self.endpoint.secrets)
         where = at_root(self.endpoint) if wire.at_root else self.endpoint
         prompt = renderer.render([UserMessage(content=_QUESTION)])
 
@@ -530,10 +530,7 @@ class TokenSearch:
             decoder = wire.decoder(request, ReplyHead({}))
             decoder.feed(data)
             usage = decoder.finish().usage  # raises if the answer contradicts itself
-            try:
-                return _Finding(wire.likely(decode_json(data)), usage)
-            except (KeyError, IndexError, TypeError, AttributeError):
-                return _Finding({}, usage)
+            return _Finding(wire.likely(decode_json(data)), usage)
 
         return await self._meaning(way, ask)
 

@@ -22,12 +22,18 @@ if TYPE_CHECKING:
         TokensFault,
         record_of,
     )
-    from hermes_rl.models.tokens.client import TokenClient, at_root, client_for, token_client
+    from hermes_rl.models.tokens.client import (
+        ChatIdsClient,
+        TokenClient,
+        at_root,
+        client_for,
+        token_client,
+    )
     from hermes_rl.models.tokens.engines import (
         CHAT_MODE,
         PENALTIES,
-        WIRES,
-        ChatIdsClient,
+        ROUTES,
+        TokenWire,
         first_logprobs,
         ids_spelling,
         sampling_of,

@@ -10,6 +10,7 @@ continues.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,12 +32,13 @@ from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.prepare import outgoing
 from hermes_rl.models.tokens.bridge import History
-from hermes_rl.models.tokens.engines import WIRES, ChatIdsClient
+from hermes_rl.models.tokens.engines import PENALTIES, ROUTES, TokenWire
 from hermes_rl.models.tokens.logprobs import kind_in
 from hermes_rl.models.tokens.parsers import ToolCallParser, parser_named
 from hermes_rl.models.tokens.plan import TokenPlan, spelled_out
 from hermes_rl.models.tokens.renderer import Renderer
 from hermes_rl.models.tokens.rendering import Tools
+from hermes_rl.usage import Usage
 
 
 def token_client(
@@ -51,16 +53,16 @@ def token_client(
     """Return a token-in client for an endpoint.
 
     Args:
-        engine: a key of `WIRES`.
+        engine: a key of `engines.ROUTES`.
         parser: of tool calls; None takes the one that fits the template.
         kind: what the engine's logprobs mean, as a probe found.
         filtered: they are taken after top-p, top-k and min-p, as a probe found.
 
     Raises: UserError for an unknown engine, or an address that cannot work.
     """
-    if engine not in WIRES:
-        raise UserError(f"no token wire {engine!r}: use one of {', '.join(WIRES)}")
-    wire = WIRES[engine](renderer.end_ids, endpoint.secrets)
+    if engine not in ROUTES:
+        raise UserError(f"no token wire {engine!r}: use one of {', '.join(ROUTES)}")
+    wire = TokenWire(engine, renderer.end_ids, endpoint.secrets)
     where = at_root(endpoint) if wire.at_root else endpoint
     return TokenClient(connect(where, wire), renderer, parser, kind=kind, filtered=filtered)
 
@@ -219,14 +221,102 @@ class _Pending:
     prompt: Prompt
 
 
-class TokenClient:
-    """See `ModelClient`. One per process, endpoint and account; shared by all rollouts.
+class _ExactClient(ABC):
+    """A client on another one, which it closes.
 
     Args:
-        inner: sends `request.prompt_ids` and returns ids; closed with this one.
+        inner: sends the requests.
+        kind: what its logprobs mean, as a probe found.
+        filtered: they are taken after top-p, top-k and min-p, as a probe found.
+    """
+
+    def __init__(self, inner: ModelClient, kind: LogprobsKind, filtered: bool) -> None:
+        self.api_mode, self.endpoint = inner.api_mode, inner.endpoint
+        self._inner, self._kind, self._filtered = inner, kind, filtered
+
+    @abstractmethod
+    async def complete(self, request: ModelRequest) -> Completion:
+        """See `ModelClient.complete`."""
+
+    def bound(self, request: ModelRequest) -> int:
+        """See `ModelClient.bound`."""
+        return self._inner.bound(request)
+
+    async def renew(self) -> None:
+        """Use new connections from now on."""
+        if isinstance(self._inner, Renewable):
+            await self._inner.renew()
+
+    async def aclose(self) -> None:
+        """See `ModelClient.aclose`."""
+        await self._inner.aclose()
+
+    def _kind_in(self, sampling: Sampling, extra: Mapping[str, Any]) -> LogprobsKind:
+        """Return what the logprobs of a call stand for."""
+        return kind_in(self._kind, self._filtered, {**sampling.as_dict(), **extra})
+
+
+class ChatIdsClient(_ExactClient):
+    """A chat client that requests ids and logprobs with every call, in vLLM's or SGLang's format.
+
+    Every call is exact by itself: the ids of its prompt, those sampled, and their logprobs. Whether
+    a call continues the last one depends on the server's rendering; the graph of a rollout finds
+    out. Of an answer that names the meaning of its logprobs, that is believed.
+
+    Args:
+        whole: never stream: SGLang returns no ids in streams.
+    """
+
+    def __init__(
+        self,
+        inner: ModelClient,
+        *,
+        kind: LogprobsKind = "unknown",
+        filtered: bool = False,
+        whole: bool = False,
+    ) -> None:
+        super().__init__(inner, kind, filtered)
+        self._whole = whole
+
+    async def complete(self, request: ModelRequest) -> Completion:
+        """Return an answer with its ids."""
+        sent = replace(
+            request,
+            sampling=spelled_out(request.sampling),
+            extra={**PENALTIES, **request.extra},
+            token_ids=True,
+            logprobs=True,
+            stream=request.stream and not self._whole,
+        )
+        answer = await self._inner.complete(sent)
+        if answer.tokens is None:
+            return answer
+        tokens = replace(answer.tokens, sampling=sent.sampling)
+        if _contradict(tokens, answer.usage):  # ids are missing: none of the others can be trained
+            tokens = replace(tokens, logprobs=None)
+        elif tokens.logprobs is not None and tokens.logprobs_kind == "unknown":
+            tokens = replace(tokens, logprobs_kind=self._kind_in(sent.sampling, sent.extra))
+        return replace(answer, tokens=tokens)
+
+
+def _contradict(tokens: TokenCapture, usage: Usage | None) -> bool:
+    """Return whether the server counted other numbers of tokens than it returned ids."""
+    if usage is None:
+        return False
+    counted = (
+        (usage.input_tokens, tokens.prompt_ids),
+        (usage.output_tokens, tokens.completion_ids),
+    )
+    return any(n is not None and ids is not None and n != len(ids) for n, ids in counted)
+
+
+class TokenClient(_ExactClient):
+    """A client that sends prompts of ids. One per process, endpoint and account; all rollouts share
+    it.
+
+    Args:
+        inner: sends `request.prompt_ids` and returns ids.
         parser: of tool calls; None takes the one that fits the template.
-        kind: what the logprobs mean.
-        filtered: they are taken after top-p, top-k and min-p.
     """
 
     def __init__(
@@ -238,9 +328,8 @@ class TokenClient:
         kind: LogprobsKind = "unknown",
         filtered: bool = False,
     ) -> None:
-        self.api_mode, self.endpoint = inner.api_mode, inner.endpoint
-        self._inner, self._renderer = inner, renderer
-        self._kind, self._filtered = kind, filtered
+        super().__init__(inner, kind, filtered)
+        self._renderer = renderer
         self._control = frozenset(t.id for t in renderer.tokenizer.added if t.special)
         self._parser = parser or parser_named(renderer.parser_name)
         self._unread = None if parser or renderer.parser_fits else renderer.unread_calls
@@ -281,15 +370,6 @@ class TokenClient:
         sends."""
         return len(self._prepare(request).prompt.ids)
 
-    async def renew(self) -> None:
-        """Use new connections from now on."""
-        if isinstance(self._inner, Renewable):
-            await self._inner.renew()
-
-    async def aclose(self) -> None:
-        """See `ModelClient.aclose`."""
-        await self._inner.aclose()
-
     def _prepare(self, request: ModelRequest) -> _Pending:
         """Return the prompt of a request: of the stored messages, unchanged by any policy."""
         _refuse(request)
@@ -326,11 +406,11 @@ class TokenClient:
     def _capture(
         self, tokens: TokenCapture, prompt: Prompt, sampling: Sampling, extra: Mapping[str, Any]
     ) -> TokenCapture:
-        kind = kind_in(self._kind, self._filtered, {**sampling.as_dict(), **extra})
+        known = tokens.logprobs is not None
         return replace(
             tokens,
             prompt_ids=prompt.ids,
-            logprobs_kind=kind if tokens.logprobs is not None else "unknown",
+            logprobs_kind=self._kind_in(sampling, extra) if known else "unknown",
             source=prompt.source,
             fork_reason=prompt.fork_reason,
             tokenizer_hash=self._renderer.tokenizer_hash,

@@ -1,32 +1,23 @@
-"""Engines that return token ids: four routes that take a prompt of ids, and chat with ids.
+"""Engines that return token ids: routes that take a prompt of ids, described in `engines.toml`.
 
-Sources: the request and response classes of vLLM and SGLang and llama.cpp's server manual, read in
-November 2026. An answer that contradicts itself is refused with a `ProtocolError`, never repaired:
-another prompt than was sent (a second BOS, a cut beginning), ids and logprobs of different lengths
-or tokens, no ids at all.
+An answer that contradicts itself is refused with a `ProtocolError`, never repaired: another prompt
+than was sent (a second BOS, a cut beginning), ids and logprobs of different lengths or tokens, no
+ids at all.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.models.base import (
-    Completion,
-    LogprobsKind,
-    ModelClient,
-    ModelRequest,
-    Sampling,
-    TokenCapture,
-)
-from hermes_rl.models.calls import Renewable
-from hermes_rl.models.tokens.logprobs import LOWEST, kind_in
+from hermes_rl.models.base import Completion, ModelRequest, Sampling, TokenCapture
+from hermes_rl.models.tokens.logprobs import LOWEST
 from hermes_rl.models.tokens.plan import Spelling, spelled_out
 from hermes_rl.models.wire import (
     BodyDecoder,
@@ -64,59 +55,108 @@ def whole_ids(values: Any) -> tuple[int, ...] | None:
     return tuple(values) if valid else None
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The contents of an engine's answer, before they are checked."""
+class TokenRoute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The names that one route uses: a table of `engines.toml`."""
 
-    ids: Any
-    logprobs: Any = None
-    """One per id; None if there are none."""
-    named: Any = None
-    """The ids that the logprobs belong to, if the engine names them."""
-    prompt_ids: Any = None
-    """The prompt as the engine read it, if it returns that."""
-    finish: str | None = None
-    usage: Usage = field(default_factory=Usage)
-    raw: Any = None
-    """The engine's usage object."""
-    answer_id: Any = None
-    model: Any = None
-    version: Any = None
-    """Of the weights."""
+    name: str
+    """As rows name the wire."""
+    path: str
+    at_root: bool = True
+    """The route is beside `/v1`, not below it."""
+    params: str = ""
+    """The object of a body with the sampling parameters and a run's further fields; empty: the body
+    itself."""
+    send: dict[str, str]
+    """Value of a request -> its place in the body."""
+    fixed: Json
+    """The part of a body that is the same in every request."""
+    with_logprobs: Json
+    """What requests logprobs."""
+    likely_count: str
+    """The place of the number of likeliest tokens that are requested for each position."""
+    unlimited: int | None = None
+    """Sent where no maximum of tokens is set: the rest of the window."""
+    all_tokens: int = -1
+    """The top-k that filters nothing."""
+    seeds: int | None = None
+    """Number of different seeds; None is unlimited."""
+    gaps: bool = False
+    """Some tokens may have no logprob; an answer with such a token has none."""
+    read: dict[str, str]
+    """Value of an answer -> its place. `required`: an object without which nothing can be checked.
+    `named`: the ids that the logprobs belong to. `matched`: the end token at which it stopped,
+    which some versions leave out of `ids` but not of `named`."""
+    counts: dict[str, str]
+    """Field of `Usage` -> its place, where `usage` is absent or incomplete."""
+    finish: dict[str, str] | None = None
+    """The engine's finish reasons -> ours; None where they are the same."""
 
 
-class TokenWire(ABC):
+ROUTES = msgspec.convert(
+    tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")),
+    dict[str, TokenRoute],
+)
+"""`endpoint.tokens` -> the route."""
+
+
+class TokenWire:
     """The route of one engine, as a dialect: `request.prompt_ids` in, ids and logprobs out.
 
     Args:
+        route: a key of `ROUTES`.
         stop_ids: token ids that end an answer, besides the engine's own.
         secrets: texts that no error may show.
     """
 
-    name: str
-    path: str
-    at_root = True
-    """The route is beside `/v1`, not below it."""
-
-    def __init__(self, stop_ids: frozenset[int] = frozenset(), secrets: Iterable[str] = ()) -> None:
+    def __init__(
+        self, route: str, stop_ids: frozenset[int] = frozenset(), secrets: Iterable[str] = ()
+    ) -> None:
+        self._route = ROUTES[route]
+        self.name, self.path = self._route.name, self._route.path
+        self.at_root = self._route.at_root
         self._stop = sorted(stop_ids)
         self._secrets = secrets
 
-    @abstractmethod
     def body(self, request: ModelRequest, prompt: list[int]) -> Json:
         """Return the body of a request."""
+        route, sampling = self._route, request.sampling
+        form: Json = {}
+        _merge(form, route.fixed)
+        if request.logprobs:
+            _merge(form, route.with_logprobs)
+        params = form[route.params] if route.params else form
+        params |= sampling_of(sampling)
+        if params["top_k"] < 0:
+            params["top_k"] = route.all_tokens
+        most, seed = sampling.max_tokens, sampling.seed
+        values = {
+            "model": request.model,
+            "call_id": request.call_id,
+            "prompt": prompt,
+            "max_tokens": route.unlimited if most is None else most,
+            "stop": self._stop,
+        }
+        if seed is not None:
+            values["seed"] = seed if route.seeds is None else seed % route.seeds
+        for name, place in route.send.items():
+            if name in values:
+                _put(form, place, values[name])
+        params |= request.extra
+        return form
 
-    @abstractmethod
-    def read(self, form: Json) -> Answer:
-        """Read an answer. Raises: KeyError, IndexError, TypeError for another structure."""
-
-    @abstractmethod
     def ask_likely(self, form: Json, most: int) -> None:
         """Change a body so that it also requests the likeliest tokens of each position."""
+        _put(form, self._route.likely_count, most)
 
-    @abstractmethod
-    def likely(self, form: Json) -> dict[Any, float]:
-        """Return token -> logprob at the answer's first position. Raises: as `read`."""
+    def likely(self, form: Any) -> dict[Any, float]:
+        """Return token -> logprob at the answer's first position."""
+        listed = self._pick(form, "likely")
+        if isinstance(listed, dict):
+            return {token: p for token, p in listed.items() if _is_number(p)}
+        # A token is told by all that is listed of it but its probability: two may look alike.
+        entries = listed if isinstance(listed, list) else []
+        pairs = ((repr(_without_number(one)), _logprob(one)) for one in entries)
+        return {token: p for token, p in pairs if _is_number(p)}
 
     def encode(self, request: ModelRequest) -> bytes:
         """Return the body of a request. Raises: ValueError without a prompt of ids."""
@@ -141,321 +181,165 @@ class TokenWire(ABC):
 
         return BodyDecoder(Reading(head, self._secrets), read)
 
+    def _pick(self, form: Any, name: str) -> Any:
+        return pick(form, self._route.read.get(name, ""))
+
     def _completion(self, data: bytes, reading: Reading, prompt: tuple[int, ...]) -> Completion:
         form = reading.parse(msgspec.json.decode, data)
         if isinstance(form, dict) and form.get("error"):
             raise reading.fault(form["error"])
-        try:
-            answer = self.read(form)
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise reading.unreadable(f"not {self.name}: {type(error).__name__} {error}") from None
-        ids = _checked_ids(answer, prompt, reading)
-        usage = msgspec.structs.replace(
-            answer.usage, input_tokens=len(prompt), output_tokens=len(ids)
-        )
+        usage, raw = self._usage(form)
+        named = _named_ids(self._pick(form, "named"))
+        ids = self._checked_ids(form, named, usage, prompt, reading)
+        logprobs = self._checked_logprobs(form, named, ids, reading)
+        usage = msgspec.structs.replace(usage, input_tokens=len(prompt), output_tokens=len(ids))
         envelope = Envelope(
-            id=answer.answer_id,
-            model=answer.model,
-            usage=msgspec.Raw(msgspec.json.encode(answer.raw)),
-            policy_version=answer.version,
+            id=self._pick(form, "id"),
+            model=self._pick(form, "model"),
+            usage=msgspec.Raw(msgspec.json.encode(raw)),
+            policy_version=self._pick(form, "version"),
         )
-        tokens = TokenCapture(prompt, ids, _checked_logprobs(answer, ids, reading))
+        finish = self._pick(form, "finish")
+        if self._route.finish is not None:
+            finish = self._route.finish.get(str(finish))
         return reading.completion(
-            envelope, AssistantMessage(), answer.finish, lambda _: usage, tokens
+            envelope,
+            AssistantMessage(),
+            finish,
+            lambda _: usage,
+            TokenCapture(prompt, ids, logprobs),
         )
 
+    def _usage(self, form: Any) -> tuple[Usage, Any]:
+        """Return the usage that an answer reports, and the engine's own object. One of the counts
+        alone is evidence too."""
+        counts = self._route.counts
+        counted = Usage(**{name: count_of(pick(form, place)) for name, place in counts.items()})
+        if "usage" in self._route.read:
+            raw = self._pick(form, "usage")
+            return read_chat_usage(raw) or counted, raw
+        return counted, {place.rpartition(".")[2]: pick(form, place) for place in counts.values()}
 
-def _checked_ids(answer: Answer, prompt: tuple[int, ...], reading: Reading) -> tuple[int, ...]:
-    """Return the sampled ids. Raises: ProtocolError."""
-    ids = whole_ids(answer.ids)
-    if ids is None:
-        raise reading.unreadable("it holds no token ids of the answer")
-    if answer.prompt_ids is not None and whole_ids(answer.prompt_ids) != prompt:
-        raise reading.unreadable("the engine read another prompt than it was sent")
-    read, counted = answer.usage.input_tokens, answer.usage.output_tokens
-    if read not in (None, len(prompt)):
-        raise reading.unreadable(f"the engine read {read} prompt tokens and was sent {len(prompt)}")
-    if counted not in (None, len(ids)):
-        raise reading.unreadable(f"the engine counted {counted} sampled tokens, gave {len(ids)}")
-    return ids
+    def _checked_ids(
+        self, form: Any, named: Any, usage: Usage, prompt: tuple[int, ...], reading: Reading
+    ) -> tuple[int, ...]:
+        """Return the sampled ids. Raises: ProtocolError."""
+        if "required" in self._route.read and not isinstance(self._pick(form, "required"), dict):
+            raise reading.unreadable(f"it is no answer of {self.name}")
+        if self._pick(form, "truncated"):
+            raise reading.unreadable("the engine cut the prompt")
+        listed = self._pick(form, "ids")
+        if "matched" in self._route.read and named is not None:
+            left_out = [self._pick(form, "matched")]
+            shorter = isinstance(listed, list) and listed + left_out == named
+            listed = named if listed is None or shorter else listed
+        ids = whole_ids(listed)
+        if ids is None:
+            raise reading.unreadable("it holds no token ids of the answer")
+        returned = self._pick(form, "prompt_ids")
+        if returned is not None and whole_ids(returned) != prompt:
+            raise reading.unreadable("the engine read another prompt than it was sent")
+        read, counted = usage.input_tokens, usage.output_tokens
+        if read not in (None, len(prompt)):
+            raise reading.unreadable(
+                f"the engine read {read} prompt tokens and was sent {len(prompt)}"
+            )
+        if counted not in (None, len(ids)):
+            raise reading.unreadable(
+                f"the engine counted {counted} sampled tokens, gave {len(ids)}"
+            )
+        return ids
+
+    def _checked_logprobs(
+        self, form: Any, named: Any, ids: tuple[int, ...], reading: Reading
+    ) -> tuple[float, ...] | None:
+        """Return one logprob per id; None if any is missing. Raises: ProtocolError."""
+        listed = self._pick(form, "logprobs")
+        if named is not None and named != list(ids):
+            if self._route.gaps:
+                return None
+            raise reading.unreadable("ids and logprobs are of different tokens")
+        if not isinstance(listed, list) or not listed:
+            return None
+        if len(listed) != len(ids):
+            raise reading.unreadable(f"{len(listed)} logprobs for {len(ids)} tokens")
+        values = [_logprob(one) for one in listed]
+        if not all(_is_number(v) and LOWEST < v <= 1e-3 for v in values):
+            return None
+        return tuple(min(0.0, float(v)) for v in values)
 
 
-def _checked_logprobs(
-    answer: Answer, ids: tuple[int, ...], reading: Reading
-) -> tuple[float, ...] | None:
-    """Return one logprob per id; None if any is missing. Raises: ProtocolError."""
-    if answer.named is not None and list(answer.named) != list(ids):
-        raise reading.unreadable("ids and logprobs are of different tokens")
-    values = answer.logprobs
-    if not isinstance(values, list):
+def pick(form: Any, places: str) -> Any:
+    """Return the value at the first of these places that has one; None if there is none.
+
+    Args:
+        places: separated by `|`; the names of a place are separated by `.`.
+    """
+    for place in places.split("|"):
+        value = form
+        names = place.split(".")
+        for number, name in enumerate(names, 1):
+            if name == "*" and isinstance(value, list):
+                value = [pick(one, ".".join(names[number:])) for one in value]
+                break
+            if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+                value = value[int(name)]
+            else:
+                value = value.get(name) if isinstance(value, dict) else None
+        if value is not None:
+            return value
+    return None
+
+
+def _put(form: Json, place: str, value: Any) -> None:
+    *parents, name = place.split(".")
+    for parent in parents:
+        form = form.setdefault(parent, {})
+    form[name] = value
+
+
+def _merge(form: Json, more: Mapping[str, Any]) -> None:
+    """Add fields to a body, and to the objects in it."""
+    for name, value in more.items():
+        if isinstance(value, dict):
+            _merge(form.setdefault(name, {}), value)
+        else:
+            form[name] = value
+
+
+def _named_ids(tokens: Any) -> list[Any] | None:
+    """Return ids, which some servers write as `token_id:N`; None if they are texts."""
+    if not isinstance(tokens, list) or not tokens:
         return None
-    if len(values) != len(ids):
-        raise reading.unreadable(f"{len(values)} logprobs for {len(ids)} tokens")
-    if not all(type(v) in (int, float) and LOWEST < v <= 1e-3 for v in values):
-        return None
-    return tuple(min(0.0, float(v)) for v in values)
-
-
-class VllmCompletions(TokenWire):
-    """vLLM's `/v1/completions`. `token_ids` include the end token that the text leaves out."""
-
-    name = "vllm_completions"
-    path = "/completions"
-    at_root = False
-
-    def body(self, request: ModelRequest, prompt: list[int]) -> Json:
-        form = {
-            "model": request.model,
-            "prompt": prompt,
-            **_vllm_sampling(request, self._stop),
-            "spaces_between_special_tokens": False,
-            "add_special_tokens": False,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            "request_id": request.call_id,
-        }
-        return form | request.extra
-
-    def read(self, form: Json) -> Answer:
-        choice = form["choices"][0]
-        logprobs = choice.get("logprobs") or {}
-        return Answer(
-            ids=choice.get("token_ids"),
-            logprobs=logprobs.get("token_logprobs"),
-            named=_named_ids(logprobs.get("tokens")),
-            prompt_ids=choice.get("prompt_token_ids"),
-            finish=choice.get("finish_reason"),
-            usage=_usage_in(form.get("usage")),
-            raw=form.get("usage"),
-            answer_id=form.get("id"),
-            model=form.get("model"),
-            version=form.get("policy_version"),
-        )
-
-    def ask_likely(self, form: Json, most: int) -> None:
-        form["logprobs"] = most
-
-    def likely(self, form: Json) -> dict[Any, float]:
-        return dict(form["choices"][0]["logprobs"]["top_logprobs"][0])
-
-
-class VllmGenerate(TokenWire):
-    """vLLM's `/inference/v1/generate`, where it is served. Older versions report no usage."""
-
-    name = "vllm_generate"
-    path = "/inference/v1/generate"
-
-    def body(self, request: ModelRequest, prompt: list[int]) -> Json:
-        return {
-            "request_id": request.call_id,
-            "model": request.model,
-            "token_ids": prompt,
-            "sampling_params": _vllm_sampling(request, self._stop) | request.extra,
-        }
-
-    def read(self, form: Json) -> Answer:
-        choice = form["choices"][0]
-        content = (choice.get("logprobs") or {}).get("content") or []
-        return Answer(
-            ids=choice.get("token_ids"),
-            logprobs=[one.get("logprob") for one in content] or None,
-            named=_named_ids([one.get("token") for one in content] or None),
-            finish=choice.get("finish_reason"),
-            usage=_usage_in(form.get("usage")),
-            raw=form.get("usage"),
-            answer_id=form.get("id") or form.get("request_id"),
-            model=form.get("model"),
-        )
-
-    def ask_likely(self, form: Json, most: int) -> None:
-        form["sampling_params"]["logprobs"] = most
-
-    def likely(self, form: Json) -> dict[Any, float]:
-        # Tokens by their bytes: several may look alike.
-        return {
-            (one["token"], tuple(one.get("bytes") or ())): one["logprob"]
-            for one in form["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-        }
-
-
-def _vllm_sampling(request: ModelRequest, stop: list[int]) -> Json:
-    params: Json = {
-        **sampling_of(request.sampling),
-        **PENALTIES,
-        "max_tokens": request.sampling.max_tokens,  # None is the rest of the window
-        "stop_token_ids": stop,
-        "skip_special_tokens": False,
-    }
-    if request.logprobs:
-        params["logprobs"] = 0
-    if request.sampling.seed is not None:
-        params["seed"] = request.sampling.seed
-    return params
-
-
-def _named_ids(tokens: Any) -> list[int] | None:
-    """Return the ids in `token_id:N`; None if a server writes texts instead."""
-    if not isinstance(tokens, list):
-        return None
+    if any(type(token) is int for token in tokens):
+        return tokens
     prefix = "token_id:"
     texts = [t.removeprefix(prefix) for t in tokens if isinstance(t, str) and t.startswith(prefix)]
     whole = len(texts) == len(tokens) and all(text.isdecimal() for text in texts)
     return [int(text) for text in texts] if whole else None
 
 
-def _usage_in(usage: Any) -> Usage:
-    """Return the usage that an answer reports; one of the two counts alone is evidence too."""
-    form = usage if isinstance(usage, dict) else {}
-    return read_chat_usage(form) or _counts(form, "prompt_tokens", "completion_tokens", None)
-
-
-def _counts(form: Json, prompt: str, completion: str, cached: Any) -> Usage:
-    return Usage(
-        input_tokens=count_of(form.get(prompt)),
-        output_tokens=count_of(form.get(completion)),
-        cache_read_tokens=count_of(cached),
-    )
-
-
-class SglangGenerate(TokenWire):
-    """SGLang's `/generate`. Logprobs are triples (logprob, id, text), so they name their tokens."""
-
-    name = "sglang_generate"
-    path = "/generate"
-
-    def body(self, request: ModelRequest, prompt: list[int]) -> Json:
-        params: Json = {
-            **sampling_of(request.sampling),
-            **PENALTIES,
-            "max_new_tokens": request.sampling.max_tokens,  # None is the rest of the window
-            "stop_token_ids": self._stop,
-            "skip_special_tokens": False,
-            "spaces_between_special_tokens": False,
-        }
-        if request.sampling.seed is not None:
-            params["sampling_seed"] = request.sampling.seed
-        return {
-            "rid": request.call_id,
-            "input_ids": prompt,
-            "sampling_params": params | request.extra,
-            "return_logprob": request.logprobs,
-            "stream": False,
-        }
-
-    def read(self, form: Json) -> Answer:
-        meta = form["meta_info"]
-        triples = meta.get("output_token_logprobs")
-        named = None if triples is None else [triple[1] for triple in triples]
-        ended = meta.get("finish_reason")  # {"type": "stop", "matched": 2}
-        kind = ended.get("type") if isinstance(ended, dict) else ended
-        counts = ("prompt_tokens", "completion_tokens", "cached_tokens")
-        return Answer(
-            ids=_sglang_ids(form.get("output_ids"), named, ended),
-            logprobs=None if triples is None else [triple[0] for triple in triples],
-            named=named,
-            finish=kind if isinstance(kind, str) else None,
-            usage=_counts(meta, *counts[:2], meta.get("cached_tokens")),
-            raw={name: meta.get(name) for name in counts},
-            answer_id=meta.get("id"),
-            version=meta.get("weight_version"),
-        )
-
-    def ask_likely(self, form: Json, most: int) -> None:
-        form["top_logprobs_num"] = most
-
-    def likely(self, form: Json) -> dict[Any, float]:
-        return {triple[1]: triple[0] for triple in form["meta_info"]["output_top_logprobs"][0]}
-
-
-def _sglang_ids(ids: Any, named: list[Any] | None, ended: Any) -> Any:
-    """Return the sampled ids. Some versions leave the stop token that was matched out of
-    `output_ids` but return its logprob: it was sampled."""
-    if named is None:
-        return ids
-    matched = ended.get("matched") if isinstance(ended, dict) else None
-    return named if ids is None or [*ids, matched] == named else ids
-
-
-class LlamacppCompletion(TokenWire):
-    """llama.cpp's `/completion`. It stops at the end tokens that the model's file names, and takes
-    no others. Its logprobs are requested as they are after temperature and filters, so that they
-    are of the distribution that was sampled from."""
-
-    name = "llamacpp_completion"
-    path = "/completion"
-
-    def body(self, request: ModelRequest, prompt: list[int]) -> Json:
-        sampling = request.sampling
-        form: Json = {
-            "prompt": prompt,
-            **_LLAMACPP_NEUTRAL,
-            **sampling_of(sampling),
-            "n_predict": -1 if sampling.max_tokens is None else sampling.max_tokens,
-            "cache_prompt": True,
-            "return_tokens": True,
-            "stream": False,
-        }
-        form["top_k"] = max(0, form["top_k"])  # 0 means all
-        if request.logprobs:
-            form |= {"n_probs": 1, "post_sampling_probs": True}
-        if sampling.seed is not None:
-            form["seed"] = sampling.seed % 2**32  # its seeds have 32 bits
-        return form | request.extra
-
-    def read(self, form: Json) -> Answer:
-        if form.get("truncated"):
-            raise TypeError("truncated: the engine cut the prompt")
-        listed = form.get("completion_probabilities") or []
-        aligned = [one.get("id") for one in listed] == form["tokens"]
-        counts = ("tokens_evaluated", "tokens_predicted")
-        return Answer(
-            ids=form["tokens"],
-            logprobs=[_llamacpp_logprob(one) for one in listed] if aligned else None,
-            finish=_LLAMACPP_FINISH.get(str(form.get("stop_type"))),
-            usage=_counts(form, *counts, (form.get("timings") or {}).get("cache_n")),
-            raw={name: form.get(name) for name in counts},
-            answer_id=form.get("id"),
-            model=form.get("model"),
-        )
-
-    def ask_likely(self, form: Json, most: int) -> None:
-        form["n_probs"] = most
-
-    def likely(self, form: Json) -> dict[Any, float]:
-        first = form["completion_probabilities"][0]
-        listed = first.get("top_probs") or first["top_logprobs"]
-        pairs = ((one["id"], _llamacpp_logprob(one)) for one in listed)
-        return {token: logprob for token, logprob in pairs if logprob is not None}
-
-
-_LLAMACPP_FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
-_LLAMACPP_NEUTRAL: Json = {
-    "typical_p": 1.0,
-    "repeat_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "dry_multiplier": 0.0,
-    "xtc_probability": 0.0,
-    "dynatemp_range": 0.0,
-    "mirostat": 0,
-}
-"""Its other samplers, each switched off."""
-
-
-def _llamacpp_logprob(one: Json) -> Any:
-    if "prob" not in one:
+def _logprob(one: Any) -> Any:
+    """Return the logprob of a token as engines list it: a number, a triple that begins with it, or
+    an object with it or with the probability."""
+    if isinstance(one, list):
+        return one[0] if one else None
+    if not isinstance(one, dict):
+        return one
+    prob = one.get("prob")
+    if prob is None:
         return one.get("logprob")
-    prob = one["prob"]
-    return math.log(prob) if type(prob) in (int, float) and prob > 0 else None
+    return math.log(prob) if _is_number(prob) and prob > 0 else None
 
 
-WIRES: dict[str, type[TokenWire]] = {
-    "vllm": VllmCompletions,
-    "vllm_generate": VllmGenerate,
-    "sglang": SglangGenerate,
-    "llamacpp": LlamacppCompletion,
-}
-"""`endpoint.tokens` -> the wire."""
+def _without_number(one: Any) -> Any:
+    if isinstance(one, dict):
+        return {name: value for name, value in one.items() if name not in ("prob", "logprob")}
+    return one[1:] if isinstance(one, list) else one
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
 
 
 CHAT_MODE = "chat_completions"
@@ -463,94 +347,16 @@ _ABSURD = 1e9
 """No logprob is so far from 0."""
 
 
-class ChatIdsClient:
-    """A chat client that requests ids and logprobs with every call (vLLM's and SGLang's spellings).
-
-    Every call is exact by itself: the ids of its prompt, those sampled, and their logprobs. Whether
-    a call continues the last one depends on the server's rendering; the graph of a rollout finds
-    out.
-
-    Args:
-        inner: closed with this one.
-        kind: what the logprobs mean, as a probe found; an answer that names it is believed.
-        filtered: they are taken after top-p, top-k and min-p.
-        whole: never stream: SGLang returns no ids in streams.
-    """
-
-    def __init__(
-        self,
-        inner: ModelClient,
-        *,
-        kind: LogprobsKind = "unknown",
-        filtered: bool = False,
-        whole: bool = False,
-    ) -> None:
-        self.api_mode, self.endpoint = inner.api_mode, inner.endpoint
-        self._inner, self._whole = inner, whole
-        self._kind, self._filtered = kind, filtered
-
-    async def complete(self, request: ModelRequest) -> Completion:
-        """Return an answer with its ids."""
-        sent = replace(
-            request,
-            sampling=spelled_out(request.sampling),
-            extra={**PENALTIES, **request.extra},
-            token_ids=True,
-            logprobs=True,
-            stream=request.stream and not self._whole,
-        )
-        answer = await self._inner.complete(sent)
-        if answer.tokens is None:
-            return answer
-        tokens = replace(answer.tokens, sampling=sent.sampling)
-        if _contradict(tokens, answer.usage):  # ids are missing: none of the others can be trained
-            tokens = replace(tokens, logprobs=None)
-        elif tokens.logprobs is not None and tokens.logprobs_kind == "unknown":
-            fields = {**sent.sampling.as_dict(), **sent.extra}
-            tokens = replace(tokens, logprobs_kind=kind_in(self._kind, self._filtered, fields))
-        return replace(answer, tokens=tokens)
-
-    def bound(self, request: ModelRequest) -> int:
-        """Return an upper bound of the prompt's tokens."""
-        return self._inner.bound(request)
-
-    async def renew(self) -> None:
-        """Use new connections from now on."""
-        if isinstance(self._inner, Renewable):
-            await self._inner.renew()
-
-    async def aclose(self) -> None:
-        """Close the inner client."""
-        await self._inner.aclose()
-
-
-def _contradict(tokens: TokenCapture, usage: Usage | None) -> bool:
-    """Return whether the server counted other numbers of tokens than it returned ids."""
-    if usage is None:
-        return False
-    counted = (
-        (usage.input_tokens, tokens.prompt_ids),
-        (usage.output_tokens, tokens.completion_ids),
-    )
-    return any(n is not None and ids is not None and n != len(ids) for n, ids in counted)
-
-
 def first_logprobs(form: Any) -> dict[str, float]:
     """Return token -> logprob of the first position of a chat answer; empty if there are none."""
-    try:
-        listed = form["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-        pairs = {str(one["token"]): float(one["logprob"]) for one in listed}
-    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
-        return {}
-    return {token: logprob for token, logprob in pairs.items() if abs(logprob) < _ABSURD}
+    listed = pick(form, "choices.0.logprobs.content.0.top_logprobs")
+    entries = listed if isinstance(listed, list) else []
+    pairs = ((str(pick(one, "token")), pick(one, "logprob")) for one in entries)
+    return {token: p for token, p in pairs if _is_number(p) and abs(p) < _ABSURD}
 
 
 def ids_spelling(form: Any) -> Spelling | None:
     """Return whose field names the token ids of a chat answer have; None if there are none."""
-    try:
-        choice = form["choices"][0]
-        if choice.get("response_token_ids"):
-            return "sglang"
-        return "vllm" if choice.get("token_ids") and form.get("prompt_token_ids") else None
-    except (KeyError, IndexError, TypeError, AttributeError):
-        return None
+    if pick(form, "choices.0.response_token_ids"):
+        return "sglang"
+    return "vllm" if pick(form, "choices.0.token_ids") and pick(form, "prompt_token_ids") else None

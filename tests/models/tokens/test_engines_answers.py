@@ -6,7 +6,7 @@ import pytest
 
 from hermes_rl.errors import ModelAborted, ModelError, ProtocolError
 from hermes_rl.models import Completion, Conversation, ModelRequest
-from hermes_rl.models.tokens import WIRES
+from hermes_rl.models.tokens import ROUTES, TokenWire
 from hermes_rl.models.wire import ReplyHead
 from hermes_rl.usage import Usage
 
@@ -41,7 +41,7 @@ def llamacpp(**more) -> dict:
 
 
 def read(wire: str, form: object) -> Completion:
-    decoder = WIRES[wire]().decoder(REQUEST, ReplyHead({}))
+    decoder = TokenWire(wire).decoder(REQUEST, ReplyHead({}))
     decoder.feed(form if isinstance(form, bytes) else json.dumps(form).encode())
     return decoder.finish()
 
@@ -49,7 +49,7 @@ def read(wire: str, form: object) -> Completion:
 WHOLE = {"vllm": vllm(), "vllm_generate": generate(), "sglang": sglang(), "llamacpp": llamacpp()}
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", ROUTES)
 def test_a_whole_answer_is_read(wire):
     answer = read(wire, WHOLE[wire])
     assert answer.tokens.prompt_ids == PROMPT
@@ -82,8 +82,8 @@ def test_a_whole_answer_is_read(wire):
         ("llamacpp", llamacpp(tokens_evaluated=4), "read 4 prompt tokens and was sent 3"),
         ("llamacpp", llamacpp(tokens_predicted=3), "counted 3 sampled tokens, gave 2"),
         ("llamacpp", llamacpp(truncated=True), "cut the prompt"),
-        *((wire, form, None) for wire in WIRES for form in ([], {}, 3, b"<html>", b"{")),
-        *((wire, {"choices": [], "meta_info": None}, None) for wire in WIRES),
+        *((wire, form, None) for wire in ROUTES for form in ([], {}, 3, b"<html>", b"{")),
+        *((wire, {"choices": [], "meta_info": None}, None) for wire in ROUTES),
     ],
 )
 def test_what_contradicts_itself_is_refused(wire, form, said):

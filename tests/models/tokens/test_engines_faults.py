@@ -34,8 +34,7 @@ from hermes_rl.models import (
     Sampling,
     TokenCapture,
 )
-from hermes_rl.models.tokens import WIRES as ENGINES
-from hermes_rl.models.tokens import TokenClient, token_client
+from hermes_rl.models.tokens import TokenClient, TokenWire, token_client
 from hermes_rl.testing import FaultPlan, tiny_renderer
 
 
@@ -194,7 +193,7 @@ def test_what_is_not_said_is_sent_as_what_it_means(wire):
     """A server's own defaults (a model's generation_config) would shape the distribution."""
     ends = tiny_renderer().end_ids
     request = request_of(Conversation(), sampling=Sampling())
-    form = ENGINES[wire](ends).body(request, [1, 2])
+    form = TokenWire(wire, ends).body(request, [1, 2])
     params = form.get("sampling_params", form)
     assert params["temperature"] == params["top_p"] == 1.0
     assert params["min_p"] == 0.0
