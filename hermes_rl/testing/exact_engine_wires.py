@@ -1,15 +1,21 @@
 """The wires of the exact engine: the requests and responses of real engines, with ids.
 
+`exact_engine_wires.json` has one table per route: the names of a request's fields, and its answer
+as a template. In a template `$name` is a value of the answer, and a field whose value is absent is
+left out; `["$each", list, form]` is a list with a form for each element, and `["$if", name, form]`
+is the form if that value is there, else null.
+
 Sources: vLLM's and SGLang's request and response classes and llama.cpp's server manual, read in
-November 2026. Each wire parses a body to an `EngineRequest` and writes an `EngineAnswer`.
+November 2026.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -22,6 +28,7 @@ from hermes_rl.testing.exact_engine_model import (
 )
 
 Json = dict[str, Any]
+CHAT = "chat"
 
 
 class InvalidRequest(ValueError):
@@ -37,7 +44,7 @@ class EngineRequest:
     """None if a chat template makes it."""
     text: str | None = None
     """The prompt as text."""
-    model: str | None = None
+    model: str = "toy"
     top: int | None = None
     """Likeliest tokens to report at each position; None reports no logprobs."""
     ids: bool = True
@@ -49,6 +56,94 @@ class EngineRequest:
     """Report probabilities of the distribution that was sampled from (llama.cpp)."""
     messages: tuple[Json, ...] = ()
     tools: tuple[Json, ...] = ()
+
+
+class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One route: what it calls the fields of a request, and the template of its answer."""
+
+    name: str
+    params: str | None = None
+    """The object that holds the sampling parameters; None: the body itself."""
+    prompt: str | None = None
+    """None for a conversation."""
+    limits: tuple[str, ...]
+    """Names of the maximum of tokens; the first that is sent counts."""
+    default_limit: int | None = None
+    top: str
+    """Number of likeliest tokens."""
+    wants: str | None = None
+    """What requests logprobs; None: that number alone does."""
+    ids: str | None = None
+    """What requests ids; None: always returned."""
+    as_text: str | bool = False
+    """What requests tokens as `token_id:N`; a bool: always, or never."""
+    after_sampling: str = ""
+    skip_special: bool = True
+    """Whether special tokens are left out of the text, unless the request tells."""
+    answer: Json
+
+    def read(self, body: Json) -> EngineRequest:
+        """Parse a request. Raises: InvalidRequest."""
+        text, prompt, messages = None, None, body.get("messages")
+        if self.prompt is None and (not isinstance(messages, list) or not messages):
+            raise InvalidRequest("messages must be a list")
+        if self.prompt is not None:
+            prompt = body.get(self.prompt)
+            if isinstance(prompt, str):
+                text, prompt = prompt, None
+            else:
+                prompt = _ids(prompt, self.prompt)
+        params = body.get(self.params) if self.params else {}
+        if not isinstance(params, dict):
+            raise InvalidRequest(f"{self.params} must be an object")
+        form = {**body, **params}
+        top = form.get(self.top)
+        if self.wants is not None:
+            top = int(top or 0) if form.get(self.wants) else None
+        as_text = self.as_text
+        return EngineRequest(
+            params=self._params(form),
+            prompt=prompt,
+            text=text,
+            model=form.get("model") or "toy",
+            top=top,
+            ids=self.ids is None or bool(form.get(self.ids)),
+            ids_as_text=bool(form.get(as_text)) if isinstance(as_text, str) else as_text,
+            skip_special=form.get("skip_special_tokens", self.skip_special),
+            after_sampling=bool(form.get(self.after_sampling)),
+            messages=tuple(messages or ()),
+            tools=tuple(form.get("tools") or ()),
+        )
+
+    def _params(self, form: Json) -> Params:
+        if form.get("stop"):
+            raise InvalidRequest("stop strings: this engine stops only at token ids")
+        temperature, seed = form.get("temperature"), form.get("seed", form.get("sampling_seed"))
+        limit = next((form[name] for name in self.limits if name in form), self.default_limit)
+        return Params(
+            temperature=1.0 if temperature is None else float(temperature),
+            top_p=float(form.get("top_p") or 1.0),
+            top_k=int(form.get("top_k") or 0),
+            min_p=float(form.get("min_p") or 0.0),
+            seed=None if seed is None else int(seed),
+            max_tokens=None if limit == -1 else limit,
+            stop_ids=frozenset(form.get("stop_token_ids") or ()),
+        )
+
+    def write(self, answer: EngineAnswer) -> Json:
+        """Return the body of an answer."""
+        filled: Json = _fill(self.answer, dict(answer.values()))
+        return filled
+
+
+def _ids(value: Any, name: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value or not all(type(v) is int for v in value):
+        raise InvalidRequest(f"{name} must be a list of token ids")
+    return tuple(value)
+
+
+_FINISH = {"stop": "eos", "length": "limit"}
+"""Finish reasons as llama.cpp names them."""
 
 
 @dataclass(frozen=True)
@@ -75,314 +170,94 @@ class EngineAnswer:
         shown = ids[:-1] if self.sampled.stop_id is not None else ids
         return self.vocabulary.text(shown, skip_special=self.request.skip_special)
 
-    @property
-    def model(self) -> str:
-        """The model's name."""
-        return self.request.model or "toy"
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """Yield the values that templates use, by name; those that do not apply are left out."""
+        request, sampled = self.request, self.sampled
+        prompt, output, stop_id = len(self.prompt), len(sampled.ids), sampled.stop_id
+        called = bool(self.message.get("tool_calls")) and sampled.finish == "stop"
+        yield from {
+            "text": self.text,
+            "model": request.model,
+            "request_id": self.request_id,
+            "message": self.message,
+            "finish": sampled.finish,
+            "chat_finish": "tool_calls" if called else sampled.finish,
+            "stop_type": _FINISH.get(sampled.finish, "none"),
+            "stop_reason": stop_id if stop_id in request.params.stop_ids else None,
+            "version": self.version or "default",
+            "n_prompt": prompt,
+            "n_sampled": output,
+            "cached": self.cached,
+            "uncached": prompt - self.cached,
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": output,
+                "total_tokens": prompt + output,
+                "prompt_tokens_details": {"cached_tokens": self.cached},
+            },
+        }.items()
+        if sampled.finish == "length":
+            yield "length", output
+        elif stop_id is not None:
+            yield "matched", stop_id
+        if request.ids:
+            for prefix in ("", f"{self.spelling}_"):
+                yield f"{prefix}prompt_ids", list(self.prompt)
+                yield f"{prefix}ids", list(sampled.ids)
+        if request.top is not None:
+            yield "tokens", list(self._tokens())
+            yield "no_tokens", []
 
-    @property
-    def logprobs(self) -> tuple[float, ...]:
-        """One for each sampled token, of the kind that this engine reports."""
-        kinds = {"raw": self.sampled.raw, "scaled": self.sampled.scaled}
-        return kinds.get(self._kind, self.sampled.processed)
-
-    @property
-    def usage(self) -> Json:
-        """OpenAI's usage object."""
-        prompt, output = len(self.prompt), len(self.sampled.ids)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": output,
-            "total_tokens": prompt + output,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
-
-    def likely(self, place: int) -> list[tuple[int, float]]:
-        """Return the likeliest tokens of a position."""
+    def _tokens(self) -> Iterator[Json]:
+        """Yield the values of each sampled token."""
+        after, sampled = self.request.after_sampling, self.sampled
+        kind: LogprobsOf = "processed" if after else self.kind
+        reported_of = {"raw": sampled.raw, "scaled": sampled.scaled}.get(kind, sampled.processed)
         most = self.request.top or 0
-        if not most:
-            return []
-        return reported(self.sampled.top[place], self._kind, self.request.params, most)
+        for place, (token, logprob) in enumerate(zip(sampled.ids, reported_of, strict=True)):
+            top = sampled.top[place] if most else ()
+            likely = reported(top, kind, self.request.params, most) if most else []
+            listed = [self._token(t, p) for t, p in likely]
+            by_text = {one["token"]: p for one, (_, p) in zip(listed, likely, strict=True)}
+            name = "top_probs" if after else "top_logprobs"
+            yield self._token(token, logprob) | {name: listed, "by_text": by_text}
 
-    @property
-    def _kind(self) -> LogprobsOf:
-        return "processed" if self.request.after_sampling else self.kind
-
-    def label(self, token: int) -> str:
-        """Return how a token is written beside its logprob."""
-        if self.request.ids_as_text:
-            return f"token_id:{token}"
-        return self.vocabulary.text([token])
-
-
-class Wire(NamedTuple):
-    """One wire."""
-
-    name: str
-    read: Callable[[Json], EngineRequest]
-    write: Callable[[EngineAnswer], Json]
-
-
-def _params(form: Mapping[str, Any], limit: str, *, default: int | None) -> Params:
-    if form.get("stop"):
-        raise InvalidRequest("stop strings: this engine stops only at token ids")
-    temperature = form.get("temperature")
-    seed = form.get("seed", form.get("sampling_seed"))
-    return Params(
-        temperature=1.0 if temperature is None else float(temperature),
-        top_p=float(form.get("top_p") or 1.0),
-        top_k=int(form.get("top_k") or 0),
-        min_p=float(form.get("min_p") or 0.0),
-        seed=None if seed is None else int(seed),
-        max_tokens=form.get(limit, default),
-        stop_ids=frozenset(form.get("stop_token_ids") or ()),
-    )
-
-
-def _ids(value: Any, name: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not value or not all(type(v) is int for v in value):
-        raise InvalidRequest(f"{name} must be a list of token ids")
-    return tuple(value)
-
-
-def _read_completions(form: Json) -> EngineRequest:
-    prompt = form.get("prompt")
-    request = EngineRequest(
-        params=_params(form, "max_tokens", default=16),
-        model=form.get("model"),
-        top=form.get("logprobs"),
-        ids=bool(form.get("return_token_ids")),
-        ids_as_text=bool(form.get("return_tokens_as_token_ids")),
-        skip_special=form.get("skip_special_tokens", True),
-    )
-    if isinstance(prompt, str):
-        return replace(request, text=prompt)
-    return replace(request, prompt=_ids(prompt, "prompt"))
-
-
-def _write_completions(answer: EngineAnswer) -> Json:
-    sampled = answer.sampled
-    choice: Json = {
-        "index": 0,
-        "text": answer.text,
-        "logprobs": None,
-        "finish_reason": sampled.finish,
-        "stop_reason": sampled.stop_id
-        if sampled.stop_id in answer.request.params.stop_ids
-        else None,
-        "prompt_logprobs": None,
-    }
-    if answer.request.top is not None:
-        choice["logprobs"] = {
-            "text_offset": [0] * len(sampled.ids),
-            "token_logprobs": list(answer.logprobs),
-            "tokens": [answer.label(token) for token in sampled.ids],
-            "top_logprobs": [
-                {answer.label(t): p for t, p in answer.likely(place)}
-                for place in range(len(sampled.ids))
-            ],
+    def _token(self, token: int, logprob: float) -> Json:
+        as_text = self.request.ids_as_text
+        form: Json = {
+            "id": token,
+            "token": f"token_id:{token}" if as_text else self.vocabulary.text([token]),
+            "bytes": list(self.vocabulary.bytes_of(token)),
         }
-    if answer.request.ids:
-        choice |= {"prompt_token_ids": list(answer.prompt), "token_ids": list(sampled.ids)}
-    return {
-        "id": f"cmpl-{answer.request_id}",
-        "object": "text_completion",
-        "created": 0,
-        "model": answer.model,
-        "choices": [choice],
-        "usage": answer.usage,
-    }
+        if self.request.after_sampling:
+            return form | {"prob": math.exp(logprob)}
+        return form | {"logprob": logprob}
 
 
-def _read_generate(form: Json) -> EngineRequest:
-    sampling = form.get("sampling_params")
-    if not isinstance(sampling, dict):
-        raise InvalidRequest("sampling_params must be an object")
-    return EngineRequest(
-        params=_params(sampling, "max_tokens", default=16),
-        prompt=_ids(form.get("token_ids"), "token_ids"),
-        model=form.get("model"),
-        top=sampling.get("logprobs"),
-        ids_as_text=True,
-    )
+_ABSENT = object()
 
 
-def _write_generate(answer: EngineAnswer) -> Json:
-    logprobs = {"content": _content(answer)} if answer.request.top is not None else None
-    choice = {
-        "index": 0,
-        "logprobs": logprobs,
-        "finish_reason": answer.sampled.finish,
-        "token_ids": list(answer.sampled.ids),
-    }
-    return {
-        "request_id": answer.request_id,
-        "id": f"generate-tokens-{answer.request_id}",
-        "model": answer.model,
-        "choices": [choice],
-        "usage": answer.usage,
-        "prompt_logprobs": None,
-    }
+def _fill(form: Any, values: Mapping[str, Any]) -> Any:
+    """Return a template with its values."""
+    if isinstance(form, dict):
+        filled = {key: _fill(inner, values) for key, inner in form.items()}
+        return {key: value for key, value in filled.items() if value is not _ABSENT}
+    if isinstance(form, list) and form[:1] == ["$if"]:
+        return _fill(form[2], values) if form[1] in values else None
+    if isinstance(form, list) and form[:1] == ["$each"]:
+        if form[1] not in values:
+            return _ABSENT
+        return [_fill(form[2], {**values, **one}) for one in values[form[1]]]
+    if isinstance(form, list):
+        return [_fill(inner, values) for inner in form]
+    if not isinstance(form, str) or "$" not in form:
+        return form
+    before, _, name = form.partition("$")
+    value = values.get(name, _ABSENT)
+    return f"{before}{value}" if before else value
 
 
-def _content(answer: EngineAnswer) -> list[Json]:
-    """Return logprobs in the format of Chat Completions."""
-    return [
-        {
-            "token": answer.label(token),
-            "logprob": logprob,
-            "bytes": list(answer.vocabulary.bytes_of(token)),
-            "top_logprobs": [
-                {
-                    "token": answer.label(t),
-                    "logprob": p,
-                    "bytes": list(answer.vocabulary.bytes_of(t)),
-                }
-                for t, p in answer.likely(place)
-            ],
-        }
-        for place, (token, logprob) in enumerate(
-            zip(answer.sampled.ids, answer.logprobs, strict=True)
-        )
-    ]
-
-
-def _read_chat(form: Json) -> EngineRequest:
-    messages = form.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise InvalidRequest("messages must be a list")
-    limit = "max_completion_tokens" if "max_completion_tokens" in form else "max_tokens"
-    top = int(form.get("top_logprobs") or 0) if form.get("logprobs") else None
-    return EngineRequest(
-        params=_params(form, limit, default=None),
-        model=form.get("model"),
-        top=top,
-        ids=bool(form.get("return_token_ids")),
-        messages=tuple(messages),
-        tools=tuple(form.get("tools") or ()),
-    )
-
-
-def _write_chat(answer: EngineAnswer) -> Json:
-    reason = answer.sampled.finish
-    if answer.message.get("tool_calls") and reason == "stop":
-        reason = "tool_calls"
-    choice: Json = {"index": 0, "message": answer.message, "finish_reason": reason}
-    choice["logprobs"] = None if answer.request.top is None else {"content": _content(answer)}
-    form: Json = {
-        "id": f"chatcmpl-{answer.request_id}",
-        "object": "chat.completion",
-        "created": 0,
-        "model": answer.model,
-        "choices": [choice],
-        "usage": answer.usage,
-    }
-    if answer.request.ids and answer.spelling == "sglang":
-        choice["prompt_token_ids"] = list(answer.prompt)
-        choice["response_token_ids"] = list(answer.sampled.ids)
-    elif answer.request.ids:
-        form["prompt_token_ids"] = list(answer.prompt)
-        choice["token_ids"] = list(answer.sampled.ids)
-    return form
-
-
-def _read_sglang(form: Json) -> EngineRequest:
-    sampling = form.get("sampling_params") or {}
-    wanted = bool(form.get("return_logprob"))
-    return EngineRequest(
-        params=_params(sampling, "max_new_tokens", default=128),
-        prompt=_ids(form.get("input_ids"), "input_ids"),
-        top=int(form.get("top_logprobs_num") or 0) if wanted else None,
-        skip_special=sampling.get("skip_special_tokens", True),
-    )
-
-
-def _write_sglang(answer: EngineAnswer) -> Json:
-    sampled = answer.sampled
-    ended: Json = {"type": sampled.finish}
-    if sampled.finish == "length":
-        ended["length"] = len(sampled.ids)
-    elif sampled.stop_id is not None:
-        ended["matched"] = sampled.stop_id
-    meta: Json = {
-        "id": answer.request_id,
-        "finish_reason": ended,
-        "prompt_tokens": len(answer.prompt),
-        "weight_version": answer.version or "default",
-        "completion_tokens": len(sampled.ids),
-        "cached_tokens": answer.cached,
-    }
-    if answer.request.top is not None:
-        pairs = zip(sampled.ids, answer.logprobs, strict=True)
-        meta["input_token_logprobs"] = []
-        meta["output_token_logprobs"] = [[logprob, token, None] for token, logprob in pairs]
-        if answer.request.top:
-            meta["output_top_logprobs"] = [
-                [[p, t, None] for t, p in answer.likely(place)] for place in range(len(sampled.ids))
-            ]
-    return {"text": answer.text, "output_ids": list(sampled.ids), "meta_info": meta}
-
-
-def _read_llamacpp(form: Json) -> EngineRequest:
-    limit = form.get("n_predict")
-    params = _params(form, "n_predict", default=None)
-    wanted = int(form.get("n_probs") or 0)
-    return EngineRequest(
-        params=replace(params, max_tokens=None if limit in (None, -1) else limit),
-        prompt=_ids(form.get("prompt"), "prompt"),
-        top=wanted or None,
-        ids=bool(form.get("return_tokens")),
-        after_sampling=bool(form.get("post_sampling_probs")),
-        skip_special=False,
-    )
-
-
-def _write_llamacpp(answer: EngineAnswer) -> Json:
-    sampled = answer.sampled
-    kinds = {"stop": "eos", "length": "limit"}
-    form: Json = {
-        "index": 0,
-        "content": answer.text,
-        "tokens": list(sampled.ids) if answer.request.ids else [],
-        "stop": True,
-        "model": answer.model,
-        "tokens_predicted": len(sampled.ids),
-        "tokens_evaluated": len(answer.prompt),
-        "stop_type": kinds.get(sampled.finish, "none"),
-        "truncated": False,
-        "timings": {"cache_n": answer.cached, "prompt_n": len(answer.prompt) - answer.cached},
-    }
-    if answer.request.top is not None:
-        form["completion_probabilities"] = [
-            _probability(answer, place) for place in range(len(sampled.ids))
-        ]
-    return form
-
-
-def _probability(answer: EngineAnswer, place: int) -> Json:
-    token, logprob = answer.sampled.ids[place], answer.logprobs[place]
-    head = {
-        "id": token,
-        "token": answer.label(token),
-        "bytes": list(answer.vocabulary.bytes_of(token)),
-    }
-    likely = answer.likely(place)
-    if not answer.request.after_sampling:
-        listed = [{"id": t, "token": answer.label(t), "logprob": p} for t, p in likely]
-        return {**head, "logprob": logprob, "top_logprobs": listed}
-    probable = [{"id": t, "token": answer.label(t), "prob": math.exp(p)} for t, p in likely]
-    return {**head, "prob": math.exp(logprob), "top_probs": probable}
-
-
-CHAT = "chat"
-
-WIRES: dict[str, Wire] = {
-    "/v1/completions": Wire("vllm", _read_completions, _write_completions),
-    "/v1/chat/completions": Wire(CHAT, _read_chat, _write_chat),
-    "/inference/v1/generate": Wire("vllm_generate", _read_generate, _write_generate),
-    "/generate": Wire("sglang", _read_sglang, _write_sglang),
-    "/completion": Wire("llamacpp", _read_llamacpp, _write_llamacpp),
-}
+WIRES = msgspec.json.decode(Path(__file__).with_suffix(".json").read_bytes(), type=dict[str, Wire])
 """Route -> its wire."""
 
 

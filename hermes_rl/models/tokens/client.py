@@ -252,7 +252,7 @@ class _ExactClient(ABC):
         await self._inner.aclose()
 
     def _kind_in(self, sampling: Sampling, extra: Mapping[str, Any]) -> LogprobsKind:
-        """Return what the logprobs of a call stand for."""
+        """Return what the logprobs of a call mean."""
         return kind_in(self._kind, self._filtered, {**sampling.as_dict(), **extra})
 
 
@@ -261,7 +261,7 @@ class ChatIdsClient(_ExactClient):
 
     Every call is exact by itself: the ids of its prompt, those sampled, and their logprobs. Whether
     a call continues the last one depends on the server's rendering; the graph of a rollout finds
-    out. Of an answer that names the meaning of its logprobs, that is believed.
+    out. The meaning that an answer states for its logprobs is believed.
 
     Args:
         whole: never stream: SGLang returns no ids in streams.

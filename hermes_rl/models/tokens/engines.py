@@ -153,7 +153,7 @@ class TokenWire:
         listed = self._pick(form, "likely")
         if isinstance(listed, dict):
             return {token: p for token, p in listed.items() if _is_number(p)}
-        # A token is told by all that is listed of it but its probability: two may look alike.
+        # Two tokens may look alike: all that is listed beside the probability tells them apart.
         entries = listed if isinstance(listed, list) else []
         pairs = ((repr(_without_number(one)), _logprob(one)) for one in entries)
         return {token: p for token, p in pairs if _is_number(p)}
@@ -225,7 +225,7 @@ class TokenWire:
     ) -> tuple[int, ...]:
         """Return the sampled ids. Raises: ProtocolError."""
         if "required" in self._route.read and not isinstance(self._pick(form, "required"), dict):
-            raise reading.unreadable(f"it is no answer of {self.name}")
+            raise reading.unreadable(f"not an answer of {self.name}")
         if self._pick(form, "truncated"):
             raise reading.unreadable("the engine cut the prompt")
         listed = self._pick(form, "ids")
