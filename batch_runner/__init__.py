@@ -15,7 +15,7 @@ from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
     from batch_runner import settings
-    from batch_runner.budgets import Prices, asked_name, budgets_of, spent_before
+    from batch_runner.budgets import Prices, budgets_of, requested_name, spent_before
     from batch_runner.dispatcher import ALONE_SLOTS, START_TRIES, Dispatcher, Fleet, WorkerLost
     from batch_runner.dryrun import dry_run, pilot_run, predict, student_t
     from batch_runner.groups import at_once

@@ -57,10 +57,10 @@ class Prices:
         ]
         if config.model.name in PLAYED_MODELS:
             return
-        asked = asks_endpoint(config.model.name, config.endpoint)
+        requested = asks_endpoint(config.model.name, config.endpoint)
         for model, targets in targets_by_model(config).items():
             for target in targets:
-                table = target.prices if asked else target.prices.own_alone()
+                table = target.prices if requested else target.prices.own_alone()
                 self._tables.append((target.model or model, table))
 
     @property
@@ -217,7 +217,7 @@ def spent_before(
     return {budget: found[budget] for budget in budgets}
 
 
-def asked_name(served: str, row_model: str, models: Collection[str]) -> str:
+def requested_name(served: str, row_model: str, models: Collection[str]) -> str:
     """The name under which a model was asked for, from the name in a call: a server may call it by
     a longer one (`gpt-5-2025-08-07`, `openai/gpt-5`). The row's own model where none fits.
 
@@ -232,8 +232,8 @@ def asked_name(served: str, row_model: str, models: Collection[str]) -> str:
     return max(fitting, key=lambda name: (len(name.rpartition("/")[2]), name), default=row_model)
 
 
-def _is_longer(served: str, asked: str) -> bool:
-    return served == asked or (served.startswith(asked) and served[len(asked)] in "-@:._")
+def _is_longer(served: str, model: str) -> bool:
+    return served == model or (served.startswith(model) and served[len(model)] in "-@:._")
 
 
 def _add_known(found: Counter[str], rows: Any, models: Collection[str], worst: Worst) -> None:
@@ -244,13 +244,13 @@ def _add_known(found: Counter[str], rows: Any, models: Collection[str], worst: W
 
     lists = rows["calls"].combine_chunks()
     calls = pc.list_flatten(lists)
-    asked = rows["model"].combine_chunks().take(pc.list_parent_indices(lists))
+    requested = rows["model"].combine_chunks().take(pc.list_parent_indices(lists))
     columns = {name: pc.struct_field(calls, name) for name in ("model", "cost_usd", *_COUNTS)}
-    columns |= {"asked": asked, "costed": pc.is_valid(columns["cost_usd"])}
+    columns |= {"asked": requested, "costed": pc.is_valid(columns["cost_usd"])}
     sums = pa.table(columns).group_by(["model", "asked", "costed"])
     for row in sums.aggregate([(name, "sum") for name in ("cost_usd", *_COUNTS)]).to_pylist():
         read, made = (row[f"{name}_sum"] or 0 for name in _COUNTS)
-        model, tokens = asked_name(row["model"], row["asked"], models), read + made
+        model, tokens = requested_name(row["model"], row["asked"], models), read + made
         cost = row["cost_usd_sum"] if row["costed"] else worst(model, read, made)
         usd = round((cost or 0) * NANO)
         found[RUN_TOKENS] += tokens
@@ -281,7 +281,7 @@ def _add_unknown(
             for call in calls
             if call["outcome"] != "refused" and call["input_tokens"] is None
         ] or [model]
-        wanted = {asked_name(name, model, models) for name in unknown}
+        wanted = {requested_name(name, model, models) for name in unknown}
         read, made = (bounds.get(name) for name in _UNKNOWN)
         if made is None:  # a call named no bound
             made = len(unknown) * max(map(output_max, wanted))

@@ -149,8 +149,8 @@ class _Scored:
         question = self.writer.begin(Derived(groups=(cut,)))
         scoring = await self.grader.score(ready, question)
         row = make_group(ready.gathered, scoring)
-        asked = scoring.stop is None or scoring.calls
-        await self.writer.add(Derived(groups=(row,)) if asked else None, question)
+        judged = scoring.stop is None or scoring.calls
+        await self.writer.add(Derived(groups=(row,)) if judged else None, question)
         if scoring.error is None:
             self.closed.written += 1
         elif self.closed.stop is None and (scoring.stop is not None or not self.closed.why):

@@ -105,7 +105,7 @@ class UnitReader:
         self._repeats = repeats
         self._seen = OccurrenceCounter()
         self._rows = iter(rows)
-        self._own_members: dict[int, int] = {}
+        self._members_of_row: dict[int, int] = {}
         """Units of rows that have another number of them than the dataset's."""
         self._units: Iterator[Unit] = iter(())
         """What is left of the row that was read last."""
@@ -146,7 +146,7 @@ class UnitReader:
     def members_of(self, row_index: int) -> int | None:
         """How many units a row has; None for one that was not read."""
         read = row_index < self.rows
-        return self._own_members.get(row_index, self._repeats) if read else None
+        return self._members_of_row.get(row_index, self._repeats) if read else None
 
     def _read(self, row: LazyRow, done: Done | None) -> int:
         """Take up a row: its units are next, unless they are done; then returns how many."""
@@ -173,7 +173,7 @@ class UnitReader:
 
     def _note(self, row: LazyRow, members: int) -> int:
         if members != self._repeats:
-            self._own_members[row.index] = members
+            self._members_of_row[row.index] = members
         return members
 
     def _members(self, row: TaskRow, occurrence: int, members: int) -> Iterator[Unit]:

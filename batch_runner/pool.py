@@ -82,8 +82,8 @@ def open_pool(
         return
 
     async def start(worker: int, capacity: int) -> Worker:
-        own = msgspec.structs.replace(spec, worker=worker, capacity=capacity)
-        return await open_worker(own, coordinator, settings.keys, settings.hosts)
+        worker_spec = msgspec.structs.replace(spec, worker=worker, capacity=capacity)
+        return await open_worker(worker_spec, coordinator, settings.keys, settings.hosts)
 
     yield start
 

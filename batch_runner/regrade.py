@@ -316,8 +316,8 @@ class StoredRows:
 
     def _wanted(self, row: Mapping[str, Any], tasks: Mapping[int, LazyRow]) -> Task | None:
         """The task of a rollout that is to be graded; the others are counted."""
-        done, own = self._done, row["trajectory_id"]
-        if self._kept.find(own, sandboxed=self._grader.sandboxed) is None:
+        done, row_id = self._done, row["trajectory_id"]
+        if self._kept.find(row_id, sandboxed=self._grader.sandboxed) is None:
             done.not_kept += 1
             return None
         task, edited = _task_of(row, tasks.get(row["row_index"]))
@@ -325,19 +325,19 @@ class StoredRows:
             done.other_task += 1
             return None
         done.edited_task += edited
-        grade_id = self.judged_by[own] = self._grader.grade_id(task)
-        if (own, grade_id) in self._known:
+        grade_id = self.judged_by[row_id] = self._grader.grade_id(task)
+        if (row_id, grade_id) in self._known:
             done.known += 1
             return None
         return task
 
     def _stored(self, row: dict[str, Any], task: Task) -> StoredRollout:
-        own = row["trajectory_id"]
-        kept = self._kept.find(own, sandboxed=self._grader.sandboxed)
+        row_id = row["trajectory_id"]
+        kept = self._kept.find(row_id, sandboxed=self._grader.sandboxed)
         assert kept is not None
         metrics = {m["name"]: m["value"] for m in row["metrics"]}
         rolled = self._kept.as_rolled({**row, "metrics": metrics})
-        return StoredRollout(rolled, task, kept.archive, kept.state, self.judged_by[own])
+        return StoredRollout(rolled, task, kept.archive, kept.state, self.judged_by[row_id])
 
 
 def _unjudged(run: Run) -> set[str]:
@@ -413,12 +413,12 @@ def due_again(run_dir: RunDir, judged_by: Mapping[str, str]) -> list[Regrouped]:
         if len(ids) < 2 or len(graders) != 1:
             continue
         (grade_id,) = graders
-        own = [rewards.get((one or "", grade_id)) for one in ids]
-        members = tuple(map(_judged, gathered.members, own))
+        rewards_now = [rewards.get((one or "", grade_id)) for one in ids]
+        members = tuple(map(_judged, gathered.members, rewards_now))
         ids = [m.trajectory_id for m in members]
         before = shown.get(gathered.facts["group_id"])
-        if before is None or not before.shows(grade_id, ids, own):
-            scoring = Scoring(by="regrade", grade_id=grade_id, rewards=own)
+        if before is None or not before.shows(grade_id, ids, rewards_now):
+            scoring = Scoring(by="regrade", grade_id=grade_id, rewards=rewards_now)
             found.append(Regrouped(replace(gathered, members=members), scoring))
     return found
 
@@ -427,8 +427,8 @@ def _judged(member: Member, reward: float | None) -> Member:
     """A member as a regrade leaves it: valid when it has a grade, whatever it was before."""
     if reward is None:
         return replace(member, reward=None, why_invalid=member.why_invalid or "not graded")
-    own = member.trajectory_id or member.unjudged
-    return replace(member, trajectory_id=own, reward=reward, why_invalid=None)
+    row_id = member.trajectory_id or member.unjudged
+    return replace(member, trajectory_id=row_id, reward=reward, why_invalid=None)
 
 
 @dataclass(frozen=True)

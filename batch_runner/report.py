@@ -50,8 +50,8 @@ class Stop:
     @property
     def _message(self) -> str:
         """The detail without the name of its class."""
-        words = self.detail.split(": ", 1)
-        return words[1] if len(words) == 2 and words[0].isidentifier() else self.detail
+        parts = self.detail.split(": ", 1)
+        return parts[1] if len(parts) == 2 and parts[0].isidentifier() else self.detail
 
     @property
     def _use(self) -> str | None:

@@ -89,10 +89,10 @@ async def open_link(model: object) -> AsyncIterator[Link]:
     if config.name == "oracle":
         raise UserError("model 'oracle' plays a task's solution; use `hermes-rl run` for it")
     key = config.api_key.get_secret_value() if config.api_key else None
-    own = bool(key) or config.key_command is not None
+    has_key = bool(key) or config.key_command is not None
     shared = config.model_dump(include=set(ConnectionSection.model_fields), exclude_defaults=True)
-    if own or key is not None:
-        shared["api_key_env"] = _EXPLICIT_KEY if own else ""
+    if has_key or key is not None:
+        shared["api_key_env"] = _EXPLICIT_KEY if has_key else ""
     if config.key_command is not None:
         shared["key_commands"] = {_EXPLICIT_KEY: config.key_command}
     where = EndpointSection(**shared)

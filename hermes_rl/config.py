@@ -202,15 +202,15 @@ LOCAL_MODELS = ("local", "local-tiny")
 """Embedded models: served from this machine, for trying the machinery."""
 
 
-def _workers(given: Any) -> Any:
-    if given is None or given == "auto":
+def _workers(value: Any) -> Any:
+    if value is None or value == "auto":
         return "auto"
     try:
-        count = int(given)
+        count = int(value)
     except (TypeError, ValueError):
         count = -1
-    if count < 0 or isinstance(given, bool | float):
-        raise ValueError(f"must be a whole number from 0 on, or auto, not {given!r}")
+    if count < 0 or isinstance(value, bool | float):
+        raise ValueError(f"must be a whole number from 0 on, or auto, not {value!r}")
     return count
 
 
@@ -232,14 +232,14 @@ class DatasetSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _keep_rows(cls, given: Any) -> Any:
-        path = given.get("path") if isinstance(given, dict) else None
+    def _keep_rows(cls, value: Any) -> Any:
+        path = value.get("path") if isinstance(value, dict) else None
         if isinstance(path, Path):
-            return {**given, "path": str(path)}
+            return {**value, "path": str(path)}
         if isinstance(path, Iterable) and not isinstance(path, str | bytes | Mapping):
-            limit = given.get("limit")
-            return {**given, "path": rows_file(path, limit if isinstance(limit, int) else None)}
-        return given
+            limit = value.get("limit")
+            return {**value, "path": rows_file(path, limit if isinstance(limit, int) else None)}
+        return value
 
 
 class ModelSection(PolicySamplingSection):
@@ -254,10 +254,10 @@ class ModelSection(PolicySamplingSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _call_it(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("mix") and "name" not in given:
-            return {**given, "name": "mix"}
-        return given
+    def _call_it(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("mix") and "name" not in value:
+            return {**value, "name": "mix"}
+        return value
 
 
 class SandboxSection(Section):
@@ -323,15 +323,15 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _tasks_of_env(cls, given: Any) -> Any:
+    def _tasks_of_env(cls, value: Any) -> Any:
         """With an environment there is no path to say."""
-        if not isinstance(given, dict) or not isinstance(given.get("env"), dict | EnvSection):
-            return given
-        env, dataset = given["env"], given.get("dataset") or {}
+        if not isinstance(value, dict) or not isinstance(value.get("env"), dict | EnvSection):
+            return value
+        env, dataset = value["env"], value.get("dataset") or {}
         if not isinstance(dataset, dict) or dataset.get("path"):
-            return given
+            return value
         name = env.name if isinstance(env, EnvSection) else env.get("name")
-        return {**given, "dataset": {**dataset, "path": f"env:{name}"}}
+        return {**value, "dataset": {**dataset, "path": f"env:{name}"}}
 
     @model_validator(mode="after")
     def _refuse(self) -> Self:
@@ -351,16 +351,16 @@ class RunConfig(Section):
         """Budgets of models that no call asks: they would bind nothing."""
         where, models = self.endpoint, self.model.mix or (self.model.name,)
         places = {name: place.model for name, place in where.places.items()}
-        asked = {places.get(name) or name for name in models} | {f.model for f in where.fallbacks}
+        used = {places.get(name) or name for name in models} | {f.model for f in where.fallbacks}
         if self.env is not None:
-            asked |= {place.name for place in (self.env.judge, self.env.user) if place is not None}
+            used |= {place.name for place in (self.env.judge, self.env.user) if place is not None}
         run = self.run
-        given = [("model_budgets", n) for n in run.model_budgets]
-        given += [("model_token_budgets", n) for n in run.model_token_budgets]
-        for key, name in given:
-            if name not in asked:
+        budgets = [("model_budgets", n) for n in run.model_budgets]
+        budgets += [("model_token_budgets", n) for n in run.model_token_budgets]
+        for key, name in budgets:
+            if name not in used:
                 raise UserError(
-                    f"'run.{key}' holds {name}, but the run asks {', '.join(sorted(asked))}"
+                    f"'run.{key}' holds {name}, but the run asks {', '.join(sorted(used))}"
                     ". Use the name at its endpoint"
                 )
 
@@ -375,8 +375,8 @@ class RunConfig(Section):
 
     def _refuse_models(self) -> None:
         """Models that cannot stand where they do."""
-        own = (*PLAYED_MODELS, *LOCAL_MODELS)
-        if self.model.mix and self.model.name in own:
+        built_in = (*PLAYED_MODELS, *LOCAL_MODELS)
+        if self.model.mix and self.model.name in built_in:
             raise UserError(f"a mix cannot be called {self.model.name}. Leave model.name out")
         for name in self.endpoint.places:
             if name not in (self.model.mix or (self.model.name,)):
@@ -384,11 +384,11 @@ class RunConfig(Section):
         fallbacks = [f.model for f in self.endpoint.fallbacks]
         for key, names in (("model.mix", self.model.mix or ()), ("endpoint.fallbacks", fallbacks)):
             for name in names:
-                if name in own:
+                if name in built_in:
                     raise UserError(f"'{key}' holds {name}, which no endpoint serves. Take it out")
         if not fallbacks:
             return
-        if self.model.name in own and not self.model.mix and self.endpoint.base_url is None:
+        if self.model.name in built_in and not self.model.mix and self.endpoint.base_url is None:
             raise UserError(
                 f"'endpoint.fallbacks' stands beside the model {self.model.name}, "
                 "which needs none. Take it out"

@@ -66,13 +66,13 @@ class AgentSection(Section):
 
     @field_validator("system_prompt")
     @classmethod
-    def _read_file(cls, given: str | None) -> str | None:
-        return _text(given, "--system-prompt", "a system prompt")
+    def _read_file(cls, value: str | None) -> str | None:
+        return _text(value, "--system-prompt", "a system prompt")
 
     @field_validator("ephemeral_system_prompt")
     @classmethod
-    def _read_ephemeral(cls, given: str | None) -> str | None:
-        text = _text(given, _EPHEMERAL, f"'{_EPHEMERAL}'")
+    def _read_ephemeral(cls, value: str | None) -> str | None:
+        text = _text(value, _EPHEMERAL, f"'{_EPHEMERAL}'")
         if text is not None and not text.strip():
             raise UserError(f"'{_EPHEMERAL}' is empty. Write a text, or leave it out")
         _check_json(text, f"'{_EPHEMERAL}'")
@@ -80,12 +80,12 @@ class AgentSection(Section):
 
     @field_validator("prefill", mode="before")
     @classmethod
-    def _read_prefill(cls, given: Any) -> Any:
-        if given is None:
+    def _read_prefill(cls, value: Any) -> Any:
+        if value is None:
             return ()
-        place, listed = f"'{_PREFILL}'", given
-        if isinstance(given, str):
-            place, listed = _json_file(given)
+        place, listed = f"'{_PREFILL}'", value
+        if isinstance(value, str):
+            place, listed = _json_file(value)
         if isinstance(listed, str) or not isinstance(listed, Sequence):
             raise UserError(f"{place} must be a list of messages, or @FILE with one. Write it so")
         _check_json(listed, place)
@@ -145,22 +145,22 @@ def _check_json(value: Any, place: str) -> None:
         ) from None
 
 
-def _text(given: str | None, check: str, what: str) -> str | None:
+def _text(value: str | None, check: str, what: str) -> str | None:
     """A text, or that of the file which `@FILE` names. Raises: UserError."""
-    if given is None or not given.startswith("@"):
-        return given
-    path = given[1:]
+    if value is None or not value.startswith("@"):
+        return value
+    path = value[1:]
     text = read_text_file(path, check)
     if text.startswith("@"):  # run.yaml would be read as naming another file
         raise UserError(f"{path}: {what} cannot begin with '@'. Begin it otherwise")
     return text
 
 
-def _json_file(given: str) -> tuple[str, Any]:
+def _json_file(value: str) -> tuple[str, Any]:
     """(place for messages, content) of the file that `@FILE` names. Raises: UserError."""
-    if not given.startswith("@"):
-        raise UserError(f"'{_PREFILL}' is {given!r}: write a list of messages, or @FILE")
-    path = given[1:]
+    if not value.startswith("@"):
+        raise UserError(f"'{_PREFILL}' is {value!r}: write a list of messages, or @FILE")
+    path = value[1:]
     try:
         return path, json.loads(read_text_file(path, _PREFILL))
     except json.JSONDecodeError as error:

@@ -47,10 +47,10 @@ Positive = Annotated[int, Field(ge=1, le=1_000_000_000_000_000)]
 _SECRET = {"api_key", "apikey", "api-key", "authorization", "x-api-key"}
 
 
-def _json_body(given: dict[str, Any]) -> dict[str, Any]:
+def _json_body(value: dict[str, Any]) -> dict[str, Any]:
     """As JSON has it: names are texts, also those that YAML reads as numbers or truth values."""
     try:
-        body: dict[str, Any] = json.loads(json.dumps(given, allow_nan=False))
+        body: dict[str, Any] = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError):
         raise ValueError("has to hold what JSON can: texts, numbers, lists, mappings") from None
     if held := sorted(_names_in(body) & _SECRET):
@@ -63,8 +63,8 @@ def _json_body(given: dict[str, Any]) -> dict[str, Any]:
 
 def _names_in(value: Any) -> set[str]:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    own = {name.lower() for name in value} if isinstance(value, dict) else set()
-    return own.union(*map(_names_in, inner))
+    names = {name.lower() for name in value} if isinstance(value, dict) else set()
+    return names.union(*map(_names_in, inner))
 
 
 def check_address(address: str, key: str) -> str:
@@ -83,19 +83,19 @@ def check_address(address: str, key: str) -> str:
     return address
 
 
-def join_names(given: Any) -> Any:
+def join_names(value: Any) -> Any:
     """A list of names as one text with commas.
 
     Raises: UserError for a text that is not a variable name: likely the key, so it is not shown.
     """
-    if isinstance(given, list | tuple) and all(isinstance(name, str) for name in given):
-        given = ",".join(given)
-    if isinstance(given, str) and not all(map(_NAME.fullmatch, split_names(given))):
+    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+        value = ",".join(value)
+    if isinstance(value, str) and not all(map(_NAME.fullmatch, split_names(value))):
         raise UserError(
             "'api_key_env' is not the name of a variable. Put the key into a variable, "
             "and name that"
         )
-    return given
+    return value
 
 
 def split_names(text: str | None) -> tuple[str, ...]:
@@ -155,26 +155,26 @@ class ReachSection(Section):
 
     @field_validator("ca_file")
     @classmethod
-    def _whole_path(cls, given: str | None) -> str | None:
-        return given and str(Path(given).expanduser().absolute())
+    def _whole_path(cls, value: str | None) -> str | None:
+        return value and str(Path(value).expanduser().absolute())
 
     @field_validator("proxy")
     @classmethod
-    def _plain_proxy(cls, given: str | None) -> str | None:
-        if given is None or variable_of(given):
-            return given
-        check_proxy(given, "'proxy'")
-        if "@" in urlsplit(given).netloc:
+    def _plain_proxy(cls, value: str | None) -> str | None:
+        if value is None or variable_of(value):
+            return value
+        check_proxy(value, "'proxy'")
+        if "@" in urlsplit(value).netloc:
             raise UserError(
                 "'proxy' holds a user or a password. Put the address into a variable, and write "
                 "proxy: $NAME"
             )
-        return given
+        return value
 
     @field_validator("headers")
     @classmethod
-    def _plain_headers(cls, given: dict[str, str]) -> dict[str, str]:
-        for name, value in given.items():
+    def _plain_headers(cls, headers: dict[str, str]) -> dict[str, str]:
+        for name, value in headers.items():
             if not _HEADER.fullmatch(name):
                 raise UserError(f"'headers' holds {name!r}, which cannot be a header's name")
             if any(c in value for c in "\r\n\0"):
@@ -184,7 +184,7 @@ class ReachSection(Section):
                     f"'headers.{name}' may be a secret, and would be stored with the run. Put it "
                     f"into a variable, and write {name}: $NAME"
                 )
-        return given
+        return headers
 
 
 def variable_of(text: str) -> str | None:
@@ -265,8 +265,8 @@ class LongPrice(Section):
 
     @model_validator(mode="after")
     def _refuse_half(self) -> Self:
-        given = self.model_fields_set - {"above"}
-        if given and (self.input is None or self.output is None):
+        named = self.model_fields_set - {"above"}
+        if named and (self.input is None or self.output is None):
             raise ValueError("has to say both input and output, or no price at all")
         return self
 
@@ -346,10 +346,10 @@ class FallbackSection(PlaceSection):
     model: str
 
 
-def _with_names(given: Any) -> Any:
-    listed = [given] if isinstance(given, str | Mapping) else given
+def _with_names(value: Any) -> Any:
+    listed = [value] if isinstance(value, str | Mapping) else value
     if not isinstance(listed, list | tuple):
-        return given
+        return value
     return [{"model": one} if isinstance(one, str) else one for one in listed]
 
 
@@ -412,17 +412,17 @@ class EndpointSection(ConnectionSection):
 
     @field_validator("key_commands")
     @classmethod
-    def _names(cls, given: dict[str, str]) -> dict[str, str]:
-        if not all(map(_NAME.fullmatch, given)):  # it may be the key itself: it is not shown
+    def _names(cls, value: dict[str, str]) -> dict[str, str]:
+        if not all(map(_NAME.fullmatch, value)):  # it may be the key itself: it is not shown
             raise UserError(
                 "'endpoint.key_commands' has a key that is not a variable name. Write NAME: command"
             )
-        return given
+        return value
 
     @field_validator("tokens", "prompt_cache", mode="before")
     @classmethod
-    def _off(cls, given: Any) -> Any:
-        return "off" if given is False else given  # YAML takes a bare `off` for false
+    def _off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML takes a bare `off` for false
 
     @field_validator("prices", mode="before")
     @classmethod
@@ -443,16 +443,16 @@ class EndpointSection(ConnectionSection):
         return data
 
 
-def extra_of(runs: Mapping[str, Any], said: PlaceSection | None) -> Mapping[str, Any]:
+def extra_of(runs: Mapping[str, Any], place: PlaceSection | None) -> Mapping[str, Any]:
     """The further body fields of one place.
 
     Args:
         runs: those of the run's own endpoint.
-        said: what is said of the place; None is that endpoint.
+        place: the settings of another endpoint; None is that one.
     """
-    if said is not None and said.extra_body is not None:
-        return said.extra_body
-    elsewhere = said is not None and (said.provider is not None or said.base_url is not None)
+    if place is not None and place.extra_body is not None:
+        return place.extra_body
+    elsewhere = place is not None and (place.provider is not None or place.base_url is not None)
     return {} if elsewhere else runs
 
 
@@ -470,8 +470,8 @@ class ModelPlace(PlacedSection, SamplingSection):
     @property
     def identity(self) -> dict[str, Any]:
         """What decides its answers."""
-        own = {"name", "temperature", "top_p", "max_tokens", "reasoning"}
-        return self.model_dump(include=own | ({"extra_body"} if self.extra_body else set()))
+        fields = {"name", "temperature", "top_p", "max_tokens", "reasoning"}
+        return self.model_dump(include=fields | ({"extra_body"} if self.extra_body else set()))
 
 
 class EnvSection(Section):

@@ -50,12 +50,12 @@ def toolsets_of(config: RunConfig, task: Task | None, seed: int) -> tuple[str, .
 
 def policy_of(config: RunConfig) -> Policy:
     """The preset with the switches that the configuration sets. Raises: UserError."""
-    own: dict[str, bool | int] = {}
+    defaults: dict[str, bool | int] = {}
     if config.model.name in LOCAL_MODELS:
-        own = LOCAL_SWITCHES
+        defaults = LOCAL_SWITCHES
     elif config.model.name in PLAYED_MODELS:
-        own = {"command_timeout_s": DEFAULT_TIMEOUT_S}  # a solution may take long
-    return preset(config.agent.preset).switched({**own, **config.agent.switches})
+        defaults = {"command_timeout_s": DEFAULT_TIMEOUT_S}  # a solution may take long
+    return preset(config.agent.preset).switched({**defaults, **config.agent.switches})
 
 
 def sampling_of(section: SamplingSection, seed: int | None = None) -> Sampling:
@@ -78,24 +78,24 @@ def extra_body_of(config: RunConfig, model: str) -> dict[str, Any]:
 
 def limits_of(run: LimitsSection, task: Task | None) -> Limits:
     """The run's limits, with the task's own in their place."""
-    own = task.limits if task else {}
+    limits = task.limits if task else {}
     return Limits(
-        max_turns=int(own.get("max_turns", run.max_turns)),
-        max_tokens=int(own["max_tokens"]) if "max_tokens" in own else run.max_tokens,
-        max_seconds=own.get("max_seconds", run.max_seconds),
-        wall_seconds=own.get("wall_seconds", run.wall_seconds),
+        max_turns=int(limits.get("max_turns", run.max_turns)),
+        max_tokens=int(limits["max_tokens"]) if "max_tokens" in limits else run.max_tokens,
+        max_seconds=limits.get("max_seconds", run.max_seconds),
+        wall_seconds=limits.get("wall_seconds", run.wall_seconds),
     )
 
 
 def system_text(config: RunConfig, tools: Mapping[str, Tool]) -> str:
     """The run's system prompt."""
-    own = config.agent.system_prompt
-    if own is None and config.model.name in LOCAL_MODELS and set(tools) == {"terminal"}:
+    prompt = config.agent.system_prompt
+    if prompt is None and config.model.name in LOCAL_MODELS and set(tools) == {"terminal"}:
         from hermes_rl.models.local import SYSTEM_PROMPT
 
         return SYSTEM_PROMPT
-    if own is not None:
-        return own
+    if prompt is not None:
+        return prompt
     return system_prompt(config.agent.preset, tools, policy_of(config).wording)
 
 
@@ -151,8 +151,8 @@ def with_switches_of(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
     if not known:
         return config
     off = {k: v for k, v in _NO_SWITCH.items() if k not in known}
-    given = {k: v for k, v in config.agent.switches.items() if k in _NO_SWITCH or k not in known}
-    agent = config.agent.model_copy(update={"switches": {**off, **given}})
+    chosen = {k: v for k, v in config.agent.switches.items() if k in _NO_SWITCH or k not in known}
+    agent = config.agent.model_copy(update={"switches": {**off, **chosen}})
     return config.model_copy(update={"agent": agent})
 
 

@@ -41,8 +41,8 @@ def _without_image(part: Mapping[str, Any], taken: list[Image]) -> Mapping[str, 
         return part
     if part.get("type") != "image_url":
         return part
-    given = part.get("image_url")
-    more = given if isinstance(given, Mapping) else {"url": given}
+    url = part.get("image_url")
+    more = url if isinstance(url, Mapping) else {"url": url}
     image = _image(more.get("url"), len(taken))
     if image is None:
         return part
@@ -96,6 +96,6 @@ def _with_image(part: Mapping[str, Any], left: Any) -> Mapping[str, Any]:
     if image["bytes"] is not None:
         kind = image["path"].partition(".")[2]
         url = f"data:{_KIND}{kind};base64,{base64.b64encode(image['bytes']).decode()}"
-    own = {k: v for k, v in part.items() if k == "detail"}
+    detail = {k: v for k, v in part.items() if k == "detail"}
     rest = {k: v for k, v in part.items() if k not in ("type", "detail")}
-    return {"type": "image_url", "image_url": {"url": url, **own}, **rest}
+    return {"type": "image_url", "image_url": {"url": url, **detail}, **rest}

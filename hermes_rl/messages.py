@@ -226,8 +226,8 @@ def conversation_from_openai(forms: Iterable[Mapping[str, Any]]) -> list[Message
 
     Raises: UserError, also for what is not JSON-serializable.
     """
-    given = [from_openai(_plain(form, place)) for place, form in enumerate(forms, 1)]
-    return with_unique_ids(given)
+    messages = [from_openai(_plain(form, place)) for place, form in enumerate(forms, 1)]
+    return with_unique_ids(messages)
 
 
 def with_unique_ids(messages: Iterable[Message]) -> list[Message]:
@@ -237,16 +237,16 @@ def with_unique_ids(messages: Iterable[Message]) -> list[Message]:
     was written by hand, and with servers that count their calls from 0 in each answer. The first
     call with an id keeps it; the same messages always get the same ids.
     """
-    given = list(messages)
-    known, calls = call_ids(given), sum(len(_calls_of(m)) for m in given)
+    listed = list(messages)
+    known, calls = call_ids(listed), sum(len(_calls_of(m)) for m in listed)
     if len(known) == calls and "" not in known:
-        return given
+        return listed
     out: list[Message] = []
     seen: set[str] = set()
     waiting: list[tuple[str, str]] = []  # of the last calls: the id as it was, and as it is
-    for message in given:
+    for message in listed:
         if isinstance(message, AssistantMessage) and message.tool_calls:
-            now = tuple(_with_own_id(c, seen, known) for c in message.tool_calls)
+            now = tuple(_with_unique_id(c, seen, known) for c in message.tool_calls)
             pairs = zip(message.tool_calls, now, strict=True)
             waiting = [(old.id, new.id) for old, new in pairs]
             out.append(msgspec.structs.replace(message, tool_calls=now))
@@ -268,7 +268,7 @@ def with_new_ids(message: AssistantMessage, known: set[str]) -> AssistantMessage
     Args:
         known: `call_ids` of the messages before it.
     """
-    calls = tuple(_with_own_id(call, known, known) for call in message.tool_calls)
+    calls = tuple(_with_unique_id(call, known, known) for call in message.tool_calls)
     if all(a is b for a, b in zip(calls, message.tool_calls, strict=True)):
         return message
     return msgspec.structs.replace(message, tool_calls=calls)
@@ -283,7 +283,7 @@ def _calls_of(message: Message) -> tuple[ToolCall, ...]:
     return message.tool_calls if isinstance(message, AssistantMessage) else ()
 
 
-def _with_own_id(call: ToolCall, seen: set[str], known: set[str]) -> ToolCall:
+def _with_unique_id(call: ToolCall, seen: set[str], known: set[str]) -> ToolCall:
     """The call with an id that is not in `seen`, where it is then added; a new one is not in
     `known` either."""
     plain = _plain_id(call.id)
@@ -303,8 +303,8 @@ def _made_id(call: ToolCall, place: int) -> str:
     return digest[:9] if _SHORT_ID.fullmatch(call.id) else f"call_{digest[:24]}"
 
 
-def _plain_id(given: str) -> str:
-    return _NOT_IN_ID.sub("_", given)
+def _plain_id(text: str) -> str:
+    return _NOT_IN_ID.sub("_", text)
 
 
 def _plain(form: Any, place: int) -> Mapping[str, Any]:

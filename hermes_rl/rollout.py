@@ -251,8 +251,8 @@ class _Attempt:
 
     def _check_needs_no_sandbox(self) -> None:
         """Raises: TaskFault for a task that needs a sandbox."""
-        own, task = self.episode.tools(), self.task
-        needing = [n for n, t in self.draw.tools.items() if t.needs_sandbox and n not in own]
+        env_tools, task = self.episode.tools(), self.task
+        needing = [n for n, t in self.draw.tools.items() if t.needs_sandbox and n not in env_tools]
         parts = {"files": task.files, "setup": task.setup, "verify": task.verify, "cwd": task.cwd}
         needing += [f"the task's '{name}'" for name, part in parts.items() if part]
         if needing:
@@ -296,16 +296,16 @@ class _Attempt:
         if self.context.workspaces is None or state is None:
             return
         item = self.item
-        own_id = trajectory_id(item.unit_id, item.epoch, item.attempt)
-        await Workspaces(self.context.workspaces).keep(sandbox, own_id, state, unjudged)
+        row_id = trajectory_id(item.unit_id, item.epoch, item.attempt)
+        await Workspaces(self.context.workspaces).keep(sandbox, row_id, state, unjudged)
 
     async def _leased(self, sandbox: Sandbox, seconds: float) -> ev.SandboxLeased:
-        given = sandbox.info
+        info = sandbox.info
         return ev.SandboxLeased(
-            backend=given.backend,
-            image=given.image,
+            backend=info.backend,
+            image=info.image,
             digest=await self.context.digest_of(self._image()),
-            limits=given.limits,
+            limits=info.limits,
             seconds=seconds,
         )
 
@@ -324,7 +324,7 @@ class _Attempt:
     async def _agent(self, sandbox: Sandbox | None, active_s: float) -> AgentResult:
         draw = self.draw
         endpoint, agent = self.context.config.endpoint, self.context.config.agent
-        given = self.task.prompt
+        prompt = self.task.prompt
         parts = AgentParts(
             caller=self.context.caller(self.task, self.log, draw.model, self.stage.budget),
             model=draw.model,
@@ -336,7 +336,7 @@ class _Attempt:
             sampling=draw.sampling,
             system=draw.system,
             ephemeral=agent.ephemeral_system_prompt,
-            prefill=tuple(with_unique_ids([*given, *agent.prefill_messages])[len(given) :]),
+            prefill=tuple(with_unique_ids([*prompt, *agent.prefill_messages])[len(prompt) :]),
             stream=endpoint.stream,
             cache=None if endpoint.prompt_cache == "off" else endpoint.prompt_cache,
             active_s=active_s,
@@ -344,7 +344,7 @@ class _Attempt:
             env=self.episode.tool_state(),
             fatal_commands=self.item.fatal_commands,
         )
-        return await run_agent(parts, given, self.control)
+        return await run_agent(parts, prompt, self.control)
 
 
 async def prepare(sandbox: Sandbox, task: Task) -> None:

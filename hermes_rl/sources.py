@@ -106,12 +106,12 @@ def _with_columns(source: Source, columns: Columns) -> Source:
     first = list(itertools.islice(source, _LOOKED_AT))
     rows = [decoded(raw) if isinstance(raw, bytes) else raw for raw, _ in first]
     found = dict.fromkeys(str(k) for row in rows if not isinstance(row, str) for k in row)
-    for ours, theirs in columns.items():
-        if found and theirs not in found:
+    for name, column in columns.items():
+        if found and column not in found:
             some = f" (found: {', '.join(list(found)[:8])})"
             raise UserError(
-                f"{first[0][1]}: no column {theirs!r}{did_you_mean(theirs, found, some)}. "
-                f"Fix --map {ours}={theirs}"
+                f"{first[0][1]}: no column {column!r}{did_you_mean(column, found, some)}. "
+                f"Fix --map {name}={column}"
             )
     return itertools.chain(first, source)
 

@@ -106,22 +106,22 @@ def parse_row(row: Mapping[str, Any], index: int, place: str) -> TaskRow:
     `repeats`
     not. Columns whose value is None count as absent, so that Parquet and JSONL give one hash.
     """
-    given = {k: v for k, v in row.items() if v is not None}
+    values = {k: v for k, v in row.items() if v is not None}
     place = _sayable(place)
     try:
         try:
-            task_hash = digest(_hashed(given))
+            task_hash = digest(_hashed(values))
         except TypeError:  # dates and the like, as Parquet has them
-            given = {k: _json_form(v, k) for k, v in given.items()}
-            task_hash = digest(_hashed(given))
+            values = {k: _json_form(v, k) for k, v in values.items()}
+            task_hash = digest(_hashed(values))
     except (TaskFault, TypeError, ValueError, RecursionError) as error:
-        fallback = digest({"bad row": repr(sorted(map(str, given))), "why": str(error)})
+        fallback = digest({"bad row": repr(sorted(map(str, values))), "why": str(error)})
         return TaskRow(index=index, place=place, task_hash=fallback, error=_sayable(str(error)))
-    raw_id = _sayable(_id(given) or task_hash[:12])
+    raw_id = _sayable(_id(values) or task_hash[:12])
     base = TaskRow(index=index, place=place, task_hash=task_hash, raw_id=raw_id)
     try:
-        task = _task(given, raw_id)
-        _check_holdable(given)
+        task = _task(values, raw_id)
+        _check_holdable(values)
     except TaskFault as error:
         return msgspec.structs.replace(base, error=_sayable(str(error)))
     return msgspec.structs.replace(base, task=task, repeats=task.repeats)
@@ -159,8 +159,8 @@ def _json_form(value: Any, column: str) -> Any:
 
 def _id(row: Mapping[str, Any]) -> str:
     """The row's own id, a number too; empty without one."""
-    given = canonical(row.get("id", ""))
-    return "" if isinstance(given, bool | dict | list) else str(given)
+    raw = canonical(row.get("id", ""))
+    return "" if isinstance(raw, bool | dict | list) else str(raw)
 
 
 def _sayable(text: str) -> str:
@@ -287,25 +287,25 @@ def _verify(value: Any) -> Verify | None:
         value = {"script": value}
     if not isinstance(value, Mapping) or not isinstance(value.get("script"), str):
         raise TaskFault("'verify' must be a script, or an object with 'script'")
-    given = _without_nulls(value)
-    unknown = [k for k in given if k not in _VERIFY_KEYS]
+    fields = _without_nulls(value)
+    unknown = [k for k in fields if k not in _VERIFY_KEYS]
     if unknown:
         raise TaskFault(f"'verify' has the unknown key {unknown[0]!r} (known: {_VERIFY_KEYS})")
-    if "\0" in given["script"]:
+    if "\0" in fields["script"]:
         raise TaskFault("'verify' holds a NUL byte")
-    if not isinstance(given.get("image", ""), str):
+    if not isinstance(fields.get("image", ""), str):
         raise TaskFault("'verify.image' must be text")
-    timeout = given.get("timeout_s", DEFAULT_VERIFY_TIMEOUT_S)
+    timeout = fields.get("timeout_s", DEFAULT_VERIFY_TIMEOUT_S)
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
         raise TaskFault("'verify.timeout_s' must be a number of seconds above 0")
-    if not isinstance(given.get("score", False), bool):
+    if not isinstance(fields.get("score", False), bool):
         raise TaskFault("'verify.score' must be true or false")
     return Verify(
-        script=given["script"],
-        files=_files(given.get("files"), "verify.files"),
+        script=fields["script"],
+        files=_files(fields.get("files"), "verify.files"),
         timeout_s=float(timeout),
-        image=given.get("image"),
-        score=given.get("score", False),
+        image=fields.get("image"),
+        score=fields.get("score", False),
     )
 
 
@@ -339,10 +339,13 @@ def renamed(row: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     """
     if not columns:
         return {str(k): v for k, v in row.items()}
-    theirs = set(columns.values())
-    given = {str(k): v for k, v in row.items()}
-    rest = {k: v for k, v in given.items() if k not in theirs and k not in columns}
-    return {**rest, **{ours: given[name] for ours, name in columns.items() if name in given}}
+    mapped = set(columns.values())
+    named = {str(k): v for k, v in row.items()}
+    rest = {k: v for k, v in named.items() if k not in mapped and k not in columns}
+    return {
+        **rest,
+        **{key: named[name] for key, name in columns.items() if name in named},
+    }
 
 
 def task_row(raw: RawRow, index: int, place: str, columns: Columns) -> TaskRow:
@@ -417,13 +420,13 @@ def _take_unhashed(row: dict[str, Any]) -> int | None:
     Returns the repeats. Raises: TaskFault for what `parse_row` is to judge.
     """
     row.pop("oracle", None)
-    given = row.pop("repeats", None)
+    value = row.pop("repeats", None)
     if None in row.values():
         for name in [k for k, v in row.items() if v is None]:
             del row[name]
-    if given is None:
+    if value is None:
         return None
-    number = canonical(given)
+    number = canonical(value)
     if type(number) is not int or number < 1:
         raise TaskFault("'repeats' must be a whole number of 1 or more")
     return number

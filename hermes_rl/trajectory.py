@@ -124,16 +124,16 @@ class _Fold:
     def _sampling(self) -> dict[str, Any]:
         """What was sent: what was asked for without parameters that the endpoint refused, and the
         output bound of the first call where a budget set one."""
-        own = [s for s in self.starts if s.purpose == "agent" and s.agent == "main"]
-        sampling = {k: v for k, v in self.begun.sampling.items() if k not in self._unsent(own)}
-        if not own or own[0].max_output_tokens is None:
+        starts = [s for s in self.starts if s.purpose == "agent" and s.agent == "main"]
+        sampling = {k: v for k, v in self.begun.sampling.items() if k not in self._unsent(starts)}
+        if not starts or starts[0].max_output_tokens is None:
             return sampling
-        return {"max_tokens": own[0].max_output_tokens, **sampling}
+        return {"max_tokens": starts[0].max_output_tokens, **sampling}
 
-    def _unsent(self, own: list[ev.CallStarted]) -> tuple[str, ...]:
+    def _unsent(self, starts: list[ev.CallStarted]) -> tuple[str, ...]:
         """What the first answered call went without; the last one where none was answered."""
-        answered = (s for s in own if (end := self.ends.get(s.call_id)) and end.outcome == "ok")
-        call = next(answered, own[-1] if own else None)
+        answered = (s for s in starts if (end := self.ends.get(s.call_id)) and end.outcome == "ok")
+        call = next(answered, starts[-1] if starts else None)
         return call.unsent if call is not None else ()
 
     def _ending(self, cause: str | None) -> dict[str, Any]:
@@ -156,16 +156,16 @@ class _Fold:
 
     def _conversation(self) -> dict[str, Any]:
         # Turn 0 is the prompt: what it quotes of other conversations is not this rollout's doing.
-        own = [e.message for e in self.added if e.turn and not e.synthetic]
-        final = [m for m in own if isinstance(m, AssistantMessage)]
+        messages = [e.message for e in self.added if e.turn and not e.synthetic]
+        final = [m for m in messages if isinstance(m, AssistantMessage)]
         contexts = [
             Context(start=e.start, kept=e.kept, summary_index=e.summary_index, reason=e.reason)
             for e in self.stream
             if isinstance(e, ev.ContextStarted)
         ]
         images: list[Image] = []
-        given = (to_openai(e.message, parsed_arguments=True) for e in self.added)
-        forms = [without_images(form, images) for form in given]
+        openai = (to_openai(e.message, parsed_arguments=True) for e in self.added)
+        forms = [without_images(form, images) for form in openai]
         return {
             "turns": len({e.turn for e in self.starts if e.purpose == "agent"}),
             "final_response": self._final_response(final),
@@ -177,10 +177,10 @@ class _Fold:
             "contexts": contexts or [Context(start=0, kept=[], summary_index=None, reason="")],
         }
 
-    def _final_response(self, said: list[AssistantMessage]) -> str | None:
+    def _final_response(self, answers: list[AssistantMessage]) -> str | None:
         if self.ended.final_response is not None:
             return self.ended.final_response
-        return said[-1].content if said else None
+        return answers[-1].content if answers else None
 
     def _books(self) -> dict[str, Any]:
         thrown = thrown_away(self.stream)

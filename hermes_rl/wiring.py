@@ -114,15 +114,15 @@ class RunContext:
         every = [*([self.models] if self.models else []), *self.others.values()]
         return tuple(dict.fromkeys(secret for routes in every for secret in routes.secrets))
 
-    def draw(self, item: WorkItem, own: Mapping[str, Tool] | None = None) -> Draw:
+    def draw(self, item: WorkItem, env_tools: Mapping[str, Tool] | None = None) -> Draw:
         """The parts of one unit.
 
         Args:
-            own: tools of the unit's environment, beside those of the toolsets.
+            env_tools: tools of the unit's environment, beside those of the toolsets.
 
         Raises: UserError for a toolset or distribution unknown here, or a tool of both kinds.
         """
-        return self._draw(item, toolsets_of(self.config, item.task, item.seed), own or {})
+        return self._draw(item, toolsets_of(self.config, item.task, item.seed), env_tools or {})
 
     def no_draw(self, item: WorkItem) -> Draw:
         """The parts recorded for a unit that cannot be run."""
@@ -173,8 +173,8 @@ class RunContext:
         """
         models = self.models or Sole(_played(model, task), self.share)
         price = free if self.models is None else None
-        ours = not asks_endpoint(self.config.model.name, self.config.endpoint)
-        patience = self._patience(ours=ours)
+        in_process = not asks_endpoint(self.config.model.name, self.config.endpoint)
+        patience = self._patience(in_process=in_process)
         return ModelCaller(models.routes(model), recorder, patience, price=price, budget=budget)
 
     def other_caller(
@@ -184,17 +184,17 @@ class RunContext:
         routes = self.others[purpose].routes(model)
         return ModelCaller(routes, recorder, self._patience(), budget=budget)
 
-    def _patience(self, *, ours: bool = False) -> RetryPolicy:
+    def _patience(self, *, in_process: bool = False) -> RetryPolicy:
         """How long calls go on.
 
         Args:
-            ours: the model computes on this machine, under our eyes: it may be slow.
+            in_process: the model computes on this machine, under our eyes: it may be slow.
         """
         where = self.config.endpoint
         return RetryPolicy(
             outage_s=where.outage_seconds,
             first_answer_s=where.first_answer_seconds,
-            silence_s=None if ours else where.first_answer_seconds,
+            silence_s=None if in_process else where.first_answer_seconds,
             refusals=REFUSALS,
         )
 
@@ -325,14 +325,14 @@ async def open_models(
         client = await _embedded(name, where, stack, tokens)
         return Sole(client, share, targets[name][0].prices.own_alone())
     first = min(targets)
-    own = targets[first][0].place.base_url
+    base_url = targets[first][0].place.base_url
     routing = Routing(
         targets,
         keys,
         share,
         base=endpoint_base(where),
         strategy=where.key_strategy,
-        connect=await asyncio.to_thread(exact_clients, where, tokens, own),
+        connect=await asyncio.to_thread(exact_clients, where, tokens, base_url),
     )
     stack.push_async_callback(routing.aclose)
     return routing

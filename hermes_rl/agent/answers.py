@@ -39,11 +39,11 @@ class AskAgain:
 class GoOn:
     """Both messages join the conversation, and the next turn continues from there."""
 
-    said: AssistantMessage
+    answer: AssistantMessage
     prompt: str
     """What the harness says; synthetic."""
     instead_of: str | None = None
-    """Set when `said` is written by the harness: why the model's own answer is thrown away."""
+    """Set when `answer` is written by the harness: why the model's own answer is thrown away."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ async def answer(run: RunState) -> Completion:
         verdict = _judge(run, completion)
         match verdict:
             case Take(message):
-                own = run.own_ids(message)
-                _take(run, own)
-                return replace(completion, message=own)
+                numbered = run.with_unique_ids(message)
+                _take(run, numbered)
+                return replace(completion, message=numbered)
             case AskAgain(why):
                 run.discard(why)
                 run.tries.again += 1
@@ -86,7 +86,7 @@ async def answer(run: RunState) -> Completion:
             case GoOn():
                 _go_on(run, verdict)
             case End():
-                run.add(run.own_ids(verdict.message))
+                run.add(run.with_unique_ids(verdict.message))
                 run.final_response = verdict.final_response
                 raise Finish(verdict.end_reason)
 
@@ -149,12 +149,12 @@ def _take(run: RunState, message: AssistantMessage) -> None:
 def _go_on(run: RunState, verdict: GoOn) -> None:
     """Raises: Finish at a limit, before the harness says anything."""
     if verdict.instead_of is None:
-        run.add(verdict.said)
+        run.add(verdict.answer)
         run.check_limits()
     else:
         run.discard(verdict.instead_of)
         run.check_limits()
-        run.add(verdict.said, synthetic=True)
+        run.add(verdict.answer, synthetic=True)
     run.add(UserMessage(content=verdict.prompt), synthetic=True)
     run.turn += 1
 
@@ -228,8 +228,8 @@ def cut_call(run: RunState, completion: Completion) -> Verdict:
 def raise_limit(run: RunState, completion: Completion) -> None:
     """Double the output limit of the next call."""
     used = completion.usage.output_tokens if completion.usage else None
-    asked = run.request.sampling.max_tokens or max(BASE_TOKENS, used or 0)
-    limit = run.tries.max_tokens or asked
+    requested = run.request.sampling.max_tokens or max(BASE_TOKENS, used or 0)
+    limit = run.tries.max_tokens or requested
     run.tries.max_tokens = max(limit, min(2 * limit, MOST_TOKENS))
 
 
@@ -256,13 +256,13 @@ def _may_continue(run: RunState) -> bool:
 
 
 def _continue(
-    run: RunState, said: AssistantMessage, prompt: str, instead_of: str | None = None
+    run: RunState, answer: AssistantMessage, prompt: str, instead_of: str | None = None
 ) -> Verdict:
     run.tries.continued += 1
     run.note("continued_answers")
-    if instead_of is None and said.content.strip():
-        run.tries.parts.append(said.content)
-    return GoOn(said, prompt, instead_of)
+    if instead_of is None and answer.content.strip():
+        run.tries.parts.append(answer.content)
+    return GoOn(answer, prompt, instead_of)
 
 
 HOUSEKEEPING = frozenset({"memory", "todo", "skill_manage", "session_search"})
@@ -306,7 +306,7 @@ def _turn_before(run: RunState) -> AssistantMessage | None:
     """The message whose tool results stand last; None when no results do."""
     conversation = run.conversation
     place = len(conversation) - 1
-    while place >= run.given and isinstance(conversation[place], ToolMessage):
+    while place >= run.prompt_length and isinstance(conversation[place], ToolMessage):
         place -= 1
     before = conversation[place]
     results = place < len(conversation) - 1

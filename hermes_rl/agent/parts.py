@@ -140,7 +140,7 @@ class RunState:
     request: ModelRequest
     """The request of every turn: it holds the growing conversation, and the same tools throughout.
     """
-    given: int = 0
+    prompt_length: int = 0
     """Messages of the prompt, the system message included."""
     turn: int = 0
     answers: int = 0
@@ -156,12 +156,12 @@ class RunState:
     """How often in a row that call gave that result."""
     tries: Tries = field(default_factory=Tries)
     """What was tried for the answer of this turn."""
-    said: str | None = None
+    last_content: str | None = None
     """The model's last text."""
     final_response: str | None = None
     """The run's answer, where it is neither that nor the joined parts of a cut one."""
     known_ids: set[str] = field(default_factory=set)
-    """Of all calls so far; see `own_ids`."""
+    """Of all calls so far; see `with_unique_ids`."""
     counts: Counter[str] = field(default_factory=Counter)
     tool_state: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
@@ -208,7 +208,7 @@ class RunState:
         self.known_ids |= call_ids((message,))
         unparsed = False
         if self.turn and not synthetic and isinstance(message, AssistantMessage):
-            self.said = message.content
+            self.last_content = message.content
             unparsed = looks_unparsed(message, self.request.tools)
             self.note("suspected_unparsed_calls", unparsed)
         self.parts.recorder.record(
@@ -222,7 +222,7 @@ class RunState:
             )
         )
 
-    def own_ids(self, message: AssistantMessage) -> AssistantMessage:
+    def with_unique_ids(self, message: AssistantMessage) -> AssistantMessage:
         """An answer that is to join the conversation, its calls with ids that no earlier one has.
 
         Some servers count from 0 in each answer, and another provider that is fallen back to
@@ -277,7 +277,7 @@ class RunState:
     def result(self, end_reason: str) -> AgentResult:
         """The result, from the conversation as it is now."""
         messages = list(self.conversation)
-        joined = "".join(self.tries.parts) or self.said
+        joined = "".join(self.tries.parts) or self.last_content
         return AgentResult(
             end_reason=end_reason,
             final_response=joined if self.final_response is None else self.final_response,

@@ -79,10 +79,10 @@ class Policy:
     sampling: Sampling = field(default_factory=Sampling)
     """Sent where the user's sampling says nothing."""
 
-    def complete(self, given: Sampling) -> Sampling:
+    def complete(self, chosen: Sampling) -> Sampling:
         """The user's sampling, filled up by this policy's own. Idempotent."""
-        unset = {k: v for k, v in self.sampling.as_dict().items() if getattr(given, k) is None}
-        return replace(given, **unset) if unset else given
+        unset = {k: v for k, v in self.sampling.as_dict().items() if getattr(chosen, k) is None}
+        return replace(chosen, **unset) if unset else chosen
 
     def switched(self, changes: Mapping[str, Any], place: str = "agent.switches") -> Policy:
         """This policy with single switches set otherwise.

@@ -56,7 +56,7 @@ def begin(parts: AgentParts, prompt: Sequence[Message]) -> RunState:
         run.add(SystemMessage(content=parts.system))
     for message in prompt:
         run.add(message)
-    run.given = len(run.conversation)
+    run.prompt_length = len(run.conversation)
     return run
 
 

@@ -178,8 +178,8 @@ def continuable(messages: Iterable[Message]) -> list[Message]:
     if kept and isinstance(last := kept[-1], AssistantMessage):
         kept.pop()
         if last.content.strip():
-            said = AssistantMessage(content=last.content, reasoning_content=last.reasoning_content)
-            kept.append(said if last.tool_calls else last)
+            shown = AssistantMessage(content=last.content, reasoning_content=last.reasoning_content)
+            kept.append(shown if last.tool_calls else last)
     return kept
 
 
@@ -193,9 +193,11 @@ def with_user(history: Sequence[Message], text: str) -> list[Message]:
 
 def last_answer(events: Iterable[Event]) -> str | None:
     """The model's last text in the events of one run."""
-    own = [e.message for e in events if isinstance(e, MessageAdded) and e.turn and not e.synthetic]
-    said = [m.content for m in own if isinstance(m, AssistantMessage)]
-    return said[-1] if said else None
+    added = [
+        e.message for e in events if isinstance(e, MessageAdded) and e.turn and not e.synthetic
+    ]
+    contents = [m.content for m in added if isinstance(m, AssistantMessage)]
+    return contents[-1] if contents else None
 
 
 def split_system(messages: Sequence[Message]) -> tuple[str | None, list[Message]]:

@@ -196,7 +196,7 @@ def tool_meant(name: str, tools: Mapping[str, Tool]) -> Tool | None:
     plain = _plain(_LEAKED.sub("", name))
     if not plain:
         return None
-    known = {_plain(own): tool for own, tool in tools.items()}
+    known = {_plain(name): tool for name, tool in tools.items()}
     last = _plain(re.split(r"[.:/]", _LEAKED.sub("", name).rstrip(".:/0123456789"))[-1])
     for candidate in (plain, _SUFFIX.sub("", plain), last, _SUFFIX.sub("", last)):
         if candidate in known:
@@ -218,25 +218,25 @@ async def _run_one(
     run: RunState, context: ToolContext, call: ToolCall, tool: Tool | None
 ) -> _Outcome:
     if tool is None and not call.name.strip():
-        return _told("The tool call has no name.", invalid=True)
+        return _failed("The tool call has no name.", invalid=True)
     if tool is None:
         known = ", ".join(run.parts.tools) or "none"
-        return _told(f"Unknown tool {call.name!r}. Available tools: {known}", invalid=True)
+        return _failed(f"Unknown tool {call.name!r}. Available tools: {known}", invalid=True)
     try:
         arguments = read_arguments(call.arguments, tool.parameters)
     except ToolError as error:
-        return _told(f"{tool.name}: {error}", invalid=True)
+        return _failed(f"{tool.name}: {error}", invalid=True)
     start = time.monotonic()
     try:
         result = await tool.handler(context, arguments)
     except ToolError as error:
-        return _told(str(error), seconds=time.monotonic() - start)
+        return _failed(str(error), seconds=time.monotonic() - start)
     except Exception as error:  # carried to its place in call order, and raised there
         return _Outcome("", ok=False, error=error)
     return _Outcome(_text(result, tool), result.ok, time.monotonic() - start)
 
 
-def _told(error: str, *, seconds: float = 0.0, invalid: bool = False) -> _Outcome:
+def _failed(error: str, *, seconds: float = 0.0, invalid: bool = False) -> _Outcome:
     return _Outcome(clean(to_json({"error": clean(error)})), False, seconds, invalid)
 
 

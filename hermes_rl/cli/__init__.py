@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hermes_rl.cli.check_command import command
     from hermes_rl.cli.check_dataset import refusals
     from hermes_rl.cli.check_run import faults_of, row_faults
-    from hermes_rl.cli.doctor_command import Asked, models
+    from hermes_rl.cli.doctor_command import Query, models
     from hermes_rl.cli.errors import guarded
     from hermes_rl.cli.render import visible
     from hermes_rl.cli.status_command import read_status

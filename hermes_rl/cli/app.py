@@ -60,16 +60,16 @@ _COMPLETION_OPTIONS = ("--install-completion", "--show-completion")
 
 def run_app(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if _COMPLETE in os.environ or (words and words[0] in _COMPLETION_OPTIONS):
-        return _complete(words)
-    if not words or words[0] in ("-h", "--help", "help"):
+    args = list(sys.argv[1:] if argv is None else argv)
+    if _COMPLETE in os.environ or (args and args[0] in _COMPLETION_OPTIONS):
+        return _complete(args)
+    if not args or args[0] in ("-h", "--help", "help"):
         print(_help(), end="")
         return ExitCode.DONE
-    if words[0] == "--version":
+    if args[0] == "--version":
         print(f"{PROGRAM} {__version__}")
         return ExitCode.DONE
-    name, *rest = words
+    name, *rest = args
     if name not in available():
         print(f"error: {_unknown(name)}. See {PROGRAM} --help", file=sys.stderr)
         return ExitCode.BAD_INPUT
@@ -78,7 +78,7 @@ def run_app(argv: Sequence[str] | None = None) -> int:
     return guarded(_command(name, rest), f"{PROGRAM} {name}")
 
 
-def _complete(words: list[str]) -> int:
+def _complete(args: list[str]) -> int:
     """Answer the shell that completes a line, or set completion up: typer does both."""
     import typer
 
@@ -94,7 +94,7 @@ def _complete(words: list[str]) -> int:
         else:
             app.command(name)(module.command)
     try:
-        typer.main.get_command(app).main(words, prog_name=PROGRAM)
+        typer.main.get_command(app).main(args, prog_name=PROGRAM)
     except SystemExit as end:
         return int(end.code or ExitCode.DONE)
     return ExitCode.DONE
@@ -109,13 +109,13 @@ def _module(name: str) -> str:
     return f"hermes_rl.cli.{name}_command"
 
 
-def _command(name: str, words: list[str]) -> Callable[[], int]:
+def _command(name: str, args: list[str]) -> Callable[[], int]:
     def invoke() -> int:
         import typer
 
         app = _typer_app(importlib.import_module(_module(name)), name)
         program = f"{PROGRAM} {name}"
-        code = typer.main.get_command(app).main(words, prog_name=program, standalone_mode=False)
+        code = typer.main.get_command(app).main(args, prog_name=program, standalone_mode=False)
         return int(code or ExitCode.DONE)
 
     return invoke

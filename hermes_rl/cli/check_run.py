@@ -40,8 +40,8 @@ def _config_faults(place: Path) -> Iterator[str]:
         elif place.with_name("manifest.json").exists():
             yield f"{place}: is missing"
     except (UserError, ValueError, RecursionError) as error:
-        said = str(error).partition("\n")[0]
-        yield said if said.startswith(f"{place}") else f"{place}: {said}"
+        message = str(error).partition("\n")[0]
+        yield message if message.startswith(f"{place}") else f"{place}: {message}"
 
 
 def _readable(table: str, part: Path, seen: dict[str, str]) -> Iterator[str]:

@@ -47,10 +47,10 @@ def command(
     endpoint = {"base_url": base_url, "api_key_env": api_key_env, "model_path": model_path}
     _refuse_unasked_key(model, base_url, api_key_env)
     named = {"model": None if model == "local" else model, **endpoint}
-    words = [w for k, v in named.items() if v for w in (f"--{k.replace('_', '-')}", v)]
-    words += [] if out == Path("runs") else ["--out", str(out)]
-    words += [] if workers == "auto" else ["--workers", workers]
-    again = shlex.join(["hermes-rl", "demo", *words])
+    options = [w for k, v in named.items() if v for w in (f"--{k.replace('_', '-')}", v)]
+    options += [] if out == Path("runs") else ["--out", str(out)]
+    options += [] if workers == "auto" else ["--workers", workers]
+    again = shlex.join(["hermes-rl", "demo", *options])
     return asyncio.run(_demo(model, endpoint, out, workers, again))
 
 
@@ -117,8 +117,8 @@ def _config(
     }
     if model in LOCAL_MODELS:
         config["model"] |= {"temperature": 0.7}
-    given = {k: v for k, v in endpoint.items() if v is not None}
-    return {**config, "endpoint": given} if given else config
+    fields = {k: v for k, v in endpoint.items() if v is not None}
+    return {**config, "endpoint": fields} if fields else config
 
 
 async def _run(data: dict[str, Any]) -> Report:
@@ -138,13 +138,13 @@ async def _fetch(model: str, model_path: str | None) -> None:
 
 
 def _download_line() -> Callable[[int, int, str], None]:
-    last, said = 0.0, ""
+    last, shown = 0.0, ""
 
     def progress(done: int, total: int, what: str) -> None:
-        nonlocal last, said
+        nonlocal last, shown
         now = time.monotonic()
-        if now - last >= SAY_EVERY_S or what != said:
-            last, said = now, what
+        if now - last >= SAY_EVERY_S or what != shown:
+            last, shown = now, what
             _say(f"   weights: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB ({what})")
 
     return progress

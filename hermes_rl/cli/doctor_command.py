@@ -80,13 +80,13 @@ def command(
     hermes-rl doctor sandboxes
     hermes-rl doctor models --provider vllm --model Qwen/Qwen3-8B
     """
-    asked = Asked(model, provider, base_url, api_key_env, api_mode, config)
-    alone = asked == Asked(config=config) and (config is None or subject is Subject.MODELS)
+    query = Query(model, provider, base_url, api_key_env, api_mode, config)
+    alone = query == Query(config=config) and (config is None or subject is Subject.MODELS)
     if not alone and (model is None or subject is not Subject.MODELS):
         raise UserError("an endpoint is looked at with: hermes-rl doctor models --model NAME ...")
     looks: dict[Subject, Callable[[], list[Finding]]] = {
         Subject.SANDBOXES: sandboxes,
-        Subject.MODELS: lambda: models(asked),
+        Subject.MODELS: lambda: models(query),
         Subject.TOOLS: tools,
     }
     findings = machine() if subject is Subject.ALL else []
@@ -199,7 +199,7 @@ def tools() -> list[Finding]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Query:
     """The endpoint to look at, as options name it."""
 
     model: str | None = None
@@ -211,75 +211,77 @@ class Asked:
     """A configuration file: its providers, and the endpoint where options say nothing."""
 
 
-def models(asked: Asked = Asked()) -> list[Finding]:
+def models(query: Query = Query()) -> list[Finding]:
     """What there is; with a model named, what it can do instead. That asks it, which costs a few
     hundred tokens.
 
     Raises: UserError for an endpoint that cannot work or a key that is not set.
     """
-    if asked.model is not None:
-        return _explored(asked)
-    return [*_providers(asked), *_printed_keys(asked), *_embedded(), *_dialects()]
+    if query.model is not None:
+        return _explored(query)
+    return [*_providers(query), *_printed_keys(query), *_embedded(), *_dialects()]
 
 
-def _config(asked: Asked) -> RunConfig:
+def _config(query: Query) -> RunConfig:
     """What options and file say of an endpoint, held to the rules of a run. Raises: UserError."""
     from hermes_rl.config import load_config, parse_config
 
-    data = load_config(asked.config) if asked.config else {}
+    data = load_config(query.config) if query.config else {}
     where = data.get("endpoint") or {}
     if not isinstance(where, dict):
-        raise UserError(f"{asked.config}: 'endpoint' is {where!r}: write a section")
+        raise UserError(f"{query.config}: 'endpoint' is {where!r}: write a section")
     model = data.get("model")
     extra = model.get("extra_body") if isinstance(model, dict) else None
     names = ("provider", "base_url", "api_key_env", "api_mode")
-    given = {name: value for name in names if (value := getattr(asked, name)) is not None}
-    if "provider" in given or "base_url" in given:
+    chosen = {name: value for name in names if (value := getattr(query, name)) is not None}
+    if "provider" in chosen or "base_url" in chosen:
         where = {k: v for k, v in where.items() if k not in names}
     kept = {k: v for k, v in where.items() if k not in ("fallbacks", "places")}
     return parse_config(
         {
             "dataset": {"path": "smoke"},
-            "model": {"name": asked.model or "any", "extra_body": extra or {}},
-            "endpoint": {**kept, **given},
+            "model": {"name": query.model or "any", "extra_body": extra or {}},
+            "endpoint": {**kept, **chosen},
             "providers": data.get("providers") or {},
         },
-        str(asked.config or "doctor"),
+        str(query.config or "doctor"),
     )
 
 
-def _providers(asked: Asked) -> list[Finding]:
+def _providers(query: Query) -> list[Finding]:
     from hermes_rl.models.providers import DEFAULT_MODE, known_providers
 
-    config = _config(asked) if asked.config else None
-    own = config.providers if config else {}
+    config = _config(query) if query.config else None
+    forms = config.providers if config else {}
     printed = config.endpoint.key_commands if config else {}
     found = []
-    for entry in known_providers({name: form.model_dump() for name, form in own.items()}).values():
+    for entry in known_providers(
+        {name: form.model_dump() for name, form in forms.items()}
+    ).values():
         key = entry.api_key_env
         held = bool(key and (key in printed or os.environ.get(key)))
         has = "comes from a command" if key in printed else f"is {'set' if held else 'not set'}"
-        words = [
+        parts = [
             entry.base_url or "",
             entry.api_mode or DEFAULT_MODE,
             f"{key} {has}" if key else "no key needed",
             entry.note,
         ]
-        text = "; ".join(word for word in words if word)
+        text = "; ".join(part for part in parts if part)
         found.append(Finding("providers", entry.name, held or None, text))
     return found
 
 
-def _printed_keys(asked: Asked) -> list[Finding]:
+def _printed_keys(query: Query) -> list[Finding]:
     """Whether the commands of a configuration print keys, and how long these live."""
-    if asked.config is None:
+    if query.config is None:
         return []
     import time
 
     from hermes_rl.models import KeyCommand, ends_at
 
     found = []
-    for name, command in _config(asked).endpoint.key_commands.items():
+    for name, command in _config(query).endpoint.key_commands.items():
         try:
             ends = ends_at(KeyCommand(name, command).run())
         except UserError as error:
@@ -317,7 +319,7 @@ def _dialects() -> list[Finding]:
     ]
 
 
-def _explored(asked: Asked) -> list[Finding]:
+def _explored(query: Query) -> list[Finding]:
     from hermes_rl.aio import run_sync
     from hermes_rl.models.providers import (
         Keys,
@@ -327,15 +329,15 @@ def _explored(asked: Asked) -> list[Finding]:
         targets_of,
     )
 
-    assert asked.model is not None
-    config = _config(asked)
+    assert query.model is not None
+    config = _config(query)
     where = config.endpoint
     target = targets_of(where, config.providers, extra=config.model.extra_body)[0]
     keys = find_keys([target.place], os.environ, where.key_commands)
     endpoint = first_endpoint(where, target.place, Keys(keys))
     try:
-        found = run_sync(find_capabilities(endpoint, asked.model, target.prices, target.extra))
-        exact = _exact(where, endpoint, asked.model)
+        found = run_sync(find_capabilities(endpoint, query.model, target.prices, target.extra))
+        exact = _exact(where, endpoint, query.model)
     except HermesError as error:
         return [Finding("endpoint", endpoint.host, False, str(error))]
     provider = target.place.provider or "no known provider"
@@ -370,16 +372,19 @@ def _findings(found: Capabilities) -> list[Finding]:
         ("usage in streams", found.usage_in_streams, {}),
         ("cached tokens", found.cached_tokens, {False: "usage does not tell them"}),
     )
-    words = {True: "yes", False: "no", None: "not known"}
-    told = [
+    defaults = {True: "yes", False: "no", None: "not known"}
+    findings = [
         Finding(
-            "endpoint", name, good if name in _NEEDED else good or None, own.get(good, words[good])
+            "endpoint",
+            name,
+            good if name in _NEEDED else good or None,
+            texts.get(good, defaults[good]),
         )
-        for name, good, own in looks
+        for name, good, texts in looks
     ]
     kind = found.logprobs or "none"
     return [
-        *told,
+        *findings,
         Finding("endpoint", "logprobs", bool(found.logprobs) or None, kind),
         Finding("endpoint", "token ids", bool(ids) or None, ids or "none"),
     ]

@@ -28,7 +28,7 @@ app = typer.Typer(
     help="RL environments: groups of rollouts as a run, an evaluation, a new environment.",
 )
 
-_OWN = {
+_ENV_FLAGS = {
     "env": run.Flag(
         "env.name",
         "NAME, package.module:Class, a folder or file.py:Class",
@@ -49,8 +49,8 @@ _CHANGED = {
     "out": run.Flag("run.out", "Run directory [runs/ENV-MODEL]", "DIR"),
     "preset": run.Flag("agent.preset", "datagen, interactive or rl [rl]", "NAME"),
 }
-_ABSENT = {"dataset", "columns", "pilot", *_OWN}
-FLAGS = _OWN | {k: v for k, v in run.FLAGS.items() if k not in _ABSENT} | _CHANGED
+_ABSENT = {"dataset", "columns", "pilot", *_ENV_FLAGS}
+FLAGS = _ENV_FLAGS | {k: v for k, v in run.FLAGS.items() if k not in _ABSENT} | _CHANGED
 """Parameter -> its option, in the order of the help."""
 
 

@@ -69,10 +69,10 @@ def command(
     return ExitCode.DONE
 
 
-def _endings(given: list[str]) -> frozenset[str]:
+def _endings(values: list[str]) -> frozenset[str]:
     from hermes_rl.errors import ENDINGS
 
-    names = frozenset(name for part in given for name in part.split(",") if name)
+    names = frozenset(name for part in values for name in part.split(",") if name)
     for name in sorted(names - ENDINGS.keys()):
         known = ", ".join(sorted(ENDINGS))
         raise UserError(f"--end-reason: no ending {name!r}; choose from {known}")

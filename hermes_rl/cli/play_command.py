@@ -47,14 +47,14 @@ def command(
     row = find(rows, wanted, dataset)
     if row.task is None:
         raise UserError(f"{row.place}: {row.error}")
-    given = row.task
+    chosen = row.task
     spec = SandboxSpec(
         lease="play",
-        image=given.image or place.image,
-        cwd=given.cwd,
+        image=chosen.image or place.image,
+        cwd=chosen.cwd,
         network=network or place.network,
     )
-    return asyncio.run(_play(given, spec, save))
+    return asyncio.run(_play(chosen, spec, save))
 
 
 class _Source(NamedTuple):
@@ -188,8 +188,8 @@ def _row(task: Task) -> dict[str, Any]:
         except UnicodeDecodeError:
             return {"base64": base64.b64encode(data).decode()}
 
-    def files(given: dict[str, bytes]) -> dict[str, Any]:
-        return {path: content(data) for path, data in given.items()}
+    def files(contents: dict[str, bytes]) -> dict[str, Any]:
+        return {path: content(data) for path, data in contents.items()}
 
     verifier = task.verify
     row: dict[str, Any] = {

@@ -107,7 +107,7 @@ def clip(text: str, width: int) -> str:
 
 def trajectory(row: Row) -> str:
     """One trajectory from its first line to the verifier's word."""
-    lines = [headline(row), *_asked(row)]
+    lines = [headline(row), *_models_of_calls(row)]
     infos = row["message_info"]
     for text, info in zip(row["messages"], infos, strict=True):
         message = json.loads(text) if isinstance(text, str) else text
@@ -135,13 +135,13 @@ def headline(row: Row) -> str:
     return " " + "   ".join(parts)
 
 
-def _asked(row: Row) -> list[str]:
+def _models_of_calls(row: Row) -> list[str]:
     """Who was asked, where that was not one model alone."""
-    asked = Counter(call["model"] for call in row["calls"])
-    if len(asked) < 2:
+    requested = Counter(call["model"] for call in row["calls"])
+    if len(requested) < 2:
         return []
     answered = ", ".join(row["served_models"]) or "none"
-    return [f" models    calls: {_counted(asked)}; answered by {answered}"]
+    return [f" models    calls: {_counted(requested)}; answered by {answered}"]
 
 
 def _counted(numbers: Counter[str]) -> str:
@@ -279,11 +279,11 @@ def totals(rows: Sequence[Row]) -> str:
 
 def models(rows: Sequence[Row]) -> str:
     """Who was asked and who answered, in attempts; empty where it was one model alone."""
-    asked = Counter(row["model"] for row in rows if row["model"])  # none: lost before it began
+    requested = Counter(row["model"] for row in rows if row["model"])  # none: lost before it began
     served = Counter(name for row in rows for name in row["served_models"])
-    if len({*asked, *served}) < 2:
+    if len({*requested, *served}) < 2:
         return ""
-    return f"attempts by model: {_counted(asked)}; answered by: {_counted(served) or 'none'}"
+    return f"attempts by model: {_counted(requested)}; answered by: {_counted(served) or 'none'}"
 
 
 def cost(usd: float, unpriced: int) -> str:

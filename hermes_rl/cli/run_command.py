@@ -257,10 +257,10 @@ def show_plan(config: RunConfig, as_json: bool) -> int:
     return ExitCode.DONE
 
 
-def column_map(given: Iterable[str] | None) -> dict[str, str]:
+def column_map(texts: Iterable[str] | None) -> dict[str, str]:
     """Our name -> the dataset's. Raises: UserError for what is no pair."""
-    pairs = [(text, *text.partition("=")) for text in given or ()]
-    for text, ours, _, theirs in pairs:
-        if not ours or not theirs:
+    pairs = [(text, *text.partition("=")) for text in texts or ()]
+    for text, name, _, column in pairs:
+        if not name or not column:
             raise UserError(f"--map {text}: write --map prompt=COLUMN")
-    return {ours: theirs for _, ours, _, theirs in pairs}
+    return {name: column for _, name, _, column in pairs}

@@ -88,12 +88,12 @@ def command(
         f"... and {more} more (--limit 0 shows all)" if more else "",
         *(render.causes(rows), render.totals(rows), render.models(rows)),
     ]
-    told = [note for note in notes if note]
+    lines = [note for note in notes if note]
     if web:
         name = opened.path.absolute().name
-        print(pages.open_page(name, pages.run_page(name, shown, told)))
+        print(pages.open_page(name, pages.run_page(name, shown, lines)))
     else:
-        print(render.run_table(shown), *told, sep="\n")
+        print(render.run_table(shown), *lines, sep="\n")
     return 0
 
 

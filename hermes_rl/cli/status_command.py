@@ -92,7 +92,7 @@ def read_status(path: Path) -> Status:
     holder = driver_of(run.run_dir)
     plan = stats["plan"]
     known = plan.get("units") is not None
-    told = read_manifest(run.run_dir).get("trouble", ()) if holder is not None else ()
+    troubles = read_manifest(run.run_dir).get("trouble", ()) if holder is not None else ()
     local = holder is not None and holder.local
     return Status(
         path=str(path),
@@ -108,7 +108,7 @@ def read_status(path: Path) -> Status:
         input_tokens=stats["tokens"]["input_tokens"] or 0,
         output_tokens=stats["tokens"]["output_tokens"] or 0,
         cost=render.cost(stats["known_cost_usd"] or 0.0, stats["calls"]["unpriced"]),
-        trouble=tuple(Trouble(**one).line for one in told),
+        trouble=tuple(Trouble(**one).line for one in troubles),
     )
 
 

@@ -61,8 +61,8 @@ def export_run(
 
 def _refuse_run_files(run: Path, path: Path) -> None:
     """Raises: UserError for a file in a folder of the run's own."""
-    own = {*TABLES, "journal", "commits", "epochs", "tmp"}
-    if any(path.resolve().is_relative_to((run / name).resolve()) for name in own):
+    folders = {*TABLES, "journal", "commits", "epochs", "tmp"}
+    if any(path.resolve().is_relative_to((run / name).resolve()) for name in folders):
         raise UserError(f"{path} is within the run itself. Choose another --out")
 
 

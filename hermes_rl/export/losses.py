@@ -87,12 +87,15 @@ def count_sample(losses: Losses, sample: Sample) -> None:
     """Count what most message formats cannot hold of a sample that is written."""
     for message, info in zip(sample.messages, sample.infos, strict=True):
         _count_message(losses, message, info)
-    finish = {c["turn"]: c["finish_reason"] for c in sample.row["calls"] or () if is_own(c)}
+    finish = {c["turn"]: c["finish_reason"] for c in sample.row["calls"] or () if is_of_policy(c)}
     trained = zip(sample.infos, sample.trained, strict=True)
-    losses.lose("cut", sum(own and finish.get(info["turn"]) == "length" for info, own in trained))
+    losses.lose(
+        "cut",
+        sum(yes and finish.get(info["turn"]) == "length" for info, yes in trained),
+    )
 
 
-def is_own(call: Mapping[str, Any]) -> bool:
+def is_of_policy(call: Mapping[str, Any]) -> bool:
     """Whether a call is one of the main agent's turns."""
     return bool(call["purpose"] == "agent" and call["agent"] == "main")
 

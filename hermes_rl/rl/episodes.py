@@ -124,7 +124,7 @@ class EnvEpisode(Episode):
     def tools(self) -> Mapping[str, Tool]:
         """Return the environment's tools, with handlers whose bugs are faults of the task."""
         try:
-            own = tools_of(self._env, self._task)
+            env_tools = tools_of(self._env, self._task)
         except UserError as error:
             raise TaskFault(str(error)) from error
         # Without a sandbox the environment's own tools cannot need one, whatever their default is.
@@ -132,7 +132,7 @@ class EnvEpisode(Episode):
             name: replace(
                 t, handler=_guarded(self._env, t), needs_sandbox=t.needs_sandbox and self.sandboxed
             )
-            for name, t in own.items()
+            for name, t in env_tools.items()
         }
 
     def tool_state(self) -> dict[str, Any]:

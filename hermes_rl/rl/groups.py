@@ -32,7 +32,7 @@ INTERRUPTED = "driver_lost: killed"
 """The error of a grade or a group whose making was killed."""
 
 _SHARED = ("group_id", "run_id", "task_id", "task_hash", "env_name", "split")
-_OWN = ("member", "unit_id", "trajectory_id", "attempt", "reward", "cause")
+_MEMBER = ("member", "unit_id", "trajectory_id", "attempt", "reward", "cause")
 _NOTHING = UsageTotal(input_tokens=0, output_tokens=0, total_tokens=0)
 
 
@@ -205,7 +205,7 @@ def gather(run: Run, *, only: pa.Array | None = None) -> list[Gathered]:
     found: dict[str, dict[int, tuple[int, Member]]] = {}
     facts: dict[str, tuple[int, dict[str, Any]]] = {}
     for table in ("failures", "trajectories"):  # finished rows take precedence
-        rows = _of_groups(run.arrow(table, [*_SHARED, *_OWN, "row_index"]), only)
+        rows = _of_groups(run.arrow(table, [*_SHARED, *_MEMBER, "row_index"]), only)
         for row in (r for b in rows.to_batches(max_chunksize=1_000) for r in b.to_pylist()):
             group_id, attempt = row["group_id"], int(row["attempt"])
             facts.setdefault(group_id, (row["row_index"], {name: row[name] for name in _SHARED}))

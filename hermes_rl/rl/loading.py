@@ -358,17 +358,17 @@ def settle_env(config: RunConfig) -> tuple[RunConfig, Opened | None]:
 
 def _defaults(opened: Opened, mode: str) -> dict[str, Any]:
     """Key of the run's configuration -> the environment's value."""
-    own = opened.env.config
-    limits = own.limits.model_dump(exclude_unset=True) if own.limits is not None else {}
-    toolsets = own.toolsets if own.sandboxed or own.toolsets is not None else ()
+    env = opened.env.config
+    limits = env.limits.model_dump(exclude_unset=True) if env.limits is not None else {}
+    toolsets = env.toolsets if env.sandboxed or env.toolsets is not None else ()
     return {
-        "dataset.repeats": own.group_size if mode == "process" else 1,
+        "dataset.repeats": env.group_size if mode == "process" else 1,
         "agent.preset": "rl",
         "agent.toolsets": list(toolsets) if toolsets is not None else None,
-        "agent.system_prompt": own.system_prompt,
+        "agent.system_prompt": env.system_prompt,
         **{f"agent.limits.{name}": value for name, value in limits.items()},
-        "sandbox.image": own.image,
-        "sandbox.network": own.network or None,
+        "sandbox.image": env.image,
+        "sandbox.network": env.network or None,
     }
 
 
@@ -438,8 +438,12 @@ def _unfit(task: object, placed: Mapping[str, Any]) -> str | None:
     """
     if not isinstance(task, Task):
         return f"yields {type(task).__name__} instead of Task. Use make_task(...)"
-    own = [name for name, value in placed.items() if task.metadata.get(name, value) != value]
-    return f"yields a task with its own {own[0]!r}, which the run sets. Rename it" if own else None
+    fields = [name for name, value in placed.items() if task.metadata.get(name, value) != value]
+    return (
+        f"yields a task with its own {fields[0]!r}, which the run sets. Rename it"
+        if fields
+        else None
+    )
 
 
 def _row(opened: Opened, task: Task, index: int) -> LazyRow:

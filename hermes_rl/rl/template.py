@@ -28,13 +28,13 @@ def write_environment(name: str, folder: Path) -> Path:
     target = folder / name
     if name in known_environments() or _importable(name, target):
         raise UserError(f"env new {name}: a module of that name exists. Choose another")
-    cls = "".join(word.capitalize() for word in name.split("_")) or "Env"
-    words = {"name": name, "cls": cls if cls.isidentifier() else f"Env{cls}"}
+    cls = "".join(part.capitalize() for part in name.split("_")) or "Env"
+    names = {"name": name, "cls": cls if cls.isidentifier() else f"Env{cls}"}
     try:
         target.mkdir(parents=True)
         for template in _TEMPLATES.glob("*.txt"):
             file = template.name.removesuffix(".txt")
-            text = string.Template(template.read_text(encoding="utf-8")).substitute(words)
+            text = string.Template(template.read_text(encoding="utf-8")).substitute(names)
             path = target / (f"test_{name}.py" if file == "test.py" else file)
             path.write_text(text, encoding="utf-8")
     except FileExistsError:

@@ -45,18 +45,18 @@ def sound(values: Sequence[float]) -> list[float | None]:
 
 
 def exclusion(
-    ok: bool, own: Sequence[CallFacts], path: Sequence[tuple[CallFacts, TokensAdded]]
+    ok: bool, calls: Sequence[CallFacts], path: Sequence[tuple[CallFacts, TokensAdded]]
 ) -> Exclusion | None:
     """Why a branch is not trainable; None when it is.
 
     Args:
         ok: the rollout has a row in `trajectories`.
-        own: the branch's own calls.
+        calls: those of the branch itself.
         path: all calls with answers on its path, and what they added.
     """
     if not ok:
         return "failed"
-    aside = next((call.aside for call in own if call.aside is not None), None)
+    aside = next((call.aside for call in calls if call.aside is not None), None)
     if aside is not None:
         return aside
     if any(added.source == "retokenized" for _, added in path):
@@ -155,15 +155,15 @@ class _Maker:
     def row(self, branch: Branch) -> Segment:
         columns = self._columns(branch)
         path = [self._call(n) for n in columns.calls]
-        own = [self._call(n) for n in branch.nodes]
-        excluded = exclusion(self.row_.status == "ok", [call for call, _ in own], path)
+        sampled = [self._call(n) for n in branch.nodes]
+        excluded = exclusion(self.row_.status == "ok", [call for call, _ in sampled], path)
         if excluded is None and columns.unsound:
             excluded = "bad_logprobs"
         return Segment(
             **self._whose(branch),
             **_tokens(columns),
-            **_sampling([added for _, added in own]),
-            **_origin(own, path),
+            **_sampling([added for _, added in sampled]),
+            **_origin(sampled, path),
             finish_reasons=[call.finish_reason or "" for call, _ in path],
             truncated=self._truncated(branch),
             reward=self.row_.reward,
@@ -189,7 +189,7 @@ class _Maker:
         }
 
     def _columns(self, branch: Branch) -> _Columns:
-        own, turn, columns = set(branch.nodes), 0, _Columns()
+        sampled, turn, columns = set(branch.nodes), 0, _Columns()
         for stretch in self.branches.graph.stretches(branch.nodes[-1]):
             call, added = self._call(stretch.node)
             ids = _ids(stretch.data)
@@ -201,7 +201,7 @@ class _Maker:
             version = version_number(call.policy_version)
             columns.calls.append(stretch.node)
             columns.starts.append(len(columns.ids))
-            loss = stretch.node in own and call.aside != "aborted"
+            loss = stretch.node in sampled and call.aside != "aborted"
             columns.extend(ids, turn, version, sampled=True, loss=loss)
             _add_logprobs(columns, stretch, added)
         return columns
@@ -237,25 +237,25 @@ def _tokens(columns: _Columns) -> dict[str, Any]:
     }
 
 
-def _sampling(own: list[TokensAdded]) -> dict[str, Any]:
-    top_k = common(added.top_k for added in own)
+def _sampling(sampled: list[TokensAdded]) -> dict[str, Any]:
+    top_k = common(added.top_k for added in sampled)
     return {
-        "temperature": common(added.temperature for added in own),
-        "top_p": common(added.top_p for added in own),
+        "temperature": common(added.temperature for added in sampled),
+        "top_p": common(added.top_p for added in sampled),
         "top_k": None if top_k is None else int(top_k),
-        "min_p": common(added.min_p for added in own),
+        "min_p": common(added.min_p for added in sampled),
     }
 
 
 def _origin(
-    own: list[tuple[CallFacts, TokensAdded]], path: list[tuple[CallFacts, TokensAdded]]
+    sampled: list[tuple[CallFacts, TokensAdded]], path: list[tuple[CallFacts, TokensAdded]]
 ) -> dict[str, Any]:
     kinds = {added.logprobs_kind for _, added in path}
     sources = {added.source for _, added in path}
-    versions = [c.policy_version for c, _ in own if c.policy_version is not None]
+    versions = [c.policy_version for c, _ in sampled if c.policy_version is not None]
     numbered = all(version_number(v) >= 0 for v in versions)
     key = version_number if numbered else versions.index
-    last, added = own[-1]
+    last, added = sampled[-1]
     return {
         "logprobs_kind": kinds.pop() if len(kinds) == 1 else "unknown",
         "token_source": next(source for source in _WORST if source in sources),

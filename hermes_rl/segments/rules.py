@@ -195,14 +195,14 @@ def usage_faults(rows: Sequence[Row], calls: Sequence[Row]) -> Iterator[str]:
 
 
 def _count_faults(call: Row, run: Run) -> Iterator[str]:
-    asked, said = call["input_tokens"], call["output_tokens"]
-    if said is not None and said != run.end - run.start:
+    read, made = call["input_tokens"], call["output_tokens"]
+    if made is not None and made != run.end - run.start:
         yield (
-            f"turn {call['turn']}: {run.end - run.start} sampled ids, but the server counted {said}"
+            f"turn {call['turn']}: {run.end - run.start} sampled ids, but the server counted {made}"
             f" (finish reason {call['finish_reason']})"
         )
-    if asked is not None and asked != run.start:
-        yield f"turn {call['turn']}: a prompt of {run.start} ids, but the server counted {asked}"
+    if read is not None and read != run.start:
+        yield f"turn {call['turn']}: a prompt of {run.start} ids, but the server counted {read}"
 
 
 Calls = Mapping[str, CallFacts]

@@ -165,7 +165,7 @@ class Driver:
 
     async def _publish(self, derived: Derived) -> None:
         async with self._recovering:  # one batch of the driver's own at a time
-            await in_thread(self._recovery.publish_own, [derived])
+            await in_thread(self._recovery.publish_directly, [derived])
 
     def _apply(self, receipt: Receipt) -> None:
         self.ledger.apply(

@@ -234,8 +234,8 @@ def move_to_failures(run_dir: RunDir, stem: str, key: AttemptKey) -> None:
     known = {r["trajectory_id"] for r in failures}
     failures += [_duplicate(r) for r in mine if r["trajectory_id"] not in known]
     finals = [r for r in finals if r not in mine]
-    own = trajectory_id(key.unit_id, key.epoch, key.attempt)
-    segments = [_untrained(s) if s["trajectory_id"] == own else s for s in segments]
+    row_id = trajectory_id(key.unit_id, key.epoch, key.attempt)
+    segments = [_untrained(s) if s["trajectory_id"] == row_id else s for s in segments]
     tables = {"segments": segments, "failures": failures, "trajectories": finals}
     parts = [part for name, rows in tables.items() if (part := _rewrite(run_dir, name, stem, rows))]
     summary = Summary()

@@ -149,7 +149,7 @@ class Recovery:
         self._remove(writer)
         return receipts | {row.key: receipt_of(row, writer) for row in lost}
 
-    def publish_own(self, batch: Sequence[Finished | Derived]) -> Commit | None:
+    def publish_directly(self, batch: Sequence[Finished | Derived]) -> Commit | None:
         """Write rows to a `done` file of the driver's own, and publish it. Raises: DiskFull."""
         folder = self.run_dir.writer_path(self._driver)
         stem = f"{self._driver}-{next(self._sequence)}"
@@ -181,7 +181,7 @@ class Recovery:
         """R4: write rows of lost attempts to the driver's own `done` files and publish them."""
         stream = iter(rows)
         while batch := list(itertools.islice(stream, LOST_ROWS_PER_BATCH)):
-            commit = self.publish_own(batch)
+            commit = self.publish_directly(batch)
             self.report.lost += [finished.key for finished in batch]
             if commit is not None:
                 yield commit
@@ -191,7 +191,7 @@ class Recovery:
         with self._quarantine(writer):
             rows = cut_rows(self.run_dir, writer, sound=self._sound)
         if rows:
-            self.publish_own(rows)
+            self.publish_directly(rows)
 
     def _lost(
         self, writers: Sequence[str], recorded: Callable[[AttemptKey], bool], cause: str

@@ -83,8 +83,8 @@ def _headline(stats: Mapping[str, Any]) -> str:
     units, planned = stats["units"], stats["plan"].get("units")
     whole = "" if planned is None else f" of {planned:,}"
     more = "".join(
-        f", {units[key]:,} {word}"
-        for key, word in (("given_up", "given up"), ("open", "open"))
+        f", {units[key]:,} {label}"
+        for key, label in (("given_up", "given up"), ("open", "open"))
         if units[key]
     )
     return f"{units['done']:,}{whole} units done{more}. All starts of this run together."

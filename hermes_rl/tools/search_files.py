@@ -97,8 +97,8 @@ async def _scan(ctx: ToolContext, script: str, args: dict[str, Any]) -> bytes:
     if result.exit_code == 99:
         raise ToolError(f"no such file or directory: '{args.get('path', '.')}'")
     if result.exit_code == 2 and result.data.startswith(b"grep:"):
-        said = result.text.removeprefix("grep: ")
-        raise ToolError(f"invalid regular expression: {said[:300]}")
+        message = result.text.removeprefix("grep: ")
+        raise ToolError(f"invalid regular expression: {message[:300]}")
     if result.exit_code in (126, 127):
         raise ToolError(f"cannot search: {result.text}")
     return result.data

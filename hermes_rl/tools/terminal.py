@@ -42,20 +42,20 @@ async def terminal(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
 
 def with_timeout(tools: Mapping[str, Tool], seconds: int) -> dict[str, Tool]:
     """The tools, with another default timeout for `terminal`."""
-    own = tools.get("terminal")
-    if own is None or seconds == DEFAULT_TIMEOUT_S:
+    tool = tools.get("terminal")
+    if tool is None or seconds == DEFAULT_TIMEOUT_S:
         return dict(tools)
     seconds = min(seconds, MAX_TIMEOUT_S)
 
     async def handler(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
-        return await own.handler(ctx, {"timeout": seconds, **args})
+        return await tool.handler(ctx, {"timeout": seconds, **args})
 
-    parameters = deepcopy(own.parameters)
+    parameters = deepcopy(tool.parameters)
     timeout = parameters["properties"]["timeout"]
     timeout["description"] = timeout["description"].replace(
         f"Default {DEFAULT_TIMEOUT_S}", f"Default {seconds}"
     )
-    return {**tools, "terminal": replace(own, parameters=parameters, handler=handler)}
+    return {**tools, "terminal": replace(tool, parameters=parameters, handler=handler)}
 
 
 def _fields(result: CommandResult, timeout_s: float) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from batch_runner import (
     Pilot,
     Prices,
     Report,
-    asked_name,
     budgets_of,
     pilot_run,
     predict,
+    requested_name,
     spent_before,
     student_t,
 )
@@ -310,7 +310,7 @@ async def test_a_fallbacks_longer_name_counts_for_its_own_budget_when_resumed(be
 )
 def test_the_name_that_was_asked_for(served: str, asked: str) -> None:
     models = ("gpt-5", "gpt-5-mini", "anthropic/claude-haiku-4-5")
-    assert asked_name(served, "gpt-5-mini", models) == asked
+    assert requested_name(served, "gpt-5-mini", models) == asked
 
 
 UNITS = 60

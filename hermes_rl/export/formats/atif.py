@@ -14,7 +14,7 @@ from datetime import UTC
 from typing import Any
 
 from hermes_rl import __version__
-from hermes_rl.export.losses import count_sample, is_own
+from hermes_rl.export.losses import count_sample, is_of_policy
 from hermes_rl.export.samples import Message, Sample, text_of_content
 from hermes_rl.export.source import Format, Row, Source
 from hermes_rl.export.tokens import Answer, answers_of
@@ -86,13 +86,13 @@ def document(sample: Sample, answers: Mapping[str, Answer]) -> Row:
 
 
 def _name(sample: Sample, context: int) -> str:
-    own = str(sample.row["trajectory_id"])
-    return own if context == 0 else f"{own}-{context}"
+    row_id = str(sample.row["trajectory_id"])
+    return row_id if context == 0 else f"{row_id}-{context}"
 
 
 def _steps(sample: Sample, answers: Mapping[str, Answer]) -> list[Row]:
     steps: list[Row] = []
-    calls = {c["turn"]: c for c in (sample.row["calls"] or ()) if is_own(c)}
+    calls = {c["turn"]: c for c in (sample.row["calls"] or ()) if is_of_policy(c)}
     rows = zip(sample.messages, sample.infos, sample.trained, sample.copied, strict=True)
     for message, info, trained, copied in rows:
         if message["role"] == "tool" and steps and steps[-1]["source"] == "agent":

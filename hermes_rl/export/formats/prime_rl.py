@@ -42,7 +42,7 @@ def episode(row: Mapping[str, Any], items: list[TokenItem], source: Source) -> R
         "task": task,
         "group": {"id": row["group_id"]},
         "ok": True,
-        "traces": [_trace(agent, row, task, own, source) for agent, own in by_agent.items()],
+        "traces": [_trace(agent, row, task, calls, source) for agent, calls in by_agent.items()],
     }
 
 
@@ -135,16 +135,16 @@ class _Path:
     def add_answer(self, message: Row, start: int, end: int) -> None:
         """Add a sampled message."""
         mask = self._item.segment["loss_mask"][start:end]
-        own: Row = {"mask": mask, "sampled": any(mask)}
+        training: Row = {"mask": mask, "sampled": any(mask)}
         if self._logprobs is not None:
             pairs = zip(self._logprobs[start:end], mask, strict=True)
-            own["logprobs"] = [p for p, trained in pairs if trained]
+            training["logprobs"] = [p for p, trained in pairs if trained]
         if self._item.advantage is not None:
-            own["advantages"] = [self._item.advantage] * sum(mask)
-        self._add(message, start, end, own)
+            training["advantages"] = [self._item.advantage] * sum(mask)
+        self._add(message, start, end, training)
 
-    def _add(self, message: Row, start: int, end: int, own: Row) -> None:
-        node: Row = {"message": message, "token_ids": self._ids[start:end], **own}
+    def _add(self, message: Row, start: int, end: int, training: Row) -> None:
+        node: Row = {"message": message, "token_ids": self._ids[start:end], **training}
         node["timestamp"] = self._item.row["started_at"].timestamp()
         if self._parent is not None:
             node["parent"] = self._parent

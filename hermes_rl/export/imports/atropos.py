@@ -92,11 +92,11 @@ def _tokens(
     """The columns of a sequence, which is a single branch; a run of sampled tokens is a turn."""
     turns: list[int] = []
     starts: list[int] = []
-    for own, run in groupby(sampled):
-        if own:
+    for policy, run in groupby(sampled):
+        if policy:
             starts.append(len(turns))
         turns += [len(starts)] * sum(1 for _ in run)
-    missing = any(p is None for p, own in zip(logprobs, sampled, strict=True) if own)
+    missing = any(p is None for p, policy in zip(logprobs, sampled, strict=True) if policy)
     known = exact and bool(starts) and not missing
     return {
         "env_name": None,
@@ -145,4 +145,4 @@ def _logprobs(values: list[float] | None, sampled: list[bool]) -> list[float | N
     if values is None or len(values) != len(sampled):
         return [None] * len(sampled)
     pairs = zip(values, sampled, strict=True)
-    return [p if own and p <= 0 and math.isfinite(p) else None for p, own in pairs]
+    return [p if policy and p <= 0 and math.isfinite(p) else None for p, policy in pairs]
