@@ -1,4 +1,4 @@
-"""What all tests share: Hypothesis's settings, and which tests run in one process.
+"""What all tests share: Hypothesis's settings, a Ray cluster, and which tests run in one process.
 
 `make test` spreads the tests over two processes (pytest-xdist). A file's tests run in one of them,
 in order, since they share fixtures; so do the files of a group, since they use something of which
@@ -8,6 +8,10 @@ the machine has one.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,8 @@ GROUPS = {
         "batch/test_bill.py",
         "batch/test_interrupt.py",
         "batch/test_kills.py",
+        "batch/test_pool.py",
+        "batch/test_renewed_keys.py",
         "batch/test_budgets.py",
         "batch/test_workers.py",
         "bench/test_bench.py",
@@ -41,6 +47,33 @@ GROUPS = {
 }
 """Group -> its files. The longest group first: it is begun first."""
 GROUP_OF = {f"{TESTS}/{file}": group for group, files in GROUPS.items() for file in files}
+
+
+CLUSTER = """
+import sys, ray
+from batch_runner.pool import connected
+with connected(2):
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def ray_cluster() -> Iterator[dict[str, str]]:
+    """Start a Ray cluster; the environment that leads drivers to it."""
+    command, pipe = [sys.executable, "-c", CLUSTER], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout
+        address = process.stdout.readline().strip()
+        assert address, "the cluster did not start"
+        yield {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"}
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[dict[str, str]]:
+    """One Ray for all tests of whose subject its start is no part: it costs ten seconds."""
+    with ray_cluster() as environment:
+        yield environment
 
 
 def group_of(nodeid: str) -> str:

@@ -2,6 +2,7 @@
 slowly, or never."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -150,10 +151,17 @@ with connected(1):
 """
 
 
-def test_an_actor_that_ray_ends_does_not_see_its_children_die_first() -> None:
+def test_an_actor_that_ray_ends_does_not_see_its_children_die_first(
+    cluster: dict[str, str],
+) -> None:
     """It would record the end of a sandbox or a verifier that nobody but Ray has killed."""
     done = subprocess.run(
-        [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", CHILD],
+        env={**os.environ, **cluster},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.stdout == "S\n", done.stderr
 

@@ -18,21 +18,20 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "batch"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import kit
-from conftest import CLUSTER
+from conftest import ray_cluster
 
 from hermes_rl.sandboxes import default_state_dir, memory_folder
 from hermes_rl.store import CRASH_POINTS, CRASH_VARIABLE
@@ -262,22 +261,6 @@ async def _stop(pids: list[int]) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-@contextmanager
-def cluster(wanted: bool) -> Iterator[dict[str, str]]:
-    """A Ray that all rounds use."""
-    if not wanted:
-        yield {}
-        return
-    process = subprocess.Popen(
-        [sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout
-    assert process.stdin
-    yield {"RAY_ADDRESS": process.stdout.readline().strip(), "RAY_AUTH_MODE": "token"}
-    process.stdin.close()
-    process.wait(timeout=60)
-
-
 def draw(number: int, seed: int, ray: float) -> Round:
     """The round of this number."""
     chance = random.Random(f"{seed}-{number}")
@@ -328,7 +311,7 @@ def main() -> int:
     os.environ.setdefault("RAY_TMPDIR", tempfile.gettempdir())
     os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
     rounds = [draw(given.first + n, given.seed, given.ray) for n in range(given.n)]
-    with cluster(any(r.workers for r in rounds)) as address:
+    with ray_cluster() if any(r.workers for r in rounds) else nullcontext({}) as address:
         asyncio.run(play_all(Chaos(folder, address), rounds))
     said = report(rounds)
     print(json.dumps(said, indent=2))

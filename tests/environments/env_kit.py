@@ -139,7 +139,7 @@ def elsewhere(env: str, count: int, seeds: Sequence[int]) -> Iterator[Callable[[
 
 
 def check_stream(
-    env: str, count: int = 1_000, seeds: Sequence[int] = (0, 1, 2026), *, endless: bool = True
+    env: str, count: int = 1_000, seeds: Sequence[int] = (0, 2026), *, endless: bool = True
 ) -> None:
     """So many tasks per seed and split without a repeat, the same bytes in another process, and
     nothing in common between train and eval, whatever the seeds.

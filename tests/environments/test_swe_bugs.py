@@ -88,7 +88,7 @@ def test_the_modules_without_bugs_pass_their_visible_tests(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_thousand_repositories_per_seed_and_no_bug_in_both_splits() -> None:
-    check_stream(NAME, seeds=(1, 2026))
+    check_stream(NAME)
     train, held = (
         {b.name for r in islice(repositories(split, 0), 1_000) for b in r.bugs}
         for split in ("train", "eval")
@@ -198,7 +198,7 @@ def test_fixed_bugs_earn_a_reward_and_nothing_else_does() -> None:
         Play("looks for answers in the box", leak, 0.0),
         Play("several answers to choose from", every_answer, 0.0),
         Play("module deleted", lambda t: "rm toolbox/*.py", 0.0),
-        *cheats(tasks=2),
+        *cheats(),
     ]
     assert wrong(NAME, plays) == {}
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -46,12 +47,15 @@ async def ran(
     return await arun_batch(configured(name, out, server, **sections), progress=Silent())
 
 
-async def start(*arguments: str | Path) -> asyncio.subprocess.Process:
+async def start(
+    *arguments: str | Path, env: Mapping[str, str] | None = None
+) -> asyncio.subprocess.Process:
     """`hermes-rl env ARGUMENTS --json` as a real process."""
     door = "import sys; from hermes_rl.cli import main; sys.exit(main())"
     return await asyncio.create_subprocess_exec(
         sys.executable, "-c", door, "env", *map(str, arguments), "--json",
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=2**22,
+        env={**os.environ, **(env or {})},
     )  # fmt: skip
 
 

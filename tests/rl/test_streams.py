@@ -86,7 +86,7 @@ async def test_one_at_a_time_and_64_give_the_same_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_two_ray_workers_give_the_same_rows(tmp_path: Path) -> None:
+async def test_two_ray_workers_give_the_same_rows(tmp_path: Path, cluster: dict[str, str]) -> None:
     """An environment in a folder of its own, with relative imports, in other processes."""
     package = tmp_path / "my_math"
     package.mkdir()
@@ -96,7 +96,9 @@ async def test_two_ray_workers_give_the_same_rows(tmp_path: Path) -> None:
         for workers in (0, 2):
             out = tmp_path / str(workers)
             process = await start(
-                "process", package, *flags(out, server, "--limit", "6"), "--workers", str(workers)
+                *("process", package, *flags(out, server, "--limit", "6")),
+                *("--workers", str(workers)),
+                env=cluster,
             )
             seen = await events(process)
             assert process.stderr
@@ -131,7 +133,7 @@ class Shop(Environment[Config]):
 
 @pytest.mark.slow
 def test_a_module_beside_the_caller_is_found_by_ray_workers_and_their_processes(
-    tmp_path: Path,
+    tmp_path: Path, cluster: dict[str, str]
 ) -> None:
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "__init__.py").touch()
@@ -142,6 +144,7 @@ def test_a_module_beside_the_caller_is_found_by_ray_workers_and_their_processes(
     done = subprocess.run(
         [sys.executable, "-P", "-c", door, *words, "--repeats", "2", "--out", "run"],
         cwd=tmp_path,
+        env={**os.environ, **cluster},
         capture_output=True,
         text=True,
         timeout=300,

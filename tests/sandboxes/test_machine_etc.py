@@ -34,7 +34,7 @@ def test_entries_that_come_and_go_stop_no_copy(tmp_path: Path) -> None:
     worker.start()
     try:
         copies = [
-            make_etc(tmp_path / f"copy-{n}", network=False, machine=machine) for n in range(40)
+            make_etc(tmp_path / f"copy-{n}", network=False, machine=machine) for n in range(15)
         ]
     finally:
         done.set()

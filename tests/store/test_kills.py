@@ -19,7 +19,7 @@ kills = st.lists(
 
 @pytest.mark.slow
 @settings(
-    max_examples=20,
+    max_examples=8,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
