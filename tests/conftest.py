@@ -44,6 +44,14 @@ GROUPS = {
         "sandboxes/test_escapes.py",
         "sandboxes/test_privilege.py",
     ),
+    # They parse all files of the project, once.
+    "sources": (
+        "house/test_cycles.py",
+        "house/test_floors.py",
+        "house/test_imports.py",
+        "house/test_sizes.py",
+        "house/test_typed.py",
+    ),
 }
 """Group -> its files. The longest group first: it is begun first."""
 GROUP_OF = {f"{TESTS}/{file}": group for group, files in GROUPS.items() for file in files}
@@ -71,7 +79,7 @@ def ray_cluster() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[dict[str, str]]:
-    """One Ray for all tests of whose subject its start is no part: it costs ten seconds."""
+    """One Ray for all tests that do not test its start, which costs ten seconds."""
     with ray_cluster() as environment:
         yield environment
 

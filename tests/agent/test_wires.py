@@ -23,41 +23,6 @@ async def wired(rig: Any, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
     await client.aclose()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_one_episode_with_all_of_it(wired: Any, stream: bool) -> None:
-    ran = await wired.play(
-        [{"text": ""}, {"run": "touch made", "finish": "length"}, {"run": "echo 1"}],
-        {"text": ""},
-        {"calls": [{"name": "Terminal", "arguments": {"command": "echo 2"}}]},
-        {"text": "One, ", "finish": "length"},
-        "two.",
-        stream=stream,
-    )
-    assert (ran.result.end_reason, ran.result.final_response) == ("answered", "One, two.")
-    assert ran.outline() == "suatAUataUa"
-    assert [error and error.partition(": ")[2] for error in ran.errors()] == [
-        *("empty answer", "cut tool call", None),
-        "empty answer",
-        *(None, None, None),
-    ]
-    served = wired.server.entries
-    assert [start.call_id for start, _ in ran.calls()] == [e.call_id for e in served]
-    total = sum(e.prompt_tokens + e.completion_tokens for e in served)
-    assert ran.row().usage.total_tokens == total
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-async def test_thoughts_alone(wired: Any, preset: str) -> None:
-    step = {"reasoning": "It must be 4."}
-    ran = await wired.play([step, "4"], policy=PRESETS[preset])
-    if preset == "rl":
-        assert (ran.result.end_reason, ran.outline()) == ("empty_response", "sua")
-        return
-    assert (ran.result.end_reason, ran.result.final_response) == ("answered", "4")
-    assert ran.outline() == "suaUa"
-    assert ran.result.messages[3].content == TEXTS.thoughts_note("It must be 4.")
-
-
 async def test_an_incomplete_response_of_reasoning_alone(wired: Any) -> None:
     item = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "abc"}
     ran = await wired.play([{"reasoning": "Hm.", "details": [item], "finish": "length"}, "Here."])

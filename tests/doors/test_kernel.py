@@ -112,11 +112,12 @@ def batch(base_url: str, workers: int) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 async def test_run_batch_in_a_kernel(
-    workers: int, kernel: Kernel, base_url: str, tmp_path: Path, cluster: dict[str, str]
+    workers: int, kernel: Kernel, base_url: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     rows = [scripted(f"t{n}", *TWO_TURNS, verify="grep 1 $WORKSPACE/a") for n in range(3)]
     write(tmp_path / "my.jsonl", *rows)
     if workers:
+        cluster = request.getfixturevalue("cluster")
         await kernel.run(f"import os; os.environ.update({cluster!r})")
     assert "REPORT 3 3 0" in await kernel.run(batch(base_url, workers), seconds=120)
     if not workers:  # the same cell again finds the finished run
