@@ -47,7 +47,6 @@ GROUPS = {
     # They parse all files of the project, once.
     "sources": (
         "house/test_cycles.py",
-        "house/test_floors.py",
         "house/test_imports.py",
         "house/test_sizes.py",
         "house/test_typed.py",
