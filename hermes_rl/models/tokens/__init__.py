@@ -39,7 +39,6 @@ if TYPE_CHECKING:
         sampling_of,
         whole_ids,
     )
-    from hermes_rl.models.tokens.files import TokenizerFiles
     from hermes_rl.models.tokens.logprobs import CUT, LOWEST, TOP, filters_shown, kind_of, shaped_by
     from hermes_rl.models.tokens.parsers import PARSERS, Parsed, ToolCallParser, parser_named, typed
     from hermes_rl.models.tokens.plan import (
@@ -51,10 +50,14 @@ if TYPE_CHECKING:
         Way,
         spelled_out,
     )
-    from hermes_rl.models.tokens.renderer import Renderer, load_renderer, renderer_of
-    from hermes_rl.models.tokens.rendering import PROBE_TOOL, detect_form, message_form
-    from hermes_rl.models.tokens.template import Template, TemplateRefused
-    from hermes_rl.models.tokens.template_checks import Finding
-    from hermes_rl.models.tokens.tokenizer import Tokenizer, clean
+    from hermes_rl.models.tokens.renderer import Finding, Renderer, load_renderer, renderer_of
+    from hermes_rl.models.tokens.template import (
+        PROBE_TOOL,
+        Template,
+        TemplateRefused,
+        detect_form,
+        message_form,
+    )
+    from hermes_rl.models.tokens.tokenizer import Tokenizer, TokenizerFiles, clean
 else:
     __getattr__, __dir__ = attach(__name__)

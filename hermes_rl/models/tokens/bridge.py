@@ -28,8 +28,7 @@ from hermes_rl.messages import (
     ToolMessage,
     UserMessage,
 )
-from hermes_rl.models.tokens.rendering import PromptWriter, Tools
-from hermes_rl.models.tokens.template import TemplateRefused
+from hermes_rl.models.tokens.template import PromptWriter, TemplateRefused, Tools
 from hermes_rl.models.tokens.tokenizer import lookalikes
 
 _EDGE = 120

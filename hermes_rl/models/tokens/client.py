@@ -37,7 +37,7 @@ from hermes_rl.models.tokens.logprobs import kind_in
 from hermes_rl.models.tokens.parsers import ToolCallParser, parser_named
 from hermes_rl.models.tokens.plan import TokenPlan, spelled_out
 from hermes_rl.models.tokens.renderer import Renderer
-from hermes_rl.models.tokens.rendering import Tools
+from hermes_rl.models.tokens.template import Tools
 from hermes_rl.usage import Usage
 
 
