@@ -1,8 +1,8 @@
 """The renderer of one model: messages to ids, ids to text, bridges, and what its template does.
 
-What a template does is found by rendering. Each probe is a short conversation: a prompt, an answer, and what
-follows it. A template that preserves its prefix renders the first two as the beginning of all
-three, so that turns of one conversation share their tokens. Many templates do not, which is
+What a template does is found by rendering. Each probe is a short conversation: a prompt, an answer,
+and what follows it. A template that preserves its prefix renders the first two as the beginning of
+all three, so that turns of one conversation share their tokens. Many templates do not, which is
 reported before a training run: they drop the reasoning of earlier turns, move the tools after the
 last question, or write a date.
 """
