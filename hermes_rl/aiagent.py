@@ -350,7 +350,7 @@ class AIAgent:
         """Run; after an interrupt with a message, continue with that."""
         link = await self._open()
         await self._begin_session(link)
-        log = EventLog(self._on_event)
+        log = EventLog(listener=self._on_event)
         log.events.append(self._begun(link, text, task_id))
         while True:
             first, prompt = len(log.events), with_user(self._history, text)

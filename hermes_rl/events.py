@@ -302,19 +302,28 @@ class EventLog:
     """The events of one attempt, kept for `trajectory.fold`.
 
     Args:
-        sink: called with each event before the rollout continues: a journal, or a listener, which
-            must be quick.
+        journal: takes each event first: what it refuses is not kept here either, so that a row
+            never says more than the journal.
         events: what was recorded before.
+        listener: called with each event that is kept, before the rollout continues. It must be
+            quick.
     """
 
     def __init__(
-        self, sink: Callable[[Event], None] | None = None, events: Iterable[Event] = ()
+        self,
+        journal: Callable[[Event], None] | None = None,
+        events: Iterable[Event] = (),
+        *,
+        listener: Callable[[Event], None] | None = None,
     ) -> None:
         self.events = list(events)
-        self._sink = sink
+        self._journal = journal
+        self._listener = listener
 
     def record(self, event: Event) -> None:
-        """Append one event. Raises: what the sink raises."""
+        """Append one event. Raises: what the journal or the listener raises."""
+        if self._journal is not None:
+            self._journal(event)
         self.events.append(event)
-        if self._sink is not None:
-            self._sink(event)
+        if self._listener is not None:
+            self._listener(event)

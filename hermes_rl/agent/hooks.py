@@ -107,7 +107,7 @@ _P = TypeVar("_P")
 Looks = Callable[[_P], Awaitable[None] | None]
 """A hook that looks on."""
 Judges = Callable[[_P], Awaitable[str | None] | str | None]
-"""A hook that may forbid: the text that it returns is what the model is call_hook."""
+"""A hook that may forbid: the text that it returns is what the model reads."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,12 +44,12 @@ class Member:
     """0-based: the repeat."""
     unit_id: str
     trajectory_id: str | None
-    """None when it was values up."""
+    """None when it was given up."""
     reward: float | None
     why_invalid: str | None
     """None for a member with a reward."""
     unjudged: str | None = None
-    """The rollout of a member that was values up because its verifier failed; a regrade may grade
+    """The rollout of a member that was given up because its verifier failed; a regrade may grade
     it."""
 
 

@@ -21,6 +21,8 @@ ROUNDS = 200
 STOP_S = 10.0
 """How long the next process of a tree may take to stop. It stops when it next runs: on a busy
 machine, late."""
+STOP_MOST_S = 60.0
+"""How long all of them may take."""
 BUSY_SNAPSHOTS = 10
 """Empty snapshots in a row that suffice while other processes of the machine come and go."""
 
@@ -299,16 +301,18 @@ def stop_tree(root: Proc) -> None:
 
     For a tree whose orphans nobody would find. A process in the middle of a fork stops after it:
     so all have stopped before the snapshot that must find nothing new. Gives up when nothing has
-    changed for `STOP_S`, as when a process hangs in the kernel. Blocks: call it in a thread.
+    changed for `STOP_S`, as when a process hangs in the kernel, and after `STOP_MOST_S`: processes
+    could wake each other for ever. Blocks: call it in a thread.
     """
     signalled: set[Proc] = set()
     running: list[Proc] | None = None
     deadline = time.monotonic() + STOP_S
-    while time.monotonic() < deadline:
+    latest = time.monotonic() + STOP_MOST_S
+    while time.monotonic() < min(deadline, latest):
         fresh = [proc for proc in _tree(root).alive if proc not in signalled]
         if running == [] and not fresh:
             return
-        send(fresh, signal.SIGSTOP)
+        send([*fresh, *(running or [])], signal.SIGSTOP)
         signalled.update(fresh)
         time.sleep(0.001)
         before, running = running, [proc for proc in signalled if not proc.halted()]

@@ -510,7 +510,7 @@ class ShellSandbox(ABC):
             return await self._shell.execute(kind, text, sink, timeout_s=timeout_s, stdin=stdin)
         except ShellLost as lost:
             error = await self._dead(lost)
-            error.in_command |= stood
+            error.in_command |= stood and not lost.unsent
             raise error from None
 
     def _raise_if_dead(self) -> None:

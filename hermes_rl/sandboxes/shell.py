@@ -260,6 +260,9 @@ Kind = Literal["r", "i"]
 class ShellLost(Exception):
     """The channel is closed: the supervisor is gone."""
 
+    unsent = False
+    """The command did not reach it."""
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -458,7 +461,9 @@ class Shell:
         except OSError as error:
             if isinstance(error, ConnectionError):  # it ended, and the loop has not heard of it yet
                 self.close()
-            raise ShellLost(str(error)) from error
+            lost = ShellLost(str(error))
+            lost.unsent = True
+            raise lost from error
 
     async def _end(self, watch: Watch) -> bool:
         """Kill the running command's tree until the supervisor has told its end, and settle.

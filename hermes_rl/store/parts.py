@@ -82,7 +82,7 @@ def _content(values: Sequence[Any], kind: Any) -> list[Any]:
     code = _NUMBERS.get(str(kind))
     if code is None:
         raise TypeError(f"no way to make an array of {kind}")
-    _only(values, *((int, float) if code in "fd" else (int,)))
+    _only(values, *((int, float, bool) if code in "fd" else (int,)))
     return [pa.py_buffer(array(code, [0 if v is None else v for v in values]))]
 
 
@@ -216,6 +216,9 @@ def _columns(row: dict[str, Any]) -> dict[str, Any]:
     if isinstance(row.get("metrics"), dict):
         out = {**row, "metrics": [{"name": k, "value": v} for k, v in row["metrics"].items()]}
     if row.get("image_data"):
-        images = [{**i, "bytes": i["bytes"] and b64decode(i["bytes"])} for i in row["image_data"]]
+        images = [
+            {**i, "bytes": None if i["bytes"] is None else b64decode(i["bytes"])}
+            for i in row["image_data"]
+        ]
         out = {**out, "image_data": images}
     return out

@@ -164,5 +164,5 @@ def known_cost(row: Mapping[str, Any]) -> float | None:
     None when nothing is known."""
     if row["cost_usd"] is not None:
         return float(row["cost_usd"])
-    costs = [call["cost_usd"] for call in row["calls"] if call["cost_usd"] is not None]
+    costs = [call["cost_usd"] for call in row["calls"] or () if call["cost_usd"] is not None]
     return sum(costs) if costs else None

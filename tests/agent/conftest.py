@@ -122,7 +122,7 @@ class Rig:
     listener: Callable[[Event], None] | None = None
 
     def parts(self, **changes: Any) -> AgentParts:
-        self.log = EventLog(self.listener)
+        self.log = EventLog(listener=self.listener)
         caller = ModelCaller(
             [Route.single("", self.client, Limiter(8))],
             self.log,

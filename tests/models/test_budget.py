@@ -185,6 +185,23 @@ async def test_a_unit_has_tokens_too():
         await unit.reserve("m", Spend(tokens=1, usd=0.0))
 
 
+async def test_costs_that_answers_report_use_a_budget_up_without_a_price():
+    """A call without a price reserves nothing; what it cost is known after it."""
+    free, half = Spend(tokens=1, usd=None), Spend(tokens=1, usd=0.5)
+    budget = Budget({}, limits={UNIT_USD: NANO})
+    for _ in range(3):
+        (await budget.reserve("m", free)).settle(half)
+    with pytest.raises(UnitCostLimit, match="the unit's budget is used up"):
+        await budget.reserve("m", free)
+    lease = Lease("run:usd")  # of a run: what was spent since the last grant counts too
+    lease.take_grant(LeaseGrant(budget="run:usd", add=0, most=NANO))
+    shared = Budget({"run:usd": lease})
+    for _ in range(3):
+        (await shared.reserve("m", free)).settle(half)
+    with pytest.raises(CostLimit):
+        await shared.reserve("m", free)
+
+
 async def test_a_call_that_gives_up_gives_back():
     coordinator = coordinate({"run:tokens": 100, "run:usd": 10**9})
     tokens, usd = Lease("run:tokens"), Lease("run:usd")

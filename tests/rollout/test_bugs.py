@@ -34,6 +34,22 @@ async def test_its_calls_are_kept(stage: Open, spoilt: bool) -> None:
     assert bool(row.messages) != spoilt
 
 
+async def test_an_event_that_the_journal_refuses_costs_the_row_nothing_else(stage: Open) -> None:
+    s = await stage(backend="none")
+    journal = Journal()
+    await s.attempt({"prompt": script({"run": "true"}, "ok")}, journal=journal)
+
+    def refuse(event: ev.Event) -> None:
+        if isinstance(event, ev.MessageAdded):
+            raise TypeError("it has no JSON form")
+
+    log = EventLog(refuse, [e for e in journal.events if not isinstance(e, ev.Ended)])
+    with pytest.raises(TypeError) as caught:
+        log.record(ev.MessageAdded(message=AssistantMessage(content=Unfoldable()), turn=2))
+    row = lost_row(log, caught.value)
+    assert (row.cause, len(row.calls), len(row.messages)) == ("harness", 2, 5)
+
+
 async def test_its_text_shows_no_key(stage: Open) -> None:
     s = await stage(backend="none")
     journal = Journal()

@@ -74,8 +74,9 @@ async def test_a_command_for_a_sandbox_not_yet_known_to_be_dead(
     assert inside
     os.kill(sandbox.host_pid, signal.SIGKILL)
     _all_gone(inside)  # the loop hears nothing meanwhile
-    with pytest.raises(SandboxDied, match="signal 9 from outside"):
+    with pytest.raises(SandboxDied, match="signal 9 from outside") as caught:
         await sandbox.run("true", timeout_s=20)
+    assert not caught.value.in_command, "it was never sent"
 
 
 def _all_gone(those: Iterable[processes.Proc]) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from hermes_rl.sandboxes import (
     Snapshot,
     children,
     find,
+    processes,
     snapshot,
     stop_tree,
 )
@@ -184,6 +186,19 @@ def test_a_tree_that_gets_little_cpu_time_is_stopped_all_the_same() -> None:
             assert [proc for proc in snapshot([root.pid]).alive if not proc.halted()] == []
         finally:
             os.killpg(shell.pid, signal.SIGKILL)
+
+
+def test_a_tree_whose_processes_wake_each_other_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processes, "STOP_MOST_S", 0.5)
+    with running(["bash", "-c", "sleep 975 & wait"]) as shell:
+        only_child(shell.pid)
+        halted = cycle([True, False, False, True])  # always one of the two, each time the other
+        monkeypatch.setattr(Proc, "halted", lambda proc: next(halted))
+        began = time.monotonic()
+        stop_tree(seen(shell))
+        assert 0.5 <= time.monotonic() - began < processes.STOP_S
 
 
 async def test_a_tree_that_grows_while_it_is_killed(each_sandbox: Sandbox) -> None:

@@ -103,3 +103,13 @@ def test_a_row_that_does_not_fit_costs_its_neighbour_nothing() -> None:
     ]
     assert [row["seed"] for row in rows] == [None, None]
     assert [row["error"] for row in rows] == [None, "store: seed did not fit the column"]
+
+
+def test_truth_values_and_empty_images_fit() -> None:
+    """As JSON has them: an environment's metrics may be truth values, an image may be empty."""
+    image = [{"bytes": "", "path": "0.png"}]
+    rows = [{"metrics": {"solved": True}, "error": None}, {"image_data": image, "error": None}]
+    stored = to_arrow(rows, TRAJECTORIES).to_pylist()
+    assert [row["error"] for row in stored] == [None, None]
+    assert stored[0]["metrics"] == [{"name": "solved", "value": 1.0}]
+    assert stored[1]["image_data"] == [{"bytes": b"", "path": "0.png"}]

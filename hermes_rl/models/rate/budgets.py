@@ -131,7 +131,7 @@ class Lease:
         self.budget = budget
         self.spent = self.reserved = 0
         self.free = limit or 0
-        self._limit, self._most = limit, limit
+        self._most = limit
         self._unit_cost = 0
         self._only: Collection[int] | None = None
         self._recalled = False
@@ -150,7 +150,9 @@ class Lease:
         Raises: CostLimit when it cannot fit even if all reservations come back.
         """
         self._units.setdefault(place, _Unit())
-        if not need:  # the price is zero: grants name only units that need something
+        if not need:  # no price, or one of zero: grants name only units that need something
+            if self._most is not None and self._most < 0:  # answers told what they cost
+                raise _refusal(self.budget, self._most, "a call may cost", need)
             return
         if not self._waiting and need <= self.free and self._may(place):
             self._hold(need, place)
@@ -173,8 +175,8 @@ class Lease:
         self.reserved -= need
         self.spent += spent
         self.free += need - spent
-        if self._limit is not None:
-            self._most = self._limit - self.spent
+        if self._most is not None:
+            self._most -= spent
         if unit := self._units.get(place):
             unit.held -= need
             unit.spent += spent
