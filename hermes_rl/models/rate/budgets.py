@@ -151,7 +151,7 @@ class Lease:
         """
         self._units.setdefault(place, _Unit())
         if not need:  # no price, or one of zero: grants name only units that need something
-            if self._most is not None and self._most < 0:  # answers told what they cost
+            if self._most is not None and self._most < 0:  # answers reported their costs
                 raise _refusal(self.budget, self._most, "a call may cost", need)
             return
         if not self._waiting and need <= self.free and self._may(place):
