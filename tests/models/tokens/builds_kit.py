@@ -50,7 +50,10 @@ ENDS = {
     "bare": ("</s>",),
     "channels": ("<|endoftext|>", "<|eom_id|>"),
 }
-AFTER_A_CALL = {
+END_OF_A_CALL = {
+    **dict.fromkeys(FAMILIES, "<|im_end|>"),
+    "llama3": "<|eom_id|>",
+    "mistral": "</s>",
     "runs_on": "[TOOL_RESULTS]",
     "closed": "[TOOL_RESULTS]",
     "bare": "</s>",

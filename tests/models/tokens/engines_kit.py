@@ -51,6 +51,25 @@ def client_of(engine: ExactEngine, wire: str, **fields: Any) -> TokenClient:
     return token_client(Endpoint(engine.base_url), renderer, wire, **fields)
 
 
+@asynccontextmanager
+async def client_at(
+    wire: str, folder: Path, **fields: Any
+) -> AsyncIterator[tuple[ExactEngine, TokenClient]]:
+    """A fake engine and a token-in client for it."""
+    async with engine_at(folder, **fields) as engine:
+        client = client_of(engine, wire)
+        yield engine, client
+        await client.aclose()
+
+
+def continues(after: Completion, before: Completion) -> bool:
+    """Whether a prompt begins with another call's prompt and what was sampled there."""
+    assert after.tokens is not None
+    assert before.tokens is not None
+    path = (before.tokens.prompt_ids or ()) + (before.tokens.completion_ids or ())
+    return (after.tokens.prompt_ids or ())[: len(path)] == path
+
+
 def script(*steps: Any) -> str:
     """A prompt that makes the engine say these."""
     return f"Please.\nSCRIPT: {json.dumps(list(steps))}\n"

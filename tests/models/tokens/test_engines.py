@@ -11,8 +11,8 @@ from engines_kit import (
     WIRES,
     agree,
     asked,
-    client_of,
-    engine_at,
+    client_at,
+    continues,
     kind,
     played,
     request_of,
@@ -28,16 +28,13 @@ from hermes_rl.testing import tiny_renderer
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("split", ["canonical", "random"])
 async def test_ids_and_logprobs_are_those_that_were_sampled(tmp_path, wire, split):
-    async with engine_at(tmp_path / "t", split=split, version="w7") as engine:
-        client = client_of(engine, wire)
+    async with client_at(wire, tmp_path / "t", split=split, version="w7") as (engine, client):
         cold = replace(FREE, temperature=0.6)
         conversation, answers = await played(client, asked(script(*STEPS)), sampling=cold)
-        await client.aclose()
     agree(answers, engine.truth, kind(wire))
     assert [a.tokens.source for a in answers] == ["engine", "bridged", "bridged"]
     for before, after in pairwise(answers):
-        path = before.tokens.prompt_ids + before.tokens.completion_ids
-        assert after.tokens.prompt_ids[: len(path)] == path
+        assert continues(after, before)
     assert [a.finish_reason for a in answers] == ["tool_calls", "tool_calls", "length"]
     assert texts(conversation) == ["Well,", "", "It is cut"]
     assert conversation[2].reasoning_content == "hm"
@@ -53,11 +50,9 @@ async def test_ids_and_logprobs_are_those_that_were_sampled(tmp_path, wire, spli
 
 
 async def test_another_end_token_is_no_text_and_the_turn_is_closed_behind_it(tmp_path):
-    async with engine_at(tmp_path / "t") as engine:
-        client = client_of(engine, "vllm")
+    async with client_at("vllm", tmp_path / "t") as (engine, client):
         step = {"text": "Over.", "run": "ls", "end": "<|endoftext|>"}
         _, answers = await played(client, asked(script(step, "done")))
-        await client.aclose()
     agree(answers, engine.truth)
     first, second = answers
     assert "endoftext" not in (first.message.raw_content or "") + first.message.content
@@ -67,8 +62,7 @@ async def test_another_end_token_is_no_text_and_the_turn_is_closed_behind_it(tmp
 
 
 async def test_an_answer_that_was_thrown_away_is_asked_for_again_from_the_same_prompt(tmp_path):
-    async with engine_at(tmp_path / "t", split="random") as engine:
-        client = client_of(engine, "sglang")
+    async with client_at("sglang", tmp_path / "t", split="random") as (_engine, client):
         steps = ({"run": "ls"}, [{"text": "no"}, {"text": "yes"}], "end")
         conversation, _ = await played(client, asked(script(*steps)), turns=1)
         conversation.append(UserMessage(content="And?"))
@@ -76,19 +70,16 @@ async def test_an_answer_that_was_thrown_away_is_asked_for_again_from_the_same_p
         conversation.append(answers[0].message)  # the first one is kept after all
         conversation.append(UserMessage(content="Then?"))
         last = await client.complete(request_of(conversation, 3))
-        await client.aclose()
     first, again = answers
     assert first.tokens.prompt_ids == again.tokens.prompt_ids
     assert again.tokens.fork_reason == "retry"
     assert (first.message.content, again.message.content) == ("no", "yes")
-    path = first.tokens.prompt_ids + first.tokens.completion_ids
-    assert last.tokens.prompt_ids[: len(path)] == path
+    assert continues(last, first)
     assert last.tokens.fork_reason == "edited_history"
 
 
 async def test_of_two_equal_answers_the_conversation_goes_on_from_the_one_that_it_holds(tmp_path):
-    async with engine_at(tmp_path / "t", split="random") as engine:
-        client = client_of(engine, "vllm")
+    async with client_at("vllm", tmp_path / "t", split="random") as (_engine, client):
         conversation = Conversation(asked(script("The very same words, twice.", "end")))
         twice = [await client.complete(request_of(conversation, n)) for n in (0, 1)]
         assert twice[0].message == twice[1].message
@@ -96,9 +87,7 @@ async def test_of_two_equal_answers_the_conversation_goes_on_from_the_one_that_i
         for kept in twice:
             going_on = conversation_with(conversation, kept.message)
             answer = await client.complete(request_of(going_on, 2))
-            path = kept.tokens.prompt_ids + kept.tokens.completion_ids
-            assert answer.tokens.prompt_ids[: len(path)] == path
-        await client.aclose()
+            assert continues(answer, kept)
 
 
 def conversation_with(conversation: Conversation, message: AssistantMessage) -> Conversation:
@@ -108,8 +97,7 @@ def conversation_with(conversation: Conversation, message: AssistantMessage) -> 
 
 
 async def test_what_this_conversation_did_not_sample_is_rendered(tmp_path):
-    async with engine_at(tmp_path / "t", split="random") as engine:
-        client = client_of(engine, "vllm")
+    async with client_at("vllm", tmp_path / "t", split="random") as (engine, client):
         shot = [UserMessage(content="Two?"), AssistantMessage(content="Four.")]
         prompt = [
             *asked("x")[:1],
@@ -124,41 +112,34 @@ async def test_what_this_conversation_did_not_sample_is_rendered(tmp_path):
         for message in said:  # turns that a harness wrote itself, behind a sampled one
             conversation.append(message)
         answer = await client.complete(request_of(conversation, 9))
-        await client.aclose()
     assert answer.tokens.source == "bridged"
     assert answer.tokens.prompt_ids[: len(path)] == path
     assert "Mine." in engine.vocabulary.text(answer.tokens.prompt_ids[len(path) :])
 
 
 async def test_an_edited_answer_begins_a_new_branch(tmp_path):
-    async with engine_at(tmp_path / "t", split="random") as engine:
-        client = client_of(engine, "vllm")
+    async with client_at("vllm", tmp_path / "t", split="random") as (_engine, client):
         conversation, answers = await played(client, asked(script(*STEPS[:1], "on")))
         other = AssistantMessage(content="Said by somebody else.")
-        edited = Conversation([*list(conversation)[:-1], other, UserMessage(content="And?")])
-        edited.attachments.update(conversation.attachments)
-        answer = await client.complete(request_of(edited, 5))
-        await client.aclose()
+        before = Conversation(list(conversation)[:-1])
+        before.attachments.update(conversation.attachments)
+        answer = await client.complete(request_of(conversation_with(before, other), 5))
     assert answer.tokens.fork_reason == "edited_history"
-    path = answers[0].tokens.prompt_ids + answers[0].tokens.completion_ids
-    assert answer.tokens.prompt_ids[: len(path)] == path  # but for what was kept
+    assert continues(answer, answers[0])  # but for what was kept
 
 
 async def test_a_template_that_drops_reasoning_forks_and_says_so(tmp_path):
-    async with engine_at(tmp_path / "t", family="qwen3", split="random") as engine:
-        client = client_of(engine, "vllm")
+    async with client_at("vllm", tmp_path / "t", family="qwen3") as (engine, client):
         steps = ({"reasoning": "Let me see.", "text": "A."}, "B.")
         conversation, answers = await played(client, asked(script(*steps)), turns=1)
         conversation.append(UserMessage(content="And now?"))
         answer = await client.complete(request_of(conversation, 1))
-        await client.aclose()
     agree([*answers, answer], engine.truth)
     assert (answer.tokens.source, answer.tokens.fork_reason) == ("engine", "dropped_reasoning")
 
 
 async def test_layers_that_are_sent_and_not_stored_are_rendered_and_bridge_as_well(tmp_path):
-    async with engine_at(tmp_path / "t", split="random") as engine:
-        client = client_of(engine, "vllm")
+    async with client_at("vllm", tmp_path / "t", split="random") as (engine, client):
         layers = {
             "ephemeral": "Today is a secret.",
             "prefill": (UserMessage(content="Hi"), AssistantMessage(content="Hello")),
@@ -168,9 +149,7 @@ async def test_layers_that_are_sent_and_not_stored_are_rendered_and_bridge_as_we
         conversation.append(first.message)
         conversation.append(UserMessage(content="Go on."))
         second = await client.complete(request_of(conversation, 1, **layers))
-        await client.aclose()
     assert "secret" in engine.vocabulary.text(first.tokens.prompt_ids)
     assert "Hello" in engine.vocabulary.text(first.tokens.prompt_ids)
-    path = first.tokens.prompt_ids + first.tokens.completion_ids
-    assert second.tokens.prompt_ids[: len(path)] == path
+    assert continues(second, first)
     assert second.tokens.source == "bridged"

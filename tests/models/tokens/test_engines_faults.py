@@ -8,7 +8,8 @@ from engines_kit import (
     WIRES,
     agree,
     asked,
-    client_of,
+    client_at,
+    continues,
     engine_at,
     kind,
     played,
@@ -35,7 +36,7 @@ from hermes_rl.models import (
     TokenCapture,
 )
 from hermes_rl.models.tokens import TokenClient, TokenWire, token_client
-from hermes_rl.testing import FaultPlan, tiny_renderer
+from hermes_rl.testing import tiny_renderer
 
 
 @pytest.mark.parametrize(
@@ -43,12 +44,10 @@ from hermes_rl.testing import FaultPlan, tiny_renderer
     [{"sampling": Sampling(stop=("</s>",))}, {"extra": {"stop": ["x"]}}, {"extra": {"n": 2}}],
 )
 async def test_what_would_break_the_ids_is_refused(tmp_path, fields):
-    async with engine_at(tmp_path / "t") as engine:
-        client = client_of(engine, "vllm")
+    async with client_at("vllm", tmp_path / "t") as (engine, client):
         request = request_of(Conversation(asked("a")), **fields)
         with pytest.raises(UserError, match="exact tokens"):
             await client.complete(request)
-        await client.aclose()
     assert not engine.truth
 
 
@@ -63,15 +62,13 @@ async def test_the_sdk_s_transport_carries_ids_as_well(tmp_path, wire):
 
 
 async def test_images_are_refused_before_anything_is_sent(tmp_path):
-    async with engine_at(tmp_path / "t") as engine:
-        client = client_of(engine, "vllm")
+    async with client_at("vllm", tmp_path / "t") as (engine, client):
         picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
         request = request_of(Conversation([UserMessage(content=[picture])]))
         with pytest.raises(UserError, match="image"):
             client.bound(request)
         with pytest.raises(UserError, match="image"):
             await client.complete(request)
-        await client.aclose()
     assert not engine.truth
 
 
@@ -90,15 +87,13 @@ FAULTS = {
 async def test_a_failed_call_leaves_no_trace_and_the_next_has_the_same_prompt(
     tmp_path, wire, fault, error
 ):
-    async with engine_at(tmp_path / "t", split="random") as engine:
-        client = client_of(engine, wire)
+    async with client_at(wire, tmp_path / "t", split="random") as (engine, client):
         steps = ({"run": "ls"}, [{"text": "lost", "fault": fault}, {"text": "found"}], "end")
         conversation, answers = await played(client, asked(script(*steps)), turns=1)
         conversation.append(UserMessage(content="And?"))
         with pytest.raises(error):
             await client.complete(request_of(conversation, 1))
         answer = await client.complete(request_of(conversation, 2))
-        await client.aclose()
     agree([*answers, answer], engine.truth, kind(wire))
     assert answer.message.content == "found"
     assert answer.tokens.source == "bridged"
@@ -109,19 +104,15 @@ async def test_a_failed_call_leaves_no_trace_and_the_next_has_the_same_prompt(
 
 @pytest.mark.parametrize("wire", WIRES)
 async def test_a_prompt_that_does_not_fit_is_an_overflow(tmp_path, wire):
-    async with engine_at(tmp_path / "t", window=64) as engine:
-        client = client_of(engine, wire)
+    async with client_at(wire, tmp_path / "t", window=64) as (_engine, client):
         with pytest.raises(ContextOverflow) as refused:
             await client.complete(request_of(Conversation(asked("word " * 100))))
-        await client.aclose()
     assert refused.value.facts.context_limit == 64
 
 
 async def test_calls_side_by_side_keep_their_own_ids(tmp_path):
-    async with engine_at(
-        tmp_path / "t", split="random", latency_s=0.01, faults=FaultPlan(seed=3, rates={"slow": 0})
-    ) as engine:
-        client = client_of(engine, "vllm")
+    slow = {"split": "random", "latency_s": 0.01}
+    async with client_at("vllm", tmp_path / "t", **slow) as (engine, client):
         parallel = Conversation(asked("Say something."))
         same = [client.complete(request_of(parallel, n)) for n in range(8)]
         runs = [played(client, asked(script(*STEPS[:1], f"end {n}"))) for n in range(12)]
@@ -129,7 +120,6 @@ async def test_calls_side_by_side_keep_their_own_ids(tmp_path):
         parallel.append(together[0][0].message)
         parallel.append(UserMessage(content="Go on."))
         gone_on = await client.complete(request_of(parallel, 99))
-        await client.aclose()
     answers, played_runs = together
     truth = {entry.request_id: entry for entry in engine.truth}
     for answer in [*answers, *(a for _, run in played_runs for a in run)]:
@@ -138,8 +128,7 @@ async def test_calls_side_by_side_keep_their_own_ids(tmp_path):
         assert answer.tokens.completion_ids == entry.sampled_ids
     assert len({a.tokens.prompt_ids for a in answers}) == 1
     first = answers[0]  # seven calls later it is still known
-    path = first.tokens.prompt_ids + first.tokens.completion_ids
-    assert gone_on.tokens.prompt_ids[: len(path)] == path
+    assert continues(gone_on, first)
     for n, (_, run) in enumerate(played_runs):
         assert run[-1].message.content == f"end {n}"
 

@@ -3,7 +3,7 @@
 import asyncio
 from itertools import pairwise
 
-from engines_kit import agree, asked, client_of, engine_at, request_of, script
+from engines_kit import agree, asked, client_at, continues, request_of, script
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -34,18 +34,15 @@ steps = st.lists(
 @given(steps=steps, family=st.sampled_from(["chatml", "coder", "text_arguments"]))
 def test_whatever_is_said_the_ids_are_the_engine_s(tmp_path, steps, family):
     async def episode() -> None:
-        async with engine_at(tmp_path / family, family=family) as engine:
-            client = client_of(engine, "vllm")
+        async with client_at("vllm", tmp_path / family, family=family) as (engine, client):
             conversation = Conversation([SystemMessage(content="S"), *asked(script(*steps))[1:]])
             answers = []
             for number in range(len(steps)):
                 answers.append(await client.complete(request_of(conversation, number)))
                 conversation.append(answers[-1].message)
                 conversation.append(UserMessage(content="Go on. <|im_start|>"))
-            await client.aclose()
         agree(answers, engine.truth)
         for before, after in pairwise(answers):
-            path = before.tokens.prompt_ids + before.tokens.completion_ids
-            assert after.tokens.prompt_ids[: len(path)] == path
+            assert continues(after, before)
 
     asyncio.run(episode())

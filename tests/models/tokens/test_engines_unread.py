@@ -1,7 +1,7 @@
 """A model whose tool calls no parser here reads: said at the start, not found out later."""
 
 import pytest
-from engines_kit import asked, client_of, engine_at, played, request_of, script
+from engines_kit import asked, client_at, engine_at, played, request_of, script
 from render_kit import GLM_LIKE
 
 from hermes_rl.config import parse_config
@@ -106,14 +106,11 @@ async def test_a_run_asks_by_its_toolsets(tmp_path):
 async def test_an_episode_in_a_form_without_tags_keeps_its_ids(
     tmp_path, family, said, end, header, lead
 ):
+    fields = {"family": family, "header": header, "end": end, "split": "random"}
     steps = ["never"] * lead + [{"raw": said, "end": end}, "Done."]
-    async with engine_at(
-        tmp_path / "t", family=family, header=header, end=end, split="random"
-    ) as engine:
-        client = client_of(engine, "vllm")
+    async with client_at("vllm", tmp_path / "t", **fields) as (engine, client):
         prompt = [UserMessage(content=script(*steps) + "Now.")]
         _, answers = await played(client, prompt)
-        await client.aclose()
     assert [bool(answer.message.tool_calls) for answer in answers] == [True, False]
     (call,) = answers[0].message.tool_calls
     assert (call.name, call.arguments) == ("terminal", '{"command": "ls"}')

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from engines_kit import asked, client_of, engine_at, played, request_of, script, texts
+from engines_kit import asked, client_at, engine_at, played, request_of, script, texts
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -86,10 +86,8 @@ def test_logprobs_are_the_log_softmax_and_chances_follow_them():
 
 async def test_the_log_holds_every_id_and_survives_in_a_file(tmp_path):
     log = tmp_path / "truth.jsonl"
-    async with engine_at(tmp_path / "t", log=log) as engine:
-        client = client_of(engine, "vllm")
+    async with client_at("vllm", tmp_path / "t", log=log) as (engine, client):
         await played(client, asked(script({"run": "ls"}, {"text": "cut", "cut": 2})))
-        await client.aclose()
         truth = engine.truth
     assert read_truth(log) == truth
     assert [entry.call_id for entry in truth] == ["call-0", "call-1"]
@@ -110,32 +108,26 @@ async def test_the_log_holds_every_id_and_survives_in_a_file(tmp_path):
 async def test_a_script_may_be_all_that_a_prompt_says(tmp_path, family, header, behind):
     """What a template puts before and behind it belongs to no script."""
     steps = json.dumps([{"text": "one"}, {"text": "[two]"}, [{"text": "three"}]])
-    async with engine_at(tmp_path / "t", family=family, header=header) as engine:
-        client = client_of(engine, "vllm")
+    async with client_at("vllm", tmp_path / "t", family=family, header=header) as (_engine, client):
         conversation = Conversation([UserMessage(content=f"SCRIPT: {steps}{behind}")])
         for number in range(4):
             answer = await client.complete(request_of(conversation, number))
             conversation.append(answer.message)
             conversation.append(UserMessage(content="And?"))
-        await client.aclose()
     assert texts(conversation) == ["one", "[two]", "three", "done"]
 
 
 async def test_a_script_that_is_none_is_said(tmp_path):
-    async with engine_at(tmp_path / "t") as engine:
-        client = client_of(engine, "vllm")
+    async with client_at("vllm", tmp_path / "t") as (_engine, client):
         with pytest.raises(ModelError, match="SCRIPT is not a JSON list"):
             await client.complete(request_of(Conversation(asked('SCRIPT: ["one"'))))
-        await client.aclose()
 
 
 async def test_the_same_requests_get_the_same_answers_and_another_seed_others(tmp_path):
     async def answers(seed: int, sampling_seed: int) -> list[tuple[int, ...]]:
-        async with engine_at(tmp_path / "t", seed=seed) as engine:
-            client = client_of(engine, "vllm")
+        async with client_at("vllm", tmp_path / "t", seed=seed) as (engine, client):
             for _ in range(2):
                 await played(client, asked("Say."), turns=1, sampling=Sampling(seed=sampling_seed))
-            await client.aclose()
             return [entry.sampled_ids for entry in engine.truth]
 
     first, again = await answers(1, 7), await answers(1, 7)
