@@ -3,10 +3,12 @@
 import json
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from render_kit import texts
@@ -55,118 +57,23 @@ def coder(name: str, **values: str) -> str:
     return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
 
-LS, NOW = ("terminal", '{"command":  "ls"}', None), ("now", "{}", None)
-H_LS, H_NOW = hermes(*LS[:2]), hermes(*NOW[:2])
-H_BAD = hermes("terminal", '{"command": }')
-L_LS = '{"name": "terminal", "parameters": {"command":  "ls"}}'
-L_NOW = '{"name": "now", "parameters": {}}'
-L_BAD = '{"name": "terminal", "parameters": {"command": }}'
-M_LS, M_NOW, M_BAD = (text.replace("parameters", "arguments") for text in (L_LS, L_NOW, L_BAD))
+H_LS, H_NOW = hermes("terminal", '{"command":  "ls"}'), hermes("now", "{}")
 C_A, C_NOW = coder("terminal", command="a"), coder("now")
-A = ("terminal", '{"command": "a"}', None)
-TRICKY = '{"command": "x </tool_call> <tool_call>{} y"}'
-CUT = "ends in the middle"
-
-CALLS: list[tuple[ToolCallParser, str, list[tuple[str, str, str | None]], str]] = [
-    (HERMES, f"First.\n{H_LS}\n{H_NOW}\nAnd last.", [LS, NOW], "First.\nAnd last."),
-    (HERMES, hermes("terminal", TRICKY), [("terminal", TRICKY, None)], ""),
-    (HERMES, '<tool_call>\n{"name": "now"}\n</tool_call>', [NOW], ""),
-    (HERMES, hermes("now", "null"), [NOW], ""),
-    (HERMES, hermes("terminal", json.dumps(LS[1])), [LS], ""),
-    (HERMES, hermes("now", '{"a": "b\nc"}'), [("now", '{"a": "b\nc"}', None)], ""),
-    (HERMES, H_LS.removesuffix("\n</tool_call>"), [LS], ""),
-    (
-        HERMES,
-        f"{H_NOW}\n{H_BAD}\n{H_LS}",
-        [NOW, ("terminal", '{"command": }}', "cannot be read: Expecting value"), LS],
-        "",
-    ),
-    (
-        HERMES,
-        hermes("terminal", "{'command': 'ls'}"),
-        [("terminal", "{'command': 'ls'}}", "cannot be read")],
-        "",
-    ),
-    (HERMES, H_LS[:58], [("terminal", '{"command":', CUT)], ""),
-    (HERMES, '<tool_call>\n{"na', [("", '{"na', CUT)], ""),
-    (
-        HERMES,
-        '<tool_call>\n{"name": "terminal", "arg\n' + H_NOW,
-        [("terminal", '{"name": "terminal", "arg', "cannot be read"), NOW],
-        "",
-    ),
-    (
-        HERMES,
-        '<tool_call>\n{"name": "now", "arguments": {}} and more\n</tool_call>',
-        [("now", "{}", "has text between")],
-        "",
-    ),
-    (HERMES, '<tool_call>{"arguments": {}}</tool_call>', [("", "{}", 'no "name"')], ""),
-    (HERMES, '<tool_call>{"name": 7, "arguments": {}}</tool_call>', [("", "{}", "name")], ""),
-    (CODER, f"{C_A}\n{C_NOW}", [A, NOW], ""),
-    (CODER, "<tool_call>\n<function=now></function>\n</tool_call>", [NOW], ""),
-    (CODER, C_A.replace("\n</parameter>", ""), [A], ""),
-    (CODER, f"I do.\n{C_A[12:-13]}\nDone.", [A], "I do.\nDone."),
-    (CODER, "<tool_call>\n<function=>\n</function>\n</tool_call>", [("", "{}", "no function")], ""),
-    (
-        CODER,
-        f"{C_A}\n<tool_call>\n<function=now>\npath = a\n</function>\n</tool_call>\n{C_NOW}",
-        [A, ("now", "\npath = a\n</function>", "where a parameter belongs"), NOW],
-        "",
-    ),
-    (
-        CODER,
-        f"<tool_call>\n<function=now>\n<parameter=a>\nno end\n{C_A}",
-        [("now", "\n<parameter=a>\nno end\n", "breaks off"), A],
-        "",
-    ),
-    (
-        CODER,
-        f"{C_A}\n<tool_call>\n<function=now>\n<parameter=path>\na.tx",
-        [A, ("now", "\n<parameter=path>\na.tx", "breaks off")],
-        "",
-    ),
-    (LLAMA, f"\n {L_LS}\n", [LS], ""),
-    (LLAMA, f"<|python_tag|>{L_LS};<|python_tag|>{L_NOW}", [LS, NOW], ""),
-    (LLAMA, f"{L_LS}; {L_NOW}", [LS, NOW], ""),
-    (LLAMA, f"{L_LS}\n{L_NOW}", [LS, NOW], ""),
-    (LLAMA, f"{L_LS}\n\nThat lists them.", [LS], "That lists them."),
-    (LLAMA, M_LS, [LS], ""),
-    (LLAMA, '{"type": "function", ' + L_NOW[1:], [NOW], ""),
-    (LLAMA, '{"name": "now"}', [NOW], ""),
-    (LLAMA, '{"name": "now", "parameters": null}', [NOW], ""),
-    (LLAMA, '{"name": "unknown", "parameters": {}}', [("unknown", "{}", None)], ""),
-    (LLAMA, '{"name": "", "parameters": {}}', [("", "{}", 'no "name"')], ""),
-    (LLAMA, f"{L_BAD}; {L_NOW}", [("terminal", '{"command": }}', "Expecting value"), NOW], ""),
-    (LLAMA, L_LS[:40], [("terminal", '{"com', CUT)], ""),
-    (MISTRAL, f"Well.\n[TOOL_CALLS] [{M_LS}, {M_NOW}] Then.", [LS, NOW], "Well.\nThen."),
-    (MISTRAL, f"[TOOL_CALLS][{M_LS}][TOOL_CALLS] [{M_NOW}]", [LS, NOW], ""),
-    (MISTRAL, f"[TOOL_CALLS]{M_NOW}", [NOW], ""),
-    (MISTRAL, '[TOOL_CALLS]terminal{"command":  "ls"}[TOOL_CALLS]now{}', [LS, NOW], ""),
-    (MISTRAL, f'[TOOL_CALLS]terminal[CALL_ID]{ID}[ARGS]{{"command":  "ls"}}', [LS], ""),
-    (MISTRAL, "[TOOL_CALLS]now[ARGS]{}", [NOW], ""),
-    (MISTRAL, f"[TOOL_CALLS] [{M_LS}", [LS], ""),
-    (
-        MISTRAL,
-        f"[TOOL_CALLS] [{M_BAD}, {M_NOW}]",
-        [("terminal", '{"command": }}', "cannot be read"), NOW],
-        "",
-    ),
-    (MISTRAL, '[TOOL_CALLS] [{"arguments": {}}]', [("", "{}", 'no "name"')], ""),
-    (MISTRAL, "[TOOL_CALLS]now{[TOOL_CALLS]now{}", [("now", "{", "cannot be read"), NOW], ""),
-    (MISTRAL, "[TOOL_CALLS]terminal{", [("terminal", "{", CUT)], ""),
-]
+L_LS = '{"name": "terminal", "parameters": {"command":  "ls"}}'
+M_NOW = '{"name": "now", "arguments": {}}'
+TEXTS = yaml.safe_load(Path(__file__).with_name("parsed_texts.yaml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(("parser", "text", "calls", "content"), CALLS)
-def test_calls_are_read_with_their_arguments_as_written(
-    parser: ToolCallParser, text: str, calls: list[tuple[str, str, str | None]], content: str
-) -> None:
-    parsed = parser.parse(text, TOOLS)
+@pytest.mark.parametrize(
+    ("parser", "case"), [(name, case) for name, cases in TEXTS["calls"].items() for case in cases]
+)
+def test_calls_are_read_with_their_arguments_as_written(parser: str, case: dict[str, Any]) -> None:
+    text, calls = case["text"], [(*call, None)[:3] for call in case["calls"]]
+    parsed = parser_named(parser).parse(text, TOOLS)
     assert [(c.name, c.arguments_text) for c in parsed.calls] == [call[:2] for call in calls]
     for found, (_, _, error) in zip(parsed.calls, calls, strict=True):
         assert (found.error is None) if error is None else (error in (found.error or ""))
-    assert parsed.content == content
+    assert parsed.content == case.get("content", "")
     assert not parsed.suspected_unparsed
     assert len({call.id for call in parsed.calls}) == len(calls)
     message = parsed.message(text)
@@ -181,37 +88,13 @@ def test_the_places_of_calls_include_their_tags() -> None:
         assert tuple(text[call.start : call.end] for call in found) == calls
 
 
-OTHER = [
-    *((parser, "", False) for parser in PARSERS.values()),
-    *((parser, " \n hello \n", False) for parser in PARSERS.values()),
-    *((parser, "if a < b and {c: d}", False) for parser in PARSERS.values()),
-    *((parser, '{"a": 1}', False) for parser in PARSERS.values()),
-    *((parser, f"```json\n{M_LS}\n```", True) for parser in PARSERS.values()),
-    *((parser, L_LS, True) for parser in (HERMES, CODER, MISTRAL)),
-    *((parser, "Write <tool_call> around it.", True) for parser in PARSERS.values()),
-    *((parser, "</tool_call>", True) for parser in PARSERS.values()),
-    *((parser, '[TOOL_CALLS] [{"name": "x"}]', True) for parser in (HERMES, CODER, LLAMA)),
-    *((parser, "a function= b", False) for parser in PARSERS.values()),
-    (HERMES, C_NOW, True),
-    (CODER, H_NOW, True),
-    (CODER, f"I do {C_A[12:-13].replace('terminal', 'unknown')}", True),
-    (LLAMA, '{"name": "Ada", "age": 36}', False),
-    (LLAMA, '{"name": "unknown", "parameters": {}} is no tool', False),
-    (LLAMA, f"I would say {L_LS}", True),
-    (LLAMA, '{"name": "unknown", "parameters": {"a', False),
-    (LLAMA, "<|python_tag|>print(1)", True),
-    (MISTRAL, "[TOOL_CALLS] []", True),
-    (MISTRAL, "[TOOL_CALLS] now", True),
-]
-
-
-@pytest.mark.parametrize(("parser", "text", "suspected"), OTHER)
-def test_other_text_is_left_and_flagged_if_it_may_have_been_a_call(
-    parser: ToolCallParser, text: str, suspected: bool
-) -> None:
-    parsed = parser.parse(text, TOOLS)
-    assert parsed == Parsed(content=text, suspected_unparsed=suspected)
-    assert parsed.message(text).raw_content is None
+@pytest.mark.parametrize("case", TEXTS["other"])
+def test_other_text_is_left_and_flagged_if_it_may_have_been_a_call(case: dict[str, Any]) -> None:
+    for name in case["parsers"]:
+        parsed = parser_named(name).parse(case["text"], TOOLS)
+        suspected = case.get("suspected", False)
+        assert parsed == Parsed(content=case["text"], suspected_unparsed=suspected)
+        assert parsed.message(case["text"]).raw_content is None
 
 
 def test_without_tools_json_is_an_answer() -> None:
