@@ -3,12 +3,15 @@
 import json
 import time
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wire_kit import cases
 
 from hermes_rl.messages import (
     AssistantMessage,
+    Message,
     SystemMessage,
     ToolCall,
     ToolMessage,
@@ -18,7 +21,6 @@ from hermes_rl.messages import (
 from hermes_rl.models import Conversation, ModelRequest
 from hermes_rl.models.prepare import (
     NO_IMAGE,
-    NO_RESULT,
     REPAIRS,
     cache_marks,
     canonical_json,
@@ -180,33 +182,9 @@ def test_a_turn_prepares_and_encodes_only_what_it_adds():
 # Roles and results
 
 
-@pytest.mark.parametrize(
-    ("history", "sent"),
-    [
-        ([user("a"), user("b")], [user("a\n\nb")]),
-        (
-            [user("a"), UserMessage(content=[{"type": "text", "text": "b"}])],
-            [UserMessage(content=[{"type": "text", "text": t} for t in "ab"])],
-        ),
-        (
-            [user(), said_by_model("a"), said_by_model("b", "1"), result("1")],
-            [user(), said_by_model("a\n\nb", "1"), result("1")],
-        ),
-        # Only thinking: left out, and the users around it become one
-        ([user("a"), said_by_model(reasoning_content="hm"), user("b")], [user("a\n\nb")]),
-        (
-            [user(), said_by_model("", "1", "2"), result("2"), user("go on")],
-            [user(), said_by_model("", "1", "2"), result("2"), result("1", NO_RESULT),
-             user("go on")],
-        ),
-        ([user("a"), result("9"), user("b")], [user("a\n\nb")]),
-        (  # a result that comes twice, and one that comes too late
-            [user(), said_by_model("", "1"), result("1"), result("1"), user("x"), result("1")],
-            [user(), said_by_model("", "1"), result("1"), user("x")],
-        ),
-    ],
-)  # fmt: skip
-def test_roles_and_results(history, sent):
+@pytest.mark.parametrize("row", cases("prepared", "histories"))
+def test_roles_and_results(row):
+    history, sent = (msgspec.convert(row[name], list[Message]) for name in ("history", "sent"))
     assert prepare(history) == sent
     assert prepare(history, exact=True) == history
 
@@ -214,37 +192,9 @@ def test_roles_and_results(history, sent):
 # Arguments
 
 
-@pytest.mark.parametrize(
-    ("text", "meant"),
-    [
-        ('{"a": 1}', {"a": 1}),
-        ("", {}),
-        ("  \n", {}),
-        ('{"a": "line\nbreak"}', {"a": "line\nbreak"}),
-        ('{"a": 1,}', {"a": 1}),
-        ('{"a": [1, 2,],}', {"a": [1, 2]}),
-        ("{'a': True, 'b': None}", {"a": True, "b": None}),
-        ('```json\n{"a": 1}\n```', {"a": 1}),
-        ('"{\\"a\\": 1}"', {"a": 1}),
-        ('{"command": "ls -l', {"command": "ls -l"}),
-        ('{"a": {"b": [1, 2', {"a": {"b": [1, 2]}}),
-        ('{"a": 1, "b', {"a": 1}),
-        ('{"a": 1, "b":', {"a": 1}),
-        ('{"a', {}),
-        ("{", {}),
-        ('{"a": "x\\', {"a": "x"}),
-        ('{"a": 1, "b": "half \\u00', {"a": 1, "b": "half "}),
-        ('{"a": 1, "b": tru', {"a": 1}),
-        ('{"a": [1, {"b": 2}, {"c', {"a": [1, {"b": 2}, {}]}),
-        ("{'a': '\\d'}", {"a": "\\d"}),
-        ("ls -l", {"_unparsed": "ls -l"}),
-        ("[1]", {"_unparsed": "[1]"}),
-        ("null", {"_unparsed": "null"}),
-        ('{"a": NaN}', {"_unparsed": '{"a": NaN}'}),
-    ],
-)
-def test_what_arguments_must_have_meant(text, meant):
-    assert json.loads(repaired_arguments(text)) == meant
+@pytest.mark.parametrize("row", cases("prepared", "arguments"))
+def test_what_arguments_must_have_meant(row):
+    assert json.loads(repaired_arguments(row["text"])) == row["meant"]
 
 
 @few
