@@ -225,30 +225,31 @@ def waiting(place, spent=0):
     return UnitSpending(place, spent, 0, WORST)
 
 
-def test_while_nobody_knows_what_a_unit_costs_few_begin():
-    units = [waiting(place) for place in range(60)]
-    costs = Costs(WORST, None)
-    assert may_spend(units, 2 * CALLS * WORST, costs, more=60) == {0, 1}
-    assert may_spend(units, WORST, costs, more=60) == {0}
-    assert may_spend(units, 120 * CALLS * WORST, costs, more=60) is None
+NEW = [waiting(place) for place in range(60)]
+BEGUN = [waiting(0), waiting(7, spent=50), waiting(3, spent=250)]
+AT_ITS_TOOLS = [UnitSpending(1, spent=100), waiting(2, spent=10)]
 
 
-def test_begun_units_come_first_and_what_they_need_is_set_aside():
-    units = [waiting(0), waiting(7, spent=50), waiting(3, spent=250)]
-    assert may_spend(units, 1000, Costs(WORST, 300), more=60) == {3, 7, 0}
-    assert may_spend(units, 500, Costs(WORST, 300), more=60) == {3, 7}
-    assert may_spend(units, 300, Costs(WORST, 300), more=60) == {3}
-
-
-def test_a_unit_at_its_tools_keeps_its_place():
-    working = UnitSpending(1, spent=100)
-    assert may_spend([working, waiting(2, spent=10)], 450, Costs(WORST, 300), more=9) == set()
-    assert may_spend([working, waiting(2, spent=10)], 500, Costs(WORST, 300), more=9) == {2}
-
-
-def test_calls_of_no_unit_never_wait_for_units():
-    units = [waiting(-1), waiting(-1), waiting(0)]
-    assert may_spend(units, 3 * WORST, Costs(WORST, 300), more=9) == {-1, 0}
+@pytest.mark.parametrize(
+    ("units", "left", "average", "more", "places"),
+    [
+        # While nobody knows what a unit costs, few begin.
+        (NEW, 2 * CALLS * WORST, None, 60, {0, 1}),
+        (NEW, WORST, None, 60, {0}),
+        (NEW, 120 * CALLS * WORST, None, 60, None),
+        # Begun units come first, and what they need is set aside.
+        (BEGUN, 1000, 300, 60, {3, 7, 0}),
+        (BEGUN, 500, 300, 60, {3, 7}),
+        (BEGUN, 300, 300, 60, {3}),
+        # A unit at its tools keeps its place.
+        (AT_ITS_TOOLS, 450, 300, 9, set()),
+        (AT_ITS_TOOLS, 500, 300, 9, {2}),
+        # Calls of no unit never wait for units.
+        ([waiting(-1), waiting(-1), waiting(0)], 3 * WORST, 300, 9, {-1, 0}),
+    ],
+)
+def test_which_units_may_spend(units, left, average, more, places):
+    assert may_spend(units, left, Costs(WORST, average), more=more) == places
 
 
 @settings(deadline=None, max_examples=60)

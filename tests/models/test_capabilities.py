@@ -178,14 +178,6 @@ def test_the_slope_tells_the_kind(at_one: dict[str, float], shift: float, kind: 
     assert kind_of(at_one, at_half) == (kind if spread > 0.2 else kind_of(at_one, at_half))
 
 
-def test_too_little_tells_nothing() -> None:
-    assert kind_of({}, {}) == "unknown"
-    assert kind_of({"a": -1.0}, {"a": -1.0}) == "unknown"
-    assert kind_of({"a": -1.0, "b": -1.0}, {"a": -1.0, "b": -1.0}) == "unknown"
-    assert kind_of({"a": -1.0, "b": -2.0}, {"a": -1.0, "b": -2.5}) == "unknown"
-    assert kind_of({"a": -1.0, "b": -2.0}, {"c": -1.0}) == "unknown"
-
-
 async def test_a_server_that_has_another_name_for_the_bound_can_be_asked() -> None:
     async with FakeServer() as server:
         found = await find_capabilities(Endpoint(server.base_url), "fault-old_cap")

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hermes_rl import errors as e
-from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, UserMessage
+from hermes_rl.messages import SystemMessage, UserMessage
 from hermes_rl.models import Endpoint, Sampling, Timeouts, connect
 from hermes_rl.testing import FakeConfig, FakeServer
 
@@ -37,46 +37,6 @@ def ask(kit):
 
 def script(*steps):
     return "Do this.\nSCRIPT: " + json.dumps(steps)
-
-
-@STREAMED
-async def test_all_that_a_step_can_hold(ask, stream):
-    details = [{"type": "reasoning.encrypted", "data": "opaque", "index": 0}]
-    step = {
-        "text": "Both at once. ünïcode 🚀",
-        "reasoning": "think…",
-        "calls": [
-            {"name": "terminal", "arguments": {"command": "ls"}},
-            {"name": "terminal", "arguments": "{not json"},
-            {"name": "no_such_tool", "arguments": ""},
-        ],
-        "details": details,
-    }
-    async with FakeServer() as server:
-        answer = await ask(server, script(step), stream=stream)
-    assert answer.message == AssistantMessage(
-        content="Both at once. ünïcode 🚀",
-        reasoning_content="think…",
-        tool_calls=(
-            ToolCall(id="call_0_0", name="terminal", arguments='{"command":"ls"}'),
-            ToolCall(id="call_0_1", name="terminal", arguments="{not json"),
-            ToolCall(id="call_0_2", name="no_such_tool", arguments=""),
-        ),
-        reasoning_details=details,
-    )
-    assert answer.first_byte_s > 0
-
-
-@STREAMED
-@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking", "think"])
-async def test_reasoning_is_read_in_each_spelling(ask, stream, field):
-    async with FakeServer() as server:
-        step = {"text": "4", "reasoning": "2 and 2", "field": field}
-        answer = await ask(server, script(step), stream=stream)
-    raw = "<think>\n2 and 2\n</think>\n\n4" if field == "think" else None
-    assert answer.message == AssistantMessage(
-        content="4", reasoning_content="2 and 2", raw_content=raw
-    )
 
 
 async def test_nobody_listens(ask, transport):
@@ -187,16 +147,3 @@ async def test_nothing_caps_the_requests_in_flight(kit, transport):
         await asyncio.wait([waiting])
         await client.aclose()
     assert {entry.outcome for entry in server.entries} == {"dropped"}
-
-
-@STREAMED
-async def test_connections_of_many_rollouts_are_reused(kit, transport, stream):
-    async with FakeServer() as server:
-        client, events = connect(Endpoint(server.base_url, transport=transport)), kit.Events()
-        calling = kit.caller(client, events)
-        async with asyncio.TaskGroup() as group:
-            for _ in range(10):
-                group.create_task(kit.rollout(calling, model="echo-4", stream=stream))
-        assert len(events.ends) == 50
-        assert server.connections_made <= 10
-        await client.aclose()

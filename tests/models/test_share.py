@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from hermes_rl.errors import ModelError, Outage, ServerError
-from hermes_rl.messages import AssistantMessage, UserMessage
-from hermes_rl.models import Completion, Conversation, Endpoint, ModelRequest, connect
+from hermes_rl.messages import UserMessage
+from hermes_rl.models import Conversation, Endpoint, ModelRequest, connect
 from hermes_rl.models.calls import Clock, ModelCaller, RetryPolicy, Route
 from hermes_rl.models.rate import Coordinator, Share, Spend
 from hermes_rl.testing import Conditions, FakeConfig, FakeServer, RateLimits
-from hermes_rl.usage import Usage
 
 SCALE = 12
 """Seconds of the server's clock in one of ours: its minute lasts five seconds."""
@@ -60,16 +59,16 @@ class Load:
 
 
 @pytest.mark.slow
-async def test_eight_workers_find_the_allowed_rate_and_follow_it():
+async def test_eight_workers_find_the_allowed_rate_and_follow_it(kit):
     """Three servers at once: one that tells its limits, one that does not, and one whose answers
     take no time at all, so that one caller alone would ask too often."""
     async with asyncio.TaskGroup() as group:
         for headers, latency_s in ((True, 0.05), (False, 0.05), (False, 0.001)):
-            group.create_task(find_and_follow(headers, latency_s))
+            group.create_task(find_and_follow(kit, headers, latency_s))
 
 
 @asynccontextmanager
-async def eight_workers(rate, latency_s):
+async def eight_workers(kit, rate, latency_s):
     """(server, load, coordinator), with callers in all workers, once the bucket is drained:
     what tells its limits refuses nobody and needs no time."""
     config = FakeConfig(
@@ -88,7 +87,7 @@ async def eight_workers(rate, latency_s):
         ]
         try:
             if not rate.headers:
-                await until(lambda: load.between(0.0, math.inf)[1] >= 3, 30.0)
+                await kit.until(lambda: load.between(0.0, math.inf)[1] >= 3, 30.0)
             yield server, load, scaled
         finally:
             for task in tasks:
@@ -106,17 +105,17 @@ async def steady(load):
     return answered / (PER_S * (ended - began)), refused / (answered + refused)
 
 
-async def find_and_follow(headers, latency_s):
+async def find_and_follow(kit, headers, latency_s):
     """85 % of a rate is used, under 5 % are refused, and a minute after it doubled 85 % of that."""
     rate = RateLimits(requests=PER_MINUTE, headers=headers)
-    async with eight_workers(rate, latency_s) as (server, load, scaled):
+    async with eight_workers(kit, rate, latency_s) as (server, load, scaled):
         used, refused = await steady(load)
         assert used >= 0.85
         assert refused < 0.05
         server.limits.factor, wanted = 2.0, 0.85 * 2 * PER_S * 8 / SCALE
         # Within a minute of the server's, over eight seconds of it. `test_adaptive` has the strict
         # bound of 50 s; the rest is for a busy machine.
-        await until(
+        await kit.until(
             lambda: load.between(time.monotonic() - 8 / SCALE, math.inf)[0] >= wanted,
             60 / SCALE,
         )
@@ -125,24 +124,17 @@ async def find_and_follow(headers, latency_s):
 
 
 @pytest.mark.slow
-async def test_hints_of_89_seconds_do_not_freeze_eight_workers():
+async def test_hints_of_89_seconds_do_not_freeze_eight_workers(kit):
     """Each refused caller waits that long, and all 64 do at first. They come back paced; the strict
-    bounds are those of `test_hints`, on a clock that no busy machine stops."""
+    bounds are those of `test_simulated`, on a clock that no busy machine stops."""
     rate = RateLimits(requests=PER_MINUTE, headers=False, retry_after_s=89.0)
-    async with eight_workers(rate, 0.05) as (_, load, _):
+    async with eight_workers(kit, rate, 0.05) as (_, load, _):
         used, refused = await steady(load)
     assert used >= 0.8
     assert refused < 0.1
 
 
-async def until(holds, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
-
-async def test_three_workers_keep_one_limit_together():
+async def test_three_workers_keep_one_limit_together(kit):
     coordinator, done, in_flight, most = coordinate(6, start=6), [0, 0, 0], 0, 0
 
     async def caller(number, limiter):
@@ -166,9 +158,9 @@ async def test_three_workers_keep_one_limit_together():
             for n, limiter in enumerate(limiters)
             for _ in range(5)
         ]
-        await until(lambda: min(done) > 20)
+        await kit.until(lambda: min(done) > 20)
         shares[0].cooldowns.start("K", 100.0, "billing")
-        await until(lambda: all(share.cooldowns.left_s("K") for share in shares))
+        await kit.until(lambda: all(share.cooldowns.left_s("K") for share in shares))
         assert most <= 6
         for task in tasks:
             task.cancel()
@@ -206,31 +198,6 @@ async def test_a_process_that_is_alone_needs_no_coordinator():
         slot.report(None)
 
 
-class Always:
-    """A client that always answers, or never."""
-
-    api_mode = endpoint = "always"
-
-    def __init__(self, error=None):
-        self.error = error
-
-    async def complete(self, request):
-        await asyncio.sleep(0.002)
-        if self.error is not None:
-            raise self.error
-        return Completion(
-            message=AssistantMessage(content="yes"),
-            finish_reason="stop",
-            usage=Usage(input_tokens=3, output_tokens=1),
-        )
-
-    def bound(self, request):
-        return 11
-
-    async def aclose(self):
-        pass
-
-
 @pytest.mark.parametrize(("others", "raised"), [(True, ServerError), (False, Outage)])
 async def test_what_others_are_answered_tells_an_outage_from_a_bad_request(kit, others, raised):
     """One unit draws 500s only. Where another worker is answered all along it is the unit that
@@ -249,8 +216,8 @@ async def test_what_others_are_answered_tells_an_outage_from_a_bad_request(kit, 
         here, there = [share.limiter("h", "K", "m") for share in shares]
         for share in shares:
             await stack.enter_async_context(share.coordinated(coordinator.handle))
-        bad = Route.single("m", Always(ServerError("500", status=500)), here)
-        good = Route.single("m", Always(), there)
+        bad = Route.single("m", kit.Scripted(ServerError("500", status=500)), here)
+        good = Route.single("m", kit.Scripted(kit.ANSWER), there)
         policy = RetryPolicy(outage_s=45.0, max_attempts=6, cap_s=4.0)
 
         async def busy():
