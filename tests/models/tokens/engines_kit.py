@@ -21,7 +21,14 @@ from hermes_rl.testing import (
     write_tiny_tokenizer,
 )
 
-WIRES = ("vllm", "vllm_generate", "sglang", "llamacpp")
+ROUTES = {
+    "vllm": "/v1/completions",
+    "vllm_generate": "/inference/v1/generate",
+    "sglang": "/generate",
+    "llamacpp": "/completion",
+    "chat": "/v1/chat/completions",
+}
+WIRES = tuple(way for way in ROUTES if way != "chat")
 FREE = Sampling(temperature=1.0, top_p=1.0, top_k=-1)
 TERMINAL: dict[str, Any] = {
     "type": "function",
@@ -68,6 +75,19 @@ def continues(after: Completion, before: Completion) -> bool:
     assert before.tokens is not None
     path = (before.tokens.prompt_ids or ()) + (before.tokens.completion_ids or ())
     return (after.tokens.prompt_ids or ())[: len(path)] == path
+
+
+def config_of(engine: ExactEngine, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A run's configuration with this engine, to parse."""
+    form: dict[str, dict[str, Any]] = {
+        "dataset": {"path": "unused"},
+        "model": {"name": "toy"},
+        "agent": {"preset": "rl"},
+        "sandbox": {"backend": "none"},
+        "endpoint": {"base_url": engine.base_url},
+        "run": {"allow_unsandboxed": True},
+    }
+    return form | {name: {**form[name], **values} for name, values in sections.items()}
 
 
 def script(*steps: Any) -> str:

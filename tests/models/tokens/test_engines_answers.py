@@ -74,6 +74,7 @@ def test_a_whole_answer_is_read(wire):
         ("vllm_generate", generate(token_ids=[7]), "of different tokens"),
         ("vllm_generate", generate(token_ids=[8, 7]), "of different tokens"),
         ("vllm_generate", {**generate(), "usage": {"prompt_tokens": 4}}, "read 4 prompt tokens"),
+        ("sglang", {"text": "", "output_ids": [7, 8]}, "not an answer of sglang_generate"),
         ("sglang", sglang(prompt_tokens=4), "read 4 prompt tokens and was sent 3"),
         ("sglang", sglang(completion_tokens=1), "counted 1 sampled tokens, gave 2"),
         ("sglang", sglang(ids=(7, 9)), "of different tokens"),

@@ -1,7 +1,7 @@
 """A model whose tool calls no parser here reads: said at the start, not found out later."""
 
 import pytest
-from engines_kit import asked, client_at, engine_at, played, request_of, script
+from engines_kit import asked, client_at, config_of, engine_at, played, request_of, script
 from render_kit import GLM_LIKE
 
 from hermes_rl.config import parse_config
@@ -65,18 +65,8 @@ async def test_auto_gives_the_reason_where_neither_the_engine_nor_we_read_calls(
 async def test_a_run_asks_by_its_toolsets(tmp_path):
     async with engine_at(tmp_path / "t") as engine:
         (tmp_path / "t" / "chat_template.jinja").write_text(GLM_LIKE, encoding="utf-8")
-        form = {
-            "dataset": {"path": "unused"},
-            "model": {"name": "toy"},
-            "agent": {"preset": "rl"},
-            "sandbox": {"backend": "none"},
-            "endpoint": {
-                "base_url": engine.base_url,
-                "tokens": "vllm",
-                "tokenizer": str(engine.config.tokenizer),
-            },
-            "run": {"allow_unsandboxed": True},
-        }
+        endpoint = {"tokens": "vllm", "tokenizer": str(engine.config.tokenizer)}
+        form = config_of(engine, endpoint=endpoint)
         with pytest.raises(UserError, match=UNREAD):
             await reach(parse_config(form))
         form["agent"]["toolsets"] = []

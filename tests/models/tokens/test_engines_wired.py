@@ -4,11 +4,11 @@ import asyncio
 from itertools import pairwise
 
 import pytest
-from engines_kit import FREE, TOOLS, asked, continues, engine_at, script
+from engines_kit import FREE, ROUTES, TOOLS, asked, config_of, continues, engine_at, script
 
 from hermes_rl.config import parse_config
 from hermes_rl.errors import UserError
-from hermes_rl.events import CallEnded, EventLog, TokensAdded
+from hermes_rl.events import CallEnded, EventLog
 from hermes_rl.messages import ToolMessage
 from hermes_rl.models import Completion, Conversation, ModelRequest
 from hermes_rl.models.calls import ModelCaller, RetryPolicy
@@ -22,26 +22,6 @@ MIXED = FaultPlan(
     # what is lost behind the sampler is rare: a caller does not often pay twice, and waits instead
     rates={"server_error": 0.15, "unavailable": 0.1, "reset": 0.02, "cut": 0.02, "garbage": 0.02},
 )
-WAYS = {
-    "vllm": "/v1/completions",
-    "vllm_generate": "/inference/v1/generate",
-    "sglang": "/generate",
-    "llamacpp": "/completion",
-    "chat": "/v1/chat/completions",
-}
-
-
-def config_of(engine, **endpoint):
-    return parse_config(
-        {
-            "dataset": {"path": "unused"},
-            "model": {"name": "toy"},
-            "agent": {"preset": "rl"},
-            "sandbox": {"backend": "none"},
-            "endpoint": {"base_url": engine.base_url, **endpoint},
-            "run": {"allow_unsandboxed": True},
-        }
-    )
 
 
 async def episode(caller: ModelCaller, prompt: str) -> list[Completion]:
@@ -59,14 +39,12 @@ async def episode(caller: ModelCaller, prompt: str) -> list[Completion]:
     return answers
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ROUTES)
 async def test_every_way_keeps_its_ids_through_faults_and_retries(tmp_path, way):
-    routes = frozenset({WAYS[way]})
+    routes = frozenset({ROUTES[way]})
     async with engine_at(tmp_path / "t", routes=routes, split="random", version="v3") as engine:
-        wanted = {"tokens": "auto", "tokenizer": str(engine.config.tokenizer)}
-        if way == "chat":
-            del wanted["tokenizer"]
-        config = config_of(engine, **wanted)
+        named = {} if way == "chat" else {"tokenizer": str(engine.config.tokenizer)}
+        config = parse_config(config_of(engine, endpoint={"tokens": "auto", **named}))
         probed = await reach(config)
         assert probed.tokens.way == way
         engine.faults = MIXED
@@ -98,65 +76,61 @@ async def test_every_way_keeps_its_ids_through_faults_and_retries(tmp_path, way)
             assert after.tokens.fork_reason is None
 
 
-async def test_a_run_context_that_was_told_nothing_looks_for_itself(tmp_path):
+async def test_a_run_context_without_a_plan_searches_itself_and_only_with_the_preset_rl(tmp_path):
     async with engine_at(tmp_path / "t") as engine:
-        config = config_of(engine, tokenizer=str(engine.config.tokenizer))
+        tokenizer = {"tokenizer": str(engine.config.tokenizer)}
+        config = parse_config(config_of(engine, endpoint=tokenizer))
         async with open_run_context(config, run_id="r", concurrency=1, config_hash="c") as context:
             assert context.models.seen("toy").api_mode == "vllm_completions"
+        asked_before = len(engine.truth)
+        datagen = {"preset": "datagen"}
+        assert (await reach(parse_config(config_of(engine, agent=datagen)))).tokens is None
+        assert len(engine.truth) == asked_before
+        chat = config_of(engine, agent=datagen, endpoint={"tokens": "chat"})
+        assert (await reach(parse_config(chat))).tokens.way == "chat"
 
 
-async def test_with_another_preset_nobody_is_asked_unless_it_is_said(tmp_path):
-    async with engine_at(tmp_path / "t") as engine:
-        form = config_of(engine).model_dump()
-        form["agent"]["preset"] = "datagen"
-        config = parse_config(form)
-        assert (await reach(config)).tokens is None
-        assert not engine.truth
-        form["endpoint"]["tokens"] = "chat"
-        assert (await reach(parse_config(form))).tokens.way == "chat"
+CHAT = {"endpoint": {"tokens": "chat"}}
+SAME_ADDRESS = {"tokens": "vllm", "fallbacks": ["other"]}
+ELSEWHERE = {
+    "tokens": "vllm",
+    "fallbacks": [{"model": "other", "base_url": "http://127.0.0.1:9/v1"}],
+}
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "says"),
+    ("changes", "reason", "instead", "way"),
     [
-        ("reasoning", "high", r"model\.reasoning is not told with prompts of ids"),
-        ("stop", "END", r"model\.stop is a text, and prompts of ids stop at token ids"),
+        (
+            {"model": {"reasoning": "high"}},
+            r"model\.reasoning is not told with prompts",
+            CHAT,
+            "chat",
+        ),
+        ({"model": {"stop": "END"}}, r"model\.stop is a text, and prompts of ids", CHAT, "chat"),
+        (
+            {"model": {"extra_body": {"repetition_penalty": 1.1}}},
+            r"model\.extra_body is of chat requests",
+            CHAT,
+            "chat",
+        ),
+        (
+            {"agent": {"preset": "datagen"}, "endpoint": SAME_ADDRESS},
+            "not of the fallback other, which is at the same",
+            {"endpoint": ELSEWHERE},
+            "vllm",
+        ),
     ],
 )
-async def test_sampling_that_prompts_of_ids_cannot_carry_is_refused(tmp_path, key, value, says):
+async def test_what_prompts_of_ids_cannot_carry_is_refused(tmp_path, changes, reason, instead, way):
     async with engine_at(tmp_path / "t") as engine:
-        form = config_of(engine, tokenizer=str(engine.config.tokenizer)).model_dump()
-        form["model"][key] = value
-        with pytest.raises(UserError, match=says):
-            await reach(parse_config(form))
-        form["endpoint"]["tokens"] = "chat"
-        assert (await reach(parse_config(form))).tokens.way == "chat"
-
-
-async def test_body_fields_of_the_users_own_go_with_chat_and_shape_what_is_sampled(tmp_path):
-    async with engine_at(tmp_path / "t") as engine:
-        form = config_of(engine, tokenizer=str(engine.config.tokenizer)).model_dump()
-        form["model"]["extra_body"] = {"repetition_penalty": 1.1}
-        with pytest.raises(UserError, match=r"model\.extra_body is of chat requests"):
-            await reach(parse_config(form))
-        form["endpoint"]["tokens"] = "chat"
-        config, log = parse_config(form), EventLog()
-        async with open_run_context(config, run_id="r", concurrency=1, config_hash="c") as context:
-            await episode(ModelCaller(context.models.routes("toy"), log), script("end"))
-    (tokens,) = [event for event in log.events if isinstance(event, TokensAdded)]
-    assert tokens.shaped_by == ("repetition_penalty",)
-
-
-async def test_a_fallback_at_the_same_address_would_get_another_models_ids(tmp_path):
-    async with engine_at(tmp_path / "t") as engine:
-        form = config_of(engine, tokens="vllm", tokenizer=str(engine.config.tokenizer)).model_dump()
-        form["agent"]["preset"] = "datagen"
-        form["endpoint"]["fallbacks"] = ["other"]
-        with pytest.raises(UserError, match="not of the fallback other, which is at the same"):
-            await reach(parse_config(form))
-        elsewhere = {"model": "other", "base_url": "http://127.0.0.1:9/v1"}
-        form["endpoint"]["fallbacks"] = [elsewhere]
-        assert (await reach(parse_config(form))).tokens.way == "vllm"
+        changes = {"endpoint": {}, **changes}
+        tokenizer = {"tokenizer": str(engine.config.tokenizer)}
+        refused = {**changes, "endpoint": {**tokenizer, **changes["endpoint"]}}
+        with pytest.raises(UserError, match=reason):
+            await reach(parse_config(config_of(engine, **refused)))
+        accepted = {**changes, "endpoint": {**tokenizer, **instead["endpoint"]}}
+        assert (await reach(parse_config(config_of(engine, **accepted)))).tokens.way == way
 
 
 def test_one_tokenizer_is_not_for_several_models():

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from engines_kit import FREE, WIRES, asked, engine_at, request_of, script
+from engines_kit import FREE, ROUTES, WIRES, asked, engine_at, request_of, script
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,13 +40,6 @@ from hermes_rl.testing import (
 )
 from hermes_rl.usage import Usage
 
-ROUTES = {
-    "vllm": "/v1/completions",
-    "vllm_generate": "/inference/v1/generate",
-    "sglang": "/generate",
-    "llamacpp": "/completion",
-    "chat": "/v1/chat/completions",
-}
 logits = st.lists(st.floats(-8, 8), min_size=4, max_size=30, unique=True)
 
 
@@ -346,7 +339,7 @@ async def test_a_template_that_forks_is_told_at_the_start(tmp_path):
 
 
 async def test_the_doctor_tells_how_a_run_would_get_its_ids(tmp_path):
-    from hermes_rl.cli import Asked, models
+    from hermes_rl.cli import Query, models
 
     async with engine_at(tmp_path / "t", logprobs="scaled") as engine:
         config = tmp_path / "run.yaml"
@@ -354,7 +347,7 @@ async def test_the_doctor_tells_how_a_run_would_get_its_ids(tmp_path):
             f"endpoint:\n  base_url: {engine.base_url}\n"
             f"  tokenizer: {engine.config.tokenizer}\n  tokens: sglang\n"
         )
-        found = await asyncio.to_thread(models, Asked(model="toy", config=config))
+        found = await asyncio.to_thread(models, Query(model="toy", config=config))
     told = [f for f in found if f.name == "exact tokens"]
     assert told[0].good
     assert told[0].text == "token ids by sglang; logprobs: sampling"
