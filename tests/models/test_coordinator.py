@@ -254,3 +254,25 @@ async def test_a_request_larger_than_a_bucket_begins_when_it_is_full_and_leaves_
         clock.now += 0.25
     await asyncio.gather(*tasks)
     assert 99 <= began[1] - began[0] <= 101
+
+
+def test_a_stop_of_the_process_is_not_taken_for_a_slow_server():
+    """Ctrl-Z after a few refusals: the seconds without requests say nothing about the server."""
+    clock = Clock()
+    coordinator = coordinate(clock)
+
+    def report(**events):
+        lane = LaneReport(lane=LANE, events=Events(**events), peak=6, demand=6)
+        coordinator.handle(Report(worker="a", lanes=(lane,)))
+        return coordinator.summary().lanes[0].per_s
+
+    for _ in range(4):
+        clock.now += 0.25
+        report(started=4, clean=3, throttled=1, running=6)
+    clock.now += 9.0
+    assert report(started=1, running=6) is None
+    for _ in range(60):  # and refusals after it are not measured against the stop
+        clock.now += 0.25
+        assert report(started=3, clean=3, running=6) is None
+    clock.now += 0.25
+    assert (report(started=2, throttled=2, running=6) or 12) > 9

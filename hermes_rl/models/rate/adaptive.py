@@ -307,6 +307,13 @@ class Pace:
         if full and lasted >= self._interval_s / self.ROUNDS:
             self._end_round(now, lasted)
 
+    def restart(self, now: float) -> None:
+        """Measure from now on: nothing ran for a while, as when the process was stopped."""
+        self._round, self._since_cut = _Period(now), _Period(now)
+        self._last_cut = None if self._last_cut is None else now
+        self._burst = self._back = self._refused_alone = 0
+        self._answered_at = now
+
     def rate(self, now: float) -> float | None:
         """Requests that may start per second now; None means no bound."""
         silent_s = now - self._answered_at

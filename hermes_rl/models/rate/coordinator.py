@@ -20,6 +20,9 @@ from hermes_rl.models.rate.limiter import LaneGrant, LaneReport
 from hermes_rl.models.rate.share import Cooldowns, Grant, Report
 from hermes_rl.models.rate.traffic import Unanswered
 
+STOPPED_S = 2.0
+"""Workers report four times a second: if none did for so long, all of them were stopped."""
+
 TURN_S = 1.0
 """Seconds after which the last units of a limit go to other workers."""
 
@@ -105,6 +108,8 @@ class _Lane:
 
     def update(self, worker: str, report: LaneReport, now: float) -> None:
         """Take in a worker's report."""
+        if self.parts and now - max(p.heard_at for p in self.parts.values()) > STOPPED_S:
+            self.rate.pace.restart(now)
         part = self.parts.setdefault(worker, _Part(report))
         part.report, part.heard_at = report, now
         part.out = max(part.slots, report.events.running)
