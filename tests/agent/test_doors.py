@@ -9,42 +9,7 @@ import time
 
 import pytest
 
-from hermes_rl.aio import LoopThread, run_sync
-from hermes_rl.errors import UserError
-
-
-async def name_of_thread() -> str:
-    await asyncio.sleep(0)
-    return threading.current_thread().name
-
-
-async def fail() -> None:
-    raise LookupError("inside")
-
-
-def test_run_sync_from_a_script() -> None:
-    assert run_sync(name_of_thread()) == threading.current_thread().name
-    with pytest.raises(LookupError, match="inside"):
-        run_sync(fail())
-
-
-async def test_run_sync_where_a_loop_is_running() -> None:
-    assert run_sync(name_of_thread()) == "hermes-rl"
-    with pytest.raises(LookupError, match="inside"):
-        run_sync(fail())
-
-
-def test_a_home_keeps_one_loop_until_it_is_closed() -> None:
-    async def loop_id() -> int:
-        return id(asyncio.get_running_loop())
-
-    home = LoopThread()
-    assert home.run(loop_id()) == home.run(loop_id()) == asyncio.run(home.arun(loop_id()))
-    home.close()
-    home.close()
-    assert not [t for t in threading.enumerate() if t.name == "hermes-rl"]
-    assert home.run(name_of_thread()) == "hermes-rl"
-    home.close()
+from hermes_rl.aio import LoopThread
 
 
 def test_closing_cancels_what_runs() -> None:
@@ -84,16 +49,6 @@ async def test_cancelling_arun_goes_through() -> None:
             async with asyncio.timeout(0.2):
                 await home.arun(wait())
         assert await asyncio.to_thread(ended.wait, 5)
-
-
-def test_waiting_for_oneself_is_refused() -> None:
-    with LoopThread() as home:
-
-        async def inner() -> None:
-            home.run(name_of_thread())
-
-        with pytest.raises(UserError, match="callback"):
-            home.run(inner())
 
 
 PROGRAM = """

@@ -12,7 +12,7 @@ import pytest
 
 from hermes_rl.testing import FakeServer
 
-ROWS = [kit.task(n, latency_s=0.4) for n in range(12)]
+ROWS = [kit.task(n, latency_s=0.25) for n in range(12)]
 FOUR = ("--workers", "0", "--concurrency", "4")
 
 

@@ -99,27 +99,16 @@ async def test_dry_run_touches_nothing(tmp_path: Path, server: FakeServer) -> No
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == files
 
 
-async def test_another_configuration_is_refused(tmp_path: Path, server: FakeServer) -> None:
-    dataset = kit.write(tmp_path / "tasks.jsonl", [kit.task(1)])
-    arguments = kit.played(dataset, tmp_path / "run", server.base_url, *HERE)
-    await kit.finish(*arguments, "--temperature", "0.7")
-    refused = await kit.finish(*arguments, "--temperature", "1.0")
-    assert refused.process.returncode == 2
-    assert refused.errors.startswith("error: ")
-    assert "temperature 0.7, now 1" in refused.errors
-    assert refused.errors.count("\n") == 1
-
-
 async def test_a_second_driver_is_refused(tmp_path: Path, server: FakeServer) -> None:
-    dataset = kit.write(tmp_path / "tasks.jsonl", [kit.task(1, latency_s=2.0)])
+    dataset = kit.write(tmp_path / "tasks.jsonl", [kit.task(1, latency_s=60.0)])
     arguments = kit.played(dataset, tmp_path / "run", server.base_url, *HERE)
     first = await kit.launch(*arguments)
     await kit.asked(server, 1, first)
     second = await kit.finish(*arguments)
     assert second.process.returncode == 2
     assert f"in use by process {first.pid}" in second.errors
-    assert await first.wait() == 0
-    assert len(kit.final_rows(tmp_path / "run")) == 1
+    kit.kill(first.pid)
+    await first.wait()
 
 
 async def test_a_wrong_key_stops_and_the_right_one_resumes(tmp_path: Path) -> None:

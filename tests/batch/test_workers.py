@@ -34,23 +34,6 @@ async def test_one_and_four_workers_give_the_same_rows(
     }
 
 
-async def test_a_run_goes_on_with_another_number_of_workers(
-    tmp_path: Path, server: FakeServer, cluster: dict[str, str]
-) -> None:
-    """Begun with a Ray worker; few units are left, so the default then is this process."""
-    dataset = kit.write(tmp_path / "tasks.jsonl", kit.rows(6))
-    out = tmp_path / "run"
-    played = kit.played(dataset, out, server.base_url)
-    first = await kit.finish(*played, "--limit", "2", "--workers", "1", env=cluster)
-    assert [e["text"] for e in first.events if e["event"] == "note"] == ["starting 1 Ray workers"]
-    again = await kit.finish(*played)
-    (chosen,) = [e["text"] for e in again.events if e["event"] == "note"]
-    assert chosen.startswith("running in this process: fewer than 200 units")
-    assert again.process.returncode == 0, again.errors
-    assert len(kit.final_rows(out)) == kit.units_of(6)
-    kit.check_books(out, server.entries)
-
-
 async def test_a_unit_that_kills_its_worker_is_given_up_alone(
     tmp_path: Path, server: FakeServer, cluster: dict[str, str]
 ) -> None:
