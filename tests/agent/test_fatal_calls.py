@@ -49,18 +49,3 @@ async def test_of_several_calls_the_one_that_ran(rig: Any, parallel: bool) -> No
 
 async def test_a_call_that_found_the_sandbox_dead_has_no_name(rig: Any) -> None:
     assert await name_of(rig, {"dies": 1}, in_command=False) is None
-
-
-async def test_the_second_death_under_a_call_is_the_policys(rig: Any) -> None:
-    known = (await name_of(rig, {"dies": 2}), await name_of(rig, {"dies": 1}))
-    calls = [call({"n": 1}), call({"dies": 1}), call({"n": 2})]
-    ran = await rig.play({"calls": calls}, "never", tools=look(), fatal_commands=known)
-    assert ran.result.end_reason == "sandbox_killed"
-    assert [e.synthetic for e in ran.results()] == [False, True, True]
-    assert "the host is gone" in ran.results()[1].message.content
-
-
-async def test_a_death_under_another_call_stays_the_hosts(rig: Any) -> None:
-    known = (await name_of(rig, {"dies": 2}),)
-    with pytest.raises(SandboxDied):
-        await rig.play({"calls": [call({"dies": 1})]}, tools=look(), fatal_commands=known)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from made_up import attempt
 
-from hermes_rl.errors import StoreError, UserError
+from hermes_rl.errors import UserError
 from hermes_rl.store import (
     TABLES,
     JournalWriter,
@@ -82,42 +82,6 @@ async def test_all_parts_have_the_one_schema(tmp_path: Path) -> None:
         for part in (tmp_path / table).iterdir():
             assert pq.read_schema(part).equals(schema_of(table), check_metadata=True)
             assert pq.ParquetFile(part).metadata.row_group(0).column(0).compression == "ZSTD"
-
-
-async def test_a_second_driver_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
-    async with await open_run(tmp_path, made_up.CONFIG):
-        with pytest.raises(StoreError, match=f"in use by process {os.getpid()} on .*--stop"):
-            await open_run(tmp_path, made_up.CONFIG)
-
-
-async def test_another_configuration_is_refused_with_the_difference(tmp_path: Path) -> None:
-    path = tmp_path / "demo"
-    async with await open_run(path, made_up.CONFIG):
-        pass
-    changed = {"model": {"name": "made-up", "temperature": 1.0}}
-    with pytest.raises(StoreError) as caught:
-        await open_run(path, changed)
-    assert str(caught.value) == (
-        f"{path} was made with temperature 0.7, now 1.0. Keep 0.7, or choose --out {path}-2"
-    )
-    changed = {"model": {"name": "other"}, "agent": {"toolsets": ["web"]}}
-    with pytest.raises(StoreError) as caught:
-        await open_run(path, changed)
-    assert str(caught.value) == (
-        f"{path} was made with name made-up, now other; temperature 0.7, now none; "
-        f'toolsets none, now ["web"]. Keep these, or choose --out {path}-2'
-    )
-
-
-async def test_a_newer_run_directory_is_refused(tmp_path: Path) -> None:
-    async with await open_run(tmp_path, made_up.CONFIG):
-        pass
-    epoch = tmp_path / "epochs" / "1.json"
-    epoch.write_text(epoch.read_text().replace('"schema_version":1', '"schema_version":2'))
-    with pytest.raises(StoreError, match=r"newer hermes_rl .schema 2, this one knows 1"):
-        await open_run(tmp_path, made_up.CONFIG)
-    with pytest.raises(StoreError, match="newer hermes_rl"):
-        load_run(tmp_path)
 
 
 async def test_places_that_cannot_be_used(tmp_path: Path) -> None:
