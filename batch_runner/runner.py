@@ -186,13 +186,13 @@ class _Run:
 
     async def _choose_workers(self) -> None:
         """Settle where the work is done, and print what was chosen."""
-        settings, workers = self.settings, self.settings.workers
+        settings = self.settings
         small = may_be_small(settings) and await self.source.fewer_than(SMALL_UNITS, SMALL_S)
         workers = choose_workers(settings, small)
         self.settings = replace(settings, workers=workers)
         if workers:
             self.progress.note(f"starting {workers} Ray workers")
-        elif workers is None:
+        elif settings.workers is None:
             self.progress.note(
                 f"running in this process: fewer than {SMALL_UNITS} units (--workers N starts Ray)"
             )
