@@ -27,7 +27,7 @@ TESTS = Path(__file__).parent.name
 GROUPS = {
     # Two Rays that start at once are too slow for Ray's own limits, and one serves many tests.
     "ray": (
-        "batch/test_bill.py",
+        "batch/test_usage.py",
         "batch/test_interrupt.py",
         "batch/test_kills.py",
         "batch/test_pool.py",

@@ -1,4 +1,4 @@
-"""250 units against a server of its own process: our books are its bill, call by call.
+"""250 units against a server of its own process: recorded usage is what it served, call by call.
 
 Three models on three wires, two keys and a dearer fallback; a fifth of the requests meets a fault,
 answers are cut, empty, thrown away or no proper calls, units end with a summary at the turn limit;
@@ -176,7 +176,7 @@ def check_row(row: dict[str, Any], bill: dict[str, Entry]) -> None:
 
 
 @pytest.mark.slow
-async def test_the_books_are_the_bill(
+async def test_recorded_usage_is_what_the_server_served(
     tmp_path: Path, cluster: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, out = tmp_path / "served.jsonl", tmp_path / "run"
