@@ -1,6 +1,5 @@
 """Bad input gets one line that names the place and the fix, and exit code 2; never a traceback."""
 
-import json
 import re
 import shlex
 import shutil
@@ -97,18 +96,6 @@ def test_another_configuration_is_refused_with_what_differs(finished: Path, tmp_
     assert "max_turns" in several.err
     assert "seed" in several.err
     assert hermes("run", "smoke", *PLAYED, cwd=tmp_path).code == 0
-
-
-def test_a_run_of_a_newer_version(finished: Path, tmp_path: Path) -> None:
-    shutil.copytree(finished / "runs", tmp_path / "runs")
-    epoch = tmp_path / RUN / "epochs/1.json"
-    epoch.write_text(json.dumps({**json.loads(epoch.read_text()), "schema_version": 99}))
-    for words in (["run", "smoke", *PLAYED], ["show", RUN], ["status", RUN], ["check", RUN]):
-        said = hermes(*words, cwd=tmp_path)
-        assert said.code == 2
-        assert said.error.startswith("error: ")
-        assert f"{RUN} was written by a newer hermes_rl (schema 99" in said.error
-        assert "Upgrade hermes_rl" in said.error
 
 
 def test_ids_that_name_no_unit_or_several(finished: Path) -> None:

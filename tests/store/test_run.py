@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from made_up import attempt
 
-from hermes_rl.errors import UserError
+from hermes_rl.errors import StoreError, UserError
 from hermes_rl.store import (
     TABLES,
     JournalWriter,
@@ -82,6 +82,17 @@ async def test_all_parts_have_the_one_schema(tmp_path: Path) -> None:
         for part in (tmp_path / table).iterdir():
             assert pq.read_schema(part).equals(schema_of(table), check_metadata=True)
             assert pq.ParquetFile(part).metadata.row_group(0).column(0).compression == "ZSTD"
+
+
+async def test_a_newer_run_directory_is_refused(tmp_path: Path) -> None:
+    async with await open_run(tmp_path, made_up.CONFIG):
+        pass
+    epoch = tmp_path / "epochs" / "1.json"
+    epoch.write_text(epoch.read_text().replace('"schema_version":1', '"schema_version":2'))
+    with pytest.raises(StoreError, match=r"newer hermes_rl .schema 2, this one knows 1"):
+        await open_run(tmp_path, made_up.CONFIG)
+    with pytest.raises(StoreError, match="newer hermes_rl"):
+        load_run(tmp_path)
 
 
 async def test_places_that_cannot_be_used(tmp_path: Path) -> None:
