@@ -71,7 +71,7 @@ from hermes_rl.testing.http_server import (
     program_parser,
     serve,
 )
-from hermes_rl.testing.server_logs import ExactOutcome, LineLog, Truth
+from hermes_rl.testing.server_logs import LineLog, Truth
 
 _BLOCK = 16
 """Tokens of a block of the prefix cache; whole blocks are reused, as in vLLM."""
@@ -160,7 +160,13 @@ class ExactEngine(Server):
             return
         self.requests += 1
         call_id = request.headers.get("x-hermes-call-id")
-        job = _Job(self.requests, f"{self._prefix}-{self.requests}", request.path, call_id)
+        job = Truth(
+            n=self.requests,
+            request_id=f"{self._prefix}-{self.requests}",
+            call_id=call_id,
+            route=request.path,
+            outcome="refused",
+        )
         if not self.config.latency_s:
             self._serve(connection, request, job)
             return
@@ -172,7 +178,7 @@ class ExactEngine(Server):
     def lost(self, connection: Connection) -> None:
         """Do nothing: an answer to a lost client is still sampled and logged."""
 
-    def _serve(self, connection: Connection, request: Incoming, job: _Job) -> None:
+    def _serve(self, connection: Connection, request: Incoming, job: Truth) -> None:
         wire = WIRES.get(request.path)
         unknown = wire is None or request.path not in self.config.routes
         if unknown or (wire is not None and wire.name == CHAT and self._chat is None):
@@ -183,21 +189,21 @@ class ExactEngine(Server):
         assert wire is not None
         fault = self.faults.draw((job.call_id or str(job.n)).encode())
         if fault is not None and (refusal := refusal_for(fault, "chat_completions")):
-            self._refuse(connection, replace(job, fault=fault), refusal)
+            self._refuse(connection, msgspec.structs.replace(job, fault=fault), refusal)
             return
         try:
             answer, scripted = self._answer(read_request(wire, request.body), job, wire)
         except (ValueError, BadRequest) as error:
             self._refuse(connection, job, Refusal(400, "invalid_request_error", None, str(error)))
             return
-        job = replace(job, fault=fault or (scripted.fault if scripted else None))
+        job = msgspec.structs.replace(job, fault=fault or (scripted.fault if scripted else None))
         if job.fault and (refusal := refusal_for(job.fault, "chat_completions")):
             self._refuse(connection, job, refusal)
             return
         self._send(connection, job, answer, wire, scripted=scripted is not None)
 
     def _answer(
-        self, request: EngineRequest, job: _Job, wire: Wire
+        self, request: EngineRequest, job: Truth, wire: Wire
     ) -> tuple[EngineAnswer, ScriptedAnswer | None]:
         """Sample. Raises: InvalidRequest, InvalidScript, ValueError."""
         prompt = self._prompt(request, wire)
@@ -221,7 +227,7 @@ class ExactEngine(Server):
         return replace(answer, message=self._chat.message(shown, request.tools)), scripted
 
     def _sample(
-        self, request: EngineRequest, prompt: tuple[int, ...], job: _Job
+        self, request: EngineRequest, prompt: tuple[int, ...], job: Truth
     ) -> tuple[Sampled, ScriptedAnswer | None]:
         """Return the tokens of an answer, and its script; None if the policy sampled freely."""
         params, window = request.params, self.config.window
@@ -284,10 +290,27 @@ class ExactEngine(Server):
         return request.prompt
 
     def _send(
-        self, connection: Connection, job: _Job, answer: EngineAnswer, wire: Wire, *, scripted: bool
+        self,
+        connection: Connection,
+        job: Truth,
+        answer: EngineAnswer,
+        wire: Wire,
+        *,
+        scripted: bool,
     ) -> None:
-        broken = job.fault in BREAKS
-        self._note(job, "cut" if broken else "served", answer, scripted=scripted)
+        broken, sampled = job.fault in BREAKS, answer.sampled
+        served = msgspec.structs.replace(
+            job,
+            outcome="cut" if broken else "served",
+            prompt_ids=answer.prompt,
+            sampled_ids=sampled.ids,
+            raw_logprobs=sampled.raw,
+            scaled_logprobs=sampled.scaled,
+            finish=sampled.finish,
+            temperature=answer.request.params.temperature,
+            scripted=scripted,
+        )
+        self._log.add(served)
         body = msgspec.json.encode(wire.write(answer))
         headers = {"content-type": "application/json", "x-request-id": job.request_id}
         if self.config.version is not None and wire.name != "sglang":
@@ -303,40 +326,13 @@ class ExactEngine(Server):
         else:
             connection.send(head(200, headers, len(body)) + body)
 
-    def _refuse(self, connection: Connection, job: _Job, refusal: Refusal) -> None:
-        self._note(job, "refused", None, scripted=False)
+    def _refuse(self, connection: Connection, job: Truth, refusal: Refusal) -> None:
+        self._log.add(job)
         body = refusal_body(refusal, ChatServer())
         headers = {"content-type": "application/json", "x-request-id": job.request_id}
         if refusal.status == 429:
             headers["retry-after"] = f"{self.config.faults.retry_after_s:g}"
         connection.send(head(refusal.status, headers, len(body)) + body)
-
-    def _note(
-        self, job: _Job, outcome: ExactOutcome, answer: EngineAnswer | None, *, scripted: bool
-    ) -> None:
-        known: dict[str, Any] = {}
-        if answer is not None:
-            sampled = answer.sampled
-            known = {
-                "prompt_ids": answer.prompt,
-                "sampled_ids": sampled.ids,
-                "raw_logprobs": sampled.raw,
-                "scaled_logprobs": sampled.scaled,
-                "finish": sampled.finish,
-                "temperature": answer.request.params.temperature,
-                "scripted": scripted,
-            }
-        self._log.add(
-            Truth(
-                n=job.n,
-                request_id=job.request_id,
-                call_id=job.call_id,
-                route=job.route,
-                outcome=outcome,
-                fault=job.fault,
-                **known,
-            )
-        )
 
     def _tell(self, connection: Connection, request: Incoming) -> None:
         """Answer the list of models, or tokenize a text; neither is counted or logged."""
@@ -350,17 +346,6 @@ class ExactEngine(Server):
             status = 404
         body = msgspec.json.encode(form)
         connection.send(head(status, {"content-type": "application/json"}, len(body)) + body)
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One request in progress."""
-
-    n: int
-    request_id: str
-    route: str
-    call_id: str | None
-    fault: str | None = None
 
 
 def read_vocabulary(path: Path) -> Vocabulary:

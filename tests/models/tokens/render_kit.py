@@ -1,6 +1,9 @@
 """Conversations for the tests of rendering and bridging, plain and drawn."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
@@ -121,3 +124,18 @@ def neutral(message: Message) -> Message:
         return ToolMessage(tool_call_id=message.tool_call_id, name=message.name, content="word")
     calls = tuple(call(n, "word") for n, _ in enumerate(message.tool_calls))
     return AssistantMessage(content="word" if message.content else "", tool_calls=calls)
+
+
+def printed(code: str, **environment: str) -> str:
+    """What a new Python process prints; nothing of the hub's configuration is inherited."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout

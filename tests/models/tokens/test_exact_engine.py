@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from hermes_rl.errors import ModelError
 from hermes_rl.messages import UserMessage
 from hermes_rl.models import Conversation, Sampling
 from hermes_rl.testing import (
@@ -117,12 +116,6 @@ async def test_a_script_may_be_all_that_a_prompt_says(tmp_path, family, header, 
     assert texts(conversation) == ["one", "[two]", "three", "done"]
 
 
-async def test_a_script_that_is_none_is_said(tmp_path):
-    async with client_at("vllm", tmp_path / "t") as (_engine, client):
-        with pytest.raises(ModelError, match="SCRIPT is not a JSON list"):
-            await client.complete(request_of(Conversation(asked('SCRIPT: ["one"'))))
-
-
 async def test_the_same_requests_get_the_same_answers_and_another_seed_others(tmp_path):
     async def answers(seed: int, sampling_seed: int) -> list[tuple[int, ...]]:
         async with client_at("vllm", tmp_path / "t", seed=seed) as (engine, client):
@@ -151,6 +144,7 @@ async def ask(engine, route: str, body: dict) -> tuple[int, dict]:
         ("/v1/completions", {"prompt": [10**6]}, "out of the vocabulary"),
         ("/v1/completions", {"prompt": [[1]]}, "list of token ids"),
         ("/v1/completions", {"prompt": [1], "stop": ["</s>"]}, "stops only at token ids"),
+        ("/v1/completions", {"prompt": 'SCRIPT: ["one"'}, "SCRIPT is not a JSON list"),
         ("/generate", {"text": "a"}, "list of token ids"),
         ("/inference/v1/generate", {"token_ids": [1]}, "sampling_params"),
         ("/v1/completions", {"prompt": [1] * 40}, "maximum context length is 32 tokens"),

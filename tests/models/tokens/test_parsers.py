@@ -189,6 +189,7 @@ def test_an_unknown_parser_is_refused_with_the_known_names() -> None:
     ("name", "text", "value"),
     [
         *(("command", text, text) for text in ("5", "true", "null", '{"a": 1}', "  two\n lines\n")),
+        ("command", '"quoted"', '"quoted"'),
         ("count", " 5 ", 5),
         ("count", "5.0", 5),
         *(("count", text, text) for text in ("5.5", "five", "true")),

@@ -1,15 +1,14 @@
 """A renderer by a model's name: the hub is asked for the small files, never for weights."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha1
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+from render_kit import printed
 
 from hermes_rl.messages import UserMessage
 from hermes_rl.testing import tiny_renderer, write_tiny_tokenizer
@@ -82,20 +81,12 @@ def test_a_model_of_the_hub_is_read_without_its_weights(tmp_path: Path) -> None:
         "print(load_renderer('owner/model').render([UserMessage(content='hi')]))"
     )
     with hub(folder) as (address, asked):
-        told = subprocess.run(
-            [sys.executable, "-c", code],
-            env={
-                **{k: v for k, v in os.environ.items() if not k.startswith("HF_")},
-                "HF_ENDPOINT": address,
-                "HF_HOME": str(tmp_path / "home"),
-                "HF_HUB_DISABLE_XET": "1",
-                "NO_PROXY": "127.0.0.1",
-            },
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
+        offered = printed(
+            code,
+            HF_ENDPOINT=address,
+            HF_HOME=str(tmp_path / "home"),
+            HF_HUB_DISABLE_XET="1",
+            NO_PROXY="127.0.0.1",
         )
-    assert told.returncode == 0, told.stderr
-    assert json.loads(told.stdout) == tiny_renderer("qwen3").render([UserMessage(content="hi")])
+    assert json.loads(offered) == tiny_renderer("qwen3").render([UserMessage(content="hi")])
     assert set(asked) == {"tokenizer.json", "tokenizer_config.json"}
