@@ -127,7 +127,7 @@ def neutral(message: Message) -> Message:
 
 
 def printed(code: str, **environment: str) -> str:
-    """What a new Python process prints; nothing of the hub's configuration is inherited."""
+    """What a new Python process prints, without the configuration of the hub that this one has."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     ended = subprocess.run(
         [sys.executable, "-c", code],

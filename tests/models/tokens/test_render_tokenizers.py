@@ -88,9 +88,9 @@ def test_a_name_that_the_hub_does_not_give_is_one_line() -> None:
         "try: load_renderer('no-such-owner/no-such-model')\n"
         "except UserError as error: print(error)"
     )
-    said = printed(code, HF_HUB_OFFLINE="1")
-    assert said.startswith("no folder 'no-such-owner/no-such-model', and the hub")
-    assert said.count("\n") == 1
+    message = printed(code, HF_HUB_OFFLINE="1")
+    assert message.startswith("no folder 'no-such-owner/no-such-model', and the hub")
+    assert message.count("\n") == 1
 
 
 def test_without_the_extra_one_line_names_it() -> None:
