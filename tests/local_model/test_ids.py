@@ -1,17 +1,20 @@
 """Real ids without a GPU: the tiny model through its real engine, with prompts of token ids."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from hermes_rl.config import parse_config
 from hermes_rl.errors import UserError
 from hermes_rl.messages import SystemMessage, UserMessage
 from hermes_rl.models import Conversation, Endpoint, ModelRequest, Sampling
-from hermes_rl.models.local import read_metadata, read_tokenizer
+from hermes_rl.models.local import read_tokenizer
 from hermes_rl.models.tokens import renderer_of, token_client
 from hermes_rl.wiring import open_run_context
 
@@ -21,47 +24,38 @@ ROLLOUTS = 100
 FREE = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4)
 
 
-class Tapped:
-    """Between client and engine: keeps what passes, byte for byte, so that the test can compare."""
+@asynccontextmanager
+async def tapped(endpoint: Endpoint, seen: dict[str, tuple]) -> AsyncIterator[Endpoint]:
+    """A proxy before the engine, which keeps the ids that pass: call -> prompt and answer."""
+    url = endpoint.base_url.removesuffix("/v1") + "/completion"
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    async with aiohttp.ClientSession(headers=headers) as session:
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
-        self.seen: dict[str, tuple[list[int], list[int]]] = {}
+        async def forward(request: web.Request) -> web.Response:
+            body = await request.json()
+            async with session.post(url, json=body) as response:
+                answer = await response.json()
+            seen[request.headers["x-hermes-call-id"]] = (body["prompt"], answer["tokens"])
+            return web.json_response(answer, status=response.status)
 
-    async def __aenter__(self) -> Endpoint:
-        from aiohttp import web
-
-        self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {self.endpoint.api_key}"}
-        )
         app = web.Application()
-        app.router.add_post("/completion", self._pass)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        port = self._runner.addresses[0][1]
-        return replace(self.endpoint, base_url=f"http://127.0.0.1:{port}/v1")
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._runner.cleanup()
-        await self._session.close()
-
-    async def _pass(self, request):
-        from aiohttp import web
-
-        asked = await request.json()
-        url = self.endpoint.base_url.removesuffix("/v1") + "/completion"
-        async with self._session.post(url, json=asked) as response:
-            told = await response.json()
-        self.seen[request.headers["x-hermes-call-id"]] = (asked["prompt"], told["tokens"])
-        return web.json_response(told, status=response.status)
+        app.router.add_post("/completion", forward)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            port = runner.addresses[0][1]
+            yield replace(endpoint, base_url=f"http://127.0.0.1:{port}/v1")
+        finally:
+            await runner.cleanup()
 
 
 async def test_a_hundred_rollouts_of_two_turns_have_the_engine_s_ids(server):
     renderer = renderer_of(read_tokenizer(server.weights))
     end = renderer.tokenizer.id_of("<|im_end|>")
     numbers = count()
-    tap = Tapped(await server.endpoint())
+    places = asyncio.Semaphore(4)  # as many as the engine has
+    seen: dict[str, tuple] = {}
 
     async def rollout(client, n: int) -> list:
         conversation = Conversation([SystemMessage(content="S"), UserMessage(content=f"{n} é🙂")])
@@ -73,30 +67,25 @@ async def test_a_hundred_rollouts_of_two_turns_have_the_engine_s_ids(server):
                 call_id=f"call-{next(numbers)}",
                 sampling=replace(FREE, seed=n),
             )
-            answer = await client.complete(request)
+            async with places:
+                answer = await client.complete(request)
             answers.append((request.call_id, answer))
             conversation.append(answer.message)
             conversation.append(UserMessage(content="Go <|im_end|>"))
         return answers
 
-    places = asyncio.Semaphore(4)  # as many as the engine has, so that its cache serves turn two
-
-    async def in_turn(client, n: int) -> list:
-        async with places:
-            return await rollout(client, n)
-
-    async with tap as endpoint:
+    async with tapped(await server.endpoint(), seen) as endpoint:
         client = token_client(endpoint, renderer, "llamacpp", kind="sampling")
-        found = await asyncio.gather(*(in_turn(client, n) for n in range(ROLLOUTS)))
+        found = await asyncio.gather(*(rollout(client, n) for n in range(ROLLOUTS)))
         await client.aclose()
     cut = 0
     for answers in found:
         for call_id, answer in answers:
-            prompt, sampled = tap.seen[call_id]
+            prompt, sampled = seen[call_id]
             tokens = answer.tokens
             assert (tokens.prompt_ids, tokens.completion_ids) == (tuple(prompt), tuple(sampled))
             assert answer.usage.output_tokens == len(sampled)
-            if tokens.logprobs is not None:  # llama.cpp tells none within a cut character
+            if tokens.logprobs is not None:  # llama.cpp has none within a cut character
                 assert len(tokens.logprobs) == len(sampled)
                 assert all(p <= 0 for p in tokens.logprobs)
         (_, first), (_, second) = answers
@@ -109,7 +98,7 @@ async def test_a_hundred_rollouts_of_two_turns_have_the_engine_s_ids(server):
         glue = renderer.decode(second.tokens.prompt_ids[len(path) :])
         assert glue.endswith("<|im_start|>user\nGo <|im_end|><|im_end|>\n<|im_start|>assistant\n")
     assert cut > 0  # some answers met their limit: the glue closed their turns
-    assert len(tap.seen) == 2 * ROLLOUTS
+    assert len(seen) == 2 * ROLLOUTS
 
 
 async def test_the_file_s_tokenizer_is_the_engine_s(server):
@@ -120,8 +109,8 @@ async def test_the_file_s_tokenizer_is_the_engine_s(server):
         for text in texts:
             url = where.base_url.removesuffix("/v1") + "/tokenize"
             async with http.post(url, json={"content": text}) as response:
-                told = (await response.json())["tokens"]
-            assert told == renderer.tokenizer.encode(text), text
+                tokens = (await response.json())["tokens"]
+            assert tokens == renderer.tokenizer.encode(text), text
 
 
 async def test_a_run_context_of_the_preset_rl_asks_the_embedded_model_for_ids(held, monkeypatch):
@@ -144,7 +133,7 @@ async def test_a_run_context_of_the_preset_rl_asks_the_embedded_model_for_ids(he
                 model="local-tiny",
                 conversation=Conversation([UserMessage(content="Say yes.")]),
                 call_id="c",
-                # near its likeliest: llama.cpp tells no logprobs of a split character's parts
+                # near its likeliest: llama.cpp has no logprobs of a split character's parts
                 sampling=replace(FREE, temperature=0.1, seed=1),
             )
             answer = await client.complete(request)
@@ -154,9 +143,9 @@ async def test_a_run_context_of_the_preset_rl_asks_the_embedded_model_for_ids(he
         assert len(answer.tokens.completion_ids) == answer.usage.output_tokens
 
 
-def test_a_file_that_holds_no_tokenizer_is_said(tmp_path):
+def test_a_file_without_a_tokenizer_is_refused(tmp_path):
     path = tmp_path / "a.gguf"
     for data in (b"", b"GGUF", b"GGUF" + b"\x03\0\0\0" + b"\xff" * 16, b"PK" * 40):
         path.write_bytes(data)
         with pytest.raises(UserError, match="cannot be read"):
-            read_metadata(path)
+            read_tokenizer(path)

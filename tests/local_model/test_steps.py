@@ -22,6 +22,7 @@ TERMINAL = {
     },
 }
 HELLO = UserMessage(content="hello")
+IMAGE = UserMessage(content=[{"type": "image_url", "image_url": {"url": "data:,"}}])
 CALL = AssistantMessage(
     tool_calls=(ToolCall(id="1", name="terminal", arguments='{"command":"ls"}'),)
 )
@@ -54,7 +55,8 @@ def test_tools_become_a_choice_of_calls_and_an_end(choice, names):
     step = step_of(extra=choice)
     assert list(calls_in(step)) == names
     assert [tool["function"]["name"] for tool in step.tools] == names
-    assert step.calls is step.constrained is bool(names)
+    assert step.calls is bool(names)
+    assert step.logprobs_kind == ("constrained" if names else "raw")
 
 
 def test_an_offered_finish_keeps_its_name():
@@ -92,21 +94,17 @@ def test_limits_and_sampling_and_further_fields_are_passed_on():
 
 
 @pytest.mark.parametrize(
-    ("extra", "place"),
+    ("message", "extra", "place"),
     [
-        ({"tool_choice": "sometimes"}, "tool_choice"),
-        ({"tool_choice": {"function": {"name": "absent"}}}, "'absent'"),
-        ({"tool_choice": "none", "response_format": {"type": "poem"}}, "response_format"),
+        (HELLO, {"tool_choice": "sometimes"}, "tool_choice"),
+        (HELLO, {"tool_choice": {"function": {"name": "absent"}}}, "'absent'"),
+        (HELLO, {"tool_choice": "none", "response_format": {"type": "poem"}}, "response_format"),
+        (IMAGE, {}, "image_url"),
     ],
 )
-def test_unsupported_fields_are_refused_by_name(extra, place):
+def test_unsupported_fields_and_images_are_refused_by_name(message, extra, place):
     with pytest.raises(BadRequest, match=place):
-        step_of(extra=extra)
-
-
-def test_images_are_refused():
-    with pytest.raises(BadRequest, match="image_url"):
-        step_of(UserMessage(content=[{"type": "image_url", "image_url": {"url": "data:,"}}]))
+        step_of(message, extra=extra)
 
 
 def test_a_simplified_schema_has_only_supported_keywords_and_accepts_whatever_the_original_does():

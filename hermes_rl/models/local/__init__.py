@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     )
     from hermes_rl.models.local.chat import StepClient
     from hermes_rl.models.local.client import LocalEndpoint, LocalServer, local_server
-    from hermes_rl.models.local.gguf import read_metadata, read_tokenizer
-    from hermes_rl.models.local.sources import ANSWER_S, WeightsUnavailable
+    from hermes_rl.models.local.gguf import read_tokenizer
+    from hermes_rl.models.local.sources import WeightsUnavailable
     from hermes_rl.models.local.steps import PREFILL, Step, plan_step, simplify
     from hermes_rl.models.local.weights import (
         cache_folder,

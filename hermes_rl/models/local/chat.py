@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.models.base import Completion, LogprobsKind, ModelRequest, TokenCapture
+from hermes_rl.models.base import Completion, ModelRequest, TokenCapture
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Secrets
 from hermes_rl.models.errors import classify_response
@@ -58,19 +58,17 @@ class StepClient:
                 extra={**step.body, "stream": not whole},
                 stream=not whole,
                 on_delta=None if step.calls else request.on_delta,
+                continuable=request.continuable and not step.calls,
             )
         )
         tokens = answer.tokens
-        if whole and tokens is not None and tokens.logprobs is not None:
-            kinds: tuple[LogprobsKind, ...] = ("raw", "constrained")
-            tokens = replace(tokens, logprobs_kind=kinds[step.constrained])
+        if tokens is not None:
+            tokens = replace(tokens, logprobs_kind=step.logprobs_kind)
         salt = str(len(request.conversation))
         message, reason = step.outcome(answer.message.content, answer.finish_reason, salt)
         if step.calls and request.on_delta is not None and message.content:
             request.on_delta(message.content)
-        return replace(
-            answer, message=message, finish_reason=reason, tokens=tokens if whole else None
-        )
+        return replace(answer, message=message, finish_reason=reason, tokens=tokens)
 
     def bound(self, request: ModelRequest) -> int:
         """See `ModelClient.bound`: the bytes of messages and tools."""

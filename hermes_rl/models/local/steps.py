@@ -18,7 +18,7 @@ from typing import Any
 
 from hermes_rl.errors import BadRequest
 from hermes_rl.messages import AssistantMessage, Message, to_openai
-from hermes_rl.models.base import ModelRequest
+from hermes_rl.models.base import LogprobsKind, ModelRequest
 from hermes_rl.models.prepare import outgoing
 from hermes_rl.models.wire import read_call, split_think
 
@@ -48,9 +48,9 @@ class Step:
     prompt."""
 
     @property
-    def constrained(self) -> bool:
-        """Whether a grammar constrains the answer, so that logprobs are not those of the policy."""
-        return "json_schema" in self.body or "grammar" in self.body
+    def logprobs_kind(self) -> LogprobsKind:
+        """Under a grammar, logprobs are not those of the policy."""
+        return "constrained" if self.body.keys() & {"json_schema", "grammar"} else "raw"
 
     def outcome(
         self, text: str, finish_reason: str | None, salt: str = ""
@@ -65,13 +65,20 @@ class Step:
             content, thought, raw = split_think(text)
             message = AssistantMessage(content=content, reasoning_content=thought, raw_content=raw)
             return message, finish_reason
-        call = _split_call(text)
-        if call is None:
-            return AssistantMessage(content=text), "length"
-        name, arguments = call
+        try:
+            call = json.loads(text)
+        except ValueError:
+            call = None
+        match call:
+            case {"name": str(name), "arguments": dict(arguments)}:
+                pass
+            case _:  # cut, or the engine dropped the grammar
+                return AssistantMessage(content=text), "length"
         if name == self.finish:
-            return AssistantMessage(content=str(json.loads(arguments).get("answer", ""))), "stop"
-        called = read_call(name, arguments, (), (), salt)
+            return AssistantMessage(content=str(arguments.get("answer", ""))), "stop"
+        head = _HEAD.match(text.strip())
+        exact = text.strip()[head.end() : -1] if head else arguments
+        called = read_call(name, exact, (), (), salt)
         return AssistantMessage(tool_calls=(called,)), "tool_calls"
 
 
@@ -97,21 +104,6 @@ def plan_step(request: ModelRequest, *, template_has_tools: bool) -> Step:
         finish=finish,
         body={**extra, **_sampling(request, calls=bool(functions)), **schema},
     )
-
-
-def _split_call(text: str) -> tuple[str, str] | None:
-    """Return the name and the arguments' text of a call; None if the JSON was cut."""
-    try:
-        call = json.loads(text)
-        name, arguments = call["name"], call["arguments"]
-    except (ValueError, TypeError, KeyError):
-        return None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None  # the engine dropped the grammar
-    head = _HEAD.match(text.strip())
-    if head is None:
-        return name, json.dumps(arguments, ensure_ascii=False)
-    return name, text.strip()[head.end() : -1]
 
 
 _NO_PARAMETERS: Json = {"type": "object", "properties": {}}

