@@ -281,7 +281,7 @@ async def test_a_damaged_cache_file_is_found_and_fetched_again(sources):
     assert (await sources.fetch()).read_bytes() == CONTENT
 
 
-async def test_a_disk_without_room_is_reported_at_once(sources):
+async def test_a_full_disk_is_reported_at_once(sources):
     message = rf"not enough disk for the weights: needs .* in {sources.cache}, .*--model-path"
     with pytest.raises(WeightsUnavailable, match=message):
         await sources.fetch(bytes=10**15)
