@@ -456,11 +456,17 @@ def extra_of(runs: Mapping[str, Any], place: PlaceSection | None) -> Mapping[str
     return {} if elsewhere else runs
 
 
+_ModelUrl = Annotated[
+    str, AfterValidator(partial(check_address, key="env.judge.base_url, env.user.base_url"))
+]
+
+
 class ModelPlace(PlacedSection, SamplingSection):
     """A judge or a simulated user: name and sampling are identity, the place is not. Without a
     provider and an address it is at the run's endpoint."""
 
     name: str
+    base_url: _ModelUrl | None = None
 
     @property
     def place(self) -> PlaceSection:

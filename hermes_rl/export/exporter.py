@@ -97,7 +97,7 @@ def _write(path: Path, form: Format, source: Source) -> None:
                 file.write(msgspec.json.encode(row) + b"\n")
                 source.losses.samples += 1
         return
-    writer = PartWriter(path, schema)
+    writer = PartWriter(path, schema, strict=True)
     for row in form.rows(source):
         writer.add(row, STEP_BYTES // ROWS_AT_ONCE)
         source.losses.samples += 1

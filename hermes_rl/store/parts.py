@@ -22,6 +22,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hermes_rl.errors import StoreError
 from hermes_rl.store.files import disk_errors
 
 _NUMBERS = {
@@ -122,13 +123,16 @@ STEP_BYTES = 2 * 1024 * 1024
 class PartWriter:
     """Writes rows to a temporary Parquet file. Blocking: for threads.
 
-    Raises: DiskFull from every method.
+    Args:
+        strict: refuse a row with a value that its column cannot hold, see `to_arrow`.
+
+    Raises: DiskFull from every method; StoreError for a refused row.
     """
 
-    def __init__(self, path: Path, schema: Any) -> None:
+    def __init__(self, path: Path, schema: Any, *, strict: bool = False) -> None:
         self.path = path
         self.rows = 0
-        self._schema = schema
+        self._schema, self._strict = schema, strict
         self._step: list[dict[str, Any]] = []
         self._step_size = 0
         self._tables: list[Any] = []
@@ -161,7 +165,7 @@ class PartWriter:
     def _convert(self) -> None:
         if not self._step:
             return
-        table = to_arrow(self._step, self._schema)
+        table = to_arrow(self._step, self._schema, strict=self._strict)
         self._step, self._step_size = [], 0
         if self._bytes + table.nbytes > ROW_GROUP_BYTES:
             self._write()
@@ -177,26 +181,30 @@ class PartWriter:
             self._writer.write_table(group, row_group_size=group.num_rows)
 
 
-def to_arrow(rows: list[dict[str, Any]], schema: Any) -> Any:
+def to_arrow(rows: list[dict[str, Any]], schema: Any, *, strict: bool = False) -> Any:
     """A table of a schema from rows as they stand in a `done` line.
 
     A value that its column cannot hold (an integer beyond 64 bits) becomes null and `error` says
-    so: one such row must never keep a batch from being published.
+    so: one such row must never keep a batch from being published. Raises: StoreError instead, if
+    `strict`.
     """
     columns = [_columns(row) for row in rows]
     try:
         return table_of(columns, schema)
     except _MISFIT:  # the others lose nothing
-        return pa.concat_tables([table_of([_fitted(row, schema)], schema) for row in columns])
+        fitted = (_fitted(row, schema, strict=strict) for row in columns)
+        return pa.concat_tables([table_of([row], schema) for row in fitted])
 
 
 _MISFIT = (TypeError, ValueError, OverflowError)
 
 
-def _fitted(row: dict[str, Any], schema: Any) -> dict[str, Any]:
+def _fitted(row: dict[str, Any], schema: Any, *, strict: bool) -> dict[str, Any]:
     misfits = [field.name for field in schema if not _fits(row.get(field.name), field.type)]
     if not misfits:
         return row
+    if strict:
+        raise StoreError(f"a value does not fit its column: {', '.join(misfits)}")
     note = f"store: {', '.join(misfits)} did not fit the column"
     error = f"{row['error']}; {note}" if row.get("error") else note
     return {**row, **dict.fromkeys(misfits), "error": error}

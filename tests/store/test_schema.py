@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hermes_rl.errors import StoreError
 from hermes_rl.record import Segment, Trajectory
 from hermes_rl.store import (
     GRADES,
@@ -113,3 +114,12 @@ def test_truth_values_and_empty_images_fit() -> None:
     assert [row["error"] for row in stored] == [None, None]
     assert stored[0]["metrics"] == [{"name": "solved", "value": 1.0}]
     assert stored[1]["image_data"] == [{"bytes": b"", "path": "0.png"}]
+
+
+def test_a_table_that_cannot_tell_what_did_not_fit_refuses_it(tmp_path: Path) -> None:
+    """As exports have none: a null would be a silent loss."""
+    schema = pa.schema([("ids", pa.list_(pa.int32()))])
+    writer = PartWriter(tmp_path / "x.parquet", schema, strict=True)
+    writer.add({"ids": [1.5]}, 10)
+    with pytest.raises(StoreError, match="does not fit its column: ids"):
+        writer.close()
