@@ -187,16 +187,6 @@ def each(change):
     return of
 
 
-def cut_at(row, place):
-    for name in ("input_ids", "loss_mask", "sampled_mask", "logprobs", "turn_ids", "version_ids"):
-        del row[name][place]
-
-
-def drop_the_end(row):
-    cut_at(row, -1)
-    row["n_sampled"] -= 1
-
-
 def double_the_beginning(row):
     for name in ("input_ids", "loss_mask", "sampled_mask", "logprobs", "turn_ids", "version_ids"):
         row[name].insert(0, row[name][0])
@@ -226,7 +216,6 @@ def another_reward(row):
 
 
 CHANGES = [
-    (drop_the_end, "but the server counted"),
     (double_the_beginning, "begins twice with"),
     (other_ends, "no answer ends with an end token"),
     (train_a_prompt, "not sampled is to be trained"),
