@@ -11,7 +11,7 @@ from PIL import Image
 from hermes_rl import errors as e
 from hermes_rl.messages import AssistantMessage, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models import Sampling
-from hermes_rl.models.calls import Account, KeyPool, ModelCaller, RetryPolicy, Route
+from hermes_rl.models.calls import Account, KeyPool, ModelCaller, Route
 from hermes_rl.models.rate import Cooldowns, Limiter
 from hermes_rl.testing import OUTPUT_CAP, PROMPT, WINDOW, Conditions
 
@@ -140,15 +140,6 @@ async def test_calls_of_a_model_that_did_not_think_turn_a_thinking_budget_off(ki
             for turn in (1, 2):
                 await calling.call(asked, turn=turn)
         assert s.outcomes == ["refused", "ok", "ok", "ok", "ok"]
-
-
-async def test_nothing_is_left_out_without_the_switch(kit, stage):
-    async with stage() as s:
-        server = await s.server()
-        calling = s.caller(s.route(server), policy=RetryPolicy(adapt=False))
-        with pytest.raises(e.BadRequest):
-            await calling.call(kit.request([PICTURE], "fault-images"), turn=1)
-        assert s.outcomes == ["refused"]
 
 
 @pytest.mark.parametrize("mode", ["chat_completions", "anthropic_messages", "codex_responses"])

@@ -85,17 +85,3 @@ async def test_a_request_that_draws_500s_while_nobody_else_asks_is_no_outage(kit
         (paid,) = [x for x in s.events.ends if x.outcome == "ok"]
         assert paid.usage is not None
         assert [entry.outcome for entry in server.entries].count("served") == 1
-
-
-async def test_an_interrupt_comes_through_at_once_in_an_outage(kit, stage):
-    async with stage() as s:
-        server = await s.server(conditions=Conditions(outages=((0, 1e9),)))
-        calling = s.caller(s.route(server, "noop"), policy=RetryPolicy(base_s=1_000, cap_s=1_000))
-        task = asyncio.create_task(calling.call(kit.request(), turn=1))
-        await kit.until(lambda: s.events.ends)
-        began = time.monotonic()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert time.monotonic() - began < 5
-        assert len(s.events.waited) == 1
