@@ -196,7 +196,7 @@ def tool_meant(name: str, tools: Mapping[str, Tool]) -> Tool | None:
     plain = _plain(_LEAKED.sub("", name))
     if not plain:
         return None
-    known = {_plain(name): tool for name, tool in tools.items()}
+    known = {_plain(offered): tool for offered, tool in tools.items()}
     last = _plain(re.split(r"[.:/]", _LEAKED.sub("", name).rstrip(".:/0123456789"))[-1])
     for candidate in (plain, _SUFFIX.sub("", plain), last, _SUFFIX.sub("", last)):
         if candidate in known:
