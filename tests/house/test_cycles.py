@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import warnings
@@ -14,6 +15,7 @@ from source_tree import (
     imports_of,
     is_module,
     module_name,
+    nodes_of,
     public_names,
     python_files,
     relative,
@@ -110,6 +112,21 @@ def test_no_public_name_is_also_the_name_of_a_module() -> None:
         if is_module(f"{package}.{name}") and module != f"{package}.{name}"
     ]
     assert not shadowed
+
+
+def test_names_that_are_imported_from_a_package_are_public() -> None:
+    """Also inside functions, where a wrong name would fail only when they are called."""
+    lazy = set(lazy_packages())
+    unknown = [
+        f"{relative(path)}:{node.lineno}: {node.module} has no {alias.name}"
+        for path in python_files(*PRODUCT, "tests")
+        for node in nodes_of(path)
+        if isinstance(node, ast.ImportFrom) and node.module in lazy
+        for alias in node.names
+        if alias.name not in {*public_names(node.module), "*", "main", "env_main", "__version__"}
+        and not is_module(f"{node.module}.{alias.name}")
+    ]
+    assert not unknown, "\n".join(unknown)
 
 
 def test_every_public_name_exists() -> None:
