@@ -148,6 +148,8 @@ def test_an_answer_comes_back_as_it_was(mode, data, stream, cut, piece_chars):
     if mode == MESSAGES:
         thought = reasoning_of(sent.message.reasoning_details)
         message = msgspec.structs.replace(sent.message, reasoning_content=thought)
+        if not message.content.strip():  # Messages has no blank text blocks
+            message = msgspec.structs.replace(message, content="")
         sent = replace(sent, message=message)
     assert replace(got, **received, rate_limit={}) == replace(sent, **received, rate_limit={})
 

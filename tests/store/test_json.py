@@ -105,7 +105,7 @@ def roughly(read: Any, written: Any) -> bool:
         alike = isinstance(read, list) and len(read) == len(written)
         return alike and all(map(roughly, read, written))
     if isinstance(written, float):
-        return math.isclose(read, written, rel_tol=1e-14, abs_tol=1e-307)
+        return math.isclose(read, written, rel_tol=1e-11, abs_tol=1e-307)
     return type(read) is type(written) and bool(read == written)
 
 
