@@ -61,11 +61,19 @@ class LoopThread:
             tasks.append(task)
             task.add_done_callback(lambda done: _hand_over(done, future))
 
-        loop.call_soon_threadsafe(begin)
+        def cancel() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:  # Ctrl-C came before the loop had been asked to begin
+                coroutine.close()
+                future.set_exception(asyncio.CancelledError())
+
         try:
+            # Inside the `try`: Ctrl-C can come when the loop has begun and this call is not over.
+            loop.call_soon_threadsafe(begin)
             return future.result()
         except KeyboardInterrupt:
-            loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            loop.call_soon_threadsafe(cancel)
             concurrent.futures.wait([future])
             raise
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import FrameType
 
 import pytest
 
@@ -85,3 +86,35 @@ def test_ctrl_c_cancels_and_waits_for_the_clean_up(call: str) -> None:
     out, _ = process.communicate(timeout=10)
     assert out == "cleaned up\ninterrupted\n"
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize(("event", "begun"), [("call", False), ("return", True)])
+def test_ctrl_c_while_the_loop_is_asked_to_begin(event: str, begun: bool) -> None:
+    """The first moments of a call count too: the coroutine is cancelled, or has never begun."""
+    seen: list[str] = []
+    started = threading.Event()
+
+    async def work() -> None:
+        seen.append("begun")
+        started.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            seen.append("cleaned up")
+
+    def interrupt(frame: FrameType, now: str, _: object) -> None:
+        if now == event and frame.f_code.co_name == "call_soon_threadsafe":
+            sys.setprofile(None)
+            assert not begun or started.wait(5)
+            raise KeyboardInterrupt
+
+    with LoopThread() as home:
+        home.run(asyncio.sleep(0))
+        before = sys.getprofile()
+        try:
+            sys.setprofile(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                home.run(work())
+        finally:
+            sys.setprofile(before)
+        assert seen == (["begun", "cleaned up"] if begun else [])
