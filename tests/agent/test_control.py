@@ -1,8 +1,11 @@
 """Interrupt and steer, from the loop and from other threads."""
 
 import asyncio
+import os
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,24 +16,26 @@ from hermes_rl.events import AnswerDiscarded, CallStarted, MessageAdded
 from hermes_rl.messages import AssistantMessage, ToolMessage, UserMessage
 
 
-def later(seconds: float, action: Any, *args: Any) -> threading.Thread:
-    def wait() -> None:
-        time.sleep(seconds)
-        action(*args)
+def started(pipe: Path, action: Callable[[], None]) -> None:
+    """In a thread of its own: do that once a command has written to a named pipe."""
+    os.mkfifo(pipe)
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
+    def wait() -> None:
+        assert pipe.read_text() == "started\n"
+        action()
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 async def test_interrupt_ends_a_model_call_at_once(rig: Any) -> None:
     control = Control()
-    thread = later(0.2, control.interrupt, "stop")
+    thread = threading.Timer(0.2, control.interrupt, ["stop"])
+    thread.start()
     start = time.monotonic()
     with pytest.raises(Interrupted):
         await rig.play({"text": "late", "latency_s": 30}, control=control)
     thread.join()
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 20
     assert control.message == "stop"
     assert [e.outcome for e in rig.log.events if hasattr(e, "outcome")] == ["cancelled"]
     task = asyncio.current_task()
@@ -38,16 +43,20 @@ async def test_interrupt_ends_a_model_call_at_once(rig: Any) -> None:
     assert task.cancelling() == 0
 
 
-async def test_interrupt_ends_a_tool_at_once_and_leaves_a_whole_conversation(rig: Any) -> None:
+async def test_interrupt_ends_a_tool_at_once_and_leaves_a_whole_conversation(
+    rig: Any, tmp_path: Path
+) -> None:
     control = Control()
-    commands = ["echo before", "touch started; sleep 30; touch late", "touch never"]
-    later(0.5, control.interrupt)
+    pipe = tmp_path / "pipe"
+    begin = f"touch started; echo started > {pipe}; sleep 30; touch late"
+    commands = ["echo before", begin, "touch never"]
+    started(pipe, control.interrupt)
     start = time.monotonic()
     with pytest.raises(Interrupted):
         await rig.play(
             {"calls": [{"arguments": {"command": c}} for c in commands]}, control=control
         )
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 20
     results = [e for e in rig.log.events if isinstance(e, MessageAdded) and e.tool_ok is not None]
     assert [e.synthetic for e in results] == [False, True, True]
     assert [e.tool_ok for e in results] == [True, False, False]
@@ -86,7 +95,7 @@ async def test_interrupt_where_an_answer_is_asked_for_again(
     start = time.monotonic()
     with pytest.raises(Interrupted):
         await rig.play(*steps, control=control)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 20
     outcomes = [e.outcome for e in rig.log.events if hasattr(e, "outcome")]
     assert outcomes == ["ok"] * (calls - 1) + ["cancelled"]
     assert sum(isinstance(e, AnswerDiscarded) for e in rig.log.events) == discarded
@@ -118,10 +127,17 @@ async def test_an_interrupt_after_the_end_harms_nothing(rig: Any) -> None:
     assert ran.result.end_reason == "answered"
 
 
-async def test_steer_while_a_tool_runs_stands_behind_its_result(rig: Any) -> None:
+async def test_steer_while_a_tool_runs_stands_behind_its_result(rig: Any, tmp_path: Path) -> None:
     control = Control()
-    calls = [{"arguments": {"command": c}} for c in ("echo 1", "sleep 0.5; echo 2")]
-    later(0.2, control.steer, "use python")
+    pipe, steered = tmp_path / "pipe", tmp_path / "steered"
+
+    def steer() -> None:
+        control.steer("use python")
+        steered.touch()
+
+    started(pipe, steer)
+    slow = f"echo started > {pipe}; until [ -e {steered} ]; do sleep 0.01; done; echo 2"
+    calls = [{"arguments": {"command": c}} for c in ("echo 1", slow)]
     ran = await rig.play({"calls": calls}, "done", control=control)
     first, last = (e.message.content for e in ran.results())
     assert "python" not in first

@@ -42,14 +42,13 @@ def texts(ran: Any) -> list[str]:
 async def test_parallel_tools_run_side_by_side_with_results_in_call_order(rig: Any) -> None:
     log = Log()
     tools = {"look": log.tool("look", parallel=True)}
-    calls = [call("look", 1, s=0.1), call("look", 2, s=0.01), call("look", 3, s=0.05)]
+    calls = [call("look", 1, s=0.6), call("look", 2, s=0.01), call("look", 3, s=0.3)]
     start = time.monotonic()
     ran = await rig.play({"calls": calls}, "done", tools=tools)
     assert texts(ran) == ["1", "2", "3"]
     assert log.lines == ["1+", "2+", "3+", "2-", "3-", "1-"]
     assert [e.message.tool_call_id for e in ran.results()] == ["call_0_0", "call_0_1", "call_0_2"]
-    assert ran.result.active_seconds < time.monotonic() - start < 0.5
-    assert ran.result.active_seconds < 0.15
+    assert 0.6 <= ran.result.active_seconds < time.monotonic() - start
 
 
 async def test_other_tools_are_barriers(rig: Any) -> None:
@@ -155,7 +154,7 @@ async def test_an_interrupt_keeps_the_results_that_are_there(rig: Any) -> None:
     control = Control()
     tools = {"look": log.tool("look", parallel=True)}
     calls = [call("look", 1), call("look", 2, s=30), call("look", 3)]
-    asyncio.get_running_loop().call_later(0.5, control.interrupt)
+    asyncio.get_running_loop().call_later(2, control.interrupt)
     with pytest.raises(Interrupted):
         await rig.play({"calls": calls}, control=control, tools=tools)
     results = [e for e in rig.log.events if isinstance(e, MessageAdded) and e.tool_ok is not None]

@@ -116,7 +116,7 @@ async def test_once_while_ray_starts(tmp_path: Path, server: FakeServer) -> None
     os.killpg(run.pid, signal.SIGINT)
     began = time.monotonic()
     await run.until("note", 2)
-    assert time.monotonic() - began < 2  # half a second where the machine has time for it
+    assert time.monotonic() - began < 4  # half a second where the machine has time for it
     assert await run.wait(30) == 130, run.errors
     assert [e["text"] for e in run.events if e["event"] == "note"][1:] == ["stopping"]
     assert "Traceback" not in run.errors

@@ -180,7 +180,7 @@ async def test_without_use_a_command_is_run_more_seldom(tmp_path: Path) -> None:
     live.accepted()
     again = time.monotonic()
     assert isinstance(await live.refused("2", EXPIRED), KeyRenewed)
-    assert time.monotonic() - again < 2 * LEAST_S
+    assert time.monotonic() - again < 4 * LEAST_S  # what it would be without the use
     assert runs(tmp_path) == 3
 
 
