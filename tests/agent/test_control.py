@@ -62,7 +62,7 @@ async def test_interrupt_ends_a_tool_at_once_and_leaves_a_whole_conversation(
     assert [e.tool_ok for e in results] == [True, False, False]
     assert "interrupted" in results[1].message.content
     # The command is gone and the session still serves.
-    listed = await rig.sandbox.run("sleep 0.2; ls", timeout_s=5)
+    listed = await rig.sandbox.run("sleep 0.2; ls", timeout_s=30)
     assert listed.output == "started\n"
 
 

@@ -49,7 +49,7 @@ async def test_cancelling_arun_goes_through() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await home.arun(wait())
-        assert await asyncio.to_thread(ended.wait, 5)
+        assert await asyncio.to_thread(ended.wait, 30)
 
 
 PROGRAM = """
@@ -83,7 +83,7 @@ def test_ctrl_c_cancels_and_waits_for_the_clean_up(call: str) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=10)
+    out, _ = process.communicate(timeout=60)
     assert out == "cleaned up\ninterrupted\n"
     assert process.returncode == 0
 
@@ -105,7 +105,7 @@ def test_ctrl_c_while_the_loop_is_asked_to_begin(event: str, begun: bool) -> Non
     def interrupt(frame: FrameType, now: str, _: object) -> None:
         if now == event and frame.f_code.co_name == "call_soon_threadsafe":
             sys.setprofile(None)
-            assert not begun or started.wait(5)
+            assert not begun or started.wait(30)
             raise KeyboardInterrupt
 
     with LoopThread() as home:

@@ -102,7 +102,7 @@ async def test_bad_json_goes_back_and_never_runs(rig: Any) -> None:
     assert "line 1, column 26" in first
     assert "must be a JSON object, not an array" in second
     assert "no arguments given; required: command" in third
-    assert (await rig.sandbox.run("ls", timeout_s=5)).output == ""
+    assert (await rig.sandbox.run("ls", timeout_s=30)).output == ""
     assert ran.result.messages[2].tool_calls[0].arguments == bad  # kept as the model wrote it
     assert [e.tool_ok for e in ran.results()] == [False] * 3
 

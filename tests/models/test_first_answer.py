@@ -138,7 +138,7 @@ async def test_a_cancelled_call_of_a_silent_model_ends_at_once_and_is_recorded(k
         await kit.until(lambda: server.requests == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 30)
         assert s.outcomes == ["cancelled"]
 
 
