@@ -89,7 +89,7 @@ def test_ctrl_c_cancels_and_waits_for_the_clean_up(call: str) -> None:
 
 
 @pytest.mark.parametrize(("event", "begun"), [("call", False), ("return", True)])
-def test_ctrl_c_while_the_loop_is_asked_to_begin(event: str, begun: bool) -> None:
+def test_ctrl_c_while_the_loop_begins(event: str, begun: bool) -> None:
     """The first moments of a call count too: the coroutine is cancelled, or has never begun."""
     seen: list[str] = []
     started = threading.Event()
