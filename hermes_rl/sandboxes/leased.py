@@ -23,6 +23,7 @@ GONE_S = 5.0
 """How long a bubblewrap may take to end after its supervisor."""
 IDLE_S = 30.0
 """Between two looks at a sandbox in which no command runs."""
+_VANISHED = "the folders of the sandbox vanished"
 
 
 class Backend(Protocol):
@@ -130,6 +131,10 @@ class BubblewrapSandbox(ShellSandbox):
     async def _classify(self, lost: ShellLost) -> SandboxError:
         """The outer bubblewrap is out of the agent's reach: a signal to it is the host's doing.
         While it runs, or when it has ended by itself, the agent did it."""
+        if lost.vanished:  # it is read-only in the sandbox
+            error: SandboxError = SandboxDied(_VANISHED)
+            await self._end(error)
+            return error
         try:
             async with asyncio.timeout(GONE_S if self._shell.lost.is_set() else 0):
                 code = await self._tree.ended()
@@ -140,7 +145,7 @@ class BubblewrapSandbox(ShellSandbox):
         if code < 0:
             return SandboxDied(f"bubblewrap was ended by signal {-code} from outside")
         if not self._lease.intact or not self._shell.paths.control.is_dir():
-            return SandboxDied("the folders of the sandbox vanished")
+            return SandboxDied(_VANISHED)
         if self._out_of_memory():
             return SandboxKilled("the sandbox ran out of memory")
         if not self._lease.cgroup and limits.machine_kills() > self._machine_kills:

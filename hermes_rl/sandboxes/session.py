@@ -257,6 +257,7 @@ class Background:
 
     async def start(self, text: bytes, end: Callable[[int], None]) -> BackgroundProcess:
         """Start one in the session's present state. Raises: ShellLost."""
+        self._shell.check_control()
         self._made += 1
         number = self._made
         command = self._shell.paths.control / f"p{number}.cmd"
@@ -510,7 +511,7 @@ class ShellSandbox(ABC):
             return await self._shell.execute(kind, text, sink, timeout_s=timeout_s, stdin=stdin)
         except ShellLost as lost:
             error = await self._dead(lost)
-            error.in_command |= stood and not lost.unsent
+            error.in_command |= stood and not (lost.unsent or lost.vanished)
             raise error from None
 
     def _raise_if_dead(self) -> None:

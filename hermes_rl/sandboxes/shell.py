@@ -258,10 +258,12 @@ Kind = Literal["r", "i"]
 
 
 class ShellLost(Exception):
-    """The channel is closed: the supervisor is gone."""
+    """The supervisor is gone, or it can run no command any more."""
 
     unsent = False
     """The command did not reach it."""
+    vanished = False
+    """Somebody removed files of the control directory."""
 
 
 @dataclass(frozen=True)
@@ -380,7 +382,9 @@ class Shell:
             source = "/dev/null" if given is None else self._inside(given)
             line = f"{kind} {self._pipe.name} {source} {self._source} {out}\n"
             try:
-                return await self._converse(kind, line.encode(), out, sink, timeout_s)
+                ended = await self._converse(kind, line.encode(), out, sink, timeout_s)
+                self.check_control()
+                return ended
             finally:
                 if given is not None:
                     given.unlink(missing_ok=True)
@@ -394,6 +398,18 @@ class Shell:
             self._ending = None
         if self.lost.is_set():
             raise ShellLost(self._last_words())
+        self.check_control()
+
+    def _vanished(self) -> bool:
+        return not (os.fstat(self._command).st_nlink and os.fstat(self._pipe.fd).st_nlink)
+
+    def check_control(self) -> None:
+        """Raises: ShellLost when a file that commands need was removed. The supervisor would report
+        every command as one that failed without a word."""
+        if self._vanished():
+            lost = ShellLost("the control directory was removed")
+            lost.vanished = True
+            raise lost
 
     async def _surely(self, work: Coroutine[None, None, bool]) -> None:
         """Do something that goes on when the caller is cancelled. Raises: ShellLost on False."""
@@ -493,7 +509,7 @@ class Shell:
 
     def _settle(self, watch: Watch) -> None:
         """Take what is left in the pipe; set it aside when a background job still holds it."""
-        if watch.finish() is not None and not self.lost.is_set():
+        if watch.finish() is not None and not self.lost.is_set() and not self._vanished():
             held, self._pipe = self._pipe, self._new_pipe()
             self._aside.add(held)
             self._drain(held)

@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from hermes_rl.errors import SandboxDied, SandboxKilled, SandboxStartError, TaskFault
-from hermes_rl.sandboxes import Bubblewrap, GradingSpec, SandboxLimits, SandboxSpec, probe, recipe
+from hermes_rl.sandboxes import (
+    Bubblewrap,
+    GradingSpec,
+    Sandbox,
+    SandboxLimits,
+    SandboxSpec,
+    probe,
+    recipe,
+)
 
 PROGRAMS = ("bash", "cat", "ls", "mkdir", "touch", "grep")
 
@@ -194,16 +202,59 @@ async def test_memory_of_the_whole_sandbox(bubblewrap: Bubblewrap) -> None:
         assert (await sandbox.grade(GradingSpec("cat /workspace/left"))).output == "1\n"
 
 
-async def test_a_vanished_workspace_is_the_hosts_fault(bubblewrap: Bubblewrap, state: Path) -> None:
+HELD = "touch started; {} until [ -e go ]; do sleep 0.01; done"
+
+
+@pytest.mark.parametrize("removed", ["", "ctl", "ctl/cmd", "ctl/o1"])
+@pytest.mark.parametrize(
+    "command", [None, HELD.format(""), HELD.format("sleep 600 &"), "touch started; sleep 600"]
+)
+async def test_folders_that_vanish_are_the_hosts_fault(
+    bubblewrap: Bubblewrap, state: Path, removed: str, command: str | None
+) -> None:
+    """Single files too, as cleaners of temporary folders remove them: no command is reported to
+    have run that could not."""
     async with await bubblewrap.lease(SandboxSpec(lease="vanish")) as sandbox:
-        task = asyncio.create_task(sandbox.run("sleep 30", timeout_s=60))
-        await asyncio.sleep(0.2)
-        [folder] = [path for path in (state / "boxes").iterdir() if (path / "ctl").exists()]
-        shutil.rmtree(folder)
+        [control] = (state / "boxes").glob("*/ctl")
+        running = None
+        if command is not None:
+            running = asyncio.create_task(sandbox.run(command, timeout_s=2))
+            await until_there(sandbox, "started")
+        path = control.parent / removed
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+        if running is not None and removed:
+            await sandbox.write_file("go", b"")
+        results = await asyncio.gather(*([running] if running else []), return_exceptions=True)
         with pytest.raises(SandboxDied, match="vanished"):
-            await task
-        with pytest.raises(SandboxDied):
-            await sandbox.grade(GradingSpec("true"))
+            await sandbox.run("true", timeout_s=30)
+        assert all(type(result) is SandboxDied for result in results)
+        assert not any(removed and result.in_command for result in results)
+        if not removed:
+            with pytest.raises(SandboxDied):
+                await sandbox.grade(GradingSpec("true"))
+
+
+async def until_there(sandbox: Sandbox, path: str) -> None:
+    """Until a command has made that file."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                await sandbox.read_file(path)
+            except FileNotFoundError:
+                await asyncio.sleep(0.01)
+            else:
+                return
+
+
+async def test_no_process_starts_without_its_folders(bubblewrap: Bubblewrap, state: Path) -> None:
+    async with await bubblewrap.lease(SandboxSpec(lease="vanish")) as sandbox:
+        [control] = (state / "boxes").glob("*/ctl")
+        shutil.rmtree(control)
+        with pytest.raises(SandboxDied, match="vanished"):
+            await sandbox.start_process("true")
 
 
 async def test_one_clear_message_where_sandboxes_cannot_start(state: Path) -> None:
