@@ -36,7 +36,7 @@ class LoopThread:
 
     def __init__(self, name: str = "hermes-rl") -> None:
         self._name = name
-        self._lock = threading.Lock()  # guards the start: first uses may come from two threads
+        self._lock = threading.Lock()  # uses and closes come from any thread
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -52,12 +52,11 @@ class LoopThread:
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise UserError("a synchronous door was called from a callback of its own agent")
-        loop = self._start()
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         tasks: list[asyncio.Task[T]] = []
 
         def begin() -> None:
-            task = loop.create_task(coroutine)
+            task = asyncio.get_running_loop().create_task(coroutine)
             tasks.append(task)
             task.add_done_callback(lambda done: _hand_over(done, future))
 
@@ -70,32 +69,36 @@ class LoopThread:
 
         try:
             # Inside the `try`: Ctrl-C can come when the loop has begun and this call is not over.
-            loop.call_soon_threadsafe(begin)
+            with self._lock:
+                self._start().call_soon_threadsafe(begin)
             return future.result()
         except KeyboardInterrupt:
-            loop.call_soon_threadsafe(cancel)
+            with self._lock:
+                if not future.done():
+                    self._start().call_soon_threadsafe(cancel)
             concurrent.futures.wait([future])
             raise
 
     async def arun(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the home loop and await it on this one; cancelling goes through."""
-        loop = self._start()
-        if asyncio.get_running_loop() is loop:
+        if threading.current_thread() is self._thread:
             return await coroutine
-        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        with self._lock:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._start())
         return await asyncio.wrap_future(future)
 
     def _start(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                ready = threading.Event()
-                self._thread = threading.Thread(
-                    target=lambda: asyncio.run(self._serve(ready)), name=self._name, daemon=True
-                )
-                self._thread.start()
-                ready.wait()
-            assert self._loop is not None
-            return self._loop
+        """The running loop, started at need. Under the lock, like what is then asked of it: else
+        another thread could close it in between, and nobody would ever answer."""
+        if self._loop is None:
+            ready = threading.Event()
+            self._thread = threading.Thread(
+                target=lambda: asyncio.run(self._serve(ready)), name=self._name, daemon=True
+            )
+            self._thread.start()
+            ready.wait()
+        assert self._loop is not None
+        return self._loop
 
     async def _serve(self, ready: threading.Event) -> None:
         self._loop = asyncio.get_running_loop()
@@ -109,9 +112,10 @@ class LoopThread:
             if self._loop is None or self._thread is None or self._stop is None:
                 return
             self._loop.call_soon_threadsafe(self._stop.set)
-            if threading.current_thread() is not self._thread:
-                self._thread.join()
+            thread = self._thread
             self._loop = self._thread = self._stop = None
+        if threading.current_thread() is not thread:
+            thread.join()
 
     def __enter__(self) -> LoopThread:
         return self

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from types import FrameType
 
 import pytest
@@ -15,8 +14,10 @@ from hermes_rl.aio import LoopThread
 
 def test_closing_cancels_what_runs() -> None:
     ended: list[str] = []
+    started = threading.Event()
 
     async def wait() -> None:
+        started.set()
         try:
             await asyncio.sleep(60)
         finally:
@@ -30,10 +31,32 @@ def test_closing_cancels_what_runs() -> None:
 
     thread = threading.Thread(target=outside)
     thread.start()
-    time.sleep(0.2)
+    assert started.wait(30)
     home.close()
-    thread.join(5)
+    thread.join(30)
     assert ended == ["cleaned up"]
+
+
+def test_a_call_that_meets_a_close_ends() -> None:
+    home = LoopThread()
+    home.run(asyncio.sleep(0))
+    closing = threading.Thread(target=home.close)
+
+    def close(frame: FrameType, now: str, _: object) -> None:
+        if now == "call" and frame.f_code.co_name == "call_soon_threadsafe":
+            sys.setprofile(None)
+            closing.start()
+            closing.join(0.2)  # closed by then, unless the close waits for this call's beginning
+
+    before = sys.getprofile()
+    try:
+        sys.setprofile(close)
+        with pytest.raises(asyncio.CancelledError):
+            home.run(asyncio.sleep(60))
+    finally:
+        sys.setprofile(before)
+    closing.join(30)
+    assert not closing.is_alive()
 
 
 async def test_cancelling_arun_goes_through() -> None:
