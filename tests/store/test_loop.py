@@ -92,7 +92,7 @@ async def test_a_cancelled_publisher_leaves_nothing_half_done(
 
 
 async def test_a_cancelled_opening_gives_the_lock_back(tmp_path: Path) -> None:
-    options = OpenOptions(fsync_delay_s=0.05)
+    options = OpenOptions(fsync_delay_s=0.5)
     opening = asyncio.create_task(open_run(tmp_path, made_up.CONFIG, None, options))
     await asyncio.sleep(0.05)
     opening.cancel()
