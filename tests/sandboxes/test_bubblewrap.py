@@ -215,7 +215,7 @@ async def test_folders_that_vanish_are_the_hosts_fault(
     """Single files too, as cleaners of temporary folders remove them: no command is reported to
     have run that could not."""
     async with await bubblewrap.lease(SandboxSpec(lease="vanish")) as sandbox:
-        [control] = (state / "boxes").glob("*/ctl")
+        [control] = state.glob("*/*/ctl")
         running = None
         if command is not None:
             running = asyncio.create_task(sandbox.run(command, timeout_s=2))
@@ -251,7 +251,7 @@ async def until_there(sandbox: Sandbox, path: str) -> None:
 
 async def test_no_process_starts_without_its_folders(bubblewrap: Bubblewrap, state: Path) -> None:
     async with await bubblewrap.lease(SandboxSpec(lease="vanish")) as sandbox:
-        [control] = (state / "boxes").glob("*/ctl")
+        [control] = state.glob("*/*/ctl")
         shutil.rmtree(control)
         with pytest.raises(SandboxDied, match="vanished"):
             await sandbox.start_process("true")
