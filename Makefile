@@ -59,15 +59,17 @@ coverage: dev-venv ## measure branch coverage of the fast tests and the processe
 	@$(RUN) -m coverage combine --quiet
 	@$(RUN) -m coverage report --skip-covered
 
-test-consumers: dev-venv ## test our files with other projects' trainers, in separate environments
+test-consumers: dev-venv ## test with other projects' trainers and a LiteLLM proxy, in separate environments
 	@bash scripts/venv.sh $(CONSUMERS) locks/consumers.txt $(TORCH)
-	@$(call consume,$(CONSUMERS),tests/consumers $(patsubst %,--ignore=tests/consumers/with_%,verl axolotl protocols))
+	@$(call consume,$(CONSUMERS),tests/consumers $(patsubst %,--ignore=tests/consumers/with_%,verl axolotl protocols litellm))
 	@bash scripts/venv.sh $(CONSUMERS)-verl locks/consumers-verl.txt $(TORCH)
 	@$(call consume,$(CONSUMERS)-verl,tests/consumers/with_verl)
 	@bash scripts/venv.sh $(CONSUMERS)-axolotl locks/consumers-axolotl.txt $(TORCH)
 	@$(call consume,$(CONSUMERS)-axolotl,tests/consumers/with_axolotl)
 	@PIP_IGNORE_REQUIRES_PYTHON=1 bash scripts/venv.sh $(CONSUMERS)-protocols locks/consumers-protocols.txt
 	@$(call consume,$(CONSUMERS)-protocols,tests/consumers/with_protocols)
+	@bash scripts/venv.sh $(CONSUMERS)-litellm locks/consumers-litellm.txt
+	@$(call consume,$(CONSUMERS)-litellm,tests/consumers/with_litellm)
 
 lock: ## regenerate the lock files from pyproject.toml (newest versions: scripts/lock.sh --upgrade)
 	@bash scripts/lock.sh

@@ -31,7 +31,7 @@ compile locks/demo.txt pyproject.toml --extra local --group build --constraint l
 compile locks/atropos.txt locks/atropos.in "$@"
 echo "torch ; sys_platform == 'none'" >"$tools/overrides.txt"
 compile locks/consumers.txt --group consumers --override "$tools/overrides.txt" "$@"
-for name in verl axolotl protocols; do
+for name in verl axolotl protocols litellm; do
     compile "locks/consumers-$name.txt" "locks/consumers-$name.in" --override "$tools/overrides.txt" "$@"
     alone=locks/consumers-$name.alone.in
     if [ -f "$alone" ]; then

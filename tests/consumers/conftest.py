@@ -154,9 +154,9 @@ def produce(producer: str, tasks: Path, out: Path, *options: str) -> None:
 
 
 @contextmanager
-def fake_server(producer: str) -> Iterator[str]:
+def fake_server(producer: str, *options: str) -> Iterator[str]:
     """The base URL of a fake model server that lives as long as the context."""
-    command = [producer, "-m", "hermes_rl.testing.fake_server", "--until-eof"]
+    command = [producer, "-m", "hermes_rl.testing.fake_server", "--until-eof", *options]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as server:

@@ -48,6 +48,18 @@ async def test_pipes_and_sparse_files_do_not_hold_us_up(each_sandbox: Sandbox) -
     assert (await each_sandbox.run("echo still", timeout_s=20)).output == "still\n"
 
 
+async def test_files_without_a_size_are_read_to_a_bound(
+    each_sandbox: Sandbox, tmp_path: Path
+) -> None:
+    """Those of /proc: this one reports the size 0 and has 256 GB to give."""
+    await each_sandbox.run("ln -s /proc/self/pagemap link", timeout_s=20)
+    with pytest.raises(OSError, match="link: "):
+        await each_sandbox.read_file("link")
+    with pytest.raises(OSError, match="link: "):
+        await each_sandbox.download("link", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 async def test_a_killed_watchdog_is_no_error_of_the_end(each_sandbox: Sandbox, state: Path) -> None:
     theirs = {*watchdog.tagged(str(state).encode())}
     (pid,) = theirs.intersection(watchdog.tagged(watchdog.__file__.encode()))
