@@ -51,7 +51,10 @@ class LoopThread:
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
-            raise UserError("a synchronous door was called from a callback of its own agent")
+            raise UserError(
+                "this agent's callback called one of its synchronous methods, which would wait for "
+                "itself. Use `await agent.run(...)`, or another agent"
+            )
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         tasks: list[asyncio.Task[T]] = []
 
