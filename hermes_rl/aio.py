@@ -53,7 +53,7 @@ class LoopThread:
             coroutine.close()
             raise UserError(
                 "this agent's callback called one of its synchronous methods, which would wait for "
-                "itself. Use `await agent.run(...)`, or another agent"
+                "itself. Call `steer` or `interrupt` there, or use another agent"
             )
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         tasks: list[asyncio.Task[T]] = []

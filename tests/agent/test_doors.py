@@ -10,6 +10,7 @@ from types import FrameType
 import pytest
 
 from hermes_rl.aio import LoopThread
+from hermes_rl.errors import UserError
 
 
 def test_closing_cancels_what_runs() -> None:
@@ -57,6 +58,16 @@ def test_a_call_that_meets_a_close_ends() -> None:
         sys.setprofile(before)
     closing.join(30)
     assert not closing.is_alive()
+
+
+def test_a_callback_cannot_wait_for_the_loop_that_runs_it() -> None:
+    with LoopThread() as home:
+
+        async def callback() -> None:
+            home.run(asyncio.sleep(0))
+
+        with pytest.raises(UserError, match="Call `steer` or `interrupt` there"):
+            home.run(callback())
 
 
 async def test_cancelling_arun_goes_through() -> None:

@@ -1,4 +1,4 @@
-"""LiteLLM's proxy stands between a run and its model: each of our wires goes in, two come out.
+"""LiteLLM's proxy stands between a run and its model: three wires go in, two come out.
 
 The provider behind the proxy is the fake model server, which logs what it served.
 """
@@ -76,26 +76,30 @@ def proxy(producer: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # nothing is fetched from the network
             "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
         }
-        said = folder / "said.txt"
+        output = folder / "output.txt"
         with (
-            said.open("wb") as out,
+            output.open("wb") as out,
             subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env) as program,
         ):
             try:
-                until_up(program, port, said)
+                until_up(program, port, output)
                 yield Proxy(f"http://127.0.0.1:{port}/v1", log)
             finally:
                 program.terminate()
+                try:
+                    program.wait(30)
+                except subprocess.TimeoutExpired:
+                    program.kill()
 
 
-def until_up(program: subprocess.Popen[bytes], port: int, said: Path) -> None:
+def until_up(program: subprocess.Popen[bytes], port: int, output: Path) -> None:
     until = time.monotonic() + START_S
     while True:
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health/liveliness", timeout=5).close()
         except (urllib.error.URLError, OSError):
-            assert program.poll() is None, said.read_text()
-            assert time.monotonic() < until, said.read_text()
+            assert program.poll() is None, output.read_text()
+            assert time.monotonic() < until, output.read_text()
             time.sleep(0.2)
         else:
             return
@@ -127,5 +131,8 @@ def test_a_run_through_the_proxy_is_solved_and_its_usage_is_the_providers(
     assert [row["reward"] for row in rows] == [1.0] * TASKS
     assert [row["usage"]["unknown_calls"] for row in rows] == [0] * TASKS
     served = [entry for entry in proxy.served()[before:] if entry["outcome"] == "served"]
-    for ours, theirs in (("input_tokens", "prompt_tokens"), ("output_tokens", "completion_tokens")):
-        assert sum(row["usage"][ours] for row in rows) == sum(entry[theirs] for entry in served)
+    for column, counted in (
+        ("input_tokens", "prompt_tokens"),
+        ("output_tokens", "completion_tokens"),
+    ):
+        assert sum(row["usage"][column] for row in rows) == sum(entry[counted] for entry in served)
