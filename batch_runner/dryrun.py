@@ -205,13 +205,13 @@ def predict(known: Sequence[float], more: int) -> Range | None:
     return Range(expected, max(spent, expected - half), expected + half)
 
 
-def student_t(freedom: int, level: float = LEVEL) -> float:
+def student_t(freedom: int) -> float:
     """The two-sided quantile of Student's t; within half a percent from 4 degrees of freedom on.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions (1964), 26.7.5; exact for 1
     and 2 degrees of freedom.
     """
-    upper = 1 - (1 - level) / 2
+    upper = 1 - (1 - LEVEL) / 2
     if freedom == 1:
         return math.tan(math.pi * (upper - 0.5))
     if freedom == 2:

@@ -47,6 +47,7 @@ from hermes_rl.store import (
     PendingRow,
     Run,
     RunDir,
+    decode_metrics,
     open_derived_writer,
     open_run,
 )
@@ -227,14 +228,14 @@ class _Work:
             self.done.groups += len(groups)
             return
         graded = {one.gathered.facts["group_id"]: one.scoring for one in groups}
-        metrics = await asyncio.to_thread(graded_metrics, grader.run_dir)
+        metrics = await asyncio.to_thread(_newest_grades, Run(grader.run_dir), "metrics")
 
         async def score(ready: ReadyGroup) -> bool:
             by_members = graded[ready.gathered.facts["group_id"]]
             # What compute_reward noted this time, and not what it noted in the run.
             keys = [(row["trajectory_id"], by_members.grade_id or "") for row in ready.rows]
             rows = tuple(
-                {**row, "metrics": {**row["metrics"], **metrics.get(key, {})}}
+                {**row, "metrics": {**row["metrics"], **decode_metrics(metrics.get(key) or ())}}
                 for row, key in zip(ready.rows, keys, strict=True)
             )
             ready = replace(ready, rows=rows)
@@ -280,7 +281,8 @@ class StoredRows:
     def __init__(self, run_dir: RunDir, grader: Grader, done: Regraded) -> None:
         self._run_dir, self._grader, self._done = run_dir, grader, done
         self._kept = Workspaces(run_dir.path / WORKSPACES)
-        self._known = {pair for pair, r in _rewards(Run(run_dir)).items() if r is not None}
+        rewards = _newest_grades(Run(run_dir), "reward")
+        self._known = {pair for pair, reward in rewards.items() if reward is not None}
         self.judged_by: dict[str, str] = {}
         """Trajectory -> the grader of its task as it is now."""
 
@@ -335,8 +337,7 @@ class StoredRows:
         row_id = row["trajectory_id"]
         kept = self._kept.find(row_id, sandboxed=self._grader.sandboxed)
         assert kept is not None
-        metrics = {m["name"]: m["value"] for m in row["metrics"]}
-        rolled = self._kept.as_rolled({**row, "metrics": metrics})
+        rolled = self._kept.as_rolled({**row, "metrics": decode_metrics(row["metrics"])})
         return StoredRollout(rolled, task, kept.archive, kept.state, self.judged_by[row_id])
 
 
@@ -374,19 +375,10 @@ def _same_metadata(row: Mapping[str, Any], task: Task) -> bool:
     return bool(stored == msgspec.json.decode(text) or stored == {UNPARSED: text})
 
 
-def _rewards(run: Run) -> dict[tuple[str, str], float | None]:
-    """(trajectory, grader) -> the reward of the newest grade."""
-    grades = run.arrow("grades", ["trajectory_id", "grade_id", "reward"]).to_pylist()
-    return {(g["trajectory_id"], g["grade_id"]): g["reward"] for g in grades}
-
-
-def graded_metrics(run_dir: RunDir) -> dict[tuple[str, str], dict[str, float]]:
-    """(trajectory, grader) -> the metrics of the newest grade. Blocking."""
-    grades = Run(run_dir).arrow("grades", ["trajectory_id", "grade_id", "metrics"]).to_pylist()
-    return {
-        (g["trajectory_id"], g["grade_id"]): {m["name"]: m["value"] for m in g["metrics"] or ()}
-        for g in grades
-    }
+def _newest_grades(run: Run, column: str) -> dict[tuple[str, str], Any]:
+    """(trajectory, grader) -> a column of the newest grade. Blocking."""
+    grades = run.arrow("grades", ["trajectory_id", "grade_id", column]).to_pylist()
+    return {(g["trajectory_id"], g["grade_id"]): g[column] for g in grades}
 
 
 @dataclass(frozen=True)
@@ -404,7 +396,7 @@ def due_again(run_dir: RunDir, judged_by: Mapping[str, str]) -> list[Regrouped]:
         judged_by: trajectory -> its present grader; absent for one that cannot be graded again.
     """
     run = Run(run_dir)
-    rewards = _rewards(run)
+    rewards = _newest_grades(run, "reward")
     shown = {row["group_id"]: _Shown.of(row) for row in run.groups.to_dict("records")}
     found = []
     for gathered in gather(run):

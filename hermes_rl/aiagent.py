@@ -53,7 +53,7 @@ from hermes_rl.events import EventLog
 from hermes_rl.messages import Message, conversation_from_openai, to_openai, with_unique_ids
 from hermes_rl.models import NoopClient, Sampling
 from hermes_rl.models.calls import ModelCaller, RetryPolicy
-from hermes_rl.models.providers import Keys, Routes, Sole, asks_endpoint, find_keys, targets_of
+from hermes_rl.models.providers import Keys, Routes, asks_endpoint, find_keys, targets_of
 from hermes_rl.models.rate import Share
 from hermes_rl.sandboxes import Sandbox, SandboxBackend, SandboxSpec
 from hermes_rl.text import clean
@@ -106,7 +106,7 @@ async def open_link(model: object) -> AsyncIterator[Link]:
     share = Share(maximum=_CALLS_AT_ONCE)
     async with AsyncExitStack() as stack:
         routes = await open_models(config.name, where, {config.name: targets}, stack, held, share)
-        yield Link(config.name, sampling_of(config), routes or Sole(NoopClient(), share))
+        yield Link(config.name, sampling_of(config), routes or Routes.to(NoopClient(), share))
 
 
 @asynccontextmanager

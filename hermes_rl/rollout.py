@@ -5,16 +5,24 @@ disk and internal errors do raise; the worker turns the latter into a row with c
 `lost_row`.
 
 An `Episode` is what happens around the agent: tools, what comes before the first call, a user's
-replies and the reward."""
+replies and the reward.
+
+The verifier runs in the grading sandbox, a fresh one over the workspace (DESIGN 5.9). Its output is
+never read for a reward: the exit code is, or with `score` the one line on descriptor 3.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from hermes_rl import events as ev
 from hermes_rl.agent import AgentParts, AgentResult, Control, run_agent, wall_limit
@@ -23,24 +31,24 @@ from hermes_rl.errors import (
     HermesError,
     SandboxDied,
     SandboxKilled,
+    SandboxStartError,
     TaskFault,
     UserError,
     VerifierFault,
     cause_of,
     end_reason_of,
 )
-from hermes_rl.events import EventLog, Graded
+from hermes_rl.events import EventLog, Graded, RewardPart
 from hermes_rl.identity import trajectory_id
 from hermes_rl.messages import Message, with_unique_ids
 from hermes_rl.models.rate import Budget
 from hermes_rl.ports import WorkItem
 from hermes_rl.record import Trajectory
-from hermes_rl.sandboxes import Sandbox, SandboxSpec
-from hermes_rl.tasks import Task
+from hermes_rl.sandboxes import GradingResult, GradingSpec, Sandbox, SandboxSpec
+from hermes_rl.tasks import Task, Verify
 from hermes_rl.text import clean, scrub
 from hermes_rl.tools import Tool
 from hermes_rl.trajectory import fold
-from hermes_rl.verify import verify
 from hermes_rl.wiring import Draw, RunContext
 from hermes_rl.workspaces import Workspaces, state_text
 
@@ -380,3 +388,112 @@ async def _set_up(sandbox: Sandbox, script: str) -> None:
     if result.exit_code != 0:
         printed = result.output.strip()[-500:]
         raise TaskFault(f"setup failed with exit code {result.exit_code}: {printed}")
+
+
+BOXES = 3
+"""A verifier that cannot judge, or a box that dies, gets this many boxes on the same workspace. The
+rollout is never rolled again for it."""
+
+_SIGNALLED = 128
+"""Exit codes above it tell of a signal."""
+_DETAIL_CHARS = 2_000
+_SCRIPT_CHARS = 300
+
+
+async def verify(sandbox: Sandbox, verifier: Verify | None) -> Graded:
+    """Judge the workspace that a rollout left.
+
+    Args:
+        sandbox: the rollout's sandbox; its processes are ended by the first grading box.
+        verifier: the task's verifier; None gives a null reward.
+
+    Returns: the event, with the reward and how long all boxes took.
+
+    Raises: VerifierFault when no box could judge.
+    """
+    if verifier is None:
+        return Graded(reward=None)
+    spec = GradingSpec(
+        script=verifier.script,
+        files=verifier.files,
+        timeout_s=verifier.timeout_s,
+        score=verifier.score,
+        image=verifier.image,
+        mounts=verifier.mounts,
+    )
+    seconds = 0.0
+    faults: list[str] = []
+    for _ in range(BOXES):
+        try:
+            result = await sandbox.grade(spec)
+            seconds += result.seconds
+            scores = judge(result, score=verifier.score)
+        except (VerifierFault, SandboxDied, SandboxStartError) as fault:
+            faults.append(f"{type(fault).__name__}: {fault}")
+            continue
+        detail = _detail(verifier, result)
+        parts = [RewardPart(name=name, score=score) for name, score in scores.items()]
+        parts[0] = msgspec.structs.replace(parts[0], detail=detail)
+        return Graded(reward=reward_of(scores), rewards=tuple(parts), seconds=seconds)
+    raise VerifierFault(f"no verdict in {BOXES} grading boxes; the last: {faults[-1]}")
+
+
+def judge(result: GradingResult, *, score: bool) -> dict[str, float]:
+    """The rewards that a grading box stands for, by name; `verify` where there is only one.
+
+    Exit 0 is 1.0; any other exit or a timeout is 0.0, since the policy can cause those. With
+    `score` the report on descriptor 3 decides; a box that failed without one, or was killed, is 0.0
+    as well.
+
+    Raises: VerifierFault for `cannot-judge=...`, a report that is not one such line, or success
+    without one.
+    """
+    if result.timed_out:
+        return {"verify": 0.0}
+    if not score:
+        return {"verify": 1.0 if result.exit_code == 0 else 0.0}
+    if result.exit_code > _SIGNALLED:
+        return {"verify": 0.0}  # killed: what it had written may not be its last word
+    if not result.report.strip():
+        if result.exit_code != 0:
+            return {"verify": 0.0}
+        raise VerifierFault("the verifier succeeded without writing reward=... to descriptor 3")
+    return _parse_report(result.report)
+
+
+def reward_of(scores: Mapping[str, float]) -> float:
+    """The reward of several: the one named `reward`, else their mean."""
+    return scores["reward"] if "reward" in scores else sum(scores.values()) / len(scores)
+
+
+def _parse_report(report: bytes) -> dict[str, float]:
+    lines = report.decode("utf-8", "replace").strip().splitlines()
+    key, _, value = lines[0].partition("=")
+    if len(lines) != 1:
+        raise VerifierFault(f"descriptor 3 took {len(lines)} lines; it takes one")
+    if key == "cannot-judge":
+        raise VerifierFault(f"the verifier cannot judge: {value[:200]}")
+    try:
+        numbers = json.loads(value) if key == "rewards" else {"verify": float(value)}
+        scores = {name: float(number) for name, number in numbers.items()}
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        scores = {}
+    if (
+        key not in ("reward", "rewards")
+        or not scores
+        or not all(map(math.isfinite, scores.values()))
+    ):
+        raise VerifierFault(
+            f"descriptor 3 said {lines[0][:80]!r}; it takes reward=<finite number>, or "
+            "rewards=<JSON object of such numbers>"
+        )
+    return scores
+
+
+def _detail(verifier: Verify, result: GradingResult) -> str:
+    """What ran, how it ended, the end of what was printed: for people, never for a reward."""
+    script = " ; ".join(line for line in verifier.script.strip().splitlines() if line.strip())
+    ending = "timed out" if result.timed_out else f"exit {result.exit_code}"
+    printed = result.output.strip()[-_DETAIL_CHARS:]
+    first = f"{script[:_SCRIPT_CHARS]}  -> {ending}"
+    return f"{first}\n{printed}" if printed else first

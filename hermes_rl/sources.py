@@ -21,6 +21,8 @@ from typing import Any, BinaryIO, cast
 
 from hermes_rl.errors import HermesError, UserError
 from hermes_rl.input_errors import did_you_mean, nearest, nearest_file
+from hermes_rl.task_folders import read_rows as read_task_folders
+from hermes_rl.task_folders import task_folders
 from hermes_rl.tasks import Columns, LazyRow, RawRow, TaskRow, decoded, lazy_rows, renamed, task_row
 
 RUNS = "runs"
@@ -306,9 +308,12 @@ def _folder(path: Path) -> Source:
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
         yield from _saved(path)
         return
+    if task_folders(path):
+        yield from read_task_folders(path)
+        return
     files = sorted(p for p in path.iterdir() if p.name.lower().endswith(_ENDS))
     if not files:
-        raise UserError(f"{path}: holds no file of a dataset ({KINDS})")
+        raise UserError(f"{path}: holds no file of a dataset ({KINDS}) and no task folders")
     for file in files:
         yield from _file(file)
 

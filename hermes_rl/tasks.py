@@ -39,7 +39,7 @@ RawRow = Mapping[str, Any] | bytes | str
 Columns = Mapping[str, str]
 """Names of columns, ours -> the dataset's."""
 
-_VERIFY_KEYS = ("script", "files", "timeout_s", "image", "score")
+_VERIFY_KEYS = ("script", "files", "timeout_s", "image", "score", "mounts")
 _WHOLE_LIMITS = ("max_turns", "max_tokens")
 _LIMIT_KEYS = (*_WHOLE_LIMITS, "max_seconds", "wall_seconds")
 
@@ -54,7 +54,11 @@ class Verify(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = DEFAULT_VERIFY_TIMEOUT_S
     image: str | None = None
     score: bool = False
-    """Descriptor 3 takes one line: `reward=<float>` or `cannot-judge=<why>`."""
+    """Descriptor 3 takes one line: `reward=<float>`, `rewards=<object of numbers>` or
+    `cannot-judge=<why>`."""
+    mounts: dict[str, str] = {}
+    """Absolute path in the grading sandbox -> folder of `files` that is shown there, writable; the
+    empty text is an empty folder. What the agent left at such a path is hidden."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -300,13 +304,29 @@ def _verify(value: Any) -> Verify | None:
         raise TaskFault("'verify.timeout_s' must be a number of seconds above 0")
     if not isinstance(fields.get("score", False), bool):
         raise TaskFault("'verify.score' must be true or false")
+    mounts = fields.get("mounts", {})
+    if not isinstance(mounts, Mapping) or not all(map(_is_mount, mounts.items())):
+        raise TaskFault("'verify.mounts' must be an object of absolute paths and relative folders")
     return Verify(
         script=fields["script"],
         files=_files(fields.get("files"), "verify.files"),
         timeout_s=float(timeout),
         image=fields.get("image"),
         score=fields.get("score", False),
+        mounts=dict(mounts),
     )
+
+
+def _is_mount(mount: tuple[Any, Any]) -> bool:
+    """Whether it is an absolute path, and a folder of `files` or the empty text.
+
+    An absolute folder would name one of this machine."""
+    place, folder = mount
+    if not isinstance(place, str) or not isinstance(folder, str) or "\0" in place + folder:
+        return False
+    if not place.startswith("/") or folder.startswith("/") or ".." in folder:
+        return False
+    return not any(part in ("..", "") for part in place[1:].split("/"))
 
 
 def _limits(value: Any) -> dict[str, float]:

@@ -38,21 +38,16 @@ from hermes_rl.models.providers import (
     EndpointReport,
     Keys,
     Routes,
-    Routing,
     Seen,
-    Sole,
     Target,
     all_keys,
     asks_endpoint,
     drawn_model,
     embedded_clients,
-    endpoint_base,
     exact_clients,
     find_plan,
     other_targets,
-    others_of,
     reach_models,
-    reach_others,
     targets_by_model,
 )
 from hermes_rl.models.rate import NANO, NO_UNIT, UNIT_TOKENS, UNIT_USD, Budget, Share
@@ -171,7 +166,7 @@ class RunContext:
             model: as it was drawn for the unit.
             budget: the attempt's.
         """
-        models = self.models or Sole(_played(model, task), self.share)
+        models = self.models or Routes.to(_played(model, task), self.share)
         price = free if self.models is None else None
         in_process = not asks_endpoint(self.config.model.name, self.config.endpoint)
         patience = self._patience(in_process=in_process)
@@ -281,11 +276,8 @@ def _open_others(
     """The routes to the models that an environment asks, closed by `stack`."""
     opened: dict[str, Routes] = {}
     for use, targets in other_targets(config).items():
-        name = others_of(config)[use].name
-        base, strategy = endpoint_base(config.endpoint), config.endpoint.key_strategy
-        routing = Routing({name: targets}, keys, share, base=base, strategy=strategy)
-        stack.push_async_callback(routing.aclose)
-        opened[use] = routing
+        opened[use] = Routes({use: targets}, keys, share, config.endpoint)
+        stack.push_async_callback(opened[use].aclose)
     return opened
 
 
@@ -323,19 +315,13 @@ async def open_models(
         return None
     if not asks_endpoint(name, where):
         client = await _embedded(name, where, stack, tokens)
-        return Sole(client, share, targets[name][0].prices.own_alone())
+        return Routes.to(client, share, targets[name][0].prices.own_alone())
     first = min(targets)
     base_url = targets[first][0].place.base_url
-    routing = Routing(
-        targets,
-        keys,
-        share,
-        base=endpoint_base(where),
-        strategy=where.key_strategy,
-        connect=await asyncio.to_thread(exact_clients, where, tokens, base_url),
-    )
-    stack.push_async_callback(routing.aclose)
-    return routing
+    make = await asyncio.to_thread(exact_clients, where, tokens, base_url)
+    routes = Routes(targets, keys, share, where, make)
+    stack.push_async_callback(routes.aclose)
+    return routes
 
 
 async def reach(config: RunConfig, keys: Mapping[str, str] | None = None) -> EndpointReport | None:
@@ -358,7 +344,6 @@ async def reach(config: RunConfig, keys: Mapping[str, str] | None = None) -> End
     if not (config.run.workers != 0 and os.environ.get("RAY_ADDRESS")):
         await _start_a_sandbox(config.sandbox.backend)
     held = Keys(await asyncio.to_thread(all_keys, config) if keys is None else keys)
-    await reach_others(config, held)
     return await reach_models(config, held)
 
 
@@ -376,8 +361,7 @@ async def _start_a_sandbox(backend_name: str) -> None:
 async def _embedded(
     name: str, where: EndpointSection, stack: AsyncExitStack, tokens: TokenPlan | None
 ) -> ModelClient:
-    from hermes_rl.models import EmbeddedClient
-    from hermes_rl.models.local import local_server
+    from hermes_rl.models.local import EmbeddedClient, local_server
 
     path = Path(where.model_path) if where.model_path else None
     server = await stack.enter_async_context(local_server(name, model_path=path))

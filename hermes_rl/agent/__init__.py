@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
-    from hermes_rl.agent.control import Control, wall_limit
     from hermes_rl.agent.hooks import (
         Hooked,
         Hooks,
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from hermes_rl.agent.parts import AgentParts, AgentResult, Caller
     from hermes_rl.agent.policy import PRESETS, Limits, Policy, preset
     from hermes_rl.agent.prompt import EMPTY, LATEST, WORDINGS, system_prompt
-    from hermes_rl.agent.run import check_roles, run_agent
+    from hermes_rl.agent.run import Control, check_roles, run_agent, tool_meant, wall_limit
     from hermes_rl.agent.session import (
         FileSession,
         Session,
@@ -32,6 +31,5 @@ if TYPE_CHECKING:
         split_system,
         with_user,
     )
-    from hermes_rl.agent.tool_calls import tool_meant
 else:
     __getattr__, __dir__ = attach(__name__)

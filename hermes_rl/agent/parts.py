@@ -205,12 +205,13 @@ class RunState:
     ) -> None:
         """Append a message and record it."""
         self.conversation.append(message)
-        self.known_ids |= call_ids((message,))
         unparsed = False
-        if self.turn and not synthetic and isinstance(message, AssistantMessage):
-            self.last_content = message.content
-            unparsed = looks_unparsed(message, self.request.tools)
-            self.note("suspected_unparsed_calls", unparsed)
+        if isinstance(message, AssistantMessage):
+            self.known_ids |= call_ids((message,))
+            if self.turn and not synthetic:
+                self.last_content = message.content
+                unparsed = looks_unparsed(message, self.request.tools)
+                self.note("suspected_unparsed_calls", unparsed)
         self.parts.recorder.record(
             MessageAdded(
                 message=message,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import astuple, dataclass
 
-from hermes_rl.tools import cut_middle
+from hermes_rl.text import cut_middle
 
 EMPTY = "(empty)"
 """Replaces an empty answer, which no provider accepts in a history."""

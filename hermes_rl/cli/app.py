@@ -31,6 +31,7 @@ COMMANDS = {
     "export": "a run in another format, with a loss report",
     "import": "another program's trajectories as a run",
     "env": "RL environments: list, process, evaluate, regrade, new",
+    "images": "images for sandboxes: list, pull, import, build, prune",
     "doctor": "what is there, what works on this machine, what to install",
 }
 """Command -> its line in `hermes-rl --help`; a command without a module is not offered."""

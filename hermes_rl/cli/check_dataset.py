@@ -94,6 +94,8 @@ def duplicate_id(row: TaskRow, ids: dict[str, tuple[bytes, str]]) -> Iterator[st
 
 
 def _names_workspace(verifier: Verify) -> bool:
+    if verifier.mounts:  # a task folder's, which goes to its own directory
+        return True
     texts = [verifier.script.encode("utf-8", "replace"), *verifier.files.values()]
     return any(b"WORKSPACE" in text or b"/workspace" in text for text in texts)
 

@@ -252,12 +252,9 @@ def _providers(query: Query) -> list[Finding]:
     from hermes_rl.models.providers import DEFAULT_MODE, known_providers
 
     config = _config(query) if query.config else None
-    forms = config.providers if config else {}
     printed = config.endpoint.key_commands if config else {}
     found = []
-    for entry in known_providers(
-        {name: form.model_dump() for name, form in forms.items()}
-    ).values():
+    for entry in known_providers(config.providers if config else None).values():
         key = entry.api_key_env
         held = bool(key and (key in printed or os.environ.get(key)))
         has = "comes from a command" if key in printed else f"is {'set' if held else 'not set'}"
@@ -293,7 +290,8 @@ def _printed_keys(query: Query) -> list[Finding]:
 
 
 def _embedded() -> list[Finding]:
-    from hermes_rl.models.local import LOCAL_MODELS, cache_folder, find_weights
+    from hermes_rl.config import LOCAL_MODELS
+    from hermes_rl.models.local import cache_folder, find_weights
 
     engine = library("models", "xllamacpp", "pip install 'hermes-rl[local]' for --model local")
     found = [Finding("models", "engine", engine.good or None, engine.text)]
@@ -323,9 +321,8 @@ def _explored(query: Query) -> list[Finding]:
     from hermes_rl.aio import run_sync
     from hermes_rl.models.providers import (
         Keys,
-        find_capabilities,
+        Probe,
         find_keys,
-        first_endpoint,
         targets_of,
     )
 
@@ -334,9 +331,10 @@ def _explored(query: Query) -> list[Finding]:
     where = config.endpoint
     target = targets_of(where, config.providers, extra=config.model.extra_body)[0]
     keys = find_keys([target.place], os.environ, where.key_commands)
-    endpoint = first_endpoint(where, target.place, Keys(keys))
+    endpoint = Keys(keys).endpoint(where, target.place)
     try:
-        found = run_sync(find_capabilities(endpoint, query.model, target.prices, target.extra))
+        probe = Probe(endpoint, query.model, extra=target.extra, prices=target.prices)
+        found = run_sync(probe.capabilities())
         exact = _exact(where, endpoint, query.model)
     except HermesError as error:
         return [Finding("endpoint", endpoint.host, False, str(error))]
@@ -353,11 +351,11 @@ def _exact(where: EndpointSection, endpoint: Endpoint, model: str) -> list[Findi
     if where.tokenizer is None or where.tokens in ("off", "chat"):
         return []
     from hermes_rl.aio import run_sync
-    from hermes_rl.models.providers import TokenSearch
+    from hermes_rl.models.providers import Probe
     from hermes_rl.models.tokens import load_renderer
 
-    search = TokenSearch(endpoint, model, load_renderer(where.tokenizer))
-    plan = run_sync(search.plan(where.tokens))
+    probe = Probe(endpoint, model, load_renderer(where.tokenizer))
+    plan = run_sync(probe.plan(where.tokens))
     return [Finding("endpoint", "exact tokens", plan.exact or None, t) for t in plan.lines()]
 
 

@@ -117,8 +117,7 @@ def find(rows: Iterator[TaskRow], wanted: str, dataset: str) -> TaskRow:
 
 
 async def _play(task: Task, spec: SandboxSpec, save: Path | None) -> int:
-    from hermes_rl.rollout import prepare
-    from hermes_rl.verify import verify
+    from hermes_rl.rollout import prepare, verify
     from hermes_rl.wiring import make_backend
 
     backend = make_backend("bubblewrap")
@@ -215,6 +214,7 @@ def _row(task: Task) -> dict[str, Any]:
             "timeout_s": verifier.timeout_s,
             "image": verifier.image,
             "score": verifier.score,
+            "mounts": verifier.mounts or None,
         }
         row["verify"] = {k: v for k, v in row["verify"].items() if v is not None}
     return {k: v for k, v in row.items() if v is not None} | task.metadata

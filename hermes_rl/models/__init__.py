@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         TokenCapture,
     )
     from hermes_rl.models.client import DIALECTS, connect, dialect_for
-    from hermes_rl.models.embedded import EmbeddedClient
     from hermes_rl.models.endpoint import EMBEDDED, Endpoint, Timeouts
     from hermes_rl.models.key_command import (
         LEAST_S,

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -29,6 +29,8 @@ Adaptation = Literal[
 images; content in parts (text instead); signed thinking blocks; encrypted reasoning items;
 `pattern` and `format` in tool schemas; and which name it has for something (`completion_cap`:
 `max_tokens` is called `max_completion_tokens`)."""
+
+_RATE_HEADERS = ("x-ratelimit-", "anthropic-ratelimit-", "ratelimit-", "retry-after")
 
 CacheTime = Literal["5m", "1h"]
 """How long a provider keeps a prefix that a request marks for its cache."""
@@ -112,8 +114,8 @@ class _Encoded:
         self.closed = 0
 
 
-class Conversation:
-    """The messages of one context, append-only.
+class Conversation(list[Message]):
+    """The messages of one context: a list to which messages are only added.
 
     What is sent may differ from what is stored: `models.prepare.outgoing` repairs it through a
     `View`, and every dialect builds its bodies from that. Each message is prepared and encoded
@@ -121,29 +123,16 @@ class Conversation:
     """
 
     def __init__(self, messages: Iterable[Message] = ()) -> None:
-        self._messages: list[Message] = list(messages)
+        super().__init__(messages)
         self._views: dict[Hashable, View] = {}
         self.attachments: dict[Hashable, Any] = {}
         """What a client keeps of this conversation from call to call, by a key of the client's."""
-
-    def append(self, message: Message) -> None:
-        """Add a message at the end."""
-        self._messages.append(message)
-
-    def __iter__(self) -> Iterator[Message]:
-        return iter(self._messages)
-
-    def __len__(self) -> int:
-        return len(self._messages)
-
-    def __getitem__(self, index: int) -> Message:
-        return self._messages[index]
 
     def view(self, key: Hashable, preparation: Preparation) -> View:
         """The conversation prepared in one way; the same view for the same key, always."""
         found = self._views.get(key)
         if found is None:
-            found = self._views[key] = View(self._messages, preparation)
+            found = self._views[key] = View(self, preparation)
         return found
 
 
@@ -252,6 +241,20 @@ class Completion:
     policy_version: str | None = None
     rate_limit: dict[str, str] = field(default_factory=dict)
     """The rate-limit headers of the response, lower case."""
+
+
+def request_id(headers: Mapping[str, str]) -> str | None:
+    """The provider's id of a request: `Completion.request_id`.
+
+    Args:
+        headers: names in lower case.
+    """
+    return headers.get("x-request-id") or headers.get("request-id")
+
+
+def rate_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """The rate-limit headers of an answer: `Completion.rate_limit`."""
+    return {k: v for k, v in headers.items() if k.startswith(_RATE_HEADERS)}
 
 
 class ModelClient(Protocol):

@@ -8,13 +8,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from hermes_rl.errors import AuthError, ModelError, ProtocolError, ServerError, UserError
 from hermes_rl.models.base import Completion, ModelClient, ModelRequest
 from hermes_rl.models.endpoint import Endpoint, Timeouts
 from hermes_rl.models.errors import classify_response
-from hermes_rl.models.transports import Reply, Transport
 from hermes_rl.models.wire import Beginning, Decoder, Dialect, ReplyHead
+
+if TYPE_CHECKING:
+    from hermes_rl.models.transports import Reply, Transport
 
 __all__ = ["Endpoint", "Timeouts", "WireClient", "connect"]
 
@@ -145,10 +148,13 @@ class WireClient:
         though it keeps its callers waiting. False for every other server: it is not asked."""
         if not self._where.local:
             return False
-        from hermes_rl.models.transports import fetch_status
+        from hermes_rl.models.transports import exchange
 
-        status = await fetch_status(self._where, self._where.url("/models"), self._headers)
-        return status is not None and status < 500
+        try:
+            answer = await exchange(self._where, self._where.url("/models"), self._headers)
+        except ModelError:
+            return False
+        return answer.status < 500
 
     async def renew(self, *, young_s: float = _YOUNG_S) -> None:
         """Use new connections from now on; what is under way on the old ones goes on there.

@@ -62,8 +62,6 @@ class Endpoint:
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Further headers of every request."""
     timeouts: Timeouts = Timeouts()
-    pool_size: int = 0
-    """Most connections at once; 0 is no limit, so that only the limiter decides."""
     answer_bytes: int = 256 << 20
     """No answer is longer: a server that sends without end would fill the memory."""
     verify: bool = True

@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hermes_rl.messages import AssistantMessage, Message, ToolCall
+from hermes_rl.messages import AssistantMessage, ToolCall
 from hermes_rl.models.base import Completion, ModelRequest
 from hermes_rl.text import encode_json
 from hermes_rl.usage import Usage
 
-API_MODE = "played"
 _CALL_ID = "call_oracle"
 _DONE = "I ran the task's oracle."
 _NOTHING = Usage(
@@ -28,12 +27,23 @@ _NOTHING = Usage(
 class NoopClient:
     """Answers at once and does nothing: what a task's verifier says about the untouched state."""
 
-    api_mode = API_MODE
+    api_mode = "played"
     endpoint = "noop"
 
     async def complete(self, request: ModelRequest) -> Completion:
         """See `ModelClient.complete`."""
-        return _answer(AssistantMessage(content="I did nothing."), request)
+        message = self._answer(request)
+        if request.on_delta and message.content:
+            request.on_delta(message.content)
+        return Completion(
+            message=message,
+            finish_reason="tool_calls" if message.tool_calls else "stop",
+            usage=_NOTHING,
+            served_model=request.model,
+        )
+
+    def _answer(self, request: ModelRequest) -> AssistantMessage:
+        return AssistantMessage(content="I did nothing.")
 
     def bound(self, request: ModelRequest) -> int:
         """See `ModelClient.bound`."""
@@ -43,7 +53,7 @@ class NoopClient:
         """See `ModelClient.aclose`."""
 
 
-class OracleClient:
+class OracleClient(NoopClient):
     """Plays a task's oracle as one terminal call, then says that it is done. One per rollout.
 
     An oracle may also be a JSON list, one step for each turn: text is an answer, an object is
@@ -52,41 +62,27 @@ class OracleClient:
 
     Args:
         oracle: the task's solution; None when it has none, which the answer then says.
-        tool: name of the tool that runs commands.
         given: assistant messages that the task's prompt holds.
     """
 
-    api_mode = API_MODE
     endpoint = "oracle"
 
-    def __init__(self, oracle: str | None, tool: str = "terminal", given: int = 0) -> None:
-        self._oracle, self._tool, self._given = oracle, tool, given
+    def __init__(self, oracle: str | None, given: int = 0) -> None:
+        self._oracle, self._given = oracle, given
+        command = {"text": "", "calls": [{"name": "terminal", "arguments": {"command": oracle}}]}
         self._steps = _steps(oracle)
+        self._script = _message(command, _CALL_ID)
 
-    async def complete(self, request: ModelRequest) -> Completion:
-        """See `ModelClient.complete`."""
-        if not self._oracle:
-            return _answer(AssistantMessage(content="This task has no oracle."), request)
-        if self._steps is not None:
-            return _answer(self._step(request), request)
-        if any(_is_ours(m) for m in request.conversation):
-            return _answer(AssistantMessage(content=_DONE), request)
-        arguments = encode_json({"command": self._oracle}).decode()
-        call = ToolCall(id=_CALL_ID, name=self._tool, arguments=arguments)
-        return _answer(AssistantMessage(tool_calls=(call,)), request)
-
-    def _step(self, request: ModelRequest) -> AssistantMessage:
+    def _answer(self, request: ModelRequest) -> AssistantMessage:
         """The step of this turn; after the last one it says that it is done."""
-        assert self._steps is not None
-        turn = sum(isinstance(m, AssistantMessage) for m in request.conversation) - self._given
+        if not self._oracle:
+            return AssistantMessage(content="This task has no oracle.")
+        answers = [m for m in request.conversation if isinstance(m, AssistantMessage)]
+        if self._steps is None:  # a prompt may hold answers and calls of others
+            ran = any(call.id == _CALL_ID for m in answers for call in m.tool_calls)
+            return AssistantMessage(content=_DONE) if ran else self._script
+        turn = len(answers) - self._given
         return self._steps[turn] if turn < len(self._steps) else AssistantMessage(content=_DONE)
-
-    def bound(self, request: ModelRequest) -> int:
-        """See `ModelClient.bound`."""
-        return 0
-
-    async def aclose(self) -> None:
-        """See `ModelClient.aclose`."""
 
 
 def _steps(oracle: str | None) -> tuple[AssistantMessage, ...] | None:
@@ -95,17 +91,22 @@ def _steps(oracle: str | None) -> tuple[AssistantMessage, ...] | None:
         return None
     try:
         listed = json.loads(oracle)
-        return tuple(_message(form, turn) for turn, form in enumerate(listed))
+        return tuple(_message(form, f"{_CALL_ID}_{turn}_{{}}") for turn, form in enumerate(listed))
     except (ValueError, TypeError, KeyError, AttributeError):
         return None  # a script may begin with a bracket too
 
 
-def _message(form: Any, turn: int) -> AssistantMessage:
+def _message(form: Any, call_id: str) -> AssistantMessage:
+    """The answer of one step.
+
+    Args:
+        call_id: of its calls; `{}` is the call's number.
+    """
     if isinstance(form, str):
         return AssistantMessage(content=form)
     calls = tuple(
         ToolCall(
-            id=f"{_CALL_ID}_{turn}_{number}",
+            id=call_id.format(number),
             name=call["name"],
             arguments=encode_json(dict(call.get("arguments", {}))).decode(),
         )
@@ -117,20 +118,3 @@ def _message(form: Any, turn: int) -> AssistantMessage:
 def free(model: str, usage: Usage) -> float:
     """The price of a played model."""
     return 0.0
-
-
-def _is_ours(message: Message) -> bool:
-    """Whether it is the oracle's call; a prompt may hold answers and calls of others."""
-    calls = message.tool_calls if isinstance(message, AssistantMessage) else ()
-    return any(call.id == _CALL_ID for call in calls)
-
-
-def _answer(message: AssistantMessage, request: ModelRequest) -> Completion:
-    if request.on_delta and message.content:
-        request.on_delta(message.content)
-    return Completion(
-        message=message,
-        finish_reason="tool_calls" if message.tool_calls else "stop",
-        usage=_NOTHING,
-        served_model=request.model,
-    )

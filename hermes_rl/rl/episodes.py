@@ -32,10 +32,9 @@ from hermes_rl.rl.judging import Judge, ModelHandle
 from hermes_rl.rl.loading import AnyEnvironment, Opened, open_environment, tools_of
 from hermes_rl.rl.rewards import Rewards, check_rewards
 from hermes_rl.rl.view import Rollout
-from hermes_rl.rollout import Episode, Stage
+from hermes_rl.rollout import BOXES, Episode, Stage
 from hermes_rl.sandboxes import Sandbox
 from hermes_rl.tools import Tool, ToolContext, ToolResult
-from hermes_rl.verify import BOXES
 
 T = TypeVar("T")
 

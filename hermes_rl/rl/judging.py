@@ -34,7 +34,7 @@ NO_COMMITMENT = "no_commitment"
 """The verdict of a judge that commits to none of the choices. It scores lowest."""
 
 _ASKS = 3
-"""Malformed answers after which a judge is given up, as after `hermes_rl.verify.BOXES` sandboxes a
+"""Malformed answers after which a judge is given up, as after `hermes_rl.rollout.BOXES` sandboxes a
 verifier is."""
 _OPEN_ASKS = 2
 """Well-formed answers without a commitment: the second one counts."""

@@ -49,15 +49,14 @@ from hermes_rl.rl.groups import INTERRUPTED, SCORED_AT_ONCE, Gathered, Scoring
 from hermes_rl.rl.loading import Opened, env_rows
 from hermes_rl.rl.rewards import Rewards
 from hermes_rl.rl.view import Rollout
-from hermes_rl.rollout import Stage
+from hermes_rl.rollout import Stage, verify
 from hermes_rl.sandboxes import Sandbox, SandboxSpec
 from hermes_rl.sources import read_rows
-from hermes_rl.store import Grade, RunDir
+from hermes_rl.store import Grade, RunDir, decode_metrics
 from hermes_rl.tasks import LazyRow, Task
 from hermes_rl.text import scrub
 from hermes_rl.trajectory import fold
 from hermes_rl.usage import UsageTotal
-from hermes_rl.verify import verify
 from hermes_rl.wiring import RunContext, open_run_context
 from hermes_rl.workspaces import WORKSPACES, Workspaces
 
@@ -136,8 +135,8 @@ class _PublishedRows:
         for part in sorted({self._part_of[one] for one in wanted if one in self._part_of}):
             table = pq.read_table(part, filters=[("trajectory_id", "in", list(wanted))])
             for row in table.to_pylist():
-                metrics = {m["name"]: m["value"] for m in row["metrics"]}
-                found[row["trajectory_id"]] = kept.as_rolled({**row, "metrics": metrics})
+                row["metrics"] = decode_metrics(row["metrics"])
+                found[row["trajectory_id"]] = kept.as_rolled(row)
         return found
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         SandboxSpec,
     )
     from hermes_rl.sandboxes.box import filter_path
-    from hermes_rl.sandboxes.bubblewrap import Bubblewrap
+    from hermes_rl.sandboxes.bubblewrap import Bubblewrap, BubblewrapSandbox
     from hermes_rl.sandboxes.conformance import (
         CHECKS,
         KILL_SHELL,
@@ -35,12 +35,11 @@ if TYPE_CHECKING:
         leased_sandbox,
         tells_a_host_fault,
     )
-    from hermes_rl.sandboxes.disk import Storage
     from hermes_rl.sandboxes.files import Beneath, Look
-    from hermes_rl.sandboxes.leased import BubblewrapSandbox
+    from hermes_rl.sandboxes.grading import FORMAT, Packing, Unpackable, pack_in_thread, reading
+    from hermes_rl.sandboxes.images import BuildFailed, Image, ImageStore
     from hermes_rl.sandboxes.limits import measure
     from hermes_rl.sandboxes.none import Subprocess
-    from hermes_rl.sandboxes.packing import FORMAT, Packing, Unpackable, pack_in_thread, reading
     from hermes_rl.sandboxes.probe import find_binary, probe_machine, reachable
     from hermes_rl.sandboxes.processes import (
         Jobs,
@@ -63,7 +62,7 @@ if TYPE_CHECKING:
         ShellPaths,
         supervisor_text,
     )
-    from hermes_rl.sandboxes.slots import Home, default_state_dir, lock
+    from hermes_rl.sandboxes.slots import Home, Storage, default_state_dir, lock
     from hermes_rl.sandboxes.watchdog import memory_folder, remove_tree
 else:
     __getattr__, __dir__ = attach(__name__)

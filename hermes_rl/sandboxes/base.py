@@ -94,13 +94,17 @@ class GradingSpec:
     """Read-only in /verify, by relative path."""
     timeout_s: float = 60.0
     score: bool = False
-    """Descriptor 3 takes one line: `reward=<finite float>` or `cannot-judge=<why>`."""
+    """Descriptor 3 takes one line: `reward=<finite float>`, `rewards=<object of numbers>` or
+    `cannot-judge=<why>`."""
     image: str | None = None
+    mounts: Mapping[str, str] = field(default_factory=dict)
+    """Absolute path -> folder of `files` that is shown there, writable; empty for an empty
+    folder."""
 
 
 @dataclass(frozen=True)
 class GradingResult:
-    """What the grading sandbox saw. Judging it is `hermes_rl.verify`'s business."""
+    """What the grading sandbox saw. Judging it is `hermes_rl.rollout`'s business."""
 
     exit_code: int
     timed_out: bool
@@ -186,9 +190,9 @@ class Sandbox(Protocol):
         """End the agent's processes for good, then run the verifier in a fresh sandbox over a copy-
         safe workspace.
 
-        May be called again (a new box each time). After the first call `run` and its kin raise
+        May be called again (a new sandbox each time). After the first call `run` and its kin raise
         SandboxDied.
-        Raises: SandboxStartError or SandboxDied when the box itself fails.
+        Raises: SandboxStartError or SandboxDied when the grading sandbox itself fails.
         """
         ...
 

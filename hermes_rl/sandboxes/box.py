@@ -1,26 +1,38 @@
-"""One bubblewrap on the host: how it is started, watched and ended, and what a lease holds."""
+"""One bubblewrap on the host: how it is started, watched and ended, and what a lease holds.
+
+Processes are started from one thread that lives as long as they may: die-with-parent follows the
+*thread* that spawned, so a short-lived one would take its sandboxes along. No preexec_fn and no
+user=: both cost vfork, several milliseconds in a large process. To drop to a slot's uid the
+spawning thread takes that identity for the moment of the start: to the kernel an identity belongs
+to a thread.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import platform
+import select
 import signal
 import socket
 import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 from hermes_rl.aio import in_thread
 from hermes_rl.errors import SandboxStartError, UserError
 from hermes_rl.sandboxes import limits, processes, recipe
 from hermes_rl.sandboxes.base import SandboxSpec
-from hermes_rl.sandboxes.disk import Storage
-from hermes_rl.sandboxes.slots import has_slots, is_host_root
-from hermes_rl.sandboxes.spawn import Launch, exited, gone, start
+from hermes_rl.sandboxes.files import libc
+from hermes_rl.sandboxes.slots import Storage, has_slots, is_host_root
 
 HOST_FOLDER_HOME = "/tmp"
 """Home of sessions in a host folder: what programs keep in HOME is no part of your files."""
@@ -298,5 +310,141 @@ async def confined(
             limits.add(path, pid)
 
     outer.attach()
-    if groups.works:
+    if groups.base:
         await in_thread(confine)
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start."""
+
+    argv: Sequence[str]
+    executable: str
+    """What runs; argv[0] is only its name, which the sandbox can see."""
+    pass_fds: Sequence[int] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    """All of its environment."""
+    uid: int | None = None
+    """User and group id to drop to; None keeps ours."""
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """System call numbers of one architecture: libc's functions would change every thread."""
+
+    setgroups: int
+    setresgid: int
+    setresuid: int
+
+
+_CALLS = {"x86_64": _Calls(116, 119, 117), "aarch64": _Calls(159, 149, 147)}
+_PR_SET_DUMPABLE = 4
+
+
+@contextmanager
+def identity(uid: int | None) -> Iterator[None]:
+    """This thread as user and group `uid`, without any other group; root before and after. None
+    changes nothing. Raises: SandboxStartError where the system calls' numbers are not known.
+
+    The saved ids stay 0, which is the way back; a program that is started loses them at its exec.
+    """
+    if uid is None:
+        yield
+        return
+    calls = _CALLS.get(platform.machine())
+    if calls is None:
+        machine = platform.machine()
+        raise SandboxStartError(f"root cannot start sandboxes on {machine}: use an ordinary user")
+    library = libc()
+    groups = os.getgroups()
+
+    def call(number: int, *values: object) -> None:
+        if library.syscall(number, *values) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"cannot take the identity {uid}: {os.strerror(code)}")
+
+    call(calls.setgroups, 0, None)
+    try:
+        call(calls.setresgid, uid, uid, 0)
+        call(calls.setresuid, uid, uid, 0)
+        yield
+    finally:
+        call(calls.setresuid, 0, 0, 0)
+        call(calls.setresgid, 0, 0, 0)
+        call(calls.setgroups, len(groups), (ctypes.c_uint32 * len(groups))(*groups))
+        library.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # a change of identity clears it
+
+
+class Spawner:
+    """One thread that starts processes; `close` it after all of them have ended."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sandbox-spawn")
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Run something short in the thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def run(self, work: Callable[[], T]) -> T:
+        """The same, for another thread, which waits for it."""
+        return self._thread.submit(work).result()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False)
+
+
+def start(launch: Launch, stdio: socket.socket) -> subprocess.Popen[bytes]:
+    """Start a process with its own session, and all three standard
+    descriptors on `stdio`. Call it in a Spawner's thread.
+    """
+    with identity(launch.uid):
+        return subprocess.Popen(
+            launch.argv,
+            executable=launch.executable,
+            stdin=stdio.fileno(),
+            stdout=stdio.fileno(),
+            stderr=stdio.fileno(),
+            env=dict(launch.env),
+            cwd="/",
+            pass_fds=launch.pass_fds,
+            start_new_session=True,
+        )
+
+
+async def exited(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a child of ours by pidfd. Returns its code, negative after a signal."""
+    code = process.poll()
+    if code is not None:
+        return code
+    try:
+        handle = os.pidfd_open(process.pid)
+    except OSError:  # no descriptor left: what it holds must end all the same
+        return await asyncio.to_thread(process.wait)
+    try:
+        await gone(handle)
+    finally:
+        os.close(handle)
+    return process.wait()
+
+
+async def gone(pidfd: int) -> None:
+    """Wait until the process behind a pidfd has ended. Several may wait for the same."""
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+    try:
+        handle = os.dup(pidfd)  # the loop takes one reader of a descriptor
+    except OSError:  # no descriptor left
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        await asyncio.to_thread(poll.poll)
+        return
+    loop.add_reader(handle, done.set)
+    try:
+        await done.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)

@@ -1,7 +1,8 @@
 """Sandboxes by bubblewrap: no daemon, no root, a few milliseconds to start.
 
 The recipe is in `recipe`, processes and folders in `box`, what the machine allows in `probe`, the
-grading sandbox in `grading`.
+verifier's side of grading in `grading`. Here are the backend, its leased sandboxes, and the grading
+sandboxes over what they leave.
 """
 
 from __future__ import annotations
@@ -14,25 +15,31 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hermes_rl.errors import SandboxError, SandboxStartError
-from hermes_rl.sandboxes import grading, limits, probe, recipe, watchdog
-from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxSpec
+from hermes_rl.errors import (
+    SandboxDied,
+    SandboxError,
+    SandboxKilled,
+    SandboxStartError,
+    TaskFault,
+)
+from hermes_rl.sandboxes import grading, images, limits, probe, recipe, watchdog
+from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
 from hermes_rl.sandboxes.box import (
     HOST_FOLDER_HOME,
     Lease,
     Outer,
+    Spawner,
     confined,
     host_folder,
     launch,
 )
-from hermes_rl.sandboxes.disk import Disks, Storage, find_disks
-from hermes_rl.sandboxes.leased import BubblewrapSandbox, GradingSandbox
-from hermes_rl.sandboxes.packing import Packing, Unpackable, pack_in_thread
+from hermes_rl.sandboxes.files import Beneath
+from hermes_rl.sandboxes.grading import Packing, Unpackable, pack_in_thread
+from hermes_rl.sandboxes.limits import TEMPORARY, Usage, measure
 from hermes_rl.sandboxes.probe import find_binary, reachable
-from hermes_rl.sandboxes.session import abandon, environment_file, start_shell
-from hermes_rl.sandboxes.shell import Shell, ShellPaths, supervisor_text
-from hermes_rl.sandboxes.slots import Home, Slots, has_slots
-from hermes_rl.sandboxes.spawn import Spawner
+from hermes_rl.sandboxes.session import ShellSandbox, abandon, environment_file, start_shell
+from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost, ShellPaths, supervisor_text
+from hermes_rl.sandboxes.slots import Disks, Home, Slots, Storage, find_disks, has_slots
 
 _log = logging.getLogger(__name__)
 
@@ -123,27 +130,25 @@ class Bubblewrap:
         Raises: SandboxStartError; TaskFault when the image is missing; UserError when the
             workspace of the host cannot be used.
         """
-        lower = recipe.image_layers(spec.image) if spec.image else ()
+        image = await asyncio.to_thread(recipe.find_image, spec.image) if spec.image else None
         home = await self._open()
         try:
-            return await self._lease(home, spec, lower)
+            return await self._lease(home, spec, image or recipe.Root())
         except OSError as error:  # no descriptor, no storage: the machine's fault, at any step
             raise SandboxStartError(f"a sandbox cannot be made: {error}") from error
 
-    async def _lease(
-        self, home: Home, spec: SandboxSpec, lower: Sequence[Path]
-    ) -> BubblewrapSandbox:
+    async def _lease(self, home: Home, spec: SandboxSpec, image: recipe.Root) -> BubblewrapSandbox:
         host = host_folder(self._workspace, home.root) if self._workspace is not None else None
-        layers = recipe.Layers(self._etc[spec.network], lower)
+        layers = recipe.Layers(self._etc[spec.network], image)
         box = home.new_box()
         slot = self._slots.take() if self._slots is not None and host is None else None
-        owner = recipe.image_owner(lower) if slot is not None else None
+        owner = recipe.image_owner(image.lower) if slot is not None else None
         storage = Storage(box, self._disks if host is None else None, spec.limits)
         lease = Lease(spec, box, storage, slot, layers, owner=owner, host=host)
         try:
             lease.admit_user()
             await self._mounting(storage.enter)
-            if lower:
+            if image.lower:
                 upper = storage.layer("layer", lease.uid)
                 lease = replace(lease, layers=replace(layers, upper=upper))
             outer, shell = await self._start(lease)
@@ -161,8 +166,12 @@ class Bubblewrap:
         control = lease.make_readable("ctl")
         os.link(self._shared / "supervisor", control / "supervisor")
         own_home = recipe.WORKSPACE if lease.host is None else HOST_FOLDER_HOME
-        variables = recipe.environment(own_home, spec.env)
-        (control / "env").write_text(environment_file(variables, recipe.WORKSPACE, spec.cwd))
+        image = lease.layers.image
+        variables = recipe.environment(own_home, spec.env, image)
+        start = environment_file(variables, recipe.WORKSPACE, spec.cwd or image.workdir)
+        if image.workspace:
+            start = f"cp -a {recipe.IMAGE_WORKSPACE}/. {recipe.WORKSPACE}/\n{start}"
+        (control / "env").write_text(start)
         (control / "env").chmod(0o644)
         supervisor = f"{recipe.CONTROL}/supervisor"
         arguments = (recipe.CONTROL, recipe.STATE, lease.tag)
@@ -269,10 +278,15 @@ class Bubblewrap:
         folders = (lease.make_readable(f"{graded.name}/{name}") for name in ("ctl", "verify"))
         control, verify = folders
         paths = grading.Paths(recipe.CONTROL, grading.HOME, grading.VERIFY, recipe.WORKSPACE)
-        grading.write_stage(control, verify, spec, paths)
         mounts = ["--ro-bind", str(verify), grading.VERIFY]
         mounts += ["--size", str(lease.spec.limits.tmp_bytes), "--tmpfs", grading.HOME]
         workspace, storage = None, graded.storage
+        layers = self._grading_layers(lease, spec, storage)
+        mounts += _verifier_mounts(lease, spec, verify, storage)
+        variables = dict(layers.image.env)
+        if layers.image.workdir is not None:
+            variables["WORKDIR"] = layers.image.workdir
+        grading.write_stage(control, verify, spec, paths, variables)
         if self._overlay:
             layer = storage.layer("layer", lease.uid)
             below = ["--overlay-src", str(lease.bound)]
@@ -284,7 +298,7 @@ class Bubblewrap:
             except OSError as error:
                 raise SandboxStartError(f"the workspace cannot be copied: {error}") from error
         return recipe.Box(
-            layers=self._grading_layers(lease, spec, storage),
+            layers=layers,
             control=control,
             limits=lease.spec.limits,
             workspace=workspace,
@@ -295,13 +309,13 @@ class Bubblewrap:
 
     def _grading_layers(self, lease: Lease, spec: GradingSpec, storage: Storage) -> recipe.Layers:
         """The root of a grading sandbox: the verifier's own image, or the agent's as it left it."""
-        lower = [*lease.layers.lower]
+        image = lease.layers.image
         if spec.image is not None:
-            lower = [*recipe.image_layers(spec.image)]
+            image = recipe.find_image(spec.image)
         elif lease.layers.upper is not None:
-            lower.append(lease.layers.upper.up)
-        upper = storage.layer("root", lease.uid) if lower else None
-        return recipe.Layers(self._etc[False], lower, upper)
+            image = replace(image, lower=[*image.lower, lease.layers.upper.up])
+        upper = storage.layer("root", lease.uid) if image.lower else None
+        return recipe.Layers(self._etc[False], image, upper)
 
     async def _watch(self, home: Home) -> None:
         """Look at sandboxes in which something runs: a limit may be exceeded at any time."""
@@ -347,6 +361,33 @@ class Bubblewrap:
         self._spawner.close()
 
 
+def _verifier_mounts(lease: Lease, spec: GradingSpec, verify: Path, storage: Storage) -> list[str]:
+    """Arguments for the folders that a verifier wants at places of its own.
+
+    Raises: Unpackable when the agent left an image in which no verifier can be trusted to start.
+    """
+    if spec.image is None and lease.layers.upper is not None:
+        image, changes = lease.layers.image, lease.storage.seen(lease.layers.upper.up)
+        search = image.env.get("PATH", recipe.PATH)
+        if (replaced := images.replaced(image.lower, changes, search, spec.mounts)) is not None:
+            raise Unpackable(f"the agent replaced {replaced}, which grading relies on")
+    arguments = []
+    for number, (place, folder) in enumerate(spec.mounts.items()):
+        if not folder:
+            arguments += ["--size", str(lease.spec.limits.tmp_bytes), "--tmpfs", place]
+            continue
+        shown = (verify / folder).resolve()
+        if not shown.is_relative_to(verify.resolve()):
+            raise TaskFault(f"verify.mounts: {folder!r} is not a folder of the verifier's files")
+        shown.mkdir(parents=True, exist_ok=True)
+        if lease.uid is not None:  # an overlay takes no writes to other users' files
+            for path in (shown, *shown.rglob("*")):
+                os.chown(path, lease.uid, lease.uid)
+        layer = storage.layer(f"mount{number}", lease.uid)
+        arguments += ["--overlay-src", str(shown), *layer.arguments(), place]
+    return arguments
+
+
 async def _try(look: Awaitable[None]) -> None:
     """A sandbox that cannot be looked at, or that ends for what was found, says so itself."""
     try:
@@ -373,3 +414,199 @@ def _remove(lease: Lease) -> None:
         watchdog.remove_cgroup(path)
     lease.storage.close()
     watchdog.remove_tree(lease.box)
+
+
+GONE_S = 5.0
+"""How long a bubblewrap may take to end after its supervisor."""
+IDLE_S = 30.0
+"""Between two looks at a sandbox in which no command runs."""
+_VANISHED = "the folders of the sandbox vanished"
+
+
+class BubblewrapSandbox(ShellSandbox):
+    """See `base.Sandbox`."""
+
+    _tree: Outer
+
+    def __init__(self, backend: Bubblewrap, lease: Lease, outer: Outer, shell: Shell) -> None:
+        image = lease.spec.image
+        info = SandboxInfo(backend.name, image, backend.limits_in_force(lease))
+        files = Beneath(lease.workspace, lease.uid)
+        super().__init__(info, outer, shell, recipe.WORKSPACE, files)
+        self._backend = backend
+        self._lease = lease
+        # In a control group the kernel counts its own; to ask of the machine is dear.
+        self._machine_kills = 0 if lease.cgroup else limits.machine_kills()
+        self._looked = asyncio.get_running_loop().time()
+        self._slack = Usage(0, 0).slack_s(lease.spec.limits)
+        self._bytes = 0
+
+    @property
+    def host_pid(self) -> int:
+        """The outer bubblewrap's process id: what an operator, or a test, may kill."""
+        return self._tree.process.pid
+
+    def due(self) -> bool:
+        """Time for a look, seen from outside: a command runs, or the last look is long ago."""
+        ago = asyncio.get_running_loop().time() - self._looked
+        return not self._shell.lost.is_set() and (self._shell.busy or ago > IDLE_S)
+
+    def _beneath(self, path: str) -> str | None:
+        """Files of the host are opened by the sandbox alone, with its user's rights."""
+        return None if self._lease.host is not None else super()._beneath(path)
+
+    async def _after(self, ended: Ended) -> None:
+        if ended.exit_code and self._out_of_memory():
+            await self._end(SandboxKilled("the sandbox ran out of memory"))
+            self._raise_if_dead()
+        if asyncio.get_running_loop().time() - self._looked >= self._slack:
+            await self.check()
+
+    def _out_of_memory(self) -> bool:
+        return any(limits.out_of_memory(path) for path in self._lease.cgroup)
+
+    async def check(self) -> None:
+        """Hold the sandbox against its limits. Raises: SandboxKilled when one is exceeded,
+        SandboxDied when its workspace vanished."""
+        if self._lease.host is not None:  # the user's own files are neither counted nor touched
+            self._raise_if_dead()
+            return
+        lease = self._lease
+        upper = lease.layers.upper
+        folders = [self._files]
+        if upper is not None:
+            folders.append(Beneath(lease.storage.seen(upper.up), lease.uid))
+        try:
+            self._check_workspace()
+            usage = await asyncio.to_thread(measure, lease.storage, folders, self._tree.init)
+        except (FileNotFoundError, SandboxDied):
+            await self._end(SandboxDied("the workspace vanished"))
+        except OSError as error:
+            # Out of descriptors: that says nothing about the sandbox. The next look comes soon.
+            _log.warning("cannot look at a sandbox: %s", error)
+        else:
+            self._looked = asyncio.get_running_loop().time()
+            self._slack = usage.slack_s(lease.spec.limits)
+            self._bytes = usage.bytes
+            excess = usage.excess(lease.spec.limits)
+            if excess is not None:
+                await self._end(SandboxKilled(f"the sandbox exceeded its limits: {excess}"))
+        self._raise_if_dead()
+
+    def _check_workspace(self) -> None:
+        if not self._lease.intact:
+            raise SandboxDied("the workspace vanished")
+
+    def held(self) -> int:
+        """Bytes that it has on the disk while something may write more of them."""
+        if self._shell.lost.is_set():
+            return 0
+        return max(self._bytes, self._lease.storage.held())
+
+    async def relieve(self, why: str) -> None:
+        """End it, the one that holds most of the machine's disk, before that is full."""
+        await self._end(SandboxKilled(why))
+
+    async def _classify(self, lost: ShellLost) -> SandboxError:
+        """The outer bubblewrap is out of the agent's reach: a signal to it is the host's doing.
+        While it runs, or when it has ended by itself, the agent did it."""
+        if lost.vanished:  # it is read-only in the sandbox
+            error: SandboxError = SandboxDied(_VANISHED)
+            await self._end(error)
+            return error
+        try:
+            async with asyncio.timeout(GONE_S if self._shell.lost.is_set() else 0):
+                code = await self._tree.ended()
+        except TimeoutError:
+            error = SandboxKilled(f"the shell of the sandbox no longer answers: {lost}")
+            await self._end(error)
+            return error
+        if code < 0:
+            return SandboxDied(f"bubblewrap was ended by signal {-code} from outside")
+        if not self._lease.intact or not self._shell.paths.control.is_dir():
+            return SandboxDied(_VANISHED)
+        if self._out_of_memory():
+            return SandboxKilled("the sandbox ran out of memory")
+        if not self._lease.cgroup and limits.machine_kills() > self._machine_kills:
+            return SandboxDied("the machine ran out of memory and ended the sandbox, or another")
+        return SandboxKilled(f"the shell of the sandbox was killed (exit {code})")
+
+    async def _grade(self, spec: GradingSpec, name: str) -> GradingResult:
+        return await self._backend.grade(self._lease, spec, name)
+
+    async def _give_back(self) -> None:
+        await self._backend.give_back(self._lease, self)
+
+
+_TEMPORARY = (*TEMPORARY, grading.HOME.lstrip("/"))
+
+
+class GradingSandbox:
+    """What one holds on the host.
+
+    Args:
+        lease: of the sandbox whose workspace is graded.
+        name: of its folder in the lease's box.
+        groups: where its control group is made.
+        storage: what is written in it; entered by whoever starts the box.
+    """
+
+    def __init__(self, lease: Lease, name: str, groups: limits.Cgroups, storage: Storage) -> None:
+        self.lease = lease
+        self.name = name
+        self.storage = storage
+        self.stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why its verifier must end, once it must."""
+        self._groups = groups
+        self._cgroup: list[str] = []
+        self._init = 0
+        self._bytes = 0
+
+    @property
+    def folder(self) -> Path:
+        """Everything of it that is on the disk."""
+        return self.lease.box / self.name
+
+    async def stand(self, outer: Outer) -> None:
+        """Bound its memory, now that it stands. Raises: SandboxStartError."""
+        name, most = f"{self.lease.box.name}.{self.name}", self.lease.spec.limits.memory_bytes
+        try:
+            await confined(self._cgroup, name, most, self._groups, outer)
+        except (OSError, ValueError) as error:
+            raise SandboxStartError(f"the grading sandbox did not start: {error}") from error
+        self._init = outer.init
+
+    def due(self) -> bool:
+        """Time for a look: its verifier runs."""
+        return self._init > 0 and not self.stop.done()
+
+    async def check(self) -> None:
+        """Hold it against its limits. Raises: OSError, as without a descriptor to look with."""
+        storage = self.storage
+        paths = [storage.folder / name for name in ("ws", "layer/up", "root/up")]
+        folders = [
+            Beneath(path, self.lease.uid) for path in map(storage.seen, paths) if path.is_dir()
+        ]
+        usage = await asyncio.to_thread(measure, storage, folders, self._init, _TEMPORARY)
+        self._bytes = usage.bytes
+        if (excess := usage.excess(storage.limits)) is not None:
+            self._end(excess)
+
+    def held(self) -> int:
+        """Bytes that it has on the disk while something may write more of them."""
+        return max(self._bytes, self.storage.held()) if self.due() else 0
+
+    async def relieve(self, why: str) -> None:
+        """End its verifier, the one that holds most of the machine's disk, before that is full."""
+        self._end(why)
+
+    def _end(self, why: str) -> None:
+        if self.due():
+            self.stop.set_result(why)
+
+    def remove(self) -> None:
+        """Remove all of it. Blocks."""
+        for path in self._cgroup:
+            watchdog.remove_cgroup(path)
+        self.storage.close()
+        watchdog.remove_tree(self.folder)

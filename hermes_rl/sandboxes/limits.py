@@ -11,8 +11,8 @@ from pathlib import Path
 
 from hermes_rl.sandboxes import processes, watchdog
 from hermes_rl.sandboxes.base import SandboxLimits
-from hermes_rl.sandboxes.disk import Storage
 from hermes_rl.sandboxes.files import Beneath, Look
+from hermes_rl.sandboxes.slots import Storage
 
 RESERVE_BYTES = 1 << 30
 STEP_BYTES = 64 << 20
@@ -83,11 +83,6 @@ class Cgroups:
     """Its path; empty where the machine does not let us."""
     unified: bool = False
     """Version 2."""
-
-    @property
-    def works(self) -> bool:
-        """Memory of a whole sandbox can be limited."""
-        return bool(self.base)
 
     def make(self, name: str, memory_bytes: int) -> str:
         """Make a group with a memory limit. Returns its path. Raises: OSError."""

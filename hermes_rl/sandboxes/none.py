@@ -20,12 +20,12 @@ from pathlib import Path
 from hermes_rl.errors import SandboxDied, SandboxError, SandboxKilled, SandboxStartError, TaskFault
 from hermes_rl.sandboxes import grading, processes, recipe
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
+from hermes_rl.sandboxes.box import Launch, exited, start
 from hermes_rl.sandboxes.files import Beneath
-from hermes_rl.sandboxes.packing import Unpackable, pack_in_thread
+from hermes_rl.sandboxes.grading import Unpackable, pack_in_thread
 from hermes_rl.sandboxes.session import ShellSandbox, environment_file, start_shell
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Home
-from hermes_rl.sandboxes.spawn import Launch, exited, start
 from hermes_rl.sandboxes.watchdog import MARK, remove_tree
 
 _PLAIN = ("--norc", "--noprofile")

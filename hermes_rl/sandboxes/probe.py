@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hermes_rl.errors import SandboxStartError
-from hermes_rl.sandboxes import limits, spawn
-from hermes_rl.sandboxes.disk import find_disks
+from hermes_rl.sandboxes import limits
+from hermes_rl.sandboxes.box import Launch, start
 from hermes_rl.sandboxes.slots import (
     default_state_dir,
+    find_disks,
     first_slot,
     has_slots,
     is_host_root,
@@ -173,7 +174,7 @@ def probe_machine(binary: str | None = None) -> Probe:
     host_end, inner_end = socket.socketpair()
     with host_end, inner_end:
         try:
-            process = spawn.start(spawn.Launch([*command, "true"], found, uid=slot), inner_end)
+            process = start(Launch([*command, "true"], found, uid=slot), inner_end)
         except SandboxStartError as error:
             return Probe(False, str(error), root=root)
         code = process.wait(timeout=20)
@@ -184,7 +185,7 @@ def probe_machine(binary: str | None = None) -> Probe:
             output = ""
     groups = limits.detect()
     names = ("processes", "file_bytes", "tmp_bytes", "shm_bytes", "address_space_bytes_per_process")
-    enforced = dict.fromkeys(names, code == 0) | {"memory_bytes": groups.works}
+    enforced = dict.fromkeys(names, code == 0) | {"memory_bytes": bool(groups.base)}
     with ThreadPoolExecutor(1) as thread:  # whose mounts end with it
         made = thread.submit(find_disks, state).result()
     who = "a user id for each sandbox" if root else "all sandboxes share your user id"
@@ -195,7 +196,7 @@ def probe_machine(binary: str | None = None) -> Probe:
         binary=found,
         version=_output([found, "--version"]).strip(),
         overlay="--overlay-src" in listed,
-        cgroups=groups.works,
+        cgroups=bool(groups.base),
         root=root,
         limits=enforced,
         no_disks=made if isinstance(made, str) else "",

@@ -14,9 +14,11 @@ from pathlib import Path
 
 from hermes_rl.errors import TaskFault
 from hermes_rl.sandboxes.base import SandboxLimits
-from hermes_rl.sandboxes.slots import is_host_root
+from hermes_rl.sandboxes.slots import Writable, is_host_root
 
 WORKSPACE = "/workspace"
+IMAGE_WORKSPACE = "/run/image-workspace"
+"""What an image holds at /workspace, to be copied to the sandbox's own."""
 CONTROL = "/hx"
 STATE = "/run/hx"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -38,6 +40,7 @@ _COPIED = ("alternatives", "ssl/certs", "ssl/openssl.cnf", "ld.so.cache", "local
 """What programs below /usr need of the machine's /etc. Never the whole of it."""
 _PACKAGES = ("hermes_rl", "environments")
 """Hold data sets with their oracles, and what judges agents: sandboxes show them empty."""
+_BASH = ("bin/bash", "usr/bin/bash")
 _ENVIRONMENTS = "hermes_rl.environments"
 """Group of entry points: packages of other people's that do the same."""
 _SITES = ("usr/lib*/python3*/*-packages", "usr/local/lib*/python3*/*-packages")
@@ -46,15 +49,17 @@ OURS = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
-class Writable:
-    """Where an overlay's writes go."""
+class Root:
+    """What an image brings; without directories, the machine's /usr."""
 
-    up: Path
-    work: Path
-
-    def arguments(self) -> list[str]:
-        """For bubblewrap, after the sources and before the place."""
-        return ["--overlay", str(self.up), str(self.work)]
+    lower: Sequence[Path] = ()
+    """Directories, lowest first."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    workdir: str | None = None
+    workspace: Sequence[Path] = ()
+    """Its directories of /workspace, lowest first."""
+    superuser: bool = False
+    """Commands run as the user 0 of the sandbox, who owns all files, and has no capabilities."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,7 @@ class Layers:
 
     etc: Path
     """What /etc shows, without an image."""
-    lower: Sequence[Path] = ()
-    """An image's directories, lowest first; empty shows the machine's /usr."""
+    image: Root = Root()
     upper: Writable | None = None
     """Where writes to an image go; kept for the grading sandbox."""
 
@@ -119,19 +123,31 @@ def _copy_folder(source: Path, target: Path) -> None:
                 shutil.copy(entry, copied)
 
 
-def image_layers(image: str) -> Sequence[Path]:
-    """The directory that an image name means. Raises: TaskFault."""
+def find_image(image: str) -> Root:
+    """What an image name means: a directory with a root file system, or an image of the store.
+
+    Raises: TaskFault.
+    """
     path = Path(image)
     if path.resolve() == Path("/"):
         raise TaskFault(
             f"image {image!r} is this machine's own root, with your files in it: leave the image "
             "out to show agents this machine's programs, or name a folder with a root file system"
         )
-    if not path.is_dir():
-        raise TaskFault(f"image {image!r} is not a directory: bubblewrap takes a root file system")
-    if not (path / "bin" / "bash").exists() and not (path / "usr" / "bin" / "bash").exists():
+    root = Root((path.absolute(),)) if path.is_dir() else _stored(image)
+    if not any(os.path.lexists(p / name) for p in root.lower for name in _BASH):
         raise TaskFault(f"image {image!r} holds no bash")
-    return (path.absolute(),)
+    return root
+
+
+def _stored(name: str) -> Root:
+    from hermes_rl.sandboxes.images import stored_image
+
+    image, folders = stored_image(name)
+    workdir = image.workdir if image.workdir != "/" else None
+    workspace = tuple(p for folder in folders if (p := folder / WORKSPACE[1:]).is_dir())
+    superuser = image.user in ("", "root", "0")
+    return Root(folders, image.env, workdir, workspace, superuser)
 
 
 def image_owner(lower: Sequence[Path]) -> int | None:
@@ -145,6 +161,7 @@ def arguments(box: Box, descriptors: Mapping[str, int]) -> list[str]:
     """All options of bubblewrap. `descriptors` holds the numbers of `seccomp` and `info`."""
     limits = box.limits
     share = ["--share-net"] if box.network else []
+    user = "0" if box.layers.image.superuser else "1000"
     return [
         *("--unshare-all", *share, "--unshare-user", "--disable-userns"),
         *("--die-with-parent", "--new-session", "--as-pid-1"),
@@ -153,34 +170,43 @@ def arguments(box: Box, descriptors: Mapping[str, int]) -> list[str]:
         *("--size", str(limits.shm_bytes), "--perms", "1777", "--tmpfs", "/dev/shm"),
         *("--size", str(limits.tmp_bytes), "--perms", "1777", "--tmpfs", "/tmp"),
         *("--size", str(RUN_BYTES), "--tmpfs", "/run", "--dir", box.state),
+        *_image_workspace(box.layers.image.workspace),
         *(("--bind", str(box.workspace), WORKSPACE) if box.workspace is not None else ()),
         *("--ro-bind", str(box.control), CONTROL),
         *box.mounts,
         # Memory of other processes can be written there: of a session's shell, and of a verifier by
         # the programs that it runs.
         *("--remount-ro", "/proc", "--remount-ro", "/dev"),
-        *(() if box.layers.lower else ("--remount-ro", "/")),
-        *("--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--cap-drop", "ALL"),
+        *(() if box.layers.image.lower else ("--remount-ro", "/")),
+        *("--uid", user, "--gid", user, "--hostname", "sandbox", "--cap-drop", "ALL"),
         *("--clearenv", "--setenv", "LANG", LANG, "--chdir", box.cwd),
         *("--seccomp", str(descriptors["seccomp"]), "--info-fd", str(descriptors["info"])),
     ]
 
 
+def _image_workspace(folders: Sequence[Path]) -> list[str]:
+    if len(folders) == 1:  # an overlay that is only read needs two
+        return ["--ro-bind", str(folders[0]), IMAGE_WORKSPACE]
+    sources = [part for path in folders for part in ("--overlay-src", str(path))]
+    return [*sources, "--ro-overlay", IMAGE_WORKSPACE] if sources else []
+
+
 def _root(layers: Layers) -> list[str]:
-    if layers.lower:
+    lower = layers.image.lower
+    if lower:
         # Later sources lie on top.
-        sources = [part for path in layers.lower for part in ("--overlay-src", str(path))]
+        sources = [part for path in lower for part in ("--overlay-src", str(path))]
         top = ["--ro-overlay"] if layers.upper is None else layers.upper.arguments()
-        return [*sources, *top, "/", *_emptied(layers.lower[0])]
+        return [*sources, *top, "/", *_emptied(lower)]
     machine = ["--ro-bind", "/usr", "/usr", "--ro-bind", str(layers.etc), "/etc", *_links()]
-    return [*machine, *_emptied(Path("/"))]
+    return [*machine, *_emptied([Path("/")])]
 
 
-def _emptied(root: Path) -> list[str]:
+def _emptied(roots: Sequence[Path]) -> list[str]:
     """Empty folders over what no agent may read."""
     return [
         part
-        for path in solutions(root)
+        for path in dict.fromkeys(path for root in roots for path in solutions(root))
         for part in ("--perms", "0555", "--size", "4096", "--tmpfs", path, "--remount-ro", path)
     ]
 
@@ -262,32 +288,37 @@ def ulimits(limits: SandboxLimits) -> list[str]:
     ]
 
 
-def environment(home: str, extra: Mapping[str, str]) -> dict[str, str]:
+def environment(home: str, extra: Mapping[str, str], image: Root = Root()) -> dict[str, str]:
     """The variables that a session starts with."""
+    user = "root" if image.superuser else "agent"
     return {
         "PATH": PATH,
-        "HOME": home,
+        "HOME": "/root" if image.superuser else home,
         "LANG": LANG,
-        "USER": "agent",
-        "LOGNAME": "agent",
+        "USER": user,
+        "LOGNAME": user,
         "SHELL": "/bin/bash",
         "TERM": "dumb",
         "TMPDIR": "/tmp",
+        **image.env,
         **extra,
     }
 
 
 def digest_of(image: str) -> str:
-    """A digest of a root file system directory: over names, kinds, modes, sizes and times.
+    """The digest of an image of the store; of a root file system directory a digest over names,
+    kinds, modes, sizes and times.
 
     Contents are not read, since an image holds gigabytes; a file that changes without changing its
     size or its time of modification goes unseen.
 
-    Raises: TaskFault when it is no directory.
+    Raises: TaskFault when it is neither.
     """
     root = Path(image).expanduser()
     if not root.is_dir():
-        raise TaskFault(f"no such image: {image}. Name a root file system directory")
+        from hermes_rl.sandboxes.images import stored_image
+
+        return stored_image(image)[0].digest
     state = hashlib.sha256()
     for folder, names, files in os.walk(root):
         names.sort()

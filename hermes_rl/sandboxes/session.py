@@ -27,7 +27,7 @@ from hermes_rl.sandboxes.base import (
     SandboxInfo,
 )
 from hermes_rl.sandboxes.files import DOWNLOAD_MAX, READ_MAX, UNSAFE, UNSIZED_MAX, Beneath
-from hermes_rl.sandboxes.packing import UNPACK, Unpackable, pack_in_thread
+from hermes_rl.sandboxes.grading import UNPACK, Unpackable, pack_in_thread
 from hermes_rl.sandboxes.processes import Jobs, Tree
 from hermes_rl.sandboxes.shell import (
     CHUNK,

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from hermes_rl.store.ledger import LOST_WORKERS_MAX, Disposition, Ledger
     from hermes_rl.store.parts import STEP_BYTES, PartWriter, array_of, table_of, to_arrow
     from hermes_rl.store.processes import ProcessId
-    from hermes_rl.store.reader import Run, driver_of, in_flight, load_run
+    from hermes_rl.store.reader import Run, decode_metrics, driver_of, in_flight, load_run
     from hermes_rl.store.rows import Derived, Finished, Grade, Group, Metric, receipt_of
     from hermes_rl.store.rundir import TABLES, Epoch, NotFenced, RunDir, is_run, order_of, stem_of
     from hermes_rl.store.schema import (

@@ -27,7 +27,7 @@ from hermes_rl.store.commit import Keys, Part, part_fault, read_commit, write_co
 from hermes_rl.store.driver import begin_epoch
 from hermes_rl.store.files import disk_errors, file_sha256, one_line_errors, payloads
 from hermes_rl.store.ledger import Ledger
-from hermes_rl.store.reader import driver_of, load_run
+from hermes_rl.store.reader import decode_metrics, driver_of, load_run
 from hermes_rl.store.recovery import Recovery, Report, finals, foreign_parts, quarantined
 from hermes_rl.store.rundir import FOLDERS, GRACE_S, RunDir, order_of, part_name
 from hermes_rl.store.schema import schema_of, storage_schema
@@ -241,8 +241,7 @@ def move_to_failures(run_dir: RunDir, stem: str, key: AttemptKey) -> None:
     summary = Summary()
     for table in ("failures", "trajectories"):
         for row in tables[table]:
-            metrics = {m["name"]: m["value"] for m in row["metrics"]}
-            summary.add({**row, "metrics": metrics}, table)
+            summary.add({**row, "metrics": decode_metrics(row["metrics"])}, table)
     for segment in segments:
         summary.add_segment(segment)
     before = read_commit(run_dir, stem)

@@ -358,7 +358,8 @@ def _pending_lines(run_dir: RunDir) -> Iterator[tuple[str, list[dict[str, Any]]]
             yield stem, [_loads(payload) for payload in payloads(done, sound=False)]
 
 
-def _decode_metrics(pairs: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def decode_metrics(pairs: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Convert a metrics column's pairs of name and value to a mapping."""
     return {pair["name"]: pair["value"] for pair in pairs}
 
 
@@ -370,8 +371,8 @@ def _decode_sandbox(sandbox: Mapping[str, Any]) -> dict[str, Any]:
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "messages": lambda texts: [_loads(text) for text in texts],
     "tools": _loads,
-    "metrics": _decode_metrics,
-    "reward_metrics": lambda members: [_decode_metrics(pairs) for pairs in members],
+    "metrics": decode_metrics,
+    "reward_metrics": lambda members: [decode_metrics(pairs) for pairs in members],
     "sampling": _loads,
     "metadata": _loads,
     "sandbox": _decode_sandbox,

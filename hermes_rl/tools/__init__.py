@@ -8,11 +8,9 @@ from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
     from hermes_rl.tools import read_file, search_files, terminal
-    from hermes_rl.tools.arguments import read_arguments
-    from hermes_rl.tools.base import Tool, ToolContext, ToolResult, tool
+    from hermes_rl.tools.base import Tool, ToolContext, ToolResult, read_arguments, tool
     from hermes_rl.tools.matching import STRATEGIES, find, replace
     from hermes_rl.tools.terminal import DEFAULT_TIMEOUT_S, with_timeout
-    from hermes_rl.tools.text import cut_middle, json_result, strip_ansi, to_json
     from hermes_rl.tools.toolsets import (
         DEFAULT_TOOLSETS,
         DISTRIBUTIONS,

@@ -2,10 +2,15 @@
 
 A handler returns a `ToolResult`; a failure that the model should see is a `ToolError`. Everything
 else that a handler raises ends the attempt.
+
+`read_arguments` checks what a model wrote. What cannot be read is a `ToolError` that says what is
+wrong and where; it never runs as `{}`. Coercion is gentle: a number or a truth value that came as
+text is taken for what the schema asks.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from hermes_rl.errors import ToolError
 from hermes_rl.sandboxes import Sandbox
 
 
@@ -121,3 +127,155 @@ def tool(
         )
 
     return make
+
+
+Schema = Mapping[str, Any]
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+_EXCERPT = 30
+
+
+def read_arguments(text: str, schema: Schema) -> dict[str, Any]:
+    """The arguments of a call, checked against the tool's schema.
+
+    Args:
+        text: the model's text. Empty text counts as `{}` where nothing is required.
+
+    Raises: ToolError, for the model: bad JSON, no object, a missing, unknown or wrong argument.
+    """
+    if not text.strip():
+        if required := schema.get("required"):
+            raise ToolError(f"no arguments given; required: {', '.join(required)}")
+        return {}
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError) as error:
+        raise ToolError(_what_is_wrong(text, error)) from None
+    if not isinstance(value, dict):
+        raise ToolError(f"the arguments must be a JSON object, not {_kind(value)}")
+    return _object(value, schema, "")
+
+
+def _what_is_wrong(text: str, error: Exception) -> str:
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as found:
+        line = f"line {found.lineno}, column {found.colno}"
+        if not text[found.pos :].strip():
+            return f"the arguments are not valid JSON: unexpected end at {line}"
+        near = text[max(0, found.pos - _EXCERPT) : found.pos + _EXCERPT]
+        what = found.msg.removesuffix(" at")
+        return f"the arguments are not valid JSON: {what} at {line}, near {near!r}"
+    except RecursionError:
+        return "the arguments are not valid JSON: nested too deeply"
+    return f"the arguments are not valid JSON: {error}"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "a boolean"
+    if value is None:
+        return "null"
+    names = {
+        str: "a string",
+        int: "a number",
+        float: "a number",
+        list: "an array",
+        dict: "an object",
+    }
+    return names.get(type(value), type(value).__name__)
+
+
+def _object(value: dict[str, Any], schema: Schema, path: str) -> dict[str, Any]:
+    properties: Mapping[str, Schema] = schema.get("properties") or {}
+    required = schema.get("required") or ()
+    for name in required:
+        if name not in value:
+            raise ToolError(f"missing argument '{path}{name}'{_known(properties)}")
+    out = {}
+    for name, inner in value.items():
+        if name not in properties:
+            if schema.get("additionalProperties", False) is False and (properties or not path):
+                raise ToolError(f"unknown argument '{path}{name}'{_known(properties)}")
+            out[name] = inner
+        elif inner is not None or name in required or "null" in _types(properties[name]):
+            out[name] = _value(inner, properties[name], path + name)
+    return out
+
+
+def _known(properties: Mapping[str, Any]) -> str:
+    return (
+        f" (arguments: {', '.join(properties)})"
+        if properties
+        else " (this tool takes no arguments)"
+    )
+
+
+def _types(schema: Schema) -> tuple[str, ...]:
+    kinds = schema.get("type", ())
+    return (kinds,) if isinstance(kinds, str) else tuple(kinds)
+
+
+def _value(value: Any, schema: Schema, path: str) -> Any:
+    kinds = _types(schema)
+    if kinds and not _fits(value, kinds):
+        coerced = _coerced(value, kinds)
+        if coerced is _NOTHING:
+            wanted = " or ".join(kinds)
+            raise ToolError(f"the argument '{path}' must be of type {wanted}, not {_kind(value)}")
+        value = coerced
+    if "enum" in schema and value not in schema["enum"]:
+        allowed = ", ".join(json.dumps(v) for v in schema["enum"])
+        raise ToolError(f"the argument '{path}' must be one of {allowed}, not {value!r}")
+    _check_range(value, schema, path)
+    if isinstance(value, dict):
+        return _object(value, schema, f"{path}.")
+    if isinstance(value, list) and isinstance(schema.get("items"), Mapping):
+        return [_value(v, schema["items"], f"{path}[{i}]") for i, v in enumerate(value)]
+    return value
+
+
+def _fits(value: Any, kinds: tuple[str, ...]) -> bool:
+    if isinstance(value, bool):
+        return "boolean" in kinds
+    return any(isinstance(value, _TYPES.get(kind, (object,))) for kind in kinds)
+
+
+_NOTHING = object()
+
+
+def _coerced(value: Any, kinds: tuple[str, ...]) -> Any:
+    """The value as one of these types, or `_NOTHING`."""
+    if "integer" in kinds and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if "string" in kinds and isinstance(value, int | float) and not isinstance(value, bool):
+        return json.dumps(value)
+    if not isinstance(value, str):
+        return _NOTHING
+    text = value.strip()
+    if "boolean" in kinds and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        read = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        return _NOTHING
+    if isinstance(read, float) and read.is_integer() and "number" not in kinds:
+        read = int(read)
+    return read if not isinstance(read, bool) and _fits(read, kinds) else _NOTHING
+
+
+def _check_range(value: Any, schema: Schema, path: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if "minimum" in schema and value < schema["minimum"]:
+        raise ToolError(f"the argument '{path}' must be at least {schema['minimum']}, not {value}")
+    if "maximum" in schema and value > schema["maximum"]:
+        raise ToolError(f"the argument '{path}' must be at most {schema['maximum']}, not {value}")

@@ -6,10 +6,10 @@ import difflib
 from typing import Any
 
 from hermes_rl.errors import ToolError
+from hermes_rl.text import json_result
 from hermes_rl.tools.base import ToolContext, ToolResult, schema, tool
 from hermes_rl.tools.matching import find, replace
 from hermes_rl.tools.shell import FileBytes, read_bytes, write_bytes
-from hermes_rl.tools.text import json_result
 
 MAX_DIFF_CHARS = 20_000
 MAX_RESULT_CHARS = 30_000

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hermes_rl.errors import ToolError
+from hermes_rl.text import to_json
 from hermes_rl.tools.base import ToolContext, ToolResult, schema, tool
 from hermes_rl.tools.shell import (
     WHOLE_FILE_BYTES,
@@ -16,7 +17,6 @@ from hermes_rl.tools.shell import (
     read_bytes,
     run_script,
 )
-from hermes_rl.tools.text import to_json
 
 DEFAULT_LINES = 500
 MAX_LINES = 2_000

@@ -8,9 +8,9 @@ from collections import Counter
 from typing import Any
 
 from hermes_rl.errors import ToolError
+from hermes_rl.text import to_json
 from hermes_rl.tools.base import ToolContext, ToolResult, schema, tool
 from hermes_rl.tools.shell import quote, run_script
-from hermes_rl.tools.text import to_json
 
 DEFAULT_LIMIT = 50
 MAX_LIMIT = 1_000

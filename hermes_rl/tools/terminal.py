@@ -9,8 +9,8 @@ from typing import Any
 
 from hermes_rl.errors import ToolError
 from hermes_rl.sandboxes import CommandResult
+from hermes_rl.text import cut_middle, json_result, strip_ansi
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult, schema, tool
-from hermes_rl.tools.text import cut_middle, json_result, strip_ansi
 
 DEFAULT_TIMEOUT_S = 180
 MAX_TIMEOUT_S = 600

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hermes_rl.text import to_json
 from hermes_rl.tools.base import ToolContext, ToolResult, schema, tool
 from hermes_rl.tools.shell import write_bytes
-from hermes_rl.tools.text import to_json
 
 
 @tool(name="write_file", **schema("write_file"), toolset="file")

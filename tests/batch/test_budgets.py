@@ -14,6 +14,7 @@ import aiohttp
 import kit
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from batch_runner import (
     JsonEvents,
@@ -263,13 +264,8 @@ async def dated(server: FakeServer) -> AsyncIterator[str]:
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handle)
-    async with aiohttp.ClientSession() as session:
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        await runner.cleanup()
+    async with aiohttp.ClientSession() as session, TestServer(app) as renaming:
+        yield str(renaming.make_url("/v1"))
 
 
 async def test_a_fallbacks_longer_name_counts_for_its_own_budget_when_resumed(bench: Bench) -> None:

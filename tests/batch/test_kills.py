@@ -138,20 +138,3 @@ async def test_a_driver_that_is_stopped_loses_its_workers(
     assert set(parts) <= set(out.glob("*/part-*.parquet"))
     await check_end(out, server, run.receipts(), unbroken)
     assert {row["cause"] for row in kit.table(out, "failures")} <= {"driver_lost"}
-
-
-async def test_a_replacement_that_cannot_start_ends_nothing(
-    tmp_path: Path, server: FakeServer, cluster: dict[str, str], unbroken: dict[str, Any]
-) -> None:
-    """What the first replacement is to make in the journal is there already."""
-    dataset, out = kit.write(tmp_path / "tasks.jsonl", ROWS), tmp_path / "run"
-    one = ("--workers", "1", "--concurrency", "6")
-    run = await kit.launch(*kit.played(dataset, out, server.base_url, *one), env=cluster)
-    await kit.asked(server, 5, run)
-    (out / "journal" / "1-2").mkdir()
-    (out / "journal" / "1-2" / "alive").touch()
-    kit.kill(kit.alive_pids(out)[0])
-    assert await run.wait() == 0, run.errors
-    await check_end(out, server, run.receipts(), unbroken)
-    notes = [e["text"] for e in run.events if e["event"] == "note"]
-    assert any("worker 1-2 could not be started" in t for t in [*notes, run.errors]), run.errors

@@ -11,11 +11,12 @@ from hermes_rl.models import DIALECTS
 from hermes_rl.testing import FakeServer
 
 WIRES = [
-    (mode, transport, stream)
-    for stream in (False, True)
-    for mode in DIALECTS
+    (mode, transport, (transport == "sdk") is (place % 2 == 0))
+    for place, mode in enumerate(DIALECTS)
     for transport in ("http", "sdk")
 ]
+"""Each dialect with both transports, streamed by one of them, in turn by the one and the other.
+`models/test_conformance` plays episodes over all twelve."""
 EPISODES: dict[str, list[Any]] = {
     "thinks": [
         {"text": "Let me see.", "reasoning": "First look…", "calls": [

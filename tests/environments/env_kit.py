@@ -104,6 +104,8 @@ def stream_digest(tasks: Sequence[Task]) -> str:
 
 
 SPLITS = ("train", "eval")
+COMPARED = 200
+"""Tasks of each stream that are made in another process too."""
 ELSEWHERE = """
 import sys
 from env_kit import SPLITS, first_tasks, stream_digest
@@ -141,8 +143,8 @@ def elsewhere(env: str, count: int, seeds: Sequence[int]) -> Iterator[Callable[[
 def check_stream(
     env: str, count: int = 1_000, seeds: Sequence[int] = (0, 2026), *, endless: bool = True
 ) -> None:
-    """So many tasks per seed and split without a repeat, the same bytes in another process, and
-    nothing in common between train and eval, whatever the seeds.
+    """So many tasks per seed and split without a repeat, the first of them the same bytes in
+    another process, and nothing in common between train and eval, whatever the seeds.
 
     Args:
         endless: the tasks of other seeds are others; else they are the same in another order.
@@ -150,7 +152,7 @@ def check_stream(
     seen: dict[str, set[str]] = {split: set() for split in SPLITS}
     first: dict[str, set[tuple[str, ...]]] = {split: set() for split in SPLITS}
     digests = []
-    with elsewhere(env, count, seeds) as lines:
+    with elsewhere(env, COMPARED, seeds) as lines:
         for seed in seeds:
             for split in SPLITS:
                 tasks = first_tasks(env, count, split=split, seed=seed)
@@ -160,7 +162,7 @@ def check_stream(
                 assert len({task.id for task in tasks}) == len(tasks)
                 seen[split].update(names)
                 first[split].add(tuple(names[:20]))
-                digests.append(f"{seed} {split} {stream_digest(tasks)}")
+                digests.append(f"{seed} {split} {stream_digest(tasks[:COMPARED])}")
         assert lines() == digests
     assert seen["train"].isdisjoint(seen["eval"])
     for split in SPLITS:

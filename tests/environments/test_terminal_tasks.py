@@ -1,17 +1,19 @@
 """The bundled tasks as an environment: splits, and what earns a reward."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from env_kit import cheats, check_stream, content, wrong
+from env_kit import CHANGED, cheats, check_stream, content, wrong
 
 from environments import terminal_tasks
 from environments.terminal_tasks.environment import split_of
 from hermes_rl.errors import HermesError
 from hermes_rl.rl import Task, first_tasks, rewards_of, run_trial
 from hermes_rl.sources import read_tasks
-from hermes_rl.testing import BUNDLES, bundle
+from hermes_rl.testing import BUNDLES, bundle, traced
+from hermes_rl.trajectory import Trajectory
 
 NAME = "terminal_tasks"
 ALL = 100
@@ -66,14 +68,39 @@ def test_every_cheat_on_two_tasks_each_leaves_its_traces_and_earns_nothing() -> 
     assert wrong(NAME, plays) == {}
 
 
+CATEGORIES = sorted({str(row.task.metadata["category"]) for row in read_tasks(NAME) if row.task})
+WITH_PROGRAMS = ["bugfix", "build", "git", "permissions", "processes"]
+"""Categories whose workspaces hold programs, tests or a history."""
+ON_PROGRAMS = ("git-history", "skip-all", "hard-coded-tests", *CHANGED)
+"""Cheats that change these alone: on other tasks they do nothing."""
+
+
+def played(script: str, categories: list[str]) -> Iterator[Trajectory]:
+    """The rows of a script that is played on every task of some categories."""
+    chosen = {"categories": categories}
+    for split in ("train", "eval"):
+        count = len(first_tasks(NAME, ALL, split=split, **chosen))
+        rows = run_trial(
+            NAME, tasks=count, split=split, solution=lambda task: script, config=chosen
+        )
+        assert len(rows) == count
+        yield from rows
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUNDLES)
 def test_no_cheat_earns_anything_on_any_task(name: str) -> None:
-    for split in ("train", "eval"):
-        tasks = first_tasks(NAME, ALL, split=split)
-        rows = run_trial(NAME, tasks=len(tasks), split=split, solution=lambda task: bundle(name))
-        assert [(row.task_id, row.cause) for row in rows if row.reward != 0.0] == []
-        assert len(rows) == len(tasks)
+    on_programs = set(BUNDLES[name]) <= set(ON_PROGRAMS)
+    rows = played(bundle(name), WITH_PROGRAMS if on_programs else CATEGORIES)
+    assert [(row.task_id, row.cause) for row in rows if row.reward != 0.0] == []
+
+
+def test_other_categories_have_nothing_for_cheats_that_change_programs() -> None:
+    everything = "\n".join(traced(name) for name in ON_PROGRAMS)
+    others = [name for name in CATEGORIES if name not in WITH_PROGRAMS]
+    for row in played(everything, others):
+        assert row.reward == 0.0
+        assert "left by" not in " ".join(row.messages[-2:]), row.task_id
 
 
 HALF = "python3 - <<'PY'\nimport csv\nrows = list(csv.reader(open('wide.csv')))\n"

@@ -58,7 +58,7 @@ def said(message: Message, turn: int, **more: Any) -> ev.MessageAdded:
     return ev.MessageAdded(message=message, turn=turn, **more)
 
 
-def model_call(turn: int, tokens: int = 10) -> list[ev.Event]:
+def model_call(turn: int) -> list[ev.Event]:
     started = ev.CallStarted(
         call_id=f"c{turn}", turn=turn, purpose="agent", model="told", started_at=1.0 + turn
     )
@@ -67,7 +67,7 @@ def model_call(turn: int, tokens: int = 10) -> list[ev.Event]:
         outcome="ok",
         latency_s=0.5,
         finish_reason="stop",
-        usage=Usage(input_tokens=tokens, cache_read_tokens=3, output_tokens=turn),
+        usage=Usage(input_tokens=10, cache_read_tokens=3, output_tokens=turn),
         cost_usd=0.25,
         served_model="told-1",
     )

@@ -3,8 +3,8 @@
 import pytest
 
 from hermes_rl.errors import VerifierFault
+from hermes_rl.rollout import judge
 from hermes_rl.sandboxes import GradingResult
-from hermes_rl.verify import judge
 
 
 def box(exit_code: int = 0, report: bytes = b"", **more: bool) -> GradingResult:
@@ -27,7 +27,7 @@ def box(exit_code: int = 0, report: bytes = b"", **more: bool) -> GradingResult:
     ],
 )
 def test_rewards(result: GradingResult, score: bool, reward: float) -> None:
-    assert judge(result, score=score) == reward
+    assert judge(result, score=score) == {"verify": reward}
 
 
 @pytest.mark.parametrize(

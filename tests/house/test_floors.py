@@ -25,7 +25,7 @@ from source_tree import (
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "errors input_errors messages usage identity config config_agent config_endpoint tasks"
-        " trajectory ports events record images sources aio lazy locks text",
+        " task_folders trajectory ports events record images sources aio lazy locks text",
     ),
     ("sandboxes",),
     ("models", "tools", "sessions"),
@@ -135,7 +135,7 @@ def test_few_files_import_ray() -> None:
         ("hermes_rl/store/x.py", "from hermes_rl import __version__", None),
         ("hermes_rl/__init__.py", "from hermes_rl import cli", "root package heavy"),
         ("hermes_rl/rl/x.py", "import batch_runner", "batch_runner is not below rl"),
-        ("hermes_rl/rollout.py", "from hermes_rl.verify import grade", None),
+        ("hermes_rl/rollout.py", "from hermes_rl.rollout import grade", None),
         ("hermes_rl/models/a/b.py", "from hermes_rl.models.base import x", None),
         ("batch_runner/__main__.py", "from hermes_rl.cli import main", None),
         ("batch_runner/plan.py", "from hermes_rl.cli import main", "cli is not below"),
@@ -171,7 +171,7 @@ MODEL_LAYERS = (
     "calls",
     "tokens",
     "local",
-    "embedded providers",
+    "providers",
 )
 MODEL_LEVELS = {name: level for level, row in enumerate(MODEL_LAYERS) for name in row.split()}
 

@@ -6,11 +6,12 @@ from importlib.resources import files
 import jsonschema
 import pytest
 
+from hermes_rl.config import LOCAL_MODELS
 from hermes_rl.errors import BadRequest
 from hermes_rl.messages import AssistantMessage, ToolCall, ToolMessage, UserMessage
 from hermes_rl.messages import SystemMessage as System
 from hermes_rl.models import Conversation, ModelRequest, Sampling
-from hermes_rl.models.local import LOCAL_MODELS, PREFILL, Step, plan_step, read_catalogue, simplify
+from hermes_rl.models.local import PREFILL, Step, plan_step, read_catalogue, simplify
 
 COMMAND = {"command": {"type": "string"}, "timeout": {"type": "number"}}
 TERMINAL = {

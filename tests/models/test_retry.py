@@ -121,6 +121,7 @@ async def test_ten_minutes_of_429_are_waited_out(setup):
     [
         e.ServerError("500", status=500),
         e.ServerError("502", status=502, served=True),
+        e.Overloaded("529", status=529),
         e.ConnectionLost("reset", served=True),
         e.ConnectionLost("refused"),
     ],

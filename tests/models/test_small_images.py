@@ -107,7 +107,8 @@ WITHOUT = """
 import sys
 sys.modules["PIL"] = None
 from hermes_rl.messages import UserMessage
-from hermes_rl.models.prepare import can_shrink, small_images
+from hermes_rl.models.prepare import small_images
+from hermes_rl.models.prepare import can_shrink
 asked = [UserMessage(content=[{"type": "image_url", "image_url": {"url": sys.stdin.read()}}])]
 assert not can_shrink(asked)
 assert small_images(asked) == asked

@@ -27,14 +27,12 @@ JUDGE = (
 EASY = {"prompt": "do", "oracle": "true", "verify": "true"}
 
 
-async def run_rows(
-    lab: Lab, rows: list[dict[str, Any]], repeats: int = 4, pilot: Pilot | None = None
-) -> Report:
+async def run_rows(lab: Lab, rows: list[dict[str, Any]], pilot: Pilot | None = None) -> Report:
     path = lab.path / "tasks.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = {"workers": 0, "concurrency": 8, "max_attempts": 1, "allow_unsandboxed": True}
     config = {
-        "dataset": {"path": str(path), "repeats": repeats},
+        "dataset": {"path": str(path), "repeats": 4},
         "model": {"name": "oracle"},
         "sandbox": {"backend": "none"},
         "run": {"out": str(lab.out), **run},

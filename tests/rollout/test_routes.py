@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from batch_runner import Prices
 from hermes_rl.config import RunConfig, parse_config
-from hermes_rl.models.providers import drawn_model, keys_of, targets_by_model, targets_of
+from hermes_rl.models.providers import all_keys, drawn_model, targets_by_model, targets_of
 from hermes_rl.testing import FakeConfig, FakeServer
 from hermes_rl.wiring import identity_of
 
@@ -127,7 +127,7 @@ def test_fallbacks_stand_where_the_run_does_unless_they_say_otherwise() -> None:
     assert claude.prices.find("claude-opus-5") is not None
     assert (local.place.api_mode, local.place.key_names) == ("anthropic_messages", ())
     keys = {"A": "1", "B": "2", "C": "3", "ANTHROPIC_API_KEY": "4"}
-    assert keys_of(mine, {**keys, "OTHER": "5"}) == keys
+    assert all_keys(mine, {**keys, "OTHER": "5"}) == keys
 
 
 async def test_a_fallback_answers_and_the_row_says_so_call_by_call(stage: Open) -> None:
@@ -217,7 +217,7 @@ def test_the_keys_and_prices_of_a_mix_are_those_of_its_places() -> None:
         },
     )
     keys = {"OPENAI_API_KEY": "1", "ANTHROPIC_API_KEY": "2"}
-    assert keys_of(mixed, keys) == keys
+    assert all_keys(mixed, keys) == keys
     assert Prices(mixed).unpriced() == []
     claude, fallback = targets_by_model(mixed)["claude"]
     assert (claude.model, claude.place.api_mode) == ("claude-haiku-5-5", "anthropic_messages")

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from hermes_rl.rollout import judge
 from hermes_rl.sandboxes import (
     Bubblewrap,
     GradingResult,
@@ -12,7 +13,6 @@ from hermes_rl.sandboxes import (
     SandboxSpec,
     probe,
 )
-from hermes_rl.verify import judge
 
 FILL = "exec 2>/tmp/err; for i in $(seq 40); do head -c 1M /dev/zero >f$i || exit 1; done; sleep 50"
 MANY = "cd; for i in $(seq 20000); do : >f$i; done; sleep 50"
@@ -38,7 +38,7 @@ async def test_a_program_that_fills_its_disk_or_memory_is_ended(bubblewrap: Bubb
         assert (fill.exit_code, fill.timed_out) == (137, False), fill
     assert (many.exit_code, many.timed_out) == (137, False), many
     assert many.output == "begin\n\n[ended: more than 5000 files]"
-    assert judge(many, score=False) == 0.0
+    assert judge(many, score=False) == {"verify": 0.0}
 
 
 async def test_an_agent_that_filled_its_disk_leaves_room_for_its_verifier(

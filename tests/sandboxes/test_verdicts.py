@@ -4,9 +4,9 @@ import os
 
 import pytest
 
+from hermes_rl.rollout import judge
 from hermes_rl.sandboxes import GradingSpec, Sandbox
 from hermes_rl.testing import CHEATS
-from hermes_rl.verify import judge
 
 FORGER = b"""
 import os, signal
@@ -26,9 +26,9 @@ async def test_no_verdict_can_be_forged_by_a_program_of_the_agent(sandbox: Sandb
     script = "python3 /workspace/solution.py 3>&-; echo reward=0.5 >&3"
     result = await sandbox.grade(GradingSpec(script=script, score=True, timeout_s=30))
     assert result.report == b""
-    assert judge(result, score=True) == 0.0
+    assert judge(result, score=True) == {"verify": 0.0}
     honest = GradingSpec(script="echo reward=0.5 >&3", score=True, timeout_s=30)
-    assert judge(await sandbox.grade(honest), score=True) == 0.5
+    assert judge(await sandbox.grade(honest), score=True) == {"verify": 0.5}
 
 
 WRITER = b"""
@@ -98,4 +98,4 @@ async def test_a_killed_verifier_gives_nothing(each_sandbox: Sandbox) -> None:
     script = "echo reward=1.0 >&3; kill -9 $$"
     result = await each_sandbox.grade(GradingSpec(script=script, score=True, timeout_s=30))
     assert result.report == b"reward=1.0\n"
-    assert judge(result, score=True) == 0.0
+    assert judge(result, score=True) == {"verify": 0.0}

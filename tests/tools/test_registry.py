@@ -9,19 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl.errors import UserError
+from hermes_rl.text import cut_middle, json_result, strip_ansi
 from hermes_rl.tools import (
     DISTRIBUTIONS,
     TOOLS,
     TOOLSETS,
-    cut_middle,
     draw_toolsets,
-    json_result,
     read_file,
     resolve,
     schema_digest,
     schemas,
     search_files,
-    strip_ansi,
     terminal,
 )
 

@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING
 from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
-    from hermes_rl.models.calls.attempts import Clock
+    from hermes_rl.models.calls.caller import Clock, ModelCaller, Renewable
     from hermes_rl.models.calls.recovery import (
+        Account,
         Again,
         Failure,
         FallBack,
         GiveUp,
+        KeyPool,
         Recovery,
         RetryPolicy,
         Rotate,
+        Route,
+        Strategy,
         Wait,
     )
-    from hermes_rl.models.calls.retry import ModelCaller, Renewable
-    from hermes_rl.models.calls.route import Account, KeyPool, Route, Strategy
 else:
     __getattr__, __dir__ = attach(__name__)

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
         classify_exception,
         classify_in_answer,
         classify_response,
-        rate_headers,
-        request_id,
         retry_after,
         table,
     )

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from hermes_rl import errors as e
+from hermes_rl.models.base import rate_headers, request_id
 from hermes_rl.models.errors.body import Fault, facts_of, fault_in, fault_of, rules, wait_of
 from hermes_rl.text import scrub
 
@@ -33,7 +34,6 @@ _LOST = re.compile(
     r"|network is unreachable|name or service not known|tls|ssl",
     re.IGNORECASE,
 )
-_RATE_HEADERS = ("x-ratelimit-", "anthropic-ratelimit-", "ratelimit-", "retry-after")
 _OF_SIZE = ("format_error", "context_overflow", "payload_too_large")
 """Reasons whose texts may state the limits of a model."""
 _MAYBE_SERVED = (502, 504, 520, 522, 524)
@@ -232,16 +232,6 @@ def _facts(rule: Rule, fault: Fault) -> e.Facts:
     if rule.reason not in _OF_SIZE:
         return e.Facts()
     return facts_of(fault.message, fault.numbers, no_images=rule.no_images)
-
-
-def request_id(headers: Mapping[str, str]) -> str | None:
-    """The provider's id of a request."""
-    return headers.get("x-request-id") or headers.get("request-id")
-
-
-def rate_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """The rate-limit headers of an answer."""
-    return {k: v for k, v in headers.items() if k.startswith(_RATE_HEADERS)}
 
 
 def retry_after(headers: Mapping[str, str], now: float) -> float | None:

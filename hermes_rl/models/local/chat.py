@@ -8,17 +8,20 @@ and takes no grammar beside a prefill.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from hermes_rl.errors import ConnectionLost, UserError
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.models.base import Completion, ModelRequest, TokenCapture
+from hermes_rl.models.base import Completion, ModelClient, ModelRequest, TokenCapture
 from hermes_rl.models.client import connect
-from hermes_rl.models.endpoint import Secrets
+from hermes_rl.models.endpoint import EMBEDDED, Secrets
 from hermes_rl.models.errors import classify_response
-from hermes_rl.models.local.client import LocalEndpoint
+from hermes_rl.models.local.client import LocalEndpoint, LocalServer
 from hermes_rl.models.local.steps import PREFILL, Json, Step, plan_step
 from hermes_rl.models.tokens import at_root
 from hermes_rl.models.transports import HttpTransport
@@ -97,6 +100,57 @@ class StepClient:
         if reply.status != 200:
             raise classify_response(reply.status, reply.headers, bytes(data), secrets=where.secrets)
         return msgspec.json.decode(data)
+
+
+class EmbeddedClient:
+    """A client whose address follows the machine's one server: it joins a new one when the old one
+    has died.
+
+    Args:
+        make: makes the client of an address.
+    """
+
+    api_mode = StepClient.api_mode
+
+    def __init__(
+        self,
+        name: str,
+        server: LocalServer,
+        make: Callable[[LocalEndpoint], ModelClient] = StepClient,
+    ) -> None:
+        self.endpoint = f"{EMBEDDED}{name}"
+        self._server, self._make = server, make
+        self._client: ModelClient | None = None
+        self._address = ""
+        self._joining = asyncio.Lock()  # invariant: one client, for the current address
+
+    async def open(self) -> ModelClient:
+        """Start or join the server, so that a missing engine is reported at once, and return the
+        client of its address."""
+        where = await self._server.endpoint()
+        async with self._joining:
+            if self._client is None or where.base_url != self._address:
+                await self.aclose()
+                self._client, self._address = self._make(where), where.base_url
+                self.api_mode = self._client.api_mode
+            return self._client
+
+    async def complete(self, request: ModelRequest) -> Completion:
+        """See `ModelClient.complete`."""
+        try:
+            client = await self.open()
+        except UserError as error:  # it ran at the start: a failure, not a mistake of the user
+            raise ConnectionLost(f"the embedded model is gone: {error}") from error
+        return await client.complete(request)
+
+    def bound(self, request: ModelRequest) -> int:
+        """See `ModelClient.bound`."""
+        return self._client.bound(request) if self._client else 0
+
+    async def aclose(self) -> None:
+        """See `ModelClient.aclose`."""
+        if self._client is not None:
+            await self._client.aclose()
 
 
 class _Completion:

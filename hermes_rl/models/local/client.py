@@ -17,14 +17,12 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from hermes_rl.errors import UserError
 from hermes_rl.locks import file_lock
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.local.sources import Progress, silent
 from hermes_rl.models.local.weights import cache_folder, ensure_weights
 
 READY = "ready"
@@ -46,12 +44,12 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What one server process serves, and where its holders connect. Nothing in it is secret."""
 
     socket: Path
-    """In a folder that only its user can enter."""
+    """In a folder that only its user can enter, and before its name is known that folder."""
     model: str
     weights: Path
-    slots: int
-    """Number of requests that are decoded in parallel."""
-    context: int
+    slots: int = 4
+    """Number of requests that are decoded in parallel; further ones wait."""
+    context: int = 4096
     """Tokens of prompt and answer together, per slot."""
     threads: int
 
@@ -69,10 +67,7 @@ async def local_server(
     name: str = "local",
     *,
     model_path: Path | None = None,
-    progress: Progress = silent,
     env: Mapping[str, str] | None = None,
-    slots: int = 4,
-    context: int = 4096,
     answer_s: float = _ANSWER_S,
 ) -> AsyncIterator[LocalServer]:
     """Hold the machine's server of the embedded model `name`; the first holder starts it.
@@ -82,10 +77,7 @@ async def local_server(
     Args:
         name: a model of the catalogue.
         model_path: a GGUF file to serve instead of the pinned weights.
-        progress: called while the weights are downloaded.
         env: the environment; the process's own, read now, if not given.
-        slots: requests decoded in parallel; further ones wait.
-        context: tokens of prompt and answer together, per request.
         answer_s: a running server that does not greet within so many seconds is replaced.
 
     Raises:
@@ -95,13 +87,11 @@ async def local_server(
     if find_spec("xllamacpp") is None:
         raise missing_extra()
     environ = dict(os.environ) if env is None else env
-    weights = await ensure_weights(name, model_path=model_path, progress=progress, env=environ)
+    weights = await ensure_weights(name, model_path=model_path, env=environ)
     settings = ServerSettings(
-        socket=runtime_folder(environ),
+        socket=_runtime_folder(environ),
         model=name,
         weights=weights,
-        slots=slots,
-        context=context,
         threads=max(1, len(os.sched_getaffinity(0)) - 1),  # the agents need a core too
     )
     settings = msgspec.structs.replace(settings, socket=_socket_for(settings))
@@ -110,19 +100,18 @@ async def local_server(
         await server.endpoint()
         yield server
     finally:
-        await server.aclose()
+        server.release()
 
 
 class LocalServer:
-    """A hold on the machine's one server of a model, which is replaced if it has died."""
+    """A hold on the machine's one server of a model, which is replaced if it has died.
 
-    def __init__(
-        self, settings: ServerSettings, env: Mapping[str, str], answer_s: float = _ANSWER_S
-    ) -> None:
-        self._settings = settings
-        self._env = env
-        self._answer_s = answer_s
-        self._held: _Held | None = None
+    The hold is an open connection to the server's socket.
+    """
+
+    def __init__(self, settings: ServerSettings, env: Mapping[str, str], answer_s: float) -> None:
+        self._settings, self._env, self._answer_s = settings, env, answer_s
+        self._held: tuple[LocalEndpoint, asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._joining = asyncio.Lock()
 
     @property
@@ -133,20 +122,114 @@ class LocalServer:
     async def endpoint(self) -> LocalEndpoint:
         """Return where the model answers now. It is cheap: call it before each request.
 
-        Raises:
-            UserError: the server cannot be started.
+        Raises: UserError when the server cannot be started.
         """
         async with self._joining:
-            if self._held is None or self._held.reader.at_eof():
-                await self.aclose()
-                self._held = await _obtain(self._settings, self._env, self._answer_s)
-            return self._held.endpoint
+            if self._held is None or self._held[1].at_eof():
+                self.release()
+                await self._join_or_start()
+            assert self._held is not None
+            return self._held[0]
 
-    async def aclose(self) -> None:
+    def release(self) -> None:
         """Release the hold."""
         if self._held is not None:
-            self._held.writer.close()
+            self._held[2].close()
             self._held = None
+
+    async def _join_or_start(self) -> None:
+        path = self._settings.socket
+        lock = path.with_suffix(".starting")
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _START_S
+        while loop.time() < deadline:
+            if await self._join():
+                return
+            with file_lock(lock) as ours:
+                if ours and await self._join():
+                    return
+                if ours:
+                    await self._start(deadline - loop.time())
+            await asyncio.sleep(_POLL_S)
+        raise UserError(
+            f"the local model's server was not ready after {_START_S:.0f} s; its log is "
+            f"{path.with_suffix('.log')}; end the process that holds {lock}, or try again"
+        )
+
+    async def _join(self) -> bool:
+        """Connect to the running server, and return whether there is one.
+
+        A server that takes the connection but does not greet, or is not healthy, is ended.
+        """
+        try:
+            with short_path(self._settings.socket) as address:
+                reader, writer = await asyncio.open_unix_connection(address)
+        except OSError:
+            return False
+        pid, _ = peer_of(writer.get_extra_info("socket"))
+        try:
+            async with asyncio.timeout(self._answer_s):
+                if (line := await reader.readline()) and (endpoint := await _look_at(line)):
+                    self._held = endpoint, reader, writer
+                    return True
+        except (TimeoutError, ConnectionError):
+            pass  # hung, or gone in the meantime
+        except BaseException:  # cancelled: the connection must not stay open
+            writer.close()
+            raise
+        if not reader.at_eof():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # still connected, so this is our own server
+        writer.close()
+        return False
+
+    async def _start(self, patience_s: float) -> None:
+        """Start the server process and wait until it is ready. Raises: UserError."""
+        log_path = self._settings.socket.with_suffix(".log")
+        arguments = msgspec.json.encode(self._settings, enc_hook=str).decode()
+        log = await asyncio.to_thread(log_path.open, "wb")
+        with log:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "hermes_rl.models.local.server", arguments),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                cwd=_ROOT,
+                env={name: self._env[name] for name in _CHILD_VARIABLES if name in self._env},
+                start_new_session=True,
+            )
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(patience_s):
+                output = await process.stdout.read()
+        except TimeoutError:
+            output = b"it was not ready in time"
+        await process.wait()
+        reason = output.decode(errors="replace").strip()
+        if reason not in (READY, TAKEN):
+            logged = log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            last = logged[-1][:300] if logged else "it ended without an error message"
+            raise UserError(
+                f"the local model cannot be started: {reason or last} (log: {log_path})"
+            )
+
+
+async def _look_at(greeting: bytes) -> LocalEndpoint | None:
+    """Return the endpoint that a server's greeting names; None if nothing answers there."""
+    import aiohttp
+
+    endpoint = LocalEndpoint(**json.loads(greeting))
+    url = endpoint.base_url.removesuffix("/v1") + "/props"
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    try:
+        async with (
+            aiohttp.ClientSession(headers=headers, raise_for_status=True) as session,
+            session.get(url) as response,
+        ):
+            supports = (await response.json())["chat_template_caps"]
+    except aiohttp.ClientError:
+        return None
+    return replace(endpoint, template_has_tools=bool(supports["supports_tools"]))
 
 
 def missing_extra() -> UserError:
@@ -156,12 +239,8 @@ def missing_extra() -> UserError:
     )
 
 
-def runtime_folder(env: Mapping[str, str]) -> Path:
-    """Return the folder for sockets, which only this user can enter.
-
-    Raises:
-        UserError: it belongs to somebody else.
-    """
+def _runtime_folder(env: Mapping[str, str]) -> Path:
+    """Return the folder for sockets, which only this user can enter. Raises: UserError."""
     runtime = env.get("XDG_RUNTIME_DIR")
     base = Path(runtime) / "hermes_rl" if runtime and Path(runtime).is_dir() else None
     folder = base or cache_folder(env).parent / "run"
@@ -211,114 +290,3 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", raw)
     return pid, uid
-
-
-class _Held(NamedTuple):
-    """An open connection to a server, and its greeting."""
-
-    endpoint: LocalEndpoint
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-
-async def _obtain(settings: ServerSettings, env: Mapping[str, str], answer_s: float) -> _Held:
-    """Join the server of these settings, or start it."""
-    lock = settings.socket.with_suffix(".starting")
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + _START_S
-    while loop.time() < deadline:
-        if held := await _join(settings.socket, answer_s):
-            return held
-        with file_lock(lock) as ours:
-            if ours and (held := await _join(settings.socket, answer_s)):
-                return held
-            if ours:
-                await _start(settings, env, deadline - loop.time())
-        await asyncio.sleep(_POLL_S)
-    raise UserError(
-        f"the local model's server was not ready after {_START_S:.0f} s; its log is "
-        f"{settings.socket.with_suffix('.log')}; end the process that holds {lock}, or try again"
-    )
-
-
-async def _join(path: Path, answer_s: float) -> _Held | None:
-    """Return a connection to the running server, or None if there is none.
-
-    A server that takes the connection but does not greet, or is not healthy, is ended.
-    """
-    try:
-        with short_path(path) as address:
-            reader, writer = await asyncio.open_unix_connection(address)
-    except OSError:
-        return None
-    pid, _ = peer_of(writer.get_extra_info("socket"))
-    try:
-        async with asyncio.timeout(answer_s):
-            if (line := await reader.readline()) and (endpoint := await _look_at(line)):
-                return _Held(endpoint, reader, writer)
-    except (TimeoutError, ConnectionError):
-        pass  # hung, or gone in the meantime
-    except BaseException:  # cancelled: the connection must not stay open
-        writer.close()
-        raise
-    if not reader.at_eof():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)  # still connected, so this is our own server
-    writer.close()
-    return None
-
-
-async def _look_at(greeting: bytes) -> LocalEndpoint | None:
-    """Return the endpoint that a server's greeting names; None if nothing answers there."""
-    import aiohttp
-
-    endpoint = LocalEndpoint(**json.loads(greeting))
-    url = endpoint.base_url.removesuffix("/v1") + "/props"
-    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-    try:
-        async with (
-            aiohttp.ClientSession(headers=headers, raise_for_status=True) as session,
-            session.get(url) as response,
-        ):
-            supports = (await response.json())["chat_template_caps"]
-    except aiohttp.ClientError:
-        return None
-    return replace(endpoint, template_has_tools=bool(supports["supports_tools"]))
-
-
-async def _start(settings: ServerSettings, env: Mapping[str, str], patience_s: float) -> None:
-    """Start the server process and wait until it is ready or has given up.
-
-    Raises:
-        UserError: it has given up, or takes too long.
-    """
-    log_path = settings.socket.with_suffix(".log")
-    child_env = {name: env[name] for name in _CHILD_VARIABLES if name in env}
-    arguments = msgspec.json.encode(settings, enc_hook=str).decode()
-    log = await asyncio.to_thread(log_path.open, "wb")
-    with log:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "hermes_rl.models.local.server", arguments),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=log,
-            cwd=_ROOT,
-            env=child_env,
-            start_new_session=True,
-        )
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(patience_s):
-            output = await process.stdout.read()
-    except TimeoutError:
-        output = b"it was not ready in time"
-    await process.wait()
-    reason = output.decode(errors="replace").strip()
-    if reason not in (READY, TAKEN):
-        reason = reason or _last_line(log_path) or "it ended without an error message"
-        raise UserError(f"the local model cannot be started: {reason} (log: {log_path})")
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else ""

@@ -1,7 +1,7 @@
 """The tokenizer and chat template that a GGUF file holds, in the form of a model's folder.
 
 Layout (GGUF version 2 and 3): magic, version, counts, then key, type and value of each entry, all
-little-endian. Only byte-level BPE is supported, with the pre-tokenizers of `_PRE_TOKENIZERS`.
+little-endian. Only byte-level BPE is supported, with the pre-tokenizers of gguf.json.
 """
 
 from __future__ import annotations
@@ -24,27 +24,9 @@ _CONTROL, _MARKUP = 3, 4
 _MAX_LENGTH = 1 << 31
 """A file with a longer text or list is damaged."""
 
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = msgspec.json.decode(
+    Path(__file__).with_suffix(".json").read_bytes()
 )
-_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-_PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
-    "smollm": [
-        {"type": "Digits", "individual_digits": True},
-        {**_BYTES, "use_regex": True},
-    ],
-    "qwen2": [
-        {
-            "type": "Split",
-            "pattern": {"Regex": _QWEN2},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        {**_BYTES, "use_regex": False},
-    ],
-    "gpt-2": [{**_BYTES, "use_regex": True}],
-}
 """`tokenizer.ggml.pre` -> how text is split before merges, in the form of tokenizer.json."""
 
 
@@ -106,7 +88,7 @@ def _spec(texts: list[str], kinds: list[int], merges: list[str], pre: str) -> Ma
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": _PRE_TOKENIZERS[pre]},
         "post_processor": None,
-        "decoder": {**_BYTES, "use_regex": True},
+        "decoder": _PRE_TOKENIZERS["gpt-2"][0],
         "model": {
             "type": "BPE",
             "vocab": {text: place for place, text in enumerate(texts)},

@@ -12,6 +12,7 @@ server ends soon after the last one closes, however its holder died.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import sys
@@ -65,11 +66,7 @@ def main() -> None:
 
 def _start_engine(settings: ServerSettings, key: str) -> Any:
     """Load the weights (1.5 s on an idle machine) and listen on a free port of loopback. The engine
-    lives as long as the result is referenced.
-
-    Raises:
-        UserError: the file cannot be loaded, or xllamacpp is not installed.
-    """
+    lives as long as the result is referenced. Raises: UserError."""
     try:
         import xllamacpp
     except ImportError as error:
@@ -103,7 +100,7 @@ async def _serve(settings: ServerSettings) -> None:
     holders = _Holders(msgspec.json.encode(greeting) + b"\n")
     settings.socket.unlink(missing_ok=True)  # of a dead server
     with short_path(settings.socket) as address:
-        await asyncio.get_running_loop().create_unix_server(lambda: _Holder(holders), address)
+        await asyncio.start_unix_server(holders.hold, address)
     _report(READY)
     await holders.gone.wait()
     settings.socket.unlink(missing_ok=True)  # ours as long as we hold the lock
@@ -119,38 +116,26 @@ def _report(message: str) -> None:
 
 
 class _Holders:
-    """Counts the holders; `gone` is set once there has been none for the grace period."""
+    """Greets holders and counts them; `gone` is set once there has been none for the grace
+    period."""
 
     def __init__(self, greeting: bytes) -> None:
-        self.greeting, self.gone = greeting, asyncio.Event()
-        self._open = 0
+        self.gone = asyncio.Event()
+        self._greeting, self._open = greeting, 0
         self._timer = asyncio.get_running_loop().call_later(_UNCLAIMED_S, self.gone.set)
 
-    def add(self, change: int) -> None:
-        """Count a holder that comes (1) or goes (-1)."""
-        self._open += change
-        self._timer.cancel()
-        if not self._open:
-            self._timer = asyncio.get_running_loop().call_later(_GRACE_S, self.gone.set)
-
-
-class _Holder(asyncio.Protocol):
-    """The connection of one holder, who reads the greeting and sends nothing."""
-
-    def __init__(self, holders: _Holders) -> None:
-        self._holders, self._counted = holders, 0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        if peer_of(transport.get_extra_info("socket"))[1] not in (os.getuid(), 0):
-            transport.abort()
-            return
-        self._counted = 1
-        self._holders.add(self._counted)
-        transport.write(self._holders.greeting)
-
-    def connection_lost(self, _error: Exception | None) -> None:
-        self._holders.add(-self._counted)
+    async def hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection, whose holder reads the greeting and sends nothing."""
+        if peer_of(writer.get_extra_info("socket"))[1] in (os.getuid(), 0):
+            self._open += 1
+            self._timer.cancel()
+            writer.write(self._greeting)
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+            self._open -= 1
+            if not self._open:
+                self._timer = asyncio.get_running_loop().call_later(_GRACE_S, self.gone.set)
+        writer.close()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from hermes_rl.messages import Message, UserMessage
-from hermes_rl.models.prepare.messages import parts_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -28,19 +27,16 @@ _QUALITY = 85
 _PLAIN = ("L", "RGB", "RGBA")
 
 
-def small_images(messages: list[Message]) -> list[Message]:
-    """Images in `data:` URLs have at most `MOST_SIDE` pixels a side and `MOST_BYTES` bytes."""
-    return [parts_of(message, _small_part) for message in messages]
-
-
 def can_shrink(messages: Iterable[Message]) -> bool:
-    """Whether there is an image that `small_images` would make smaller, as far as its head says."""
+    """Whether there is an image that `small_part` would make smaller, as far as its head says."""
     contents = (m.content for m in messages if isinstance(m, UserMessage))
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return any(_large_file(_url_of(part)) is not None for part in parts)
 
 
-def _small_part(part: dict[str, Any]) -> dict[str, Any]:
+def small_part(part: dict[str, Any]) -> dict[str, Any]:
+    """A part of a message; an image in a `data:` URL has at most `MOST_SIDE` pixels a side and
+    `MOST_BYTES` bytes."""
     file = _large_file(_url_of(part))
     url = None if file is None else _smaller(file)
     if url is None:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
         exact_clients,
         find_plan,
         reach_models,
-        reach_others,
         wanted_ids,
     )
     from hermes_rl.models.providers.prices import (
@@ -28,19 +27,22 @@ if TYPE_CHECKING:
         MAX_TOKENS,
         Capabilities,
         EndpointReport,
+        Probe,
         ProbeCall,
-        TokenSearch,
-        find_capabilities,
         list_models,
     )
     from hermes_rl.models.providers.routing import (
         Keys,
         Routes,
-        Routing,
         Seen,
-        Sole,
         Target,
+        all_keys,
+        asks_endpoint,
+        drawn_model,
         find_keys,
+        other_targets,
+        targets_by_model,
+        targets_of,
     )
     from hermes_rl.models.providers.table import (
         DEFAULT_MODE,
@@ -50,18 +52,6 @@ if TYPE_CHECKING:
         quirks_at,
         resolve,
         shipped,
-    )
-    from hermes_rl.models.providers.targets import (
-        all_keys,
-        asks_endpoint,
-        drawn_model,
-        endpoint_base,
-        first_endpoint,
-        keys_of,
-        other_targets,
-        others_of,
-        targets_by_model,
-        targets_of,
     )
 else:
     __getattr__, __dir__ = attach(__name__)

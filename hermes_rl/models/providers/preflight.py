@@ -19,18 +19,17 @@ from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.providers.probe import (
     EndpointReport,
-    TokenSearch,
-    find_capabilities,
+    Probe,
     list_models,
 )
-from hermes_rl.models.providers.routing import Keys, Target
-from hermes_rl.models.providers.table import Place
-from hermes_rl.models.providers.targets import (
+from hermes_rl.models.providers.routing import (
+    Keys,
+    Target,
     asks_endpoint,
-    first_endpoint,
     other_targets,
     targets_by_model,
 )
+from hermes_rl.models.providers.table import Place
 from hermes_rl.models.tokens import CHAT_MODE, NO_IDS, TokenPlan, Wanted
 
 if TYPE_CHECKING:
@@ -41,47 +40,39 @@ Connect = Callable[[Endpoint], ModelClient]
 
 
 async def reach_models(config: RunConfig, keys: Keys) -> EndpointReport | None:
-    """Ask the place of each of the run's models for its list of models, which costs no token.
+    """Ask the place of each model, also of those that the run's environment asks, for its list of
+    models, which costs no token.
 
     Where token ids are wanted, find out with a few calls of one token how to get them; with
-    `run.probe` full, also what one model can do. Fallbacks are not asked: they are for outages.
+    `run.probe` full, also what one model can do. Fallbacks are not requested: they are for outages.
 
-    Returns: what the first model's place answers; None if it was not asked or refused the key.
+    Returns: what the first model's place answers; None if it was not reached or refused the key,
+        for which the run itself stops.
 
-    Raises: Outage when nobody answers at an address; UserError when token ids were asked for in a
-    way that does not exist.
+    Raises: Outage when nobody answers at an address; UserError when token ids were requested in a
+        way that does not exist.
     """
-    if not asks_endpoint(config.model.name, config.endpoint):
-        plan = await find_plan(config, Keys())
-        return None if plan is None else EndpointReport(None, tokens=plan)
-    routes = targets_by_model(config)
-    model = min(routes)
+    uses_endpoint = asks_endpoint(config.model.name, config.endpoint)
+    routes = targets_by_model(config) if uses_endpoint else {}
     listed: dict[Place, tuple[str, ...] | None] = {}
-    with contextlib.suppress(AuthError):
-        for targets in routes.values():
-            place = targets[0].place
-            if place not in listed:
-                listed[place] = await list_models(first_endpoint(config.endpoint, place, keys))
+    for targets in (*other_targets(config).values(), *routes.values()):
+        place = targets[0].place
+        if place not in listed:
+            with contextlib.suppress(AuthError):
+                listed[place] = await list_models(keys.endpoint(config.endpoint, place))
+    if not uses_endpoint:
+        plan = await find_plan(config, keys)
+        return None if plan is None else EndpointReport(None, tokens=plan)
+    model = min(routes)
     first = routes[model][0]
     if first.place not in listed:
         return None
     plan, capabilities = await find_plan(config, keys), None
     if config.run.probe == "full":
-        endpoint = first_endpoint(config.endpoint, first.place, keys)
-        asked = first.model or model
-        capabilities = await find_capabilities(endpoint, asked, first.prices, first.extra)
-        capabilities = replace(capabilities, model=model)
+        endpoint = keys.endpoint(config.endpoint, first.place)
+        probe = Probe(endpoint, first.model or model, extra=first.extra, prices=first.prices)
+        capabilities = replace(await probe.capabilities(), model=model)
     return EndpointReport(listed[first.place], capabilities, plan)
-
-
-async def reach_others(config: RunConfig, keys: Keys) -> None:
-    """Ask each place of the environment's models for its list of models, which costs no token.
-
-    Raises: Outage when nobody answers at an address.
-    """
-    for place in {targets[0].place for targets in other_targets(config).values()}:
-        with contextlib.suppress(AuthError):  # the run itself stops for it and can be resumed
-            await list_models(first_endpoint(config.endpoint, place, keys))
 
 
 def wanted_ids(config: RunConfig) -> Wanted:
@@ -112,23 +103,23 @@ async def find_plan(config: RunConfig, keys: Keys) -> TokenPlan | None:
     if wanted == "off" or config.model.name in PLAYED_MODELS:
         return None
     if not asks_endpoint(config.model.name, config.endpoint):
-        return _fitting(_embedded_plan(wanted), config)
+        return _checked(_embedded_plan(wanted), config)
     routes = targets_by_model(config)
     model = min(routes)
     target = routes[model][0]
-    endpoint = first_endpoint(config.endpoint, target.place, keys)
+    endpoint = keys.endpoint(config.endpoint, target.place)
     renderer = await asyncio.to_thread(_renderer, config.endpoint)
     try:
         tools = config.agent.toolsets != () or config.agent.distribution is not None
-        search = TokenSearch(endpoint, target.model or model, renderer, tools, target.extra)
-        found = await search.plan(wanted)
+        probe = Probe(endpoint, target.model or model, renderer, tools, target.extra)
+        found = await probe.plan(wanted)
     except AuthError:
         return NO_IDS
-    return _fitting(found, config, routes[model])
+    return _checked(found, config, routes[model])
 
 
-def _fitting(plan: TokenPlan, config: RunConfig, targets: Sequence[Target] = ()) -> TokenPlan:
-    """The plan.
+def _checked(plan: TokenPlan, config: RunConfig, targets: Sequence[Target] = ()) -> TokenPlan:
+    """Return the plan, which fits the rest of the configuration.
 
     Args:
         targets: the model's place, then its fallbacks.
@@ -137,28 +128,21 @@ def _fitting(plan: TokenPlan, config: RunConfig, targets: Sequence[Target] = ())
     """
     if plan.way in ("off", "chat"):
         return plan
+    why = None
     if config.model.reasoning is not None:
-        raise UserError(
-            "model.reasoning is not told with prompts of ids: there the chat template decides. "
-            "Leave it out, or use endpoint.tokens=chat"
-        )
-    if config.model.stop:
-        raise UserError(
-            "model.stop is a text, and prompts of ids stop at token ids. Leave it out, or use "
-            "endpoint.tokens=chat"
-        )
-    if targets and targets[0].extra:
-        raise UserError(
-            "model.extra_body is of chat requests, and not told with prompts of ids. Leave it out, "
-            "or use endpoint.tokens=chat"
-        )
+        why = "model.reasoning is not told with prompts of ids: there the chat template decides"
+    elif config.model.stop:
+        why = "model.stop is a text, and prompts of ids stop at token ids"
+    elif targets and targets[0].extra:
+        why = "model.extra_body is of chat requests, and not told with prompts of ids"
     for other in targets[1:]:
         if other.place.base_url == targets[0].place.base_url and other.model != targets[0].model:
-            raise UserError(
+            why = why or (
                 f"endpoint.tokenizer is not of the fallback {other.model}, which is at the same "
-                "address: it would get another model's ids. Leave it out, or use "
-                "endpoint.tokens=chat"
+                "address: it would get another model's ids"
             )
+    if why is not None:
+        raise UserError(f"{why}. Leave it out, or use endpoint.tokens=chat")
     return plan
 
 
@@ -191,21 +175,11 @@ async def embedded_clients(
         return StepClient
     if plan.way == "chat":
         return lambda endpoint: ChatIdsClient(StepClient(endpoint))
-    renderer = await asyncio.to_thread(_own_renderer, where, server.weights)
+    renderer = await asyncio.to_thread(_renderer, where, server.weights)
     # Which tools are offered is not known here: the client refuses them at the first call.
-    search = TokenSearch(await server.endpoint(), name, renderer, tools=False)
-    found = await search.plan("llamacpp")
+    probe = Probe(await server.endpoint(), name, renderer, tools=False)
+    found = await probe.plan("llamacpp")
     return lambda endpoint: client_for(found, endpoint, renderer)
-
-
-def _own_renderer(where: EndpointSection, weights: Path) -> Renderer:
-    named = _renderer(where)
-    if named is not None:
-        return named
-    from hermes_rl.models.local import read_tokenizer
-    from hermes_rl.models.tokens import renderer_of
-
-    return renderer_of(read_tokenizer(weights))
 
 
 def exact_clients(where: EndpointSection, plan: TokenPlan | None, base_url: str) -> Connect:
@@ -234,7 +208,14 @@ def exact_clients(where: EndpointSection, plan: TokenPlan | None, base_url: str)
     return make
 
 
-def _renderer(where: EndpointSection) -> Renderer | None:
-    from hermes_rl.models.tokens import load_renderer
+def _renderer(where: EndpointSection, weights: Path | None = None) -> Renderer | None:
+    """The renderer of the named tokenizer, else of the one in the embedded model's file."""
+    from hermes_rl.models.tokens import load_renderer, renderer_of
 
-    return None if where.tokenizer is None else load_renderer(where.tokenizer)
+    if where.tokenizer is not None:
+        return load_renderer(where.tokenizer)
+    if weights is None:
+        return None
+    from hermes_rl.models.local import read_tokenizer
+
+    return renderer_of(read_tokenizer(weights))

@@ -163,7 +163,7 @@ class PriceTable:
         return rates.cost(usage) if rates else None
 
     def price(self, model: str, usage: Usage) -> float | None:
-        """`cost` as rows have it; a `hermes_rl.models.calls.retry.Price`."""
+        """`cost` as rows have it; a `hermes_rl.models.calls.caller.Price`."""
         cost = self.cost(model, usage)
         return None if cost is None else float(cost)
 
@@ -215,26 +215,21 @@ def list_prices() -> Mapping[str, Mapping[str, ModelPrice | None]]:
     models from the package genai-prices (`scripts/update_prices.py` writes it).
     """
     folder = files(__package__)
-    checked = msgspec.yaml.decode(folder.joinpath("prices.yaml").read_bytes())
     added = msgspec.json.decode(folder.joinpath("genai_prices.json").read_bytes())
-    return {name: {**_listed(added.get(name)), **_listed(form)} for name, form in checked.items()}
-
-
-def _listed(form: Mapping[str, Any] | None) -> dict[str, ModelPrice | None]:
-    """Return the prices of one provider in one table."""
-    if form is None:
-        return {}
-    known = {"source": form["source"], "read": str(form["read"])}
-    return {
-        str(model): None if entry is None else read_price({**known, **entry})
-        for model, entry in form["models"].items()
-    }
+    checked = msgspec.yaml.decode(folder.joinpath("prices.yaml").read_bytes())
+    table: dict[str, dict[str, ModelPrice | None]] = {name: {} for name in checked}
+    for name, form in (*added.items(), *checked.items()):
+        known = {"source": form["source"], "read": str(form["read"])}
+        for model, entry in form["models"].items():
+            price = None if entry is None else read_price({**known, **entry})
+            table[name][str(model)] = price
+    return table
 
 
 def read_price(form: Mapping[str, Any]) -> ModelPrice:
     """One entry from plain data: rates, and optionally `long` with `above` and rates.
 
-    Raises: KeyError, ValueError or ArithmeticError for a form that is none.
+    Raises: KeyError, ValueError, ArithmeticError.
     """
     long = form.get("long") or {}
     priced = {k: v for k, v in long.items() if k in _RATES and v is not None}

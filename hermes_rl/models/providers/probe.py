@@ -1,10 +1,10 @@
 """Ask an endpoint what it is: which models it lists, what a model can do, how it gives token ids.
 
 - `list_models` costs no token. Every run asks it before it starts.
-- `find_capabilities` makes at most seven small calls. It looks for tools, streaming, usage in
+- `Probe.capabilities` makes at most seven small calls. It looks for tools, streaming, usage in
   streams and cached tokens in every wire format, and for logprobs and token ids in Chat
   Completions only, the one format that has them.
-- `TokenSearch` finds out how a run gets exact token ids. `auto` tries what needs a tokenizer first
+- `Probe.plan` finds out how a run gets exact token ids. `auto` tries what needs a tokenizer first
   (vLLM, SGLang, llama.cpp, with the prompt as ids), then a chat endpoint that returns ids. Rows of
   an endpoint that offers neither have no segments: ids are never made up.
 
@@ -18,8 +18,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 from hermes_rl.errors import (
     AuthError,
@@ -35,15 +36,8 @@ from hermes_rl.errors import (
     UserError,
 )
 from hermes_rl.messages import UserMessage
-from hermes_rl.models.base import (
-    Adaptation,
-    Completion,
-    Conversation,
-    LogprobsKind,
-    ModelRequest,
-    Sampling,
-)
-from hermes_rl.models.client import connect
+from hermes_rl.models.base import Conversation, LogprobsKind, ModelRequest, Sampling
+from hermes_rl.models.client import connect, dialect_for
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.errors import classify_response
 from hermes_rl.models.providers.prices import PriceTable
@@ -65,14 +59,12 @@ from hermes_rl.models.tokens import (
     sampling_of,
     whole_ids,
 )
-from hermes_rl.models.transports import connection_fault, proxy_refused, untrusted
-from hermes_rl.models.wire import ReplyHead, read_chat_usage
-from hermes_rl.text import decode_json, encode_json, scrub
+from hermes_rl.models.transports import PlainAnswer, exchange
+from hermes_rl.models.wire import ReplyHead, bearer_headers, read_chat_usage
+from hermes_rl.text import decode_json, encode_json
 from hermes_rl.usage import Usage
 
 if TYPE_CHECKING:
-    from aiohttp import ClientResponse
-
     from hermes_rl.models.tokens import Renderer
 
 MAX_TOKENS = 64
@@ -85,10 +77,8 @@ TRIED: dict[Wanted, tuple[Way, ...]] = {
 }
 """The token wires that are tried, in order."""
 
-_T = TypeVar("_T")
 _LIST_S = 5.0
 _CALL_S = 60.0
-_MAX_BYTES = 4 << 20
 _QUESTION = "Answer with one random letter of the alphabet."
 _TOOL = {
     "type": "function",
@@ -112,7 +102,7 @@ class ProbeCall:
     """One call of a probe, as the manifest lists it."""
 
     what: str
-    usage: dict[str, int | float | None] | None
+    usage: dict[str, Any] | None
     cost_usd: float | None
     latency_s: float
     error: str | None = None
@@ -166,9 +156,10 @@ async def list_models(endpoint: Endpoint, *, seconds: float = _LIST_S) -> tuple[
         AuthError: the key is refused, or the certificate is not trusted.
     """
     endpoint.check()
+    headers = dialect_for(endpoint).headers(endpoint.api_key)
     try:
         async with asyncio.timeout(seconds):
-            answer = await _exchange(endpoint, _models_address(endpoint), _key_headers(endpoint))
+            answer = await exchange(endpoint, _models_address(endpoint), headers)
     except AuthError:
         raise
     except TimeoutError:
@@ -176,7 +167,7 @@ async def list_models(endpoint: Endpoint, *, seconds: float = _LIST_S) -> tuple[
     except ModelError as error:
         raise _unreachable(str(error)) from None
     if answer.status in (401, 403):
-        refusal = answer.error(endpoint)
+        refusal = _error(endpoint, answer)
         if isinstance(refusal, AuthError):
             raise refusal  # other uses of 403 (rates, credit) are left to the run itself
     return _model_ids(answer.body) if answer.status == 200 else None
@@ -196,16 +187,6 @@ def _models_address(endpoint: Endpoint) -> str:
     return base + ("/models" if versioned else "/v1/models")
 
 
-def _key_headers(endpoint: Endpoint) -> dict[str, str]:
-    if not endpoint.api_key:
-        return {}
-    bearer = {"authorization": f"Bearer {endpoint.api_key}"}
-    if endpoint.api_mode != "anthropic_messages":
-        return bearer
-    own = {"x-api-key": endpoint.api_key, "anthropic-version": "2023-06-01"}
-    return own if endpoint.host == "api.anthropic.com" else {**own, **bearer}
-
-
 def _model_ids(body: bytes) -> tuple[str, ...] | None:
     try:
         form = decode_json(body)
@@ -217,235 +198,48 @@ def _model_ids(body: bytes) -> tuple[str, ...] | None:
     return tuple(str(one["id"]) for one in data if isinstance(one, dict) and "id" in one)
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """One HTTP response."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-    def error(self, endpoint: Endpoint) -> ModelError:
-        """Classify a response that is not a success."""
-        low = {name.lower(): value for name, value in self.headers.items()}
-        return classify_response(self.status, low, self.body, secrets=endpoint.secrets)
+def _error(endpoint: Endpoint, answer: PlainAnswer) -> ModelError:
+    return classify_response(answer.status, answer.headers, answer.body, secrets=endpoint.secrets)
 
 
 async def _post(endpoint: Endpoint, path: str, form: dict[str, Any]) -> bytes:
     """POST a JSON body and return the body of the answer. Raises: ModelError."""
-    headers = {"content-type": "application/json"}
-    if endpoint.api_key:
-        headers["authorization"] = f"Bearer {endpoint.api_key}"
-    answer = await _exchange(endpoint, endpoint.url(path), headers, encode_json(form))
+    headers = bearer_headers(endpoint.api_key)
+    answer = await exchange(endpoint, endpoint.url(path), headers, encode_json(form))
     if answer.status != 200:
-        raise answer.error(endpoint)
+        raise _error(endpoint, answer)
     return answer.body
 
 
-async def _exchange(
-    endpoint: Endpoint, url: str, headers: Mapping[str, str], data: bytes | None = None
-) -> _Answer:
-    """Make one plain request: a GET, or a POST of `data`. Raises: ModelError."""
-    import aiohttp
+class _Answer(NamedTuple):
+    """What one call returned."""
 
-    try:
-        async with (
-            aiohttp.ClientSession(headers={"User-Agent": "hermes-rl"}) as session,
-            session.request(
-                "GET" if data is None else "POST",
-                url,
-                data=data,
-                headers={**headers, **endpoint.headers},
-                ssl=endpoint.tls() or True,
-                proxy=endpoint.proxy,
-                allow_redirects=False,
-            ) as response,
-        ):
-            return _Answer(response.status, dict(response.headers), await _first_bytes(response))
-    except aiohttp.ClientConnectorCertificateError as error:
-        raise untrusted(endpoint.host, str(error.certificate_error)) from None
-    except aiohttp.ClientHttpProxyError as error:
-        raise proxy_refused(endpoint.host, error.status) from None
-    except aiohttp.ClientConnectorError as error:
-        raise ConnectionLost(f"{endpoint.host}: {connection_fault(error)}") from None
-    except (aiohttp.ClientError, OSError) as error:
-        reason = scrub(str(error) or type(error).__name__, endpoint.secrets)
-        raise ConnectionLost(f"{endpoint.host}: {reason}") from None
+    usage: Usage | None = None
+    logprobs: Mapping[Any, float] = {}
+    """Token -> logprob of the first position."""
+    spelling: Spelling | None = None
+    """Whose field names the token ids have; None if there are none."""
+    called: bool = False
+    """It holds a tool call."""
+    ids: tuple[int, ...] | None = None
+    """Of a text that the engine tokenized."""
 
 
-async def _first_bytes(response: ClientResponse) -> bytes:
-    """Return the body, cut after `_MAX_BYTES`."""
-    body = bytearray()
-    async for chunk in response.content.iter_any():
-        body += chunk
-        if len(body) >= _MAX_BYTES:
-            break
-    return bytes(body[:_MAX_BYTES])
+_Ask = Callable[..., Awaitable[_Answer]]
 
 
-async def find_capabilities(
-    endpoint: Endpoint,
-    model: str,
-    prices: PriceTable | None = None,
-    extra: Mapping[str, Any] = MappingProxyType({}),
-) -> Capabilities:
-    """Find out what a model at an endpoint can do.
+class _Logprobs(NamedTuple):
+    """What the logprobs of one way to ask stand for."""
 
-    Args:
-        extra: further fields of each request's body.
-
-    Raises: UserError when nobody answers there; AuthError for a key that is refused.
-    """
-    listed = await list_models(endpoint)
-    calls = _CapabilityCalls(endpoint, model, prices or PriceTable(), extra)
-    found = Capabilities(model, listed=None if listed is None else model in listed)
-    plain = await calls.complete("answer")
-    if plain is None:
-        return replace(found, calls=tuple(calls.made))
-    streamed = await calls.complete("stream", stream=True)
-    called = await calls.complete("tools", tools=(_TOOL,), text="Call read_clock now.")
-    chat = endpoint.api_mode == CHAT_MODE
-    return replace(
-        found,
-        answers=True,
-        usage=plain.usage is not None,
-        cached_tokens=plain.usage is not None and plain.usage.cache_read_tokens is not None,
-        streaming=streamed is not None,
-        usage_in_streams=None if streamed is None else streamed.usage is not None,
-        tools=called is not None and bool(called.message.tool_calls),
-        logprobs=await calls.logprobs_kind() if chat else None,
-        token_ids=await calls.ids_spelling() if chat else None,
-        calls=tuple(calls.made),
-    )
-
-
-class _CapabilityCalls:
-    """The calls that find out what a model can do."""
-
-    def __init__(
-        self, endpoint: Endpoint, model: str, prices: PriceTable, extra: Mapping[str, Any]
-    ) -> None:
-        self.made: list[ProbeCall] = []
-        self._endpoint, self._model, self._prices = endpoint, model, prices
-        self._extra = dict(extra)
-        self._adaptations: frozenset[Adaptation] = frozenset()
-
-    async def complete(
-        self,
-        what: str,
-        *,
-        stream: bool = False,
-        tools: tuple[dict[str, Any], ...] = (),
-        text: str = _QUESTION,
-    ) -> Completion | None:
-        """Make a call through the client that a run would use; None if it failed."""
-        request = ModelRequest(
-            model=self._model,
-            conversation=Conversation([UserMessage(content=text)]),
-            call_id=f"probe-{len(self.made)}",
-            tools=tools,
-            sampling=Sampling(max_tokens=MAX_TOKENS),
-            stream=stream,
-            extra=self._extra,
-        )
-
-        async def send() -> Completion:
-            client = connect(self._endpoint)
-            try:
-                return await client.complete(replace(request, adaptations=self._adaptations))
-            finally:
-                await client.aclose()
-
-        return await self._recorded(what, send, lambda answer: answer.usage)
-
-    async def logprobs_kind(self) -> LogprobsKind | None:
-        """Return what logprobs stand for; None if there are none."""
-        for top in TOP:
-            fields = {"logprobs": True, "top_logprobs": top, "max_tokens": 1}
-            at_one = first_logprobs(await self._raw("logprobs", temperature=1.0, **fields))
-            if at_one:
-                break
-        else:
-            return None
-        at_half = first_logprobs(await self._raw("logprobs, T 0.5", temperature=0.5, **fields))
-        return kind_of(at_one, at_half)
-
-    async def ids_spelling(self) -> str | None:
-        """Return whose field names the token ids have; None if there are none."""
-        return ids_spelling(await self._raw("token ids", max_tokens=1, return_token_ids=True))
-
-    async def _raw(self, what: str, **fields: Any) -> dict[str, Any] | None:
-        """Make a Chat Completions call and return its whole answer; None if it failed."""
-        messages = [{"role": "user", "content": _QUESTION}]
-        body = {"model": self._model, **self._extra, "messages": messages, **fields}
-        if self._adaptations:
-            body["max_completion_tokens"] = body.pop("max_tokens")
-
-        async def send() -> dict[str, Any]:
-            form = decode_json(await _post(self._endpoint, "/chat/completions", body))
-            return form if isinstance(form, dict) else {}
-
-        return await self._recorded(what, send, lambda form: read_chat_usage(form.get("usage")))
-
-    async def _recorded(
-        self, what: str, send: Callable[[], Awaitable[_T]], usage_of: Callable[[_T], Usage | None]
-    ) -> _T | None:
-        answer, error, seconds = await _timed(send)
-        usage = None
-        if answer is not None:
-            try:
-                usage = usage_of(answer)
-            except (ModelError, ValueError) as failed:
-                error = failed
-        cost = None if usage is None else self._prices.price(self._model, usage)
-        counts = None if usage is None else {k: getattr(usage, k) for k in usage.__struct_fields__}
-        self.made.append(ProbeCall(what, counts, cost, seconds, _one_line(error)))
-        renamed = isinstance(error, ModelError) and error.facts.completion_cap
-        if renamed and not self._adaptations:
-            self._adaptations = frozenset({"completion_cap"})
-            return await self._recorded(what, send, usage_of)
-        return answer
-
-
-async def _timed(send: Callable[[], Awaitable[_T]]) -> tuple[_T | None, Exception | None, float]:
-    """Make a call. Returns its answer or its error, and how many seconds it took."""
-    began = time.monotonic()
-    answer, error = None, None
-    try:
-        async with asyncio.timeout(_CALL_S):
-            answer = await send()
-    except (ModelError, UserError, ValueError, TimeoutError) as failed:
-        error = failed
-    return answer, error, round(time.monotonic() - began, 3)
-
-
-def _one_line(error: Exception | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"[:300]
-
-
-class _LogprobsMeaning(NamedTuple):
-    """What the logprobs of a way to get ids stand for."""
-
+    first: _Answer
     kind: LogprobsKind
     filtered: bool = False
     """They are taken after top-p, top-k and min-p."""
 
 
-class _Finding(NamedTuple):
-    """What one call of a token search returned."""
-
-    logprobs: Mapping[Any, float] = {}
-    """Token -> logprob of the first position."""
-    usage: Usage | None = None
-
-
-class _OtherTokenizer(ValueError):
-    """The engine encodes a text as other ids."""
-
-
 @dataclass
-class TokenSearch:
-    """Finds out how an endpoint gives token ids.
+class Probe:
+    """Finds out what a model at an endpoint can do, and how it gives token ids.
 
     Args:
         model: its name at the endpoint.
@@ -459,7 +253,40 @@ class TokenSearch:
     renderer: Renderer | None = None
     tools: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
-    _calls: list[Asked] = field(default_factory=list)
+    prices: PriceTable = field(default_factory=PriceTable)
+    _calls: list[ProbeCall] = field(default_factory=list)
+    _capped: bool = False
+    """The server calls the output limit `max_completion_tokens`."""
+
+    async def capabilities(self) -> Capabilities:
+        """Find out what the model can do.
+
+        Raises: Outage when nobody answers there; AuthError for a key that is refused.
+        """
+        listed = await list_models(self.endpoint)
+        found = Capabilities(self.model, listed=None if listed is None else self.model in listed)
+        plain, _ = await self._call("answer", self._complete)
+        if plain is None:
+            return replace(found, calls=tuple(self._calls))
+        streamed, _ = await self._call("stream", partial(self._complete, stream=True))
+        wanted = partial(self._complete, tools=(_TOOL,), text="Call read_clock now.")
+        called, _ = await self._call("tools", wanted)
+        likely, ids = None, None
+        if self.endpoint.api_mode == CHAT_MODE:
+            likely = await self._logprobs("logprobs", self._likely)
+            ids, _ = await self._call("token ids", partial(self._chat, return_token_ids=True))
+        return replace(
+            found,
+            answers=True,
+            usage=plain.usage is not None,
+            cached_tokens=plain.usage is not None and plain.usage.cache_read_tokens is not None,
+            streaming=streamed is not None,
+            usage_in_streams=None if streamed is None else streamed.usage is not None,
+            tools=called is not None and called.called,
+            logprobs=likely.kind if likely is not None and likely.first.logprobs else None,
+            token_ids=ids.spelling if ids is not None else None,
+            calls=tuple(self._calls),
+        )
 
     async def plan(self, wanted: Wanted) -> TokenPlan:
         """Return the way to get ids.
@@ -477,7 +304,7 @@ class TokenSearch:
 
     async def _by_ids(self, wanted: Wanted) -> TokenPlan | None:
         renderer = self.renderer
-        if renderer is None and wanted == "auto":
+        if wanted == "auto" and (renderer is None or self._unread is not None):
             return None
         if renderer is None:
             raise UserError(
@@ -485,11 +312,10 @@ class TokenSearch:
                 "or the model's name on the hub"
             )
         if self._unread is not None:
-            if wanted == "auto":
-                return None
             raise UserError(f"endpoint.tokens={wanted}: {self._unread}")
         for way in TRIED[wanted]:
-            found = await self._try_wire(way, renderer)
+            ask = self._wire_question(way, renderer)
+            found = await self._logprobs(way, ask, decisive=True)
             if found is not None:
                 await self._compare_tokenizers(renderer)
                 return TokenPlan(
@@ -497,7 +323,7 @@ class TokenSearch:
                     logprobs=found.kind,
                     filtered=found.filtered,
                     template=tuple(renderer.preserves_prefix().lines()),
-                    calls=tuple(self._calls),
+                    calls=self._plan_calls(),
                 )
         if wanted == "auto":
             return None
@@ -514,25 +340,32 @@ class TokenSearch:
             return None
         return self.renderer.unread_calls
 
-    async def _try_wire(self, way: Way, renderer: Renderer) -> _LogprobsMeaning | None:
-        """Return what its logprobs stand for; None if the route does not exist."""
+    def _wire_question(self, way: Way, renderer: Renderer) -> _Ask:
+        """The question for likely tokens on one token wire."""
         from hermes_rl.models.tokens import TokenWire, at_root
 
         wire = TokenWire(way, renderer.end_ids, self.endpoint.secrets)
         where = at_root(self.endpoint) if wire.at_root else self.endpoint
         prompt = renderer.render([UserMessage(content=_QUESTION)])
 
-        async def ask(temperature: float, top: int, top_k: int | None = None) -> _Finding:
-            request = _one_token(self.model, temperature, prompt, top_k)
+        async def ask(temperature: float, top: int, top_k: int | None = None) -> _Answer:
+            request = ModelRequest(
+                model=self.model,
+                conversation=Conversation(),
+                call_id=f"probe-{temperature:g}",
+                sampling=Sampling(temperature=temperature, top_k=top_k, max_tokens=1),
+                logprobs=True,
+                prompt_ids=tuple(prompt),
+            )
             form = wire.body(request, prompt)
             wire.ask_likely(form, top)
             data = await _post(where, wire.path, form)
             decoder = wire.decoder(request, ReplyHead({}))
             decoder.feed(data)
             usage = decoder.finish().usage  # raises if the answer contradicts itself
-            return _Finding(wire.likely(decode_json(data)), usage)
+            return _Answer(usage, wire.likely(decode_json(data)))
 
-        return await self._meaning(way, ask)
+        return ask
 
     async def _compare_tokenizers(self, renderer: Renderer) -> None:
         """Let the engine tokenize a text too, if it has a route for that.
@@ -551,90 +384,133 @@ class TokenSearch:
             "parse_special": True,  # llama.cpp
         }
 
-        async def ask() -> _Finding:
+        async def ask() -> _Answer:
             form = decode_json(await _post(at_root(self.endpoint), "/tokenize", body))
-            ids = whole_ids(form.get("tokens") if isinstance(form, dict) else None)
-            if ids is not None and list(ids) != renderer.tokenizer.encode(text):
-                raise _OtherTokenizer
-            return _Finding()
+            return _Answer(ids=whole_ids(form.get("tokens") if isinstance(form, dict) else None))
 
-        _, error = await self._with_retries("tokenize", ask)
-        if isinstance(error, _OtherTokenizer):
+        answer, _ = await self._patiently("tokenize", ask)
+        ids = answer.ids if answer is not None else None
+        if ids is not None and list(ids) != renderer.tokenizer.encode(text):
             raise UserError(
                 f"endpoint.tokenizer is not the tokenizer of {self.model!r} at "
                 f"{self.endpoint.host}: the same text becomes other ids there"
             )
 
     async def _by_chat(self, *, needed: bool) -> TokenPlan:
-        why, spelling = "the endpoint is not a chat endpoint", None
-        meaning: _LogprobsMeaning | None = None
+        why, found = "the endpoint is not a chat endpoint", None
         if self.endpoint.api_mode == CHAT_MODE:
-            found: list[Spelling | None] = []
-            meaning = await self._meaning("chat", partial(self._ask_chat, found))
-            spelling = found[0] if found else None
+            found = await self._logprobs("chat", self._likely_with_ids, decisive=True)
             why = f"{self.endpoint.host} gives none with its answers"
-        if spelling is None and needed:
+        if found is not None and found.first.spelling is not None:
+            return TokenPlan(
+                way="chat",
+                logprobs=found.kind,
+                filtered=found.filtered,
+                spelling=found.first.spelling,
+                calls=self._plan_calls(),
+            )
+        if needed:
             raise UserError(
                 f"endpoint.tokens=chat: {why}. Start the engine with a route for ids, name a "
                 "tokenizer with endpoint.tokenizer, or set endpoint.tokens=off"
             )
-        calls = tuple(self._calls)
-        if spelling is None or meaning is None:
-            if self._unread is not None:
-                why = f"{why}; as to prompts of ids, {self._unread}"
-            return TokenPlan(why=why, calls=calls)
-        return TokenPlan(
-            way="chat",
-            logprobs=meaning.kind,
-            filtered=meaning.filtered,
-            spelling=spelling,
-            calls=calls,
-        )
+        if self._unread is not None:
+            why = f"{why}; as to prompts of ids, {self._unread}"
+        return TokenPlan(why=why, calls=self._plan_calls())
 
-    async def _ask_chat(
-        self, found: list[Spelling | None], temperature: float, top: int, top_k: int | None = None
-    ) -> _Finding:
-        body: dict[str, Any] = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": _QUESTION}],
-            **sampling_of(Sampling(temperature=temperature, top_k=top_k)),
-            **PENALTIES,
-            **self.extra,
-            "max_tokens": 1,
-            "logprobs": True,
-            "top_logprobs": top,
-            "return_token_ids": True,
-        }
-        form = decode_json(await _post(self.endpoint, "/chat/completions", body))
-        found.append(ids_spelling(form))
-        usage = read_chat_usage(form.get("usage")) if isinstance(form, dict) else None
-        return _Finding(first_logprobs(form), usage)
-
-    async def _meaning(
-        self, what: str, ask: Callable[..., Awaitable[_Finding]]
-    ) -> _LogprobsMeaning | None:
-        """Ask at two temperatures, and with a filter; None if the first call was refused.
+    async def _logprobs(self, what: str, ask: _Ask, *, decisive: bool = False) -> _Logprobs | None:
+        """Ask at two temperatures; None if the first call was refused.
 
         Args:
             ask: takes the temperature, the number of likely tokens, and optionally top-k.
+            decisive: a run depends on the answers: ask with a filter too, and wait for the end of
+                transient faults.
         """
+        call = self._patiently if decisive else self._call
         for top in TOP:
-            at_one, error = await self._with_retries(what, partial(ask, 1.0, top))
+            at_one, error = await call(what, partial(ask, 1.0, top))
             if not isinstance(error, BadRequest):
                 break
         if at_one is None:
             return None
-        at_half, _ = await self._with_retries(f"{what}, T 0.5", partial(ask, 0.5, top))
+        at_half, _ = await call(f"{what}, T 0.5", partial(ask, 0.5, top))
         kind = kind_of(at_one.logprobs, at_half.logprobs if at_half is not None else {})
-        if kind != "sampling":
-            return _LogprobsMeaning(kind)
-        cut, _ = await self._with_retries(f"{what}, top_k {CUT}", partial(ask, 1.0, top, CUT))
+        if kind != "sampling" or not decisive:
+            return _Logprobs(at_one, kind)
+        cut, _ = await call(f"{what}, top_k {CUT}", partial(ask, 1.0, top, CUT))
         filtered = cut is not None and filters_shown(at_one.logprobs, cut.logprobs)
-        return _LogprobsMeaning(kind, filtered)
+        return _Logprobs(at_one, kind, filtered)
 
-    async def _with_retries(
-        self, what: str, ask: Callable[[], Awaitable[_Finding]]
-    ) -> tuple[_Finding | None, Exception | None]:
+    async def _complete(
+        self,
+        *,
+        stream: bool = False,
+        tools: tuple[dict[str, Any], ...] = (),
+        text: str = _QUESTION,
+    ) -> _Answer:
+        """Make a call through the client that a run would use."""
+        request = ModelRequest(
+            model=self.model,
+            conversation=Conversation([UserMessage(content=text)]),
+            call_id=f"probe-{len(self._calls)}",
+            tools=tools,
+            sampling=Sampling(max_tokens=MAX_TOKENS),
+            stream=stream,
+            extra=dict(self.extra),
+            adaptations=frozenset({"completion_cap"} if self._capped else ()),
+        )
+        client = connect(self.endpoint)
+        try:
+            answer = await client.complete(request)
+        finally:
+            await client.aclose()
+        return _Answer(answer.usage, called=bool(answer.message.tool_calls))
+
+    async def _chat(self, **fields: Any) -> _Answer:
+        """Make a Chat Completions call for one token."""
+        limit = "max_completion_tokens" if self._capped else "max_tokens"
+        messages = [{"role": "user", "content": _QUESTION}]
+        body = {**self.extra, "model": self.model, "messages": messages, limit: 1, **fields}
+        form = decode_json(await _post(self.endpoint, "/chat/completions", body))
+        usage = read_chat_usage(form.get("usage")) if isinstance(form, dict) else None
+        return _Answer(usage, first_logprobs(form), ids_spelling(form))
+
+    async def _likely(self, temperature: float, top: int) -> _Answer:
+        return await self._chat(temperature=temperature, logprobs=True, top_logprobs=top)
+
+    async def _likely_with_ids(
+        self, temperature: float, top: int, top_k: int | None = None
+    ) -> _Answer:
+        sent = {**sampling_of(Sampling(temperature=temperature, top_k=top_k)), **PENALTIES}
+        fields = {"logprobs": True, "top_logprobs": top, "return_token_ids": True}
+        return await self._chat(**sent, **fields)
+
+    async def _call(self, what: str, ask: _Ask) -> tuple[_Answer | None, Exception | None]:
+        """Make a call and record it. It is made once more where the output limit has another
+        name."""
+        began = time.monotonic()
+        answer, error = None, None
+        try:
+            async with asyncio.timeout(_CALL_S):
+                answer = await ask()
+        except (ModelError, UserError, ValueError, TimeoutError) as failed:
+            error = failed
+        usage = answer.usage if answer is not None else None
+        self._calls.append(
+            ProbeCall(
+                what=what,
+                usage=None if usage is None else msgspec.structs.asdict(usage),
+                cost_usd=None if usage is None else self.prices.price(self.model, usage),
+                latency_s=round(time.monotonic() - began, 3),
+                error=None if error is None else f"{type(error).__name__}: {error}"[:300],
+            )
+        )
+        if isinstance(error, ModelError) and error.facts.completion_cap and not self._capped:
+            self._capped = True
+            return await self._call(what, ask)
+        return answer, error
+
+    async def _patiently(self, what: str, ask: _Ask) -> tuple[_Answer | None, Exception | None]:
         """Make a call, and repeat it after a transient fault.
 
         Raises:
@@ -643,22 +519,12 @@ class TokenSearch:
                 ids.
         """
         for wait in (*_WAITS, None):
-            finding, error, seconds = await _timed(ask)
-            usage = finding.usage if finding is not None else None
-            self._calls.append(
-                Asked(
-                    what=what,
-                    seconds=seconds,
-                    input_tokens=usage.input_tokens if usage else None,
-                    output_tokens=usage.output_tokens if usage else None,
-                    error=_one_line(error),
-                )
-            )
+            answer, error = await self._call(what, ask)
             if isinstance(error, AuthError | BillingError):
                 raise error
             transient = isinstance(error, _TRANSIENT)
             if not transient or (wait is None and isinstance(error, ServerError)):
-                return finding, error
+                return answer, error
             if wait is None:
                 raise UserError(
                     f"{self.endpoint.host} does not say how it gives token ids: {error}. Try again "
@@ -668,15 +534,15 @@ class TokenSearch:
             await asyncio.sleep(min(_LONGEST, error.retry_after_s or wait))
         raise AssertionError("the last wait is None")
 
-
-def _one_token(
-    model: str, temperature: float, prompt: list[int], top_k: int | None
-) -> ModelRequest:
-    return ModelRequest(
-        model=model,
-        conversation=Conversation(),
-        call_id=f"probe-{temperature:g}",
-        sampling=Sampling(temperature=temperature, top_k=top_k, max_tokens=1),
-        logprobs=True,
-        prompt_ids=tuple(prompt),
-    )
+    def _plan_calls(self) -> tuple[Asked, ...]:
+        """The calls, as a plan lists them."""
+        return tuple(
+            Asked(
+                what=call.what,
+                seconds=call.latency_s,
+                input_tokens=call.usage["input_tokens"] if call.usage else None,
+                output_tokens=call.usage["output_tokens"] if call.usage else None,
+                error=call.error,
+            )
+            for call in self._calls
+        )

@@ -1,36 +1,72 @@
-"""From places to routes: one client per place and key, one limiter per place, key and model.
+"""From the configuration to routes: places, keys and prices of each model, then its clients.
 
-A process opens its `Routing` once; every rollout takes the routes of its model from it.
+A process opens its `Routes` once; every rollout takes the routes of its model from them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from hermes_rl.config_endpoint import check_proxy, variable_of
+from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig
+from hermes_rl.config_endpoint import (
+    EndpointSection,
+    ModelPlace,
+    PlaceSection,
+    ProviderSection,
+    check_proxy,
+    extra_of,
+    variable_of,
+)
 from hermes_rl.errors import UserError
 from hermes_rl.models.base import ModelClient
-from hermes_rl.models.calls import Account, KeyPool, Route, Strategy
-from hermes_rl.models.endpoint import Endpoint
+from hermes_rl.models.calls import Account, KeyPool, Route
+from hermes_rl.models.client import connect
+from hermes_rl.models.endpoint import Endpoint, Timeouts
 from hermes_rl.models.key_command import KeyCommand, LiveKey
-from hermes_rl.models.providers.prices import PriceTable
-from hermes_rl.models.providers.table import Place
+from hermes_rl.models.providers.prices import PriceTable, price_table, read_price
+from hermes_rl.models.providers.table import Place, Provider, known_providers, resolve
 from hermes_rl.models.rate import Share
-from hermes_rl.models.wire import Quirks
+from hermes_rl.models.wire import NO_FIELD, Quirks, refuse_own
 
 NO_KEY = "no-key"
 """The account of an endpoint that needs no key."""
+_MIX_STEPS = 1 << 52
+
+
+def asks_endpoint(model: str, where: EndpointSection) -> bool:
+    """Whether a model is asked at an endpoint, and not played or embedded."""
+    return not (model in PLAYED_MODELS or (model in LOCAL_MODELS and where.base_url is None))
+
+
+def drawn_model(config: RunConfig, seed: int) -> str:
+    """The model of a unit: the run's, or one of its mix, by the unit's seed alone.
+
+    Weights are shares of their sum; the order in which they are written does not matter.
+    """
+    mix = config.model.mix
+    if not mix:
+        return config.model.name
+    data = hashlib.sha256(f"model mix,{seed}".encode()).digest()
+    point = int.from_bytes(data[:8]) % _MIX_STEPS / _MIX_STEPS * sum(mix.values())
+    reached = 0.0
+    names = sorted(mix)
+    for name in names:
+        reached += mix[name]
+        if point < reached:
+            return name
+    return names[-1]
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where calls go, in order: first the run's own model, then its fallbacks."""
+    """What calls can be sent to: a place and a model there."""
 
     place: Place
     model: str | None = None
@@ -38,6 +74,83 @@ class Target:
     prices: PriceTable = field(default_factory=PriceTable)
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of each request's body."""
+
+
+def targets_of(
+    where: EndpointSection,
+    own: Mapping[str, ProviderSection] | None = None,
+    model: str | None = None,
+    extra: Mapping[str, Any] = MappingProxyType({}),
+    stop: Sequence[str] = (),
+) -> tuple[Target, ...]:
+    """Where the calls of a unit go: its model's place first, then the fallbacks.
+
+    Args:
+        own: the user's providers.
+        model: as it was drawn for the unit; without it the run's own place is first.
+        extra: further body fields of the run's own endpoint (`model.extra_body`).
+        stop: the run's stop texts (`model.stop`).
+
+    Raises: UserError for a provider that is unknown or has no address, fields that are not free, or
+        stop texts where the wire has no field for them.
+    """
+    known = known_providers(own)
+    prices = {
+        name: None if form is None else read_price(form.model_dump(exclude_none=True))
+        for name, form in where.prices.items()
+    }
+    targets = []
+    for named in (where.places.get(model or ""), *where.fallbacks):
+        place = _place(where, named, known)
+        fields = extra_of(extra, named)
+        refuse_own(fields, place.api_mode)
+        if stop and "stop" in NO_FIELD.get(place.api_mode, ()):
+            raise UserError(
+                f"'model.stop' has no field in {place.api_mode}. Take it out, or use "
+                "--api-mode chat_completions"
+            )
+        table = price_table(place.seller, prices, reported=place.quirks.reports_cost)
+        targets.append(Target(place, named.model if named else None, table, fields))
+    return tuple(targets)
+
+
+def _place(
+    where: EndpointSection, named: PlaceSection | None, known: Mapping[str, Provider]
+) -> Place:
+    if named is None:
+        return resolve(where, known)
+    if named.provider is not None or named.base_url is not None:
+        return resolve(named, known)
+    return resolve(where.model_copy(update=named.place_keys()), known)
+
+
+def targets_by_model(config: RunConfig) -> dict[str, tuple[Target, ...]]:
+    """`targets_of` for each model that a run may draw."""
+    models = config.model.mix or (config.model.name,)
+    own, extra, stop = config.providers, config.model.extra_body, config.model.stop
+    return {n: targets_of(config.endpoint, own, n, extra, stop) for n in models}
+
+
+def other_targets(config: RunConfig) -> dict[str, tuple[Target, ...]]:
+    """Purpose (`judge`, `user`) -> where the calls go to the model that the run's environment names
+    for it.
+
+    Raises: UserError for a model that no endpoint serves, and as `targets_of`.
+    """
+    found = {}
+    for use in ("judge", "user"):
+        named: ModelPlace | None = getattr(config.env, use, None)
+        if named is None:
+            continue
+        at_runs = named.base_url is None and named.provider is None
+        if named.name in PLAYED_MODELS or (at_runs and named.name in LOCAL_MODELS):
+            raise UserError(
+                f"env.{use}.name is {named.name}, which no endpoint serves. Name another model"
+            )
+        only = {"places": {named.name: named.place}, "fallbacks": ()}
+        where = config.endpoint.model_copy(update=only)
+        found[use] = targets_of(where, config.providers, named.name)
+    return found
 
 
 @dataclass(frozen=True)
@@ -51,42 +164,43 @@ class Keys:
     @classmethod
     def renewed_by(cls, commands: Mapping[str, str], values: Mapping[str, str]) -> Keys:
         """Keys of which some have commands (`endpoint.key_commands`)."""
-        named = {name: command for name, command in commands.items() if name in values}
-        live = {n: LiveKey(KeyCommand(n, c), values[n]) for n, c in named.items()}
+        live = {n: LiveKey(KeyCommand(n, c), values[n]) for n, c in commands.items() if n in values}
         return cls(values, live)
 
-    def of(self, place: Place) -> tuple[tuple[str, str | None], ...]:
-        """(variable, key) of each account of a place."""
-        found = tuple((n, self.values[n]) for n in place.key_names if n in self.values)
-        return found or ((NO_KEY, None),)
+    def of(self, place: Place) -> dict[str, str | None]:
+        """Variable -> key, of each account of a place."""
+        return {n: self.values[n] for n in place.key_names if n in self.values} or {NO_KEY: None}
 
-    def read(self, text: str) -> str:
+    def _read(self, text: str) -> str:
         """A text as it is sent: `$NAME` is what that variable holds."""
         name = variable_of(text)
         return text if name is None else self.values[name]
 
-    def endpoint(self, base: Endpoint, place: Place, account: str | None = None) -> Endpoint:
+    def endpoint(
+        self, where: EndpointSection, place: Place, account: str | None = None
+    ) -> Endpoint:
         """One account of a place.
 
         Args:
-            base: what all endpoints have in common.
+            where: the run's endpoint, which sets transport and timeouts of all places.
             account: the variable of its key; None is the place's first.
         """
-        held = dict(self.of(place))
+        held = self.of(place)
         name = next(iter(held)) if account is None else account
-        proxy = place.proxy and self.read(place.proxy)
+        proxy = place.proxy and self._read(place.proxy)
         if proxy:
             check_proxy(proxy, f"the value of {place.proxy}")
-        return replace(
-            base,
+        return Endpoint(
             base_url=place.base_url,
             api_key=held[name],
             live_key=self.live.get(name),
+            transport=where.transport,
+            timeouts=Timeouts(first_byte_s=where.first_byte_seconds, idle_s=where.idle_seconds),
             api_mode=place.api_mode,
             quirks=place.quirks,
             ca_file=place.ca_file,
             proxy=proxy,
-            headers={header: self.read(text) for header, text in place.headers},
+            headers={header: self._read(text) for header, text in place.headers},
         )
 
 
@@ -133,6 +247,29 @@ def _printed(name: str, command: str) -> str:
     return key
 
 
+def all_keys(config: RunConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """All keys that a run needs, also those of its environment's models, by the variable that holds
+    them; none for a model that asks no endpoint. Blocking where commands print some (`find_keys`).
+
+    Raises: UserError when one is not set, its command fails, or a command is of a key that no
+        endpoint of the run asks for.
+    """
+    commands = config.endpoint.key_commands
+    uses_endpoint = asks_endpoint(config.model.name, config.endpoint)
+    routes = [*other_targets(config).values()]
+    if uses_endpoint:
+        routes = [*targets_by_model(config).values(), *routes]
+    places = [target.place for targets in routes for target in targets]
+    names = {name for place in places for name in place.key_names}
+    for name in commands:
+        if uses_endpoint and name not in names:
+            known = ", ".join(sorted(names)) or "none: name it with --api-key-env"
+            raise UserError(
+                f"'endpoint.key_commands' holds {name}, which the run does not ask for ({known})"
+            )
+    return find_keys(places, environ, commands)
+
+
 class Seen(NamedTuple):
     """Of the first place of a model, for records."""
 
@@ -142,33 +279,17 @@ class Seen(NamedTuple):
     quirks: Quirks = Quirks()
 
 
-class Routes(Protocol):
-    """What a process can send its calls to."""
-
-    @property
-    def secrets(self) -> tuple[str, ...]:
-        """Texts that no record may show, as of now."""
-        ...
-
-    def routes(self, model: str) -> tuple[Route, ...]:
-        """Where the calls of a rollout with that model go, in order."""
-        ...
-
-    def seen(self, model: str) -> Seen:
-        """What records say of where that model is."""
-        ...
-
-
-class Routing:
-    """The routes of a process to endpoints.
+class Routes:
+    """What a process can send its calls to: one client per place and key, one limiter per place,
+    key and model.
 
     Args:
         targets: model -> where its calls go, in order. Of several models the first one's hold for
             names that are not there.
         keys: as `find_keys` returned them, maybe on another machine.
         share: limiters and cooldowns.
-        base: what all endpoints have in common; address, key, mode and quirks are filled in.
-        connect: makes the client of an endpoint; None makes an ordinary one.
+        where: the run's endpoint.
+        make: makes the client of an endpoint.
     """
 
     def __init__(
@@ -176,64 +297,61 @@ class Routing:
         targets: Mapping[str, Sequence[Target]],
         keys: Keys,
         share: Share,
-        *,
-        base: Endpoint,
-        strategy: Strategy = "fill_first",
-        connect: Callable[[Endpoint], ModelClient] | None = None,
+        where: EndpointSection,
+        make: Callable[[Endpoint], ModelClient] = connect,
     ) -> None:
-        self._targets = {model: tuple(places) for model, places in targets.items()}
+        self._targets, self._share = targets, share
+        self._strategy = where.key_strategy
         self._secrets: list[Iterable[str]] = []
-        self._keys, self._share, self._strategy = keys, share, strategy
-        self._base, self._make = base, connect
         self._stack = AsyncExitStack()
-        self._clients: dict[tuple[Place, str], ModelClient] = {}
+        self._clients: dict[Place, dict[str, ModelClient]] = {}
         self._routes: dict[str, tuple[Route, ...]] = {}
-        for target in chain.from_iterable(self._targets.values()):
-            self._connect(target.place)
+        for place in dict.fromkeys(t.place for t in chain.from_iterable(targets.values())):
+            accounts = self._clients[place] = {}
+            for name in keys.of(place):
+                endpoint = keys.endpoint(where, place, name)
+                accounts[name] = make(endpoint)
+                self._stack.push_async_callback(accounts[name].aclose)
+                self._secrets.append(endpoint.secrets)
 
-    def _connect(self, place: Place) -> None:
-        from hermes_rl.models.client import connect
-
-        for name, _ in self._keys.of(place):
-            if (place, name) in self._clients:
-                continue
-            endpoint = self._keys.endpoint(self._base, place, name)
-            client = (self._make or connect)(endpoint)
-            self._stack.push_async_callback(client.aclose)
-            self._clients[place, name] = client
-            self._secrets.append(endpoint.secrets)
+    @classmethod
+    def to(cls, client: ModelClient, share: Share, prices: PriceTable | None = None) -> Routes:
+        """The one route to a client that is made, and closed, elsewhere (embedded, played)."""
+        target = Target(Place(None, "", client.api_mode), prices=prices or PriceTable())
+        routes = cls({}, Keys(), share, EndpointSection())
+        routes._targets = {"": (target,)}
+        routes._clients[target.place] = {NO_KEY: client}
+        return routes
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """See `Routes.secrets`."""
+        """Texts that no record may show, as of now."""
         return tuple(dict.fromkeys(chain.from_iterable(self._secrets)))
 
     def routes(self, model: str) -> tuple[Route, ...]:
-        """See `Routes.routes`."""
+        """Where the calls of a rollout with that model go, in order."""
         if model not in self._routes:
             targets = self._of(model)
             self._routes[model] = tuple(self._route(t, t.model or model) for t in targets)
         return self._routes[model]
 
     def seen(self, model: str) -> Seen:
-        """See `Routes.seen`."""
+        """What records say of where that model is."""
         place = self._of(model)[0].place
-        client = next(c for (at, _), c in self._clients.items() if at == place)
+        client = next(iter(self._clients[place].values()))
         return Seen(client.api_mode, client.endpoint, place.quirks)
 
-    def _of(self, model: str) -> tuple[Target, ...]:
+    def _of(self, model: str) -> Sequence[Target]:
         return self._targets.get(model) or next(iter(self._targets.values()))
 
     def _route(self, target: Target, model: str) -> Route:
-        place = target.place
         accounts = [
             Account(
                 name=name,
                 client=client,
                 limiter=self._share.limiter(client.endpoint, name, model),
             )
-            for (at, name), client in self._clients.items()
-            if at == place
+            for name, client in self._clients[target.place].items()
         ]
         pool = KeyPool(
             accounts,
@@ -246,29 +364,3 @@ class Routing:
     async def aclose(self) -> None:
         """Close the clients."""
         await self._stack.aclose()
-
-
-class Sole:
-    """The one route to a client that is made elsewhere (embedded, played)."""
-
-    def __init__(self, client: ModelClient, share: Share, prices: PriceTable | None = None) -> None:
-        self.secrets: tuple[str, ...] = ()
-        self._client, self._share = client, share
-        self._prices = prices or PriceTable()
-        self._routes: dict[str, tuple[Route, ...]] = {}
-
-    def routes(self, model: str) -> tuple[Route, ...]:
-        """See `Routes.routes`."""
-        if model not in self._routes:
-            self._routes[model] = (self._route(model),)
-        return self._routes[model]
-
-    def seen(self, model: str) -> Seen:
-        """See `Routes.seen`."""
-        return Seen(self._client.api_mode, self._client.endpoint)
-
-    def _route(self, model: str) -> Route:
-        limiter = self._share.limiter(self._client.endpoint, NO_KEY, model)
-        account = Account(name=NO_KEY, client=self._client, limiter=limiter)
-        pool = KeyPool((account,), self._share.cooldowns, scope=f"{self._client.endpoint} {model}")
-        return Route(model=model, accounts=pool, prices=self._prices)

@@ -2,7 +2,7 @@
 
 A provider is named (`endpoint.provider`), or told from the host of `base_url`; a loopback address
 tells nothing. What the user gives stands before what the provider's entry says. The dialect is the
-one that was asked for, else the provider's, else what the address says (a path that ends with
+requested one, else the provider's, else what the address says (a path that ends with
 `/anthropic`, `/messages` or `/responses`), else `chat_completions`.
 """
 
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec.yaml
 
-from hermes_rl.config_endpoint import variables_of
+from hermes_rl.config_endpoint import PlacedSection, ProviderSection, split_names, variables_of
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import unknown
 from hermes_rl.models.endpoint import check_address
@@ -62,26 +62,6 @@ class Provider:
         return any(fnmatchcase(host.lower(), pattern) for pattern in self.hosts)
 
 
-class Asked(Protocol):
-    """What a user says of an endpoint (`endpoint` and `endpoint.fallbacks` in the
-    configuration)."""
-
-    @property
-    def provider(self) -> str | None: ...
-    @property
-    def base_url(self) -> str | None: ...
-    @property
-    def api_key_env(self) -> str | None: ...
-    @property
-    def api_mode(self) -> Any: ...
-    @property
-    def ca_file(self) -> str | None: ...
-    @property
-    def proxy(self) -> str | None: ...
-    @property
-    def headers(self) -> Mapping[str, str]: ...
-
-
 @dataclass(frozen=True)
 class Place:
     """An endpoint, resolved: all that stays to be said is the model and the keys."""
@@ -93,7 +73,7 @@ class Place:
     key_names: tuple[str, ...] = ()
     """Variables that hold the keys."""
     key_needed: bool = False
-    """Without a key it cannot be asked."""
+    """Without a key it cannot be used."""
     quirks: Quirks = field(default_factory=Quirks)
     ca_file: str | None = None
     proxy: str | None = None
@@ -122,98 +102,80 @@ class Place:
         return None if self.loopback else self.provider
 
 
-def resolve(asked: Asked, providers: Mapping[str, Provider] | None = None) -> Place:
+def resolve(section: PlacedSection, providers: Mapping[str, Provider] | None = None) -> Place:
     """Where an endpoint is and how it is spoken to. Nothing is sent.
 
     Raises: UserError for an unknown provider, one whose address the user has to give, or what is no
     address.
     """
     known = shipped() if providers is None else providers
-    if asked.base_url is not None:
-        check_address(asked.base_url)
-    provider = _provider(asked, known)
-    address = asked.base_url or _address(provider)
+    if section.base_url is not None:
+        check_address(section.base_url)
+    provider = _provider(section, known)
+    address = section.base_url or provider.base_url
+    if address is None:
+        raise UserError(f"{provider.name} has no address of its own. Give it with --base-url")
+    if section.base_url is None and provider.needs_address:
+        raise UserError(
+            f"{provider.name} has an address for each user. Give yours: --base-url {address}"
+        )
+    path = urlsplit(address).path.rstrip("/")
+    by_path = (mode for form, mode in _MODES_BY_PATH if form.search(path))
     place = Place(
-        provider=provider.name if provider else None,
+        provider=provider.name or None,
         base_url=address,
-        api_mode=asked.api_mode or _mode(provider, address),
-        quirks=provider.quirks if provider else Quirks(),
-        ca_file=asked.ca_file,
-        proxy=asked.proxy,
-        headers=tuple(sorted((name.lower(), text) for name, text in asked.headers.items())),
+        api_mode=section.api_mode or provider.api_mode or next(by_path, DEFAULT_MODE),
+        key_names=split_names(section.api_key_env),
+        quirks=provider.quirks,
+        ca_file=section.ca_file,
+        proxy=section.proxy,
+        headers=tuple(sorted((name.lower(), text) for name, text in section.headers.items())),
     )
-    names, needed = _keys(asked, provider, place)
-    return replace(place, key_names=names, key_needed=needed)
+    if place.key_names or section.api_key_env == "":
+        return replace(place, key_needed=bool(place.key_names))
+    needed = provider.api_key_env != "" and not place.loopback
+    return replace(place, key_names=split_names(provider.api_key_env), key_needed=needed)
+
+
+def _provider(section: PlacedSection, known: Mapping[str, Provider]) -> Provider:
+    """The provider of an endpoint; one without a name where none is known."""
+    if section.provider is not None:
+        if section.provider not in known:
+            raise UserError(
+                f"{unknown('provider', section.provider, sorted(known))}. "
+                "Add it under 'providers' in the configuration, or give --base-url"
+            )
+        return known[section.provider]
+    if section.base_url is None:
+        return known[DEFAULT_PROVIDER]
+    return _provider_at(urlsplit(section.base_url).hostname or "", known)
+
+
+def _provider_at(host: str, known: Mapping[str, Provider]) -> Provider:
+    return next((p for p in known.values() if p.at(host)), Provider(""))
 
 
 def quirks_at(host: str) -> Quirks:
     """The ways of the provider that a host (and port) is known for."""
-    name = host.partition(":")[0]
-    return next((p.quirks for p in shipped().values() if p.at(name)), Quirks())
-
-
-def _provider(asked: Asked, known: Mapping[str, Provider]) -> Provider | None:
-    if asked.provider is not None:
-        if asked.provider not in known:
-            raise UserError(
-                f"{unknown('provider', asked.provider, sorted(known))}. "
-                "Add it under 'providers' in the configuration, or give --base-url"
-            )
-        return known[asked.provider]
-    if asked.base_url is None:
-        return known[DEFAULT_PROVIDER]
-    host = urlsplit(asked.base_url).hostname or ""
-    return next((p for p in known.values() if p.at(host)), None)
-
-
-def _address(provider: Provider | None) -> str:
-    if provider is None or provider.base_url is None:
-        name = provider.name if provider else "this provider"
-        raise UserError(f"{name} has no address of its own. Give it with --base-url")
-    if provider.needs_address:
-        raise UserError(
-            f"{provider.name} has an address for each user. Give yours: "
-            f"--base-url {provider.base_url}"
-        )
-    return provider.base_url
-
-
-def _mode(provider: Provider | None, address: str) -> str:
-    if provider is not None and provider.api_mode is not None:
-        return provider.api_mode
-    path = urlsplit(address).path.rstrip("/")
-    return next((mode for form, mode in _MODES_BY_PATH if form.search(path)), DEFAULT_MODE)
-
-
-def _keys(asked: Asked, provider: Provider | None, place: Place) -> tuple[tuple[str, ...], bool]:
-    """The variables that hold the keys, and whether there must be one."""
-    named = [name.strip() for name in (asked.api_key_env or "").split(",")]
-    own = tuple(dict.fromkeys(name for name in named if name))
-    if own or asked.api_key_env == "":
-        return own, bool(own)
-    if provider is not None and provider.api_key_env is not None:
-        needed = bool(provider.api_key_env) and not place.loopback
-        return ((provider.api_key_env,) if provider.api_key_env else ()), needed
-    return (), not place.loopback
+    return _provider_at(host.partition(":")[0], shipped()).quirks
 
 
 @lru_cache(maxsize=1)
 def shipped() -> Mapping[str, Provider]:
     """The providers that are known without the user's (`providers.yaml`), read once."""
     text = files(__package__).joinpath("providers.yaml").read_bytes()
-    return {name: read_provider(name, form) for name, form in msgspec.yaml.decode(text).items()}
+    return {name: _read_provider(name, form) for name, form in msgspec.yaml.decode(text).items()}
 
 
-def known_providers(own: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Provider]:
+def known_providers(own: Mapping[str, ProviderSection] | None = None) -> dict[str, Provider]:
     """The shipped providers with the user's: new ones, and other facts of known ones."""
     table = dict(shipped())
-    for name, form in (own or {}).items():
-        given = {k: v for k, v in form.items() if v is not None}
-        table[name] = read_provider(name, given, table.get(name))
+    for name, section in (own or {}).items():
+        table[name] = _read_provider(name, section.model_dump(exclude_none=True), table.get(name))
     return table
 
 
-def read_provider(name: str, form: Mapping[str, Any], old: Provider | None = None) -> Provider:
+def _read_provider(name: str, form: Mapping[str, Any], old: Provider | None = None) -> Provider:
     """An entry from plain data, on top of an older one."""
     base = old or Provider(name)
     quirks = replace(base.quirks, **{k: form[k] for k in _QUIRKS if k in form})

@@ -2,12 +2,13 @@
 
 The package answers three questions:
 
-- When may this request be sent? `limiter` keeps the queue; `adaptive` and `buckets` decide.
+- When may this request be sent? `limiter` keeps the queue and notes how the endpoint behaves;
+  `adaptive` decides.
 - May this call be paid for? `budgets` reserves its worst case; `ledger` keeps the accounts.
 - Which part does each worker get? The driver's `coordinator` answers the reports of `share`.
 
-`headers` reads what providers say of their limits, `traffic` notes how an endpoint behaves.
-`adaptive`, `buckets`, `headers`, `ledger` and `traffic` are pure: callers pass the time.
+`headers` reads what providers report of their limits. `adaptive`, `headers` and `ledger` are pure:
+callers pass the time.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ if TYPE_CHECKING:
     from hermes_rl.models.rate.adaptive import (
         AdaptiveConcurrency,
         AdaptiveRate,
+        Bucket,
+        Buckets,
+        Estimate,
         Events,
+        Expectation,
         History,
         Pace,
+        Rates,
         signal_of,
     )
-    from hermes_rl.models.rate.buckets import Bucket, Buckets, Estimate, Expectation, Rates
     from hermes_rl.models.rate.budgets import (
         NANO,
         NO_UNIT,
@@ -46,10 +51,17 @@ if TYPE_CHECKING:
     from hermes_rl.models.rate.coordinator import Coordinator, LaneSummary, Summary, divide
     from hermes_rl.models.rate.headers import KINDS, Quota, read_quotas, resets_s
     from hermes_rl.models.rate.ledger import CALLS, Costs, may_spend
-    from hermes_rl.models.rate.limiter import LaneGrant, LaneReport, Limiter, Slot
-    from hermes_rl.models.rate.share import (
+    from hermes_rl.models.rate.limiter import (
         Cooldown,
         Cooldowns,
+        LaneGrant,
+        LaneReport,
+        Limiter,
+        Slot,
+        Traffic,
+        Unanswered,
+    )
+    from hermes_rl.models.rate.share import (
         Grant,
         Report,
         Share,
@@ -57,6 +69,5 @@ if TYPE_CHECKING:
         decode_report,
         encode,
     )
-    from hermes_rl.models.rate.traffic import Traffic, Unanswered
 else:
     __getattr__, __dir__ = attach(__name__)

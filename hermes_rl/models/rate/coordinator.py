@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hermes_rl.models.rate.adaptive import AdaptiveRate, Change
-from hermes_rl.models.rate.buckets import Rates
+from hermes_rl.models.rate.adaptive import AdaptiveRate, Change, Rates
 from hermes_rl.models.rate.headers import Kind
 from hermes_rl.models.rate.ledger import Ledger
-from hermes_rl.models.rate.limiter import LaneGrant, LaneReport
+from hermes_rl.models.rate.limiter import LaneGrant, LaneReport, Unanswered
 from hermes_rl.models.rate.share import Cooldowns, Grant, Report
-from hermes_rl.models.rate.traffic import Unanswered
 
 STOPPED_S = 2.0
 """Workers report four times a second: if none did for so long, all of them were stopped."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
 
 from hermes_rl.models.rate.budgets import NO_UNIT, Budget, Lease, LeaseGrant, LeaseReport
-from hermes_rl.models.rate.limiter import LaneGrant, LaneReport, Limiter
+from hermes_rl.models.rate.limiter import Cooldown, Cooldowns, LaneGrant, LaneReport, Limiter
 
 TICK_S = 0.25
 """Seconds between two reports."""
@@ -25,51 +25,6 @@ GAP_S = 0.02
 
 FAREWELL_S = 2.0
 """Seconds that the last report may take."""
-
-
-class Cooldown(msgspec.Struct, frozen=True, kw_only=True):
-    """An account that must not be used for a while."""
-
-    account: str
-    """The variable that holds its key, never the key."""
-    until: float
-    """Unix time."""
-    reason: str
-    """A `Reason` of `hermes_rl.errors`."""
-
-
-class Cooldowns:
-    """Account -> its cooldown. The later end holds.
-
-    Args:
-        clock: unix time, because cooldowns travel between machines.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self.now = clock
-        self._by_account: dict[str, Cooldown] = {}
-
-    def left_s(self, account: str) -> float:
-        """Seconds until an account may be used; 0 when it may now."""
-        known = self._by_account.get(account)
-        return 0.0 if known is None else max(0.0, known.until - self.now())
-
-    def start(self, account: str, seconds: float, reason: str) -> None:
-        """Do not use an account for a while."""
-        self.update((Cooldown(account=account, until=self.now() + seconds, reason=reason),))
-
-    def update(self, cooldowns: Iterable[Cooldown]) -> None:
-        """Take in what others know."""
-        for new in cooldowns:
-            known = self._by_account.get(new.account)
-            if new.until > self.now() and (known is None or new.until > known.until):
-                self._by_account[new.account] = new
-
-    def current(self) -> tuple[Cooldown, ...]:
-        """Return the cooldowns that have not ended."""
-        now = self.now()
-        self._by_account = {k: c for k, c in self._by_account.items() if c.until > now}
-        return tuple(self._by_account.values())
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

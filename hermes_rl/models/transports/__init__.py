@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
-    from hermes_rl.models.transports.base import (
+    from hermes_rl.models.transports.http import (
+        HttpTransport,
+        PlainAnswer,
         Reply,
         Transport,
-        connection_fault,
-        proxy_refused,
-        untrusted,
+        exchange,
     )
-    from hermes_rl.models.transports.http import HttpTransport, fetch_status
     from hermes_rl.models.transports.sdk import SdkTransport
 else:
     __getattr__, __dir__ = attach(__name__)

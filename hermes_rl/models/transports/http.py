@@ -1,29 +1,257 @@
-"""The default transport: aiohttp, one pooled session per process and endpoint."""
+"""Transports: one POST, one reply, no retry, typed errors; and the default one, on aiohttp.
+
+A transport knows nothing of the body. It maps what went wrong below HTTP to typed errors; statuses
+are the client's matter. The pool, the limits of time, and how a reply is read are the same for
+all; `HttpTransport` and `sdk` only send and receive.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Mapping
-from typing import Any
+import os
+import re
+import ssl
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NamedTuple
 
 import aiohttp
 
-from hermes_rl.errors import ModelError
+from hermes_rl.errors import AuthError, ConnectionLost, ModelError, ModelTimeout, ProtocolError
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.transports.base import (
-    Reply,
-    Transport,
-    broken,
-    connect_timeout,
-    connection_fault,
-    first_byte_timeout,
-    not_connected,
-    proxy_refused,
-    reason_of,
-    untrusted,
-)
-from hermes_rl.text import clean
+from hermes_rl.text import clean, scrub
+
+_ERRNO = re.compile(r"\[Errno (\d+)\]")
+
+LINGER_S = 0.25
+"""How long an answer that said it is complete may take to end, so that its connection is reused."""
+
+WATCH_S, WATCHES = 0.05, 25
+"""How long and how often the end of a stream is watched: whoever hangs up after one does so at
+once."""
+
+
+class Reply(ABC):
+    """The head of an answer, and its body piece by piece.
+
+    Args:
+        headers: names in lower case.
+        errors: what reading may raise when the connection breaks off.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        headers: Mapping[str, str],
+        host: str,
+        idle_s: float,
+        errors: tuple[type[Exception], ...],
+    ) -> None:
+        self.status, self.headers = status, headers
+        self.first_byte_s = 0.0
+        """Seconds from the start of the request to this head."""
+        self._host, self._idle_s, self._errors = host, idle_s, errors
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it comes in. Raises: ModelTimeout, ProtocolError."""
+        try:
+            while piece := await self._read(self._idle_s):
+                yield piece
+        except TimeoutError:
+            text = f"the answer of {self._host} stood still for {self._idle_s:g} s"
+            raise ModelTimeout(text, served=True) from None
+        except self._errors as error:
+            raise cut(self._host, reason_of(error)) from None
+
+    async def settle(self) -> None:
+        """Read what is left of a complete answer, so that its connection is reused."""
+        if self._is_read():
+            return
+        with suppress(TimeoutError, *self._errors):  # the answer is whole, whatever happens now
+            async with asyncio.timeout(LINGER_S):
+                while await self._read(LINGER_S):
+                    pass
+
+    @abstractmethod
+    def hung_up(self) -> bool:
+        """Whether its connection is closed by now."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Close the connection, unless the body was read to its end."""
+
+    @abstractmethod
+    async def _read(self, idle_s: float) -> bytes:
+        """The next piece, empty at the end. Raises: TimeoutError after `idle_s`."""
+
+    @abstractmethod
+    def _is_read(self) -> bool:
+        """Whether the body was read to its end."""
+
+
+class Transport(ABC):
+    """Connections to one endpoint. No redirects, cookies, hidden retries or environment proxies."""
+
+    errors: tuple[type[Exception], ...]
+    """What sending may raise when no answer begins."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint, self._host = endpoint, endpoint.host
+        self._clients: dict[bool, Any] = {}
+        """Whether connections are used once -> the package's client."""
+        self._keep = KeepAlive(plain=endpoint.base_url.startswith("http:"))
+
+    @asynccontextmanager
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[Reply]:
+        """One request. Raises: ModelTimeout, ConnectionLost."""
+        started = time.monotonic()
+        once = self._keep.once
+        if once not in self._clients:  # not earlier: clients belong to the loop that runs now
+            self._clients[once] = self._connect(once)
+        try:
+            async with asyncio.timeout(self._endpoint.timeouts.first_byte_s):
+                reply = await self._send(self._clients[once], url, body, headers)
+        except self.errors as error:
+            fault = self._fault(error)
+            if isinstance(fault, ConnectionLost) and fault.served:
+                self._keep.lost()
+            raise fault from None
+        reply.first_byte_s = time.monotonic() - started
+        try:
+            yield reply
+            await reply.settle()
+            await self._keep.watch(reply.headers, reply.hung_up)
+        finally:
+            await reply.aclose()
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
+            await client.close()
+
+    @abstractmethod
+    def _connect(self, once: bool) -> Any:
+        """A client of the package.
+
+        Args:
+            once: close connections after one answer, also where the server does not say so.
+        """
+
+    @abstractmethod
+    async def _send(self, client: Any, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
+        """One request. Raises: one of `errors`."""
+
+    @abstractmethod
+    def _fault(self, error: Any) -> ModelError:
+        """What one of `errors` means; a TimeoutError is that no answer began in time."""
+
+
+class KeepAlive:
+    """Whether a server keeps its connections after a stream. Some engines (llama.cpp) close them
+    without a word, and a request that meets the closing one is lost: so the first stream's end is
+    watched, and where the server hangs up, connections are used once.
+
+    Args:
+        plain: without TLS; with it nothing is watched.
+    """
+
+    def __init__(self, *, plain: bool) -> None:
+        self.once = False
+        """Use each connection for one request."""
+        self._plain = plain
+        self._known = not plain
+
+    def lost(self) -> None:
+        """A request was lost before any byte came back: watch again."""
+        self._known = not self._plain
+
+    async def watch(self, headers: Mapping[str, str], closed: Callable[[], bool]) -> None:
+        """Look whether a server hangs up after its answer.
+
+        Args:
+            headers: of the answer.
+            closed: whether its connection is closed by now.
+        """
+        streamed = "event-stream" in headers.get("content-type", "")
+        if self._known or self.once or not streamed:
+            return
+        for _ in range(WATCHES):
+            if closed():
+                break
+            await asyncio.sleep(WATCH_S / WATCHES)
+        self.once = self.once or closed()
+        self._known = True
+
+
+def connection_fault(error: Exception) -> str:
+    """Why a connection failed, in the words of the system: `connection refused`.
+
+    aiohttp's own text speaks of ssl for plain http too.
+    """
+    inner = getattr(error, "os_error", None) or error
+    if isinstance(inner, ssl.SSLError):  # its numbers are not the system's
+        plain = inner.reason == "WRONG_VERSION_NUMBER"
+        return "the server does not speak TLS (use http:// there)" if plain else str(inner)
+    text = getattr(inner, "strerror", None) or str(inner) or type(inner).__name__
+    number = getattr(inner, "errno", None) or 0
+    if number <= 0 and (found := _ERRNO.search(text)):  # several addresses were tried
+        number = int(found[1])
+    if number > 0:
+        text = os.strerror(number)
+    return text[0].lower() + text[1:]
+
+
+def reason_of(error: Exception) -> str:
+    """The type of an error and its text, if it has one."""
+    return clean(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+
+def connect_timeout(endpoint: Endpoint) -> ModelTimeout:
+    """No connection in time: nothing was served."""
+    seconds = endpoint.timeouts.connect_s
+    return ModelTimeout(f"no connection to {endpoint.host} within {seconds:g} s")
+
+
+def first_byte_timeout(endpoint: Endpoint) -> ModelTimeout:
+    """A request was sent and nothing came back: it may be served, and billed."""
+    seconds = endpoint.timeouts.first_byte_s
+    return ModelTimeout(f"no answer from {endpoint.host} within {seconds:g} s", served=True)
+
+
+def not_connected(host: str, reason: str) -> ConnectionLost:
+    """The connection could not be made: nothing was served."""
+    return ConnectionLost(f"cannot reach {host}: {reason}")
+
+
+def proxy_refused(host: str, status: int) -> ModelError:
+    """The proxy let nothing through. What the packages say of it may hold its password."""
+    if status == 407:
+        text = f"the proxy for {host} refuses its user and password (407). Check endpoint.proxy"
+        return AuthError(text, status=status)
+    return not_connected(host, f"the proxy answered {status}")
+
+
+def untrusted(host: str, reason: str) -> AuthError:
+    """The server cannot prove who it is: no key was sent, and no other attempt could do better."""
+    return AuthError(
+        f"cannot trust {host}: {reason}. Set endpoint.ca_file if its certificate is your own",
+        reason="ssl_cert_verification",
+    )
+
+
+def broken(host: str, reason: str) -> ConnectionLost:
+    """The connection broke off after the request was sent."""
+    return ConnectionLost(f"connection to {host} broke off: {reason}", served=True)
+
+
+def cut(host: str, reason: str) -> ProtocolError:
+    """An answer broke off in the middle of its body."""
+    return ProtocolError(f"the answer of {host} broke off: {reason}", served=True)
+
 
 _LARGE = 1 << 20
 """Bytes from which a body is written in pieces, so that the loop stays free."""
@@ -31,6 +259,8 @@ _LARGE = 1 << 20
 _IDLE_S = {"plain": 4.0, "tls": 30.0}
 """Seconds after which an idle connection is given up. Engines close theirs after 5 s, and a request
 that meets the closing one is lost; gateways wait for a minute or more, and TLS is dear to begin."""
+
+_PLAIN_BYTES = 4 << 20
 
 _AGENT = {"User-Agent": "hermes-rl"}
 _ERRORS = (aiohttp.ClientError, OSError)
@@ -52,7 +282,7 @@ class HttpTransport(Transport):
             proxy=self._endpoint.proxy,
         )
         assert isinstance(response, _Response)
-        return _HttpReply(response, self._endpoint)
+        return _HttpReply(response, self._host, self._endpoint.timeouts.idle_s)
 
     def _fault(self, error: Any) -> ModelError:
         host = self._host
@@ -73,7 +303,7 @@ class HttpTransport(Transport):
         tls = endpoint.tls()
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=endpoint.pool_size,
+                limit=0,  # only the limiter decides
                 ssl=True if tls is None else tls,
                 force_close=once,
                 keepalive_timeout=None if once else _IDLE_S["plain" if tls is None else "tls"],
@@ -86,19 +316,52 @@ class HttpTransport(Transport):
         )
 
 
-async def fetch_status(endpoint: Endpoint, url: str, headers: Mapping[str, str]) -> int | None:
-    """The status of a GET request; None when nothing answers."""
-    tls = endpoint.tls() or True
+class PlainAnswer(NamedTuple):
+    """The response to a plain request."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    body: bytes
+    """Its first 4 MiB."""
+
+
+async def exchange(
+    endpoint: Endpoint, url: str, headers: Mapping[str, str], data: bytes | None = None
+) -> PlainAnswer:
+    """Make one plain request on a connection of its own: a GET, or a POST of `data`.
+
+    The caller limits the time. Raises: ModelError when no response comes.
+    """
     try:
         async with (
             aiohttp.ClientSession(headers=_AGENT) as session,
-            session.get(
-                url, headers=headers, ssl=tls, proxy=endpoint.proxy, allow_redirects=False
+            session.request(
+                "GET" if data is None else "POST",
+                url,
+                data=data,
+                headers={**headers, **endpoint.headers},
+                ssl=endpoint.tls() or True,
+                proxy=endpoint.proxy,
+                allow_redirects=False,
             ) as response,
         ):
-            return response.status
-    except _ERRORS:
-        return None
+            body = bytearray()
+            async for chunk in response.content.iter_any():
+                body += chunk
+                if len(body) >= _PLAIN_BYTES:
+                    break
+            low = {name.lower(): value for name, value in response.headers.items()}
+            return PlainAnswer(response.status, low, bytes(body[:_PLAIN_BYTES]))
+    except aiohttp.ClientConnectorCertificateError as error:
+        raise untrusted(endpoint.host, str(error.certificate_error)) from None
+    except aiohttp.ClientHttpProxyError as error:
+        raise proxy_refused(endpoint.host, error.status) from None
+    except aiohttp.ClientConnectorError as error:
+        raise ConnectionLost(f"{endpoint.host}: {connection_fault(error)}") from None
+    except _ERRORS as error:
+        reason = scrub(str(error) or type(error).__name__, endpoint.secrets)
+        raise ConnectionLost(f"{endpoint.host}: {reason}") from None
 
 
 class _Response(aiohttp.ClientResponse):
@@ -116,10 +379,10 @@ class _Response(aiohttp.ClientResponse):
 
 
 class _HttpReply(Reply):
-    def __init__(self, response: _Response, endpoint: Endpoint) -> None:
+    def __init__(self, response: _Response, host: str, idle_s: float) -> None:
         # aiohttp keeps bytes that are not valid UTF-8 as half surrogates, which no record can hold.
         headers = {name.lower(): clean(value) for name, value in response.headers.items()}
-        super().__init__(response.status, headers, endpoint, _ERRORS)
+        super().__init__(response.status, headers, host, idle_s, _ERRORS)
         self._response = response
 
     async def _read(self, idle_s: float) -> bytes:

@@ -17,7 +17,7 @@ import httpx2
 
 from hermes_rl.errors import ModelError
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.transports.base import (
+from hermes_rl.models.transports.http import (
     Reply,
     Transport,
     broken,
@@ -89,7 +89,7 @@ class SdkTransport(Transport):
             )
         except self._sdk.status_error as error:
             response = error.response
-        return _SdkReply(response, self._endpoint)
+        return _SdkReply(response, self._host, self._endpoint.timeouts.idle_s)
 
     def _fault(self, error: Any) -> ModelError:
         host, cause = self._host, error.__cause__ or error
@@ -110,13 +110,10 @@ class SdkTransport(Transport):
     def _connect(self, once: bool) -> Any:
         endpoint = self._endpoint
         tls = endpoint.tls()
-        limit = endpoint.pool_size or None
         patience = httpx2.Timeout(None, connect=endpoint.timeouts.connect_s)
         http = httpx2.AsyncClient(
             timeout=patience,
-            limits=httpx2.Limits(
-                max_connections=limit, max_keepalive_connections=0 if once else limit
-            ),
+            limits=httpx2.Limits(max_keepalive_connections=0 if once else None),
             verify=True if tls is None else tls,
             proxy=endpoint.proxy,
             trust_env=False,
@@ -136,9 +133,9 @@ def _titled(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 class _SdkReply(Reply):
-    def __init__(self, response: httpx2.Response, endpoint: Endpoint) -> None:
+    def __init__(self, response: httpx2.Response, host: str, idle_s: float) -> None:
         headers = dict(response.headers)
-        super().__init__(response.status_code, headers, endpoint, (httpx2.HTTPError,))
+        super().__init__(response.status_code, headers, host, idle_s, (httpx2.HTTPError,))
         self._response = response
         self._pieces = aiter(response.aiter_bytes())
 

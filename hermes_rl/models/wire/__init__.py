@@ -37,8 +37,10 @@ if TYPE_CHECKING:
         EventReader,
         Reading,
         ReplyHead,
+        count_of,
         flatten,
         read_call,
+        read_chat_usage,
         split_think,
     )
     from hermes_rl.models.wire.responses import (
@@ -53,6 +55,5 @@ if TYPE_CHECKING:
         reasoning_text,
         responses_message,
     )
-    from hermes_rl.models.wire.usage import count_of, read_chat_usage
 else:
     __getattr__, __dir__ = attach(__name__)

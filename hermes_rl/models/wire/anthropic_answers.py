@@ -10,8 +10,15 @@ import msgspec
 from hermes_rl.errors import ModelError
 from hermes_rl.messages import AssistantMessage, ToolCall
 from hermes_rl.models.base import Completion
-from hermes_rl.models.wire.decoding import DONE, Envelope, EventDecoder, Reading, part_of, read_call
-from hermes_rl.models.wire.usage import read_anthropic_usage
+from hermes_rl.models.wire.decoding import (
+    DONE,
+    Envelope,
+    EventDecoder,
+    Reading,
+    part_of,
+    read_anthropic_usage,
+    read_call,
+)
 from hermes_rl.text import decode_json, encode_json, repair_json
 
 AT = "_at"

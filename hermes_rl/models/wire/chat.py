@@ -32,10 +32,10 @@ from hermes_rl.models.wire.decoding import (
     merge_details,
     part_of,
     read_call,
+    read_chat_usage,
     reasoning_of,
     split_think,
 )
-from hermes_rl.models.wire.usage import read_chat_usage
 from hermes_rl.text import encode_json
 
 CHAT_COMPLETIONS = "chat_completions"

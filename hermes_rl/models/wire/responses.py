@@ -45,10 +45,10 @@ from hermes_rl.models.wire.decoding import (
     Reading,
     fitting_id,
     read_call,
+    read_responses_usage,
     split_think,
     text_or_none,
 )
-from hermes_rl.models.wire.usage import read_responses_usage
 from hermes_rl.text import encode_json
 
 CODEX_RESPONSES = "codex_responses"

@@ -8,7 +8,7 @@ from hermes_rl.config import parse_config
 from hermes_rl.errors import UserError
 from hermes_rl.messages import UserMessage
 from hermes_rl.models import Conversation, Endpoint
-from hermes_rl.models.providers import TokenSearch
+from hermes_rl.models.providers import Probe
 from hermes_rl.models.tokens import load_renderer, parser_named, token_client
 from hermes_rl.wiring import reach
 
@@ -36,11 +36,11 @@ async def test_tools_are_refused_where_calls_cannot_be_read_or_written(
         at = Endpoint(engine.base_url)
         renderer = load_renderer(engine.config.tokenizer, template=template)
         with pytest.raises(UserError, match=rf"endpoint\.tokens=vllm: .*{why}") as raised:
-            await TokenSearch(at, "toy", renderer).plan("vllm")
+            await Probe(at, "toy", renderer).plan("vllm")
         assert advice in str(raised.value)
         assert not engine.truth
-        assert (await TokenSearch(at, "toy", renderer).plan("auto")).way == "chat"
-        plan = await TokenSearch(at, "toy", renderer, tools=False).plan("vllm")
+        assert (await Probe(at, "toy", renderer).plan("auto")).way == "chat"
+        plan = await Probe(at, "toy", renderer, tools=False).plan("vllm")
         assert plan.way == "vllm"
         assert any(why in line for line in plan.lines())
         client = token_client(at, renderer, "vllm")
@@ -57,7 +57,7 @@ async def test_tools_are_refused_where_calls_cannot_be_read_or_written(
 async def test_auto_gives_the_reason_where_neither_the_engine_nor_we_read_calls(tmp_path):
     async with engine_at(tmp_path / "u", chat_ids="none") as engine:
         renderer = load_renderer(engine.config.tokenizer, template=GLM_LIKE)
-        plan = await TokenSearch(Endpoint(engine.base_url), "toy", renderer).plan("auto")
+        plan = await Probe(Endpoint(engine.base_url), "toy", renderer).plan("auto")
         assert not plan.exact
         assert UNREAD in plan.why
 

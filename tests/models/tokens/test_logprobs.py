@@ -21,7 +21,7 @@ from hermes_rl.models import (
     TokenCapture,
     connect,
 )
-from hermes_rl.models.providers import TokenSearch, exact_clients
+from hermes_rl.models.providers import Probe, exact_clients
 from hermes_rl.models.tokens import (
     ChatIdsClient,
     TokenPlan,
@@ -209,9 +209,9 @@ def test_what_cannot_be_told_is_unknown(at_one, at_half):
     assert kind_of(at_one, at_half) == "unknown"
 
 
-def search_at(engine, *, tokenizer: bool = True) -> TokenSearch:
+def search_at(engine, *, tokenizer: bool = True) -> Probe:
     renderer = load_renderer(engine.config.tokenizer) if tokenizer else None
-    return TokenSearch(Endpoint(engine.base_url), "toy", renderer)
+    return Probe(Endpoint(engine.base_url), "toy", renderer)
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -269,7 +269,7 @@ async def test_an_endpoint_without_ids_gives_none_and_says_so(tmp_path):
 
 async def test_a_hosted_provider_that_ignores_the_question_gives_none():
     async with FakeServer(FakeConfig(script="noop")) as server:
-        plan = await TokenSearch(Endpoint(server.base_url), "m").plan("auto")
+        plan = await Probe(Endpoint(server.base_url), "m").plan("auto")
     assert plan.way == "off"
 
 
@@ -300,7 +300,7 @@ async def test_the_tokenizer_of_another_model_is_found_out(tmp_path):
     assert changed != tokenizer_json()
     (other / "tokenizer.json").write_text(changed, encoding="utf-8")
     async with engine_at(tmp_path / "t") as engine:
-        search = TokenSearch(Endpoint(engine.base_url), "toy", load_renderer(other))
+        search = Probe(Endpoint(engine.base_url), "toy", load_renderer(other))
         with pytest.raises(UserError, match="not the tokenizer of 'toy'"):
             await search.plan("vllm")
 
@@ -323,7 +323,7 @@ async def test_a_fault_that_passes_costs_a_run_nothing_and_one_that_stays_is_sai
 
 
 async def test_off_asks_nothing():
-    assert await TokenSearch(Endpoint("http://127.0.0.1:9/v1"), "m").plan("off") == TokenPlan()
+    assert await Probe(Endpoint("http://127.0.0.1:9/v1"), "m").plan("off") == TokenPlan()
     endpoint = Endpoint("http://127.0.0.1:9/v1")
     clients = [client_for(TokenPlan(), endpoint, None), connect(endpoint)]
     assert type(clients[0]) is type(clients[1])

@@ -1,4 +1,4 @@
-"""A thousand drift-prone episodes over real sockets: segments hold what the engine says it sampled.
+"""Drift-prone episodes over real sockets: segments hold what the engine says it sampled.
 
 The agent's part (answers thrown away, edits, sub-agents, compaction, calls side by side) is that of
 `tests/segments`; here the engine is a server, and the clients are those of a run.
@@ -26,7 +26,7 @@ from hermes_rl.testing import ExactEngine, FaultPlan, PromptView, ScriptedAnswer
 
 pytestmark = pytest.mark.slow
 
-EPISODES = 1000
+EPISODES = 300
 AT_ONCE = 32
 WAYS = ("vllm", "vllm_generate", "sglang", "llamacpp", "vllm", "chat")
 WORDS = ("look", " now", "naïve", " 日本", "🙂", "\n\n", " </think>", "<|im_end|>", "<tool_call>")
@@ -148,7 +148,7 @@ async def play(shared: Shared, count: int) -> list[Episode]:
     return await asyncio.gather(*map(one, range(count)))
 
 
-async def test_a_thousand_episodes_over_sockets_hold_what_was_sampled(tmp_path):
+async def test_episodes_over_sockets_hold_what_was_sampled(tmp_path):
     async with engine_at(tmp_path / "t", speaker=drifting, faults=FAULTS) as engine:
         shared = Shared(engine, load_renderer(engine.config.tokenizer))
         episodes = await play(shared, EPISODES)
@@ -158,10 +158,10 @@ async def test_a_thousand_episodes_over_sockets_hold_what_was_sampled(tmp_path):
         assert not episode.by_the_rules(), (number, episode.engine.way)
     segments = [segment for episode in episodes for segment in episode.segments]
     kinds = Counter(segment.branch_kind for segment in segments)
-    assert all(kinds[kind] > 50 for kind in ("main", "compaction", "subagent", "retry"))
-    assert sum(entry.outcome == "cut" for entry in engine.truth) > 50
-    assert sum("length" in segment.finish_reasons for segment in segments) > 300
+    assert all(kinds[kind] > 15 for kind in ("main", "compaction", "subagent", "retry"))
+    assert sum(entry.outcome == "cut" for entry in engine.truth) > 15
+    assert sum("length" in segment.finish_reasons for segment in segments) > 100
     by_way = Counter(e.engine.way for e in episodes if e.row.metrics.get("forked_calls"))
     followed = sum(e.row.metrics.get("followed_calls", 0) for e in episodes)
-    assert followed > 1000
-    assert by_way["chat"] > 50
+    assert followed > 300
+    assert by_way["chat"] > 15

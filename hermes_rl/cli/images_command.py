@@ -1,0 +1,165 @@
+"""`hermes-rl images`: the images that sandboxes can run in, without a container engine."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hermes_rl.cli.errors import fail
+from hermes_rl.errors import ExitCode, HermesError, UserError
+
+if TYPE_CHECKING:
+    from hermes_rl.sandboxes import Image, ImageStore
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    help="Images that sandboxes can run in: list, pull, import, build, prune.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_Name = Annotated[str | None, typer.Option("--name", help="name to store it under")]
+
+
+def _store() -> ImageStore:
+    from hermes_rl.sandboxes import ImageStore
+
+    return ImageStore()
+
+
+@app.command("list")
+def list_images() -> int:
+    """Print the stored images, their sizes and when each was last used.
+
+    \b
+    hermes-rl images list
+    """
+    store = _store()
+    named = store.named()
+    for one in named:
+        day = time.strftime("%Y-%m-%d", time.localtime(one.used_at))
+        print(f"{sum(one.image.bytes) / 1e6:>10,.1f} MB  {day}  {one.name}")
+    layers = {d: n for i in named for d, n in zip(i.image.layers, i.image.bytes, strict=True)}
+    total = sum(layers.values()) / 1e6
+    print(f"{len(named)} images, {len(layers)} layers, {total:,.1f} MB in {store.root}")
+    return ExitCode.DONE
+
+
+@app.command("pull")
+def pull(
+    reference: Annotated[str, typer.Argument(help="as for docker pull: ubuntu:24.04")],
+    name: _Name = None,
+    login: Annotated[
+        Path | None, typer.Option(help="file of registry credentials (skopeo --authfile)")
+    ] = None,
+) -> int:
+    """Fetch an image from a registry. Needs the program skopeo.
+
+    \b
+    hermes-rl images pull ubuntu:24.04
+    """
+    return _stored(_store().pull(reference, name, login=login), name or reference)
+
+
+@app.command("import")
+def import_image(
+    source: Annotated[
+        Path, typer.Argument(help="OCI layout, archive of docker save, or rootfs.tar")
+    ],
+    name: _Name = None,
+) -> int:
+    """Store an image from a file or folder.
+
+    \b
+    docker save my-image -o my-image.tar && hermes-rl images import my-image.tar --name my-image
+    """
+    known = name or source.name.partition(".")[0]
+    return _stored(_store().add(source, known), known)
+
+
+@app.command("build")
+def build(
+    dataset: Annotated[Path, typer.Argument(help="folder of task folders, or one task folder")],
+    image_alias: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=FILE: take FROM NAME from an OCI layout or archive"),
+    ] = None,
+    build_ca: Annotated[
+        bool, typer.Option("--build-ca", help="show this machine's certificates to builds")
+    ] = False,
+    jobs: Annotated[int, typer.Option(help="builds at a time", min=1)] = 2,
+    limit: Annotated[int | None, typer.Option(help="only the first N images", min=1)] = None,
+) -> int:
+    """Build the images of task folders that are not stored yet. Needs the program buildah.
+
+    \b
+    hermes-rl images build tasks/
+    hermes-rl images build tasks/ --image-alias ubuntu:24.04=ubuntu.tar --build-ca
+    """
+    from hermes_rl.task_folders import build_contexts, task_folders
+
+    if not dataset.is_dir() or not task_folders(dataset):
+        raise UserError(f"{dataset}: no task folder (task.toml and instruction.md, or task.yaml)")
+    store = _store()
+    for alias in image_alias or ():
+        name, _, local = alias.partition("=")
+        if not local:
+            raise UserError(f"--image-alias {alias}: write NAME=FILE")
+        store.alias(name, Path(local))
+    contexts = list(build_contexts(dataset).values())[:limit]
+    wanted = [context for context in contexts if store.find(context.image) is None]
+    print(f"{len(contexts)} images, {len(contexts) - len(wanted)} of them are stored already")
+    failed = 0
+    with ThreadPoolExecutor(jobs) as pool:
+        building = {
+            pool.submit(
+                store.build,
+                context.folder,
+                context.image,
+                dockerfile=context.dockerfile,
+                timeout_s=context.timeout_s,
+                certificates=build_ca,
+            ): context
+            for context in wanted
+        }
+        for number, future in enumerate(as_completed(building), start=1):
+            context = building[future]
+            folder = context.folder
+            task = folder.parent.name if folder.name == "environment" else folder.name
+            error = future.exception()
+            if error is not None and not isinstance(error, HermesError):
+                raise error
+            print(f"{number}/{len(wanted)} {task}: {'failed' if error else 'built'}", flush=True)
+            if error is not None:
+                failed += 1
+                log = store.keep_log(context.image, getattr(error, "log", ""))
+                fail(f"{task}: {error}. Log: {log}")
+    return ExitCode.GIVEN_UP if failed else ExitCode.DONE
+
+
+@app.command("prune")
+def prune(
+    keep_gb: Annotated[
+        float, typer.Option(help="keep the images used last, up to this size", min=0)
+    ] = 0.0,
+) -> int:
+    """Remove the images unused for longest, layers that no image needs, and the build cache.
+
+    \b
+    hermes-rl images prune --keep-gb 20
+    """
+    freed = _store().prune(int(keep_gb * 1e9))
+    print(f"{freed / 1e6:,.1f} MB freed")
+    return ExitCode.DONE
+
+
+def _stored(image: Image, name: str) -> int:
+    size = sum(image.bytes) / 1e6
+    print(f"{name}: {image.digest[:19]}…, {len(image.layers)} layers, {size:,.1f} MB")
+    return ExitCode.DONE

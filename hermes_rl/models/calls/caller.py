@@ -1,0 +1,605 @@
+"""The one retry layer: a call is as many requests as it takes, each of them recorded.
+
+`ModelCaller` joins the decisions of `recovery` to requests, and waits. `Attempts` makes one request
+at a time: reserved, given a slot, journalled before its first byte, and again when it ended. So the
+record has each request that a server may have served, also those whose answers were thrown away,
+and a budget never lends the same dollar twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, MutableMapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from hermes_rl.errors import (
+    BadRequest,
+    ContentFiltered,
+    HermesError,
+    ModelAborted,
+    ModelError,
+    ModelTimeout,
+)
+from hermes_rl.events import CallEnded, CallStarted, Outcome, Purpose, Waited
+from hermes_rl.messages import SystemMessage, UserMessage
+from hermes_rl.models.base import Completion, Conversation, ModelClient, ModelRequest, Sampling
+from hermes_rl.models.calls.recovery import (
+    Account,
+    Action,
+    CallRecovery,
+    Failure,
+    GiveUp,
+    Recovery,
+    RetryPolicy,
+    Route,
+    Wait,
+    refused_alike,
+)
+from hermes_rl.models.errors import classify_exception
+from hermes_rl.models.rate import OUTPUT_MAX, Budget, Estimate, Reservation, Slot, Spend, Traffic
+from hermes_rl.models.tokens import CAPTURED, TokenGraph, record_of
+from hermes_rl.ports import Recorder
+from hermes_rl.usage import Usage
+
+__all__ = ["Clock", "ModelCaller", "Price", "RetryPolicy"]
+
+_PROBE_TOKENS = 64
+
+
+@runtime_checkable
+class Renewable(Protocol):
+    """A client that can open new connections."""
+
+    async def renew(self) -> None:
+        """Use new connections from now on; what is under way on the old ones goes on."""
+        ...
+
+
+@runtime_checkable
+class Checkable(Protocol):
+    """A client that can ask its server for a sign of life beside the model calls."""
+
+    async def responds(self) -> bool:
+        """Whether the server answers at all."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Sending:
+    """One request of a call: where it goes, and what the record keeps of it."""
+
+    request: ModelRequest
+    route: Route
+    account: Account
+    turn: int
+    purpose: Purpose
+    agent: str
+    retries: int
+    """How many earlier requests the same call had already made."""
+    unsent: tuple[str, ...]
+    """Sampling parameters that it goes without, since the endpoint refused them by name."""
+    imposed: bool
+    """Its output bound is a budget's (`Attempts.bounded`): no measure of what it will make."""
+
+
+class ModelCaller:
+    """Makes the model calls of one rollout.
+
+    Args:
+        routes: the model that was asked for, then its fallbacks; shared by all rollouts.
+        recorder: this rollout's.
+        price: what calls cost, in the place of the routes' prices.
+        budget: what may be spent; None is no limit.
+    """
+
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        recorder: Recorder,
+        policy: RetryPolicy | None = None,
+        *,
+        price: Price | None = None,
+        budget: Budget | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._routes = tuple(routes)
+        self._clock = clock or Clock()
+        self._attempts = Attempts(recorder, self._clock, price=price, budget=budget)
+        self._recovery = Recovery(policy or RetryPolicy(), self._clock.uniform)
+
+    async def call(
+        self,
+        request: ModelRequest,
+        *,
+        turn: int,
+        purpose: Purpose = "agent",
+        agent: str = "main",
+    ) -> Completion:
+        """One answer, over as many requests as it takes; `request.call_id` is replaced for each,
+        and `request.model` by the route's.
+
+        A streamed answer that broke off is asked for again, so `on_delta` may see its beginning
+        twice.
+
+        Raises: ModelError when it is final or the policy's patience is used up (Outage when nobody
+        was answered in that time); CostLimit; CancelledError at once.
+        """
+        recovery = self._recovery.begin()
+        retries = 0
+        while True:
+            route = self._routes[recovery.route]
+            account = route.accounts.choose()
+            if not retries:
+                account.traffic.called()
+            bounded = self._attempts.bounded(request, route)
+            imposed = bounded is not request
+            fitted = recovery.fit(bounded, account.client.bound if imposed else None)
+            unsent = route.unsent(fitted.sampling)
+            if unsent:
+                fitted = replace(fitted, sampling=fitted.sampling.without(unsent))
+            sending = _Sending(
+                fitted, route, account, turn, purpose, agent, retries, unsent, imposed
+            )
+            with account.traffic.asking(self._clock.monotonic):
+                try:
+                    return await self._send(sending)
+                except ModelError as error:
+                    account.traffic.failed(error, self._clock.monotonic())
+                    if route.drop(error, fitted):
+                        retries += 1
+                        continue
+                    failure = Failure(
+                        error=error,
+                        request=fitted,
+                        account=account,
+                        now=self._clock.monotonic(),
+                        rotated=route.accounts.cool_down(account, error),
+                        routes_left=recovery.route + 1 < len(self._routes),
+                        imposed=imposed,
+                    )
+                    action = recovery.decide(failure)
+                    await self._carry_out(action, failure, recovery)
+                    if isinstance(action, Wait) and action.probe:
+                        retries += 1
+                        if await self._answers_probe(replace(sending, retries=retries)):
+                            recovery.blame()  # the run need not stop for this request
+            retries += 1
+
+    async def _send(self, sending: _Sending) -> Completion:
+        """One request; given up early where others were refused alike, or nothing is answered."""
+        account, limit = sending.account, self._recovery.policy.refusals
+        if limit is not None and (text := account.traffic.refused_alike(limit)) is not None:
+            raise refused_alike(text, limit)
+        request, silent = sending.request, False
+        if account.silent_since is not None and self._recovery.policy.silence_s is not None:
+            request, silent = _watched(request, account.traffic), True
+        attempt = self._attempts.send(replace(sending, request=request))
+        if not silent:
+            return await attempt
+        task, probe = asyncio.ensure_future(attempt), None
+        try:
+            for part in (0.5, 1.0):
+                if await self._answered(task, account, part) or await self._responds(account):
+                    return await task
+                if not account.traffic.probed:
+                    account.traffic.probed = True
+                    probe = asyncio.ensure_future(self._answers_probe(sending, queued=False))
+        finally:
+            ending = [t for t in (task, probe) if t is not None and not t.done()]
+            for one in ending:
+                one.cancel()
+            if ending:
+                await asyncio.wait(ending)
+        host = account.client.endpoint
+        message = account.traffic.message.removeprefix(f"{host} ") or "does not answer"
+        raise ModelTimeout(f"{host} {message}", served=True)
+
+    async def _answered(
+        self, task: asyncio.Task[Completion], account: Account, part: float
+    ) -> bool:
+        """Wait for a request for a part of `silence_s`; False when that went by in silence."""
+        since, silence_s = account.silent_since, self._recovery.policy.silence_s
+        if since is None or silence_s is None:
+            return True
+        left = since + part * silence_s - self._clock.monotonic()
+        await asyncio.wait((task,), timeout=max(0.0, left))
+        return task.done() or account.silent_since is None
+
+    async def _responds(self, account: Account) -> bool:
+        """Whether a silent server answers other requests: all its slots may be busy. A server that
+        fails model requests gets no credit for that."""
+        if account.traffic.message or not isinstance(account.client, Checkable):
+            return False
+        try:
+            async with asyncio.timeout((self._recovery.policy.silence_s or 0.0) / 8):
+                account.traffic.alive |= await account.client.responds()
+        except TimeoutError:
+            return False
+        return account.traffic.alive
+
+    def fall_back(self) -> bool:
+        """Leave the route in use, for the rest of the conversation: its answers are of no use.
+        False when there is no other."""
+        left = self._recovery.route + 1 < len(self._routes)
+        if left:
+            self._recovery.route += 1
+        return left
+
+    async def _carry_out(self, action: Action, failure: Failure, recovery: CallRecovery) -> None:
+        """Do what was decided. Raises: the error to give up with."""
+        error = failure.error
+        if isinstance(action, GiveUp):
+            if isinstance(error, BadRequest):
+                failure.account.traffic.refused(error)
+            if action.error is error:
+                raise error
+            raise action.error from error
+        if not isinstance(action, Wait):
+            return
+        client = failure.account.client
+        if action.renew and isinstance(client, Renewable):
+            await client.renew()
+        await self._sleep(action.seconds)
+        # A retry that may be paid twice waits for its share of the traffic.
+        while action.paid and not failure.account.traffic.take(self._clock.monotonic()):
+            held = recovery.hold(replace(failure, now=self._clock.monotonic()))
+            if isinstance(held, GiveUp):
+                raise held.error from error
+            await self._sleep(held.seconds)
+
+    async def _answers_probe(self, sending: _Sending, *, queued: bool = True) -> bool:
+        """Send the same model a short request. Where it answers that, it is only slow, or the
+        request that failed is at fault."""
+        request = ModelRequest(
+            model=sending.request.model,
+            conversation=Conversation([UserMessage(content="Say yes.")]),
+            call_id="",
+            sampling=Sampling(max_tokens=_PROBE_TOKENS),
+            stream=sending.request.stream,
+            extra=sending.request.extra,
+            adaptations=sending.request.adaptations,
+        )
+        try:
+            probe = replace(sending, request=request, purpose="probe", imposed=False)
+            await self._attempts.send(probe, queued=queued)
+        except HermesError:
+            return False
+        return True
+
+    async def _sleep(self, seconds: float) -> None:
+        began = self._clock.monotonic()
+        try:
+            await self._clock.sleep(seconds)
+        finally:
+            self._attempts.waited(self._clock.monotonic() - began)
+
+
+def _watched(request: ModelRequest, traffic: Traffic) -> ModelRequest:
+    """The request; the first piece of its answer, where it is streamed, is a sign of life."""
+    inner = request.on_delta
+
+    def on_delta(piece: str) -> None:
+        traffic.alive = True
+        if inner is not None:
+            inner(piece)
+
+    return replace(request, on_delta=on_delta) if request.stream else request
+
+
+_BOUNDS = (
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "max_new_tokens",
+    "n_predict",
+)
+"""Body fields that bound an answer, in the dialects and token wires."""
+
+_PROMPT_TOKENS = "prompt tokens"
+
+Heads = MutableMapping[Hashable, int]
+"""System prompt and tools -> the tokens of the shortest prompt that began with them."""
+
+Price = Callable[[str, Usage], float | None]
+"""(model, usage) -> US dollars; None when the price is not known."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Time and chance, to be replaced in tests."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    time: Callable[[], float] = time.time
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    uniform: Callable[[float, float], float] = random.uniform
+    new_id: Callable[[], str] = lambda: uuid.uuid4().hex
+
+
+class Attempts:
+    """Makes the requests of one rollout, each once.
+
+    Args:
+        price: what calls cost; None leaves it to the routes.
+        budget: None is no limit.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        clock: Clock,
+        *,
+        price: Price | None = None,
+        budget: Budget | None = None,
+    ) -> None:
+        self._recorder, self._clock = recorder, clock
+        self._price, self._budget = price, budget
+        self._graph = TokenGraph()
+
+    def bounded(self, request: ModelRequest, route: Route) -> ModelRequest:
+        """The request with a bound on its output, where a budget binds it and nobody knows one: it
+        might make more than the budget set aside. The same object where that is not so."""
+        if self._budget is None or _named(request) is not None:
+            return request
+        model = route.model or request.model
+        if route.prices is not None and route.prices.known_output(model) is not None:
+            return request
+        worst = self._worst(replace(request, model=model), 0, route)
+        if not self._budget.binds(model, worst):
+            return request
+        return replace(request, sampling=replace(request.sampling, max_tokens=OUTPUT_MAX))
+
+    async def send(self, sending: _Sending, *, queued: bool = True) -> Completion:
+        """One answer.
+
+        Args:
+            queued: it waits for a slot, as all requests do that are not to find out why the
+                requests that hold the slots are not answered.
+
+        Raises: ModelError; CostLimit before anything was sent; CancelledError at once.
+        """
+        request, route = sending.request, sending.route
+        request = replace(
+            request,
+            call_id=self._clock.new_id(),
+            model=route.model or request.model,
+            extra={**request.extra, **route.extra},
+        )
+        sending, account = replace(sending, request=request), sending.account
+        client, known = account.client, route.heads
+        bound = client.bound(request)
+        worst = bound if self._budget is None else prompt_bound(client, request, known)
+        likely = 0 if sending.imposed else request.sampling.max_tokens or 0
+        async with (
+            self._reserved(request, worst, route) as reservation,
+            account.limiter.slot(Estimate(bound, likely)) if queued else nullcontext() as slot,
+        ):
+            if slot is not None:
+                self.waited(slot.waited_s)
+            self._recorder.record(
+                CallStarted(
+                    call_id=request.call_id,
+                    turn=sending.turn,
+                    purpose=sending.purpose,
+                    agent=sending.agent,
+                    model=request.model,
+                    started_at=self._clock.time(),
+                    max_input_tokens=worst,
+                    max_output_tokens=_named(request),
+                    unsent=sending.unsent,
+                )
+            )
+            answer = await self._answer(sending, reservation, slot)
+        if self._budget is not None and answer.usage is not None:
+            learn(client, request, answer.usage.input_tokens, known)
+        return answer
+
+    def waited(self, seconds: float) -> None:
+        """Note time that was spent waiting: never the agent's active time."""
+        if seconds > 0:
+            self._recorder.record(Waited(seconds=seconds))
+
+    @asynccontextmanager
+    async def _reserved(
+        self, request: ModelRequest, bound: int, route: Route
+    ) -> AsyncIterator[Reservation | None]:
+        """Set the worst case aside. What is not settled at the end, as the request was not sent,
+        is given back."""
+        if self._budget is None:
+            yield None
+            return
+        began = self._clock.monotonic()
+        try:
+            held = await self._budget.reserve(request.model, self._worst(request, bound, route))
+        finally:
+            self.waited(self._clock.monotonic() - began)
+        try:
+            yield held
+        finally:
+            held.release()
+
+    def _worst(self, request: ModelRequest, bound: int, route: Route) -> Spend:
+        most = _named(request)
+        if most is None:
+            prices = route.prices
+            most = OUTPUT_MAX if prices is None else prices.output_max(request.model)
+        if self._price is None and route.prices is not None:
+            cost = route.prices.worst(request.model, bound, most, request.cache)
+            usd = None if cost is None else float(cost)
+        else:
+            usage = Usage(input_tokens=bound, output_tokens=most)
+            usd = self._pricing(route)(request.model, usage)
+        return Spend(tokens=bound + most, usd=usd)
+
+    def _pricing(self, route: Route) -> Price:
+        if self._price is not None:
+            return self._price
+        return route.prices.price if route.prices is not None else _unpriced
+
+    async def _answer(
+        self, sending: _Sending, reservation: Reservation | None, slot: Slot | None
+    ) -> Completion:
+        """Send and record the end."""
+        end = partial(self._end, sending, reservation, self._clock.monotonic())
+        try:
+            answer = await sending.account.client.complete(sending.request)
+        except asyncio.CancelledError:
+            end("cancelled")
+            raise
+        except Exception as raised:
+            error = raised if isinstance(raised, ModelError) else classify_exception(raised)
+            if error is None:  # a bug of ours: the call is recorded all the same
+                end("unknown", error=raised)
+                raise
+            if slot is not None:
+                slot.report(error, headers=error.rate_limit)
+            end("cut" if error.served else "refused", error=error)
+            if error is raised:
+                raise
+            raise error from raised
+        withheld = _withheld(answer)
+        if slot is not None:
+            slot.report(withheld, answer.usage, answer.rate_limit)
+        sending.account.traffic.answered(self._clock.monotonic())
+        self._keep_tokens(sending, answer)
+        end("cut" if isinstance(withheld, ModelAborted) else "ok", answer=answer, error=withheld)
+        if withheld is not None:
+            raise withheld
+        return answer
+
+    def _keep_tokens(self, sending: _Sending, answer: Completion) -> None:
+        """Record the ids of an answer, also of one that is withheld."""
+        request = sending.request
+        if answer.tokens is None or sending.purpose not in CAPTURED:
+            return
+        event = record_of(self._graph, request.call_id, sending.agent, answer.tokens, request)
+        if event is not None:
+            self._recorder.record(event)
+
+    def _end(
+        self,
+        sending: _Sending,
+        reservation: Reservation | None,
+        began: float,
+        outcome: Outcome,
+        *,
+        answer: Completion | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        usage = answer.usage if answer else None
+        price = self._pricing(sending.route)
+        cost = None if usage is None else price(sending.request.model, usage)
+        if reservation is not None:
+            _settle(reservation, outcome, usage, cost)
+        self._recorder.record(
+            CallEnded(
+                call_id=sending.request.call_id,
+                outcome=outcome,
+                latency_s=self._clock.monotonic() - began,
+                finish_reason=answer.finish_reason if answer else None,
+                usage=usage,
+                usage_raw=answer.usage_raw if answer else None,
+                cost_usd=cost,
+                retries=sending.retries,
+                request_id=answer.request_id if answer else getattr(error, "request_id", None),
+                error=None if error is None else _describe(error),
+                served_model=answer.served_model if answer else None,
+                policy_version=answer.policy_version if answer else None,
+            )
+        )
+
+
+def _named(request: ModelRequest) -> int | None:
+    """The output bound that a request names, in its sampling or in body fields of the user's own;
+    the larger one, since only the server knows which it heeds."""
+    given = (request.sampling.max_tokens, *(request.extra.get(name) for name in _BOUNDS))
+    return max((n for n in given if type(n) is int and n > 0), default=None)
+
+
+def _settle(
+    reservation: Reservation, outcome: Outcome, usage: Usage | None, cost: float | None
+) -> None:
+    """Nothing for a refusal; what it was where that is known; else the worst case stays spent."""
+    if outcome == "refused":
+        reservation.release()
+    elif usage is None or usage.total_tokens is None:
+        reservation.settle(None)
+    else:
+        reservation.settle(Spend(tokens=usage.total_tokens, usd=cost))
+
+
+def _unpriced(model: str, usage: Usage) -> float | None:
+    return None
+
+
+def _withheld(answer: Completion) -> ModelError | None:
+    """The error that a complete answer stands for."""
+    if answer.finish_reason == "content_filter":
+        return ContentFiltered(
+            "the provider's filter withheld the answer", request_id=answer.request_id, served=True
+        )
+    if answer.finish_reason in ("abort", "error"):
+        return ModelAborted(
+            f"the engine gave the request up (finish reason {answer.finish_reason})",
+            request_id=answer.request_id,
+            served=True,
+        )
+    return None
+
+
+def _describe(error: BaseException) -> str:
+    """Class and message. Messages of model errors are scrubbed where they are made; what others say
+    is not ours to show."""
+    if isinstance(error, ModelError):
+        return f"{type(error).__name__}: {error}"[:500]
+    return type(error).__name__
+
+
+class _Known(NamedTuple):
+    """What a server said of a prompt bounds the beginning that another one shares with it: the same
+    conversation some messages ago, or one with the same system prompt and tools. Only the rest
+    counts by bytes, which are four times as many as tokens as a rule."""
+
+    bound: int
+    tokens: int
+
+
+def prompt_bound(client: ModelClient, request: ModelRequest, heads: Heads) -> int:
+    """An upper bound on the tokens of a request's prompt."""
+    bound = client.bound(request)
+    known = request.conversation.attachments.get((_PROMPT_TOKENS, request.model))
+    if known is None:
+        own, key = _head(client, request)
+        known = _Known(own, heads[key]) if key in heads else None
+    if known is None or bound < known.bound:
+        return bound
+    return min(bound, int(known.tokens + bound - known.bound))
+
+
+def learn(
+    client: ModelClient,
+    request: ModelRequest,
+    tokens: int | None,
+    heads: Heads,
+) -> None:
+    """Keep what a server said of a prompt."""
+    if not tokens or request.prompt_ids is not None:
+        return
+    kept = request.conversation.attachments
+    if (_PROMPT_TOKENS, request.model) not in kept:
+        _, key = _head(client, request)
+        heads[key] = min(tokens, heads.get(key, tokens))
+    kept[_PROMPT_TOKENS, request.model] = _Known(client.bound(request), tokens)
+
+
+def _head(client: ModelClient, request: ModelRequest) -> tuple[int, Hashable]:
+    """The bound of what comes before the first message of a conversation, and what names it."""
+    system = [*takewhile(lambda m: isinstance(m, SystemMessage), request.conversation)]
+    bound = client.bound(replace(request, conversation=Conversation(system), prefill=()))
+    return bound, (request.model, bound, tuple(str(message.content) for message in system))

@@ -1,0 +1,146 @@
+"""Task folders as rows: what is read, what is refused, and what an image's name depends on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from image_kit import HARBOR, harbor_task
+
+from hermes_rl.errors import UserError
+from hermes_rl.sources import read_tasks
+from hermes_rl.task_folders import build_contexts
+from hermes_rl.tasks import TaskRow
+
+
+def only(path: Path) -> TaskRow:
+    (row,) = read_tasks(str(path))
+    return row
+
+
+def test_a_harbor_folder_is_a_row(tmp_path: Path) -> None:
+    more = {"tests/data/expected.bin": "x", "solution/solve.sh": "echo hello >hello.txt\n"}
+    row = only(harbor_task(tmp_path / "my-task", more))
+    assert row.task is not None
+    assert row.error is None
+    assert (row.task.id, row.task.prompt_text) == ("my-task", "Write hello to hello.txt.\n")
+    assert row.task.image is not None
+    assert row.task.image.startswith("task:")
+    assert row.task.limits == {"wall_seconds": 60.0}
+    assert row.task.metadata["difficulty"] == "easy"
+    assert row.task.metadata["tags"] == ["a", "b"]
+    verifier = row.task.verify
+    assert verifier is not None
+    assert set(verifier.files) == {"tests/test.sh", "tests/data/expected.bin"}
+    assert verifier.mounts == {"/tests": "tests", "/logs/verifier": ""}
+    assert verifier.timeout_s == 30.0
+    assert "solve.sh" in (row.task.oracle or "")
+    assert "hello" not in str(row.task.setup)
+
+
+def test_a_terminal_bench_folder_is_a_row(tmp_path: Path) -> None:
+    folder = tmp_path / "old-task"
+    (folder / "tests").mkdir(parents=True)
+    (folder / "task.yaml").write_text(
+        "instruction: |-\n  Write hello.\ndifficulty: hard\nmax_agent_timeout_sec: 90\n"
+        "max_test_timeout_sec: 12\n"
+    )
+    (folder / "docker-compose.yaml").write_text("services:\n  client:\n    build: .\n")
+    (folder / "Dockerfile").write_text("FROM base\n")
+    (folder / "run-tests.sh").write_text("true\n")
+    (folder / "tests/test_outputs.py").write_text("def test(): pass\n")
+    (folder / "solution.yaml").write_text("- command: echo a\n- command: echo b\n")
+    task = only(folder).task
+    assert task is not None
+    assert (task.prompt_text, task.oracle) == ("Write hello.", "echo a\necho b\n")
+    assert task.limits == {"wall_seconds": 90.0}
+    assert task.verify is not None
+    assert set(task.verify.files) == {"tests/test_outputs.py", "tests/run-tests.sh"}
+    assert task.verify.timeout_s == 12.0
+    (folder / "solution.yaml").write_text("- command: echo c\n")
+    (folder / "tests/test_outputs.py").write_text("def test(): assert True\n")
+    again = only(folder).task
+    assert again is not None
+    assert again.image == task.image, "neither solution nor tests are part of the image"
+
+
+@pytest.mark.parametrize(
+    ("files", "toml", "message"),
+    [
+        ({}, "[environment]\ngpus = 1", "GPUs (environment.gpus), which is not supported"),
+        ({}, "[[environment.mcp_servers]]\nname = 'x'", "MCP servers"),
+        ({}, "[[steps]]\nname = 'one'", "several steps"),
+        ({}, "[verifier]\nenvironment_mode = 'separate'", "a separate image for the verifier"),
+        ({}, "[verifier]\nenv = { KEY = '${SECRET}' }", "takes SECRET from the machine's"),
+        ({}, "[agent]\ntimeout_sec = 0", "timeout_sec must be a number of seconds above 0"),
+        ({}, "not toml", "the task folder cannot be read"),
+        ({"environment/docker-compose.yaml": "services: {a: {}, b: {}}"}, "", "2 services (a, b)"),
+        ({"environment/docker-compose.yaml": "services: []"}, "", "names no services"),
+        ({"environment/docker-compose.yaml": "a: ]"}, "", "the task folder cannot be read"),
+    ],
+)
+def test_what_is_not_supported_fails_its_row_alone(
+    tmp_path: Path, files: dict[str, str], toml: str, message: str
+) -> None:
+    harbor_task(tmp_path / "bad", files, toml=toml)
+    harbor_task(tmp_path / "good", {})
+    bad, good = read_tasks(str(tmp_path))
+    assert bad.error is not None
+    assert message in bad.error
+    assert bad.error.count("\n") == 0
+    assert bad.place == str(tmp_path / "bad")
+    assert good.error is None
+    assert list(build_contexts(tmp_path)) == [good.task and good.task.image]
+
+
+@pytest.mark.parametrize("missing", ["environment/Dockerfile", "tests/test.sh"])
+def test_missing_files_are_named(tmp_path: Path, missing: str) -> None:
+    folder = harbor_task(tmp_path / "bad", {})
+    (folder / missing).unlink()
+    assert f"{missing} is missing" in (only(folder).error or "")
+
+
+def test_defaults_of_variables_are_taken(tmp_path: Path) -> None:
+    toml = "[environment.env]\nMODE = '${MODE:-fast one}'\n[verifier.env]\nN = '1'\n"
+    task = only(harbor_task(tmp_path / "task", {}, toml=toml)).task
+    assert task is not None
+    assert task.setup == "export MODE='fast one'\n"
+    assert task.verify is not None
+    assert "export MODE='fast one'\nexport N=1\n" in task.verify.script
+
+
+def test_the_name_of_an_image_follows_its_build_context_alone(tmp_path: Path) -> None:
+    first = harbor_task(tmp_path / "a", {"environment/src/x": "1"})
+    second = harbor_task(tmp_path / "b", {"environment/src/x": "1", "instruction.md": "other"})
+    assert len(build_contexts(tmp_path)) == 1, "equal contexts are built once"
+    names = {next(iter(build_contexts(first)))}
+    (second / "environment/src/x").write_text("2")
+    names.add(next(iter(build_contexts(second))))
+    (second / "environment/src/x").chmod(0o755)
+    names.add(next(iter(build_contexts(second))))
+    (second / "environment/src/link").symlink_to("x")
+    names.add(next(iter(build_contexts(second))))
+    (second / "environment/.hidden").write_text("")
+    names.add(next(iter(build_contexts(second))))
+    assert len(names) == 5
+
+
+def test_a_published_image_needs_no_build(tmp_path: Path) -> None:
+    toml = HARBOR + "[environment]\ndocker_image = 'ubuntu:24.04'\nworkdir = '/srv'\n"
+    folder = harbor_task(tmp_path / "task", {}, toml=toml)
+    task = only(folder).task
+    assert task is not None
+    assert (task.image, task.cwd) == ("ubuntu:24.04", "/srv")
+    assert build_contexts(folder) == {}
+
+
+def test_tests_that_link_out_of_their_folder_are_refused(tmp_path: Path) -> None:
+    folder = harbor_task(tmp_path / "task", {})
+    (folder / "tests/secret").symlink_to("/etc/passwd")
+    assert "a link to a file outside the folder" in (only(folder).error or "")
+
+
+def test_a_folder_without_tasks_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    with pytest.raises(UserError, match="no task folders"):
+        list(read_tasks(str(tmp_path)))
