@@ -18,7 +18,7 @@ from typing import Any
 
 from hermes_rl.agent.answers import REFUSAL, answer
 from hermes_rl.agent.parts import AgentParts, AgentResult, Finish, RunState, Tries
-from hermes_rl.agent.prompt import steer_note
+from hermes_rl.agent.prompt import EMPTY, steer_note
 from hermes_rl.errors import (
     ContextOverflow,
     Interrupted,
@@ -159,6 +159,8 @@ async def finalise(run: RunState, end_reason: str) -> AgentResult:
 async def _summarise(run: RunState) -> None:
     """Ask once without tools; calls that the model makes all the same are recorded, not run."""
     turns = run.turn
+    if isinstance(run.conversation[-1], UserMessage):  # the last answer was discarded
+        run.add(AssistantMessage(content=EMPTY), synthetic=True)
     run.add(UserMessage(content=run.texts.summary_request), synthetic=True)
     request = replace(run.request, tools=())
     try:

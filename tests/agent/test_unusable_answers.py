@@ -108,6 +108,10 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
         (cut("1 "), cut("2 "), "All."), {"limits": Limits(max_turns=2)},
         {"end": "max_turns", "final": "All.", "outline": "suaUaUa"},
     ),
+    "a summary is asked for although the last answer was discarded": (
+        (cut("1 "), [CUT_CALL] * 5, "All."), {"limits": Limits(max_turns=2)},
+        {"end": "max_turns", "final": "All.", "outline": "suaUAUa"},
+    ),
     "a token limit ends a continuation": (
         (cut("x" * 80),) * 9, {"limits": Limits(max_tokens=1)},
         {"end": "token_limit", "outline": "sua"},

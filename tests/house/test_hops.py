@@ -1,7 +1,9 @@
 """Few files lie between a request and its result: traced rollouts count the project's files.
 
 A file counts when one of its functions runs. The server of the model is a process of its own, so
-its files do not count.
+its files do not count. What happens now and then beside a step (the watcher of all sandboxes, a
+shell's late word) falls into a step by chance: of several equal attempts, what every one used
+counts.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ STEPS = [
     {"run": "echo 2"},
     "done",
 ]
+ATTEMPTS = 6
 ROW = {"prompt": "Do it.\nSCRIPT: " + json.dumps(STEPS), "verify": "true"}
 
 
@@ -76,21 +79,12 @@ def project_file(code: CodeType) -> str | None:
     return name if name.startswith(("hermes_rl/", "batch_runner/")) else None
 
 
-def by_the_watcher(frame: FrameType | None) -> bool:
-    """Whether a function runs for the task that looks at all sandboxes now and then."""
-    while frame is not None:
-        if frame.f_code.co_name == "_watch":
-            return True
-        frame = frame.f_back
-    return False
-
-
 @contextmanager
 def traced(note: Callable[[str], None], *, threads: bool) -> Iterator[None]:
     """Report the file of each project function that starts."""
 
     def profile(frame: FrameType, what: str, _: Any) -> None:
-        if what == "call" and (file := project_file(frame.f_code)) and not by_the_watcher(frame):
+        if what == "call" and (file := project_file(frame.f_code)):
             note(file)
 
     if threads:
@@ -110,6 +104,9 @@ class Steps:
         self.files: set[str] = set()
         self.spans: list[tuple[type, set[str]]] = []
 
+    def note(self, file: str) -> None:
+        self.files.add(file)
+
     def record(self, event: Event) -> None:
         """Close the span that ends with this event."""
         if isinstance(event, MessageAdded | Ended):
@@ -122,7 +119,7 @@ class Steps:
         return next(files for kind, files in reversed(self.spans) if kind is ending)
 
 
-async def attempt(base_url: str) -> Steps:
+async def attempts(base_url: str) -> list[Steps]:
     config = parse_config({**configuration(base_url), "dataset": {"path": "rows"}})
     parsed = parse_row(ROW, 0, "row 0")
     item = WorkItem(
@@ -138,13 +135,16 @@ async def attempt(base_url: str) -> Steps:
         seed=0,
         bad_row=None,
     )
-    steps = Steps()
+    traces = []
     async with open_run_context(config, run_id="traced", concurrency=1) as context:
         await run_attempt(context, item, EventLog(Steps().record))  # what only the first one does
-        with traced(lambda file: steps.files.add(file), threads=False):
-            row = await run_attempt(context, item, EventLog(steps.record))
-    assert (row.end_reason, row.reward, row.turns) == ("answered", 1.0, 3)
-    return steps
+        for _ in range(ATTEMPTS):
+            steps = Steps()
+            with traced(steps.note, threads=False):
+                row = await run_attempt(context, item, EventLog(steps.record))
+            assert (row.end_reason, row.reward, row.turns) == ("answered", 1.0, 3)
+            traces.append(steps)
+    return traces
 
 
 def check(step: str, files: set[str]) -> None:
@@ -153,10 +153,14 @@ def check(step: str, files: set[str]) -> None:
 
 
 def test_steps_of_an_attempt_use_few_files(base_url: str) -> None:
-    steps = asyncio.run(attempt(base_url))
-    check("one chat call", steps.last(AssistantMessage))
-    check("one tool call", steps.last(ToolMessage))
-    check("grading and ending", steps.last(Ended))
+    traces = asyncio.run(attempts(base_url))
+
+    def used(ending: type) -> set[str]:
+        return set.intersection(*(steps.last(ending) for steps in traces))
+
+    check("one chat call", used(AssistantMessage))
+    check("one tool call", used(ToolMessage))
+    check("grading and ending", used(Ended))
 
 
 def test_a_run_of_one_row_uses_few_files(base_url: str, tmp_path: Path) -> None:
