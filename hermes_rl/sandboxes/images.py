@@ -23,7 +23,6 @@ import json
 import os
 import platform
 import shutil
-import signal
 import stat
 import subprocess
 import tempfile
@@ -37,6 +36,7 @@ from urllib.parse import quote, unquote
 
 from hermes_rl.errors import HermesError, TaskFault, UserError
 from hermes_rl.locks import lock_within, try_lock
+from hermes_rl.sandboxes import processes
 from hermes_rl.sandboxes.slots import first_slot
 from hermes_rl.sandboxes.watchdog import remove_tree
 
@@ -427,8 +427,9 @@ def _run(command: Sequence[str], failure: str, timeout_s: float = 3600.0) -> str
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except BaseException as error:  # also Ctrl-C: its programs end with it
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            if (root := processes.find(process.pid)) is not None:
+                processes.stop_tree(root)
+                processes.end_tree(root)
             output, _ = process.communicate()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
