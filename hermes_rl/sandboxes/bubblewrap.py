@@ -37,7 +37,7 @@ from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.grading import Packing, Unpackable, pack_in_thread
 from hermes_rl.sandboxes.limits import TEMPORARY, Usage, measure
 from hermes_rl.sandboxes.probe import find_binary, reachable
-from hermes_rl.sandboxes.session import ShellSandbox, abandon, environment_file, start_shell
+from hermes_rl.sandboxes.session import FolderSandbox, abandon, environment_file, start_shell
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Disks, Home, Slots, Storage, find_disks, has_slots
 
@@ -123,6 +123,10 @@ class Bubblewrap:
             home.close()
             raise
         return home
+
+    async def digest_of(self, image: str) -> str:
+        """See `base.SandboxBackend.digest_of`."""
+        return await asyncio.to_thread(recipe.digest_of, image)
 
     async def lease(self, spec: SandboxSpec) -> BubblewrapSandbox:
         """Start a sandbox.
@@ -367,9 +371,10 @@ def _verifier_mounts(lease: Lease, spec: GradingSpec, verify: Path, storage: Sto
     Raises: Unpackable when the agent left an image in which no verifier can be trusted to start.
     """
     if spec.image is None and lease.layers.upper is not None:
-        image, changes = lease.layers.image, lease.storage.seen(lease.layers.upper.up)
+        image, changes = lease.layers.image, images.Upper(lease.storage.seen(lease.layers.upper.up))
         search = image.env.get("PATH", recipe.PATH)
-        if (replaced := images.replaced(image.lower, changes, search, spec.mounts)) is not None:
+        programs = images.programs_in(image.lower, search)
+        if (replaced := images.replaced(programs, changes, search, spec.mounts)) is not None:
             raise Unpackable(f"the agent replaced {replaced}, which grading relies on")
     arguments = []
     for number, (place, folder) in enumerate(spec.mounts.items()):
@@ -423,7 +428,7 @@ IDLE_S = 30.0
 _VANISHED = "the folders of the sandbox vanished"
 
 
-class BubblewrapSandbox(ShellSandbox):
+class BubblewrapSandbox(FolderSandbox):
     """See `base.Sandbox`."""
 
     _tree: Outer

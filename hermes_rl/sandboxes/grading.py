@@ -223,6 +223,8 @@ async def judge(
     launch: Callable[[socket.socket], Awaitable[Running]],
     standing: Callable[[Running], Awaitable[None]] | None = None,
     stop: asyncio.Future[str] | None = None,
+    *,
+    any_user: bool = False,
 ) -> GradingResult:
     """Run a verifier whose stage stands in `control`.
 
@@ -231,11 +233,12 @@ async def judge(
         standing: called once when the verifier is about to start.
         stop: done when the verifier must end: the reason, such as a limit that its box exceeds.
             Cancelled at the verifier's end.
+        any_user: see `ShellPaths.any_user`.
 
     Raises: SandboxStartError when the box does not come up; SandboxDied when the host lost it.
     """
     stop = stop or asyncio.get_running_loop().create_future()
-    out = Pipe(control, "out")
+    out = Pipe(control, "out", any_user=any_user)
     host_end, inner_end = socket.socketpair()
     host_end.setblocking(False)
     kept, report = HeadTail(MAX_OUTPUT_BYTES), Report(host_end)
@@ -356,7 +359,7 @@ class Packing:
         """Copy the folder: links as links, times and modes kept, pipes and sockets left out; the
         copy belongs to `uid`. Raises: Unpackable; OSError, as of a full disk.
         """
-        folders = [("", os.lstat(self._folder))]
+        folders = [("", os.stat(self._folder))]
         os.mkdir(target, 0o700)
         for path, found in self._walk():
             made = os.path.join(target, path)
@@ -382,7 +385,7 @@ class Packing:
             if len(os.fsencode(path)) > MAX_PATH:
                 raise Unpackable(f"the workspace holds paths of more than {MAX_PATH} bytes")
             with _reading():
-                found = os.lstat(self._folder / path)
+                found = os.stat(self._folder / path, follow_symlinks=not path)
             if path:
                 self._count(entries=1)
                 yield path, found

@@ -23,7 +23,7 @@ from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, Sa
 from hermes_rl.sandboxes.box import Launch, exited, start
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.grading import Unpackable, pack_in_thread
-from hermes_rl.sandboxes.session import ShellSandbox, environment_file, start_shell
+from hermes_rl.sandboxes.session import FolderSandbox, environment_file, start_shell
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Home
 from hermes_rl.sandboxes.watchdog import MARK, remove_tree
@@ -31,7 +31,7 @@ from hermes_rl.sandboxes.watchdog import MARK, remove_tree
 _PLAIN = ("--norc", "--noprofile")
 
 
-class PlainSandbox(ShellSandbox):
+class PlainSandbox(FolderSandbox):
     """A workspace and a shell, nothing around them.
 
     Args:
@@ -231,10 +231,14 @@ class Subprocess:
         self._home: Home | None = None
         self._opening = asyncio.Lock()
 
+    async def digest_of(self, image: str) -> str:
+        """Raises: TaskFault."""
+        raise TaskFault(f"image {image!r}: the sandbox 'none' has no images")
+
     async def lease(self, spec: SandboxSpec) -> PlainSandbox:
         """Start a shell. Raises: SandboxStartError; TaskFault when an image is asked for."""
         if spec.image is not None:
-            raise TaskFault(f"image {spec.image!r}: the sandbox 'none' has no images")
+            await self.digest_of(spec.image)
         async with self._opening:
             if self._home is None:
                 self._home = await asyncio.to_thread(self._prepare)

@@ -160,9 +160,10 @@ class BackgroundProcess:
         self._done = asyncio.Event()
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._output = HeadTail(KEPT)
-        control = shell.paths.control
-        self._in = make_fifo(control / f"p{number}.in", os.O_RDWR, 0o640)
-        self._pipe = Pipe(control, f"p{number}.out")
+        control, any_user = shell.paths.control, shell.paths.any_user
+        mode = 0o644 if any_user else 0o640
+        self._in = make_fifo(control / f"p{number}.in", os.O_RDWR, mode)
+        self._pipe = Pipe(control, f"p{number}.out", any_user=any_user)
         self._loop = asyncio.get_running_loop()
         self._pump()
 
@@ -283,17 +284,13 @@ class ShellSandbox(ABC):
         tree: its processes; ended and closed by this sandbox.
         shell: the running session.
         workspace: its folder as commands see it.
-        files: the same folder as the host opens it.
     """
 
-    def __init__(
-        self, info: SandboxInfo, tree: Tree, shell: Shell, workspace: str, files: Beneath
-    ) -> None:
+    def __init__(self, info: SandboxInfo, tree: Tree, shell: Shell, workspace: str) -> None:
         self.info = info
         self.workspace = workspace
         self._tree = tree
         self._shell = shell
-        self._files = files
         self._background = Background(shell)
         self._error: SandboxError | None = None
         self._gradings = 0
@@ -344,7 +341,7 @@ class ShellSandbox(ABC):
 
     async def read_file(self, path: str) -> bytes:
         """See `base.Sandbox.read_file`. A relative path starts from the workspace."""
-        if (fd := self._open(path, self._files.open_read)) is not None:
+        if (fd := self._open(path, Beneath.open_read)) is not None:
             return await _read(fd, path)
         sink = Everything(READ_MAX)
         await self._inside(_READ, path, sink)
@@ -352,7 +349,7 @@ class ShellSandbox(ABC):
 
     async def write_file(self, path: str, data: bytes) -> None:
         """See `base.Sandbox.write_file`. A relative path starts from the workspace."""
-        if (fd := self._open(path, self._files.open_write)) is None:
+        if (fd := self._open(path, Beneath.open_write)) is None:
             await self._inside(_WRITE, path, HeadTail(4096), data)
         elif len(data) <= IN_THREAD:
             _write(fd, data)
@@ -361,7 +358,7 @@ class ShellSandbox(ABC):
 
     async def upload(self, local: Path, remote: str) -> None:
         """See `base.Sandbox.upload`."""
-        if (fd := self._open(remote, self._files.open_write)) is not None:
+        if (fd := self._open(remote, Beneath.open_write)) is not None:
             await asyncio.to_thread(_copy_in, local, fd)
             return
         given = self._shell.inputs / f"upload{id(remote)}"
@@ -370,7 +367,7 @@ class ShellSandbox(ABC):
 
     async def download(self, remote: str, local: Path) -> None:
         """See `base.Sandbox.download`."""
-        if (fd := self._open(remote, self._files.open_read)) is not None:
+        if (fd := self._open(remote, Beneath.open_read)) is not None:
             await asyncio.to_thread(_copy_out, fd, local, _bounded_size(fd, remote, DOWNLOAD_MAX))
             return
         try:
@@ -379,21 +376,13 @@ class ShellSandbox(ABC):
             local.unlink(missing_ok=True)
             raise
 
+    @abstractmethod
     async def read_left(self, path: str) -> bytes:
         """See `base.Sandbox.read_left`."""
-        await self._end_session()
-        beneath = self._beneath(path)
-        if beneath is None:
-            raise OSError(errno.EXDEV, "not below the workspace", path)
-        return await _read(self._files.open_read(beneath), path)
 
+    @abstractmethod
     async def pack_left(self, local: Path) -> None:
         """See `base.Sandbox.pack_left`."""
-        await self._end_session()
-        try:
-            await pack_in_thread(self._files.folder, lambda packing: packing.pack(local))
-        except Unpackable as error:
-            _log.warning("what a rollout left is not kept: %s", error)
 
     async def unpack(self, local: Path) -> None:
         """See `base.Sandbox.unpack`."""
@@ -466,19 +455,11 @@ class ShellSandbox(ABC):
         root = self.workspace.rstrip("/") + "/"
         return whole[len(root) :] if whole.startswith(root) else None
 
-    def _open(self, path: str, how: Callable[[str], int]) -> int | None:
+    def _open(self, path: str, how: Callable[[Beneath, str], int]) -> int | None:
         """Open a file of the workspace from the host; None for one that only the sandbox can
         resolve."""
         self._raise_if_dead()
-        beneath = self._beneath(path)
-        if beneath is None:
-            return None
-        try:
-            return how(beneath)
-        except OSError as error:
-            if error.errno not in UNSAFE:
-                raise
-            return None
+        return None
 
     async def _inside(
         self, script: str, path: str, sink: Sink, stdin: bytes | Path | None = None
@@ -529,6 +510,49 @@ class ShellSandbox(ABC):
 
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
+
+
+class FolderSandbox(ShellSandbox):
+    """One whose workspace is a folder that the host can open.
+
+    Args:
+        files: the workspace as the host opens it.
+    """
+
+    def __init__(
+        self, info: SandboxInfo, tree: Tree, shell: Shell, workspace: str, files: Beneath
+    ) -> None:
+        super().__init__(info, tree, shell, workspace)
+        self._files = files
+
+    async def read_left(self, path: str) -> bytes:
+        """See `base.Sandbox.read_left`."""
+        await self._end_session()
+        beneath = self._beneath(path)
+        if beneath is None:
+            raise OSError(errno.EXDEV, "not below the workspace", path)
+        return await _read(self._files.open_read(beneath), path)
+
+    async def pack_left(self, local: Path) -> None:
+        """See `base.Sandbox.pack_left`."""
+        await self._end_session()
+        try:
+            await pack_in_thread(self._files.folder, lambda packing: packing.pack(local))
+        except Unpackable as error:
+            _log.warning("what a rollout left is not kept: %s", error)
+
+    def _open(self, path: str, how: Callable[[Beneath, str], int]) -> int | None:
+        """See `ShellSandbox`."""
+        self._raise_if_dead()
+        beneath = self._beneath(path)
+        if beneath is None:
+            return None
+        try:
+            return how(self._files, beneath)
+        except OSError as error:
+            if error.errno not in UNSAFE:
+                raise
+            return None
 
 
 def _too_large(path: str, limit: int) -> OSError:

@@ -143,10 +143,10 @@ def make_fifo(path: Path, how: int, mode: int) -> int:
 class Pipe:
     """A named pipe that takes a command's output, open for reading on the host."""
 
-    def __init__(self, control: Path, name: str) -> None:
+    def __init__(self, control: Path, name: str, *, any_user: bool = False) -> None:
         self.name = name
         self.path = control / name
-        self.fd = make_fifo(self.path, os.O_RDONLY, 0o620)
+        self.fd = make_fifo(self.path, os.O_RDONLY, 0o622 if any_user else 0o620)
 
     def read_into(self, sink: Sink, most: int) -> bool | None:
         """Move up to `most` bytes to the sink.
@@ -284,6 +284,9 @@ class ShellPaths:
     """The same directory as the sandbox sees it."""
     state: str
     """A directory that only the sandbox uses."""
+    any_user: bool = False
+    """Whoever reaches the control directory may write to its pipes: the sandbox's user is not
+    known, and the directory is closed to all users of the host."""
     inputs: Path | None = None
     """Where commands' inputs go when not in the control directory: a path that both sides share."""
 
@@ -342,7 +345,7 @@ class Shell:
 
     def _new_pipe(self) -> Pipe:
         self._pipes += 1
-        return Pipe(self.paths.control, f"o{self._pipes}")
+        return Pipe(self.paths.control, f"o{self._pipes}", any_user=self.paths.any_user)
 
     @property
     def busy(self) -> bool:

@@ -9,10 +9,12 @@ nothing of anybody else is touched. Standard library only: it starts fast and st
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -21,6 +23,8 @@ import time
 PATIENCE_S = 20.0
 SHALLOW = 2
 """Levels of folders below a box that are removed by name."""
+CONTAINERS = "containers"
+"""File of a box with the socket of an engine and, line by line, what the box has of it."""
 MARK = "HERMES_RL_LEASE"
 """Variable that names the box of a process which runs in no sandbox (see `none`)."""
 
@@ -138,6 +142,34 @@ def _remove_shallow(path: str | os.PathLike[str], depth: int = SHALLOW) -> bool:
     return True
 
 
+def remove_container(engine: str, path: str) -> None:
+    """Remove a container or an image of docker or podman; nothing happens when there is none.
+
+    Args:
+        engine: the path of its socket.
+        path: `/containers/NAME` or `/images/NAME`.
+    """
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(PATIENCE_S)
+        connection.connect(engine)
+        head = f"DELETE /v1.41{path}?force=1&v=1 HTTP/1.0\r\nHost: engine\r\n\r\n"
+        connection.sendall(head.encode())
+        while connection.recv(4096):
+            pass
+
+
+def remove_containers(box: str) -> None:
+    """Remove the containers and images of a box, each of which was written down before it was
+    made."""
+    try:
+        with open(os.path.join(box, CONTAINERS), encoding="utf-8") as file:
+            engine, *paths = file.read().splitlines()
+    except (OSError, ValueError):
+        return
+    for path in paths:
+        remove_container(engine, path)
+
+
 def remove_empty(path: str) -> None:
     """Remove a folder if it is there and nothing is in it."""
     try:
@@ -182,6 +214,7 @@ def clean(state: str, owner: str, cgroups: str = "") -> None:
             continue
         for name in names:
             if name.startswith(f"{owner}."):
+                remove_containers(os.path.join(boxes, name))
                 remove_tree(os.path.join(boxes, name))
     remove_empty(memory)
     try:

@@ -1,0 +1,583 @@
+"""One container of docker or podman: a client of the engine's local socket, the processes of a
+container, and what a lease holds.
+
+API: https://docs.docker.com/reference/api/engine/version/v1.41/, which podman serves too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import http.client
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import tarfile
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from hermes_rl.aio import in_thread
+from hermes_rl.errors import SandboxDied, SandboxStartError, TaskFault
+from hermes_rl.sandboxes import processes, recipe
+from hermes_rl.sandboxes.base import SandboxSpec
+from hermes_rl.sandboxes.box import gone
+from hermes_rl.sandboxes.images import Replaced
+from hermes_rl.sandboxes.watchdog import CONTAINERS, remove_container, remove_tree
+
+ENGINES = ("docker", "podman")
+API = "/v1.41"
+_ENDED_S = 10.0
+KILLED = 137
+"""Exit code of a process that SIGKILL ended."""
+KILLED_INSIDE = 247
+"""By which process 1 says that of the shell: only who is outside can send it a SIGKILL."""
+_EXEC_S = 10.0
+"""How long the engine's own program may take to become process 1."""
+_GRADED = "hermes-rl-graded"
+"""Repository of the images that are graded, each of which lives as long as its grading."""
+_FOLDER = 1 << 31
+"""The bit of a mode that Go's os.FileMode has for folders."""
+_HEADER = 8
+"""Bytes before each piece of a container's output: its stream, three zeros, its length."""
+
+
+class EngineError(Exception):
+    """An engine refused a request.
+
+    Args:
+        status: of HTTP; 0 when it did not answer.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Engine:
+    """A client of one engine. Blocking, but for `attach`.
+
+    Args:
+        name: `docker` or `podman`.
+        path: its socket; None finds it.
+    """
+
+    def __init__(self, name: str, path: str | None = None) -> None:
+        self.name = name
+        self.path = path or _find_socket(name)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, object] | None = None,
+        into: Path | None = None,
+    ) -> Any:
+        """Make a request.
+
+        Args:
+            body: JSON, or an open file with a tar archive.
+            query: parameters in the address.
+            into: a file that takes the body of the answer.
+
+        Returns the answer's JSON, or its headers where it has none. Raises: EngineError.
+        """
+        connection = _Connection(self.path)
+        headers = {"Content-Type": "application/json"}
+        if isinstance(body, io.BufferedReader | io.BytesIO):
+            headers = {"Content-Type": "application/x-tar"}
+            data: Any = body
+        else:
+            data = b"" if body is None else json.dumps(body).encode()
+        try:
+            connection.request(method, f"{API}{path}?{urlencode(query or {})}", data, headers)
+            answer = connection.getresponse()
+            if answer.status < 300 and into is not None:
+                with into.open("wb") as file:
+                    shutil.copyfileobj(answer, file, 1 << 20)
+                return None
+            text = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(0, f"{self.name} does not answer at {self.path}: {error}") from error
+        finally:
+            connection.close()
+        if answer.status >= 300:
+            raise EngineError(answer.status, _message(text))
+        with contextlib.suppress(ValueError):
+            return json.loads(text)
+        return dict(answer.headers) if not text else _progress(text)
+
+    @contextlib.asynccontextmanager
+    async def attach(self, container: str) -> AsyncIterator[Attached]:
+        """The standard input and output of a container that has not started yet."""
+        try:
+            reader, writer = await asyncio.open_unix_connection(self.path)
+        except OSError as error:
+            raise EngineError(0, f"{self.name} does not answer at {self.path}: {error}") from error
+        try:
+            query = "stream=1&stdin=1&stdout=1&stderr=1"
+            writer.write(
+                f"POST {API}/containers/{container}/attach?{query} HTTP/1.1\r\nHost: engine\r\n"
+                "Connection: Upgrade\r\nUpgrade: tcp\r\nContent-Length: 0\r\n\r\n".encode()
+            )
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            if head.split()[1:2] not in (["101"], ["200"]):
+                raise EngineError(
+                    0, f"{self.name} attaches to no container: {head.splitlines()[0]}"
+                )
+            yield Attached(reader, writer)
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            raise EngineError(0, f"{self.name} closed a connection: {error}") from error
+        finally:
+            writer.close()
+
+
+class _Connection(http.client.HTTPConnection):
+    """HTTP over a socket of this machine."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("engine", timeout=3600)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _find_socket(name: str) -> str:
+    """The socket of a local engine. Raises: SandboxStartError."""
+    named = os.environ.get("CONTAINER_HOST" if name == "podman" else "DOCKER_HOST", "")
+    if named.startswith("unix://"):
+        return named.removeprefix("unix://")
+    if named:
+        raise SandboxStartError(
+            f"{named} is not on this machine: sandboxes need an engine with a local socket. "
+            f"Set {'CONTAINER_HOST' if name == 'podman' else 'DOCKER_HOST'} to unix:///PATH"
+        )
+    runtime = os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.geteuid()}")
+    places = [f"{runtime}/{name}", f"/run/{name}"]
+    suffix = "/podman.sock" if name == "podman" else ".sock"
+    found = next((place + suffix for place in places if os.access(place + suffix, os.W_OK)), None)
+    if found is None:
+        start = "podman system service --time=0" if name == "podman" else "systemctl start docker"
+        raise SandboxStartError(
+            f"no {name} that you may use: none of {', '.join(p + suffix for p in places)} can be "
+            f"written. Start it ({start}), or set "
+            f"{'CONTAINER_HOST' if name == 'podman' else 'DOCKER_HOST'}"
+        )
+    return found
+
+
+def _message(text: bytes) -> str:
+    """What an engine says of an error, in one line."""
+    try:
+        found = json.loads(text)
+        message = str(found.get("message") or found.get("cause") or found)
+    except (ValueError, AttributeError):
+        message = text.decode("utf-8", "replace")
+    return " ".join(message.split())[:500]
+
+
+def _progress(text: bytes) -> str:
+    """What a pull or build printed, from one JSON object per line. Raises: EngineError when it
+    failed."""
+    printed = []
+    for line in text.decode("utf-8", "replace").splitlines():
+        with contextlib.suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                if error := found.get("error"):
+                    raise EngineError(500, " ".join(str(error).split())[:500])
+                printed.append(str(found.get("stream") or found.get("status") or ""))
+    return "".join(printed)
+
+
+class Attached:
+    """Both directions of an attached container."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def receive(self) -> bytes:
+        """The next piece of output; empty at the end."""
+        try:
+            head = await self._reader.readexactly(_HEADER)
+            return await self._reader.readexactly(int.from_bytes(head[4:], "big"))
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
+            return b""
+
+    async def send(self, data: bytes) -> None:
+        """Write to the input. Raises: OSError."""
+        self._writer.write(data)
+        await self._writer.drain()
+
+
+class ContainerTree:
+    """A started container (see `processes.Tree`)."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.name = name
+        self.out_of_memory = False
+        """Known once it has ended."""
+        self._engine = engine
+        self.workspace = -1
+        """The session's workspace, open: it stays after the container's end."""
+        self.uid = 0
+        """The host's id of its user."""
+        self._init = 0
+        self._pidfd = -1
+        self._supervisor = 0
+        self._pump: asyncio.Task[None] | None = None
+        self._code: int | None = None
+        self._asking = asyncio.Lock()
+
+    async def start(self, stdio: socket.socket, tag: str) -> None:
+        """Start the created container with its input and output on `stdio`.
+
+        Raises: EngineError; SandboxStartError when its processes are out of our reach.
+        """
+        attached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pump = asyncio.create_task(self._move(stdio, attached))
+        await attached
+        await in_thread(self._engine.request, "POST", f"/containers/{self.name}/start")
+        state = (await in_thread(self._show))["State"]
+        pid = int(state["Pid"])
+        if pid:
+            await asyncio.to_thread(self._adopt, pid, tag)
+
+    def _adopt(self, pid: int, tag: str) -> None:
+        engine = self._engine.name
+        words: list[bytes] = []
+        deadline = time.monotonic() + _EXEC_S
+        try:
+            os.kill(pid, 0)
+            while tag.encode() not in words and time.monotonic() < deadline:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                time.sleep(0 if tag.encode() in words else 0.005)
+        except (FileNotFoundError, ProcessLookupError):
+            return  # it has ended already
+        except PermissionError as error:
+            raise SandboxStartError(
+                f"containers of this {engine} belong to root, and you may not end what runs in "
+                f"them: use a rootless {engine}, or start as root"
+            ) from error
+        if tag.encode() not in words:
+            raise SandboxStartError(
+                f"{engine} runs on another machine, or this process in a container of its own: "
+                "sandboxes need an engine of the same machine"
+            )
+        with contextlib.suppress(ProcessLookupError):  # then it has ended already
+            self._pidfd = os.pidfd_open(pid)
+            self.uid = os.stat(f"/proc/{pid}").st_uid
+            self._init = pid
+
+    def open_workspace(self) -> None:
+        """Open the workspace, now that the session runs. Raises: OSError."""
+        path = f"/proc/{self._init}/root{recipe.WORKSPACE}"
+        self.workspace = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    async def _move(self, stdio: socket.socket, attached: asyncio.Future[None]) -> None:
+        """Move lines between the channel and the container, until either ends."""
+        loop = asyncio.get_running_loop()
+        stdio.setblocking(False)
+        with stdio:
+            try:
+                async with self._engine.attach(self.name) as container:
+                    attached.set_result(None)
+
+                    async def give() -> None:
+                        while data := await loop.sock_recv(stdio, 1 << 16):
+                            await container.send(data)
+
+                    async def take() -> None:
+                        while data := await container.receive():
+                            await loop.sock_sendall(stdio, data)
+
+                    ways = [asyncio.ensure_future(way()) for way in (give, take)]
+                    try:
+                        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        for way in ways:
+                            way.cancel()
+                        await asyncio.gather(*ways, return_exceptions=True)
+            except EngineError as error:
+                if attached.done():
+                    raise
+                attached.set_exception(error)
+
+    def _show(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._engine.request("GET", f"/containers/{self.name}/json")
+        return found
+
+    def supervisor(self) -> int:
+        """Process 1's second child; the first one passes the channel on."""
+        if not self._supervisor:
+            self._supervisor = next(iter(self._children()[1:]), 0)
+        return self._supervisor
+
+    def orphans(self) -> processes.Snapshot:
+        """Children of process 1."""
+        return processes.snapshot(self._children(), below=False)
+
+    def _children(self) -> list[int]:
+        return processes.children(self._init) if self._init else []
+
+    def end_process(self, inside: int) -> None:
+        """See `processes.Tree`."""
+        processes.end_inside(self._init, inside)
+
+    async def ended(self) -> int:
+        """Wait for the container's end. Its code; negative when it was killed from outside, which
+        nothing inside can do to process 1."""
+        if self._pidfd >= 0:
+            await gone(self._pidfd)
+        async with self._asking:
+            if self._code is None:
+                self._code = await in_thread(self._ask)
+        return self._code
+
+    def _ask(self) -> int:
+        try:
+            answer = self._engine.request("POST", f"/containers/{self.name}/wait")
+            state = self._show()["State"]
+        except EngineError as error:
+            if error.status == 404:
+                return -9
+            raise SandboxDied(f"{self._engine.name}: {error}") from error
+        self.out_of_memory = bool(state.get("OOMKilled"))
+        code = int(answer["StatusCode"])
+        if code == KILLED and not self.out_of_memory:
+            return -signal.SIGKILL
+        return KILLED if code == KILLED_INSIDE else code
+
+    async def end(self) -> int:
+        """End all of it. Its code, as `ended` has it."""
+        if self._init and self._code is None:
+            with contextlib.suppress(OSError):
+                os.kill(self._init, signal.SIGKILL)
+            if self._pidfd >= 0:
+                await gone(self._pidfd)
+        elif not self._init:
+            await in_thread(self._kill)
+        try:
+            async with asyncio.timeout(_ENDED_S):
+                return await self.ended()
+        except TimeoutError:
+            raise SandboxDied(f"{self._engine.name} does not end container {self.name}") from None
+
+    def _kill(self) -> None:
+        with contextlib.suppress(EngineError):
+            self._engine.request("POST", f"/containers/{self.name}/kill")
+
+    def close(self) -> None:
+        """Close our descriptors. Idempotent."""
+        for fd in (self._pidfd, self.workspace):
+            if fd >= 0:
+                os.close(fd)
+        self._pidfd = self.workspace = -1
+        if self._pump is not None:
+            self._pump.cancel()
+
+
+class Held:
+    """What one lease holds: folders of the host, containers, images. Blocking.
+
+    Args:
+        box: its folder; names its containers.
+        memory: its folder in memory, or the box.
+    """
+
+    def __init__(self, engine: Engine, box: Path, memory: Path) -> None:
+        self.engine, self.box, self._memory = engine, box, memory
+        self._note(engine.path)
+
+    def _note(self, line: str) -> None:
+        """For whoever cleans up after us, before there is anything to clean up."""
+        with (self.box / CONTAINERS).open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+    def tag(self, spec: SandboxSpec) -> str:
+        """How the reaper knows its processes: OWNER.N:LEASE."""
+        return f"{self.box.name}:{spec.lease}"
+
+    def folder(self, name: str) -> Path:
+        """A folder of the host that containers may read."""
+        path = self._memory / name
+        path.mkdir(mode=0o755, parents=True)
+        return path
+
+    def _container(self, name: str) -> str:
+        return f"hermes-rl-{self.box.name}-{name}"
+
+    async def start(
+        self,
+        name: str,
+        config: dict[str, Any],
+        stdio: socket.socket,
+        tag: str,
+        open_workspace: bool = False,
+        copy_workspace: bool = False,
+    ) -> ContainerTree:
+        """Create and start a container.
+
+        Args:
+            name: within the lease.
+            open_workspace: its user is not root, and shall be able to write in the workspace.
+            copy_workspace: the workspace that the session left is copied into it.
+
+        Raises: SandboxStartError; TaskFault when the image holds no bash.
+        """
+        container = self._container(name)
+        tree = ContainerTree(self.engine, container)
+        try:
+            await in_thread(self._create, container, config, open_workspace, copy_workspace)
+            await tree.start(stdio, tag)
+        except EngineError as error:
+            stdio.close()
+            tree.close()
+            if "/bin/bash" in str(error):
+                raise TaskFault("the image holds no /bin/bash") from error
+            raise SandboxStartError(f"a container cannot be started: {error}") from error
+        except BaseException:
+            tree.close()
+            raise
+        return tree
+
+    def _create(
+        self, container: str, config: dict[str, Any], open_workspace: bool, copy_workspace: bool
+    ) -> None:
+        self._note(f"/containers/{container}")
+        self.engine.request("POST", "/containers/create", config, query={"name": container})
+        archive = f"/containers/{container}/archive"
+        if open_workspace:
+            self.engine.request(
+                "PUT", archive, _open_folder(recipe.WORKSPACE[1:]), query={"path": "/"}
+            )
+        if copy_workspace:
+            with self.left() as left, left.open("rb") as file:
+                self.engine.request("PUT", archive, file, query={"path": "/"})
+
+    def written(self) -> int:
+        """What the session's container has written to its file system."""
+        path = f"/containers/{self._container('s')}/json"
+        return int(self.engine.request("GET", path, query={"size": 1}).get("SizeRw") or 0)
+
+    def out_of_memory(self) -> bool:
+        """Whether the kernel ended a process of the session for its memory."""
+        path = f"/containers/{self._container('s')}/json"
+        return bool(self.engine.request("GET", path)["State"].get("OOMKilled"))
+
+    def changes(self) -> Changes:
+        """What the session changed of its image."""
+        container = self._container("s")
+        listed = self.engine.request("GET", f"/containers/{container}/changes") or []
+        return Changes(self.engine, container, {c["Path"]: int(c["Kind"]) for c in listed})
+
+    def commit(self, name: str) -> str:
+        """Make an image of what the session left. Returns its id."""
+        self._note(f"/images/{_GRADED}:{self.box.name}-{name}")
+        made = self.engine.request(
+            "POST",
+            "/commit",
+            {},
+            query={
+                "container": self._container("s"),
+                "repo": _GRADED,
+                "tag": f"{self.box.name}-{name}",
+            },
+        )
+        return str(made["Id"])
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[Path]:
+        """An archive of the workspace that the session left. Raises: EngineError."""
+        archive = self.box / "left.tar"
+        where = f"/containers/{self._container('s')}/archive"
+        try:
+            self.engine.request("GET", where, query={"path": recipe.WORKSPACE}, into=archive)
+            yield archive
+        finally:
+            archive.unlink(missing_ok=True)
+
+    def remove_grading(self, name: str) -> None:
+        """Remove what a grading held."""
+        remove_container(self.engine.path, f"/containers/{self._container(name)}")
+        remove_container(self.engine.path, f"/images/{_GRADED}:{self.box.name}-{name}")
+        for folder in (self._memory / name, self.box / name):
+            remove_tree(folder)
+
+    def remove(self) -> None:
+        """Remove all of it."""
+        remove_container(self.engine.path, f"/containers/{self._container('s')}")
+        remove_tree(self._memory)
+        remove_tree(self.box)
+
+
+def _open_folder(name: str) -> io.BytesIO:
+    """An archive of an empty folder that everybody may write."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        info = tarfile.TarInfo(name)
+        info.type, info.mode = tarfile.DIRTYPE, 0o777
+        archive.addfile(info)
+    packed.seek(0)
+    return packed
+
+
+def writable_copy(verify: Path, folder: str, under: Path) -> Path:
+    """A copy of a folder of the verifier's files that everybody may write. Raises: TaskFault."""
+    shown = (verify / folder).resolve()
+    if not shown.is_relative_to(verify.resolve()):
+        raise TaskFault(f"verify.mounts: {folder!r} is not a folder of the verifier's files")
+    copied = under / "mounts" / folder
+    copied.parent.mkdir(parents=True, exist_ok=True)
+    if shown.is_dir():
+        shutil.copytree(shown, copied)
+    else:
+        copied.mkdir()
+    for path in (copied, *copied.rglob("*")):
+        path.chmod(0o777)
+    return copied
+
+
+class Changes:
+    """What an agent changed of an image (see `images.replaced`).
+
+    Args:
+        listed: path -> 0 changed, 1 added, 2 removed.
+    """
+
+    def __init__(self, engine: Engine, container: str, listed: Mapping[str, int]) -> None:
+        self._engine, self._container, self._listed = engine, container, listed
+        self._below: dict[str, dict[str, bool]] = {}
+        for path, kind in listed.items():
+            folder, _, name = path.rpartition("/")
+            self._below.setdefault(folder or "/", {})[name] = kind == 2
+
+    def names(self, folder: str, *, opaque_too: bool) -> Mapping[str, bool]:
+        """Changed entries of a folder -> whether it was removed. Raises: Replaced."""
+        path = ""
+        for part in folder.split("/"):
+            path += f"/{part}"
+            kind = self._listed.get(path)
+            if kind == 2 or (kind is not None and not self._is_folder(path)):
+                raise Replaced(path)
+        return self._below.get(path, {})
+
+    def _is_folder(self, path: str) -> bool:
+        try:
+            where = f"/containers/{self._container}/archive"
+            headers = self._engine.request("HEAD", where, query={"path": path})
+            found = next(v for k, v in headers.items() if k.lower().endswith("path-stat"))
+            return bool(int(json.loads(base64.b64decode(found))["mode"]) & _FOLDER)
+        except (EngineError, StopIteration, ValueError, KeyError, TypeError):
+            return False

@@ -1,0 +1,443 @@
+"""Sandboxes in containers of docker or podman, over the engine's local socket.
+
+A container runs the supervisor of `shell`, once for all its commands: they cost what they cost in
+bubblewrap, not what `docker exec` costs. The control directory is bound into the container; the
+channel is the container's standard input and output, attached. Process 1 ends when the channel
+does, and with it the container: an agent never outlives the worker that leased it.
+
+Processes are watched and ended from the host, by the ids that the host knows them by. So the engine
+runs on this machine, and we may signal what it starts: as root, or with a rootless engine.
+
+Grading runs the verifier in a new container of a commit of the agent's one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import posixpath
+import shlex
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from hermes_rl.aio import in_thread
+from hermes_rl.errors import (
+    SandboxDied,
+    SandboxError,
+    SandboxKilled,
+    SandboxStartError,
+    TaskFault,
+)
+from hermes_rl.sandboxes import grading, recipe
+from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
+from hermes_rl.sandboxes.container import (
+    KILLED,
+    KILLED_INSIDE,
+    ContainerTree,
+    Engine,
+    EngineError,
+    Held,
+    writable_copy,
+)
+from hermes_rl.sandboxes.files import Beneath
+from hermes_rl.sandboxes.images import graded_programs, replaced
+from hermes_rl.sandboxes.session import FolderSandbox, encode, environment_file, start_shell
+from hermes_rl.sandboxes.shell import Ended, HeadTail, Shell, ShellLost, ShellPaths, supervisor_text
+from hermes_rl.sandboxes.slots import Home
+
+_ENDED_S = 10.0
+"""How long a container may take to end after its shell."""
+WATCH_S = 5.0
+"""Between two looks at the size of containers in which a command runs."""
+_CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"]
+"""What package managers and `su` need inside a container; no other is left to its root."""
+
+_INIT = f"""\
+trap 'exit 143' TERM
+trap '' HUP INT QUIT USR1 USR2
+pass_on() {{ while IFS= read -r line; do printf '%s\\n' "$line"; done; kill -TERM 1; }}
+exec 3<&0 5< <(pass_on <&3 2>/dev/null)
+. "$0" <&5 3<&- 5<&- &
+exec <&- >&- 2>&- 3<&- 5<&-
+wait $!
+code=$?
+exit $((code == {KILLED} ? {KILLED_INSIDE} : code))
+"""
+"""Process 1: passes the channel's lines on, and ends, with all others, at the channel's end."""
+
+
+@dataclass(frozen=True)
+class _Image:
+    """An image as its engine knows it."""
+
+    id: str
+    root: recipe.Root
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> _Image:
+        config = found.get("Config") or {}
+        env = dict(entry.partition("=")[::2] for entry in config.get("Env") or ())
+        user = str(config.get("User") or "").partition(":")[0]
+        workdir = config.get("WorkingDir") or None
+        root = recipe.Root(
+            env=env,
+            workdir=None if workdir == "/" else workdir,
+            superuser=user in ("", "root", "0"),
+        )
+        return cls(str(found["Id"]), root)
+
+
+class Containers:
+    """The backends `docker` and `podman`: one per process.
+
+    Args:
+        name: `docker` or `podman`.
+        socket_path: the engine's socket; None takes `DOCKER_HOST` (podman: `CONTAINER_HOST`), or
+            the user's, or the machine's.
+        state_dir: where control directories go; None is a folder of this user below the machine's
+            temporary folder.
+    """
+
+    def __init__(
+        self, name: str, *, socket_path: str | None = None, state_dir: Path | None = None
+    ) -> None:
+        self.name = name
+        self._socket_path = socket_path
+        self._state_dir = state_dir
+        self._home: Home | None = None
+        self._opening = asyncio.Lock()
+        self._images: dict[str, asyncio.Task[_Image]] = {}
+        self._programs: dict[str, tuple[str, ...]] = {}
+        self._live: set[ContainerSandbox] = set()
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def _open(self) -> Home:
+        async with self._opening:
+            if self._home is None:
+                self._home = await asyncio.to_thread(self._prepare)
+                self._watcher = asyncio.create_task(self._watch())
+            return self._home
+
+    def _prepare(self) -> Home:
+        self.engine = Engine(self.name, self._socket_path)
+        try:
+            self.engine.request("GET", "/version")
+        except EngineError as error:
+            raise SandboxStartError(str(error)) from error
+        home = Home(self._state_dir)
+        home.guard()
+        return home
+
+    async def image(self, name: str) -> _Image:
+        """An image, pulled when the engine does not have it. Raises: TaskFault when it cannot be
+        had; SandboxStartError when the engine does not answer."""
+        await self._open()
+        task = self._images.get(name)
+        if task is None:
+            task = self._images[name] = asyncio.create_task(self._find(name))
+        try:
+            return await asyncio.shield(task)
+        except EngineError as error:
+            self._images.pop(name, None)
+            if error.status == 0:
+                raise SandboxStartError(str(error)) from error
+            raise TaskFault(
+                f"image {name!r} is not in {self.name} and cannot be pulled: {error}"
+            ) from error
+
+    async def _find(self, name: str) -> _Image:
+        path = f"/images/{quote(name, safe='/:@')}/json"
+        try:
+            return _Image.read(await in_thread(self.engine.request, "GET", path))
+        except EngineError as error:
+            if error.status != 404:
+                raise
+        image, tag = name, "latest"
+        if ":" in posixpath.basename(name) and "@" not in name:
+            image, _, tag = name.rpartition(":")
+        pull = {"fromImage": image, "tag": tag}
+        await in_thread(lambda: self.engine.request("POST", "/images/create", query=pull))
+        return _Image.read(await in_thread(self.engine.request, "GET", path))
+
+    async def digest_of(self, image: str) -> str:
+        """See `base.SandboxBackend.digest_of`."""
+        return (await self.image(image)).id
+
+    async def lease(self, spec: SandboxSpec) -> ContainerSandbox:
+        """Start a container.
+
+        Raises: SandboxStartError; TaskFault when no image is named, or it cannot be had.
+        """
+        if spec.image is None:
+            raise TaskFault(
+                f"a {self.name} sandbox needs an image: name one with --image, or as the row's"
+            )
+        home = await self._open()
+        image = await self.image(spec.image)
+        box = home.new_box()
+        try:
+            memory = home.memory_folder(box)
+            held = Held(self.engine, box, memory)
+            return await self._lease(spec, image, held)
+        except OSError as error:
+            raise SandboxStartError(f"a sandbox cannot be made: {error}") from error
+
+    async def _lease(self, spec: SandboxSpec, image: _Image, held: Held) -> ContainerSandbox:
+        try:
+            control = held.folder("ctl")
+            variables = recipe.environment(recipe.WORKSPACE, spec.env, image.root)
+            cwd = spec.cwd or image.root.workdir
+            (control / "env").write_text(environment_file(variables, recipe.WORKSPACE, cwd))
+            (control / "supervisor").write_text(supervisor_text())
+            limits = spec.limits
+            # Processes and memory are bounded by the container's control group.
+            bounds = ("-f", str(limits.file_bytes >> 10), "-n", str(recipe.OPEN_FILES), "-c", "0")
+            command = [f"{recipe.CONTROL}/supervisor", recipe.CONTROL, recipe.STATE, *bounds]
+            config = self._config(spec, image.id, held.tag(spec), [*command, held.tag(spec)])
+            host = config["HostConfig"]
+            host["Binds"] = [f"{control}:{recipe.CONTROL}:ro"]
+            host["NetworkMode"] = "bridge" if spec.network else "none"
+            tree, shell = await self._start(held, control, config, spec, image)
+        except BaseException:
+            await asyncio.shield(in_thread(held.remove))
+            raise
+        sandbox = ContainerSandbox(self, spec, image, held, tree, shell)
+        self._live.add(sandbox)
+        try:
+            sandbox.programs = await self._programs_of(image, sandbox)
+        except BaseException:
+            await asyncio.shield(sandbox.aclose())
+            raise
+        return sandbox
+
+    async def _start(
+        self,
+        held: Held,
+        control: Path,
+        config: dict[str, Any],
+        spec: SandboxSpec,
+        image: _Image,
+    ) -> tuple[ContainerTree, Shell]:
+        async def launch(stdio: socket.socket) -> ContainerTree:
+            return await held.start("s", config, stdio, held.tag(spec), not image.root.superuser)
+
+        paths = ShellPaths(control, recipe.CONTROL, recipe.STATE, any_user=True)
+
+        async def settle(tree: ContainerTree) -> None:
+            await asyncio.to_thread(tree.open_workspace)
+
+        def explain(message: str) -> str:
+            return f"the shell did not start: {message}"
+
+        return await start_shell(paths, launch, explain, settle)
+
+    def _config(
+        self, spec: SandboxSpec, image: str, tag: str, command: Sequence[str]
+    ) -> dict[str, Any]:
+        """What a container of any kind is created with."""
+        limits = spec.limits
+        return {
+            "Image": image,
+            "Entrypoint": ["/bin/bash", "--norc", "--noprofile", "-c", _INIT],
+            "Cmd": list(command),
+            "Env": [f"LANG={recipe.LANG}"],
+            "Hostname": "sandbox",
+            "WorkingDir": recipe.WORKSPACE,
+            "Healthcheck": {"Test": ["NONE"]},
+            "Labels": {"hermes-rl.lease": tag},
+            **dict.fromkeys(("OpenStdin", "StdinOnce"), True),
+            **dict.fromkeys(("AttachStdin", "AttachStdout", "AttachStderr"), True),
+            "HostConfig": {
+                "NetworkMode": "none",
+                "CapDrop": ["ALL"],
+                "CapAdd": _CAPABILITIES,
+                "SecurityOpt": ["no-new-privileges"],
+                "PidsLimit": limits.processes,
+                "Memory": limits.memory_bytes,
+                "MemorySwap": limits.memory_bytes,
+                "ShmSize": limits.shm_bytes,
+                "Tmpfs": {
+                    "/tmp": f"exec,mode=1777,size={limits.tmp_bytes}",
+                    recipe.STATE: f"mode=0777,size={recipe.RUN_BYTES}",
+                },
+                "LogConfig": {"Type": "none"},
+                "Init": False,
+            },
+        }
+
+    async def _programs_of(self, image: _Image, sandbox: ContainerSandbox) -> tuple[str, ...]:
+        """Those of `graded_programs.txt` that an image has, before an agent can add any."""
+        if image.id not in self._programs:
+            found = await sandbox.programs_in(image.root.env.get("PATH", recipe.PATH))
+            self._programs[image.id] = found
+        return self._programs[image.id]
+
+    async def grade(self, sandbox: ContainerSandbox, spec: GradingSpec, name: str) -> GradingResult:
+        """Run a verifier over what a sandbox left. Raises: SandboxStartError, SandboxDied,
+        TaskFault when its image is missing."""
+        held, asked = sandbox.held, sandbox.spec
+        try:
+            if spec.image is None:
+                search = sandbox.image.root.env.get("PATH", recipe.PATH)
+                changes = await in_thread(held.changes)
+                found = await in_thread(replaced, sandbox.programs, changes, search, spec.mounts)
+                if found is not None:
+                    return grading.refused(f"the agent replaced {found}, which grading relies on")
+                root, image = sandbox.image.root, await in_thread(held.commit, name)
+            else:
+                own = await self.image(spec.image)
+                root, image = own.root, own.id
+            control, verify = held.folder(f"{name}/ctl"), held.folder(f"{name}/verify")
+            variables = dict(root.env)
+            if root.workdir is not None:
+                variables["WORKDIR"] = root.workdir
+            paths = grading.Paths(recipe.CONTROL, grading.HOME, grading.VERIFY, recipe.WORKSPACE)
+            grading.write_stage(control, verify, spec, paths, variables)
+            tag = held.tag(asked)
+            config = self._config(asked, image, tag, [f"{recipe.CONTROL}/start", tag])
+            config["WorkingDir"] = "/"
+            host = config["HostConfig"]
+            size = asked.limits.tmp_bytes
+            host["Tmpfs"][grading.HOME] = f"exec,mode=0777,size={size}"
+            host["Binds"] = [f"{control}:{recipe.CONTROL}:ro", f"{verify}:{grading.VERIFY}:ro"]
+            for place, folder in spec.mounts.items():
+                if not folder:
+                    host["Tmpfs"][place] = f"exec,mode=0777,size={size}"
+                    continue
+                shown = await in_thread(writable_copy, verify, folder, held.box / name)
+                host["Binds"].append(f"{shown}:{place}")
+
+            async def launch(stdio: socket.socket) -> ContainerTree:
+                copied = spec.image is not None
+                return await held.start(name, config, stdio, tag, copy_workspace=copied)
+
+            return await grading.judge(spec, control, launch, any_user=True)
+        except EngineError as error:
+            raise SandboxStartError(f"a grading sandbox cannot be made: {error}") from error
+        except OSError as error:
+            raise SandboxStartError(f"a grading sandbox cannot be made: {error}") from error
+        finally:
+            await asyncio.shield(in_thread(held.remove_grading, name))
+
+    async def _watch(self) -> None:
+        """Look at containers in which something runs: a limit may be exceeded at any time."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for sandbox in [*self._live]:
+                with contextlib.suppress(SandboxError, EngineError):
+                    await sandbox.look()
+
+    def forget(self, sandbox: ContainerSandbox) -> None:
+        """A sandbox is closed."""
+        self._live.discard(sandbox)
+
+    async def aclose(self) -> None:
+        """End all sandboxes of this process."""
+        await asyncio.gather(*(sandbox.aclose() for sandbox in [*self._live]))
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.wait([self._watcher])
+        if self._home is not None:
+            await asyncio.to_thread(self._home.close)
+            self._home = None
+
+
+class ContainerSandbox(FolderSandbox):
+    """See `base.Sandbox`."""
+
+    _tree: ContainerTree
+
+    def __init__(
+        self,
+        backend: Containers,
+        spec: SandboxSpec,
+        image: _Image,
+        held: Held,
+        tree: ContainerTree,
+        shell: Shell,
+    ) -> None:
+        limits = spec.limits
+        bounds: dict[str, object] = {
+            "processes": limits.processes,
+            "memory_bytes": limits.memory_bytes,
+            "file_bytes": limits.file_bytes,
+            "workspace_bytes": limits.workspace_bytes,
+            "workspace_held_by": "watching",
+            "tmp_bytes": limits.tmp_bytes,
+            "shm_bytes": limits.shm_bytes,
+        }
+        info = SandboxInfo(backend.name, spec.image, bounds)
+        folder = Path(f"/proc/self/fd/{tree.workspace}")
+        files = Beneath(folder, tree.uid if os.geteuid() == 0 else None)
+        super().__init__(info, tree, shell, recipe.WORKSPACE, files)
+        self.spec, self.image, self.held = spec, image, held
+        self.programs: tuple[str, ...] = ()
+        """Those that tests rely on and that the image has."""
+        self._backend = backend
+
+    @property
+    def container(self) -> str:
+        """The container's name: what an operator, or a test, may kill."""
+        return self._tree.name
+
+    async def programs_in(self, path: str) -> tuple[str, ...]:
+        """Those of `graded_programs` that are in the folders of a PATH."""
+        sink = HeadTail(1 << 16)
+        text = (
+            f"IFS=: read -ra folders <<<{shlex.quote(path)}\n"
+            f"for p in {' '.join(graded_programs())}; do\n"
+            'for d in "${folders[@]}"; do [[ -e $d/$p ]] && echo "$p" && break; done\n'
+            "done\ntrue"
+        )
+        await self._execute("i", encode(text), sink, 60.0)
+        return tuple(sink.text().split())
+
+    async def look(self) -> None:
+        """Hold it against the limits that its control group does not hold. Raises: SandboxKilled,
+        EngineError."""
+        if self._shell.busy and not self._shell.lost.is_set():
+            held = await in_thread(self.held.written)
+            if held > self.spec.limits.workspace_bytes:
+                await self._end(
+                    SandboxKilled(f"the sandbox exceeded its limits: {held} bytes written")
+                )
+
+    async def _after(self, ended: Ended) -> None:
+        if ended.exit_code == KILLED:
+            with contextlib.suppress(EngineError):
+                if await in_thread(self.held.out_of_memory):
+                    await self._end(SandboxKilled("the sandbox ran out of memory"))
+        self._raise_if_dead()
+
+    def _check_workspace(self) -> None:
+        """It lies in the container, which only the host can remove."""
+
+    async def _classify(self, lost: ShellLost) -> SandboxError:
+        if lost.vanished:  # it is read-only in the sandbox
+            error: SandboxError = SandboxDied("the folders of the sandbox vanished")
+            await self._end(error)
+            return error
+        try:
+            async with asyncio.timeout(_ENDED_S if self._shell.lost.is_set() else 0):
+                code = await self._tree.ended()
+        except TimeoutError:
+            error = SandboxKilled(f"the shell of the sandbox no longer answers: {lost}")
+            await self._end(error)
+            return error
+        if self._tree.out_of_memory:
+            return SandboxKilled("the sandbox ran out of memory")
+        if code < 0:
+            return SandboxDied(f"container {self.container} was ended from outside")
+        return SandboxKilled(f"the shell of the sandbox was killed (exit {code})")
+
+    async def _grade(self, spec: GradingSpec, name: str) -> GradingResult:
+        return await self._backend.grade(self, spec, name)
+
+    async def _give_back(self) -> None:
+        await in_thread(self.held.remove)
+        self._backend.forget(self)
