@@ -263,7 +263,7 @@ class ModelSection(PolicySamplingSection):
 class SandboxSection(Section):
     """Identity: where commands run."""
 
-    backend: Literal["bubblewrap", "none"] = "bubblewrap"
+    backend: Literal["bubblewrap", "docker", "podman", "none"] = "bubblewrap"
     image: str | None = None
     network: bool = False
 

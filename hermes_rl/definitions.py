@@ -11,7 +11,7 @@ from hermes_rl.agent import WORDINGS, Limits, Policy, preset, system_prompt
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig, SandboxSection
 from hermes_rl.config_agent import AgentSection, LimitsSection
 from hermes_rl.config_endpoint import SamplingSection, extra_of
-from hermes_rl.errors import TaskFault, UserError
+from hermes_rl.errors import SandboxStartError, TaskFault, UserError
 from hermes_rl.identity import digest
 from hermes_rl.models import Sampling
 from hermes_rl.tasks import Task
@@ -133,7 +133,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
         },
         "sandbox": {
             "backend": config.sandbox.backend,
-            "image": image_digest(config.sandbox.image),
+            "image": image_digest(config.sandbox.image, config.sandbox.backend),
             "network": config.sandbox.network,
         },
     }
@@ -202,16 +202,16 @@ def _named(config: RunConfig) -> dict[str, Any]:
     return {"mix": dict(mix)} if mix else {"name": config.model.name}
 
 
-def image_digest(image: str | None) -> str | None:
-    """What names the content of an image; None for the default image.
+def image_digest(image: str | None, backend: str) -> str | None:
+    """What names the content of an image of a sandbox backend; None for the default image.
 
     Raises: UserError when the image does not exist.
     """
     if image is None:
         return None
-    from hermes_rl.sandboxes import digest_of
+    from hermes_rl.sandboxes import ENGINES, Engine, digest_of
 
     try:
-        return digest_of(image)
-    except TaskFault as error:
+        return Engine(backend).image(image).id if backend in ENGINES else digest_of(image)
+    except (TaskFault, SandboxStartError) as error:
         raise UserError(f"--image {image}: {error}") from None

@@ -59,7 +59,7 @@ from hermes_rl.tasks import Task
 from hermes_rl.text import mask
 from hermes_rl.tools import Tool, resolve, with_timeout, with_wording
 
-BACKENDS = ("bubblewrap", "none")
+BACKENDS = ("bubblewrap", "docker", "podman", "none")
 
 REFUSALS = 10
 """Calls refused in the same words, with no answer between them, after which a run stops."""
@@ -206,7 +206,8 @@ class RunContext:
     async def digest_of(self, image: str | None) -> str | None:
         """See `image_digest`; each image is looked at once, off the loop."""
         if image is not None and image not in self._digests:
-            self._digests[image] = await asyncio.to_thread(image_digest, image)
+            name = self.config.sandbox.backend
+            self._digests[image] = await asyncio.to_thread(image_digest, image, name)
         return self._digests[image] if image is not None else None
 
     def scrub(self, text: str) -> str:
@@ -289,6 +290,10 @@ def make_backend(name: str, state_dir: Path | None = None) -> SandboxBackend:
         from hermes_rl.sandboxes import Subprocess
 
         return Subprocess(state_dir=state_dir)
+    if name != "bubblewrap":
+        from hermes_rl.sandboxes import Containers
+
+        return Containers(name, state_dir=state_dir)
     from hermes_rl.sandboxes import Bubblewrap
 
     return Bubblewrap(state_dir=state_dir)
@@ -342,17 +347,22 @@ async def reach(config: RunConfig, keys: Mapping[str, str] | None = None) -> End
 
         await asyncio.to_thread(check_gguf, Path(config.endpoint.model_path))
     if not (config.run.workers != 0 and os.environ.get("RAY_ADDRESS")):
-        await _start_a_sandbox(config.sandbox.backend)
+        await _start_a_sandbox(config.sandbox.backend, config.sandbox.image)
     held = Keys(await asyncio.to_thread(all_keys, config) if keys is None else keys)
     return await reach_models(config, held)
 
 
-async def _start_a_sandbox(backend_name: str) -> None:
+async def _start_a_sandbox(backend_name: str, image: str | None) -> None:
     if backend_name == "none":
+        return
+    if backend_name != "bubblewrap" and image is None:  # then each row names its own
+        from hermes_rl.sandboxes import Engine
+
+        await asyncio.to_thread(lambda: Engine(backend_name).version())
         return
     backend = make_backend(backend_name)
     try:
-        async with await backend.lease(SandboxSpec(lease="try-out")):
+        async with await backend.lease(SandboxSpec(lease="try-out", image=image)):
             pass
     finally:
         await backend.aclose()

@@ -148,7 +148,7 @@ def machine() -> list[Finding]:
 
 def sandboxes() -> list[Finding]:
     """Whether bubblewrap starts, and which limits the machine can enforce."""
-    from hermes_rl.sandboxes import probe_machine, solutions
+    from hermes_rl.sandboxes import ENGINES, probe_machine, solutions
 
     p = probe_machine()
     found = [Finding("sandboxes", "bubblewrap", p.works, f"{p.version} {p.message}".strip())]
@@ -170,8 +170,20 @@ def sandboxes() -> list[Finding]:
         found.append(Finding("sandboxes", "hidden", None, text))
     none = "--sandbox none shows agents all that you can read, solutions of bundled tasks too"
     found.append(Finding("sandboxes", "none", None, none))
-    later = "not in this version: docker, ssh, apptainer, modal"
+    found += [Finding("sandboxes", name, None, _engine(name)) for name in ENGINES]
+    later = "not in this version: ssh, apptainer, modal"
     return [*found, Finding("sandboxes", "others", None, later)]
+
+
+def _engine(name: str) -> str:
+    from hermes_rl.errors import SandboxStartError
+    from hermes_rl.sandboxes import Engine
+
+    try:
+        engine = Engine(name)
+        return f"{engine.version()} at {engine.path}"
+    except SandboxStartError as error:
+        return str(error)
 
 
 def _workspace(no_disks: str) -> str:

@@ -78,7 +78,7 @@ FLAGS = {
     "concurrency": Flag("run.concurrency", "Rollouts in flight over all workers [64]", kind=_WHOLE),
     "max_attempts": Flag("run.max_attempts", "Failures until a unit is given up [3]", kind=_WHOLE),
     "retry_failed": Flag("run.retry_failed", "Open again what was given up", kind=_SWITCH),
-    "sandbox": Flag("sandbox.backend", "bubblewrap or none [bubblewrap]", "KIND"),
+    "sandbox": Flag("sandbox.backend", "bubblewrap, docker, podman or none [bubblewrap]", "KIND"),
     "image": Flag("sandbox.image", "Root of the sandbox", "IMAGE"),
     "network": Flag("sandbox.network", "Give the sandbox the network", kind=_SWITCH),
     "allow_unsandboxed": Flag("run.allow_unsandboxed", "Permit --sandbox none", kind=_SWITCH),

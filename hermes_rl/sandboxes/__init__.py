@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         leased_sandbox,
         tells_a_host_fault,
     )
-    from hermes_rl.sandboxes.container import ENGINES, EngineError
+    from hermes_rl.sandboxes.container import ENGINES, Engine
     from hermes_rl.sandboxes.containers import Containers, ContainerSandbox
     from hermes_rl.sandboxes.files import Beneath, Look
     from hermes_rl.sandboxes.grading import FORMAT, Packing, Unpackable, pack_in_thread, reading

@@ -237,11 +237,6 @@ class SandboxBackend(Protocol):
         """Start a sandbox. Raises: SandboxStartError; TaskFault when the image is missing."""
         ...
 
-    async def digest_of(self, image: str) -> str:
-        """What names the content of an image. Raises: SandboxStartError; TaskFault when it is
-        missing."""
-        ...
-
     async def aclose(self) -> None:
         """End all sandboxes of this process."""
         ...

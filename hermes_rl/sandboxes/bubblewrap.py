@@ -22,7 +22,7 @@ from hermes_rl.errors import (
     SandboxStartError,
     TaskFault,
 )
-from hermes_rl.sandboxes import grading, images, limits, probe, recipe, watchdog
+from hermes_rl.sandboxes import grading, limits, probe, recipe, watchdog
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
 from hermes_rl.sandboxes.box import (
     HOST_FOLDER_HOME,
@@ -37,6 +37,7 @@ from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.grading import Packing, Unpackable, pack_in_thread
 from hermes_rl.sandboxes.limits import TEMPORARY, Usage, measure
 from hermes_rl.sandboxes.probe import find_binary, reachable
+from hermes_rl.sandboxes.replaced import Upper, programs_in, replaced
 from hermes_rl.sandboxes.session import FolderSandbox, abandon, environment_file, start_shell
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Disks, Home, Slots, Storage, find_disks, has_slots
@@ -123,10 +124,6 @@ class Bubblewrap:
             home.close()
             raise
         return home
-
-    async def digest_of(self, image: str) -> str:
-        """See `base.SandboxBackend.digest_of`."""
-        return await asyncio.to_thread(recipe.digest_of, image)
 
     async def lease(self, spec: SandboxSpec) -> BubblewrapSandbox:
         """Start a sandbox.
@@ -371,11 +368,11 @@ def _verifier_mounts(lease: Lease, spec: GradingSpec, verify: Path, storage: Sto
     Raises: Unpackable when the agent left an image in which no verifier can be trusted to start.
     """
     if spec.image is None and lease.layers.upper is not None:
-        image, changes = lease.layers.image, images.Upper(lease.storage.seen(lease.layers.upper.up))
+        image, changes = lease.layers.image, Upper(lease.storage.seen(lease.layers.upper.up))
         search = image.env.get("PATH", recipe.PATH)
-        programs = images.programs_in(image.lower, search)
-        if (replaced := images.replaced(programs, changes, search, spec.mounts)) is not None:
-            raise Unpackable(f"the agent replaced {replaced}, which grading relies on")
+        programs = programs_in(image.lower, search)
+        if (found := replaced(programs, changes, search, spec.mounts)) is not None:
+            raise Unpackable(f"the agent replaced {found}, which grading relies on")
     arguments = []
     for number, (place, folder) in enumerate(spec.mounts.items()):
         if not folder:

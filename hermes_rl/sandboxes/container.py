@@ -13,23 +13,30 @@ import http.client
 import io
 import json
 import os
+import posixpath
 import shutil
 import signal
 import socket
 import tarfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 from hermes_rl.aio import in_thread
 from hermes_rl.errors import SandboxDied, SandboxStartError, TaskFault
-from hermes_rl.sandboxes import processes, recipe
+from hermes_rl.sandboxes import limits, processes, recipe
 from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sandboxes.box import gone
-from hermes_rl.sandboxes.images import Replaced
-from hermes_rl.sandboxes.watchdog import CONTAINERS, remove_container, remove_tree
+from hermes_rl.sandboxes.replaced import Replaced
+from hermes_rl.sandboxes.watchdog import (
+    CONTAINERS,
+    remove_container,
+    remove_containers,
+    remove_tree,
+)
 
 ENGINES = ("docker", "podman")
 API = "/v1.41"
@@ -58,6 +65,27 @@ class EngineError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+@dataclass(frozen=True)
+class EngineImage:
+    """An image as its engine knows it."""
+
+    id: str
+    root: recipe.Root
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> EngineImage:
+        config = found.get("Config") or {}
+        env = dict(entry.partition("=")[::2] for entry in config.get("Env") or ())
+        user = str(config.get("User") or "").partition(":")[0]
+        workdir = config.get("WorkingDir") or None
+        root = recipe.Root(
+            env=env,
+            workdir=None if workdir == "/" else workdir,
+            superuser=user in ("", "root", "0"),
+        )
+        return cls(str(found["Id"]), root)
 
 
 class Engine:
@@ -98,7 +126,9 @@ class Engine:
         else:
             data = b"" if body is None else json.dumps(body).encode()
         try:
-            connection.request(method, f"{API}{path}?{urlencode(query or {})}", data, headers)
+            connection.request(
+                method, f"{API}{path}?{urlencode(query or {}, doseq=True)}", data, headers
+            )
             answer = connection.getresponse()
             if answer.status < 300 and into is not None:
                 with into.open("wb") as file:
@@ -114,6 +144,38 @@ class Engine:
         with contextlib.suppress(ValueError):
             return json.loads(text)
         return dict(answer.headers) if not text else _progress(text)
+
+    def version(self) -> str:
+        """Its version. Raises: SandboxStartError when it does not answer."""
+        try:
+            return str(self.request("GET", "/version")["Version"])
+        except EngineError as error:
+            raise SandboxStartError(str(error)) from error
+
+    def image(self, name: str) -> EngineImage:
+        """An image, pulled when the engine does not have it.
+
+        Raises: TaskFault when it cannot be had; SandboxStartError when the engine does not answer.
+        """
+        path = f"/images/{quote(name, safe='/:@')}/json"
+        try:
+            try:
+                return EngineImage.read(self.request("GET", path))
+            except EngineError as error:
+                if error.status != 404:
+                    raise
+            repository, tag = name, "latest"
+            if ":" in posixpath.basename(name) and "@" not in name:
+                repository, _, tag = name.rpartition(":")
+            pull = {"fromImage": repository, "tag": tag}
+            self.request("POST", "/images/create", query=pull)
+            return EngineImage.read(self.request("GET", path))
+        except EngineError as error:
+            if error.status == 0:
+                raise SandboxStartError(str(error)) from error
+            raise TaskFault(
+                f"image {name!r} is not in {self.name} and cannot be pulled: {error}"
+            ) from error
 
     @contextlib.asynccontextmanager
     async def attach(self, container: str) -> AsyncIterator[Attached]:
@@ -226,8 +288,8 @@ class ContainerTree:
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.name = name
-        self.out_of_memory = False
-        """Known once it has ended."""
+        self._groups: list[str] = []
+        self._out_of_memory = False
         self._engine = engine
         self.workspace = -1
         """The session's workspace, open: it stays after the container's end."""
@@ -247,8 +309,13 @@ class ContainerTree:
         """
         attached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pump = asyncio.create_task(self._move(stdio, attached))
-        await attached
-        await in_thread(self._engine.request, "POST", f"/containers/{self.name}/start")
+        start = f"/containers/{self.name}/start"
+        try:
+            await attached
+        except EngineError:  # podman says why only when it is asked to start it
+            await in_thread(self._engine.request, "POST", start)
+            raise
+        await in_thread(self._engine.request, "POST", start)
         state = (await in_thread(self._show))["State"]
         pid = int(state["Pid"])
         if pid:
@@ -256,13 +323,13 @@ class ContainerTree:
 
     def _adopt(self, pid: int, tag: str) -> None:
         engine = self._engine.name
-        words: list[bytes] = []
+        arguments: list[bytes] = []
         deadline = time.monotonic() + _EXEC_S
         try:
             os.kill(pid, 0)
-            while tag.encode() not in words and time.monotonic() < deadline:
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                time.sleep(0 if tag.encode() in words else 0.005)
+            while tag.encode() not in arguments and time.monotonic() < deadline:
+                arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                time.sleep(0 if tag.encode() in arguments else 0.005)
         except (FileNotFoundError, ProcessLookupError):
             return  # it has ended already
         except PermissionError as error:
@@ -270,7 +337,7 @@ class ContainerTree:
                 f"containers of this {engine} belong to root, and you may not end what runs in "
                 f"them: use a rootless {engine}, or start as root"
             ) from error
-        if tag.encode() not in words:
+        if tag.encode() not in arguments:
             raise SandboxStartError(
                 f"{engine} runs on another machine, or this process in a container of its own: "
                 "sandboxes need an engine of the same machine"
@@ -278,6 +345,7 @@ class ContainerTree:
         with contextlib.suppress(ProcessLookupError):  # then it has ended already
             self._pidfd = os.pidfd_open(pid)
             self.uid = os.stat(f"/proc/{pid}").st_uid
+            self._groups = limits.memory_groups(pid)
             self._init = pid
 
     def open_workspace(self) -> None:
@@ -324,6 +392,12 @@ class ContainerTree:
             self._supervisor = next(iter(self._children()[1:]), 0)
         return self._supervisor
 
+    def out_of_memory(self) -> bool:
+        """Whether the kernel ended one of its processes for its memory."""
+        if not self._out_of_memory and self._code is None:
+            self._out_of_memory = any(limits.out_of_memory(path) for path in self._groups)
+        return self._out_of_memory
+
     def orphans(self) -> processes.Snapshot:
         """Children of process 1."""
         return processes.snapshot(self._children(), below=False)
@@ -349,13 +423,11 @@ class ContainerTree:
         try:
             answer = self._engine.request("POST", f"/containers/{self.name}/wait")
             state = self._show()["State"]
-        except EngineError as error:
-            if error.status == 404:
-                return -9
-            raise SandboxDied(f"{self._engine.name}: {error}") from error
-        self.out_of_memory = bool(state.get("OOMKilled"))
+        except EngineError:  # somebody removed it, or the engine has ended
+            return -signal.SIGKILL
+        self._out_of_memory |= bool(state.get("OOMKilled"))
         code = int(answer["StatusCode"])
-        if code == KILLED and not self.out_of_memory:
+        if code == KILLED and not self._out_of_memory:
             return -signal.SIGKILL
         return KILLED if code == KILLED_INSIDE else code
 
@@ -392,22 +464,22 @@ class Held:
     """What one lease holds: folders of the host, containers, images. Blocking.
 
     Args:
-        box: its folder; names its containers.
-        memory: its folder in memory, or the box.
+        home: its folder; names its containers.
+        memory: its folder in memory, or the same.
     """
 
-    def __init__(self, engine: Engine, box: Path, memory: Path) -> None:
-        self.engine, self.box, self._memory = engine, box, memory
+    def __init__(self, engine: Engine, home: Path, memory: Path) -> None:
+        self.engine, self.home, self._memory = engine, home, memory
         self._note(engine.path)
 
     def _note(self, line: str) -> None:
         """For whoever cleans up after us, before there is anything to clean up."""
-        with (self.box / CONTAINERS).open("a", encoding="utf-8") as file:
+        with (self.home / CONTAINERS).open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
 
     def tag(self, spec: SandboxSpec) -> str:
         """How the reaper knows its processes: OWNER.N:LEASE."""
-        return f"{self.box.name}:{spec.lease}"
+        return f"{self.home.name}:{spec.lease}"
 
     def folder(self, name: str) -> Path:
         """A folder of the host that containers may read."""
@@ -416,7 +488,7 @@ class Held:
         return path
 
     def _container(self, name: str) -> str:
-        return f"hermes-rl-{self.box.name}-{name}"
+        return f"hermes-rl-{self.home.name}-{name}"
 
     async def start(
         self,
@@ -471,11 +543,6 @@ class Held:
         path = f"/containers/{self._container('s')}/json"
         return int(self.engine.request("GET", path, query={"size": 1}).get("SizeRw") or 0)
 
-    def out_of_memory(self) -> bool:
-        """Whether the kernel ended a process of the session for its memory."""
-        path = f"/containers/{self._container('s')}/json"
-        return bool(self.engine.request("GET", path)["State"].get("OOMKilled"))
-
     def changes(self) -> Changes:
         """What the session changed of its image."""
         container = self._container("s")
@@ -484,7 +551,7 @@ class Held:
 
     def commit(self, name: str) -> str:
         """Make an image of what the session left. Returns its id."""
-        self._note(f"/images/{_GRADED}:{self.box.name}-{name}")
+        self._note(f"/images/{_GRADED}:{self.home.name}-{name}")
         made = self.engine.request(
             "POST",
             "/commit",
@@ -492,7 +559,7 @@ class Held:
             query={
                 "container": self._container("s"),
                 "repo": _GRADED,
-                "tag": f"{self.box.name}-{name}",
+                "tag": f"{self.home.name}-{name}",
             },
         )
         return str(made["Id"])
@@ -500,7 +567,7 @@ class Held:
     @contextlib.contextmanager
     def left(self) -> Iterator[Path]:
         """An archive of the workspace that the session left. Raises: EngineError."""
-        archive = self.box / "left.tar"
+        archive = self.home / "left.tar"
         where = f"/containers/{self._container('s')}/archive"
         try:
             self.engine.request("GET", where, query={"path": recipe.WORKSPACE}, into=archive)
@@ -511,15 +578,15 @@ class Held:
     def remove_grading(self, name: str) -> None:
         """Remove what a grading held."""
         remove_container(self.engine.path, f"/containers/{self._container(name)}")
-        remove_container(self.engine.path, f"/images/{_GRADED}:{self.box.name}-{name}")
-        for folder in (self._memory / name, self.box / name):
+        remove_container(self.engine.path, f"/images/{_GRADED}:{self.home.name}-{name}")
+        for folder in (self._memory / name, self.home / name):
             remove_tree(folder)
 
     def remove(self) -> None:
         """Remove all of it."""
-        remove_container(self.engine.path, f"/containers/{self._container('s')}")
         remove_tree(self._memory)
-        remove_tree(self.box)
+        if remove_containers(str(self.home)):  # else the next start does, once the engine answers
+            remove_tree(self.home)
 
 
 def _open_folder(name: str) -> io.BytesIO:

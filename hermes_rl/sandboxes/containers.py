@@ -16,14 +16,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import posixpath
 import shlex
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from hermes_rl.aio import in_thread
 from hermes_rl.errors import (
@@ -41,11 +38,12 @@ from hermes_rl.sandboxes.container import (
     ContainerTree,
     Engine,
     EngineError,
+    EngineImage,
     Held,
     writable_copy,
 )
 from hermes_rl.sandboxes.files import Beneath
-from hermes_rl.sandboxes.images import graded_programs, replaced
+from hermes_rl.sandboxes.replaced import graded_programs, replaced
 from hermes_rl.sandboxes.session import FolderSandbox, encode, environment_file, start_shell
 from hermes_rl.sandboxes.shell import Ended, HeadTail, Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Home
@@ -58,6 +56,7 @@ _CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"]
 """What package managers and `su` need inside a container; no other is left to its root."""
 
 _INIT = f"""\
+exec 2>&1
 trap 'exit 143' TERM
 trap '' HUP INT QUIT USR1 USR2
 pass_on() {{ while IFS= read -r line; do printf '%s\\n' "$line"; done; kill -TERM 1; }}
@@ -69,27 +68,6 @@ code=$?
 exit $((code == {KILLED} ? {KILLED_INSIDE} : code))
 """
 """Process 1: passes the channel's lines on, and ends, with all others, at the channel's end."""
-
-
-@dataclass(frozen=True)
-class _Image:
-    """An image as its engine knows it."""
-
-    id: str
-    root: recipe.Root
-
-    @classmethod
-    def read(cls, found: Mapping[str, Any]) -> _Image:
-        config = found.get("Config") or {}
-        env = dict(entry.partition("=")[::2] for entry in config.get("Env") or ())
-        user = str(config.get("User") or "").partition(":")[0]
-        workdir = config.get("WorkingDir") or None
-        root = recipe.Root(
-            env=env,
-            workdir=None if workdir == "/" else workdir,
-            superuser=user in ("", "root", "0"),
-        )
-        return cls(str(found["Id"]), root)
 
 
 class Containers:
@@ -111,7 +89,7 @@ class Containers:
         self._state_dir = state_dir
         self._home: Home | None = None
         self._opening = asyncio.Lock()
-        self._images: dict[str, asyncio.Task[_Image]] = {}
+        self._images: dict[str, asyncio.Task[EngineImage]] = {}
         self._programs: dict[str, tuple[str, ...]] = {}
         self._live: set[ContainerSandbox] = set()
         self._watcher: asyncio.Task[None] | None = None
@@ -125,48 +103,21 @@ class Containers:
 
     def _prepare(self) -> Home:
         self.engine = Engine(self.name, self._socket_path)
-        try:
-            self.engine.request("GET", "/version")
-        except EngineError as error:
-            raise SandboxStartError(str(error)) from error
+        self.engine.version()
         home = Home(self._state_dir)
         home.guard()
         return home
 
-    async def image(self, name: str) -> _Image:
-        """An image, pulled when the engine does not have it. Raises: TaskFault when it cannot be
-        had; SandboxStartError when the engine does not answer."""
+    async def image(self, name: str) -> EngineImage:
+        """An image; pulled when it is missing. Raises: TaskFault, SandboxStartError."""
         await self._open()
-        task = self._images.get(name)
-        if task is None:
-            task = self._images[name] = asyncio.create_task(self._find(name))
+        if name not in self._images:
+            self._images[name] = asyncio.create_task(in_thread(self.engine.image, name))
         try:
-            return await asyncio.shield(task)
-        except EngineError as error:
-            self._images.pop(name, None)
-            if error.status == 0:
-                raise SandboxStartError(str(error)) from error
-            raise TaskFault(
-                f"image {name!r} is not in {self.name} and cannot be pulled: {error}"
-            ) from error
-
-    async def _find(self, name: str) -> _Image:
-        path = f"/images/{quote(name, safe='/:@')}/json"
-        try:
-            return _Image.read(await in_thread(self.engine.request, "GET", path))
-        except EngineError as error:
-            if error.status != 404:
-                raise
-        image, tag = name, "latest"
-        if ":" in posixpath.basename(name) and "@" not in name:
-            image, _, tag = name.rpartition(":")
-        pull = {"fromImage": image, "tag": tag}
-        await in_thread(lambda: self.engine.request("POST", "/images/create", query=pull))
-        return _Image.read(await in_thread(self.engine.request, "GET", path))
-
-    async def digest_of(self, image: str) -> str:
-        """See `base.SandboxBackend.digest_of`."""
-        return (await self.image(image)).id
+            return await asyncio.shield(self._images[name])
+        except (TaskFault, SandboxStartError):
+            self._images.pop(name, None)  # it may be there the next time
+            raise
 
     async def lease(self, spec: SandboxSpec) -> ContainerSandbox:
         """Start a container.
@@ -179,15 +130,15 @@ class Containers:
             )
         home = await self._open()
         image = await self.image(spec.image)
-        box = home.new_box()
+        folder = home.new_box()
         try:
-            memory = home.memory_folder(box)
-            held = Held(self.engine, box, memory)
+            memory = home.memory_folder(folder)
+            held = Held(self.engine, folder, memory)
             return await self._lease(spec, image, held)
         except OSError as error:
             raise SandboxStartError(f"a sandbox cannot be made: {error}") from error
 
-    async def _lease(self, spec: SandboxSpec, image: _Image, held: Held) -> ContainerSandbox:
+    async def _lease(self, spec: SandboxSpec, image: EngineImage, held: Held) -> ContainerSandbox:
         try:
             control = held.folder("ctl")
             variables = recipe.environment(recipe.WORKSPACE, spec.env, image.root)
@@ -221,7 +172,7 @@ class Containers:
         control: Path,
         config: dict[str, Any],
         spec: SandboxSpec,
-        image: _Image,
+        image: EngineImage,
     ) -> tuple[ContainerTree, Shell]:
         async def launch(stdio: socket.socket) -> ContainerTree:
             return await held.start("s", config, stdio, held.tag(spec), not image.root.superuser)
@@ -270,7 +221,7 @@ class Containers:
             },
         }
 
-    async def _programs_of(self, image: _Image, sandbox: ContainerSandbox) -> tuple[str, ...]:
+    async def _programs_of(self, image: EngineImage, sandbox: ContainerSandbox) -> tuple[str, ...]:
         """Those of `graded_programs.txt` that an image has, before an agent can add any."""
         if image.id not in self._programs:
             found = await sandbox.programs_in(image.root.env.get("PATH", recipe.PATH))
@@ -280,7 +231,7 @@ class Containers:
     async def grade(self, sandbox: ContainerSandbox, spec: GradingSpec, name: str) -> GradingResult:
         """Run a verifier over what a sandbox left. Raises: SandboxStartError, SandboxDied,
         TaskFault when its image is missing."""
-        held, asked = sandbox.held, sandbox.spec
+        held, of_agent = sandbox.held, sandbox.spec
         try:
             if spec.image is None:
                 search = sandbox.image.root.env.get("PATH", recipe.PATH)
@@ -290,26 +241,26 @@ class Containers:
                     return grading.refused(f"the agent replaced {found}, which grading relies on")
                 root, image = sandbox.image.root, await in_thread(held.commit, name)
             else:
-                own = await self.image(spec.image)
-                root, image = own.root, own.id
+                named = await self.image(spec.image)
+                root, image = named.root, named.id
             control, verify = held.folder(f"{name}/ctl"), held.folder(f"{name}/verify")
             variables = dict(root.env)
             if root.workdir is not None:
                 variables["WORKDIR"] = root.workdir
             paths = grading.Paths(recipe.CONTROL, grading.HOME, grading.VERIFY, recipe.WORKSPACE)
             grading.write_stage(control, verify, spec, paths, variables)
-            tag = held.tag(asked)
-            config = self._config(asked, image, tag, [f"{recipe.CONTROL}/start", tag])
+            tag = held.tag(of_agent)
+            config = self._config(of_agent, image, tag, [f"{recipe.CONTROL}/start", tag])
             config["WorkingDir"] = "/"
             host = config["HostConfig"]
-            size = asked.limits.tmp_bytes
+            size = of_agent.limits.tmp_bytes
             host["Tmpfs"][grading.HOME] = f"exec,mode=0777,size={size}"
             host["Binds"] = [f"{control}:{recipe.CONTROL}:ro", f"{verify}:{grading.VERIFY}:ro"]
             for place, folder in spec.mounts.items():
                 if not folder:
                     host["Tmpfs"][place] = f"exec,mode=0777,size={size}"
                     continue
-                shown = await in_thread(writable_copy, verify, folder, held.box / name)
+                shown = await in_thread(writable_copy, verify, folder, held.home / name)
                 host["Binds"].append(f"{shown}:{place}")
 
             async def launch(stdio: socket.socket) -> ContainerTree:
@@ -356,7 +307,7 @@ class ContainerSandbox(FolderSandbox):
         self,
         backend: Containers,
         spec: SandboxSpec,
-        image: _Image,
+        image: EngineImage,
         held: Held,
         tree: ContainerTree,
         shell: Shell,
@@ -408,10 +359,8 @@ class ContainerSandbox(FolderSandbox):
                 )
 
     async def _after(self, ended: Ended) -> None:
-        if ended.exit_code == KILLED:
-            with contextlib.suppress(EngineError):
-                if await in_thread(self.held.out_of_memory):
-                    await self._end(SandboxKilled("the sandbox ran out of memory"))
+        if ended.exit_code and self._tree.out_of_memory():
+            await self._end(SandboxKilled("the sandbox ran out of memory"))
         self._raise_if_dead()
 
     def _check_workspace(self) -> None:
@@ -427,9 +376,13 @@ class ContainerSandbox(FolderSandbox):
                 code = await self._tree.ended()
         except TimeoutError:
             error = SandboxKilled(f"the shell of the sandbox no longer answers: {lost}")
+            try:
+                await in_thread(self._backend.engine.version)
+            except SandboxStartError as fault:
+                error = SandboxDied(str(fault))
             await self._end(error)
             return error
-        if self._tree.out_of_memory:
+        if self._tree.out_of_memory():
             return SandboxKilled("the sandbox ran out of memory")
         if code < 0:
             return SandboxDied(f"container {self.container} was ended from outside")

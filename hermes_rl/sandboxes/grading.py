@@ -48,7 +48,7 @@ START_S = 30.0
 _CREDENTIALS = struct.Struct("3i")
 """The kernel's `struct ucred`: process, user and group id of who wrote."""
 KILLED = 137
-"""Exit code of a verifier that was ended because its box exceeded a limit."""
+"""Exit code of a verifier that was ended because its sandbox exceeded a limit."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def write_stage(
     paths: Paths,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Put starter, script and the verifier's files where the box shows them read-only.
+    """Put starter, script and the verifier's files where the sandbox shows them read-only.
 
     Args:
         control: the folder for starter and script, on the host.
@@ -231,11 +231,11 @@ async def judge(
     Args:
         launch: starts the stage's starter, with the socket as its standard input and output.
         standing: called once when the verifier is about to start.
-        stop: done when the verifier must end: the reason, such as a limit that its box exceeds.
+        stop: done when the verifier must end: the reason, such as a limit that is exceeded.
             Cancelled at the verifier's end.
         any_user: see `ShellPaths.any_user`.
 
-    Raises: SandboxStartError when the box does not come up; SandboxDied when the host lost it.
+    Raises: SandboxStartError when the sandbox does not start; SandboxDied when the host lost it.
     """
     stop = stop or asyncio.get_running_loop().create_future()
     out = Pipe(control, "out", any_user=any_user)

@@ -142,6 +142,11 @@ def detect(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgr
     return Cgroups("")
 
 
+def memory_groups(pid: int) -> list[str]:
+    """Folders of the control groups that may bound a process's memory."""
+    return [path for path, _ in _candidates(Path(f"/proc/{pid}/cgroup"), Path("/sys/fs/cgroup"))]
+
+
 def _candidates(own: Path, root: Path) -> list[tuple[str, bool]]:
     """Folders of our own control group, version 1's memory controller first."""
     try:

@@ -231,14 +231,10 @@ class Subprocess:
         self._home: Home | None = None
         self._opening = asyncio.Lock()
 
-    async def digest_of(self, image: str) -> str:
-        """Raises: TaskFault."""
-        raise TaskFault(f"image {image!r}: the sandbox 'none' has no images")
-
     async def lease(self, spec: SandboxSpec) -> PlainSandbox:
         """Start a shell. Raises: SandboxStartError; TaskFault when an image is asked for."""
         if spec.image is not None:
-            await self.digest_of(spec.image)
+            raise TaskFault(f"image {spec.image!r}: the sandbox 'none' has no images")
         async with self._opening:
             if self._home is None:
                 self._home = await asyncio.to_thread(self._prepare)

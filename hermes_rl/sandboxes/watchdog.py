@@ -24,7 +24,7 @@ PATIENCE_S = 20.0
 SHALLOW = 2
 """Levels of folders below a box that are removed by name."""
 CONTAINERS = "containers"
-"""File of a box with the socket of an engine and, line by line, what the box has of it."""
+"""File of a lease with the socket of an engine and, line by line, what the lease has of it."""
 MARK = "HERMES_RL_LEASE"
 """Variable that names the box of a process which runs in no sandbox (see `none`)."""
 
@@ -142,32 +142,33 @@ def _remove_shallow(path: str | os.PathLike[str], depth: int = SHALLOW) -> bool:
     return True
 
 
-def remove_container(engine: str, path: str) -> None:
-    """Remove a container or an image of docker or podman; nothing happens when there is none.
+def remove_container(engine: str, path: str) -> bool:
+    """Remove a container or an image of docker or podman. Returns whether there is none.
 
     Args:
         engine: the path of its socket.
         path: `/containers/NAME` or `/images/NAME`.
     """
+    answer = b""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(PATIENCE_S)
         connection.connect(engine)
         head = f"DELETE /v1.41{path}?force=1&v=1 HTTP/1.0\r\nHost: engine\r\n\r\n"
         connection.sendall(head.encode())
-        while connection.recv(4096):
-            pass
+        while data := connection.recv(4096):
+            answer += data
+    return answer.split(b" ")[1:2] in ([b"200"], [b"204"], [b"404"])
 
 
-def remove_containers(box: str) -> None:
-    """Remove the containers and images of a box, each of which was written down before it was
-    made."""
+def remove_containers(folder: str) -> bool:
+    """Remove the containers and images of a lease, each of which was written down before it was
+    made. Returns whether all are gone."""
     try:
-        with open(os.path.join(box, CONTAINERS), encoding="utf-8") as file:
+        with open(os.path.join(folder, CONTAINERS), encoding="utf-8") as file:
             engine, *paths = file.read().splitlines()
     except (OSError, ValueError):
-        return
-    for path in paths:
-        remove_container(engine, path)
+        return True
+    return all([remove_container(engine, path) for path in paths])
 
 
 def remove_empty(path: str) -> None:
@@ -213,9 +214,10 @@ def clean(state: str, owner: str, cgroups: str = "") -> None:
         except FileNotFoundError:
             continue
         for name in names:
-            if name.startswith(f"{owner}."):
-                remove_containers(os.path.join(boxes, name))
-                remove_tree(os.path.join(boxes, name))
+            left = os.path.join(boxes, name)
+            # Without their engine containers are left for a later start.
+            if name.startswith(f"{owner}.") and remove_containers(left):
+                remove_tree(left)
     remove_empty(memory)
     try:
         os.unlink(os.path.join(state, "owners", owner))

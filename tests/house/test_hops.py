@@ -1,9 +1,9 @@
 """Few files lie between a request and its result: traced rollouts count the project's files.
 
 A file counts when one of its functions runs. The server of the model is a process of its own, so
-its files do not count. What happens now and then beside a step (the watcher of all sandboxes, a
-shell's late word) falls into a step by chance: of several equal attempts, what every one used
-counts.
+its files do not count, nor does the watcher of all sandboxes. What else falls into a step by chance,
+as a late message of a shell, is left out too: the files that every one of several attempts used
+count.
 """
 
 from __future__ import annotations
@@ -79,12 +79,21 @@ def project_file(code: CodeType) -> str | None:
     return name if name.startswith(("hermes_rl/", "batch_runner/")) else None
 
 
+def by_the_watcher(frame: FrameType | None) -> bool:
+    """Whether a function runs for the task that looks at all sandboxes, four times a second."""
+    while frame is not None:
+        if frame.f_code.co_name == "_watch":
+            return True
+        frame = frame.f_back
+    return False
+
+
 @contextmanager
 def traced(note: Callable[[str], None], *, threads: bool) -> Iterator[None]:
     """Report the file of each project function that starts."""
 
     def profile(frame: FrameType, what: str, _: Any) -> None:
-        if what == "call" and (file := project_file(frame.f_code)):
+        if what == "call" and (file := project_file(frame.f_code)) and not by_the_watcher(frame):
             note(file)
 
     if threads:

@@ -1,6 +1,6 @@
 """A worker to be killed: leases sandboxes, says so, and waits.
 
-python worker.py STATE_DIR COUNT bubblewrap|none
+python worker.py STATE_DIR COUNT bubblewrap|none|docker|podman [IMAGE]
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ import asyncio
 import sys
 from pathlib import Path
 
-from hermes_rl.sandboxes import Bubblewrap, SandboxSpec, Subprocess
+from hermes_rl.sandboxes import SandboxSpec
+from hermes_rl.wiring import make_backend
 
 
 async def main() -> None:
-    kind = {"bubblewrap": Bubblewrap, "none": Subprocess}[sys.argv[3]]
-    backend = kind(state_dir=Path(sys.argv[1]))
-    count = int(sys.argv[2])
+    backend = make_backend(sys.argv[3], Path(sys.argv[1]))
+    count, image = int(sys.argv[2]), next(iter(sys.argv[4:]), None)
     print("starting", flush=True)
     boxes = await asyncio.gather(
-        *(backend.lease(SandboxSpec(lease=f"doomed-{number}")) for number in range(count))
+        *(
+            backend.lease(SandboxSpec(lease=f"doomed-{number}", image=image))
+            for number in range(count)
+        )
     )
     for sandbox in boxes:
         await sandbox.run("mkdir d; echo x >d/f; chmod 000 d; setsid sleep 5000 & :", timeout_s=30)

@@ -1,0 +1,148 @@
+"""Engines of containers for tests: a docker daemon or a podman service in a new folder,
+with an image that is made of this machine's programs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from hermes_rl.errors import SandboxStartError
+from hermes_rl.sandboxes import Engine
+
+IMAGE = "tested:1"
+PROGRAMS = {"docker": "dockerd", "podman": "podman"}
+_START_S = 60.0
+_CONTAINERS_CONF = """
+[containers]
+default_ulimits = ["nofile=20000:20000", "nproc=32768:32768"]
+[engine]
+runtime = "runc"
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+"""
+"""For machines without an init, and with control groups of both versions."""
+_INSTALLED = """
+awk base64 bash cat chmod chown cp cut date dd echo env false find grep gzip head id ls ln mkdir
+mkfifo mktemp mv nohup pgrep ping printf ps python3 readlink rm rmdir sed seq setsid sh sleep sort
+stat tail tar tee test touch tr true truncate uniq wc who yes
+"""
+
+
+@contextlib.contextmanager
+def engine(name: str, folder: Path) -> Iterator[Engine]:
+    """A running engine that knows the image `tested:1`."""
+    path = folder / f"{name}.sock"
+    conf = folder / "containers.conf"
+    conf.write_text(_CONTAINERS_CONF)
+    data, run = str(folder / "data"), str(folder / "run")
+    command = {
+        "docker": [
+            *("dockerd", "--data-root", data, "--exec-root", run, "-H", f"unix://{path}"),
+            *("--pidfile", str(folder / "pid"), "--iptables=false", "--ip6tables=false"),
+            "--bridge=none",
+        ],
+        "podman": [
+            *("podman", "--root", data, "--runroot", run),
+            *("system", "service", "--time=0", f"unix://{path}"),
+        ],
+    }[name]
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "CONTAINERS_CONF": str(conf)},
+        )
+    try:
+        made = Engine(name, str(path))
+        _answered(made, process, log)
+        archive = _root_file_system(folder)
+        with archive.open("rb") as file:
+            import_image(made, file, "tested")
+        yield made
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def import_image(made: Engine, archive: io.BufferedIOBase, name: str) -> None:
+    """Make the image NAME:1 of a root file system."""
+    repository = f"docker.io/library/{name}"
+    query = {"fromSrc": "-", "repo": repository}
+    answer = made.request("POST", "/images/create", archive, query=query)
+    tag = {"repo": repository, "tag": "1"}  # podman leaves out a tag of the import
+    made.request("POST", f"/images/{answer['status']}/tag", query=tag)
+
+
+def _answered(made: Engine, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + _START_S
+    while True:
+        try:
+            made.version()
+            return
+        except SandboxStartError:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(log.read_text()[-2000:]) from None
+            time.sleep(0.05)
+
+
+def _root_file_system(folder: Path) -> Path:
+    """An archive of a root file system: programs of this machine, their libraries, Python."""
+    root = folder / "rootfs"
+    for name in ("usr/bin", "usr/lib", "usr/lib64", "etc", "root", "tmp", "usr/local/bin", "var"):
+        (root / name).mkdir(parents=True)
+    for name in ("bin", "lib", "lib64"):
+        (root / name).symlink_to(f"usr/{name}")
+    libraries: set[str] = set()
+    for name in _INSTALLED.split():
+        found = shutil.which(name, path="/usr/bin:/bin")
+        if found is None:
+            continue
+        real = Path(found).resolve()
+        shutil.copy(real, root / "usr/bin" / name)
+        listed = subprocess.run(["ldd", str(real)], capture_output=True, text=True).stdout
+        libraries |= {path for path in listed.split() if path.startswith("/")}
+    for library in libraries:
+        target = root / ("usr" + library.removeprefix("/usr"))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(library).resolve(), target)
+    version = subprocess.run(
+        ["/usr/bin/python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    source = Path(f"/usr/lib/python{version}")
+    unwanted = shutil.ignore_patterns(
+        *("test", "idlelib", "tkinter", "lib2to3", "__pycache__", "config-*", "ensurepip"),
+        *("pydoc_data", "lib-dynload", "unittest", "distutils", "dist-packages"),
+    )
+    shutil.copytree(source, root / f"usr/lib/python{version}", ignore=unwanted)
+    shutil.copytree("/usr/lib/locale/C.utf8", root / "usr/lib/locale/C.utf8")
+    (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/bash\napp:x:1000:1000::/home:\n")
+    (root / "etc/group").write_text("root:x:0:\napp:x:1000:\n")
+    archive = folder / "rootfs.tar"
+    with tarfile.open(archive, "w") as tar:
+        tar.add(root, arcname=".")
+    shutil.rmtree(root)
+    return archive
+
+
+if __name__ == "__main__":
+    with engine(sys.argv[1], Path(sys.argv[2])) as started:
+        print(started.path, flush=True)
+        sys.stdin.read()

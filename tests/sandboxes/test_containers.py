@@ -1,0 +1,368 @@
+"""Sandboxes in containers: the shipped suite, who is blamed, grading, limits, and what a kill
+leaves, each with a real docker and a real podman."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engines import IMAGE, PROGRAMS, engine, import_image
+
+from hermes_rl.cli import main
+from hermes_rl.errors import SandboxDied, SandboxKilled, SandboxStartError, TaskFault
+from hermes_rl.sandboxes import (
+    CHECKS,
+    Check,
+    Containers,
+    Engine,
+    GradingSpec,
+    Sandbox,
+    SandboxLimits,
+    SandboxSpec,
+    conformance,
+    tells_a_host_fault,
+)
+from hermes_rl.store import load_run
+
+HERE = Path(__file__).parent
+VARIABLES = {"docker": "DOCKER_HOST", "podman": "CONTAINER_HOST"}
+MB = 1 << 20
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        any(shutil.which(program) is None for program in PROGRAMS.values()) or os.geteuid() != 0,
+        reason="needs the programs dockerd and podman, and root",
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=PROGRAMS)
+def running(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    folder = Path("/tmp") / f"hermes-{request.param}-{os.getpid()}-{os.urandom(3).hex()}"
+    folder.mkdir(mode=0o711)
+    try:
+        with engine(request.param, folder) as made:
+            yield made
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class WithImage(Containers):
+    """Leases with the tested image where none is named, as the shipped suite does."""
+
+    async def lease(self, spec: SandboxSpec) -> Any:
+        return await super().lease(replace(spec, image=spec.image or IMAGE))
+
+
+@pytest_asyncio.fixture
+async def backend(running: Engine, state: Path) -> AsyncIterator[WithImage]:
+    made = WithImage(running.name, socket_path=running.path, state_dir=state)
+    yield made
+    await made.aclose()
+    assert containers(running) == []
+    assert graded_images(running) == []
+
+
+def containers(engine: Engine) -> list[str]:
+    """The names of all containers, ended ones too."""
+    listed = engine.request("GET", "/containers/json", query={"all": 1})
+    return [name for found in listed for name in found["Names"]]
+
+
+def graded_images(engine: Engine) -> list[str]:
+    listed = engine.request("GET", "/images/json")
+    return [tag for found in listed for tag in found["RepoTags"] or () if "graded" in tag]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_the_shipped_suite(backend: WithImage, check: Check) -> None:
+    await check(backend)
+
+
+async def test_a_killed_container_is_a_fault_of_the_machine(
+    backend: WithImage, running: Engine
+) -> None:
+    def strike(sandbox: Sandbox) -> None:
+        running.request("POST", f"/containers/{sandbox.container}/kill")  # type: ignore[attr-defined]
+
+    await tells_a_host_fault(backend, strike)
+
+
+async def sh(sandbox: Sandbox, command: str) -> str:
+    result = await sandbox.run(command, timeout_s=60)
+    return f"{result.output.strip()} [{result.exit_code}]"
+
+
+async def test_what_an_agent_may_not_do(backend: WithImage, tmp_path: Path) -> None:
+    secret = tmp_path / "key"
+    secret.write_text("decoy")
+    async with await backend.lease(SandboxSpec(lease="escape")) as sandbox:
+        status = await sh(sandbox, "cat /proc/self/status")
+        fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+        assert int(fields["CapBnd"], 16) == 0xEB, "chown, dac_override, fowner, kill, setuids"
+        assert (fields["NoNewPrivs"], fields["Seccomp"]) == ("1", "2")
+        assert await sh(sandbox, f"test -e {secret}") == " [1]"
+        assert await sh(sandbox, "ls /sys/class/net") == "lo [0]"
+        assert (await sh(sandbox, ": >/hx/cmd")).endswith("Read-only file system [1]")
+        assert (await sh(sandbox, "mount -t tmpfs x /mnt || true")) != " [0]"
+        assert "sock" not in await sh(sandbox, "find / -xdev -type s")
+        shown = await sh(sandbox, "env; cat /proc/*/environ")
+        assert os.environ["PATH"] not in shown
+        assert {name for name in os.environ if "TOKEN" in name or "KEY" in name} & set(
+            shown.replace("=", " ").split()
+        ) == set()
+
+
+async def test_limits_hold(backend: WithImage) -> None:
+    limits = SandboxLimits(processes=40, memory_bytes=200 * MB, tmp_bytes=8 * MB)
+    async with await backend.lease(SandboxSpec(lease="limits", limits=limits)) as sandbox:
+        assert sandbox.info.limits["memory_bytes"] == 200 * MB
+        full = await sh(sandbox, "head -c 9M /dev/zero >/tmp/full")
+        assert full.endswith("No space left on device [1]")
+        forks = "for i in $(seq 60); do sleep 3 & done 2>&1; wait"
+        assert "Resource temporarily unavailable" in await sh(sandbox, forks)
+        assert await sh(sandbox, "echo usable") == "usable [0]"
+        with pytest.raises(SandboxKilled, match="memory"):
+            await sh(sandbox, "python3 -c 'b = bytearray(400 << 20)'")
+
+
+async def test_a_workspace_over_its_limit_is_ended(
+    backend: WithImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hermes_rl.sandboxes.containers.WATCH_S", 0.2)
+    limits = SandboxLimits(workspace_bytes=20 * MB)
+    async with await backend.lease(SandboxSpec(lease="large", limits=limits)) as sandbox:
+        with pytest.raises(SandboxKilled, match="exceeded"):
+            await sandbox.run("head -c 40M /dev/zero >big; sleep 50", timeout_s=60)
+
+
+async def test_an_agent_that_forges_the_channel_harms_only_itself(backend: WithImage) -> None:
+    async with await backend.lease(SandboxSpec(lease="forger")) as sandbox:
+        forge = "IFS=' ' read -ra me </proc/$BASHPID/stat; echo nonsense >/proc/${me[3]}/fd/4"
+        with pytest.raises(SandboxKilled):
+            await sandbox.run(f"{forge}; sleep 5", timeout_s=20)
+        verdict = await sandbox.grade(GradingSpec("exit 3"))
+        assert verdict.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        "printf '#!/bin/bash\\nexit 0' >/usr/bin/grep",
+        "printf '#!/bin/bash\\nexit 0' >/usr/local/bin/grep; chmod +x /usr/local/bin/grep",
+        "cp /bin/bash /root/b; printf '#!/root/b\\nexit 0' >/root/x; chmod +x /root/x; "
+        "mv /usr/bin/bash /root/c; cp /root/x /usr/bin/bash",
+        "mv /usr/bin /usr/bin2; ln -s /usr/bin2 /usr/bin",
+        "rm -rf /tests; ln -s /usr/local/bin /tests",
+        "echo /workspace/evil.so >/etc/ld.so.preload",
+        "rm -rf /logs; ln -s /workspace /logs",
+    ],
+)
+async def test_no_replaced_program_judges(backend: WithImage, cheat: str) -> None:
+    spec = GradingSpec(
+        "grep -q right /workspace/answer && echo reward=1 >&3 || echo reward=0 >&3",
+        files={"tests/test.sh": b"x"},
+        score=True,
+        mounts={"/tests": "tests", "/logs/verifier": ""},
+    )
+    async with await backend.lease(SandboxSpec(lease="cheat")) as sandbox:
+        await sandbox.run(cheat, timeout_s=20)
+        verdict = await sandbox.grade(spec)
+        assert (verdict.exit_code, verdict.report) == (137, b"")
+        assert "replaced" in verdict.output
+
+
+async def test_grading_sees_what_was_left_and_mounts(backend: WithImage) -> None:
+    script = """
+    grep -q right answer && [[ -f /etc/made ]] && [[ ! -e /usr/bin/tee ]] || exit 1
+    /tests/test.sh && echo rewards='{"a": 1}' >&3
+    """
+    spec = GradingSpec(
+        f"cd /workspace; {script}",
+        files={"tests/test.sh": b"#!/bin/bash\necho >/tests/w && echo >/logs/verifier/reward.txt"},
+        score=True,
+        mounts={"/tests": "tests", "/logs/verifier": ""},
+    )
+    async with await backend.lease(SandboxSpec(lease="graded")) as sandbox:
+        await sandbox.run("echo right >answer; touch /etc/made; rm /usr/bin/tee", timeout_s=20)
+        for _ in range(2):
+            verdict = await sandbox.grade(spec)
+            assert verdict.report == b'rewards={"a": 1}\n', verdict.output
+        elsewhere = GradingSpec(
+            "grep -q right /workspace/answer && test ! -e /etc/made", image=IMAGE
+        )
+        assert (await sandbox.grade(elsewhere)).exit_code == 0
+
+
+async def test_an_image_with_a_user_and_variables(backend: WithImage, running: Engine) -> None:
+    made = running.request("POST", "/containers/create", {"Image": IMAGE, "Cmd": ["true"]})
+    changes = ["USER app", "ENV GREETING=hello", "WORKDIR /home/app"]
+    query = {"container": made["Id"], "repo": "with-user", "tag": "1", "changes": changes}
+    running.request("POST", "/commit", {}, query=query)
+    running.request("DELETE", f"/containers/{made['Id']}")
+    spec = SandboxSpec(lease="user", image="with-user:1", cwd="/workspace/deep")
+    async with await backend.lease(spec) as sandbox:
+        assert await sh(sandbox, 'id -u; pwd; echo "$GREETING"') == (
+            "1000\n/workspace/deep\nhello [0]"
+        )
+        assert await sh(sandbox, "echo mine >file; cat file") == "mine [0]"
+        await sandbox.write_file("deep/given", b"given")
+        assert await sh(sandbox, "echo more >>given; cat given") == "givenmore [0]"
+        job = await sandbox.start_process("read line; echo got $line")
+        await job.write(b"it\n")
+        assert await conformance.printed_by(job, 7) == b"got it\n"
+        verdict = await sandbox.grade(GradingSpec("grep mine /workspace/deep/file && id -u"))
+        assert (verdict.exit_code, verdict.output) == (0, "mine\n1000\n")
+
+
+async def test_faults_of_a_task_and_of_the_machine(
+    backend: WithImage, running: Engine, state: Path
+) -> None:
+    with pytest.raises(TaskFault, match="needs an image"):
+        await Containers.lease(backend, SandboxSpec(lease="none"))
+    with pytest.raises(TaskFault, match=r"is not in .* and cannot be pulled"):
+        await backend.lease(SandboxSpec(lease="missing", image="localhost:1/missing:2"))
+    import_image(running, io.BytesIO(bytes(10240)), "empty")
+    with pytest.raises(TaskFault, match="no /bin/bash"):
+        await backend.lease(SandboxSpec(lease="empty", image="empty:1"))
+    absent = Containers(running.name, socket_path=f"{state}/no.sock", state_dir=state)
+    with pytest.raises(SandboxStartError, match="does not answer"):
+        await absent.lease(SandboxSpec(lease="absent", image=IMAGE))
+
+
+def start_worker(engine: Engine, state: Path, count: int) -> subprocess.Popen[str]:
+    variables = {**os.environ, VARIABLES[engine.name]: f"unix://{engine.path}"}
+    worker = subprocess.Popen(
+        [sys.executable, str(HERE / "worker.py"), str(state), str(count), engine.name, IMAGE],
+        env=variables,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert worker.stdout
+    assert [worker.stdout.readline() for _ in range(2)] == ["starting\n", "ready\n"]
+    return worker
+
+
+def until(condition: Any, seconds: float = 60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@pytest.mark.parametrize("watchdog_too", [False, True], ids=["worker", "worker and watchdog"])
+async def test_a_kill_leaves_nothing_and_spares_others(
+    backend: WithImage, running: Engine, state: Path, watchdog_too: bool
+) -> None:
+    async with await backend.lease(SandboxSpec(lease="beside")) as beside:
+        await beside.run("echo kept >file", timeout_s=20)
+        (beside_it,) = containers(running)
+        worker = start_worker(running, state, 10)
+        assert len(containers(running)) == 11
+        if watchdog_too:
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                line = path.read_bytes() if path.exists() else b""
+                if b"watchdog.py" in line and f"\0{worker.pid}-".encode() in line:
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+        worker.kill()
+        worker.wait()
+
+        def living() -> list[str]:
+            listed = running.request("GET", "/containers/json")
+            return [name for found in listed for name in found["Names"]]
+
+        assert until(lambda: living() == [beside_it]), "each ends with its channel"
+        if watchdog_too:  # then the next start removes what has ended
+            again = Containers(running.name, socket_path=running.path, state_dir=state)
+            async with await again.lease(SandboxSpec(lease="next", image=IMAGE)):
+                pass
+            await again.aclose()
+        assert until(lambda: containers(running) == [beside_it])
+        assert (await beside.run("cat file", timeout_s=20)).output == "kept\n"
+
+
+async def test_a_dead_engine_is_a_fault_of_the_machine() -> None:
+    folder = Path("/tmp") / f"hermes-dies-{os.getpid()}-{os.urandom(3).hex()}"
+    folder.mkdir(mode=0o711)
+    command = [sys.executable, str(HERE / "engines.py"), "docker", str(folder)]
+    process = await asyncio.to_thread(
+        lambda: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    )
+    assert process.stdout
+    path = process.stdout.readline().strip()
+    backend = Containers("docker", socket_path=path, state_dir=folder / "state")
+    try:
+        sandbox = await backend.lease(SandboxSpec(lease="orphan", image=IMAGE))
+        daemon = int((folder / "pid").read_text())
+        waiting = asyncio.create_task(sandbox.run("sleep 100", timeout_s=200))
+        await asyncio.sleep(0.3)
+        os.kill(daemon, signal.SIGKILL)
+        with pytest.raises(SandboxDied):
+            await waiting
+        await sandbox.aclose()
+    finally:
+        await backend.aclose()
+        process.communicate("", timeout=60)
+        _end_left(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_left(folder: Path) -> None:
+    """What a killed daemon leaves: containerd and shims, and their mounts."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        line = path.read_bytes() if path.exists() else b""
+        if os.fsencode(folder) in line and int(path.parent.name) != os.getpid():
+            os.kill(int(path.parent.name), signal.SIGKILL)
+    mounts = Path("/proc/mounts").read_text().splitlines()
+    for target in sorted((m.split()[1] for m in mounts), reverse=True):
+        if target.startswith(f"{folder}/"):
+            subprocess.run(["umount", "-l", target], check=False)
+
+
+def test_a_run_in_containers(
+    running: Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(VARIABLES[running.name], f"unix://{running.path}")
+    rows = [
+        {
+            "id": "one",
+            "prompt": "Write 42 to answer.",
+            "setup": "echo given >given",
+            "verify": "grep -qx 42 /workspace/answer && test -f /workspace/given",
+            "oracle": "echo 42 >answer",
+        },
+        {"id": "bad", "prompt": "x", "verify": "true", "image": "localhost:1/none", "oracle": "id"},
+    ]
+    dataset = tmp_path / "rows.jsonl"
+    dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["run", str(dataset), "--sandbox", running.name, "--image", IMAGE, "--workers", "0"]
+    for model, reward in (("oracle", 1.0), ("noop", 0.0)):
+        out = tmp_path / model
+        main([*command, "--model", model, "--out", str(out), "--max-attempts", "1"])
+        found = load_run(out).trajectories
+        by_id = {row["task_id"]: row for row in found.to_dict("records")}
+        assert by_id["one"]["reward"] == reward
+        assert by_id["one"]["sandbox"]["backend"] == running.name
+        assert "image 'localhost:1/none' is not in" in capsys.readouterr().out
+    assert containers(running) == []
