@@ -1,9 +1,9 @@
 """Few files lie between a request and its result: traced rollouts count the project's files.
 
 A file counts when one of its functions runs. The server of the model is a process of its own, so
-its files do not count, nor does the watcher of all sandboxes. What else falls into a step by chance,
-as a late message of a shell, is left out too: the files that every one of several attempts used
-count.
+its files do not count, nor does the watcher of all sandboxes. What else falls into a step by
+chance, as a late message of a shell, is left out too: the files that every one of several attempts
+used count.
 """
 
 from __future__ import annotations
