@@ -22,7 +22,7 @@ from hermes_rl.errors import (
     SandboxStartError,
     TaskFault,
 )
-from hermes_rl.sandboxes import grading, images, limits, probe, recipe, watchdog
+from hermes_rl.sandboxes import grading, image_changes, limits, probe, recipe, watchdog
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
 from hermes_rl.sandboxes.box import (
     HOST_FOLDER_HOME,
@@ -102,7 +102,7 @@ class Bubblewrap:
         self._spawner = Spawner()
         try:
             self._binary = reachable(self._binary or find_binary(), home.root)
-            home.guard(self._cgroups.base)
+            home.guard(self._cgroups.bases)
             self._overlay = "--overlay-src" in probe.options(self._binary)
             if has_slots():
                 self._slots = Slots()
@@ -192,8 +192,8 @@ class Bubblewrap:
             return await self._launch(box, lease.uid, stdio)
 
         async def settle(outer: Outer) -> None:
-            name, memory = lease.box.name, spec.limits.memory_bytes
-            await confined(lease.cgroup, name, memory, self._cgroups, outer)
+            name, groups = lease.box.name, self._cgroups
+            await confined(lease.cgroup, name, spec.limits, groups, outer)
             await self._mounting(lease.storage.leave)
 
         paths = ShellPaths(control, recipe.CONTROL, recipe.STATE)
@@ -234,6 +234,8 @@ class Bubblewrap:
             found["workspace_held_by"] = "kernel" if lease.storage.sized else "watching"
         if lease.cgroup:
             found["memory_bytes"] = asked.memory_bytes
+        if asked.cpus is not None and any(map(limits.has_quota, lease.cgroup)):
+            found["cpus"] = asked.cpus
         return found
 
     async def grade(self, lease: Lease, spec: GradingSpec, name: str) -> GradingResult:
@@ -371,10 +373,13 @@ def _verifier_mounts(lease: Lease, spec: GradingSpec, verify: Path, storage: Sto
     Raises: Unpackable when the agent left an image in which no verifier can be trusted to start.
     """
     if spec.image is None and lease.layers.upper is not None:
-        image, changes = lease.layers.image, images.Upper(lease.storage.seen(lease.layers.upper.up))
+        image, changes = (
+            lease.layers.image,
+            image_changes.Upper(lease.storage.seen(lease.layers.upper.up)),
+        )
         search = image.env.get("PATH", recipe.PATH)
-        programs = images.programs_in(image.lower, search)
-        if (replaced := images.replaced(programs, changes, search, spec.mounts)) is not None:
+        programs = image_changes.programs_in(image.lower, search)
+        if (replaced := image_changes.replaced(programs, changes, search, spec.mounts)) is not None:
             raise Unpackable(f"the agent replaced {replaced}, which grading relies on")
     arguments = []
     for number, (place, folder) in enumerate(spec.mounts.items()):
@@ -573,8 +578,8 @@ class GradingSandbox:
         return self.lease.box / self.name
 
     async def stand(self, outer: Outer) -> None:
-        """Bound its memory, now that it stands. Raises: SandboxStartError."""
-        name, most = f"{self.lease.box.name}.{self.name}", self.lease.spec.limits.memory_bytes
+        """Bound its memory and CPU time, now that it stands. Raises: SandboxStartError."""
+        name, most = f"{self.lease.box.name}.{self.name}", self.lease.spec.limits
         try:
             await confined(self._cgroup, name, most, self._groups, outer)
         except (OSError, ValueError) as error:
