@@ -275,8 +275,7 @@ class BuildSection(Section):
 
 
 class SandboxLimitsSection(Section):
-    """Identity where one is set: what each sandbox may use. A row's own limit stands in its place,
-    but never exceeds it."""
+    """Identity where one is set: what each sandbox may use. A row may set a lower one."""
 
     cpus: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] | None = None
     """CPUs' worth of time; None bounds nothing."""

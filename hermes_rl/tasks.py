@@ -42,7 +42,7 @@ Columns = Mapping[str, str]
 
 _VERIFY_KEYS = ("script", "files", "timeout_s", "image", "score", "mounts")
 _WHOLE_LIMITS = ("max_turns", "max_tokens")
-LEAST_MEMORY, LEAST_STORAGE = 64 << 20, 1 << 20
+LEAST_MEMORY, LEAST_STORAGE = 32 << 20, 1 << 20
 """Bytes that a sandbox needs to start, and to hold anything."""
 _LEAST = {"cpus": 0.01, "memory_bytes": LEAST_MEMORY, "storage_bytes": LEAST_STORAGE}
 _LIMIT_KEYS = (*_WHOLE_LIMITS, "max_seconds", "wall_seconds", *_LEAST)

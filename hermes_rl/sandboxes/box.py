@@ -286,7 +286,7 @@ def launch(binary: str, box: recipe.Box, uid: int | None, stdio: socket.socket) 
 
 
 async def confined(
-    held: list[str], name: str, asked: SandboxLimits, groups: limits.Cgroups, outer: Outer
+    held: list[str], name: str, most: SandboxLimits, groups: limits.Cgroups, outer: Outer
 ) -> None:
     """Find a sandbox's inside, in which nothing of the agent's runs yet, and put it into a control
     group. Raises: OSError or ValueError.
@@ -297,17 +297,17 @@ async def confined(
     Args:
         held: takes the paths of its groups, to be removed with the sandbox.
         name: OWNER.N, or what begins so.
-        asked: memory and CPU time of the whole sandbox.
+        most: memory and CPU time of the whole sandbox.
     """
 
     def confine() -> None:
         try:
-            held.append(groups.make(name, asked.memory_bytes))
+            held.append(groups.make(name, most.memory_bytes))
         except OSError:
             return  # then the limit is not in force, and `info.limits` does not list it
-        if asked.cpus is not None:
+        if most.cpus is not None:
             with contextlib.suppress(OSError):  # nor this one
-                held.append(groups.bound_cpus(name, asked.cpus))
+                held.append(groups.bound_cpus(name, most.cpus))
         for path in dict.fromkeys(held):
             for pid in (outer.init, outer.supervisor()):
                 limits.add(path, pid)

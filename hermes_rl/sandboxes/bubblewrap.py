@@ -234,8 +234,8 @@ class Bubblewrap:
             found["workspace_held_by"] = "kernel" if lease.storage.sized else "watching"
         if lease.cgroup:
             found["memory_bytes"] = asked.memory_bytes
-        if asked.cpus is not None and any(map(limits.has_quota, lease.cgroup)):
-            found["cpus"] = asked.cpus
+        if (cpus := lease.spec.limits.cpus) and any(map(limits.has_quota, lease.cgroup)):
+            found["cpus"] = cpus
         return found
 
     async def grade(self, lease: Lease, spec: GradingSpec, name: str) -> GradingResult:

@@ -75,7 +75,7 @@ class Programs:
     def _guard(self) -> Iterator[tuple[int, Callable[[], None]]]:
         """A pipe's end for a guard to read (see `processes.main`), and what closes the other end:
         the guard then ends its program, as it does when this process ends."""
-        ours, held = os.pipe()
+        read_end, held = os.pipe()
         with self._lock:
             self._pipes.add(held)
         if self.stopped:
@@ -88,7 +88,7 @@ class Programs:
                     os.close(held)
 
         try:
-            yield ours, close
+            yield read_end, close
         finally:
-            os.close(ours)
+            os.close(read_end)
             close()
