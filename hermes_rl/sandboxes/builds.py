@@ -30,9 +30,9 @@ def build_options(names: Iterable[str], *, certificates: bool = False) -> BuildO
     found: dict[str, str] = {}
     for name in names:
         if not name.isidentifier() or not name.isascii():
-            raise UserError(f"--build-env {name}: not the name of a variable. Leave the value out")
+            raise UserError(f"build variable {name}: no name of a variable. Leave the value out")
         if name not in os.environ:
-            raise UserError(f"--build-env {name}: the variable is not set. Export it")
+            raise UserError(f"build variable {name}: not set. Export it")
         found[name] = os.environ[name]
     return BuildOptions(certificates=certificates, env=found)
 

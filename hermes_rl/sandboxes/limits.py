@@ -6,7 +6,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hermes_rl.sandboxes import processes, watchdog
@@ -85,6 +85,8 @@ class Cgroups:
     """Version 2."""
     cpu_base: str = ""
     """The like of version 1's CPU controller, which has folders of its own."""
+    cpus: bool = False
+    """CPU time can be bounded."""
 
     @property
     def bases(self) -> str:
@@ -133,10 +135,8 @@ _PERIOD_US = 100_000
 def has_quota(path: str) -> bool:
     """Whether a group has a quota of CPU time."""
     for name in ("cpu.max", "cpu.cfs_quota_us"):
-        try:
+        with contextlib.suppress(OSError):
             return Path(path, name).read_text().split()[0] not in ("max", "-1")
-        except OSError:
-            continue
     return False
 
 
@@ -177,7 +177,12 @@ def detect(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgr
             path = groups.make(name, 64 << 20)
         except OSError:
             continue
-        watchdog.remove_cgroup(path)
+        made = [path]
+        with contextlib.suppress(OSError):
+            made.append(groups.bound_cpus(name, 1.0))
+            groups = replace(groups, cpus=True)
+        for path in dict.fromkeys(made):
+            watchdog.remove_cgroup(path)
         return groups
     return Cgroups("")
 

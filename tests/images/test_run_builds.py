@@ -62,20 +62,24 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 def test_a_run_builds_each_image_once_and_only_what_is_missing(
-    store: ImageStore, base: Path, tmp_path: Path
+    store: ImageStore, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = tmp_path / "tasks"
     for number in range(6):
         task(dataset / f"shared-{number}", "FROM base\nRUN echo $RANDOM >/n\nWORKDIR /app\n")
     task(dataset / "own", "FROM base\nRUN echo own\nWORKDIR /app\n")
-    code, first = run(dataset, tmp_path / "first", "--repeats", "2", *aliased(base))
+    more = ["--json", "--repeats", "2", *aliased(base)]
+    code, first = run(dataset, tmp_path / "first", *more)
     assert code == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    counts = [event["images"] for event in events if event["event"] == "progress"]
+    assert counts[-1] == {"wanted": 2, "built": 2, "failed": 0}
     assert set(first.trajectories["reward"]) == {1.0}
     assert len(first.trajectories) == 14
     images = {path.name: path.stat().st_mtime_ns for path in store.root.glob("names/*")}
     assert len(images) == 2
     task(dataset / "late", "FROM base\nRUN echo late\nWORKDIR /app\n")
-    code, second = run(dataset, tmp_path / "first", "--repeats", "2", *aliased(base))
+    code, second = run(dataset, tmp_path / "first", *more)
     assert (code, len(second.trajectories)) == (0, 16)
     again = {path.name: path.stat().st_mtime_ns for path in store.root.glob("names/*")}
     assert len(again) == 3
@@ -218,7 +222,7 @@ def test_a_build_variable_that_is_not_set_is_refused(
     task(tmp_path / "tasks/one", "FROM base\n")
     command = ["images", "build", str(tmp_path / "tasks"), "--build-env"]
     assert main([*command, "NOT_SET_ANYWHERE"]) == 2
-    assert "NOT_SET_ANYWHERE: the variable is not set" in capsys.readouterr().err
+    assert "build variable NOT_SET_ANYWHERE: not set" in capsys.readouterr().err
     assert main([*command, "A=1"]) == 2
     assert "Leave the value out" in capsys.readouterr().err
 
