@@ -45,9 +45,9 @@ def aliased(base: Path) -> list[str]:
     return ["--set", f"sandbox.build.aliases={{base: {base}}}"]
 
 
-def left_over(word: str) -> bool:
+def left_over(command: str) -> bool:
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    return word in listed
+    return command in listed
 
 
 async def until(true: Callable[[], bool]) -> None:
