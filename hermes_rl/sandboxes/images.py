@@ -283,8 +283,8 @@ class ImageStore:
                     path.unlink()
                     sizes = dict(zip(image.layers, image.bytes, strict=True))
                     freed += sum(size for layer, size in sizes.items() if self._drop(layer, kept))
-            for entry in self.root.glob("scratch/*"):
-                remove_tree(entry)
+            with self._scratch():
+                pass
             if (self.root / "build").is_dir() and shutil.which("buildah"):
                 self._buildah(["rmi", "--all", "--force"], "the build cache")
             return freed
@@ -312,12 +312,28 @@ class ImageStore:
 
     @contextlib.contextmanager
     def _scratch(self) -> Iterator[Path]:
-        folder = Path(tempfile.mkdtemp(dir=self.root / "scratch"))
-        folder.chmod(0o711)
+        with open(self.root / "lock.scratch", "w") as lock:
+            if not lock_within(lock.fileno(), _LOCK_S):
+                raise UserError(f"{self.root}: another process cleans up for very long")
+            self._sweep()
+            folder = Path(tempfile.mkdtemp(dir=self.root / "scratch"))
+            folder.chmod(0o711)
+            held = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            try_lock(held)
         try:
             yield folder
         finally:
             remove_tree(folder)
+            os.close(held)
+
+    def _sweep(self) -> None:
+        """Remove the scratch folders of processes that were killed, and secrets in them."""
+        for entry in self.root.glob("scratch/*"):
+            with contextlib.suppress(OSError):  # another process has just removed it
+                held = os.open(entry, os.O_RDONLY | os.O_CLOEXEC)
+                if try_lock(held):
+                    remove_tree(entry)
+                os.close(held)
 
     def _folder(self, layer: str) -> Path:
         """A short path: the kernel takes 4,096 bytes of options for an overlay."""
@@ -439,6 +455,7 @@ def find_program(name: str) -> str:
 
 _ENV_FOLDER = "/run/hermes-rl-build"
 _FROM = re.compile(r"\s*FROM\s", re.IGNORECASE)
+_DOCUMENT = re.compile(r"(?<![<\w])<<-?[\"']?([A-Za-z_]\w*)")
 _SHELL = ["/bin/sh", "-c", f'. {_ENV_FOLDER}/env && exec /bin/sh -c "$0"']
 
 
@@ -464,15 +481,19 @@ def _shown(scratch: Path, file: Path, options: BuildOptions | None) -> tuple[Pat
 def _with_shell(dockerfile: str) -> str:
     """A Dockerfile with our shell in each stage, until the stage sets its own."""
     made: list[str] = []
-    begins, is_from = True, False
+    begins, is_from, documents = True, False, list[str]()
     for line in dockerfile.splitlines():
         made.append(line)
+        if begins and documents:
+            documents = documents[line.strip() == documents[0] :]
+            continue
         if begins:
             is_from = bool(_FROM.match(line))
-        # Comments and empty lines may stand within an instruction.
+        # Comments and empty lines may be within an instruction.
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        begins = not line.rstrip().endswith(("\\", "`"))
+        begins = not line.rstrip().endswith("\\")
+        documents += _DOCUMENT.findall(line) if not is_from else ()
         if begins and is_from:
             made.append("SHELL " + json.dumps(_SHELL))
             is_from = False

@@ -118,6 +118,7 @@ async def test_a_killed_run_leaves_no_build_and_the_next_builds_what_is_missing(
     process.kill()
     await process.wait()
     await until(lambda: not left_over("sleep 614.25"))
+    assert [*store.root.glob("scratch/*")], "what the next start removes"
     (built,) = store.root.glob("names/*")
     before = built.stat().st_mtime_ns
     (slow / "environment/Dockerfile").write_text("FROM base\nRUN true\nWORKDIR /app\n")
@@ -128,6 +129,7 @@ async def test_a_killed_run_leaves_no_build_and_the_next_builds_what_is_missing(
         "b-quick": 1.0,
     }
     assert built.stat().st_mtime_ns == before
+    assert [*store.root.glob("scratch/*")] == []
 
 
 def test_a_task_whose_image_cannot_be_built_fails_alone(
@@ -191,7 +193,7 @@ def test_no_layer_and_no_configuration_keeps_variables_of_builds(
     dockerfile = (
         "# FROM nothing\nFROM base AS first\nRUN chmod 777 /tmp\nUSER 1000\n"
         "RUN : \\\n# FROM a comment\nFROM not a stage ; printf '%s' \"${#PIP_INDEX_URL}\" >/tmp/n\n"
-        "FROM base\nCOPY --from=first /tmp/n /n\n"
+        "RUN x=`echo 1`\nFROM base\nCOPY --from=first /tmp/n /n\n"
         'SHELL ["/bin/bash", "-c"]\nRUN [[ a == a ]] && ls /etc/ssl/certs >/dev/null\n'
         "WORKDIR /app\n"
     )
