@@ -13,13 +13,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from image_kit import harbor_task
 
 from hermes_rl.cli import main
+from hermes_rl.locks import file_lock
 from hermes_rl.sandboxes import ImageStore
 from hermes_rl.store import load_run
+from hermes_rl.task_folders import build_contexts
 from hermes_rl.testing import FakeServer
 
 pytestmark = [
@@ -28,6 +31,7 @@ pytestmark = [
 ]
 
 SOLVE = {"solution/solve.sh": "echo hello >hello.txt\n"}
+SLEEP = f"sleep 613.{os.getpid()}"
 MAIN = "import sys; from hermes_rl.cli import main; sys.exit(main(sys.argv[1:]))"
 HERE = ("--workers", "0", "--sandbox", "bubblewrap")
 
@@ -91,7 +95,7 @@ async def test_units_with_their_image_do_not_wait_for_other_builds(
 ) -> None:
     """The first image is never done: its unit stays open, and the other's is finished."""
     dataset = tmp_path / "tasks"
-    task(dataset / "a-slow", "FROM base\nRUN sleep 613.25\n")
+    task(dataset / "a-slow", f"FROM base\nRUN {SLEEP}\n")
     task(dataset / "b-quick", "FROM base\nWORKDIR /app\n")
     process = await launch(dataset, tmp_path / "out", *aliased(base))
     lines = await read_until(process, lambda e: e.get("event") == "attempt")
@@ -100,7 +104,7 @@ async def test_units_with_their_image_do_not_wait_for_other_builds(
     assert events[-1]["images"] == {"wanted": 2, "built": 1, "failed": 0}
     process.send_signal(signal.SIGINT)
     assert await asyncio.wait_for(process.wait(), 60) == 130
-    assert not left_over("sleep 613.25")
+    assert not left_over(SLEEP)
     rows = load_run(tmp_path / "out").trajectories
     assert list(rows["task_id"]) == ["b-quick"]
     assert store.find(next(iter(rows["sandbox"]))["image"]) is not None
@@ -109,15 +113,15 @@ async def test_units_with_their_image_do_not_wait_for_other_builds(
 async def test_a_killed_run_leaves_no_build_and_the_next_builds_what_is_missing(
     store: ImageStore, base: Path, tmp_path: Path
 ) -> None:
-    dataset, gate = tmp_path / "tasks", "FROM base\nRUN sleep 614.25\nWORKDIR /app\n"
+    dataset, gate = tmp_path / "tasks", f"FROM base\nRUN {SLEEP}\nWORKDIR /app\n"
     slow = task(dataset / "a-slow", gate)
     task(dataset / "b-quick", "FROM base\nWORKDIR /app\n")
     process = await launch(dataset, tmp_path / "out", *aliased(base))
     await read_until(process, lambda e: e.get("event") == "attempt")
-    await until(lambda: left_over("sleep 614.25"))
+    await until(lambda: left_over(SLEEP))
     process.kill()
     await process.wait()
-    await until(lambda: not left_over("sleep 614.25"))
+    await until(lambda: not left_over(SLEEP))
     assert [*store.root.glob("scratch/*")], "what the next start removes"
     (built,) = store.root.glob("names/*")
     before = built.stat().st_mtime_ns
@@ -130,6 +134,24 @@ async def test_a_killed_run_leaves_no_build_and_the_next_builds_what_is_missing(
     }
     assert built.stat().st_mtime_ns == before
     assert [*store.root.glob("scratch/*")] == []
+
+
+async def test_an_image_that_another_process_builds_is_waited_for(
+    store: ImageStore, base: Path, tmp_path: Path
+) -> None:
+    for name in ("one", "two"):
+        task(tmp_path / "tasks" / name, f"FROM base\nRUN echo {name}\nWORKDIR /app\n")
+    store.alias("base", base)
+    (image, context), _ = build_contexts(tmp_path / "tasks").items()
+    with file_lock(store.lock_file(image)) as held:
+        assert held
+        process = await launch(tmp_path / "tasks", tmp_path / "out")
+        await read_until(process, lambda e: e.get("images", {}).get("built") == 1)
+        store.build(context.folder, image)
+        built = (store.root / "names" / quote(image, safe="")).stat().st_mtime_ns
+    await read_until(process, lambda e: e.get("event") == "report")
+    assert await process.wait() == 0
+    assert (store.root / "names" / quote(image, safe="")).stat().st_mtime_ns == built
 
 
 def test_a_task_whose_image_cannot_be_built_fails_alone(
