@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
+from batch_runner.images import find_missing
 from batch_runner.plan import Pilot, Plan, open_reader, refuse_other_dataset
 from batch_runner.progress import Progress
 from batch_runner.report import Report
@@ -42,6 +43,8 @@ class Forecast:
     open: int
     left: int
     """Units of the run that are no longer in the dataset."""
+    images: int
+    """Images of task folders that would be built."""
     journal: int
     """Writers whose journals would be recovered first; what they finished is not counted here."""
 
@@ -60,6 +63,8 @@ class Forecast:
         ]
         if self.left:
             lines.append(f"{self.left:,} units of the run are no longer in the dataset")
+        if self.images:
+            lines.append(f"{self.images:,} images of task folders would be built")
         if self.journal:
             lines.append(
                 f"{self.journal} interrupted writers would be recovered first; "
@@ -138,6 +143,7 @@ async def dry_run(config: RunConfig) -> Forecast:
     while not plan.counts.complete:
         await plan.take()
     counts = plan.counts
+    builds = await asyncio.to_thread(find_missing, settings)
     return Forecast(
         path=str(settings.out),
         exists=bool(run_dir.epochs()),
@@ -150,6 +156,7 @@ async def dry_run(config: RunConfig) -> Forecast:
         given_up=counts.given_up,
         open=counts.open,
         left=len(ledger) - counts.known,
+        images=len(builds.contexts) if builds is not None and counts.open else 0,
         journal=len(run_dir.writers()),
     )
 

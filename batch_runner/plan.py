@@ -15,9 +15,10 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -32,6 +33,9 @@ from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.sources import BUNDLED, bundled_path, read_rows
 from hermes_rl.store import LOST_WORKERS_MAX, Driver, Ledger, RunDir
 from hermes_rl.tasks import LazyRow, TaskRow
+
+if TYPE_CHECKING:
+    from batch_runner.images import Images
 
 ALONE_AFTER = LOST_WORKERS_MAX - 1
 """After so many lost workers, which may have died of a neighbour, a unit runs alone in a fresh one:
@@ -393,11 +397,14 @@ class RunSource:
     """Hands out the plan's attempts and the retries; takes receipts back.
 
     Args:
-        window: waiting retries beyond this hold the plan back, so that memory stays bounded.
+        window: waiting retries, and units that wait for their images, beyond this hold the plan
+            back, so that memory stays bounded.
     """
 
     def __init__(self, plan: Plan, driver: Driver, sink: Sink, *, window: int = 1024) -> None:
         self.stop: Stop | None = None
+        self.images: Images | None = None
+        """Which units wait for their images; None where none has to."""
         self.in_flight: dict[str, WorkItem] = {}
         """By unit id."""
         self._plan = plan
@@ -441,13 +448,14 @@ class RunSource:
     async def next(self) -> WorkItem | None:
         """The next attempt; waits while some may still come; None when done or stopped."""
         while self.stop is None:
-            item = self._due_retry() or (self._buffer.popleft() if self._buffer else None)
+            item = self._due_retry() or self._take()
             if item is not None:
                 self.in_flight[item.unit_id] = item
                 return item
-            if not self._plan.counts.complete and len(self._retries) < self._window:
+            waiting = self.images.waiting if self.images is not None else 0
+            if not self._plan.counts.complete and len(self._retries) + waiting < self._window:
                 await self._read()
-            elif self._retries or self.in_flight:
+            elif self._retries or self.in_flight or waiting:
                 await self._wait()
             elif self._left is not None:
                 self.halt(Stop("worker_lost", self._left))
@@ -494,6 +502,19 @@ class RunSource:
         )
         due = time.monotonic() + wait
         heapq.heappush(self._retries, (due, next(self._order), again))
+
+    def release(self, items: Sequence[WorkItem]) -> None:
+        """Hand out units whose image was built, or could not be, before others."""
+        self._buffer.extendleft(reversed(items))
+        self._changed.set()
+
+    def _take(self) -> WorkItem | None:
+        """The next unit of the plan that need not wait."""
+        while self._buffer:
+            item = self._buffer.popleft()
+            if self.images is None or not self.images.hold(item, self.release):
+                return item
+        return None
 
     def _due_retry(self) -> WorkItem | None:
         if self._retries and self._retries[0][0] <= time.monotonic():

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from textwrap import fill
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
@@ -22,6 +22,9 @@ from hermes_rl.models.rate import Coordinator, LaneSummary, Summary
 from hermes_rl.ports import Receipt
 from hermes_rl.store import Disposition
 from hermes_rl.usage import UsageTotal, add_totals, cost_text
+
+if TYPE_CHECKING:
+    from batch_runner.images import ImageCounts
 
 RATE_WINDOW_S = 60.0
 """Rates are taken over the last minute."""
@@ -258,10 +261,17 @@ class View:
     """Graded units of earlier starts."""
     trouble: tuple[str, ...] = ()
     """What calls wait for, one line for each endpoint that does not answer."""
+    images: ImageCounts | None = None
+    """What units wait for; None for a run that builds no image."""
 
     def lines(self) -> list[str]:
         """The line, and what is wrong below it."""
-        return [self.line(), *self.trouble]
+        return [self.line(), *self.waits()]
+
+    def waits(self) -> list[str]:
+        """What units and calls wait for."""
+        images = self.images.line if self.images is not None else ""
+        return [*([images] if images else []), *self.trouble]
 
     def line(self) -> str:
         """`14/20 units  11 solved  0 failed  4 running | 24/min  0:15 left | ...`"""
@@ -291,6 +301,7 @@ class View:
             "requests": self.tally.requests,
             "throttled": self.tally.throttled,
             "trouble": list(self.trouble),
+            **({"images": self.images.as_dict()} if self.images is not None else {}),
         }
 
     def _verdict(self) -> str:
@@ -391,7 +402,7 @@ class LiveLine(Progress):
             self._started = True
             self._live.start()
         width = self._console.width
-        lines = [wrapped(view.line(), width), *(fill(text, width) for text in view.trouble)]
+        lines = [wrapped(view.line(), width), *(fill(text, width) for text in view.waits())]
         text = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
         self._live.update(text, refresh=True)
 

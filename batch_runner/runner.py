@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from batch_runner.budgets import as_plain, budgets_of, make_coordinator, refuse_unpriced
 from batch_runner.dispatcher import Dispatcher, Fleet, StartWorker
@@ -41,11 +42,15 @@ from batch_runner.worker import WorkerSpec
 from hermes_rl.aio import run_sync
 from hermes_rl.config import RunConfig, to_yaml
 from hermes_rl.definitions import extra_body_of, policy_of, sampling_of, sent_seed
-from hermes_rl.errors import DiskFull, cause_of
+from hermes_rl.errors import DiskFull, UserError, cause_of
 from hermes_rl.models.rate import Coordinator
 from hermes_rl.models.tokens import TokenPlan
+from hermes_rl.sandboxes import BuildFailed
 from hermes_rl.store import Driver, OpenOptions, compute_stats, open_run, read_commit, write_stats
 from hermes_rl.wiring import reach
+
+if TYPE_CHECKING:
+    from batch_runner.images import Images
 
 
 def run_batch(
@@ -150,6 +155,8 @@ class _Run:
         """About how many units there are, as long as the dataset was not read to its end."""
         self.watch = Watch(settings.config.endpoint, self._show, self._store_trouble)
         self.work: asyncio.Task[None] | None = None
+        self.images: Images | None = None
+        """Builds of images, where some are missing."""
         self.known = len(driver.ledger)
         """Units of earlier starts."""
         before = driver.ledger.summary.counts
@@ -175,14 +182,36 @@ class _Run:
         try:
             with catching(self._interrupted, self._end_at_once) as interrupts:
                 if await self.source.has_work():
+                    await self._open_images()
                     await self._choose_workers()
                     await self._started(interrupts)
         finally:
             ticker.cancel()
+            if self.images is not None:
+                await self.images.aclose()
             self.progress.close(self.view())
         await self._close_groups()
         stats = await asyncio.to_thread(self._write_end)
         return self.report(stats)
+
+    async def _open_images(self) -> None:
+        """Get ready to build the images that tasks need and this machine lacks.
+
+        Raises: UserError where nothing can be built here.
+        """
+        if not Path(self.settings.config.dataset.path).expanduser().is_dir():
+            return
+        from batch_runner.images import Images, find_missing  # most datasets have no images
+
+        builds = await asyncio.to_thread(find_missing, self.settings)
+        if builds is None:
+            return
+        self.source.images = self.images = Images(builds, self.progress.note)
+        try:
+            await self.images.open()
+        except BuildFailed as error:
+            if self.source.stop is None:
+                raise UserError(f"sandbox.build.aliases: {error}") from error
 
     async def _choose_workers(self) -> None:
         """Settle where the work is done, and print what was chosen."""
@@ -310,6 +339,8 @@ class _Run:
     def _interrupted(self) -> None:
         """The first Ctrl-C. What was never answered has nothing to lose: it ends at once."""
         self.source.halt(Stop("interrupted", "interrupted"))
+        if self.images is not None:
+            self.images.stop()
         running = len(self.source.in_flight)
         unanswered = bool(self.watch.troubles) and not self.watch.answered
         text = "stopping"
@@ -353,6 +384,7 @@ class _Run:
             rates=self.sink.rates(),
             graded=self.graded_before,
             trouble=tuple(trouble.line for trouble in self.watch.troubles),
+            images=self.images.counts if self.images is not None else None,
         )
 
     def _write_start(self) -> None:

@@ -43,6 +43,7 @@ from hermes_rl.config_endpoint import (
 )
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import nearest_file, refusal
+from hermes_rl.tasks import LEAST_MEMORY, LEAST_STORAGE
 
 _folders: set[Path] = set()
 """Temporary folders of this process, one for each rows file."""
@@ -260,12 +261,38 @@ class ModelSection(PolicySamplingSection):
         return value
 
 
+class BuildSection(Section):
+    """How images of task folders are built; not identity."""
+
+    aliases: dict[str, str] = Field(default_factory=dict)
+    """Name in `FROM` -> a local OCI layout or archive."""
+    ca: bool = False
+    """Show this machine's certificates to builds."""
+    env: tuple[str, ...] = ()
+    """Variables, by name, that the shell of `RUN` sees; no image keeps them."""
+    jobs: Positive = 2
+    """Builds at a time."""
+
+
+class SandboxLimitsSection(Section):
+    """Identity where one is set: what each sandbox may use. A row may set a lower one."""
+
+    cpus: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] | None = None
+    """CPUs' worth of time; None bounds nothing."""
+    memory_bytes: Annotated[int, Field(ge=LEAST_MEMORY)] | None = None
+    """Of the sandbox, and address space of each process; None is 2 GiB."""
+    storage_bytes: Annotated[int, Field(ge=LEAST_STORAGE)] | None = None
+    """Of the workspace and what is written over an image; None is 2 GiB."""
+
+
 class SandboxSection(Section):
     """Identity: where commands run."""
 
     backend: Literal["bubblewrap", "docker", "podman", "none"] = "bubblewrap"
     image: str | None = None
     network: bool = False
+    limits: SandboxLimitsSection = SandboxLimitsSection()
+    build: BuildSection = BuildSection()
 
 
 class RunSection(Section):

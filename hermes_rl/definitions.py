@@ -4,16 +4,23 @@ written, nothing is opened."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from hermes_rl.agent import WORDINGS, Limits, Policy, preset, system_prompt
-from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig, SandboxSection
+from hermes_rl.config import (
+    LOCAL_MODELS,
+    PLAYED_MODELS,
+    RunConfig,
+    SandboxLimitsSection,
+    SandboxSection,
+)
 from hermes_rl.config_agent import AgentSection, LimitsSection
 from hermes_rl.config_endpoint import SamplingSection, extra_of
 from hermes_rl.errors import SandboxStartError, TaskFault, UserError
 from hermes_rl.identity import digest
 from hermes_rl.models import Sampling
+from hermes_rl.sandboxes import SandboxLimits
 from hermes_rl.tasks import Task
 from hermes_rl.tools import (
     DEFAULT_TIMEOUT_S,
@@ -87,6 +94,22 @@ def limits_of(run: LimitsSection, task: Task | None) -> Limits:
     )
 
 
+def sandbox_limits_of(section: SandboxLimitsSection, task: Task) -> SandboxLimits:
+    """The limits of a task's sandbox: its own ones, none beyond what the run sets."""
+
+    def least(name: str) -> float | None:
+        found = (task.limits.get(name), getattr(section, name))
+        return min((value for value in found if value is not None), default=None)
+
+    limits, memory, storage = SandboxLimits(), least("memory_bytes"), least("storage_bytes")
+    return replace(
+        limits,
+        cpus=least("cpus"),
+        memory_bytes=limits.memory_bytes if memory is None else int(memory),
+        workspace_bytes=limits.workspace_bytes if storage is None else int(storage),
+    )
+
+
 def system_text(config: RunConfig, tools: Mapping[str, Tool]) -> str:
     """The run's system prompt."""
     prompt = config.agent.system_prompt
@@ -135,6 +158,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
             "backend": config.sandbox.backend,
             "image": image_digest(config.sandbox.image, config.sandbox.backend),
             "network": config.sandbox.network,
+            **_sandbox_limits(config.sandbox.limits),
         },
     }
 
@@ -187,6 +211,12 @@ def _sent_only(agent: AgentSection) -> dict[str, Any]:
     such a thing."""
     parts = {"ephemeral_system_prompt": agent.ephemeral_system_prompt, "prefill": agent.prefill}
     return {name: digest(part) for name, part in parts.items() if part}
+
+
+def _sandbox_limits(section: SandboxLimitsSection) -> dict[str, Any]:
+    """Limits that are set; without any, a run is what it was before there were such."""
+    found = section.model_dump(exclude_none=True)
+    return {"limits": found} if found else {}
 
 
 def _extra(config: RunConfig) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import msgspec
 
 from hermes_rl import events as ev
 from hermes_rl.agent import AgentParts, AgentResult, Control, run_agent, wall_limit
+from hermes_rl.definitions import sandbox_limits_of
 from hermes_rl.errors import (
     DiskFull,
     HermesError,
@@ -327,6 +328,7 @@ class _Attempt:
             image=self._image(),
             cwd=self.task.cwd,
             network=self.context.config.sandbox.network,
+            limits=sandbox_limits_of(self.context.config.sandbox.limits, self.task),
         )
 
     async def _agent(self, sandbox: Sandbox | None, active_s: float) -> AgentResult:

@@ -19,13 +19,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import math
 import os
 import re
 import shlex
 import tarfile
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ _COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml")
 _NOT_BUILT = {"tests", "run-tests.sh", "solution.sh", "solution.yaml", _TERMINAL_BENCH}
 """What Terminal-Bench 1 keeps beside the Dockerfile, and that images do not need."""
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
+_SIZE = re.compile(r"\s*([\d.]+)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
 _AGENT_S, _TESTS_S = 900.0, 600.0
 """Seconds where a task names none; the latter is harbor's."""
 
@@ -55,6 +57,12 @@ class BuildContext:
     folder: Path
     dockerfile: Path
     timeout_s: float = 600.0
+
+    @property
+    def task(self) -> str:
+        """The task that it is of, or one of them."""
+        folder = self.folder
+        return folder.parent.name if folder.name == "environment" else folder.name
 
 
 def is_task_folder(path: Path) -> bool:
@@ -80,13 +88,16 @@ def read_rows(path: Path) -> Iterator[tuple[dict[str, Any] | str, str]]:
             yield str(fault), str(folder)
 
 
-def build_contexts(path: Path) -> dict[str, BuildContext]:
+def build_contexts(path: Path, limit: int | None = None) -> dict[str, BuildContext]:
     """The images that the tasks of a folder need and that are built from them, by name.
 
     Tasks with equal build contexts share one. Tasks that cannot be run here are left out.
+
+    Args:
+        limit: only of the first tasks.
     """
     found: dict[str, BuildContext] = {}
-    for folder in task_folders(path):
+    for folder in task_folders(path)[:limit]:
         try:
             context = _task(folder).context()
         except TaskFault:
@@ -105,7 +116,7 @@ def _row(folder: Path) -> dict[str, Any]:
         "id": folder.name,
         "prompt": task.instruction,
         "image": task.image if context is None else context.image,
-        "limits": {"wall_seconds": task.agent_s},
+        "limits": {"wall_seconds": task.agent_s, **task.limits},
         "verify": {
             "script": _verifier(task),
             "files": _embedded(task.tests, "tests"),
@@ -138,6 +149,8 @@ class _Task:
     """Entries of that folder that do not belong to the image."""
     image: str | None
     build_s: float = 600.0
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """What its sandbox may use, as rows have it."""
     workdir: str | None = None
     setup: str | None = None
     oracle: str | None = None
@@ -195,6 +208,7 @@ def _harbor(folder: Path) -> _Task:
         left_out=frozenset(),
         image=image,
         build_s=_seconds(environment, "build_timeout_sec", 600.0),
+        limits={**_compose_limits(compose or {}), **_limits(environment)},
         workdir=environment.get("workdir"),
         setup=_exports(env) or None,
         oracle=_oracle(folder / "solution", config),
@@ -205,7 +219,7 @@ def _terminal_bench(folder: Path) -> _Task:
     config = yaml.safe_load((folder / _TERMINAL_BENCH).read_text(encoding="utf-8"))
     if not isinstance(config, dict) or not isinstance(config.get("instruction"), str):
         raise TaskFault(f"{_TERMINAL_BENCH} has no text 'instruction'")
-    _compose(folder)
+    compose = _compose(folder)
     if not (folder / "Dockerfile").is_file():
         raise TaskFault("Dockerfile is missing")
     if not (folder / "run-tests.sh").is_file():
@@ -223,6 +237,7 @@ def _terminal_bench(folder: Path) -> _Task:
         build=folder,
         left_out=frozenset(_NOT_BUILT),
         image=None,
+        limits=_compose_limits(compose or {}),
         oracle=_terminal_bench_oracle(folder),
     )
 
@@ -247,6 +262,56 @@ def _seconds(table: Mapping[str, Any], key: str, default: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         raise TaskFault(f"{key} must be a number of seconds above 0")
     return float(value)
+
+
+def _limits(environment: Mapping[str, Any]) -> dict[str, float]:
+    """What a sandbox may use, by the names that rows have. Raises: TaskFault."""
+    found: dict[str, float] = {}
+    if environment.get("cpus") is not None:
+        found["cpus"] = _number(environment["cpus"], "cpus")
+    for name in ("memory", "storage"):
+        if environment.get(f"{name}_mb") is not None:
+            found[f"{name}_bytes"] = _number(environment[f"{name}_mb"], f"{name}_mb") * (1 << 20)
+        elif environment.get(name) is not None:
+            found[f"{name}_bytes"] = _size(environment[name], name)
+    return found
+
+
+def _compose_limits(service: Mapping[str, Any]) -> dict[str, float]:
+    """The same of a service in a compose file. Raises: TaskFault."""
+    deploy = service.get("deploy") or {}
+    form = ((deploy.get("resources") or {}).get("limits") or {}) if isinstance(deploy, dict) else {}
+    found: dict[str, float] = {}
+    cpus, memory = form.get("cpus", service.get("cpus")), form.get("memory")
+    memory = service.get("mem_limit") if memory is None else memory
+    if cpus is not None:
+        found["cpus"] = _number(_default(cpus, "cpus"), "cpus")
+    if memory is not None:
+        found["memory_bytes"] = _size(_default(memory, "memory"), "memory")
+    return found
+
+
+def _default(value: Any, where: str) -> Any:
+    """A value of a compose file, with the defaults of its variables."""
+    return _variables({where: value}, where)[where] if isinstance(value, str) else value
+
+
+def _number(value: Any, name: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if isinstance(value, bool) or not 0 < number < math.inf:
+        raise TaskFault(f"{name} must be a number above 0, not {value!r:.40}")
+    return number
+
+
+def _size(value: Any, name: str) -> float:
+    """Bytes: a number of them, or a text such as `2G`, `512mb` or `1.5GiB`. Raises: TaskFault."""
+    found = _SIZE.fullmatch(str(value))
+    if found is None or isinstance(value, bool):
+        raise TaskFault(f"{name} must be a size such as 2G, not {value!r:.40}")
+    return _number(found[1], name) * (1 << 10 * " kmgt".index(found[2].lower() or " "))
 
 
 def _variables(value: Any, where: str) -> dict[str, str]:

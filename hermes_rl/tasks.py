@@ -15,6 +15,7 @@ import base64
 import datetime
 import decimal
 import json
+import math
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
@@ -41,7 +42,10 @@ Columns = Mapping[str, str]
 
 _VERIFY_KEYS = ("script", "files", "timeout_s", "image", "score", "mounts")
 _WHOLE_LIMITS = ("max_turns", "max_tokens")
-_LIMIT_KEYS = (*_WHOLE_LIMITS, "max_seconds", "wall_seconds")
+LEAST_MEMORY, LEAST_STORAGE = 32 << 20, 1 << 20
+"""Bytes that a sandbox needs to start, and to hold anything."""
+_LEAST = {"cpus": 0.01, "memory_bytes": LEAST_MEMORY, "storage_bytes": LEAST_STORAGE}
+_LIMIT_KEYS = (*_WHOLE_LIMITS, "max_seconds", "wall_seconds", *_LEAST)
 
 DEFAULT_VERIFY_TIMEOUT_S = 120.0
 
@@ -340,6 +344,8 @@ def _limits(value: Any) -> dict[str, float]:
             raise TaskFault(f"'limits.{name}' must be a number above 0")
         if name in _WHOLE_LIMITS and number < 1:
             raise TaskFault(f"'limits.{name}' must be 1 or more")
+        if number < _LEAST.get(name, 0) or not math.isfinite(number):
+            raise TaskFault(f"'limits.{name}' must be {_LEAST.get(name, 0):,} or more, and finite")
     return {k: float(v) for k, v in _without_nulls(value).items()}
 
 

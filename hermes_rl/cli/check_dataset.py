@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -241,11 +242,24 @@ def play_all(dataset: str, columns: dict[str, str], limit: int | None) -> Iterat
     rows = [
         r for r in mapped_rows(dataset, columns=columns, limit=limit) if r.get("verify") is not None
     ]
+    _build_images(dataset, limit)
     with tempfile.TemporaryDirectory(prefix="hermes-rl-check-") as scratch:
         for number, play in enumerate(plays()):
             out = Path(scratch) / str(number)
             chosen = [r for r in rows if play.name != "oracle" or r.get("oracle")]
             yield _play(chosen, play, out)
+
+
+def _build_images(dataset: str, limit: int | None) -> None:
+    """Build what a dataset's task folders lack. Its tasks say what could not be built."""
+    path = Path(dataset).expanduser()
+    if not path.is_dir():
+        return
+    from hermes_rl.cli.images_command import build_all
+    from hermes_rl.sandboxes import ImageBuilds, missing_images
+    from hermes_rl.task_folders import build_contexts
+
+    build_all(ImageBuilds(missing_images(build_contexts(path, limit))), sys.stderr)
 
 
 def _play(rows: list[dict[str, Any]], play: Play, out: Path) -> Played:

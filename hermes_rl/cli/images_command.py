@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -13,7 +14,7 @@ from hermes_rl.cli.errors import fail
 from hermes_rl.errors import ExitCode, HermesError, UserError
 
 if TYPE_CHECKING:
-    from hermes_rl.sandboxes import Image, ImageStore
+    from hermes_rl.sandboxes import Image, ImageBuilds, ImageStore
 
 app = typer.Typer(
     add_completion=False,
@@ -93,54 +94,64 @@ def build(
     build_ca: Annotated[
         bool, typer.Option("--build-ca", help="show this machine's certificates to builds")
     ] = False,
+    build_env: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME: show this variable to the shell of RUN; no image keeps it"),
+    ] = None,
     jobs: Annotated[int, typer.Option(help="builds at a time", min=1)] = 2,
     limit: Annotated[int | None, typer.Option(help="only the first N images", min=1)] = None,
 ) -> int:
     """Build the images of task folders that are not stored yet. Needs the program buildah.
 
+    A run builds what it needs itself.
+
     \b
     hermes-rl images build tasks/
     hermes-rl images build tasks/ --image-alias ubuntu:24.04=ubuntu.tar --build-ca
+    hermes-rl images build tasks/ --build-env PIP_INDEX_URL
     """
+    from hermes_rl.sandboxes import ImageBuilds, build_options, missing_images
     from hermes_rl.task_folders import build_contexts, task_folders
 
     if not dataset.is_dir() or not task_folders(dataset):
         raise UserError(f"{dataset}: no task folder (task.toml and instruction.md, or task.yaml)")
-    store = _store()
+    aliases: dict[str, Path] = {}
     for alias in image_alias or ():
         name, _, local = alias.partition("=")
         if not local:
             raise UserError(f"--image-alias {alias}: write NAME=FILE")
-        store.alias(name, Path(local))
-    contexts = list(build_contexts(dataset).values())[:limit]
-    wanted = [context for context in contexts if store.find(context.image) is None]
-    print(f"{len(contexts)} images, {len(contexts) - len(wanted)} of them are stored already")
-    failed = 0
-    with ThreadPoolExecutor(jobs) as pool:
-        building = {
-            pool.submit(
-                store.build,
-                context.folder,
-                context.image,
-                dockerfile=context.dockerfile,
-                timeout_s=context.timeout_s,
-                certificates=build_ca,
-            ): context
-            for context in wanted
-        }
-        for number, future in enumerate(as_completed(building), start=1):
-            context = building[future]
-            folder = context.folder
-            task = folder.parent.name if folder.name == "environment" else folder.name
-            error = future.exception()
-            if error is not None and not isinstance(error, HermesError):
-                raise error
-            print(f"{number}/{len(wanted)} {task}: {'failed' if error else 'built'}", flush=True)
-            if error is not None:
-                failed += 1
-                log = store.keep_log(context.image, getattr(error, "log", ""))
-                fail(f"{task}: {error}. Log: {log}")
+        aliases[name] = Path(local)
+    options = build_options(build_env or (), certificates=build_ca)
+    contexts = dict(list(build_contexts(dataset).items())[:limit])
+    missing = missing_images(contexts)
+    stored = len(contexts) - len(missing)
+    print(f"{len(contexts)} images, {stored} of them are stored already", flush=True)
+    failed = build_all(ImageBuilds(missing, options, aliases, jobs), sys.stdout)
+    for error in failed:
+        fail(error)
     return ExitCode.GIVEN_UP if failed else ExitCode.DONE
+
+
+def build_all(builds: ImageBuilds, stream: TextIO) -> list[str]:
+    """Build images, with a line on a stream for each end, and return why builds failed.
+    Ctrl-C ends all builds. Raises: UserError."""
+    try:
+        if builds.contexts:
+            builds.open()
+        futures = [builds.build(image) for image in builds.contexts]
+        failed: list[str] = []
+        for number, future in enumerate(as_completed(futures), start=1):
+            error = future.exception()
+            if isinstance(error, HermesError):
+                failed.append(str(error))
+            elif error is not None:
+                raise error
+            ends = f", {len(failed)} failed" if failed else ""
+            line = f"images: {number - len(failed)} of {len(futures)} built{ends}"
+            print(line, file=stream, flush=True)
+        return failed
+    finally:
+        builds.close()
 
 
 @app.command("prune")

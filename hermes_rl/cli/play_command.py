@@ -47,12 +47,15 @@ def command(
     row = find(rows, wanted, dataset)
     if row.task is None:
         raise UserError(f"{row.place}: {row.error}")
+    from hermes_rl.definitions import sandbox_limits_of
+
     chosen = row.task
     spec = SandboxSpec(
         lease="play",
         image=chosen.image or place.image,
         cwd=chosen.cwd,
         network=network or place.network,
+        limits=sandbox_limits_of(place.limits, chosen),
     )
     return asyncio.run(_play(chosen, spec, save))
 

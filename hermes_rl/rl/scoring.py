@@ -29,6 +29,7 @@ import msgspec
 
 from hermes_rl import events as ev
 from hermes_rl.config import RunConfig, parse_config
+from hermes_rl.definitions import sandbox_limits_of
 from hermes_rl.errors import CAUSES, HermesError, TaskFault, VerifierFault, cause_of
 from hermes_rl.events import EventLog
 from hermes_rl.identity import digest, unit_seed
@@ -279,6 +280,7 @@ class Grader:
         spec = SandboxSpec(
             lease=f"{run.run_id}-regrade-{stored.row['trajectory_id'][:16]}",
             image=stored.task.image or run.config.sandbox.image,
+            limits=sandbox_limits_of(run.config.sandbox.limits, stored.task),
         )
         sandbox = await run.backend.lease(spec)
         try:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from hermes_rl.sandboxes.box import filter_path
     from hermes_rl.sandboxes.bubblewrap import Bubblewrap, BubblewrapSandbox
+    from hermes_rl.sandboxes.builds import ImageBuilds, build_options, missing_images
     from hermes_rl.sandboxes.conformance import (
         CHECKS,
         KILL_SHELL,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from hermes_rl.sandboxes.containers import Containers, ContainerSandbox
     from hermes_rl.sandboxes.files import Beneath, Look
     from hermes_rl.sandboxes.grading import FORMAT, Packing, Unpackable, pack_in_thread, reading
-    from hermes_rl.sandboxes.images import BuildFailed, Image, ImageStore
+    from hermes_rl.sandboxes.images import BuildOptions, Image, ImageStore
     from hermes_rl.sandboxes.limits import measure
     from hermes_rl.sandboxes.none import Subprocess
     from hermes_rl.sandboxes.probe import find_binary, probe_machine, reachable
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         snapshot,
         stop_tree,
     )
+    from hermes_rl.sandboxes.programs import BuildFailed
     from hermes_rl.sandboxes.recipe import OPEN_FILES, digest_of, make_etc, solutions
     from hermes_rl.sandboxes.session import Background
     from hermes_rl.sandboxes.shell import (

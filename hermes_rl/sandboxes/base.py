@@ -28,6 +28,8 @@ class SandboxLimits:
     workspace_files: int = 200_000
     tmp_bytes: int = 256 << 20
     shm_bytes: int = 64 << 20
+    cpus: float | None = None
+    """CPUs' worth of time of the whole sandbox, where cgroups allow it; None bounds nothing."""
 
     def doubled(self) -> SandboxLimits:
         """Twice as much on the disk."""

@@ -30,7 +30,7 @@ from typing import TypeVar
 from hermes_rl.aio import in_thread
 from hermes_rl.errors import SandboxStartError, UserError
 from hermes_rl.sandboxes import limits, processes, recipe
-from hermes_rl.sandboxes.base import SandboxSpec
+from hermes_rl.sandboxes.base import SandboxLimits, SandboxSpec
 from hermes_rl.sandboxes.files import libc
 from hermes_rl.sandboxes.slots import Storage, has_slots, is_host_root
 
@@ -286,7 +286,7 @@ def launch(binary: str, box: recipe.Box, uid: int | None, stdio: socket.socket) 
 
 
 async def confined(
-    held: list[str], name: str, memory_bytes: int, groups: limits.Cgroups, outer: Outer
+    held: list[str], name: str, most: SandboxLimits, groups: limits.Cgroups, outer: Outer
 ) -> None:
     """Find a sandbox's inside, in which nothing of the agent's runs yet, and put it into a control
     group. Raises: OSError or ValueError.
@@ -295,19 +295,22 @@ async def confined(
     its end, so that the group is known to whoever removes it.
 
     Args:
-        held: takes the path of the group, to be removed with the sandbox.
+        held: takes the paths of its groups, to be removed with the sandbox.
         name: OWNER.N, or what begins so.
-        memory_bytes: of the whole sandbox.
+        most: memory and CPU time of the whole sandbox.
     """
 
     def confine() -> None:
         try:
-            path = groups.make(name, memory_bytes)
+            held.append(groups.make(name, most.memory_bytes))
         except OSError:
             return  # then the limit is not in force, and `info.limits` does not list it
-        held.append(path)
-        for pid in (outer.init, outer.supervisor()):
-            limits.add(path, pid)
+        if most.cpus is not None:
+            with contextlib.suppress(OSError):  # nor this one
+                held.append(groups.bound_cpus(name, most.cpus))
+        for path in dict.fromkeys(held):
+            for pid in (outer.init, outer.supervisor()):
+                limits.add(path, pid)
 
     outer.attach()
     if groups.base:

@@ -35,9 +35,9 @@ from hermes_rl.sandboxes.box import (
 )
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.grading import Packing, Unpackable, pack_in_thread
+from hermes_rl.sandboxes.image_changes import Upper, programs_in, replaced
 from hermes_rl.sandboxes.limits import TEMPORARY, Usage, measure
 from hermes_rl.sandboxes.probe import find_binary, reachable
-from hermes_rl.sandboxes.replaced import Upper, programs_in, replaced
 from hermes_rl.sandboxes.session import FolderSandbox, abandon, environment_file, start_shell
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Disks, Home, Slots, Storage, find_disks, has_slots
@@ -103,7 +103,7 @@ class Bubblewrap:
         self._spawner = Spawner()
         try:
             self._binary = reachable(self._binary or find_binary(), home.root)
-            home.guard(self._cgroups.base)
+            home.guard(self._cgroups.bases)
             self._overlay = "--overlay-src" in probe.options(self._binary)
             if has_slots():
                 self._slots = Slots()
@@ -189,8 +189,8 @@ class Bubblewrap:
             return await self._launch(box, lease.uid, stdio)
 
         async def settle(outer: Outer) -> None:
-            name, memory = lease.box.name, spec.limits.memory_bytes
-            await confined(lease.cgroup, name, memory, self._cgroups, outer)
+            name, groups = lease.box.name, self._cgroups
+            await confined(lease.cgroup, name, spec.limits, groups, outer)
             await self._mounting(lease.storage.leave)
 
         paths = ShellPaths(control, recipe.CONTROL, recipe.STATE)
@@ -231,6 +231,8 @@ class Bubblewrap:
             found["workspace_held_by"] = "kernel" if lease.storage.sized else "watching"
         if lease.cgroup:
             found["memory_bytes"] = asked.memory_bytes
+        if (cpus := lease.spec.limits.cpus) and any(map(limits.has_quota, lease.cgroup)):
+            found["cpus"] = cpus
         return found
 
     async def grade(self, lease: Lease, spec: GradingSpec, name: str) -> GradingResult:
@@ -570,8 +572,8 @@ class GradingSandbox:
         return self.lease.box / self.name
 
     async def stand(self, outer: Outer) -> None:
-        """Bound its memory, now that it stands. Raises: SandboxStartError."""
-        name, most = f"{self.lease.box.name}.{self.name}", self.lease.spec.limits.memory_bytes
+        """Bound its memory and CPU time, now that it stands. Raises: SandboxStartError."""
+        name, most = f"{self.lease.box.name}.{self.name}", self.lease.spec.limits
         try:
             await confined(self._cgroup, name, most, self._groups, outer)
         except (OSError, ValueError) as error:

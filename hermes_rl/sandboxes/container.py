@@ -30,7 +30,7 @@ from hermes_rl.errors import SandboxDied, SandboxStartError, TaskFault
 from hermes_rl.sandboxes import limits, processes, recipe
 from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sandboxes.box import gone
-from hermes_rl.sandboxes.replaced import Replaced
+from hermes_rl.sandboxes.image_changes import Replaced
 from hermes_rl.sandboxes.watchdog import (
     CONTAINERS,
     remove_container,
@@ -617,7 +617,7 @@ def writable_copy(verify: Path, folder: str, under: Path) -> Path:
 
 
 class Changes:
-    """What an agent changed of an image (see `images.replaced`).
+    """What an agent changed of an image (see `image_changes.replaced`).
 
     Args:
         listed: path -> 0 changed, 1 added, 2 removed.

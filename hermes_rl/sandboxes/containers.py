@@ -43,7 +43,7 @@ from hermes_rl.sandboxes.container import (
     writable_copy,
 )
 from hermes_rl.sandboxes.files import Beneath
-from hermes_rl.sandboxes.replaced import graded_programs, replaced
+from hermes_rl.sandboxes.image_changes import graded_programs, replaced
 from hermes_rl.sandboxes.session import FolderSandbox, encode, environment_file, start_shell
 from hermes_rl.sandboxes.shell import Ended, HeadTail, Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Home

@@ -22,6 +22,8 @@ import hashlib
 import json
 import os
 import platform
+import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -33,10 +35,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from hermes_rl.errors import HermesError, TaskFault, UserError
+from hermes_rl.errors import TaskFault, UserError
 from hermes_rl.locks import lock_within, try_lock
-from hermes_rl.sandboxes import processes
-from hermes_rl.sandboxes.replaced import OPAQUE_XATTR
+from hermes_rl.sandboxes.image_changes import OPAQUE_XATTR
+from hermes_rl.sandboxes.programs import Programs
 from hermes_rl.sandboxes.slots import first_slot
 from hermes_rl.sandboxes.watchdog import remove_tree
 
@@ -89,16 +91,15 @@ class Named:
     """Unix time of its last use."""
 
 
-class BuildFailed(HermesError):
-    """An image could not be built or pulled.
+@dataclass(frozen=True)
+class BuildOptions:
+    """What builds may use of this machine, and no image keeps."""
 
-    Args:
-        log: what the program printed.
-    """
-
-    def __init__(self, message: str, log: str = "") -> None:
-        super().__init__(message)
-        self.log = log
+    certificates: bool = False
+    """Show the machine's certificates to builds: for networks behind a proxy with a certificate of
+    its own."""
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables of the commands of `RUN` that a shell runs."""
 
 
 def default_store() -> Path:
@@ -124,6 +125,16 @@ class ImageStore:
         self._owner = None if first is None else first - 1
         """Whom layers belong to; None is ourselves."""
         self._held = -1
+        self._programs = Programs()
+
+    @property
+    def stopped(self) -> bool:
+        """`stop` was called."""
+        return self._programs.stopped
+
+    def stop(self) -> None:
+        """End the pulls and builds that run, and refuse others. For any thread."""
+        self._programs.stop()
 
     def find(self, name: str) -> Image | None:
         """The image with a name or digest; None when there is none. It stays while we live."""
@@ -177,7 +188,8 @@ class ImageStore:
         with self._scratch() as scratch:
             to = ["docker://" + reference, f"oci:{scratch / 'oci'}:latest"]
             key = ["--authfile", str(login)] if login else []
-            _run([_program("skopeo"), "copy", "--quiet", *key, *to], f"cannot pull {reference}")
+            copy = [find_program("skopeo"), "copy", "--quiet", *key, *to]
+            self._programs.run(copy, f"cannot pull {reference}")
             return self.add(scratch / "oci", name or reference)
 
     def build(
@@ -187,23 +199,20 @@ class ImageStore:
         *,
         dockerfile: Path | None = None,
         timeout_s: float = 600.0,
-        certificates: bool = False,
+        options: BuildOptions | None = None,
     ) -> Image:
         """Build a Dockerfile with buildah and store the image under a name.
-
-        Args:
-            certificates: show the machine's certificates to the build, which no layer keeps: for
-                networks behind a proxy with a certificate of its own.
 
         Raises: UserError when buildah is missing; BuildFailed when the build fails.
         """
         self._prepare()
         tag = "localhost/hermes-rl:" + hashlib.sha256(name.encode()).hexdigest()[:32]
-        shown = ["--volume", "/etc/ssl/certs:/etc/ssl/certs:ro"] if certificates else []
-        file = dockerfile or context / "Dockerfile"
-        command = ["build", "--isolation", "chroot", "--layers", "--tag", tag, *shown]
-        self._buildah([*command, "--file", str(file), str(context)], name, timeout_s)
         with self._scratch() as scratch:
+            file, shown = _shown(scratch, dockerfile or context / "Dockerfile", options)
+            # OCI's format has no SHELL: the instruction would be ignored.
+            command = ["build", "--isolation", "chroot", "--format", "docker", "--layers"]
+            command += ["--tag", tag, *shown, "--file", str(file), str(context)]
+            self._buildah(command, name, timeout_s)
             # Layers that we have are not written again: a file of that name is taken for them.
             blobs = scratch / "oci" / "blobs" / "sha256"
             blobs.mkdir(parents=True)
@@ -231,9 +240,20 @@ class ImageStore:
         digest = self._buildah(["pull", "--quiet", f"{transport}:{local.absolute()}"], name)
         self._buildah(["tag", digest.split()[-1], name], name)
 
+    def lock_file(self, name: str) -> Path:
+        """What a process locks while it builds an image."""
+        self._prepare()
+        folder = self.root / "build"
+        folder.mkdir(exist_ok=True)
+        return folder / f"lock.{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+
+    def log(self, name: str) -> Path:
+        """Where a failed build's output is kept."""
+        return self.root / "logs" / f"{quote(name, safe='')}.log"
+
     def keep_log(self, name: str, log: str) -> Path:
         """Keep what a failed build printed, and return where."""
-        path = self.root / "logs" / f"{quote(name, safe='')}.log"
+        path = self.log(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, log.encode("utf-8", "replace"))
         return path
@@ -263,8 +283,8 @@ class ImageStore:
                     path.unlink()
                     sizes = dict(zip(image.layers, image.bytes, strict=True))
                     freed += sum(size for layer, size in sizes.items() if self._drop(layer, kept))
-            for entry in self.root.glob("scratch/*"):
-                remove_tree(entry)
+            with self._scratch():
+                pass
             if (self.root / "build").is_dir() and shutil.which("buildah"):
                 self._buildah(["rmi", "--all", "--force"], "the build cache")
             return freed
@@ -292,12 +312,28 @@ class ImageStore:
 
     @contextlib.contextmanager
     def _scratch(self) -> Iterator[Path]:
-        folder = Path(tempfile.mkdtemp(dir=self.root / "scratch"))
-        folder.chmod(0o711)
+        with open(self.root / "lock.scratch", "w") as lock:
+            if not lock_within(lock.fileno(), _LOCK_S):
+                raise UserError(f"{self.root}: another process cleans up for very long")
+            self._sweep()
+            folder = Path(tempfile.mkdtemp(dir=self.root / "scratch"))
+            folder.chmod(0o711)
+            held = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            try_lock(held)
         try:
             yield folder
         finally:
             remove_tree(folder)
+            os.close(held)
+
+    def _sweep(self) -> None:
+        """Remove the scratch folders of processes that were killed, and secrets in them."""
+        for entry in self.root.glob("scratch/*"):
+            with contextlib.suppress(OSError):  # another process has just removed it
+                held = os.open(entry, os.O_RDONLY | os.O_CLOEXEC)
+                if try_lock(held):
+                    remove_tree(entry)
+                os.close(held)
 
     def _folder(self, layer: str) -> Path:
         """A short path: the kernel takes 4,096 bytes of options for an overlay."""
@@ -312,6 +348,7 @@ class ImageStore:
     def _keep(self, image: Image, name: str) -> Image:
         _write(self._image(image.digest), json.dumps(asdict(image)).encode())
         _write(self._name(name), image.digest.encode())
+        self.log(name).unlink(missing_ok=True)
         return image
 
     def _read(self, source: Path, scratch: Path) -> Image:
@@ -323,7 +360,8 @@ class ImageStore:
         if source.is_file():
             folder = scratch / "archive"
             folder.mkdir()
-            _run(["tar", "-x", "-f", str(source), "-C", str(folder)], f"cannot read {source}")
+            unpack = ["tar", "-x", "-f", str(source), "-C", str(folder)]
+            self._programs.run(unpack, f"cannot read {source}")
         read = _docker_image if (folder / _DOCKER).is_file() else _oci_image
         try:
             config_bytes, blobs = read(folder)
@@ -387,8 +425,8 @@ class ImageStore:
         build.mkdir(exist_ok=True)
         places = ["--root", str(build / "root"), "--runroot", str(build / "run")]
         driver = ["--storage-driver", "overlay"]
-        command = [_program("buildah"), *places, *driver, *arguments]
-        return _run(command, f"cannot build {name}", timeout_s)
+        command = [find_program("buildah"), *places, *driver, *arguments]
+        return self._programs.run(command, f"cannot build {name}", timeout_s)
 
 
 def _plain(digest: str) -> str:
@@ -405,7 +443,8 @@ def _write(path: Path, data: bytes) -> None:
     temporary.rename(path)
 
 
-def _program(name: str) -> str:
+def find_program(name: str) -> str:
+    """Where a program is. Raises: UserError when it is missing; it says what to install."""
     found = shutil.which(name)
     if found is None:
         raise UserError(
@@ -414,31 +453,51 @@ def _program(name: str) -> str:
     return found
 
 
-def _run(command: Sequence[str], failure: str, timeout_s: float = 3600.0) -> str:
-    """Run a program; returns what it printed. Raises: BuildFailed."""
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=timeout_s)
-        except BaseException as error:  # also Ctrl-C: its programs end with it
-            if (root := processes.find(process.pid)) is not None:
-                processes.stop_tree(root)
-                processes.end_tree(root)
-            output, _ = process.communicate()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            printed = output.decode("utf-8", "replace")
-            raise BuildFailed(f"{failure}: it took over {timeout_s:g} s", printed) from None
-    printed = output.decode("utf-8", "replace")
-    if process.returncode != 0:
-        last = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
-        raise BuildFailed(f"{failure}: {last.strip()[:300]}", printed)
-    return printed
+_ENV_FOLDER = "/run/hermes-rl-build"
+_FROM = re.compile(r"\s*FROM\s", re.IGNORECASE)
+_DOCUMENT = re.compile(r"(?<![<\w])<<-?[\"']?([A-Za-z_]\w*)")
+_SHELL = ["/bin/sh", "-c", f'. {_ENV_FOLDER}/env && exec /bin/sh -c "$0"']
+
+
+def _shown(scratch: Path, file: Path, options: BuildOptions | None) -> tuple[Path, list[str]]:
+    """The Dockerfile to build, and arguments of buildah that show a build what it may use.
+
+    Build arguments and variables of buildah are kept in an image's configuration. Instead, the
+    shell of `RUN` reads a file that is mounted.
+    """
+    options = options or BuildOptions()
+    shown = ["--volume", "/etc/ssl/certs:/etc/ssl/certs:ro"] if options.certificates else []
+    if not options.env:
+        return file, shown
+    closed = scratch / "env"  # the folder in it is open to the users of images
+    closed.mkdir(mode=0o700)
+    (closed / "shown").mkdir()
+    lines = [f"export {name}={shlex.quote(value)}\n" for name, value in options.env.items()]
+    (closed / "shown" / "env").write_text("".join(lines))
+    (closed / "Dockerfile").write_text(_with_shell(file.read_text(encoding="utf-8")))
+    return closed / "Dockerfile", [*shown, "--volume", f"{closed / 'shown'}:{_ENV_FOLDER}:ro"]
+
+
+def _with_shell(dockerfile: str) -> str:
+    """A Dockerfile with our shell in each stage, until the stage sets its own."""
+    made: list[str] = []
+    begins, is_from, documents = True, False, list[str]()
+    for line in dockerfile.splitlines():
+        made.append(line)
+        if begins and documents:
+            documents = documents[line.strip() == documents[0] :]
+            continue
+        if begins:
+            is_from = bool(_FROM.match(line))
+        # Comments and empty lines may be within an instruction.
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        begins = not line.rstrip().endswith("\\")
+        documents += _DOCUMENT.findall(line) if not is_from else ()
+        if begins and is_from:
+            made.append("SHELL " + json.dumps(_SHELL))
+            is_from = False
+    return "\n".join(made) + "\n"
 
 
 def _kind(source: Path) -> str:
@@ -575,6 +634,8 @@ def stored_image(name: str) -> tuple[Image, tuple[Path, ...]]:
     image = store.find(name)
     if image is None and name.startswith(("/", ".", "~")):
         raise TaskFault(f"no such image: {name}. Name a root file system directory")
+    if image is None and (log := store.log(name)).is_file():
+        raise TaskFault(f"image {name!r} could not be built. Log: {log}")
     if image is None:
         how = "build DATASET" if name.startswith("task:") else f"pull {name}"
         raise TaskFault(

@@ -6,7 +6,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hermes_rl.sandboxes import processes, watchdog
@@ -83,6 +83,15 @@ class Cgroups:
     """Its path; empty where the machine does not let us."""
     unified: bool = False
     """Version 2."""
+    cpu_base: str = ""
+    """The like of version 1's CPU controller, which has folders of its own."""
+    cpus: bool = False
+    """CPU time can be bounded."""
+
+    @property
+    def bases(self) -> str:
+        """All of its folders, one a line."""
+        return "\n".join(filter(None, (self.base, self.cpu_base)))
 
     def make(self, name: str, memory_bytes: int) -> str:
         """Make a group with a memory limit. Returns its path. Raises: OSError."""
@@ -98,6 +107,37 @@ class Cgroups:
             watchdog.remove_cgroup(path)
             raise
         return path
+
+    def bound_cpus(self, name: str, cpus: float) -> str:
+        """Give the group of a name a quota of CPU time. Returns the path of the group that has it.
+        Raises: OSError."""
+        quota = max(1_000, round(cpus * _PERIOD_US))
+        if self.unified:
+            path = f"{self.base}/hermes-rl-{name}"
+            _write(f"{path}/cpu.max", f"{quota} {_PERIOD_US}")
+            return path
+        if not self.cpu_base:
+            raise FileNotFoundError("no controller of CPU time")
+        path = f"{self.cpu_base}/hermes-rl-{name}"
+        os.mkdir(path)
+        try:
+            _write(f"{path}/cpu.cfs_period_us", _PERIOD_US)
+            _write(f"{path}/cpu.cfs_quota_us", quota)
+        except OSError:
+            watchdog.remove_cgroup(path)
+            raise
+        return path
+
+
+_PERIOD_US = 100_000
+
+
+def has_quota(path: str) -> bool:
+    """Whether a group has a quota of CPU time."""
+    for name in ("cpu.max", "cpu.cfs_quota_us"):
+        with contextlib.suppress(OSError):
+            return Path(path, name).read_text().split()[0] not in ("max", "-1")
+    return False
 
 
 def add(path: str, pid: int) -> None:
@@ -130,43 +170,51 @@ def machine_kills() -> int:
 
 def detect(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Cgroups:
     """Find out, by making one, whether control groups can be made below our own."""
-    for base, unified in _candidates(own, root):
-        groups = Cgroups(base, unified)
+    for base, unified, cpu_base in _candidates(own, root):
+        groups = Cgroups(base, unified, cpu_base)
         name = f"probe-{os.getpid()}-{os.urandom(3).hex()}"
         try:
             path = groups.make(name, 64 << 20)
         except OSError:
             continue
-        watchdog.remove_cgroup(path)
+        made = [path]
+        with contextlib.suppress(OSError):
+            made.append(groups.bound_cpus(name, 1.0))
+            groups = replace(groups, cpus=True)
+        for path in dict.fromkeys(made):
+            watchdog.remove_cgroup(path)
         return groups
     return Cgroups("")
 
 
 def memory_groups(pid: int) -> list[str]:
     """Folders of the control groups that may bound a process's memory."""
-    return [path for path, _ in _candidates(Path(f"/proc/{pid}/cgroup"), Path("/sys/fs/cgroup"))]
+    return [path for path, _, _ in _candidates(Path(f"/proc/{pid}/cgroup"), Path("/sys/fs/cgroup"))]
 
 
-def _candidates(own: Path, root: Path) -> list[tuple[str, bool]]:
-    """Folders of our own control group, version 1's memory controller first."""
+def _candidates(own: Path, root: Path) -> list[tuple[str, bool, str]]:
+    """Folders of our own control group, version 1's memory controller first: with it, the CPU
+    controller's."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
         return []
-    found = []
+    found, cpu = [], ""
     for line in lines:
         _, controllers, path = line.split(":", 2)
+        if "cpu" in controllers.split(","):
+            cpu = os.path.normpath(f"{root}/cpu/{path}")
         if "memory" in controllers.split(","):
             found.append((os.path.normpath(f"{root}/memory/{path}"), False))
         elif not controllers:
             found.append((os.path.normpath(f"{root}/{path}"), True))
-    return found
+    return [(base, unified, "" if unified else cpu) for base, unified in found]
 
 
-def _write(path: str, value: int) -> None:
+def _write(path: str, value: int | str) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        os.write(fd, b"%d" % value)
+        os.write(fd, str(value).encode())
     finally:
         os.close(fd)
 

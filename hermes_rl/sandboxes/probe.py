@@ -185,7 +185,10 @@ def probe_machine(binary: str | None = None) -> Probe:
             output = ""
     groups = limits.detect()
     names = ("processes", "file_bytes", "tmp_bytes", "shm_bytes", "address_space_bytes_per_process")
-    enforced = dict.fromkeys(names, code == 0) | {"memory_bytes": bool(groups.base)}
+    enforced = dict.fromkeys(names, code == 0) | {
+        "memory_bytes": bool(groups.base),
+        "cpus": groups.cpus,
+    }
     with ThreadPoolExecutor(1) as thread:  # whose mounts end with it
         made = thread.submit(find_disks, state).result()
     who = "a user id for each sandbox" if root else "all sandboxes share your user id"

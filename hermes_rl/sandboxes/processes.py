@@ -1,12 +1,19 @@
 """Process trees as /proc shows them, and how to end one without hitting a stranger.
 
 A process is named by its id and start time together: an id alone may have been given away again.
+
+    python -I -S processes.py PROGRAM ARGUMENT...     a guard: ends what PROGRAM leaves behind
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -427,3 +434,30 @@ def _writes(pid: int, link: str) -> bool:
         except OSError:  # closed meanwhile
             continue
     return False
+
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def main() -> int:
+    """Run a program until it ends, or until standard input closes, and end all that it started,
+    also what has left its process group and session. Returns the program's exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # what is ignored, programs would inherit
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    with subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL) as program:
+        ended = os.pidfd_open(program.pid)
+        select.select([0, ended], [], [])
+        code = program.poll()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        for child in map(find, children(os.getpid())):
+            if child is not None:
+                stop_tree(child)
+                end_tree(child)
+    return 1 if code is None or code < 0 else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

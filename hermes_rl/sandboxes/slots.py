@@ -153,7 +153,7 @@ class Home:
         """Clean up after owners that are gone, and have it done after us. Blocks.
 
         Args:
-            cgroups: where control groups are made; empty for none.
+            cgroups: where control groups are made, one a line; empty for none.
         """
         self._cgroups = cgroups
         reap(self.root, cgroups)

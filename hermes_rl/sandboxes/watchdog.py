@@ -203,10 +203,14 @@ def remove_cgroup(path: str) -> bool:
 
 
 def clean(state: str, owner: str, cgroups: str = "") -> None:
-    """End and remove everything of an owner that is gone."""
+    """End and remove everything of an owner that is gone.
+
+    Args:
+        cgroups: folders of control groups, one a line.
+    """
     end_processes(state, owner)
-    if cgroups:
-        remove_cgroups(cgroups, owner)
+    for base in cgroups.splitlines():
+        remove_cgroups(base, owner)
     memory = memory_folder(state)
     for boxes in (os.path.join(state, "boxes"), memory):
         try:

@@ -144,3 +144,39 @@ def test_a_folder_without_tasks_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     with pytest.raises(UserError, match="no task folders"):
         list(read_tasks(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("toml", "compose", "limits"),
+    [
+        ("cpus = 2\nmemory_mb = 512\nstorage_mb = 10240\n", "", (2, 512 << 20, 10 << 30)),
+        ("memory = '2G'\nstorage = '1.5GB'\n", "", (None, 2 << 30, 3 << 29)),
+        ("", "{cpus: '0.5', mem_limit: 512m}", (0.5, 512 << 20, None)),
+        ("", "{deploy: {resources: {limits: {cpus: '1', memory: 1GiB}}}}", (1, 1 << 30, None)),
+        ("memory_mb = 64\n", "{cpus: '${N:-3}', mem_limit: 1g}", (3, 64 << 20, None)),
+    ],
+)
+def test_what_a_task_may_use_are_limits_of_its_row(
+    tmp_path: Path, toml: str, compose: str, limits: tuple[float | None, ...]
+) -> None:
+    files = {"environment/docker-compose.yaml": f"services: {{main: {compose}}}"} if compose else {}
+    folder = harbor_task(tmp_path / "a", files, toml=HARBOR + "[environment]\n" + toml)
+    names = ("cpus", "memory_bytes", "storage_bytes")
+    wanted = {k: v for k, v in zip(names, limits, strict=True) if v is not None}
+    (task,) = [row.task for row in read_tasks(str(folder))]
+    assert task is not None
+    assert task.limits == {"wall_seconds": 60.0, **wanted}
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("cpus = 'many'", "cpus must be a number above 0, not 'many'"),
+        ("memory = 'a lot'", "memory must be a size such as 2G, not 'a lot'"),
+        ("memory = '1..2G'", "memory must be a number above 0"),
+        ("memory_mb = 1", "'limits.memory_bytes' must be 33,554,432 or more"),
+    ],
+)
+def test_what_no_sandbox_can_have_fails_the_row(tmp_path: Path, toml: str, message: str) -> None:
+    row = only(harbor_task(tmp_path / "a", {}, toml=HARBOR + "[environment]\n" + toml))
+    assert message in (row.error or "")

@@ -1,4 +1,4 @@
-"""What an agent changed of an image so that no verifier in it can be believed."""
+"""What an agent may not change of an image: the programs that a verifier relies on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 OPAQUE_XATTR = "user.overlay.opaque"
+"""Marks a folder of an overlay that hides what is below it."""
+
 _ESSENTIAL = {
     "bin": ("bash",),
     "etc": ("ld.so.preload",),
