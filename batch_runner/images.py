@@ -115,12 +115,14 @@ def find_missing(settings: Settings) -> ImageBuilds | None:
     path = Path(dataset.path).expanduser()
     if settings.opened is not None or sandbox.backend == "none" or not path.is_dir():
         return None
-    from hermes_rl.sandboxes import ImageBuilds, build_options, missing_images
+    from hermes_rl.sandboxes import ENGINES, Engine, ImageBuilds, build_options, missing_images
     from hermes_rl.task_folders import build_contexts
 
-    missing = missing_images(build_contexts(path, dataset.limit))
+    engine = Engine(sandbox.backend) if sandbox.backend in ENGINES else None
+    missing = missing_images(build_contexts(path, dataset.limit), engine)
     if not missing:
         return None
     how = sandbox.build
     aliases = {name: Path(local).expanduser() for name, local in how.aliases.items()}
-    return ImageBuilds(missing, build_options(how.env, certificates=how.ca), aliases, how.jobs)
+    options = build_options(how.env, certificates=how.ca)
+    return ImageBuilds(missing, options, aliases, how.jobs, engine)

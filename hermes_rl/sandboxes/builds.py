@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hermes_rl.errors import HermesError, UserError
 from hermes_rl.locks import lock_within
+from hermes_rl.sandboxes.container import Engine, EngineError
 from hermes_rl.sandboxes.images import BuildOptions, ImageStore, find_program
 from hermes_rl.sandboxes.programs import BuildFailed
 
@@ -37,10 +39,16 @@ def build_options(names: Iterable[str], *, certificates: bool = False) -> BuildO
     return BuildOptions(certificates=certificates, env=found)
 
 
-def missing_images(contexts: Mapping[str, BuildContext]) -> dict[str, BuildContext]:
-    """Those of the images that the store lacks. Blocks."""
+def missing_images(
+    contexts: Mapping[str, BuildContext], engine: Engine | None = None
+) -> dict[str, BuildContext]:
+    """Those of the images that the store, or an engine, lacks. Blocks.
+
+    Raises: SandboxStartError when the engine does not answer.
+    """
     store = ImageStore()
-    return {name: context for name, context in contexts.items() if store.find(name) is None}
+    there = store.find if engine is None else engine.find
+    return {name: context for name, context in contexts.items() if there(name) is None}
 
 
 class ImageBuilds:
@@ -51,6 +59,7 @@ class ImageBuilds:
         contexts: what each image is built from, by its name.
         aliases: name in `FROM` -> a local OCI layout or archive.
         jobs: builds at a time.
+        engine: also takes what is built.
     """
 
     def __init__(
@@ -59,11 +68,13 @@ class ImageBuilds:
         options: BuildOptions | None = None,
         aliases: Mapping[str, Path] | None = None,
         jobs: int = 2,
+        engine: Engine | None = None,
     ) -> None:
         self.store = ImageStore()
         self.contexts = contexts
         self._options = options or BuildOptions()
         self._aliases = aliases or {}
+        self._engine = engine
         self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="image-build")
 
     def open(self) -> None:
@@ -95,7 +106,7 @@ class ImageBuilds:
                 while not lock_within(lock.fileno(), _LOOK_S):
                     if store.stopped:
                         raise BuildFailed(f"cannot build {name}: interrupted")
-                if store.find(name) is not None:
+                if self._engine is None and store.find(name) is not None:
                     return
                 store.build(
                     context.folder,
@@ -104,7 +115,11 @@ class ImageBuilds:
                     timeout_s=context.timeout_s,
                     options=self._options,
                 )
-        except (HermesError, OSError) as error:
+                if self._engine is not None:
+                    with tempfile.TemporaryDirectory() as folder:
+                        store.archive(name, Path(folder, "image"))
+                        self._engine.load(Path(folder, "image"))
+        except (HermesError, OSError, EngineError) as error:
             if store.stopped:
                 raise
             log = store.keep_log(name, self._unshown(f"{getattr(error, 'log', '')}\n{error}\n"))

@@ -157,25 +157,33 @@ class Engine:
 
         Raises: TaskFault when it cannot be had; SandboxStartError when the engine does not answer.
         """
-        path = f"/images/{quote(name, safe='/:@')}/json"
+        if (image := self.find(name)) is not None:
+            return image
+        repository, tag = name, "latest"
+        if ":" in posixpath.basename(name) and "@" not in name:
+            repository, _, tag = name.rpartition(":")
         try:
-            try:
-                return EngineImage.read(self.request("GET", path))
-            except EngineError as error:
-                if error.status != 404:
-                    raise
-            repository, tag = name, "latest"
-            if ":" in posixpath.basename(name) and "@" not in name:
-                repository, _, tag = name.rpartition(":")
-            pull = {"fromImage": repository, "tag": tag}
-            self.request("POST", "/images/create", query=pull)
-            return EngineImage.read(self.request("GET", path))
+            self.request("POST", "/images/create", query={"fromImage": repository, "tag": tag})
+            return EngineImage.read(self.request("GET", _image_path(name)))
         except EngineError as error:
-            if error.status == 0:
-                raise SandboxStartError(str(error)) from error
             raise TaskFault(
                 f"image {name!r} is not in {self.name} and cannot be pulled: {error}"
             ) from error
+
+    def find(self, name: str) -> EngineImage | None:
+        """An image that the engine has; None for none. Raises: SandboxStartError when it does not
+        answer."""
+        try:
+            return EngineImage.read(self.request("GET", _image_path(name)))
+        except EngineError as error:
+            if error.status == 0:
+                raise SandboxStartError(str(error)) from error
+            return None
+
+    def load(self, archive: Path) -> None:
+        """Take over an archive of `docker save`. Raises: EngineError."""
+        with archive.open("rb") as file:
+            self.request("POST", "/images/load", file)
 
     @contextlib.asynccontextmanager
     async def attach(self, container: str) -> AsyncIterator[Attached]:
@@ -200,6 +208,10 @@ class Engine:
             raise EngineError(0, f"{self.name} closed a connection: {error}") from error
         finally:
             writer.close()
+
+
+def _image_path(name: str) -> str:
+    return f"/images/{quote(name, safe='/:@')}/json"
 
 
 class _Connection(http.client.HTTPConnection):

@@ -216,6 +216,7 @@ class Containers:
                     "/tmp": f"exec,mode=1777,size={limits.tmp_bytes}",
                     recipe.STATE: f"mode=0777,size={recipe.RUN_BYTES}",
                 },
+                "NanoCpus": round((limits.cpus or 0) * 1e9),  # 0 is no limit
                 "LogConfig": {"Type": "none"},
                 "Init": False,
             },
@@ -322,6 +323,8 @@ class ContainerSandbox(FolderSandbox):
             "tmp_bytes": limits.tmp_bytes,
             "shm_bytes": limits.shm_bytes,
         }
+        if limits.cpus:
+            bounds["cpus"] = limits.cpus
         info = SandboxInfo(backend.name, spec.image, bounds)
         folder = Path(f"/proc/self/fd/{tree.workspace}")
         files = Beneath(folder, tree.uid if os.geteuid() == 0 else None)

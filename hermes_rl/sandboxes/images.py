@@ -206,7 +206,7 @@ class ImageStore:
         Raises: UserError when buildah is missing; BuildFailed when the build fails.
         """
         self._prepare()
-        tag = "localhost/hermes-rl:" + hashlib.sha256(name.encode()).hexdigest()[:32]
+        tag = _tag(name)
         with self._scratch() as scratch:
             file, shown = _shown(scratch, dockerfile or context / "Dockerfile", options)
             # OCI's format has no SHELL: the instruction would be ignored.
@@ -221,6 +221,11 @@ class ImageStore:
             to = f"oci:{scratch / 'oci'}:latest"
             self._buildah(["push", "--quiet", "--disable-compression", tag, to], name, timeout_s)
             return self.add(scratch / "oci", name)
+
+    def archive(self, name: str, target: Path) -> None:
+        """Write an image that was built here as `docker save` does. Raises: BuildFailed."""
+        to = f"docker-archive:{target}:docker.io/library/{name}"
+        self._buildah(["push", "--quiet", _tag(name), to], name)
 
     def alias(self, name: str, local: Path) -> None:
         """Let Dockerfiles take `FROM name` from a local OCI layout or archive.
@@ -427,6 +432,11 @@ class ImageStore:
         driver = ["--storage-driver", "overlay"]
         command = [find_program("buildah"), *places, *driver, *arguments]
         return self._programs.run(command, f"cannot build {name}", timeout_s)
+
+
+def _tag(name: str) -> str:
+    """What buildah calls an image that is built."""
+    return "localhost/hermes-rl:" + hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
 def _plain(digest: str) -> str:

@@ -66,7 +66,7 @@ def engine(name: str, folder: Path) -> Iterator[Engine]:
     try:
         made = Engine(name, str(path))
         _answered(made, process, log)
-        archive = _root_file_system(folder)
+        archive = root_file_system(folder)
         with archive.open("rb") as file:
             import_image(made, file, "tested")
         yield made
@@ -100,7 +100,7 @@ def _answered(made: Engine, process: subprocess.Popen[bytes], log: Path) -> None
             time.sleep(0.05)
 
 
-def _root_file_system(folder: Path) -> Path:
+def root_file_system(folder: Path) -> Path:
     """An archive of a root file system: programs of this machine, their libraries, Python."""
     root = folder / "rootfs"
     for name in ("usr/bin", "usr/lib", "usr/lib64", "etc", "root", "tmp", "usr/local/bin", "var"):

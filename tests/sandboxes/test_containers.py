@@ -46,8 +46,8 @@ MB = 1 << 20
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        any(shutil.which(program) is None for program in PROGRAMS.values()) or os.geteuid() != 0,
-        reason="needs the programs dockerd and podman, and root",
+        not all(map(shutil.which, [*PROGRAMS.values(), "buildah"])) or os.geteuid() != 0,
+        reason="needs the programs dockerd, podman and buildah, and root",
     ),
 ]
 
@@ -365,4 +365,42 @@ def test_a_run_in_containers(
         assert by_id["one"]["reward"] == reward
         assert by_id["one"]["sandbox"]["backend"] == running.name
         assert "image 'localhost:1/none' is not in" in capsys.readouterr().out
+    assert containers(running) == []
+
+
+def test_task_folders_are_built_and_played(
+    running: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests are shown to the verifier alone; limits and the network wish of a task apply."""
+    monkeypatch.setenv(VARIABLES[running.name], f"unix://{running.path}")
+    monkeypatch.setenv("HERMES_RL_IMAGES", str(tmp_path / "store"))
+    base = Path(running.path).parent / "rootfs.tar"
+    task = tmp_path / "tasks" / "sum"
+    files = {
+        "task.toml": "[environment]\ncpus = 0.5\nmemory = '300M'\n",
+        "instruction.md": "Write the sum of /app/numbers to /app/sum.",
+        "environment/Dockerfile": (
+            "FROM base\nCOPY numbers /app/\nRUN wc -l </app/numbers >/app/lines\nWORKDIR /app\n"
+        ),
+        "environment/numbers": "1\n2\n39\n",
+        "tests/test.sh": "grep -qx 42 sum && echo 0.5 >/logs/verifier/reward.txt\n",
+        "solution/solve.sh": (
+            "[ $(cat /app/lines) = 3 ] && [ ! -e /tests ] || exit 1\n"
+            "awk '{ s += $1 } END { print s }' numbers >sum\n"
+        ),
+    }
+    for name, text in files.items():
+        (task / name).parent.mkdir(parents=True, exist_ok=True)
+        (task / name).write_text(text)
+    command = ["run", str(task.parent), "--sandbox", running.name, "--workers", "0"]
+    command += ["--set", f"sandbox.build.aliases={{base: {base}}}"]
+    for model, reward in (("oracle", 0.5), ("noop", 0.0)):
+        out = tmp_path / model
+        assert main([*command, "--model", model, "--out", str(out)]) == 0
+        (row,) = load_run(out).trajectories.to_dict("records")
+        assert row["reward"] == reward
+        assert (row["sandbox"]["limits"]["cpus"], row["sandbox"]["limits"]["memory_bytes"]) == (
+            0.5,
+            300 * MB,
+        )
     assert containers(running) == []
