@@ -437,14 +437,19 @@ def _writes(pid: int, link: str) -> bool:
 
 
 _PR_SET_CHILD_SUBREAPER = 36
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 1 << 14, 1 << 18
 
 
 def main() -> int:
     """Run a program until it ends, or until standard input closes, and end all that it started,
-    also what has left its process group and session. Returns the program's exit code."""
+    also what has left its process group and session. Root's mounts end with it, too. Returns the
+    program's exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # what is ignored, programs would inherit
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if libc.unshare(_CLONE_NEWNS) == 0:
+        libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
     with subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL) as program:
         ended = os.pidfd_open(program.pid)
         select.select([0, ended], [], [])

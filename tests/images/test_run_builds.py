@@ -122,6 +122,7 @@ async def test_a_killed_run_leaves_no_build_and_the_next_builds_what_is_missing(
     process.kill()
     await process.wait()
     await until(lambda: not left_over(SLEEP))
+    assert str(store.root) not in Path("/proc/mounts").read_text()
     assert [*store.root.glob("scratch/*")], "what the next start removes"
     (built,) = store.root.glob("names/*")
     before = built.stat().st_mtime_ns
