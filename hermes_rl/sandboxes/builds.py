@@ -108,17 +108,18 @@ class ImageBuilds:
                         raise BuildFailed(f"cannot build {name}: interrupted")
                 if self._engine is None and store.find(name) is not None:
                     return
-                store.build(
-                    context.folder,
-                    name,
-                    dockerfile=context.dockerfile,
-                    timeout_s=context.timeout_s,
-                    options=self._options,
-                )
-                if self._engine is not None:
-                    with tempfile.TemporaryDirectory() as folder:
-                        store.archive(name, Path(folder, "image"))
-                        self._engine.load(Path(folder, "image"))
+                with tempfile.TemporaryDirectory() as folder:
+                    archive = Path(folder, "image") if self._engine is not None else None
+                    store.build(
+                        context.folder,
+                        name,
+                        dockerfile=context.dockerfile,
+                        timeout_s=context.timeout_s,
+                        options=self._options,
+                        archive=archive,
+                    )
+                    if self._engine is not None and archive is not None:
+                        self._engine.load(archive)
         except (HermesError, OSError, EngineError) as error:
             if store.stopped:
                 raise

@@ -200,19 +200,27 @@ class ImageStore:
         dockerfile: Path | None = None,
         timeout_s: float = 600.0,
         options: BuildOptions | None = None,
-    ) -> Image:
+        archive: Path | None = None,
+    ) -> None:
         """Build a Dockerfile with buildah and store the image under a name.
+
+        Args:
+            archive: takes the image as `docker save` writes it; it is not stored then.
 
         Raises: UserError when buildah is missing; BuildFailed when the build fails.
         """
         self._prepare()
-        tag = _tag(name)
+        tag = "localhost/hermes-rl:" + hashlib.sha256(name.encode()).hexdigest()[:32]
         with self._scratch() as scratch:
             file, shown = _shown(scratch, dockerfile or context / "Dockerfile", options)
             # OCI's format has no SHELL: the instruction would be ignored.
             command = ["build", "--isolation", "chroot", "--format", "docker", "--layers"]
             command += ["--tag", tag, *shown, "--file", str(file), str(context)]
             self._buildah(command, name, timeout_s)
+            if archive is not None:
+                to = f"docker-archive:{archive}:docker.io/library/{name}"
+                self._buildah(["push", "--quiet", tag, to], name, timeout_s)
+                return
             # Layers that we have are not written again: a file of that name is taken for them.
             blobs = scratch / "oci" / "blobs" / "sha256"
             blobs.mkdir(parents=True)
@@ -220,12 +228,7 @@ class ImageStore:
                 (blobs / _plain(json.loads(known.read_bytes())["digest"])).touch()
             to = f"oci:{scratch / 'oci'}:latest"
             self._buildah(["push", "--quiet", "--disable-compression", tag, to], name, timeout_s)
-            return self.add(scratch / "oci", name)
-
-    def archive(self, name: str, target: Path) -> None:
-        """Write an image that was built here as `docker save` does. Raises: BuildFailed."""
-        to = f"docker-archive:{target}:docker.io/library/{name}"
-        self._buildah(["push", "--quiet", _tag(name), to], name)
+            self.add(scratch / "oci", name)
 
     def alias(self, name: str, local: Path) -> None:
         """Let Dockerfiles take `FROM name` from a local OCI layout or archive.
@@ -432,11 +435,6 @@ class ImageStore:
         driver = ["--storage-driver", "overlay"]
         command = [find_program("buildah"), *places, *driver, *arguments]
         return self._programs.run(command, f"cannot build {name}", timeout_s)
-
-
-def _tag(name: str) -> str:
-    """What buildah calls an image that is built."""
-    return "localhost/hermes-rl:" + hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
 def _plain(digest: str) -> str:
