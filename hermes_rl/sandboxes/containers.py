@@ -216,7 +216,7 @@ class Containers:
                     "/tmp": f"exec,mode=1777,size={limits.tmp_bytes}",
                     recipe.STATE: f"mode=0777,size={recipe.RUN_BYTES}",
                 },
-                "NanoCpus": round((limits.cpus or 0) * 1e9),  # 0 is no limit
+                "NanoCpus": round((limits.cpus or 0) * 1e9),  # 0: unlimited
                 "LogConfig": {"Type": "none"},
                 "Init": False,
             },
