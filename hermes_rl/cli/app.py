@@ -32,6 +32,7 @@ COMMANDS = {
     "import": "another program's trajectories as a run",
     "env": "RL environments: list, process, evaluate, regrade, new",
     "images": "images for sandboxes: list, pull, import, build, prune",
+    "sandboxes": "sandboxes on this machine: list, and reap what dead workers left",
     "doctor": "what is there, what works on this machine, what to install",
 }
 """Command -> its line in `hermes-rl --help`; a command without a module is not offered."""

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
         ShellPaths,
         supervisor_text,
     )
-    from hermes_rl.sandboxes.slots import Home, Storage, default_state_dir, lock
+    from hermes_rl.sandboxes.slots import Home, Storage, default_state_dir, lock, reap, workers
     from hermes_rl.sandboxes.watchdog import memory_folder, remove_tree
 else:
     __getattr__, __dir__ = attach(__name__)

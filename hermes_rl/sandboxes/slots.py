@@ -24,6 +24,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -202,6 +203,81 @@ class Home:
             self._lock = -1
             if self._watchdog is not None:
                 self._watchdog.close()
+
+
+@dataclass(frozen=True)
+class Held:
+    """A sandbox on this machine."""
+
+    lease: str
+    """Empty where none of its processes is left."""
+    where: str
+    """The socket of its container's engine, or `this machine`."""
+    since: float
+    """Unix time of its start."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A process that leases sandboxes, or did."""
+
+    name: str
+    pid: int
+    alive: bool
+    sandboxes: list[Held]
+
+
+def workers(state: Path) -> list[Worker]:
+    """All that have sandboxes in a state folder, dead ones too. Blocks."""
+    owners, boxes = state / "owners", state / "boxes"
+    leases = _leases()
+    found: dict[str, list[Held]] = {name: [] for name in _names(owners)}
+    for name in _names(boxes):
+        owner, _, number = name.rpartition(".")
+        with contextlib.suppress(OSError):
+            since = (boxes / name).stat().st_mtime
+            engine = boxes / name / watchdog.CONTAINERS
+            where = engine.read_text().split("\n")[0] if engine.is_file() else "this machine"
+            # A worker's first folder is shared by its sandboxes.
+            if name in leases or engine.is_file() or number != "1":
+                found.setdefault(owner, []).append(Held(leases.get(name, ""), where, since))
+    return [
+        Worker(name, int(name.partition("-")[0]), _alive(owners / name), held)
+        for name, held in sorted(found.items())
+        if name[:1].isdigit()
+    ]
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def _alive(owner: Path) -> bool:
+    """Whether somebody holds an owner's lock."""
+    if not owner.exists():
+        return False
+    held = lock(owner)
+    if held is None:
+        return True
+    os.close(held)
+    return False
+
+
+def _leases() -> dict[str, str]:
+    """Name of a sandbox's folder -> its lease, by the command lines of all processes."""
+    found: dict[str, str] = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            found.update((m[1], m[2]) for word in words if (m := _TAG.fullmatch(word)))
+    return found
+
+
+_TAG = re.compile(r"(\d+-\d+-[0-9a-f]{6}\.\d+):(.+)", re.DOTALL)
+"""OWNER.N:LEASE, as it stands in the command lines of a sandbox."""
 
 
 class Slots:
