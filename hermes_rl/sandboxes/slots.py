@@ -229,14 +229,14 @@ class Worker:
 
 def workers(state: Path) -> list[Worker]:
     """All that have sandboxes in a state folder, dead ones too. Blocks."""
-    owners, boxes = state / "owners", state / "boxes"
+    owners, folders = state / "owners", state / "boxes"
     leases = _leases()
     found: dict[str, list[Held]] = {name: [] for name in _names(owners)}
-    for name in _names(boxes):
+    for name in _names(folders):
         owner, _, number = name.rpartition(".")
         with contextlib.suppress(OSError):
-            since = (boxes / name).stat().st_mtime
-            engine = boxes / name / watchdog.CONTAINERS
+            since = (folders / name).stat().st_mtime
+            engine = folders / name / watchdog.CONTAINERS
             where = engine.read_text().split("\n")[0] if engine.is_file() else "this machine"
             # A worker's first folder is shared by its sandboxes.
             if name in leases or engine.is_file() or number != "1":
@@ -271,13 +271,15 @@ def _leases() -> dict[str, str]:
     found: dict[str, str] = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-            found.update((m[1], m[2]) for word in words if (m := _TAG.fullmatch(word)))
+            arguments = (
+                Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            )
+            found.update((m[1], m[2]) for text in arguments if (m := _TAG.fullmatch(text)))
     return found
 
 
 _TAG = re.compile(r"(\d+-\d+-[0-9a-f]{6}\.\d+):(.+)", re.DOTALL)
-"""OWNER.N:LEASE, as it stands in the command lines of a sandbox."""
+"""OWNER.N:LEASE, as in the command lines of a sandbox."""
 
 
 class Slots:
