@@ -237,6 +237,31 @@ def sandbox_verbs(bench: Bench) -> Row:
     )
 
 
+def containers(bench: Bench) -> Row:
+    """Containers of docker and podman beside the engines' own commands."""
+    starts, commands = max(2, bench.sizes.verbs // 50), max(20, bench.sizes.verbs)
+    data = {
+        name: {verb: [s * 1e3 for s in seconds] for verb, seconds in found.items()}
+        for name in ("docker", "podman")
+        for found in [run_program("container_verbs.py", name, starts, commands)]
+    }
+    return Row(
+        "containers: start; command; grading",
+        "; ".join(
+            f"{name} {' / '.join(f'{median(verbs[v]):.1f}' for v in ('start', 'builtin', 'grade'))}"
+            for name, verbs in data.items()
+        )
+        + " ms wall",
+        "a command below a tenth of `exec`",
+        all(median(verbs["builtin"]) <= median(verbs["exec"]) / 10 for verbs in data.values()),
+        "; ".join(
+            f"{name} run {median(verbs['run']):.0f}, exec {median(verbs['exec']):.0f} ms"
+            for name, verbs in data.items()
+        ),
+        data=data,
+    )
+
+
 def start_up(bench: Bench) -> Row:
     """A run of one trajectory, without and with Ray, and Ray alone."""
     alone: list[float] = []
@@ -403,6 +428,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "memory": memory,
     "at-once": at_once,
     "sandbox": sandbox_verbs,
+    "containers": containers,
     "start": start_up,
     "first": first_request,
     "driver": per_trajectory,

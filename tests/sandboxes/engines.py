@@ -7,6 +7,7 @@ import contextlib
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -77,6 +78,25 @@ def engine(name: str, folder: Path) -> Iterator[Engine]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        end_left(folder)
+
+
+def end_left(folder: Path) -> None:
+    """End what an engine left below a folder: containerd and shims of a killed one, and mounts."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            mine = int(path.parent.name) == os.getpid()
+            if os.fsencode(folder) in path.read_bytes() and not mine and _is_engines(path.parent):
+                os.kill(int(path.parent.name), signal.SIGKILL)
+    mounts = Path("/proc/mounts").read_text().splitlines()
+    for target in sorted((line.split()[1] for line in mounts), reverse=True):
+        if target.startswith(f"{folder}/"):
+            subprocess.run(["umount", "-l", target], check=False)
+
+
+def _is_engines(process: Path) -> bool:
+    name = (process / "comm").read_text().strip()
+    return name.startswith(("containerd", "dockerd", "podman", "conmon"))
 
 
 def import_image(made: Engine, archive: io.BufferedIOBase, name: str) -> None:

@@ -21,7 +21,7 @@ import pytest
 import pytest_asyncio
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engines import IMAGE, PROGRAMS, engine, import_image
+from engines import IMAGE, PROGRAMS, end_left, engine, import_image
 
 from hermes_rl.cli import main
 from hermes_rl.errors import SandboxDied, SandboxKilled, SandboxStartError, TaskFault
@@ -321,20 +321,8 @@ async def test_a_dead_engine_is_a_fault_of_the_machine() -> None:
     finally:
         await backend.aclose()
         process.communicate("", timeout=60)
-        _end_left(folder)
+        end_left(folder)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _end_left(folder: Path) -> None:
-    """What a killed daemon leaves: containerd and shims, and their mounts."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        line = path.read_bytes() if path.exists() else b""
-        if os.fsencode(folder) in line and int(path.parent.name) != os.getpid():
-            os.kill(int(path.parent.name), signal.SIGKILL)
-    mounts = Path("/proc/mounts").read_text().splitlines()
-    for target in sorted((m.split()[1] for m in mounts), reverse=True):
-        if target.startswith(f"{folder}/"):
-            subprocess.run(["umount", "-l", target], check=False)
 
 
 def test_a_run_in_containers(
