@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
+from hermes_rl.cli.render import visible
 from hermes_rl.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def command(
-    run: Annotated[str, typer.Argument(help="run directory", metavar="RUN")],
+    run: Annotated[
+        str, typer.Argument(help="run directory; for harbor-tasks a dataset", metavar="RUN")
+    ],
     to: Annotated[str, typer.Option(help="format; `--to list` says which", metavar="FORMAT")],
     out: Annotated[str | None, typer.Option(help="file; default RUN/exports/FORMAT")] = None,
     min_reward: Annotated[float | None, typer.Option(help="only rollouts with this reward")] = None,
@@ -35,6 +39,9 @@ def command(
             " model sampled",
         ),
     ] = False,
+    image: Annotated[
+        str | None, typer.Option(help="harbor-tasks: image of tasks that name none [ubuntu:24.04]")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="the report as one JSON object")] = False,
 ) -> int:
     """Write a run in the format of a trainer or another program.
@@ -44,13 +51,17 @@ def command(
     \b
     hermes-rl export runs/my-run --to trl --min-reward 1
     hermes-rl export runs/my-run --to axolotl-tokens --out train.parquet
+    hermes-rl export tasks.jsonl --to harbor-tasks --out tasks/
     hermes-rl export . --to list              the formats
     """
-    from hermes_rl.export import FORMATS, AdvantageKind, ExportOptions, export_run
+    from hermes_rl.export import FORMATS, AdvantageKind, ExportOptions, export_run, harbor_tasks
 
     if to == "list":
-        _say_formats([(name, form.about) for name, form in FORMATS.items()])
+        formats = [(name, form.about) for name, form in FORMATS.items()]
+        _say_formats([*formats, (harbor_tasks.NAME, harbor_tasks.ABOUT)])
         return ExitCode.DONE
+    if to == harbor_tasks.NAME:
+        return _export_tasks(run, out, image)
     kinds: tuple[AdvantageKind, ...] = ("grpo", "rloo", "dr_grpo")
     kind = next((k for k in kinds if k == advantage), None)
     if kind is None:
@@ -66,6 +77,18 @@ def command(
     )
     report = export_run(run, to, out, options)
     print(msgspec.json.encode(report).decode() if as_json else _words(report))
+    return ExitCode.DONE
+
+
+def _export_tasks(dataset: str, out: str | None, image: str | None) -> int:
+    from hermes_rl.export import harbor_tasks
+    from hermes_rl.sources import dataset_name
+
+    folder = Path(out or f"{dataset_name(dataset)}-tasks")
+    report = harbor_tasks.export_tasks(dataset, folder, image or harbor_tasks.IMAGE)
+    print(f"{report.out}: {report.written:,} tasks, {len(report.left_out):,} left out")
+    for line in report.left_out:
+        print(f"  {visible(line)}")
     return ExitCode.DONE
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
+    from hermes_rl.export import harbor_tasks
     from hermes_rl.export.exporter import export_run, whole_file
     from hermes_rl.export.formats import FORMATS
     from hermes_rl.export.formats.sharegpt import conversation

@@ -31,9 +31,11 @@ events_logger = "file"
 """
 """For machines without an init, and with control groups of both versions."""
 _INSTALLED = """
-awk base64 bash cat chmod chown cp cut date dd echo env false find grep gzip head id ls ln mkdir
-mkfifo mktemp mv nohup pgrep ping printf ps python3 readlink rm rmdir sed seq setsid sh sleep sort
-stat tail tar tee test touch tr true truncate uniq wc who yes
+awk base64 basename bash bunzip2 bzip2 cat chmod chown cmp comm cp cut date dd df diff dirname du
+echo env expr false find fold getconf grep gunzip gzip head hostname id install join kill ln ls
+md5sum mkdir mkfifo mktemp mv nl nohup nproc od paste pgrep ping printf ps pwd python3 readlink
+realpath rm rmdir rev sed seq setsid sh sha1sum sha256sum shuf sleep sort split stat sync tac tail
+tar tee test timeout touch tr true truncate uname uniq wc who xargs xz yes zcat
 """
 
 
