@@ -35,6 +35,10 @@ def command(
             " model sampled",
         ),
     ] = False,
+    allow_secrets: Annotated[
+        bool,
+        typer.Option("--allow-secrets", help="write rollouts whose texts look like a key, too"),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="the report as one JSON object")] = False,
 ) -> int:
     """Write a run in the format of a trainer or another program.
@@ -61,6 +65,7 @@ def command(
         dedupe=dedupe,
         limit=limit,
         allow_retokenized=allow_retokenized,
+        allow_secrets=allow_secrets,
         min_group=min_group,
         advantage=kind,
     )
