@@ -278,6 +278,8 @@ class KnownSecrets:
         Args:
             record: msgspec structs, lists, tuples, dicts and plain values. Bytes are not searched.
         """
+        if not self._forms.names:
+            return record
         texts, keys = list[str](), list[str]()
         _collect(record, texts, keys)
         data = [_utf8(text) for text in texts]

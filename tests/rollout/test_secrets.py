@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from batch_runner import run_batch
+from hermes_rl import RunConfig
+from hermes_rl.errors import UserError
 from hermes_rl.leaks import find_leaks
 
 CANARY = "sk-canary-51b0c7d9e2f4"
@@ -131,6 +134,18 @@ def test_a_printed_key_is_in_no_file_of_the_run(server: str, tmp_path: Path, wor
     exported = hermes("export", str(out), "--to", "trl")
     assert exported.returncode == 0, exported.stderr
     assert found_in(out, CANARY) == []
+
+
+def test_rows_of_a_program_that_contain_a_key_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROWS_TOKEN", "qW7-rows-of-a-program")
+    rows = [{"prompt": "Use qW7-rows-of-a-program."}]
+    config = {"dataset": {"path": rows}, "model": {"name": "noop"}}
+    run = {"out": str(tmp_path / "run"), "workers": 0}
+    with pytest.raises(UserError, match="contain the value of ROWS_TOKEN"):
+        run_batch(RunConfig.model_validate({**config, "run": run}))
+    assert found_in(tmp_path, "qW7-rows-of-a-program") == []
 
 
 def test_unknown_keys_are_reported_and_stop_an_export(server: str, tmp_path: Path) -> None:
