@@ -18,8 +18,8 @@ async def test_token_ids_of_a_secret_are_not_kept(
     prints = {"run": "printf %s-%s qT7first z8Qsecond"}
     async with engine_in(tmp_path) as engine:
         await run_on(engine, tmp_path, [[prints, "Done."], ["Done."]], "vllm")
-        asked = load_renderer(str(tmp_path / "tokenizer"))
-        prompts = [asked.decode(entry.prompt_ids) for entry in engine.truth]
+        renderer = load_renderer(str(tmp_path / "tokenizer"))
+        prompts = [renderer.decode(entry.prompt_ids) for entry in engine.truth]
     run = load_run(tmp_path / "run")
     rows = {row["task_id"]: row for row in run.arrow("trajectories").to_pylist()}
     segments = run.arrow("segments").to_pylist()
