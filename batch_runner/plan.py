@@ -33,6 +33,7 @@ from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.sources import BUNDLED, bundled_path, read_rows
 from hermes_rl.store import LOST_WORKERS_MAX, Driver, Ledger, RunDir
 from hermes_rl.tasks import LazyRow, TaskRow
+from hermes_rl.text import SECRETS
 
 if TYPE_CHECKING:
     from batch_runner.images import Images
@@ -353,14 +354,20 @@ def with_kept_rows(config: RunConfig, run_dir: RunDir) -> RunConfig:
     """Keep rows that a program passed in the run directory, where a resume finds them. Blocking.
 
     Returns the configuration with the path of that copy.
-    Raises: DiskFull.
+    Raises: DiskFull; UserError for rows that contain a secret of this process.
     """
     path = Path(config.dataset.path)
     if not is_rows_file(config.dataset.path):
         return config
     kept = run_dir.path.absolute() / path.name
     if not kept.exists():
-        run_dir.storage.put(path.name, path.read_bytes())
+        data = path.read_bytes()
+        if found := SECRETS.find(data):
+            raise UserError(
+                f"dataset.path: the rows contain the value of {found[0].name}, and would be stored "
+                "with the run. Take it out, or pass the rows as a file"
+            )
+        run_dir.storage.put(path.name, data)
     dataset = config.dataset.model_copy(update={"path": str(kept)})
     return config.model_copy(update={"dataset": dataset})
 

@@ -44,6 +44,7 @@ from hermes_rl.config_endpoint import (
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import nearest_file, refusal
 from hermes_rl.tasks import LEAST_MEMORY, LEAST_STORAGE
+from hermes_rl.text import SECRETS
 
 _folders: set[Path] = set()
 """Temporary folders of this process, one for each rows file."""
@@ -518,5 +519,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The resolved configuration as YAML. Keys are stored by variable name, never by value."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """The resolved configuration as YAML. Keys are stored by variable name, never by value, and
+    secrets of this process are replaced in all texts."""
+    content = SECRETS.scrub_record(config.model_dump(mode="json"))
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)

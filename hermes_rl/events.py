@@ -282,6 +282,11 @@ class Ended(_Event, frozen=True, kw_only=True, tag="ended"):
     """Names the tool call under which the sandbox died (`SandboxDied.command`)."""
 
 
+class Redacted(_Event, frozen=True, kw_only=True, tag="redacted"):
+    """A secret was replaced in the journalled event before this one, for the first time in the
+    attempt. Token ids would still contain it: none are journalled from here on."""
+
+
 Event = (
     Begun
     | ToolsOffered
@@ -295,6 +300,7 @@ Event = (
     | ContextStarted
     | Graded
     | Ended
+    | Redacted
 )
 
 

@@ -29,10 +29,14 @@ from hermes_rl.record import (
     ToolStat,
     Trajectory,
 )
+from hermes_rl.text import SECRETS
 from hermes_rl.usage import Usage, total_usage
 
 UNSENT = "unsent_"
 """Prefix of metrics: a sampling parameter that calls went without, since an endpoint refused it."""
+
+REDACTED = "redacted"
+"""Metric of a row in whose texts secrets were replaced."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -41,7 +45,7 @@ _COPIED = tuple(f for f in ev.Begun.__struct_fields__ if f in Trajectory.__struc
 
 
 def fold(events: Iterable[ev.Event], *, lost: str | None = None, at: float = 0.0) -> Trajectory:
-    """The row of one attempt.
+    """The row of one attempt, without secrets of this process.
 
     Args:
         events: the attempt's events in order; the first is `Begun`.
@@ -59,7 +63,14 @@ def fold(events: Iterable[ev.Event], *, lost: str | None = None, at: float = 0.0
         if lost is None:
             raise ValueError("an attempt without an end needs the cause of its loss")
         ends = [ev.Ended(finished_at=at, end_reason="error", cause=lost, error=f"{lost}: killed")]
-    return _Fold(stream, stream[0], ends[-1]).row()
+    whole = [*stream, ends[-1]]
+    clean = SECRETS.scrub_record(whole)
+    if clean is not whole:
+        clean[-1:-1] = [ev.Redacted()]
+    begun, ended = clean[0], clean.pop()
+    assert isinstance(begun, ev.Begun)
+    assert isinstance(ended, ev.Ended)
+    return _Fold(clean, begun, ended).row()
 
 
 def call_bounds(events: Iterable[ev.Event]) -> dict[str, float]:
@@ -143,7 +154,8 @@ class _Fold:
         owner = "policy" if cause is None else CAUSES[cause].owner
         ok = cause is None
         unsent = {f"{UNSENT}{name}": 1.0 for s in self.starts for name in s.unsent}
-        metrics = {**call_bounds(self.stream), **unsent, **self.ended.metrics}
+        redacted = {REDACTED: 1.0} if any(isinstance(e, ev.Redacted) for e in self.stream) else {}
+        metrics = {**call_bounds(self.stream), **unsent, **redacted, **self.ended.metrics}
         return {
             "status": "ok" if ok else ("cancelled" if owner == "operator" else "failed"),
             "end_reason": reason,

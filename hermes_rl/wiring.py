@@ -56,7 +56,7 @@ from hermes_rl.models.wire import sendable
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.sandboxes import SandboxBackend, SandboxSpec
 from hermes_rl.tasks import Task
-from hermes_rl.text import mask
+from hermes_rl.text import SECRETS, mask
 from hermes_rl.tools import Tool, resolve, with_timeout, with_wording
 
 BACKENDS = ("bubblewrap", "docker", "podman", "none")
@@ -211,8 +211,8 @@ class RunContext:
         return self._digests[image] if image is not None else None
 
     def scrub(self, text: str) -> str:
-        """A text without the secrets of this run."""
-        return mask(text, self.secrets, "[secret]")
+        """A text without secrets of this process."""
+        return mask(SECRETS.scrub(text), self.secrets, "[secret]")
 
 
 def _played(name: str, task: Task) -> ModelClient:

@@ -17,6 +17,7 @@ from typing import Any
 
 from hermes_rl.sandboxes import FORMAT, Sandbox
 from hermes_rl.store import disk_errors
+from hermes_rl.text import SECRETS
 
 WORKSPACES = "workspaces"
 """The folder of a run directory."""
@@ -46,6 +47,8 @@ class Workspaces:
     ) -> None:
         """Store what a graded sandbox holds, and the state; without a sandbox the state alone.
 
+        Secrets of this process are replaced in the state, not in the files.
+
         Args:
             state: as `state_text` wrote it before it was graded.
             unjudged: columns that the row of a rollout lacks which could not be judged.
@@ -54,10 +57,11 @@ class Workspaces:
         """
         with disk_errors():
             self.folder.mkdir(exist_ok=True)
-            await asyncio.to_thread((self.folder / f"{trajectory_id}.json").write_text, state)
+            noted = self.folder / f"{trajectory_id}.json"
+            await asyncio.to_thread(noted.write_text, SECRETS.scrub(state))
             if unjudged is not None:
                 ended = self.folder / f"{trajectory_id}.unjudged.json"
-                await asyncio.to_thread(ended.write_text, json.dumps(unjudged))
+                await asyncio.to_thread(ended.write_text, SECRETS.scrub(json.dumps(unjudged)))
             if sandbox is not None:
                 await sandbox.pack_left(self.folder / f"{trajectory_id}.{FORMAT}")
 

@@ -20,7 +20,7 @@ from hermes_rl.errors import UserError
 from hermes_rl.events import Event, MessageAdded
 from hermes_rl.locks import try_lock
 from hermes_rl.messages import AssistantMessage, Message, SystemMessage, UserMessage, text_of
-from hermes_rl.text import clean
+from hermes_rl.text import SECRETS, clean
 
 
 class Session(Protocol):
@@ -94,7 +94,7 @@ class FileSession:
     def append(self, kept: int, added: Sequence[Message], end_reason: str) -> None:
         """See `Session`. Raises: UserError when the disk does not take it."""
         run = _Run(kept=kept, added=list(added), end_reason=end_reason, at=time.time())
-        self._write(msgspec.json.encode(run))
+        self._write(msgspec.json.encode(SECRETS.scrub_record(run)))
         self._messages = [*self._messages[:kept], *added]
 
     def close(self) -> None:

@@ -44,6 +44,9 @@ def command(
     masks: Annotated[
         bool, typer.Option("--masks", help="a run: what of the model's words would be trained")
     ] = False,
+    secrets: Annotated[
+        bool, typer.Option("--secrets", help="a run: what looks like a key or password in it")
+    ] = False,
     tokenizer: Annotated[
         list[str] | None,
         typer.Option(help="folder or hub name, to decode and render again; may be repeated"),
@@ -57,6 +60,7 @@ def command(
     hermes-rl check my.jsonl --run        oracle must give 1, doing nothing 0, cheating 0
     hermes-rl check runs/smoke-local      schema and books of a run
     hermes-rl check runs/rl --tokens      each branch: identical, bridged, or forked here because
+    hermes-rl check runs/smoke-local --secrets    keys and passwords in its texts
     hermes-rl check runs/rl --masks --tokenizer Qwen/Qwen3-8B
     """
     path = Path(target)
@@ -68,9 +72,11 @@ def command(
             from hermes_rl.cli.check_exact import check_exact
 
             return check_exact(path, tokenizer or [], tokens=tokens, masks=masks, as_json=as_json)
+        if secrets:
+            return _check_secrets(path, as_json)
         return _check_run(path, repair, as_json)
-    if repair or tokens or masks:
-        name = "--repair" if repair else "--tokens" if tokens else "--masks"
+    for_runs = {"--repair": repair, "--tokens": tokens, "--masks": masks, "--secrets": secrets}
+    if name := next((name for name, chosen in for_runs.items() if chosen), ""):
         raise UserError(f"{target} is no run directory; {name} is for runs")
     renames = column_map(columns)
     return _check_dataset(target, renames, limit, run, as_json)
@@ -187,6 +193,20 @@ def _check_run(path: Path, repair: bool, as_json: bool) -> int:
         _say_faults(faults)
         print(why if stats is None else _usage_line(path, stats, len(faults)))
     return ExitCode.DONE if not faults else ExitCode.BAD_INPUT
+
+
+def _check_secrets(path: Path, as_json: bool) -> int:
+    from hermes_rl.cli.check_secrets import secrets_in, unsearched
+
+    found, archives = list(secrets_in(path)), unsearched(path)
+    if as_json:
+        result = {"secrets": found, "archives_not_searched": archives}
+        print(json.dumps(result, ensure_ascii=False))
+    else:
+        _say_faults(found)
+        note = f"; {archives:,} archives of workspaces were not searched" if archives else ""
+        print(f"{path}: {len(found) or 'no'} secrets found{note}")
+    return ExitCode.DONE if not found else ExitCode.BAD_INPUT
 
 
 def _usage_line(path: Path, stats: dict[str, Any], faults: int) -> str:

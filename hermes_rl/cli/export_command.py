@@ -15,10 +15,27 @@ if TYPE_CHECKING:
     from hermes_rl.export import Report
 
 
+_Source = Annotated[
+    str, typer.Argument(help="run directory; for harbor-tasks a dataset", metavar="RUN")
+]
+_AllowRetokenized = Annotated[
+    bool,
+    typer.Option(
+        "--allow-retokenized",
+        help="RL formats: also tokens that were made again from text; they are not what the"
+        " model sampled",
+    ),
+]
+_AllowSecrets = Annotated[
+    bool, typer.Option("--allow-secrets", help="write rollouts whose texts look like a key, too")
+]
+_Image = Annotated[
+    str | None, typer.Option(help="harbor-tasks: image of tasks that name none [ubuntu:24.04]")
+]
+
+
 def command(
-    run: Annotated[
-        str, typer.Argument(help="run directory; for harbor-tasks a dataset", metavar="RUN")
-    ],
+    run: _Source,
     to: Annotated[str, typer.Option(help="format; `--to list` says which", metavar="FORMAT")],
     out: Annotated[str | None, typer.Option(help="file; default RUN/exports/FORMAT")] = None,
     min_reward: Annotated[float | None, typer.Option(help="only rollouts with this reward")] = None,
@@ -31,17 +48,9 @@ def command(
         int, typer.Option(min=1, help="RL formats: valid members that a group must have")
     ] = 2,
     advantage: Annotated[str, typer.Option(help="grpo, rloo or dr_grpo")] = "grpo",
-    allow_retokenized: Annotated[
-        bool,
-        typer.Option(
-            "--allow-retokenized",
-            help="RL formats: also tokens that were made again from text; they are not what the"
-            " model sampled",
-        ),
-    ] = False,
-    image: Annotated[
-        str | None, typer.Option(help="harbor-tasks: image of tasks that name none [ubuntu:24.04]")
-    ] = None,
+    allow_retokenized: _AllowRetokenized = False,
+    image: _Image = None,
+    allow_secrets: _AllowSecrets = False,
     as_json: Annotated[bool, typer.Option("--json", help="the report as one JSON object")] = False,
 ) -> int:
     """Write a run in the format of a trainer or another program.
@@ -72,6 +81,7 @@ def command(
         dedupe=dedupe,
         limit=limit,
         allow_retokenized=allow_retokenized,
+        allow_secrets=allow_secrets,
         min_group=min_group,
         advantage=kind,
     )

@@ -19,6 +19,10 @@ from hermes_rl.export.losses import LEFT_OUT, Losses, Report
 from hermes_rl.export.source import ROWS_AT_ONCE, ExportOptions, Format, Source
 from hermes_rl.input_errors import unknown
 from hermes_rl.store import TABLES, load_run
+from hermes_rl.text import SECRETS
+
+_SHOWN = 5
+"""Rollouts that an error names."""
 
 
 def export_run(
@@ -39,7 +43,8 @@ def export_run(
     Returns: what was written, left out and lost.
 
     Raises: UserError for an unknown format, an unwritable path, an option that changes nothing, and
-        when there is nothing to write (an existing file is kept then); DiskFull.
+        when there is nothing to write, or a row contains what looks like a secret (an existing file
+        is kept then); DiskFull.
     """
     if to not in FORMATS:
         raise UserError(unknown("format", to, FORMATS))
@@ -48,12 +53,15 @@ def export_run(
     if path.is_dir():
         raise UserError(f"{path} is a folder. Name a file: --out {path / (to + form.suffix)}")
     _refuse_run_files(Path(run), path)
+    SECRETS.learn_environment()
     losses = Losses(form.holds)
     source = Source(load_run(run), form, options or ExportOptions(), losses)
     if source.options.allow_retokenized and (why := _why_useless(source, form, str(run))):
         raise UserError(f"--allow-retokenized changes nothing: {why}")
     with whole_file(path) as temporary:
         _write(temporary, form, source)
+        if source.leaks:
+            raise UserError(_why_secret(source.leaks, str(run)))
         if not losses.samples:
             raise UserError(_why_empty(losses, str(run), to))
     return losses.report(run=str(run), format=to, out=str(path), unit=form.unit)
@@ -77,6 +85,15 @@ def _why_useless(source: Source, form: Format, run: str) -> str | None:
             " made (docs/exact-tokens.md) or come with `hermes-rl import --from atropos`"
         )
     return None
+
+
+def _why_secret(leaks: list[str], run: str) -> str:
+    shown = ", ".join(leaks[:_SHOWN])
+    more = f" and {len(leaks) - _SHOWN:,} more" if len(leaks) > _SHOWN else ""
+    return (
+        f"{run}: {len(leaks):,} rollouts contain what looks like a secret: {shown}{more}. Nothing"
+        f" was written. See `hermes-rl check {run} --secrets`, or add --allow-secrets"
+    )
 
 
 def _why_empty(losses: Losses, run: str, to: str) -> str:

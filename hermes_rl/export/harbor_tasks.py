@@ -200,6 +200,6 @@ def _value(value: Any) -> str:
 
 
 def _text(value: str) -> str:
-    """A text in TOML: JSON's, in which these few characters may stand as they are."""
+    """A text in TOML: JSON's, with the few more characters that TOML wants escaped."""
     encoded = json.dumps(value.encode("utf-8", "replace").decode(), ensure_ascii=False)
     return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", encoded)

@@ -21,6 +21,7 @@ from hermes_rl.export.losses import Losses, count_rewards, count_rollout, count_
 from hermes_rl.export.samples import Sample, fingerprint, samples_of, without_tail
 from hermes_rl.export.tokens import TokenItem, digest_of, refusal
 from hermes_rl.images import with_images
+from hermes_rl.leaks import leaks_of_row
 from hermes_rl.store import Run, order_of, stem_of
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class ExportOptions:
     """At most this many rollouts."""
     allow_retokenized: bool = False
     """RL formats take segments whose tokens were made from text again."""
+    allow_secrets: bool = False
+    """Export rollouts whose texts look like somebody's secret."""
     min_group: int = 2
     """RL formats take groups with at least this many valid members."""
     advantage: AdvantageKind = "grpo"
@@ -195,6 +198,8 @@ class Source:
         tables = ["trajectories", "segments"]
         self._pending = run.unpublished(tables)
         self._parts = {t: {stem_of(p): p for p in run.run_dir.parts(t)} for t in tables}
+        self.leaks: list[str] = []
+        """Rollouts read so far whose texts look like somebody's secret."""
         self._taken = 0
         self._tokenizer: str | None = None
         self._sizes: Counter[str] = Counter()
@@ -350,7 +355,16 @@ class Source:
                     self.losses.leave_out(why)
                 else:
                     self._taken += 1
+                    self._search(raw)
                     yield raw
+
+    def _search(self, raw: dict[str, Any]) -> None:
+        """Note what looks like a secret in a row, unless it may be exported."""
+        if not self.options.allow_secrets:
+            found = next(leaks_of_row(raw), None)
+            if found is not None:
+                column, leak = found
+                self.leaks.append(f"{raw['task_id']} #{raw['repeat']} ({column}: {leak.kind})")
 
     def _decoded(self, row: dict[str, Any]) -> dict[str, Any]:
         """Decode the JSON of a row, and replace its reward by the score's."""

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from hermes_rl.errors import AuthError, UserError
-from hermes_rl.text import decode_json, scrub
+from hermes_rl.text import SECRETS, decode_json, scrub
 
 LIMIT_S = 60.0
 """A command that takes longer is ended."""
@@ -192,6 +192,7 @@ class LiveKey:
     async def _run(self) -> None:
         try:
             self._key, self._fault = await self._command.arun(), ""
+            SECRETS.learn(self._command.name, self._key)
             self._ends = ends_at(self._key)
             self._seen[self._key] = None
         except (UserError, OSError) as error:

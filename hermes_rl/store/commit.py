@@ -19,6 +19,7 @@ from hermes_rl.events import AttemptKey
 from hermes_rl.store.files import check_digest, file_sha256, payloads, with_digest
 from hermes_rl.store.rundir import SCHEMA_VERSION, TABLES, RunDir, part_name
 from hermes_rl.store.summary import Summary
+from hermes_rl.text import SECRETS
 
 if TYPE_CHECKING:
     from hermes_rl.store.parts import PartWriter
@@ -251,7 +252,7 @@ def read_commit(run_dir: RunDir, stem: str) -> Commit:
 
 def write_commit(run_dir: RunDir, commit: Commit) -> None:
     """Step 8."""
-    data = with_digest(msgspec.json.encode(commit))
+    data = with_digest(SECRETS.scrub_bytes(msgspec.json.encode(commit)))
     run_dir.storage.put(f"commits/{commit.stem}.json", data, point="publish-8")
 
 

@@ -28,6 +28,7 @@ from hermes_rl.store.journal import (
 )
 from hermes_rl.store.rows import Derived, Grade, Group
 from hermes_rl.store.rundir import RunDir
+from hermes_rl.text import SECRETS
 from hermes_rl.trajectory import fold
 
 FILE_BYTES = 16 * 1024 * 1024
@@ -52,11 +53,13 @@ class PendingRow:
     def __init__(self, files: EventFiles, row: Derived) -> None:
         self.file: AppendFile
         self.file, self._number = files.begin(self)
-        self.file.append(encode(PendingLine(n=self._number, row=row)))
+        line = SECRETS.scrub_record(PendingLine(n=self._number, row=row))
+        self.file.append(encode(line))
 
     def record(self, event: Event) -> None:
         """See `ports.Recorder`."""
-        self.file.append(encode(PendingLine(n=self._number, e=event)))
+        line = SECRETS.scrub_record(PendingLine(n=self._number, e=event))
+        self.file.append(encode(line))
 
 
 class DerivedWriter:

@@ -24,6 +24,7 @@ from hermes_rl.store.processes import Held
 from hermes_rl.store.recovery import Recovery, Report, quarantined, twice_message
 from hermes_rl.store.rows import Derived
 from hermes_rl.store.rundir import GRACE_S, SCHEMA_VERSION, Epoch, RunDir, fence
+from hermes_rl.text import SECRETS
 
 _SHOWN = 40
 """Characters of a value."""
@@ -230,6 +231,7 @@ def _open(
     path: str | Path, identity: dict[str, Any], meta: dict[str, Any], options: OpenOptions
 ) -> Driver:
     run_dir = RunDir(path, fsync_delay_s=options.fsync_delay_s)
+    SECRETS.learn_environment()
     run_dir.create()
     lock = run_dir.lock()
     try:
@@ -274,7 +276,9 @@ def begin_epoch(
     first = run_dir.epoch(earlier[0]) if earlier else None
     last = run_dir.epoch(earlier[-1]) if earlier else None  # refuses a newer schema
     if first is not None and identity is not None:
-        refuse_changes(run_dir.path, first.identity, identity)
+        before, now = SECRETS.scrub_record((first.identity, identity))
+        refuse_changes(run_dir.path, before, now)
+    identity, meta = SECRETS.scrub_record((identity, meta))
     run_dir.crash("recover-1-compared")
     epoch = Epoch(
         epoch=run_dir.last_epoch() + 1,

@@ -26,6 +26,7 @@ import msgspec
 
 from hermes_rl.errors import DiskFull, HermesError, StoreError
 from hermes_rl.store.crash import CrashHook
+from hermes_rl.text import SECRETS
 
 
 class DamagedFile(StoreError):
@@ -163,7 +164,9 @@ class Storage:
         return (self._root / name).read_bytes()
 
     def put(self, name: str, data: bytes, *, point: str = "") -> None:
-        """Write or replace a file; it is whole and durable on return. Raises: DiskFull."""
+        """Write or replace a file of text, without secrets of this process; it is whole and durable
+        on return. Raises: DiskFull."""
+        data = SECRETS.scrub_bytes(data)
         self.put_file(name, self._write_temporary(name, data), point=point)
 
     def put_new(self, name: str, data: bytes) -> bool:

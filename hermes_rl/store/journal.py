@@ -22,15 +22,16 @@ import msgspec
 
 from hermes_rl.aio import in_thread, to_end
 from hermes_rl.errors import StoreError
-from hermes_rl.events import AttemptKey, Begun, Event
+from hermes_rl.events import AttemptKey, Begun, Event, Redacted, TokensAdded
 from hermes_rl.locks import try_lock
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.store.commit import publish_batch
 from hermes_rl.store.crash import CrashHook
 from hermes_rl.store.files import AppendFile
 from hermes_rl.store.processes import Held
-from hermes_rl.store.rows import Derived, Finished
+from hermes_rl.store.rows import Derived, Finished, without_secrets
 from hermes_rl.store.rundir import RunDir, epoch_of
+from hermes_rl.text import SECRETS
 
 T = TypeVar("T")
 
@@ -88,7 +89,7 @@ class DispatchJournal:
             at=time.time(),
             **{name: getattr(item, name) for name in _OF_ITEM},
         )
-        self._file.append(msgspec.json.encode(line))
+        self._file.append(msgspec.json.encode(SECRETS.scrub_record(line)))
         return line
 
     def close(self, clean: bool) -> None:
@@ -219,8 +220,18 @@ class _LiveRecorder:
     def __init__(self, file: AppendFile, number: int) -> None:
         self._file = file
         self._number = number
+        self._redacted = False
 
     def record(self, event: Event) -> None:
+        if self._redacted and isinstance(event, TokensAdded):
+            return
+        clean = SECRETS.scrub_record(event)
+        self._append(clean)
+        if clean is not event and not self._redacted:
+            self._redacted = True
+            self._append(Redacted())
+
+    def _append(self, event: Event) -> None:
         self._file.append(encode(LiveLine(a=self._number, e=event)))
 
 
@@ -308,6 +319,7 @@ class JournalWriter:
         await self.aclose()
 
     def _open(self) -> Batch:
+        SECRETS.learn_environment()
         self._path.mkdir(exist_ok=True)
         alive = hold_alive(self._path / "alive", self._lease_s)
         epochs = self.run_dir.epochs()
@@ -337,7 +349,8 @@ class JournalWriter:
         return _LiveRecorder(*self._live.begin(key))
 
     async def finish(self, rows: Finished | Derived) -> None:
-        """Write the rows of a finished attempt, or derived ones; on return they are durable.
+        """Write the rows of a finished attempt, or derived ones, without secrets of this process;
+        on return they are durable.
 
         When this is cancelled the rows may be durable all the same: then recovery finds them.
         Raises: DiskFull (nothing was written, the attempt is not finished).
@@ -345,7 +358,7 @@ class JournalWriter:
         batch = self._batch
         if batch is None:
             raise StoreError(f"writer {self.writer} is closed")
-        batch.file.append(encode(rows))
+        batch.file.append(encode(without_secrets(rows)))
         batch.rows += 1
         if isinstance(rows, Finished):
             batch.attempts.append(rows.key)

@@ -25,7 +25,14 @@ from hermes_rl.store.derived import cut_rows
 from hermes_rl.store.files import AppendFile, DamagedFile, payloads
 from hermes_rl.store.journal import Dispatched, LiveLine, decoded
 from hermes_rl.store.ledger import Ledger
-from hermes_rl.store.rows import RECEIPT_COLUMNS, Derived, Finished, make_receipt, receipt_of
+from hermes_rl.store.rows import (
+    RECEIPT_COLUMNS,
+    Derived,
+    Finished,
+    make_receipt,
+    receipt_of,
+    without_secrets,
+)
 from hermes_rl.store.rundir import (
     GRACE_S,
     TABLES,
@@ -160,7 +167,7 @@ class Recovery:
         try:
             self.run_dir.storage.sync_path(folder)
             for line in batch:
-                file.append(msgspec.json.encode(line))
+                file.append(msgspec.json.encode(without_secrets(line)))
             self.run_dir.storage.sync(file.fileno())
         finally:
             file.close()

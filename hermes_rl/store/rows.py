@@ -11,6 +11,8 @@ from hermes_rl.events import AttemptKey, RewardPart
 from hermes_rl.ports import Receipt
 from hermes_rl.record import Call, Segment, Timestamp, Trajectory
 from hermes_rl.store.summary import known_cost
+from hermes_rl.text import SECRETS
+from hermes_rl.trajectory import REDACTED
 from hermes_rl.usage import UsageTotal
 
 
@@ -158,3 +160,16 @@ class Derived(msgspec.Struct, frozen=True, kw_only=True):
 
     groups: tuple[Group, ...] = ()
     grades: tuple[Grade, ...] = ()
+
+
+def without_secrets(rows: Finished | Derived) -> Finished | Derived:
+    """The same rows without secrets of this process; a rollout that had one loses its
+    segments, whose ids would contain it."""
+    if isinstance(rows, Derived):
+        return SECRETS.scrub_record(rows)
+    texts = (rows.row, rows.subagents)
+    row, subagents = scrubbed = SECRETS.scrub_record(texts)
+    if scrubbed is texts and REDACTED not in row.metrics:
+        return rows
+    row = msgspec.structs.replace(row, metrics={**row.metrics, REDACTED: 1.0})
+    return msgspec.structs.replace(rows, row=row, subagents=subagents, segments=())

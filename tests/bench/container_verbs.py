@@ -22,7 +22,9 @@ from engines import IMAGE, engine
 from hermes_rl.sandboxes import Containers, Engine, GradingSpec, SandboxSpec
 
 
-async def ours(used: Engine, folder: Path, starts: int, commands: int) -> dict[str, list[float]]:
+async def measure_sandboxes(
+    used: Engine, folder: Path, starts: int, commands: int
+) -> dict[str, list[float]]:
     """Start and stop, a builtin in one session, a grading."""
     found: dict[str, list[float]] = {"start": [], "builtin": [], "grade": []}
     backend = Containers(used.name, socket_path=used.path, state_dir=folder / "state")
@@ -53,7 +55,7 @@ def timed(line: Sequence[str]) -> float:
     return time.perf_counter() - began
 
 
-def theirs(used: Engine, starts: int, commands: int) -> dict[str, list[float]]:
+def measure_engine(used: Engine, starts: int, commands: int) -> dict[str, list[float]]:
     """The engine's own command line: `run --rm`, and `exec` in a running container."""
     where = {"docker": ["docker", "-H"], "podman": ["podman", "--remote", "--url"]}[used.name]
     program = [*where, f"unix://{used.path}"]
@@ -74,8 +76,8 @@ def main() -> None:
         folder = Path(made)
         folder.chmod(0o711)
         with engine(name, folder) as used:
-            found = asyncio.run(ours(used, folder, starts, commands))
-            print(json.dumps({**found, **theirs(used, starts, max(2, commands // 10))}))
+            found = asyncio.run(measure_sandboxes(used, folder, starts, commands))
+            print(json.dumps({**found, **measure_engine(used, starts, max(2, commands // 10))}))
 
 
 if __name__ == "__main__":

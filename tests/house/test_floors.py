@@ -25,7 +25,8 @@ from source_tree import (
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "errors input_errors messages usage identity config config_agent config_endpoint tasks"
-        " task_folders trajectory ports events record images sources aio lazy locks text",
+        " task_folders trajectory ports events record images sources aio lazy locks text"
+        " leaks",
     ),
     ("sandboxes",),
     ("models", "tools", "sessions"),

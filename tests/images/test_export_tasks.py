@@ -18,6 +18,11 @@ from hermes_rl.cli import main
 from hermes_rl.sandboxes import ImageStore
 from hermes_rl.store import load_run
 
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("buildah") is None, reason="needs the program buildah"),
+]
+
 TERMINAL = Path(__file__).parents[2] / "datasets" / "terminal_tasks.jsonl"
 SUBJECTS = ("csv", "logs", "text", "perm", "json", "find", "sed", "awk", "archive")
 """Of the bundled tasks: those that need no compiler, no git, and no process of their setup."""
@@ -84,8 +89,6 @@ def play(tasks: Path, base: Path, model: str, out: Path) -> dict[str, float]:
     return dict(zip(rows["task_id"], rows["reward"], strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("buildah") is None, reason="needs the program buildah")
 def test_exported_tasks_are_built_and_played(
     store: ImageStore, machine: Path, tmp_path: Path
 ) -> None:
@@ -113,9 +116,7 @@ def test_exported_tasks_are_built_and_played(
     assert play(tasks, machine, "noop", tmp_path / "noop") == idle
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("buildah") is None, reason="needs the program buildah")
-def test_forty_bundled_tasks_in_images_of_their_own(
+def test_forty_bundled_tasks_each_in_an_image(
     store: ImageStore, machine: Path, tmp_path: Path
 ) -> None:
     """Oracles earn 1 and no-ops 0, in as many images, which share their base."""

@@ -31,6 +31,7 @@ from hermes_rl.models import (
 )
 from hermes_rl.models.providers import Keys, Place, all_keys, find_keys
 from hermes_rl.testing import FakeConfig, FakeServer
+from hermes_rl.text import SECRETS
 
 EXPIRED = AuthError("401: expired", status=401)
 
@@ -254,6 +255,9 @@ async def test_a_new_key_goes_out_on_every_wire_and_none_is_shown(
         assert caught.value.status == 401
         assert (await client.complete(asked)).message.content == "done"
         assert set(endpoint.secrets) == {"token-of-monday", "token-of-tuesday"}
+        assert SECRETS.scrub("token-of-monday token-of-tuesday") == " ".join(
+            ["[secret MY_KEY]"] * 2
+        )
         await client.aclose()
 
 

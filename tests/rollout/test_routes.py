@@ -101,7 +101,8 @@ async def test_a_key_is_read_from_its_variable_and_shown_nowhere(
     )
     row = await s.attempt(ROW)
     assert row.end_reason == "answered"
-    assert s.context.scrub("sk-first-secret sk-second-secret") == "[secret] [secret]"
+    shown = s.context.scrub("sk-first-secret sk-second-secret")
+    assert shown == "[secret FIRST_KEY] [secret SECOND_KEY]"
     assert "secret" not in repr(s.context)
 
 

@@ -34,6 +34,7 @@ from hermes_rl.models.providers.prices import PriceTable, price_table, read_pric
 from hermes_rl.models.providers.table import Place, Provider, known_providers, resolve
 from hermes_rl.models.rate import Share
 from hermes_rl.models.wire import NO_FIELD, Quirks, refuse_own
+from hermes_rl.text import SECRETS
 
 NO_KEY = "no-key"
 """The account of an endpoint that needs no key."""
@@ -160,6 +161,10 @@ class Keys:
     values: Mapping[str, str] = field(default_factory=dict, repr=False)
     live: Mapping[str, LiveKey] = field(default_factory=dict, repr=False)
     """Those of them that a command prints anew."""
+
+    def __post_init__(self) -> None:
+        for name, value in self.values.items():
+            SECRETS.learn(name, value)
 
     @classmethod
     def renewed_by(cls, commands: Mapping[str, str], values: Mapping[str, str]) -> Keys:
