@@ -223,10 +223,11 @@ class Outer:
         if root is None or self.process.poll() is not None:
             return
         processes.stop_tree(root)
-        below = processes.descendants(root.pid)
-        for proc in below:
+        # Also one that has ended: bubblewrap still has to wait for it, and ends then.
+        has_child = bool(processes.children(root.pid))
+        for proc in processes.descendants(root.pid):
             processes.end_tree(proc)
-        root.signal(signal.SIGCONT if below else signal.SIGKILL)
+        root.signal(signal.SIGCONT if has_child else signal.SIGKILL)
 
     def _end_init(self) -> bool:
         """SIGKILL process 1. False when it is not there any more."""

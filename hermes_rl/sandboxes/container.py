@@ -445,22 +445,33 @@ class ContainerTree:
 
     async def end(self) -> int:
         """End all of it. Its code, as `ended` has it."""
-        if self._init and self._code is None:
-            with contextlib.suppress(OSError):
-                os.kill(self._init, signal.SIGKILL)
-            if self._pidfd >= 0:
-                await gone(self._pidfd)
-        elif not self._init:
-            await in_thread(self._kill)
-        try:
-            async with asyncio.timeout(_ENDED_S):
-                return await self.ended()
-        except TimeoutError:
-            raise SandboxDied(f"{self._engine.name} does not end container {self.name}") from None
+        for kill in (self._kill, self._kill_by_engine):
+            await in_thread(kill)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ENDED_S):
+                    return await self.ended()
+        raise SandboxDied(f"{self._engine.name} does not end container {self.name}")
 
     def _kill(self) -> None:
-        with contextlib.suppress(EngineError):
-            self._engine.request("POST", f"/containers/{self.name}/kill")
+        if not self._init:
+            self._kill_by_engine()
+        elif self._code is None:
+            with contextlib.suppress(OSError):
+                os.kill(self._init, signal.SIGKILL)
+
+    def _kill_by_engine(self) -> None:
+        """Also one that somebody paused: it takes no signal before it goes on."""
+        for verb in ("unpause", "kill"):
+            with contextlib.suppress(EngineError):
+                self._engine.request("POST", f"/containers/{self.name}/{verb}")
+
+    def held_from_outside(self) -> str | None:
+        """Why a container that does not answer is not to be blamed for it; None for nothing."""
+        try:
+            paused = self._show()["State"].get("Paused")
+        except EngineError as error:
+            return str(error)
+        return f"container {self.name} was paused from outside" if paused else None
 
     def close(self) -> None:
         """Close our descriptors. Idempotent."""

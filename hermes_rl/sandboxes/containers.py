@@ -379,10 +379,8 @@ class ContainerSandbox(FolderSandbox):
                 code = await self._tree.ended()
         except TimeoutError:
             error = SandboxKilled(f"the shell of the sandbox no longer answers: {lost}")
-            try:
-                await in_thread(self._backend.engine.version)
-            except SandboxStartError as fault:
-                error = SandboxDied(str(fault))
+            if (why := await in_thread(self._tree.held_from_outside)) is not None:
+                error = SandboxDied(why)
             await self._end(error)
             return error
         if self._tree.out_of_memory():
