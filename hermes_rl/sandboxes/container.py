@@ -460,7 +460,7 @@ class ContainerTree:
                 os.kill(self._init, signal.SIGKILL)
 
     def _kill_by_engine(self) -> None:
-        """Also one that somebody paused: it takes no signal before it goes on."""
+        """Also one that somebody paused: it takes no signal until it resumes."""
         for verb in ("unpause", "kill"):
             with contextlib.suppress(EngineError):
                 self._engine.request("POST", f"/containers/{self.name}/{verb}")
@@ -521,6 +521,7 @@ class Held:
         tag: str,
         open_workspace: bool = False,
         copy_workspace: bool = False,
+        shell: str | None = None,
     ) -> ContainerTree:
         """Create and start a container.
 
@@ -528,13 +529,16 @@ class Held:
             name: within the lease.
             open_workspace: its user is not root, and shall be able to write in the workspace.
             copy_workspace: the workspace that the session left is copied into it.
+            shell: where a copy of its bash is put that can be run and not read. The kernel keeps
+                all others out of the descriptors and the memory of what such a program runs in
+                (proc(5), prctl(2): PR_SET_DUMPABLE), also root's without capabilities.
 
         Raises: SandboxStartError; TaskFault when the image holds no bash.
         """
         container = self._container(name)
         tree = ContainerTree(self.engine, container)
         try:
-            await in_thread(self._create, container, config, open_workspace, copy_workspace)
+            await in_thread(self._create, container, config, open_workspace, copy_workspace, shell)
             await tree.start(stdio, tag)
         except EngineError as error:
             stdio.close()
@@ -548,18 +552,42 @@ class Held:
         return tree
 
     def _create(
-        self, container: str, config: dict[str, Any], open_workspace: bool, copy_workspace: bool
+        self,
+        container: str,
+        config: dict[str, Any],
+        open_workspace: bool,
+        copy_workspace: bool,
+        shell: str | None,
     ) -> None:
         self._note(f"/containers/{container}")
         self.engine.request("POST", "/containers/create", config, query={"name": container})
-        archive = f"/containers/{container}/archive"
+        archive, root = f"/containers/{container}/archive", {"path": "/"}
         if open_workspace:
-            self.engine.request(
-                "PUT", archive, _open_folder(recipe.WORKSPACE[1:]), query={"path": "/"}
-            )
+            folder = tarfile.TarInfo(recipe.WORKSPACE[1:])
+            folder.type, folder.mode = tarfile.DIRTYPE, 0o777
+            self.engine.request("PUT", archive, _packed(folder), query=root)
         if copy_workspace:
-            with self.left() as left, left.open("rb") as file:
-                self.engine.request("PUT", archive, file, query={"path": "/"})
+            with self._archive("s", recipe.WORKSPACE) as left, left.open("rb") as file:
+                self.engine.request("PUT", archive, file, query=root)
+        if shell is not None:
+            name = container.removeprefix(self._container(""))
+            copy, data = tarfile.TarInfo(shell[1:]), self._bash(name)
+            copy.mode, copy.size = 0o111, len(data)
+            self.engine.request("PUT", archive, _packed(copy, data), query=root)
+
+    def _bash(self, name: str) -> bytes:
+        """The program /bin/bash of a container. Raises: TaskFault."""
+        path = "/bin/bash"
+        for _ in range(8):  # links, at most
+            with self._archive(name, path) as packed, tarfile.open(packed) as archive:
+                member = archive.next()
+                if member is not None and member.issym():
+                    path = posixpath.join(posixpath.dirname(path), member.linkname)
+                    continue
+                file = archive.extractfile(member) if member is not None else None
+                if file is not None:
+                    return file.read()
+        raise TaskFault("the image holds no /bin/bash")
 
     def written(self) -> int:
         """What the session's container has written to its file system."""
@@ -588,12 +616,12 @@ class Held:
         return str(made["Id"])
 
     @contextlib.contextmanager
-    def left(self) -> Iterator[Path]:
-        """An archive of the workspace that the session left. Raises: EngineError."""
-        archive = self.home / "left.tar"
-        where = f"/containers/{self._container('s')}/archive"
+    def _archive(self, name: str, path: str) -> Iterator[Path]:
+        """An archive of what a container has at a path. Raises: EngineError."""
+        archive = self.home / f"{name}.tar"
+        where = f"/containers/{self._container(name)}/archive"
         try:
-            self.engine.request("GET", where, query={"path": recipe.WORKSPACE}, into=archive)
+            self.engine.request("GET", where, query={"path": path}, into=archive)
             yield archive
         finally:
             archive.unlink(missing_ok=True)
@@ -612,13 +640,11 @@ class Held:
             remove_tree(self.home)
 
 
-def _open_folder(name: str) -> io.BytesIO:
-    """An archive of an empty folder that everybody may write."""
+def _packed(entry: tarfile.TarInfo, data: bytes = b"") -> io.BytesIO:
+    """An archive of one entry."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
-        info = tarfile.TarInfo(name)
-        info.type, info.mode = tarfile.DIRTYPE, 0o777
-        archive.addfile(info)
+        archive.addfile(entry, io.BytesIO(data))
     packed.seek(0)
     return packed
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import shlex
 import socket
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ exec 2>&1
 trap 'exit 143' TERM
 trap '' HUP INT QUIT USR1 USR2
 pass_on() {{ while IFS= read -r line; do printf '%s\\n' "$line"; done; kill -TERM 1; }}
-exec 3<&0 5< <(pass_on <&3 2>/dev/null)
+exec 3<&0 5< <(exec <&3 2>/dev/null 3<&-; pass_on)
 . "$0" <&5 3<&- 5<&- &
 exec <&- >&- 2>&- 3<&- 5<&-
 wait $!
@@ -248,12 +249,16 @@ class Containers:
             variables = dict(root.env)
             if root.workdir is not None:
                 variables["WORKDIR"] = root.workdir
-            paths = grading.Paths(recipe.CONTROL, grading.HOME, grading.VERIFY, recipe.WORKSPACE)
+            shell = f"/.hermes-rl-{secrets.token_hex(8)}"
+            paths = grading.Paths(
+                recipe.CONTROL, grading.HOME, grading.VERIFY, recipe.WORKSPACE, shell
+            )
             grading.write_stage(control, verify, spec, paths, variables)
             tag = held.tag(of_agent)
             config = self._config(of_agent, image, tag, [f"{recipe.CONTROL}/start", tag])
             config["WorkingDir"] = "/"
             host = config["HostConfig"]
+            host["CapAdd"] = []
             size = of_agent.limits.tmp_bytes
             host["Tmpfs"][grading.HOME] = f"exec,mode=0777,size={size}"
             host["Binds"] = [f"{control}:{recipe.CONTROL}:ro", f"{verify}:{grading.VERIFY}:ro"]
@@ -266,7 +271,9 @@ class Containers:
 
             async def launch(stdio: socket.socket) -> ContainerTree:
                 copied = spec.image is not None
-                return await held.start(name, config, stdio, tag, copy_workspace=copied)
+                return await held.start(
+                    name, config, stdio, tag, copy_workspace=copied, shell=shell
+                )
 
             return await grading.judge(spec, control, launch, any_user=True)
         except EngineError as error:

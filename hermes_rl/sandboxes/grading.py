@@ -59,6 +59,8 @@ class Paths:
     home: str
     verify: str
     workspace: str
+    shell: str | None = None
+    """What runs the verifier; None is /bin/bash, or the bash on PATH."""
 
 
 _VARIABLES = {
@@ -82,6 +84,9 @@ def _starter(paths: Paths, variables: Mapping[str, str], score: bool) -> str:
     control = shlex.quote(paths.control)
     places = {"HOME": paths.home, "WORKSPACE": paths.workspace, "VERIFY": paths.verify}
     exported = {"PATH": PATH, **_VARIABLES, **places, **variables}
+    find_shell = "shell=bash\n[ ! -x /bin/bash ] || shell=/bin/bash"
+    if paths.shell is not None:
+        find_shell = f"shell={shlex.quote(paths.shell)}"
     return f"""ulimit -c 0 || exit 125
 trap - HUP INT QUIT TERM USR1 USR2
 {{ printf 1000 >/proc/self/oom_score_adj; }} 2>/dev/null
@@ -89,8 +94,7 @@ unset BASH_ENV ENV OLDPWD
 export {" ".join(f"{name}={shlex.quote(value)}" for name, value in exported.items())}
 cd -- {shlex.quote(paths.home)} || exit 125
 umask 022
-shell=bash
-[ ! -x /bin/bash ] || shell=/bin/bash
+{find_shell}
 echo R
 IFS= read -r go || exit 125
 unset go

@@ -7,6 +7,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -186,6 +187,36 @@ async def test_no_replaced_program_judges(backend: WithImage, cheat: str) -> Non
         verdict = await sandbox.grade(spec)
         assert (verdict.exit_code, verdict.report) == (137, b"")
         assert "replaced" in verdict.output
+
+
+FORGER = """
+for fd in /proc/[0-9]*/fd/[0-9]*; do
+  case $(readlink $fd) in pipe*) echo reward=1 >$fd & (cat $fd >/dev/null) & ;; esac
+done 2>/dev/null
+grep -l SECRET_OF_VERIFIER /proc/[0-9]*/environ
+sleep 0.2
+"""
+
+
+async def test_no_program_of_the_agent_writes_the_report(backend: WithImage) -> None:
+    """It finds no way into the verifier's descriptors, and cannot read its variables."""
+    script = "export SECRET_OF_VERIFIER=1; env -i timeout 5 /bin/bash /workspace/evil 3>&-"
+    spec = GradingSpec(f"{script}; echo reward=0 >&3", score=True)
+    async with await backend.lease(SandboxSpec(lease="forger")) as sandbox:
+        await sandbox.write_file("evil", FORGER.encode())
+        for _ in range(3):
+            verdict = await sandbox.grade(spec)
+            assert verdict.report == b"reward=0\n"
+            assert re.findall(r"^/proc/\d+/environ$", verdict.output, re.MULTILINE) == []
+
+
+async def test_a_paused_container_is_a_fault_of_the_machine(
+    backend: WithImage, running: Engine
+) -> None:
+    async with await backend.lease(SandboxSpec(lease="paused")) as sandbox:
+        running.request("POST", f"/containers/{sandbox.container}/pause")
+        with pytest.raises(SandboxDied, match="paused from outside"):
+            await sandbox.run("true", timeout_s=1)
 
 
 async def test_grading_sees_what_was_left_and_mounts(backend: WithImage) -> None:
