@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,11 +26,19 @@ SHOWN = 50
 """Faults that are printed one by one."""
 
 
+_Sandbox = Annotated[
+    str | None, typer.Option(help="--run: bubblewrap, docker or podman [bubblewrap]")
+]
+_Image = Annotated[str | None, typer.Option(help="--run: image of tasks that name none")]
+
+
 def command(
     target: Annotated[str, typer.Argument(help="dataset, or run directory", metavar="DATASET|RUN")],
     run: Annotated[
         bool, typer.Option("--run", help="play oracle (1), no-op (0) and cheats (0) for real")
     ] = False,
+    sandbox: _Sandbox = None,
+    image: _Image = None,
     columns: Annotated[
         list[str] | None, typer.Option("--map", help="rename a column: prompt=COLUMN")
     ] = None,
@@ -79,11 +87,19 @@ def command(
     if name := next((name for name, chosen in for_runs.items() if chosen), ""):
         raise UserError(f"{target} is no run directory; {name} is for runs")
     renames = column_map(columns)
-    return _check_dataset(target, renames, limit, run, as_json)
+    where = {"backend": sandbox, "image": image}
+    section = {name: value for name, value in where.items() if value is not None}
+    if section and not run:
+        raise UserError("--sandbox and --image are for --run")
+    return _check_dataset(target, renames, limit, section if run else None, as_json)
 
 
 def _check_dataset(
-    dataset: str, columns: dict[str, str], limit: int | None, run: bool, as_json: bool
+    dataset: str,
+    columns: dict[str, str],
+    limit: int | None,
+    played_in: Mapping[str, Any] | None,
+    as_json: bool,
 ) -> int:
     from hermes_rl.cli import check_dataset
     from hermes_rl.sources import read_tasks
@@ -106,9 +122,9 @@ def _check_dataset(
         _say_faults(found.faults)
         print(_dataset_line(dataset, result))
     good = not found.faults
-    if run:
+    if played_in is not None:
         result["played"] = {}
-        for played in check_dataset.play_all(dataset, columns, limit):
+        for played in check_dataset.play_all(dataset, columns, limit, played_in):
             name = played.play.name
             result["played"][name] = {"tasks": played.tasks, "wrong": played.wrong}
             good = good and not played.wrong

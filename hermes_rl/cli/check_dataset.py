@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -215,13 +215,19 @@ class Play:
     wanted: float
     scripts: Mapping[str, str] = field(default_factory=dict)
     """Played in place of the task's oracle, each of them on every task."""
+    sandbox: Mapping[str, Any] = field(default_factory=dict)
+    """The section of the configuration."""
 
 
-def plays() -> list[Play]:
+def plays(sandbox: Mapping[str, Any]) -> list[Play]:
     """Oracle 1, no-op 0, cheats 0."""
     bundles = {name: bundle(name) for name in BUNDLES}
-    cheats = Play(f"{len(CHEATS)} cheats", "oracle", 0.0, bundles)
-    return [Play("oracle", "oracle", 1.0), Play("no-op", "noop", 0.0), cheats]
+    made = [
+        Play("oracle", "oracle", 1.0),
+        Play("no-op", "noop", 0.0),
+        Play(f"{len(CHEATS)} cheats", "oracle", 0.0, bundles),
+    ]
+    return [replace(play, sandbox=sandbox) for play in made]
 
 
 @dataclass(frozen=True)
@@ -234,32 +240,39 @@ class Played:
     """`task: what it should be and what it was`."""
 
 
-def play_all(dataset: str, columns: dict[str, str], limit: int | None) -> Iterator[Played]:
+def play_all(
+    dataset: str, columns: dict[str, str], limit: int | None, sandbox: Mapping[str, Any]
+) -> Iterator[Played]:
     """Play every verified task in every way, through the real pipeline. Progress goes to stderr.
+
+    Args:
+        sandbox: the section of the configuration.
 
     Raises: SandboxStartError, UserError.
     """
     rows = [
         r for r in mapped_rows(dataset, columns=columns, limit=limit) if r.get("verify") is not None
     ]
-    _build_images(dataset, limit)
+    _build_images(dataset, limit, str(sandbox.get("backend", "")))
     with tempfile.TemporaryDirectory(prefix="hermes-rl-check-") as scratch:
-        for number, play in enumerate(plays()):
+        for number, play in enumerate(plays(sandbox)):
             out = Path(scratch) / str(number)
             chosen = [r for r in rows if play.name != "oracle" or r.get("oracle")]
             yield _play(chosen, play, out)
 
 
-def _build_images(dataset: str, limit: int | None) -> None:
+def _build_images(dataset: str, limit: int | None, backend: str) -> None:
     """Build what a dataset's task folders lack. Its tasks say what could not be built."""
     path = Path(dataset).expanduser()
     if not path.is_dir():
         return
     from hermes_rl.cli.images_command import build_all
-    from hermes_rl.sandboxes import ImageBuilds, missing_images
+    from hermes_rl.sandboxes import ENGINES, Engine, ImageBuilds, missing_images
     from hermes_rl.task_folders import build_contexts
 
-    build_all(ImageBuilds(missing_images(build_contexts(path, limit))), sys.stderr)
+    engine = Engine(backend) if backend in ENGINES else None
+    missing = missing_images(build_contexts(path, limit), engine)
+    build_all(ImageBuilds(missing, engine=engine), sys.stderr)
 
 
 def _play(rows: list[dict[str, Any]], play: Play, out: Path) -> Played:
@@ -272,7 +285,7 @@ def _play(rows: list[dict[str, Any]], play: Play, out: Path) -> Played:
         alone = _with_scripts(suspects, CHEATS) if suspects else []
         wrong = (_wrong(alone, play, out / "alone") if alone else []) or wrong
     if play.name == "oracle" and wrong:
-        wrong = _explain(rows, wrong, out)
+        wrong = _explain(rows, wrong, play, out)
     return Played(play, len(rows), wrong)
 
 
@@ -318,6 +331,7 @@ def _run(
             "dataset": {"path": str(path)},
             "model": {"name": play.model},
             "agent": {"toolsets": ["terminal"]},
+            "sandbox": dict(play.sandbox),
             "run": {"out": str(out / "run"), "workers": 0, "concurrency": 8, "max_attempts": 1},
         }
     )
@@ -339,7 +353,7 @@ def _run(
     return rewards
 
 
-def _explain(rows: list[dict[str, Any]], wrong: list[str], out: Path) -> list[str]:
+def _explain(rows: list[dict[str, Any]], wrong: list[str], play: Play, out: Path) -> list[str]:
     """Say of which failing oracles the verifier holds in the agent's own sandbox."""
     failing = {line.partition(":")[0] for line in wrong}
     suspects = [r for r in rows if str(r.get("id")) in failing and isinstance(r["verify"], str)]
@@ -348,9 +362,8 @@ def _explain(rows: list[dict[str, Any]], wrong: list[str], out: Path) -> list[st
     replayed = [
         {**r, "oracle": _in_session(r), "verify": 'test -e "$WORKSPACE/.passed"'} for r in suspects
     ]
-    rewards = _run(
-        replayed, Play("oracle, verified in the agent's sandbox", "oracle", 1.0), out / "again"
-    )
+    again = replace(play, name="oracle, verified in the agent's sandbox")
+    rewards = _run(replayed, again, out / "again")
     hint = " (it passes in the agent's sandbox: /tmp and services do not reach the grading box)"
     return [
         line + hint if rewards.get(line.partition(":")[0], (0.0, None))[0] == 1.0 else line

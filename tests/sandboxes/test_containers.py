@@ -423,3 +423,32 @@ def test_task_folders_are_built_and_played(
             300 * MB,
         )
     assert containers(running) == []
+
+
+def test_no_cheat_of_the_corpus_earns_a_reward(
+    running: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLES[running.name], f"unix://{running.path}")
+    rows = [
+        {
+            "id": name,
+            "prompt": "Write 42 to answer.",
+            "verify": verify,
+            "oracle": "echo 42 >answer",
+        }
+        for name, verify in (
+            ("code", 'cd "$WORKSPACE" && grep -qx 42 answer'),
+            (
+                "score",
+                {
+                    "script": "[[ $(<$WORKSPACE/answer) = 42 ]] && n=1 || n=0; echo reward=$n >&3",
+                    "score": True,
+                },
+            ),
+        )
+    ]
+    dataset = tmp_path / "rows.jsonl"
+    dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["check", str(dataset), "--run", "--sandbox", running.name, "--image", IMAGE]
+    assert main(command) == 0
+    assert containers(running) == []
