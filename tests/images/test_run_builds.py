@@ -214,7 +214,7 @@ def test_no_layer_and_no_configuration_keeps_variables_of_builds(
 ) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", SECRET)
     dockerfile = (
-        "# FROM nothing\nFROM base AS first\nRUN chmod 777 /tmp\nUSER 1000\n"
+        "# FROM nothing\nFROM base AS first\n"
         "RUN : \\\n# FROM a comment\nFROM not a stage ; printf '%s' \"${#PIP_INDEX_URL}\" >/tmp/n\n"
         "RUN x=`echo 1`\nFROM base\nCOPY --from=first /tmp/n /n\n"
         'SHELL ["/bin/bash", "-c"]\nRUN [[ a == a ]] && ls /etc/ssl/certs >/dev/null\n'
