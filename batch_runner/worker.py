@@ -27,6 +27,7 @@ from hermes_rl.errors import DiskFull, HermesError, StoreError, UserError, cause
 from hermes_rl.events import AttemptKey, Ended, EventLog, TokensAdded
 from hermes_rl.models.rate import Coordinator, Grant, Report, Share
 from hermes_rl.models.tokens import TokenPlan
+from hermes_rl.network import PROXY_CONNECTIONS
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Segment, Trajectory
 from hermes_rl.rollout import Episode, MakeEpisode, lost_row, run_attempt
@@ -278,10 +279,11 @@ async def open_worker(
     Raises: StoreError when it cannot see the run directory, or comes too late; UserError when the
         process may not open enough files, or for a model, key or sandbox that cannot be had.
     """
-    raise_file_limit(spec.capacity)
     run_dir = RunDir(Path(spec.run_path))
     await asyncio.to_thread(_prove_sight, run_dir, spec)
     config = parse_config(json.loads(spec.config))
+    proxied = not isinstance(config.sandbox.network, bool)
+    raise_file_limit(spec.capacity, FILES_PER_ROLLOUT + (2 * PROXY_CONNECTIONS if proxied else 0))
     async with AsyncExitStack() as stack:
         writer = JournalWriter(run_dir, spec.epoch, spec.worker, lease_s=spec.lease_s)
         journal = await stack.enter_async_context(writer)
@@ -302,6 +304,8 @@ async def open_worker(
         )
         if config.run.keep_workspaces:
             context = replace(context, workspaces=run_dir.path / "workspaces")
+        if not isinstance(config.sandbox.network, bool):
+            context = replace(context, network_log=run_dir.path / f"network/{spec.writer}.jsonl")
         make: MakeEpisode = Episode
         if config.env is not None:
             opened = await stack.enter_async_context(open_hosts(hosts))
@@ -330,18 +334,21 @@ def raise_failure(sharing: asyncio.Task[None] | None) -> None:
         sharing.result()
 
 
-def raise_file_limit(rollouts: int) -> None:
+def raise_file_limit(rollouts: int, each: int) -> None:
     """Raise this process's limit of open files (`ulimit -Sn`) to what so many rollouts need; many
     systems begin with 1,024. Sandboxes have a limit of their own, `OPEN_FILES`.
+
+    Args:
+        each: open files of one rollout.
 
     Raises: UserError when it may not be raised so far: rollouts would fail in the middle.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max(OTHER_FILES + FILES_PER_ROLLOUT * rollouts, OPEN_FILES)
+    wanted = max(OTHER_FILES + each * rollouts, OPEN_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     if hard != resource.RLIM_INFINITY and hard < wanted:
-        most = (hard - OTHER_FILES) // FILES_PER_ROLLOUT
+        most = (hard - OTHER_FILES) // each
         fewer = f", use --concurrency {most}, or more --workers" if hard >= OPEN_FILES else ""
         raise UserError(
             f"{rollouts} rollouts in one process need {wanted:,} open files, and the limit is "

@@ -43,6 +43,7 @@ from hermes_rl.config_endpoint import (
 )
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import nearest_file, refusal
+from hermes_rl.network import Network, parse_network
 from hermes_rl.tasks import LEAST_MEMORY, LEAST_STORAGE
 from hermes_rl.text import SECRETS
 
@@ -286,12 +287,21 @@ class SandboxLimitsSection(Section):
     """Of the workspace and what is written over an image; None is 2 GiB."""
 
 
+def _network(value: Any) -> Any:
+    return value if isinstance(value, bool) else parse_network(value)
+
+
+NetworkSetting = Annotated[Network, BeforeValidator(_network)]
+"""`off`, `on`, or hosts: a list, or one text with commas."""
+
+
 class SandboxSection(Section):
     """Identity: where commands run."""
 
     backend: Literal["bubblewrap", "docker", "podman", "none"] = "bubblewrap"
     image: str | None = None
-    network: bool = False
+    network: NetworkSetting = False
+    """Off, on, or a list of hosts, which are reached through an egress proxy."""
     limits: SandboxLimitsSection = SandboxLimitsSection()
     build: BuildSection = BuildSection()
 
@@ -368,6 +378,11 @@ class RunConfig(Section):
         self._refuse_idle_budgets()
         if self.endpoint.base_url is not None:
             check_address(self.endpoint.base_url, "endpoint.base_url")
+        if self.sandbox.backend == "none" and not isinstance(self.sandbox.network, bool):
+            raise UserError(
+                "--sandbox none cannot limit the network to hosts. "
+                "Use another sandbox, or --network on"
+            )
         if self.sandbox.backend == "none" and not self.run.allow_unsandboxed:
             raise UserError(
                 "--sandbox none runs the model's commands as you, on this machine. "

@@ -20,6 +20,7 @@ from hermes_rl.config_endpoint import SamplingSection, extra_of
 from hermes_rl.errors import SandboxStartError, TaskFault, UserError
 from hermes_rl.identity import digest
 from hermes_rl.models import Sampling
+from hermes_rl.network import Network
 from hermes_rl.sandboxes import SandboxLimits
 from hermes_rl.tasks import Task
 from hermes_rl.tools import (
@@ -157,7 +158,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
         "sandbox": {
             "backend": config.sandbox.backend,
             "image": image_digest(config.sandbox.image, config.sandbox.backend),
-            "network": config.sandbox.network,
+            "network": _network(config.sandbox.network),
             **_sandbox_limits(config.sandbox.limits),
         },
     }
@@ -211,6 +212,10 @@ def _sent_only(agent: AgentSection) -> dict[str, Any]:
     such a thing."""
     parts = {"ephemeral_system_prompt": agent.ephemeral_system_prompt, "prefill": agent.prefill}
     return {name: digest(part) for name, part in parts.items() if part}
+
+
+def _network(network: Network) -> bool | list[str]:
+    return network if isinstance(network, bool) else list(network)
 
 
 def _sandbox_limits(section: SandboxLimitsSection) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
@@ -45,7 +45,7 @@ from hermes_rl.messages import Message, with_unique_ids
 from hermes_rl.models.rate import Budget
 from hermes_rl.ports import WorkItem
 from hermes_rl.record import Trajectory
-from hermes_rl.sandboxes import GradingResult, GradingSpec, Sandbox, SandboxSpec
+from hermes_rl.sandboxes import Connection, GradingResult, GradingSpec, Sandbox, SandboxSpec
 from hermes_rl.tasks import Task, Verify
 from hermes_rl.text import clean, scrub
 from hermes_rl.tools import Tool
@@ -148,15 +148,16 @@ async def run_attempt(
         log.record(_begun(context, item, context.no_draw(item), None))
         raise
     log.record(_begun(context, item, draw, episode.env_name if episode else None))
+    connections = _Connections(context, item)
     try:
         if fault is not None or episode is None:
             raise fault or TaskFault(item.bad_row or "bad row")
-        result = await _Attempt(episode, draw, control or Control()).run()
+        result = await _Attempt(episode, draw, control or Control(), connections).run()
         log.record(
             ev.Ended(
                 finished_at=time.time(),
                 end_reason=result.end_reason,
-                metrics=dict(result.metrics),
+                metrics={**connections.metrics, **result.metrics},
                 final_response=result.final_response,
             )
         )
@@ -164,7 +165,7 @@ async def run_attempt(
     except DiskFull:
         raise
     except HermesError as error:
-        log.record(_failed(context, error))
+        log.record(_failed(context, error, connections.metrics))
     finally:
         if episode is not None and episode.stage.budget is not None:
             episode.stage.budget.end(finished=finished)
@@ -208,7 +209,7 @@ def _text(task: Task | None, column: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _failed(context: RunContext, error: HermesError) -> ev.Ended:
+def _failed(context: RunContext, error: HermesError, metrics: dict[str, float]) -> ev.Ended:
     cause = "task" if isinstance(error, UserError) else cause_of(error)
     text = context.scrub(clean(f"{type(error).__name__}: {error}"))[:_ERROR_CHARS]
     return ev.Ended(
@@ -216,15 +217,51 @@ def _failed(context: RunContext, error: HermesError) -> ev.Ended:
         end_reason=end_reason_of(cause),
         cause=cause,
         error=text,
+        metrics=metrics,
         fatal_command=error.command if isinstance(error, SandboxDied) else None,
     )
+
+
+_LOGGED_CONNECTIONS = 1_000
+"""Of one attempt; further ones are only counted."""
+
+
+class _Connections:
+    """What an attempt's sandbox asked of its egress proxy: sums for the row, lines for the log."""
+
+    def __init__(self, context: RunContext, item: WorkItem) -> None:
+        self._log, self._lines, self._scrub = context.network_log, 0, context.scrub
+        self._row = trajectory_id(item.unit_id, item.epoch, item.attempt)
+        listed = not isinstance(context.config.sandbox.network, bool)
+        self.metrics: dict[str, float] = dict.fromkeys(_NETWORK_METRICS if listed else (), 0.0)
+
+    def add(self, connection: Connection) -> None:
+        """Take one that has ended. Raises: OSError."""
+        self.metrics[f"network_{connection.outcome}"] += 1
+        self.metrics["network_sent_bytes"] += connection.sent_bytes
+        self.metrics["network_received_bytes"] += connection.received_bytes
+        self._lines += 1
+        if self._log is None or self._lines > _LOGGED_CONNECTIONS:
+            return
+        line = self._scrub(json.dumps({"trajectory_id": self._row, **asdict(connection)}))
+        self._log.parent.mkdir(exist_ok=True)
+        with self._log.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+
+_NETWORK_METRICS = tuple(
+    f"network_{name}" for name in ("allowed", "refused", "failed", "sent_bytes", "received_bytes")
+)
 
 
 class _Attempt:
     """The middle of one attempt, in the order in which it happens."""
 
-    def __init__(self, episode: Episode, draw: Draw, control: Control) -> None:
+    def __init__(
+        self, episode: Episode, draw: Draw, control: Control, connections: _Connections
+    ) -> None:
         self.episode, self.draw, self.control = episode, draw, control
+        self.connections = connections
         stage = self.stage = episode.stage
         self.context, self.item, self.task, self.log = (
             stage.context, stage.item, stage.task, stage.log,
@@ -329,6 +366,7 @@ class _Attempt:
             cwd=self.task.cwd,
             network=self.context.config.sandbox.network,
             limits=sandbox_limits_of(self.context.config.sandbox.limits, self.task),
+            on_connection=self.connections.add,
         )
 
     async def _agent(self, sandbox: Sandbox | None, active_s: float) -> AgentResult:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hermes_rl.agent import Limits, Policy
-from hermes_rl.config import PLAYED_MODELS, RunConfig
+from hermes_rl.config import PLAYED_MODELS, RunConfig, SandboxSection
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.definitions import (
     extra_body_of,
@@ -99,6 +99,8 @@ class RunContext:
     """To the models that an environment asks beside the policy, by purpose."""
     workspaces: Path | None = None
     """Where workspaces are kept; None keeps none."""
+    network_log: Path | None = None
+    """Takes a line for each connection of a sandbox through its egress proxy; None keeps none."""
     exact: bool = False
     """Calls bring token ids: clients that do so say all of the sampling."""
     _digests: dict[str, str | None] = field(default_factory=dict, repr=False)
@@ -347,12 +349,13 @@ async def reach(config: RunConfig, keys: Mapping[str, str] | None = None) -> End
 
         await asyncio.to_thread(check_gguf, Path(config.endpoint.model_path))
     if not (config.run.workers != 0 and os.environ.get("RAY_ADDRESS")):
-        await _start_a_sandbox(config.sandbox.backend, config.sandbox.image)
+        await _start_a_sandbox(config.sandbox)
     held = Keys(await asyncio.to_thread(all_keys, config) if keys is None else keys)
     return await reach_models(config, held)
 
 
-async def _start_a_sandbox(backend_name: str, image: str | None) -> None:
+async def _start_a_sandbox(section: SandboxSection) -> None:
+    backend_name, image = section.backend, section.image
     if backend_name == "none":
         return
     if backend_name != "bubblewrap" and image is None:  # then each row names its own
@@ -361,8 +364,9 @@ async def _start_a_sandbox(backend_name: str, image: str | None) -> None:
         await asyncio.to_thread(lambda: Engine(backend_name).version())
         return
     backend = make_backend(backend_name)
+    spec = SandboxSpec(lease="try-out", image=image, network=section.network)
     try:
-        async with await backend.lease(SandboxSpec(lease="try-out", image=image)):
+        async with await backend.lease(spec):
             pass
     finally:
         await backend.aclose()

@@ -14,6 +14,7 @@ import typer
 from hermes_rl.cli.run_command import column_map
 from hermes_rl.errors import ExitCode, SandboxKilled, UserError
 from hermes_rl.input_errors import did_you_mean
+from hermes_rl.network import Network, parse_network
 from hermes_rl.sandboxes import Sandbox, SandboxSpec
 from hermes_rl.tasks import Task, TaskRow
 
@@ -35,7 +36,9 @@ def command(
     save: Annotated[
         Path | None, typer.Option(help="append the row, with what you typed as its oracle")
     ] = None,
-    network: Annotated[bool, typer.Option(help="give the sandbox the network")] = False,
+    network: Annotated[
+        str | None, typer.Option(help="off, on, or hosts: pypi.example,*.example.org [off]")
+    ] = None,
 ) -> int:
     """Be the agent: the same sandbox, files and verifier, you at the prompt.
 
@@ -54,10 +57,17 @@ def command(
         lease="play",
         image=chosen.image or place.image,
         cwd=chosen.cwd,
-        network=network or place.network,
+        network=place.network if network is None else _network(network),
         limits=sandbox_limits_of(place.limits, chosen),
     )
     return asyncio.run(_play(chosen, spec, save))
+
+
+def _network(text: str) -> Network:
+    try:
+        return parse_network(text)
+    except ValueError as error:
+        raise UserError(f"--network {text}: {error}") from None
 
 
 class _Source(NamedTuple):

@@ -80,7 +80,9 @@ FLAGS = {
     "retry_failed": Flag("run.retry_failed", "Open again what was given up", kind=_SWITCH),
     "sandbox": Flag("sandbox.backend", "bubblewrap, docker, podman or none [bubblewrap]", "KIND"),
     "image": Flag("sandbox.image", "Root of the sandbox", "IMAGE"),
-    "network": Flag("sandbox.network", "Give the sandbox the network", kind=_SWITCH),
+    "network": Flag(
+        "sandbox.network", "off, on, or hosts: pypi.example,*.example.org:8080 [off]", "HOSTS"
+    ),
     "allow_unsandboxed": Flag("run.allow_unsandboxed", "Permit --sandbox none", kind=_SWITCH),
     "budget_usd": Flag(
         "run.budget_usd", "US dollars for the whole run, resumed or not", kind=_NUMBER

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Se
 
 from pydantic import Field, model_validator
 
+from hermes_rl.config import NetworkSetting
 from hermes_rl.config_agent import LimitsSection
 from hermes_rl.config_endpoint import Positive, Section
 from hermes_rl.errors import UserError
@@ -35,7 +36,7 @@ class EnvConfig(Section):
 
     image: str | None = None
     """Root of the sandbox; None is the default."""
-    network: bool = False
+    network: NetworkSetting = False
     sandboxed: bool = True
     """False starts no sandbox, for rollouts that need neither commands nor files. There are no
     toolsets then, and no `ctx.sandbox` and `ctx.grading`."""

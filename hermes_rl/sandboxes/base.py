@@ -6,10 +6,12 @@ its worker.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, Self
+
+from hermes_rl.network import Network
 
 MAX_OUTPUT_BYTES = 50_000
 """Bytes of output that a command's result keeps: the first 40 % and the last 60 %."""
@@ -41,6 +43,30 @@ class SandboxLimits:
 
 
 @dataclass(frozen=True)
+class Connection:
+    """One connection of a sandbox to its egress proxy, when it has ended."""
+
+    host: str
+    """As it was asked for; empty where the request could not be read."""
+    port: int
+    outcome: str
+    """`allowed`, `refused` or `failed` (allowed, and nobody answered)."""
+    reason: str
+    """Why it was refused or failed."""
+    sent_bytes: int
+    """To the host."""
+    received_bytes: int
+    """From the host."""
+    started_at: float
+    """Unix time, seconds."""
+    seconds: float
+
+
+def _drop(connection: Connection) -> None:
+    """Keep no record."""
+
+
+@dataclass(frozen=True)
 class SandboxSpec:
     """What a rollout asks of a backend."""
 
@@ -52,10 +78,14 @@ class SandboxSpec:
     default."""
     cwd: str | None = None
     """Working directory of the first command; None is the workspace. Made when absent."""
-    network: bool = False
+    network: Network = False
+    """With hosts, the sandbox has no network but an HTTP proxy on its loopback, which reaches them.
+    """
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     env: Mapping[str, str] = field(default_factory=dict)
     """Extra variables of the shell. Never secrets."""
+    on_connection: Callable[[Connection], None] = _drop
+    """Takes each connection through that proxy when it ends. It must be quick."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hermes_rl.errors import (
     SandboxDied,
@@ -38,9 +39,19 @@ from hermes_rl.sandboxes.grading import Packing, Unpackable, pack_in_thread
 from hermes_rl.sandboxes.image_changes import Upper, programs_in, replaced
 from hermes_rl.sandboxes.limits import TEMPORARY, Usage, measure
 from hermes_rl.sandboxes.probe import find_binary, reachable
-from hermes_rl.sandboxes.session import FolderSandbox, abandon, environment_file, start_shell
+from hermes_rl.sandboxes.session import (
+    FolderSandbox,
+    abandon,
+    environment_file,
+    open_way_out,
+    start_shell,
+    variables_of,
+)
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Disks, Home, Slots, Storage, find_disks, has_slots
+
+if TYPE_CHECKING:
+    from hermes_rl.sandboxes.egress import EgressProxy
 
 _log = logging.getLogger(__name__)
 
@@ -140,7 +151,7 @@ class Bubblewrap:
 
     async def _lease(self, home: Home, spec: SandboxSpec, image: recipe.Root) -> BubblewrapSandbox:
         host = host_folder(self._workspace, home.root) if self._workspace is not None else None
-        layers = recipe.Layers(self._etc[spec.network], image)
+        layers = recipe.Layers(self._etc[spec.network is True], image)
         box = home.new_box()
         slot = self._slots.take() if self._slots is not None and host is None else None
         owner = recipe.image_owner(image.lower) if slot is not None else None
@@ -152,23 +163,24 @@ class Bubblewrap:
             if image.lower:
                 upper = storage.layer("layer", lease.uid)
                 lease = replace(lease, layers=replace(layers, upper=upper))
-            outer, shell = await self._start(lease)
+            outer, shell, egress = await self._start(lease)
         except BaseException:
             await asyncio.shield(self.give_back(lease))
             raise
         sandbox = BubblewrapSandbox(self, lease, outer, shell)
+        sandbox.egress = egress
         self._live.add(sandbox)
         return sandbox
 
-    async def _start(self, lease: Lease) -> tuple[Outer, Shell]:
-        spec = lease.spec
+    async def _start(self, lease: Lease) -> tuple[Outer, Shell, EgressProxy | None]:
+        spec, egress = lease.spec, None
         if lease.host is None:
             lease.make("ws")
         control = lease.make_readable("ctl")
         os.link(self._shared / "supervisor", control / "supervisor")
         own_home = recipe.WORKSPACE if lease.host is None else HOST_FOLDER_HOME
         image = lease.layers.image
-        variables = recipe.environment(own_home, spec.env, image)
+        variables = recipe.environment(own_home, variables_of(spec), image)
         start = environment_file(variables, recipe.WORKSPACE, spec.cwd or image.workdir)
         if image.workspace:
             start = f"cp -a {recipe.IMAGE_WORKSPACE}/. {recipe.WORKSPACE}/\n{start}"
@@ -180,7 +192,7 @@ class Bubblewrap:
             layers=lease.layers,
             control=control,
             limits=spec.limits,
-            network=spec.network,
+            network=spec.network is True,
             workspace=lease.bound,
             command=recipe.command(supervisor, spec.limits, *arguments),
         )
@@ -192,9 +204,12 @@ class Bubblewrap:
             name, groups = lease.box.name, self._cgroups
             await confined(lease.cgroup, name, spec.limits, groups, outer)
             await self._mounting(lease.storage.leave)
+            nonlocal egress
+            egress = await open_way_out(spec, outer.init, lease.uid)
 
         paths = ShellPaths(control, recipe.CONTROL, recipe.STATE)
-        return await start_shell(paths, launch, probe.explain, settle)
+        outer, shell = await start_shell(paths, launch, probe.explain, settle)
+        return outer, shell, egress
 
     async def _mounting(self, work: Callable[[], None]) -> None:
         """Enter or leave rooms, which only the spawner's thread can, and only with disks needs."""

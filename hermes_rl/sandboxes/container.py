@@ -307,7 +307,7 @@ class ContainerTree:
         """The session's workspace, open: it stays after the container's end."""
         self.uid = 0
         """The host's id of its user."""
-        self._init = 0
+        self.init = 0
         self._pidfd = -1
         self._supervisor = 0
         self._pump: asyncio.Task[None] | None = None
@@ -358,11 +358,11 @@ class ContainerTree:
             self._pidfd = os.pidfd_open(pid)
             self.uid = os.stat(f"/proc/{pid}").st_uid
             self._groups = limits.memory_groups(pid)
-            self._init = pid
+            self.init = pid
 
     def open_workspace(self) -> None:
         """Open the workspace, now that the session runs. Raises: OSError."""
-        path = f"/proc/{self._init}/root{recipe.WORKSPACE}"
+        path = f"/proc/{self.init}/root{recipe.WORKSPACE}"
         self.workspace = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     async def _move(self, stdio: socket.socket, attached: asyncio.Future[None]) -> None:
@@ -415,11 +415,11 @@ class ContainerTree:
         return processes.snapshot(self._children(), below=False)
 
     def _children(self) -> list[int]:
-        return processes.children(self._init) if self._init else []
+        return processes.children(self.init) if self.init else []
 
     def end_process(self, inside: int) -> None:
         """See `processes.Tree`."""
-        processes.end_inside(self._init, inside)
+        processes.end_inside(self.init, inside)
 
     async def ended(self) -> int:
         """Wait for the container's end. Its code; negative when it was killed from outside, which
@@ -453,11 +453,11 @@ class ContainerTree:
         raise SandboxDied(f"{self._engine.name} does not end container {self.name}")
 
     def _kill(self) -> None:
-        if not self._init:
+        if not self.init:
             self._kill_by_engine()
         elif self._code is None:
             with contextlib.suppress(OSError):
-                os.kill(self._init, signal.SIGKILL)
+                os.kill(self.init, signal.SIGKILL)
 
     def _kill_by_engine(self) -> None:
         """Also one that somebody paused: it takes no signal until it resumes."""

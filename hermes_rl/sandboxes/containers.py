@@ -21,7 +21,7 @@ import shlex
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hermes_rl.aio import in_thread
 from hermes_rl.errors import (
@@ -45,9 +45,19 @@ from hermes_rl.sandboxes.container import (
 )
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.image_changes import graded_programs, replaced
-from hermes_rl.sandboxes.session import FolderSandbox, encode, environment_file, start_shell
+from hermes_rl.sandboxes.session import (
+    FolderSandbox,
+    encode,
+    environment_file,
+    open_way_out,
+    start_shell,
+    variables_of,
+)
 from hermes_rl.sandboxes.shell import Ended, HeadTail, Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Home
+
+if TYPE_CHECKING:
+    from hermes_rl.sandboxes.egress import EgressProxy
 
 _ENDED_S = 10.0
 """How long a container may take to end after its shell."""
@@ -142,7 +152,7 @@ class Containers:
     async def _lease(self, spec: SandboxSpec, image: EngineImage, held: Held) -> ContainerSandbox:
         try:
             control = held.folder("ctl")
-            variables = recipe.environment(recipe.WORKSPACE, spec.env, image.root)
+            variables = recipe.environment(recipe.WORKSPACE, variables_of(spec), image.root)
             cwd = spec.cwd or image.root.workdir
             (control / "env").write_text(environment_file(variables, recipe.WORKSPACE, cwd))
             (control / "supervisor").write_text(supervisor_text())
@@ -153,12 +163,13 @@ class Containers:
             config = self._config(spec, image.id, held.tag(spec), [*command, held.tag(spec)])
             host = config["HostConfig"]
             host["Binds"] = [f"{control}:{recipe.CONTROL}:ro"]
-            host["NetworkMode"] = "bridge" if spec.network else "none"
-            tree, shell = await self._start(held, control, config, spec, image)
+            host["NetworkMode"] = "bridge" if spec.network is True else "none"
+            tree, shell, egress = await self._start(held, control, config, spec, image)
         except BaseException:
             await asyncio.shield(in_thread(held.remove))
             raise
         sandbox = ContainerSandbox(self, spec, image, held, tree, shell)
+        sandbox.egress = egress
         self._live.add(sandbox)
         try:
             sandbox.programs = await self._programs_of(image, sandbox)
@@ -174,7 +185,9 @@ class Containers:
         config: dict[str, Any],
         spec: SandboxSpec,
         image: EngineImage,
-    ) -> tuple[ContainerTree, Shell]:
+    ) -> tuple[ContainerTree, Shell, EgressProxy | None]:
+        egress = None
+
         async def launch(stdio: socket.socket) -> ContainerTree:
             return await held.start("s", config, stdio, held.tag(spec), not image.root.superuser)
 
@@ -182,11 +195,14 @@ class Containers:
 
         async def settle(tree: ContainerTree) -> None:
             await asyncio.to_thread(tree.open_workspace)
+            nonlocal egress
+            egress = await open_way_out(spec, tree.init, None)
 
         def explain(message: str) -> str:
             return f"the shell did not start: {message}"
 
-        return await start_shell(paths, launch, explain, settle)
+        tree, shell = await start_shell(paths, launch, explain, settle)
+        return tree, shell, egress
 
     def _config(
         self, spec: SandboxSpec, image: str, tag: str, command: Sequence[str]

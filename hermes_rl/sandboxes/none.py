@@ -235,6 +235,8 @@ class Subprocess:
         """Start a shell. Raises: SandboxStartError; TaskFault when an image is asked for."""
         if spec.image is not None:
             raise TaskFault(f"image {spec.image!r}: the sandbox 'none' has no images")
+        if not isinstance(spec.network, bool):
+            raise SandboxStartError("the sandbox 'none' cannot limit the network to hosts")
         async with self._opening:
             if self._home is None:
                 self._home = await asyncio.to_thread(self._prepare)

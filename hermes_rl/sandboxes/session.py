@@ -15,9 +15,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from hermes_rl.errors import SandboxDied, SandboxError, SandboxStartError, TaskFault
+from hermes_rl.network import AllowedHosts
 from hermes_rl.sandboxes.base import (
     MAX_OUTPUT_BYTES,
     CommandResult,
@@ -25,6 +26,7 @@ from hermes_rl.sandboxes.base import (
     GradingSpec,
     Process,
     SandboxInfo,
+    SandboxSpec,
 )
 from hermes_rl.sandboxes.files import DOWNLOAD_MAX, READ_MAX, UNSAFE, UNSIZED_MAX, Beneath
 from hermes_rl.sandboxes.grading import UNPACK, Unpackable, pack_in_thread
@@ -44,6 +46,9 @@ from hermes_rl.sandboxes.shell import (
     Sink,
     make_fifo,
 )
+
+if TYPE_CHECKING:
+    from hermes_rl.sandboxes.egress import EgressProxy
 
 T = TypeVar("T", bound=Tree)
 
@@ -112,6 +117,29 @@ async def start_shell(
             raise TaskFault(f"{message[message.index(NO_CWD) :].strip()} ('cwd')") from error
         raise SandboxStartError(explain(message)) from error
     return tree, shell
+
+
+async def open_way_out(spec: SandboxSpec, pid: int, uid: int | None) -> EgressProxy | None:
+    """The egress proxy of a sandbox whose network is a list of hosts; None for others.
+
+    Args:
+        pid: process 1 of the sandbox.
+        uid: who it was started as; None is ourselves.
+
+    Raises: SandboxStartError.
+    """
+    if isinstance(spec.network, bool):
+        return None
+    from hermes_rl.sandboxes.egress import open_egress  # most sandboxes have none
+
+    return await open_egress(pid, uid, spec.network, spec.on_connection)
+
+
+def variables_of(spec: SandboxSpec) -> dict[str, str]:
+    """The extra variables of a shell: the user's, and those that lead programs to the proxy."""
+    if isinstance(spec.network, bool):
+        return dict(spec.env)
+    return {**spec.env, **AllowedHosts(spec.network).variables()}
 
 
 async def abandon(tree: Tree) -> None:
@@ -296,6 +324,8 @@ class ShellSandbox(ABC):
         self._gradings = 0
         self._closing: asyncio.Future[None] | None = None
         self._ending = asyncio.Lock()
+        self.egress: EgressProxy | None = None
+        """Its way out, where its network is a list of hosts; closed by this sandbox."""
 
     async def run(
         self,
@@ -432,6 +462,8 @@ class ShellSandbox(ABC):
             self._background.close()
             await self._tree.end()
             self._shell.close()
+            if self.egress is not None:
+                await self.egress.aclose()
 
     async def _end_session(self) -> None:
         """End the agent's processes for good. Idempotent. Raises: SandboxDied when there is no
