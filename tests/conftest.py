@@ -41,6 +41,7 @@ GROUPS = {
     # Sandboxes of one ordinary user share the limits of that user.
     "ordinary user": (
         "sandboxes/test_conformance.py",
+        "sandboxes/test_egress.py",
         "sandboxes/test_escapes.py",
         "sandboxes/test_privilege.py",
     ),

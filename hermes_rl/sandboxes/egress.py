@@ -298,7 +298,7 @@ class EgressProxy:
                     stream.writer.transport.abort()
 
     async def _answer(self, exchange: _Exchange, idle: asyncio.Timeout) -> None:
-        client = exchange.client
+        client, refused = exchange.client, None
         try:
             if (head := await self._head(client)) is None:
                 return
@@ -306,15 +306,15 @@ class EgressProxy:
             exchange.host, exchange.port = request.host.name, request.port
             exchange.server = await self._connect(request, exchange)
             await self._carry(request, exchange, exchange.server, idle)
-            client.writer.close()
-            await client.writer.wait_closed()
-        except _Refused as refused:
-            exchange.why = str(refused)
-            if client.written == 0:
-                await self._refuse(client, refused)
+        except _Refused as error:
+            refused, exchange.why = error, str(error)
         finally:
             if exchange.host or exchange.why:
                 self._note(exchange.record())
+        if refused is not None and client.written == 0:
+            await self._refuse(client, refused)
+        client.writer.close()
+        await client.writer.wait_closed()
 
     async def _head(self, client: _Stream) -> bytes | None:
         """The head of a request; None where nothing was sent. Raises: _Refused."""

@@ -22,6 +22,7 @@ import pytest
 import pytest_asyncio
 
 sys.path.insert(0, str(Path(__file__).parent))
+import egress_checks
 from engines import IMAGE, PROGRAMS, end_left, engine, import_image
 
 from hermes_rl.cli import main
@@ -94,6 +95,11 @@ def graded_images(engine: Engine) -> list[str]:
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 async def test_the_shipped_suite(backend: WithImage, check: Check) -> None:
     await check(backend)
+
+
+@pytest.mark.parametrize("name", egress_checks.NAMES)
+async def test_the_network_is_a_list_of_hosts(backend: WithImage, name: str) -> None:
+    await getattr(egress_checks, name)(backend)
 
 
 async def test_a_killed_container_is_a_fault_of_the_machine(
