@@ -182,6 +182,7 @@ class _Run:
         try:
             with catching(self._interrupted, self._end_at_once) as interrupts:
                 if await self.source.has_work():
+                    await self._warn_of_network()
                     await self._open_images()
                     await self._choose_workers()
                     await self._started(interrupts)
@@ -193,6 +194,19 @@ class _Run:
         await self._close_groups()
         stats = await asyncio.to_thread(self._write_end)
         return self.report(stats)
+
+    async def _warn_of_network(self) -> None:
+        """Print once that tasks ask for the network, where the run has none."""
+        dataset, network = self.settings.config.dataset, self.settings.config.sandbox.network
+        path = Path(dataset.path).expanduser()
+        if network is not False or not path.is_dir():
+            return
+        from hermes_rl.task_folders import network_wish  # most datasets have no folders
+
+        if wish := await asyncio.to_thread(network_wish, path, dataset.limit):
+            self.progress.note(
+                f"warning: {wish}, which is off. Use --network on, or --network HOSTS"
+            )
 
     async def _open_images(self) -> None:
         """Get ready to build the images that tasks need and this machine lacks.

@@ -107,6 +107,38 @@ def build_contexts(path: Path, limit: int | None = None) -> dict[str, BuildConte
     return found
 
 
+def network_wish(path: Path, limit: int | None = None) -> str | None:
+    """How many tasks of a folder ask for the network, in one line; None for none, and for what is
+    not a folder of tasks.
+
+    In this format a task that does not mention the network has it. Only those that do are counted:
+    the others may not need it.
+
+    Args:
+        limit: only the first tasks.
+    """
+    if not path.is_dir():
+        return None
+    folders = task_folders(path)[:limit]
+    asking = [folder.name for folder in folders if _asks_for_network(folder)]
+    if not asking:
+        return None
+    return f"{len(asking):,} of {len(folders):,} tasks ask for the network (first: {asking[0]})"
+
+
+def _asks_for_network(folder: Path) -> bool:
+    try:
+        config = tomllib.loads((folder / _HARBOR).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    tables = [config.get(name) for name in ("environment", "agent")]
+    return any(
+        table.get("allow_internet") is True or table.get("network_mode") in ("public", "allowlist")
+        for table in tables
+        if isinstance(table, dict)
+    )
+
+
 def _row(folder: Path) -> dict[str, Any]:
     task = _task(folder)
     context = task.context()

@@ -103,6 +103,7 @@ def _check_dataset(
 ) -> int:
     from hermes_rl.cli import check_dataset
     from hermes_rl.sources import read_tasks
+    from hermes_rl.task_folders import network_wish
 
     found = check_dataset.look(_counted(read_tasks(dataset, columns=columns, limit=limit)))
     if not found.rows:
@@ -117,6 +118,7 @@ def _check_dataset(
         "outside_workspace": found.unplaced,
         "requires": sorted(found.requires),
         "absent": found.absent,
+        "network": network_wish(Path(dataset).expanduser(), limit),
     }
     if not as_json:
         _say_faults(found.faults)
@@ -174,6 +176,8 @@ def _dataset_line(dataset: str, result: dict[str, Any]) -> str:
             f"(first: {result['outside_workspace'][0]}). They start in an empty folder: "
             'begin them with cd "$WORKSPACE"'
         )
+    if result["network"]:
+        line += f"\nnote: {result['network']}. It is off unless you run them with --network"
     return line
 
 

