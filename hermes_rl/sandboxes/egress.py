@@ -72,7 +72,7 @@ class _Refused(Exception):
 
     Args:
         status: of HTTP, with its reason.
-        why: one line for whoever asked.
+        why: one line for the client.
     """
 
     def __init__(self, status: str, why: str) -> None:
@@ -96,12 +96,13 @@ class _Request:
     """Those that are forwarded."""
     length: int = 0
     """Bytes of its body; -1 for one in chunks."""
+    version: str = "HTTP/1.1"
 
     def head(self) -> bytes:
         """As it is sent to the host."""
         port = "" if self.port == 80 else f":{self.port}"
         name = str(Host(self.host.name, self.host.address, None))
-        lines = [f"{self.method} {self.target} HTTP/1.1", f"Host: {name}{port}"]
+        lines = [f"{self.method} {self.target} {self.version}", f"Host: {name}{port}"]
         lines += [f"{name}: {value}" for name, value in self.headers]
         if self.length < 0:
             lines.append("Transfer-Encoding: chunked")
@@ -110,7 +111,7 @@ class _Request:
         return "\r\n".join([*lines, "Connection: close", "", ""]).encode("latin-1")
 
 
-_LINE = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,40}) ([\x21-\x7e]+) HTTP/1\.[01]")
+_LINE = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,40}) ([\x21-\x7e]+) (HTTP/1\.[01])")
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t\x20-\x7e\x80-\xff]*?)[ \t]*")
 _URL = re.compile(r"(?i:http)://([^/?#]*)([/?][^#]*)?")
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\r\n]*)?\r\n")
@@ -131,7 +132,7 @@ def read_request(head: bytes) -> _Request:
     found = _LINE.fullmatch(line)
     if found is None:
         raise _Refused(_BAD, "not a request line of HTTP/1.1")
-    method, target = found.groups()
+    method, target, version = found.groups()
     headers = []
     for text in rest:
         header = _HEADER.fullmatch(text)
@@ -157,7 +158,8 @@ def read_request(head: bytes) -> _Request:
         host.port or 80,
         path if path.startswith("/") else f"/{path}",
         _forwarded(headers),
-        _body_length(headers),
+        _body_length(headers, version),
+        version,
     )
 
 
@@ -167,14 +169,14 @@ def _forwarded(headers: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     return tuple((name, value) for name, value in headers if name.lower() not in left_out)
 
 
-def _body_length(headers: list[tuple[str, str]]) -> int:
+def _body_length(headers: list[tuple[str, str]], version: str) -> int:
     lengths = [value for name, value in headers if name.lower() == "content-length"]
     codings = [value for name, value in headers if name.lower() == "transfer-encoding"]
     if len(lengths) + len(codings) > 1:
         raise _Refused(_BAD, "more than one Content-Length or Transfer-Encoding")
     if codings:
-        if codings[0].lower() != "chunked":
-            raise _Refused(_BAD, "a Transfer-Encoding other than chunked")
+        if codings[0].lower() != "chunked" or version != "HTTP/1.1":
+            raise _Refused(_BAD, "a Transfer-Encoding other than chunked in HTTP/1.1")
         return -1
     if not lengths:
         return 0
@@ -517,17 +519,17 @@ async def open_egress(
 
 
 def _listener(pid: int, uid: int) -> socket.socket:
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
-            arguments = map(str, (pid, uid, PROXY_PORT, theirs.fileno()))
+    taking, passing = socket.socketpair()
+    with taking:
+        with passing:
+            arguments = map(str, (pid, uid, PROXY_PORT, passing.fileno()))
             command = [sys.executable, "-I", "-S", egress_listener.__file__, *arguments]
             try:
                 done = subprocess.run(
                     command,
                     stdin=subprocess.DEVNULL,
                     capture_output=True,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(passing.fileno(),),
                     env={},
                     cwd="/",
                     timeout=_OPEN_S,
@@ -535,7 +537,7 @@ def _listener(pid: int, uid: int) -> socket.socket:
                 )
             except subprocess.TimeoutExpired:
                 raise SandboxStartError(_NO_EGRESS.format(f"no answer in {_OPEN_S:g} s")) from None
-        message, descriptors, _, _ = socket.recv_fds(ours, 4096, 1)
+        message, descriptors, _, _ = socket.recv_fds(taking, 4096, 1)
     if not descriptors:
         last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
         why = message.decode("utf-8", "replace") or "".join(last) or f"exit {done.returncode}"

@@ -41,7 +41,7 @@ def listen(pid: int, uid: int, port: int) -> socket.socket:
         os.setresuid(uid, uid, uid)
     network = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
     if os.path.sameopenfile(network, os.open("/proc/self/ns/net", os.O_RDONLY)):
-        raise OSError(f"process {pid} has the machine's own network")
+        raise OSError(f"process {pid} has the machine's network")
     user = fcntl.ioctl(network, _NS_GET_USERNS)
     if not os.path.sameopenfile(user, os.open("/proc/self/ns/user", os.O_RDONLY)):
         enter(user, _CLONE_NEWUSER)

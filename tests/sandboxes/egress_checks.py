@@ -99,14 +99,14 @@ async def there_is_no_other_way_out(backend: SandboxBackend) -> None:
             assert seen == "unknown [0]", seen
 
 
-async def a_sandbox_reaches_only_its_own_proxy(backend: SandboxBackend) -> None:
+async def a_sandbox_reaches_no_proxy_of_another(backend: SandboxBackend) -> None:
     with web_server("one") as one, web_server("two") as two:
         first = await lease(backend, f"127.0.0.1:{one}")
         second = await lease(backend, f"127.0.0.1:{two}")
         none = await backend.lease(SandboxSpec(lease="off"))
         async with first, second, none:
             urls = [f"http://127.0.0.1:{port}/" for port in (one, two)]
-            seen = [await python(box, CLIENT, *urls) for box in (first, second)]
+            seen = [await python(each, CLIENT, *urls) for each in (first, second)]
             assert seen == ["one\nHTTPError 403 [0]", "HTTPError 403\ntwo [0]"]
             attempt = "(exec 5<>/dev/tcp/127.0.0.1/3128) 2>&1 | grep -q refused && echo closed"
             assert await sh(none, attempt) == "closed [0]"
@@ -146,7 +146,7 @@ async def nobody_takes_the_place_of_the_proxy(backend: SandboxBackend) -> None:
 
 
 async def a_hostile_client_leaves_the_worker_alone(backend: SandboxBackend) -> None:
-    """Half requests and many connections that nobody ends; the sandbox and another one go on."""
+    """Half requests and many connections that nobody ends; another sandbox is served."""
     program = """
 import os, signal, socket
 held = []
@@ -203,7 +203,7 @@ NAMES = [
     for check in (
         clients_find_the_proxy_by_themselves,
         there_is_no_other_way_out,
-        a_sandbox_reaches_only_its_own_proxy,
+        a_sandbox_reaches_no_proxy_of_another,
         nobody_takes_the_place_of_the_proxy,
         a_hostile_client_leaves_the_worker_alone,
         verifiers_have_no_network,
