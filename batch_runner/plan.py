@@ -321,6 +321,7 @@ class Plan:
             epoch=self._epoch,
             attempt=attempt,
             repeat=unit.repeat,
+            repeats=self.members_of(row.index) or 1,
             row_index=row.index,
             task_id=row.task.id if row.task else row.raw_id or row.task_hash[:12],
             task=row.task,

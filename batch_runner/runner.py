@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 from batch_runner.budgets import as_plain, budgets_of, make_coordinator, refuse_unpriced
@@ -40,6 +41,7 @@ from batch_runner.settings import (
 )
 from batch_runner.worker import WorkerSpec
 from hermes_rl.aio import run_sync
+from hermes_rl.checkpoints import CHECKPOINTS
 from hermes_rl.config import RunConfig, to_yaml
 from hermes_rl.definitions import extra_body_of, policy_of, sampling_of, sent_seed
 from hermes_rl.errors import DiskFull, UserError, cause_of
@@ -191,6 +193,8 @@ class _Run:
             if self.images is not None:
                 await self.images.aclose()
             self.progress.close(self.view())
+        if self._ended:  # what was given up leaves some
+            await asyncio.to_thread(rmtree, run_dir.path / CHECKPOINTS, ignore_errors=True)
         await self._close_groups()
         stats = await asyncio.to_thread(self._write_end)
         return self.report(stats)
@@ -281,6 +285,11 @@ class _Run:
             await asyncio.wait((watching,))
             self.limits = as_plain(coordinator.summary(), budgets_of(self.settings.config))
 
+    @property
+    def _ended(self) -> bool:
+        """Whether no unit is left open; a pilot leaves some that it never names."""
+        return self.plan.counts.complete and self.source.stop is None and self.plan.pilot is None
+
     async def _close_groups(self) -> None:
         """Write the groups that are final; those of one member are none."""
         counts, repeats = self.plan.counts, self.settings.config.dataset.repeats
@@ -288,10 +297,8 @@ class _Run:
             return
         from batch_runner.groups import close_groups  # most runs have no groups
 
-        # A pilot leaves units open that it never names.
-        ended = counts.complete and self.source.stop is None and self.plan.pilot is None
         try:
-            size, paid = None if ended else self.plan.members_of, self.source.stop is None
+            size, paid = None if self._ended else self.plan.members_of, self.source.stop is None
             closed = await close_groups(self.settings, self.driver, size=size, paid=paid)
         except DiskFull as error:
             self.fault("disk", str(error))

@@ -22,6 +22,7 @@ import msgspec
 
 from batch_runner.budgets import budgets_of
 from batch_runner.settings import Hosts, open_hosts
+from hermes_rl.checkpoints import CHECKPOINTS, Checkpoints, may_resume
 from hermes_rl.config import parse_config
 from hermes_rl.errors import DiskFull, HermesError, StoreError, UserError, cause_of
 from hermes_rl.events import AttemptKey, Ended, EventLog, TokensAdded
@@ -222,6 +223,9 @@ class Worker:
         fatal = end.fatal_command if isinstance(end, Ended) else None
         made = Finished(key=key, row=row, segments=segments, fatal_command=fatal)
         await self._journal.finish(made)
+        checkpoints = self._context.checkpoints
+        if checkpoints is not None and not may_resume(row.cause):
+            await checkpoints.drop(item.unit_id)
         self._outbox.append(receipt_of(made, self.writer))
         self._requests += len(row.calls)
         self._throttled += sum((call.error or "").startswith("RateLimited") for call in row.calls)
@@ -304,6 +308,9 @@ async def open_worker(
         )
         if config.run.keep_workspaces:
             context = replace(context, workspaces=run_dir.path / "workspaces")
+        if (turns := config.run.checkpoint_turns) is not None:
+            kept = Checkpoints(run_dir.path / CHECKPOINTS, turns)
+            context = replace(context, checkpoints=kept)
         if not isinstance(config.sandbox.network, bool):
             context = replace(context, network_log=run_dir.path / f"network/{spec.writer}.jsonl")
         make: MakeEpisode = Episode

@@ -341,6 +341,9 @@ class RunSection(Section):
     keep_workspaces: bool = False
     """Keep the workspace that each rollout left in the run directory, so that it can be graded
     again (`hermes-rl env regrade`)."""
+    checkpoint_turns: Positive | None = None
+    """Turns after which a checkpoint of each rollout is kept, so that one that is cut resumes from
+    there; None keeps none."""
     lease_s: Seconds = 30.0
     """How long a worker lives without hearing from its driver."""
 
@@ -376,6 +379,11 @@ class RunConfig(Section):
         self._refuse_half_characters()
         self._refuse_models()
         self._refuse_idle_budgets()
+        if self.run.checkpoint_turns is not None and self.env is not None:
+            raise UserError(
+                "--checkpoint-turns works with datasets: an environment's state cannot be saved. "
+                "Leave it out"
+            )
         if self.endpoint.base_url is not None:
             check_address(self.endpoint.base_url, "endpoint.base_url")
         if self.sandbox.backend == "none" and not isinstance(self.sandbox.network, bool):

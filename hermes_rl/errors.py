@@ -350,6 +350,10 @@ class SandboxStartError(SandboxError):
     cause = "sandbox_start"
 
 
+class SnapshotLost(SandboxStartError):
+    """A sandbox cannot start from a snapshot: it is damaged, or does not fit."""
+
+
 class SandboxDied(SandboxError):
     """Lost by a fault of its backend or host; a second time under the same command of a unit ends
     as `sandbox_killed`, graded."""

@@ -287,6 +287,17 @@ class Redacted(_Event, frozen=True, kw_only=True, tag="redacted"):
     attempt. Token ids would still contain it: none are journalled from here on."""
 
 
+class Resumed(_Event, frozen=True, kw_only=True, tag="resumed"):
+    """The attempt resumes from a checkpoint of an earlier one of its unit."""
+
+    trajectory_id: str
+    """Of the attempt that wrote it."""
+    turn: int
+    """The last turn that it holds."""
+    events: list[Event]
+    """What happened until then. Its calls are in the rows of the attempts that paid for them."""
+
+
 Event = (
     Begun
     | ToolsOffered
@@ -301,7 +312,16 @@ Event = (
     | Graded
     | Ended
     | Redacted
+    | Resumed
 )
+
+
+def whole_rollout(events: Iterable[Event]) -> list[Event]:
+    """All that happened in a rollout: what an attempt took over from earlier ones, then its own."""
+    found: list[Event] = []
+    for event in events:
+        found += event.events if isinstance(event, Resumed) else [event]
+    return found
 
 
 class EventLog:

@@ -27,6 +27,8 @@ class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     attempt: int
     repeat: int
+    repeats: int = 1
+    """Units of the row."""
     row_index: int
     task_id: str
     task: Task | None

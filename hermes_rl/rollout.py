@@ -16,16 +16,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from hermes_rl import events as ev
-from hermes_rl.agent import AgentParts, AgentResult, Control, run_agent, wall_limit
+from hermes_rl.agent import AgentParts, AgentResult, Control, Progress, run_agent, wall_limit
+from hermes_rl.checkpoints import Checkpoint
 from hermes_rl.definitions import sandbox_limits_of
 from hermes_rl.errors import (
     DiskFull,
@@ -33,25 +37,35 @@ from hermes_rl.errors import (
     SandboxDied,
     SandboxKilled,
     SandboxStartError,
+    SnapshotLost,
     TaskFault,
     UserError,
     VerifierFault,
     cause_of,
     end_reason_of,
 )
-from hermes_rl.events import EventLog, Graded, RewardPart
+from hermes_rl.events import AttemptKey, EventLog, Graded, RewardPart
 from hermes_rl.identity import trajectory_id
 from hermes_rl.messages import Message, with_unique_ids
 from hermes_rl.models.rate import Budget
 from hermes_rl.ports import WorkItem
 from hermes_rl.record import Trajectory
-from hermes_rl.sandboxes import Connection, GradingResult, GradingSpec, Sandbox, SandboxSpec
+from hermes_rl.sandboxes import (
+    Connection,
+    GradingResult,
+    GradingSpec,
+    Sandbox,
+    SandboxSnapshot,
+    SandboxSpec,
+)
 from hermes_rl.tasks import Task, Verify
 from hermes_rl.text import clean, scrub
 from hermes_rl.tools import Tool
 from hermes_rl.trajectory import fold
 from hermes_rl.wiring import Draw, RunContext
 from hermes_rl.workspaces import Workspaces, state_text
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -262,6 +276,12 @@ class _Attempt:
     ) -> None:
         self.episode, self.draw, self.control = episode, draw, control
         self.connections = connections
+        self._kept = 0
+        """The turn of the latest checkpoint."""
+        self._setup: str | None = None
+        """The name of a setup that other rollouts share."""
+        self._ready = False
+        """The task is set up already."""
         stage = self.stage = episode.stage
         self.context, self.item, self.task, self.log = (
             stage.context, stage.item, stage.task, stage.log,
@@ -274,26 +294,94 @@ class _Attempt:
 
     async def _run(self) -> AgentResult:
         start, sandbox = time.monotonic(), None
+        checkpoint = None
         if self.episode.sandboxed:
-            sandbox = await self.context.backend.lease(self._spec())
+            sandbox, checkpoint = await self._sandbox()
         else:
             self._check_needs_no_sandbox()
         try:
             try:
                 if sandbox is not None:
-                    await prepare(sandbox, self.task)
+                    await self._prepare(sandbox)
                 await self.episode.start(sandbox)
             finally:
                 seconds = time.monotonic() - start
                 if sandbox is not None:
                     self.log.record(await self._leased(sandbox, seconds))
-            result = await self._agent(sandbox, seconds)
+            result = await self._agent(sandbox, seconds, checkpoint)
             self.log.record(await self._graded(sandbox, result))
             return result
         finally:
             # A cancelled attempt must still end its sandbox: the shield lets teardown finish.
             if sandbox is not None:
                 await asyncio.shield(sandbox.aclose())
+
+    async def _sandbox(self) -> tuple[Sandbox, Checkpoint | None]:
+        """A sandbox: as it was at the unit's checkpoint, with that, or with the task set up, or an
+        empty one."""
+        backend, spec = self.context.backend, self._spec()
+        if (checkpoints := self.context.checkpoints) is not None:
+            found = await checkpoints.find(self.item.unit_id)
+            if found is not None and found.snapshot is not None:
+                if (sandbox := await self._fork(spec, found.snapshot)) is not None:
+                    self._take_up(found.checkpoint)
+                    return sandbox, found.checkpoint
+                await checkpoints.drop(self.item.unit_id)
+        if self.task.setup and self.item.repeats > 1:
+            self._setup = f"{self.item.task_hash}-{spec.image}-{spec.limits}"
+            folder = await self.context.setups.find(self._setup)
+            if folder and (sandbox := await self._fork(spec, folder, shared=True)) is not None:
+                return sandbox, None
+        try:
+            return await backend.lease(spec), None
+        except BaseException:
+            self._setup_failed()
+            raise
+
+    async def _fork(
+        self, spec: SandboxSpec, folder: Path, *, shared: bool = False
+    ) -> Sandbox | None:
+        """A sandbox that starts from a snapshot; None where it cannot be put back."""
+        snapshot = SandboxSnapshot(folder, shared)
+        try:
+            sandbox = await self.context.backend.lease(replace(spec, snapshot=snapshot))
+        except SnapshotLost as error:
+            _log.warning("unit %s starts without a snapshot: %s", self.item.unit_id[:12], error)
+            return None
+        self._ready = True
+        return sandbox
+
+    async def _prepare(self, sandbox: Sandbox) -> None:
+        """Set the task up, unless the sandbox came with that. Raises: TaskFault."""
+        if self._ready:
+            return
+        try:
+            await prepare(sandbox, self.task)
+        except BaseException:
+            self._setup_failed()
+            raise
+        if self._setup is not None:
+            await self.context.setups.saved(self._setup, sandbox)
+
+    def _setup_failed(self) -> None:
+        if self._setup is not None:
+            self.context.setups.failed(self._setup)
+
+    def _take_up(self, checkpoint: Checkpoint) -> None:
+        """Resume from a checkpoint: its messages, and what the unit had spent."""
+        self.log.record(checkpoint.resumed())
+        if self.stage.budget is not None:
+            self.stage.budget.charge(checkpoint.spent)
+
+    async def _after_turn(self, sandbox: Sandbox | None, progress: Progress) -> None:
+        """Write a checkpoint when it is time, or was and processes were running."""
+        checkpoints, item = self.context.checkpoints, self.item
+        if checkpoints is None or progress.turn - self._kept < checkpoints.every:
+            return
+        key = AttemptKey(unit_id=item.unit_id, epoch=item.epoch, attempt=item.attempt)
+        spent = self.stage.budget.unit_spent() if self.stage.budget is not None else {}
+        if await checkpoints.keep(key, progress, self.log.events, spent, sandbox):
+            self._kept = progress.turn
 
     def _check_needs_no_sandbox(self) -> None:
         """Raises: TaskFault for a task that needs a sandbox."""
@@ -369,7 +457,9 @@ class _Attempt:
             on_connection=self.connections.add,
         )
 
-    async def _agent(self, sandbox: Sandbox | None, active_s: float) -> AgentResult:
+    async def _agent(
+        self, sandbox: Sandbox | None, active_s: float, checkpoint: Checkpoint | None
+    ) -> AgentResult:
         draw = self.draw
         endpoint, agent = self.context.config.endpoint, self.context.config.agent
         prompt = self.task.prompt
@@ -392,7 +482,13 @@ class _Attempt:
             env=self.episode.tool_state(),
             fatal_commands=self.item.fatal_commands,
         )
-        return await run_agent(parts, prompt, self.control)
+        if self.context.checkpoints is not None:
+            parts = replace(parts, after_turn=partial(self._after_turn, sandbox))
+        if checkpoint is None:
+            return await run_agent(parts, prompt, self.control)
+        self._kept = checkpoint.progress.turn
+        parts = replace(parts, resumed=checkpoint.progress)
+        return await run_agent(parts, checkpoint.messages, self.control)
 
 
 async def prepare(sandbox: Sandbox, task: Task) -> None:

@@ -35,6 +35,10 @@ from hermes_rl.usage import Usage, total_usage
 UNSENT = "unsent_"
 """Prefix of metrics: a sampling parameter that calls went without, since an endpoint refused it."""
 
+RESUMED = "resumed_turns"
+"""Metric of a row that resumed from a checkpoint: turns before it, whose calls are in rows of
+earlier attempts."""
+
 REDACTED = "redacted"
 """Metric of a row in whose texts secrets were replaced."""
 
@@ -101,7 +105,8 @@ class _Fold:
 
     def __init__(self, stream: list[ev.Event], begun: ev.Begun, ended: ev.Ended) -> None:
         self.stream, self.begun, self.ended = stream, begun, ended
-        self.added = [e for e in stream if isinstance(e, ev.MessageAdded)]
+        self.whole = ev.whole_rollout(stream)
+        self.added = [e for e in self.whole if isinstance(e, ev.MessageAdded)]
         self.starts = [e for e in stream if isinstance(e, ev.CallStarted)]
         self.ends = {e.call_id: e for e in stream if isinstance(e, ev.CallEnded)}
 
@@ -155,7 +160,10 @@ class _Fold:
         ok = cause is None
         unsent = {f"{UNSENT}{name}": 1.0 for s in self.starts for name in s.unsent}
         redacted = {REDACTED: 1.0} if any(isinstance(e, ev.Redacted) for e in self.stream) else {}
-        metrics = {**call_bounds(self.stream), **unsent, **redacted, **self.ended.metrics}
+        before = [e.turn for e in self.stream if isinstance(e, ev.Resumed)]
+        resumed = {RESUMED: float(before[0])} if before else {}
+        bounds = call_bounds(self.stream)
+        metrics = {**bounds, **unsent, **redacted, **resumed, **self.ended.metrics}
         return {
             "status": "ok" if ok else ("cancelled" if owner == "operator" else "failed"),
             "end_reason": reason,
@@ -172,14 +180,15 @@ class _Fold:
         final = [m for m in messages if isinstance(m, AssistantMessage)]
         contexts = [
             Context(start=e.start, kept=e.kept, summary_index=e.summary_index, reason=e.reason)
-            for e in self.stream
+            for e in self.whole
             if isinstance(e, ev.ContextStarted)
         ]
+        starts = [e for e in self.whole if isinstance(e, ev.CallStarted)]
         images: list[Image] = []
         openai = (to_openai(e.message, parsed_arguments=True) for e in self.added)
         forms = [without_images(form, images) for form in openai]
         return {
-            "turns": len({e.turn for e in self.starts if e.purpose == "agent"}),
+            "turns": len({e.turn for e in starts if e.purpose == "agent"}),
             "final_response": self._final_response(final),
             "messages": [_json(form) for form in forms],
             "message_info": [
@@ -213,7 +222,7 @@ class _Fold:
         }
 
     def _tools(self) -> dict[str, Any]:
-        offered = [e.tools for e in self.stream if isinstance(e, ev.ToolsOffered)]
+        offered = [e.tools for e in self.whole if isinstance(e, ev.ToolsOffered)]
         results = [e for e in self.added if e.turn and isinstance(e.message, ToolMessage)]
         stats: dict[str, list[ev.MessageAdded]] = {}
         for e in results:
@@ -230,7 +239,7 @@ class _Fold:
             queued_s=self.begun.queued_s,
             sandbox_s=sum(leased),
             model_s=sum(e.latency_s for e in self.ends.values()),
-            tool_s=sum(e.seconds or 0.0 for e in self.added),
+            tool_s=sum(e.seconds or 0.0 for e in self.stream if isinstance(e, ev.MessageAdded)),
             waiting_s=sum(e.seconds for e in self.stream if isinstance(e, ev.Waited)),
             verify_s=sum(e.seconds for e in self.stream if isinstance(e, ev.Graded)),
             total_s=max(0.0, self.ended.finished_at - self.begun.started_at),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hermes_rl.agent import Limits, Policy
+from hermes_rl.checkpoints import Checkpoints
 from hermes_rl.config import PLAYED_MODELS, RunConfig, SandboxSection
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.definitions import (
@@ -55,6 +56,7 @@ from hermes_rl.models.tokens import TokenPlan, spelled_out
 from hermes_rl.models.wire import sendable
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.sandboxes import SandboxBackend, SandboxSpec
+from hermes_rl.setups import Setups
 from hermes_rl.tasks import Task
 from hermes_rl.text import SECRETS, mask
 from hermes_rl.tools import Tool, resolve, with_timeout, with_wording
@@ -95,10 +97,14 @@ class RunContext:
     """None for played models, whose clients are made per rollout."""
     share: Share
     """Limiters, cooldowns of accounts, and budgets; shared by the workers of a run."""
+    setups: Setups
+    """Snapshots of tasks' setups."""
     others: Mapping[str, Routes] = field(default_factory=dict)
     """To the models that an environment asks beside the policy, by purpose."""
     workspaces: Path | None = None
     """Where workspaces are kept; None keeps none."""
+    checkpoints: Checkpoints | None = None
+    """Where checkpoints of rollouts are kept; None keeps none."""
     network_log: Path | None = None
     """Takes a line for each connection of a sandbox through its egress proxy; None keeps none."""
     exact: bool = False
@@ -262,6 +268,7 @@ async def open_run_context(
             config.model.name, config.endpoint, targets, stack, keyring, together, plan
         )
         yield RunContext(
+            setups=Setups(stack.callback),
             config=config,
             run_id=run_id,
             config_hash=config_hash or digest(identity_of(config)),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         SessionStart,
         call_hook,
     )
-    from hermes_rl.agent.parts import AgentParts, AgentResult, Caller
+    from hermes_rl.agent.parts import AgentParts, AgentResult, Caller, Progress
     from hermes_rl.agent.policy import PRESETS, Limits, Policy, preset
     from hermes_rl.agent.prompt import EMPTY, LATEST, WORDINGS, system_prompt
     from hermes_rl.agent.run import Control, check_roles, run_agent, tool_meant, wall_limit

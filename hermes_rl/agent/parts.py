@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import msgspec
+
 from hermes_rl.agent.policy import Limits, Policy
 from hermes_rl.agent.prompt import WORDINGS, Messages
 from hermes_rl.events import AnswerDiscarded, MessageAdded, Purpose
@@ -24,6 +26,29 @@ from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes import Sandbox
 from hermes_rl.tools import Tool, schemas
 from hermes_rl.usage import Usage
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a run after a turn, without its messages: what another run resumes from."""
+
+    prompt_length: int
+    turn: int
+    answers: int
+    tokens: int
+    active_s: float
+    invalid_turns: int
+    last_call: tuple[str, str, str] | None
+    same_calls: int
+    last_content: str | None
+    final_response: str | None
+    counts: dict[str, int]
+    tool_state: dict[str, Any]
+    seconds: float
+    """Since the run's start."""
+
+
+_PROGRESS = tuple(name for name in Progress.__struct_fields__ if name not in ("counts", "seconds"))
+"""Fields that `RunState` has under the same name."""
 
 
 class Caller(Protocol):
@@ -79,6 +104,10 @@ class AgentParts:
     """Active seconds that are spent already, by the sandbox's start and the task's setup."""
     fatal_commands: tuple[str, ...] = ()
     """Names of the calls under which sandboxes of the unit's earlier attempts died."""
+    after_turn: Callable[[Progress], Awaitable[None]] | None = None
+    """Called after each turn that another one follows."""
+    resumed: Progress | None = None
+    """The state of an earlier run, whose whole, recorded conversation is the prompt."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +213,26 @@ class RunState:
         )
         known = call_ids(parts.prefill)
         return cls(parts=parts, request=request, active_s=parts.active_s, known_ids=known)
+
+    def progress(self) -> Progress:
+        """Where the run is now, after a turn."""
+        same = {name: getattr(self, name) for name in _PROGRESS}
+        seconds = time.monotonic() - self.started
+        return Progress(**same, counts=dict(self.counts), seconds=seconds)
+
+    def resume(self, progress: Progress, messages: Sequence[Message]) -> None:
+        """Take up the state of an earlier run.
+
+        Args:
+            messages: its conversation, the system message first.
+        """
+        for name in _PROGRESS:
+            setattr(self, name, getattr(progress, name))
+        self.active_s += self.parts.active_s
+        self.counts = Counter(progress.counts)
+        self.started = time.monotonic() - progress.seconds
+        self.conversation.extend(messages)
+        self.known_ids |= call_ids(m for m in messages if isinstance(m, AssistantMessage))
 
     @property
     def conversation(self) -> Conversation:

@@ -69,11 +69,15 @@ def begin(parts: AgentParts, prompt: Sequence[Message]) -> RunState:
 
     Raises: UserError when the prompt's roles are out of order, or a tool lacks its sandbox.
     """
-    check_roles(prompt)
+    if parts.resumed is None:
+        check_roles(prompt)
     homeless = [tool.name for tool in parts.tools.values() if tool.needs_sandbox]
     if homeless and parts.sandbox is None:
         raise UserError(f"the tools {', '.join(homeless)} need a sandbox; give one, or no tools")
     run = RunState.of(parts)
+    if parts.resumed is not None:
+        run.resume(parts.resumed, prompt)
+        return run
     parts.recorder.record(ToolsOffered(tools=list(run.request.tools)))
     if parts.system and not isinstance(prompt[0], SystemMessage):
         run.add(SystemMessage(content=parts.system))
@@ -121,6 +125,8 @@ async def run_turns(run: RunState, control: Control) -> str:
         while True:
             run.check_limits()
             await step(run, control)
+            if run.parts.after_turn is not None:
+                await run.parts.after_turn(run.progress())
     except Finish as finish:
         return finish.end_reason
 

@@ -49,7 +49,7 @@ _CHANGED = {
     "out": run.Flag("run.out", "Run directory [runs/ENV-MODEL]", "DIR"),
     "preset": run.Flag("agent.preset", "datagen, interactive or rl [rl]", "NAME"),
 }
-_ABSENT = {"dataset", "columns", "pilot", *_ENV_FLAGS}
+_ABSENT = {"dataset", "columns", "pilot", "checkpoint_turns", *_ENV_FLAGS}
 FLAGS = _ENV_FLAGS | {k: v for k, v in run.FLAGS.items() if k not in _ABSENT} | _CHANGED
 """Parameter -> its option, in the order of the help."""
 

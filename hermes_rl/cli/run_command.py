@@ -83,6 +83,9 @@ FLAGS = {
     "network": Flag(
         "sandbox.network", "off, on, or hosts: pypi.example,*.example.org:8080 [off]", "HOSTS"
     ),
+    "checkpoint_turns": Flag(
+        "run.checkpoint_turns", "Keep a checkpoint of each rollout every N turns", kind=_WHOLE
+    ),
     "allow_unsandboxed": Flag("run.allow_unsandboxed", "Permit --sandbox none", kind=_SWITCH),
     "budget_usd": Flag(
         "run.budget_usd", "US dollars for the whole run, resumed or not", kind=_NUMBER

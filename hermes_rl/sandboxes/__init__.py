@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Sandbox,
         SandboxBackend,
         SandboxLimits,
+        SandboxSnapshot,
         SandboxSpec,
     )
     from hermes_rl.sandboxes.box import filter_path

@@ -67,6 +67,16 @@ def _drop(connection: Connection) -> None:
 
 
 @dataclass(frozen=True)
+class SandboxSnapshot:
+    """Files and shell state of a sandbox at one moment (`Sandbox.snapshot`)."""
+
+    folder: Path
+    """On the host."""
+    shared: bool = False
+    """Many sandboxes start from it: the backend may keep it unpacked, by its path."""
+
+
+@dataclass(frozen=True)
 class SandboxSpec:
     """What a rollout asks of a backend."""
 
@@ -84,6 +94,8 @@ class SandboxSpec:
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     env: Mapping[str, str] = field(default_factory=dict)
     """Extra variables of the shell. Never secrets."""
+    snapshot: SandboxSnapshot | None = None
+    """What it starts from, in place of an empty workspace: of a sandbox with the same image."""
     on_connection: Callable[[Connection], None] = _drop
     """Takes each connection through that proxy when it ends. It must be quick."""
 
@@ -243,6 +255,17 @@ class Sandbox(Protocol):
         bounds of `packing`.
 
         Raises: SandboxDied; OSError, as of a full disk.
+        """
+        ...
+
+    async def snapshot(self, folder: Path) -> bool:
+        """Write its files and the session's state to a new folder of the host.
+
+        Files are those of the workspace, of /tmp, and what was changed over an image. Processes are
+        no part of it: while one runs beside the shell nothing is written, and the answer is False.
+
+        Raises: SandboxDied, SandboxKilled; OSError, as of a full disk, or for a workspace that
+            exceeds the bounds of `Packing`.
         """
         ...
 

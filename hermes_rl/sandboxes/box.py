@@ -32,6 +32,7 @@ from hermes_rl.errors import SandboxStartError, UserError
 from hermes_rl.sandboxes import limits, processes, recipe
 from hermes_rl.sandboxes.base import SandboxLimits, SandboxSpec
 from hermes_rl.sandboxes.files import libc
+from hermes_rl.sandboxes.forks import Fork
 from hermes_rl.sandboxes.slots import Storage, has_slots, is_host_root
 
 HOST_FOLDER_HOME = "/tmp"
@@ -106,6 +107,8 @@ class Lease:
     """Who owns the image, when that is not root: only he can write in it."""
     host: HostFolder | None = None
     """A folder of the host in place of a workspace of its own."""
+    fork: Fork = field(default_factory=Fork)
+    """What it shares with others that start from the same snapshot."""
 
     @property
     def uid(self) -> int | None:
@@ -124,12 +127,22 @@ class Lease:
     @property
     def workspace(self) -> Path:
         """The workspace, as this process finds it."""
+        if self.fork.base is not None:
+            return self.fork.workspace
         return self.storage.seen(self.bound) if self.host is None else self.host.path
 
     @property
     def bound(self) -> Path:
         """The workspace, as bubblewrap finds it."""
         return self.storage.folder / "ws" if self.host is None else self.host.path
+
+    @property
+    def sources(self) -> list[Path]:
+        """The layers of the workspace that the session left, as bubblewrap finds them, the lowest
+        first."""
+        if self.fork.layer is not None:
+            return [self.fork.below, self.fork.layer.up]
+        return [self.bound]
 
     @property
     def intact(self) -> bool:

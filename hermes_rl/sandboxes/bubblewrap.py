@@ -13,18 +13,27 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hermes_rl.aio import in_thread
 from hermes_rl.errors import (
     SandboxDied,
     SandboxError,
     SandboxKilled,
     SandboxStartError,
+    SnapshotLost,
     TaskFault,
 )
 from hermes_rl.sandboxes import grading, limits, probe, recipe, watchdog
-from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
+from hermes_rl.sandboxes.base import (
+    GradingResult,
+    GradingSpec,
+    SandboxInfo,
+    SandboxSnapshot,
+    SandboxSpec,
+)
 from hermes_rl.sandboxes.box import (
     HOST_FOLDER_HOME,
     Lease,
@@ -35,6 +44,7 @@ from hermes_rl.sandboxes.box import (
     launch,
 )
 from hermes_rl.sandboxes.files import Beneath
+from hermes_rl.sandboxes.forks import Bases
 from hermes_rl.sandboxes.grading import Packing, Unpackable, pack_in_thread
 from hermes_rl.sandboxes.image_changes import Upper, programs_in, replaced
 from hermes_rl.sandboxes.limits import TEMPORARY, Usage, measure
@@ -44,11 +54,14 @@ from hermes_rl.sandboxes.session import (
     abandon,
     environment_file,
     open_way_out,
+    restored,
+    save_folder,
     start_shell,
     variables_of,
 )
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Disks, Home, Slots, Storage, find_disks, has_slots
+from hermes_rl.sandboxes.snapshots import ROOT, WORKSPACE, unpack
 
 if TYPE_CHECKING:
     from hermes_rl.sandboxes.egress import EgressProxy
@@ -98,6 +111,8 @@ class Bubblewrap:
         self._watcher: asyncio.Task[None] | None = None
         self._overlay = True
         self._disks: Disks | None = None
+        self._bases: Bases | None = None
+        """Snapshots that sandboxes share, where the machine can."""
 
     async def _open(self) -> Home:
         """Once: clean up after others that are gone, then make what all sandboxes share."""
@@ -122,6 +137,8 @@ class Bubblewrap:
             self._shared.chmod(0o700 if self._slots is None else 0o711)
             made = self._spawner.run(lambda: find_disks(self._shared))
             self._disks = made if isinstance(made, Disks) else None
+            if self._disks is not None and self._overlay:
+                self._bases = Bases(home, self._spawner.call, self._disks)
             (self._shared / "supervisor").write_text(supervisor_text())
             (self._shared / "supervisor").chmod(0o644)
             # Hundreds of links, which a disk may take a second for.
@@ -163,6 +180,8 @@ class Bubblewrap:
             if image.lower:
                 upper = storage.layer("layer", lease.uid)
                 lease = replace(lease, layers=replace(layers, upper=upper))
+            if spec.snapshot is not None:
+                await self._put_back(lease, spec.snapshot)
             outer, shell, egress = await self._start(lease)
         except BaseException:
             await asyncio.shield(self.give_back(lease))
@@ -170,11 +189,34 @@ class Bubblewrap:
         sandbox = BubblewrapSandbox(self, lease, outer, shell)
         sandbox.egress = egress
         self._live.add(sandbox)
+        if spec.snapshot is not None:
+            await restored(sandbox, spec.snapshot)
         return sandbox
+
+    async def _put_back(self, lease: Lease, snapshot: SandboxSnapshot) -> None:
+        """Fill the workspace, and the layer over an image. Raises: SnapshotLost."""
+        folder, fork, upper = snapshot.folder, lease.fork, lease.layers.upper
+        if lease.host is not None:
+            raise SnapshotLost("a snapshot cannot be put into a folder of yours")
+        try:
+            if snapshot.shared and self._bases is not None and lease.storage.sized:
+                fork.base = await self._bases.take(folder, lease.spec.limits)
+            workspace = lease.make("ws")
+            if fork.base is None:
+                await in_thread(unpack, folder / WORKSPACE, lease.workspace, lease.uid)
+            else:
+                layer = lease.storage.layer("over", lease.uid)
+                below = lease.make_readable("below")
+                mount = partial(fork.base.mount, fork, lease.uid, below, layer, workspace)
+                await self._spawner.call(mount)
+            if upper is not None and (folder / ROOT).exists():
+                await in_thread(unpack, folder / ROOT, lease.storage.seen(upper.up), lease.uid)
+        except OSError as error:
+            raise SnapshotLost(f"a snapshot cannot be put back: {error}") from error
 
     async def _start(self, lease: Lease) -> tuple[Outer, Shell, EgressProxy | None]:
         spec, egress = lease.spec, None
-        if lease.host is None:
+        if lease.host is None and spec.snapshot is None:
             lease.make("ws")
         control = lease.make_readable("ctl")
         os.link(self._shared / "supervisor", control / "supervisor")
@@ -182,7 +224,7 @@ class Bubblewrap:
         image = lease.layers.image
         variables = recipe.environment(own_home, variables_of(spec), image)
         start = environment_file(variables, recipe.WORKSPACE, spec.cwd or image.workdir)
-        if image.workspace:
+        if image.workspace and spec.snapshot is None:
             start = f"cp -a {recipe.IMAGE_WORKSPACE}/. {recipe.WORKSPACE}/\n{start}"
         (control / "env").write_text(start)
         (control / "env").chmod(0o644)
@@ -203,7 +245,7 @@ class Bubblewrap:
         async def settle(outer: Outer) -> None:
             name, groups = lease.box.name, self._cgroups
             await confined(lease.cgroup, name, spec.limits, groups, outer)
-            await self._mounting(lease.storage.leave)
+            await self._mounting(lambda: _leave(lease))
             nonlocal egress
             egress = await open_way_out(spec, outer.init, lease.uid)
 
@@ -263,9 +305,11 @@ class Bubblewrap:
         def enter() -> None:
             lease.storage.enter()
             storage.enter()
+            if lease.fork.base is not None:
+                lease.fork.base.enter(lease.fork)
 
         def leave() -> None:
-            lease.storage.leave()
+            _leave(lease)
             storage.leave()
 
         async def launch(stdio: socket.socket) -> Outer:
@@ -307,7 +351,7 @@ class Bubblewrap:
         grading.write_stage(control, verify, spec, paths, variables)
         if self._overlay:
             layer = storage.layer("layer", lease.uid)
-            below = ["--overlay-src", str(lease.bound)]
+            below = [part for path in lease.sources for part in ("--overlay-src", str(path))]
             mounts += [*below, *layer.arguments(), recipe.WORKSPACE]
         else:
             workspace = storage.folder / "ws"
@@ -358,7 +402,10 @@ class Bubblewrap:
     async def give_back(self, lease: Lease, sandbox: BubblewrapSandbox | None = None) -> None:
         """Remove a lease's folders and group, free its slot."""
         if not lease.storage.left:  # a start that failed, or was cancelled before its turn
-            await self._mounting(lease.storage.leave)
+            await self._mounting(lambda: _leave(lease))
+        if lease.fork.base is not None:
+            lease.fork.close()
+            await lease.fork.base.give_back()
         await asyncio.to_thread(_remove, lease)
         if lease.slot is not None and self._slots is not None:
             self._slots.give_back(lease.slot)
@@ -371,6 +418,8 @@ class Bubblewrap:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait([self._watcher])
+        if self._bases is not None and self._bases.unpacked:
+            self._bases.close()
         if self._home is not None:
             await asyncio.to_thread(self._home.close)
             self._home = None
@@ -428,6 +477,13 @@ async def _relieve(boxes: Sequence[BubblewrapSandbox | GradingSandbox], left: in
         )
 
 
+def _leave(lease: Lease) -> None:
+    """What needed the mounts of a lease has found them; in the spawner's thread."""
+    if lease.fork.base is not None:
+        lease.fork.leave(lease.bound)
+    lease.storage.leave()
+
+
 def _remove(lease: Lease) -> None:
     for path in lease.cgroup:
         watchdog.remove_cgroup(path)
@@ -473,6 +529,14 @@ class BubblewrapSandbox(FolderSandbox):
     def _beneath(self, path: str) -> str | None:
         """Files of the host are opened by the sandbox alone, with its user's rights."""
         return None if self._lease.host is not None else super()._beneath(path)
+
+    async def _save_files(self, folder: Path) -> None:
+        """See `ShellSandbox`. Files of the host stay where they are."""
+        lease = self._lease
+        if lease.host is None:
+            await super()._save_files(folder)
+        if (upper := lease.layers.upper) is not None:
+            await save_folder(lease.storage.seen(upper.up), folder / ROOT)
 
     async def _after(self, ended: Ended) -> None:
         if ended.exit_code and self._out_of_memory():

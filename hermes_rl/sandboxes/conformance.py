@@ -19,13 +19,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from hermes_rl.errors import SandboxDied, SandboxError, SandboxKilled
+from hermes_rl.errors import SandboxDied, SandboxError, SandboxKilled, SnapshotLost
 from hermes_rl.sandboxes.base import (
     CommandResult,
     GradingSpec,
     Process,
     Sandbox,
     SandboxBackend,
+    SandboxSnapshot,
     SandboxSpec,
 )
 
@@ -511,6 +512,42 @@ async def nothing_runs_during_grading(backend: SandboxBackend) -> None:
         assert result.exit_code == 0, result
 
 
+async def starts_from_a_snapshot(backend: SandboxBackend) -> None:
+    """Files, modes, links and the session's state come back, once or for many; none sees another's
+    changes; while a process runs nothing is saved."""
+    made = "mkdir -p 'a b'; cd 'a b'; echo one >f; chmod 640 f; ln -s f l; mkfifo p; ln f hard"
+    state = "export V='x y'; g() { echo \"g$V\"; }; echo gone >../gone; umask 027"
+    look = 'basename "$PWD"; g; umask; cat l; stat -c %a f; test -p p && ls ..'
+    there, changed = "a b\ngx y\n0027\none\n640\n", "rm l; echo two >>f; touch ../new; V=z; cd .."
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = Path(folder, "first"), Path(folder, "second")
+        async with leased_sandbox(backend) as sandbox:
+            process = await sandbox.start_process("sleep 100")
+            assert not await sandbox.snapshot(first), "a process was running"
+            assert not first.exists()
+            await process.kill()
+            await expect(sandbox, f"{made}; {state}", "")
+            assert await sandbox.snapshot(first)
+            await expect(sandbox, "echo later >f; rm ../gone", "")
+        for shared in (False, True, True):
+            spec = SandboxSpec("conformance-fork", snapshot=SandboxSnapshot(first, shared))
+            async with await backend.lease(spec) as fork:
+                await expect(fork, look, f"{there}a b\ngone\n")
+                await expect(fork, changed, "")
+                assert (await fork.read_file("a b/hard")).startswith(b"one\n")
+                assert await fork.snapshot(Path(folder, f"third{secrets.token_hex(4)}"))
+                if not second.exists():
+                    assert await fork.snapshot(second)
+                script = "cd /workspace; test -e new -a ! -e 'a b/l' && grep -q two 'a b/f'"
+                assert (await fork.grade(GradingSpec(script))).exit_code == 0
+        spec = SandboxSpec("conformance-again", snapshot=SandboxSnapshot(second))
+        async with await backend.lease(spec) as again:
+            await expect(again, "echo $V; ls; cat 'a b/f'", "z\na b\ngone\nnew\none\ntwo\n")
+        (second / "workspace.tar").write_bytes(b"torn" * 300)
+        (second / "root.tar").write_bytes(b"torn" * 300)
+        await fails(backend.lease(spec), SnapshotLost)
+
+
 CHECKS: tuple[Check, ...] = (
     *(keeps_state, survives_exits, survives_syntax, stdin_is_given_or_empty, bounds_output),
     *(survives_a_flood, separates_background_output, ends_what_takes_too_long),
@@ -520,6 +557,7 @@ CHECKS: tuple[Check, ...] = (
     *(ends_when_closed, keeps_neighbours_apart, moves_bytes, says_what_is_wrong_with_a_path),
     *(bounds_what_it_reads, moves_large_files, grades_what_was_left, reports_and_times_out),
     *(grades_after_a_kill, keeps_whatever_was_left, nothing_runs_during_grading),
+    starts_from_a_snapshot,
 )
 """The whole suite."""
 

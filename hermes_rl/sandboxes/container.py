@@ -414,6 +414,11 @@ class ContainerTree:
         """Children of process 1."""
         return processes.snapshot(self._children(), below=False)
 
+    def others_run(self) -> bool:
+        """Whether anything runs beside the shell, and what passes the channel on."""
+        alive = processes.snapshot(self._children()[2:], below=False).alive
+        return bool(alive or processes.children(self.supervisor()))
+
     def _children(self) -> list[int]:
         return processes.children(self.init) if self.init else []
 
@@ -596,9 +601,17 @@ class Held:
 
     def changes(self) -> Changes:
         """What the session changed of its image."""
-        container = self._container("s")
-        listed = self.engine.request("GET", f"/containers/{container}/changes") or []
-        return Changes(self.engine, container, {c["Path"]: int(c["Kind"]) for c in listed})
+        return Changes(self.engine, self._container("s"), self._listed())
+
+    def _listed(self) -> dict[str, int]:
+        listed = self.engine.request("GET", f"/containers/{self._container('s')}/changes") or []
+        return {change["Path"]: int(change["Kind"]) for change in listed}
+
+    def listed_changes(self) -> tuple[list[str], list[str]]:
+        """Paths that the session changed or added, folders first; and those that it removed."""
+        listed = sorted((path.strip("/"), kind) for path, kind in self._listed().items())
+        changed = [path for path, kind in listed if kind != _REMOVED and path]
+        return changed, [path for path, kind in listed if kind == _REMOVED]
 
     def commit(self, name: str) -> str:
         """Make an image of what the session left. Returns its id."""
@@ -649,20 +662,8 @@ def _packed(entry: tarfile.TarInfo, data: bytes = b"") -> io.BytesIO:
     return packed
 
 
-def writable_copy(verify: Path, folder: str, under: Path) -> Path:
-    """A copy of a folder of the verifier's files that everybody may write. Raises: TaskFault."""
-    shown = (verify / folder).resolve()
-    if not shown.is_relative_to(verify.resolve()):
-        raise TaskFault(f"verify.mounts: {folder!r} is not a folder of the verifier's files")
-    copied = under / "mounts" / folder
-    copied.parent.mkdir(parents=True, exist_ok=True)
-    if shown.is_dir():
-        shutil.copytree(shown, copied)
-    else:
-        copied.mkdir()
-    for path in (copied, *copied.rglob("*")):
-        path.chmod(0o777)
-    return copied
+_REMOVED = 2
+"""How an engine marks a path that was removed; 0 is changed, 1 added."""
 
 
 class Changes:
@@ -677,7 +678,7 @@ class Changes:
         self._below: dict[str, dict[str, bool]] = {}
         for path, kind in listed.items():
             folder, _, name = path.rpartition("/")
-            self._below.setdefault(folder or "/", {})[name] = kind == 2
+            self._below.setdefault(folder or "/", {})[name] = kind == _REMOVED
 
     def names(self, folder: str, *, opaque_too: bool) -> Mapping[str, bool]:
         """Changed entries of a folder -> whether it was removed. Raises: Replaced."""
@@ -685,7 +686,7 @@ class Changes:
         for part in folder.split("/"):
             path += f"/{part}"
             kind = self._listed.get(path)
-            if kind == 2 or (kind is not None and not self._is_folder(path)):
+            if kind == _REMOVED or (kind is not None and not self._is_folder(path)):
                 raise Replaced(path)
         return self._below.get(path, {})
 

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
 import shlex
+import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +33,7 @@ from hermes_rl.errors import (
     SandboxStartError,
     TaskFault,
 )
-from hermes_rl.sandboxes import grading, recipe
+from hermes_rl.sandboxes import grading, recipe, snapshots
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
 from hermes_rl.sandboxes.container import (
     KILLED,
@@ -41,24 +43,36 @@ from hermes_rl.sandboxes.container import (
     EngineError,
     EngineImage,
     Held,
-    writable_copy,
 )
-from hermes_rl.sandboxes.files import Beneath
+from hermes_rl.sandboxes.files import DOWNLOAD_MAX, Beneath
 from hermes_rl.sandboxes.image_changes import graded_programs, replaced
 from hermes_rl.sandboxes.session import (
     FolderSandbox,
     encode,
     environment_file,
     open_way_out,
+    restored,
     start_shell,
     variables_of,
 )
-from hermes_rl.sandboxes.shell import Ended, HeadTail, Shell, ShellLost, ShellPaths, supervisor_text
+from hermes_rl.sandboxes.shell import (
+    Ended,
+    HeadTail,
+    IntoFile,
+    Shell,
+    ShellLost,
+    ShellPaths,
+    supervisor_text,
+)
 from hermes_rl.sandboxes.slots import Home
 
 if TYPE_CHECKING:
     from hermes_rl.sandboxes.egress import EgressProxy
 
+_MOUNTED = tuple(path.lstrip("/") for path in (recipe.CONTROL, recipe.STATE, "/tmp", "/dev"))
+"""Folders of a container that belong to other file systems."""
+_REMOVED = "removed"
+"""The file of a snapshot that names what was removed of the image."""
 _ENDED_S = 10.0
 """How long a container may take to end after its shell."""
 WATCH_S = 5.0
@@ -176,6 +190,8 @@ class Containers:
         except BaseException:
             await asyncio.shield(sandbox.aclose())
             raise
+        if spec.snapshot is not None:
+            await restored(sandbox, spec.snapshot)
         return sandbox
 
     async def _start(
@@ -282,7 +298,7 @@ class Containers:
                 if not folder:
                     host["Tmpfs"][place] = f"exec,mode=0777,size={size}"
                     continue
-                shown = await in_thread(writable_copy, verify, folder, held.home / name)
+                shown = await in_thread(_writable_copy, verify, folder, held.home / name)
                 host["Binds"].append(f"{shown}:{place}")
 
             async def launch(stdio: socket.socket) -> ContainerTree:
@@ -374,6 +390,42 @@ class ContainerSandbox(FolderSandbox):
         await self._execute("i", encode(text), sink, 60.0)
         return tuple(sink.text().split())
 
+    async def _save_files(self, folder: Path) -> None:
+        """See `ShellSandbox`. All that was changed of the image, the workspace among it, packed
+        inside: a commit would leave images behind."""
+        listed = await in_thread(self.held.listed_changes)
+        changed, removed = ([path for path in paths if not _is_mounted(path)] for paths in listed)
+        if any("\n" in path for path in (*changed, *removed)):
+            raise OSError(errno.EINVAL, "a name with a line break cannot be saved")
+        names, archive = folder / "changed", folder / snapshots.ROOT
+        names.write_text("".join(f"{path}\n" for path in changed))
+        script = "cd / && tar --no-recursion -cf - -T - 2>/dev/null"
+        code = await self._script(script, IntoFile(archive, DOWNLOAD_MAX), self._passed(names))
+        if code != 0:
+            raise OSError(f"the container's files cannot be archived (tar: exit {code})")
+        (folder / _REMOVED).write_text("".join(f"{path}\n" for path in removed))
+
+    async def restore(self, folder: Path) -> None:
+        """See `ShellSandbox`."""
+        copied = self._shell.inputs / "root"
+        for name, script in (
+            (_REMOVED, 'cd / && while IFS= read -r p; do rm -rf -- "$p" || exit; done'),
+            (snapshots.ROOT, "cd / && tar -xpf -"),
+        ):
+            await asyncio.to_thread(shutil.copyfile, folder / name, copied)
+            printed = HeadTail(4096)
+            if await self._script(script, printed, copied):
+                raise OSError(f"the container's files cannot be restored: {printed.text().strip()}")
+        await super().restore(folder)
+
+    def _passed(self, file: Path) -> Path:
+        """A file, moved to where commands find their input."""
+        return Path(shutil.move(file, self._shell.inputs / "names"))
+
+    def _others_run(self) -> bool:
+        """See `ShellSandbox`: process 1 has a child that passes the channel on."""
+        return self._tree.others_run()
+
     async def look(self) -> None:
         """Hold it against the limits that its control group does not hold. Raises: SandboxKilled,
         EngineError."""
@@ -418,3 +470,23 @@ class ContainerSandbox(FolderSandbox):
     async def _give_back(self) -> None:
         await in_thread(self.held.remove)
         self._backend.forget(self)
+
+
+def _is_mounted(path: str) -> bool:
+    return any(path == place or path.startswith(f"{place}/") for place in _MOUNTED)
+
+
+def _writable_copy(verify: Path, folder: str, under: Path) -> Path:
+    """A copy of a folder of the verifier's files that everybody may write. Raises: TaskFault."""
+    shown = (verify / folder).resolve()
+    if not shown.is_relative_to(verify.resolve()):
+        raise TaskFault(f"verify.mounts: {folder!r} is not a folder of the verifier's files")
+    copied = under / "mounts" / folder
+    copied.parent.mkdir(parents=True, exist_ok=True)
+    if shown.is_dir():
+        shutil.copytree(shown, copied)
+    else:
+        copied.mkdir()
+    for path in (copied, *copied.rglob("*")):
+        path.chmod(0o777)
+    return copied

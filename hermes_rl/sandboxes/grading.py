@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 from hermes_rl.aio import in_thread
 from hermes_rl.errors import SandboxDied, SandboxStartError, TaskFault
 from hermes_rl.sandboxes.base import MAX_OUTPUT_BYTES, GradingResult, GradingSpec
+from hermes_rl.sandboxes.image_changes import OPAQUE_XATTR, is_opaque
 from hermes_rl.sandboxes.processes import Tree
 from hermes_rl.sandboxes.recipe import PATH
 from hermes_rl.sandboxes.shell import DRAIN_PAUSE_S, LINE_MAX, HeadTail, Pipe
@@ -307,6 +308,8 @@ async def _until(
 
 
 FORMAT = "tar.gz"
+OPAQUE_HEADER = f"SCHILY.xattr.{OPAQUE_XATTR}"
+"""How archives note that a folder of an overlay hides what is below it."""
 _LEVEL = 1
 """Of gzip: a workspace is written once for each rollout and seldom read."""
 MAX_ENTRIES = 400_000
@@ -339,18 +342,19 @@ class Packing:
         """Paths that were unlocked, with their modes before."""
         self._cancelled = cancelled
 
-    def pack(self, target: Path) -> None:
-        """Write the folder's content as a compressed archive, which appears whole or not at all.
+    def pack(self, target: Path, *, compress: bool = True) -> None:
+        """Write the folder's content as an archive, which appears whole or not at all.
 
         Links are stored as links, pipes as pipes, sockets are left out; owners are stored as
         nobody's. Raises: Unpackable; OSError, as of a full disk.
         """
         half = target.with_name(f".{target.name}.half")
         known: dict[tuple[int, int], str] = {}
+        how: dict[str, Any] = (
+            {"mode": "w:gz", "compresslevel": _LEVEL} if compress else {"mode": "w"}
+        )
         try:
-            with tarfile.open(
-                half, "w:gz", compresslevel=_LEVEL, format=tarfile.PAX_FORMAT
-            ) as archive:
+            with tarfile.open(half, format=tarfile.PAX_FORMAT, **how) as archive:
                 for path, found in self._walk():
                     self._add(archive, path, found, known)
             with half.open("rb") as file:
@@ -469,6 +473,8 @@ class Packing:
             else:
                 info.linkname = ""
         info.devmajor, info.devminor = os.major(found.st_rdev), os.minor(found.st_rdev)
+        if info.type == tarfile.DIRTYPE and is_opaque(self._folder / path):
+            info.pax_headers = {OPAQUE_HEADER: "y"}
         if info.type != tarfile.REGTYPE:
             archive.addfile(info)
             return
@@ -550,10 +556,16 @@ def _extents(fd: int, found: os.stat_result) -> Iterator[Extent]:
 
 
 def _finish(made: str, found: os.stat_result, uid: int | None) -> None:
+    moments = (found.st_atime_ns, found.st_mtime_ns)
+    finish_entry(made, stat.S_IMODE(found.st_mode), moments, uid)
+
+
+def finish_entry(made: str, mode: int, moments: tuple[int, int], uid: int | None) -> None:
+    """Give what was copied its owner, mode, and times of access and change in ns."""
     if uid is not None:
         os.chown(made, uid, uid)
-    os.chmod(made, stat.S_IMODE(found.st_mode))
-    os.utime(made, ns=(found.st_atime_ns, found.st_mtime_ns))
+    os.chmod(made, mode)
+    os.utime(made, ns=moments)
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ class Upper:
                     raise Replaced(f"/{folder}") from None
                 os.close(fd)
                 fd = below
-                if opaque_too and _is_opaque(fd):
+                if opaque_too and is_opaque(fd):
                     raise Replaced(f"/{folder}")
             return {name: _is_whiteout(os.lstat(name, dir_fd=fd)) for name in os.listdir(fd)}
         finally:
@@ -137,7 +137,8 @@ def _is_whiteout(found: os.stat_result) -> bool:
     return stat.S_ISCHR(found.st_mode) and found.st_rdev == 0
 
 
-def _is_opaque(fd: int) -> bool:
+def is_opaque(folder: int | Path) -> bool:
+    """Whether a folder of an overlay, open or by its path, hides what is below it."""
     with contextlib.suppress(OSError):
-        return os.getxattr(fd, OPAQUE_XATTR) == b"y"
+        return os.getxattr(folder, OPAQUE_XATTR) == b"y"
     return False

@@ -17,15 +17,29 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from hermes_rl.errors import SandboxDied, SandboxError, SandboxKilled, SandboxStartError, TaskFault
+from hermes_rl.aio import in_thread
+from hermes_rl.errors import (
+    SandboxDied,
+    SandboxError,
+    SandboxKilled,
+    SandboxStartError,
+    SnapshotLost,
+    TaskFault,
+)
 from hermes_rl.sandboxes import grading, processes, recipe
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
 from hermes_rl.sandboxes.box import Launch, exited, start
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.grading import Unpackable, pack_in_thread
-from hermes_rl.sandboxes.session import FolderSandbox, environment_file, start_shell
+from hermes_rl.sandboxes.session import (
+    FolderSandbox,
+    environment_file,
+    restored,
+    start_shell,
+)
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Home
+from hermes_rl.sandboxes.snapshots import WORKSPACE, unpack
 from hermes_rl.sandboxes.watchdog import MARK, remove_tree
 
 _PLAIN = ("--norc", "--noprofile")
@@ -40,12 +54,14 @@ class PlainSandbox(FolderSandbox):
     """
 
     _tree: Tree
+    temporary = ()
 
     def __init__(self, box: Path, memory: Path, tree: Tree, shell: Shell) -> None:
         info = SandboxInfo(Subprocess.name, None, {"open_files": recipe.OPEN_FILES})
         workspace = box / "ws"
         super().__init__(info, tree, shell, str(workspace), Beneath(workspace))
         self._folders = (memory, box)
+        self.place = str(self._folders[-1])
 
     async def _classify(self, lost: ShellLost) -> SandboxError:
         if not self._shell.lost.is_set():
@@ -243,10 +259,13 @@ class Subprocess:
         box = self._home.new_box()
         memory = self._home.memory_folder(box)
         try:
-            return PlainSandbox(box, memory, *await self._start(box, memory, spec))
+            sandbox = PlainSandbox(box, memory, *await self._start(box, memory, spec))
         except BaseException:
             await asyncio.to_thread(_remove, memory, box)
             raise
+        if spec.snapshot is not None:
+            await restored(sandbox, spec.snapshot)
+        return sandbox
 
     def _prepare(self) -> Home:
         home = Home(self._state_dir)
@@ -259,6 +278,11 @@ class Subprocess:
         # Folders are dear to make and remove: control and state share one here.
         workspace = box / "ws"
         workspace.mkdir(mode=0o700)
+        if spec.snapshot is not None:
+            try:
+                await in_thread(unpack, spec.snapshot.folder / WORKSPACE, workspace, None)
+            except OSError as error:
+                raise SnapshotLost(f"a snapshot cannot be put back: {error}") from error
         variables = recipe.environment(str(workspace), {MARK: str(box), **spec.env})
         (control / "env").write_text(environment_file(variables, str(workspace), spec.cwd))
         limits = ("-n", str(recipe.OPEN_FILES), "-c", "0", f"{box.name}:{spec.lease}")

@@ -17,8 +17,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from hermes_rl.errors import SandboxDied, SandboxError, SandboxStartError, TaskFault
+from hermes_rl.errors import (
+    SandboxDied,
+    SandboxError,
+    SandboxStartError,
+    SnapshotLost,
+    TaskFault,
+)
 from hermes_rl.network import AllowedHosts
+from hermes_rl.sandboxes import snapshots
 from hermes_rl.sandboxes.base import (
     MAX_OUTPUT_BYTES,
     CommandResult,
@@ -26,11 +33,12 @@ from hermes_rl.sandboxes.base import (
     GradingSpec,
     Process,
     SandboxInfo,
+    SandboxSnapshot,
     SandboxSpec,
 )
 from hermes_rl.sandboxes.files import DOWNLOAD_MAX, READ_MAX, UNSAFE, UNSIZED_MAX, Beneath
 from hermes_rl.sandboxes.grading import UNPACK, Unpackable, pack_in_thread
-from hermes_rl.sandboxes.processes import Jobs, Tree
+from hermes_rl.sandboxes.processes import Jobs, Tree, children
 from hermes_rl.sandboxes.shell import (
     CHUNK,
     END_S,
@@ -314,6 +322,11 @@ class ShellSandbox(ABC):
         workspace: its folder as commands see it.
     """
 
+    place = ""
+    """Where it is on the host, for a sandbox whose commands see that: its state names it."""
+    temporary: tuple[str, ...] = ("/tmp", "/dev/shm")
+    """Folders of its own in memory."""
+
     def __init__(self, info: SandboxInfo, tree: Tree, shell: Shell, workspace: str) -> None:
         self.info = info
         self.workspace = workspace
@@ -413,6 +426,36 @@ class ShellSandbox(ABC):
     @abstractmethod
     async def pack_left(self, local: Path) -> None:
         """See `base.Sandbox.pack_left`."""
+
+    async def snapshot(self, folder: Path) -> bool:
+        """See `base.Sandbox.snapshot`."""
+        self._raise_if_dead()
+        if self._shell.busy or await asyncio.to_thread(self._others_run):
+            return False
+        folder.mkdir()
+        try:
+            await self._save_files(folder)
+        except Unpackable as error:
+            raise OSError(errno.EFBIG, str(error)) from error
+        await snapshots.save(folder, self._shell, self._script, self.place, self.temporary)
+        return True
+
+    async def restore(self, folder: Path) -> None:
+        """Bring back what of a snapshot needs a running session. Raises: OSError; SandboxDied."""
+        await snapshots.restore(folder, self._shell, self._script, self.place)
+
+    async def _script(self, script: str, sink: Sink, stdin: Path | None) -> int:
+        return (await self._execute("i", encode(script), sink, TRANSFER_S, stdin)).exit_code
+
+    def _others_run(self) -> bool:
+        """Whether anything runs beside the shell. Blocks."""
+        supervisor = self._tree.supervisor()
+        orphans = [proc for proc in self._tree.orphans().alive if proc.pid != supervisor]
+        return bool(orphans or children(supervisor))
+
+    @abstractmethod
+    async def _save_files(self, folder: Path) -> None:
+        """Write the files to a snapshot. Raises: Unpackable; OSError."""
 
     async def unpack(self, local: Path) -> None:
         """See `base.Sandbox.unpack`."""
@@ -565,6 +608,10 @@ class FolderSandbox(ShellSandbox):
             raise OSError(errno.EXDEV, "not below the workspace", path)
         return await _read(self._files.open_read(beneath), path)
 
+    async def _save_files(self, folder: Path) -> None:
+        """See `ShellSandbox`."""
+        await save_folder(self._files.folder, folder / snapshots.WORKSPACE)
+
     async def pack_left(self, local: Path) -> None:
         """See `base.Sandbox.pack_left`."""
         await self._end_session()
@@ -585,6 +632,25 @@ class FolderSandbox(ShellSandbox):
             if error.errno not in UNSAFE:
                 raise
             return None
+
+
+async def restored(sandbox: ShellSandbox, snapshot: SandboxSnapshot) -> None:
+    """Bring a started sandbox to the state of a snapshot; one that cannot be is closed.
+
+    Raises: SnapshotLost.
+    """
+    try:
+        await sandbox.restore(snapshot.folder)
+    except BaseException as error:
+        await asyncio.shield(sandbox.aclose())
+        if isinstance(error, OSError | SandboxError | ValueError | KeyError):
+            raise SnapshotLost(f"a snapshot cannot be put back: {error}") from error
+        raise
+
+
+async def save_folder(folder: Path, archive: Path) -> None:
+    """Write a folder to an archive of a snapshot. Raises: Unpackable; OSError."""
+    await pack_in_thread(folder, lambda packing: packing.pack(archive, compress=False))
 
 
 def _too_large(path: str, limit: int) -> OSError:

@@ -348,6 +348,20 @@ class Shell:
         return Pipe(self.paths.control, f"o{self._pipes}", any_user=self.paths.any_user)
 
     @property
+    def source(self) -> str | None:
+        """The file in the sandbox with the state that the next command starts from; None where it
+        is that of the start."""
+        return None if self._source == "-" else self._source
+
+    def start_from(self, state: Path) -> None:
+        """Have the first command start from a state that an earlier session saved.
+
+        Args:
+            state: a file of the control directory.
+        """
+        self._source = f"{self.paths.inside}/{state.name}"
+
+    @property
     def busy(self) -> bool:
         """A command is running, or a background job still holds the pipe of its own."""
         return self._turn.locked() or bool(self._aside)

@@ -399,7 +399,8 @@ _FORMAT_MAX = 32 << 20
 """Bytes of an empty file system; more means that the disk does not know holes."""
 
 
-def _check(code: int, what: str) -> None:
+def check_call(code: int, what: str) -> None:
+    """Raises: OSError when a call of the C library failed."""
     if code != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -408,8 +409,13 @@ def _check(code: int, what: str) -> None:
 def unshare_mounts() -> None:
     """Give this thread mounts of its own, which the machine does not see; those of the machine
     stay visible. Raises: OSError."""
-    _check(libc().unshare(_CLONE_NEWNS | _CLONE_FS), "unshare")
-    _check(libc().mount(None, b"/", None, _MS_REC | _MS_SLAVE, None), "mount --make-rslave /")
+    check_call(libc().unshare(_CLONE_NEWNS | _CLONE_FS), "unshare")
+    check_call(libc().mount(None, b"/", None, _MS_REC | _MS_SLAVE, None), "mount --make-rslave /")
+
+
+def detach(path: Path) -> None:
+    """Unmount in this thread's namespace what is mounted there, if anything is."""
+    libc().umount2(os.fsencode(path), _MNT_DETACH)
 
 
 @dataclass(frozen=True)
@@ -508,7 +514,7 @@ def find_disks(folder: Path) -> Disks | str:
         try:
             small = SandboxLimits(workspace_bytes=1 << 20, workspace_files=100)
             os.close(made.make(small, trial)[1])
-            libc().umount2(os.fsencode(trial), _MNT_DETACH)
+            detach(trial)
         finally:
             trial.rmdir()
     except OSError as error:
@@ -570,7 +576,7 @@ def mount(number: int, where: Path) -> None:
     """Mount a loop device's file system in this thread's namespace. Raises: OSError."""
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOATIME
     device = f"/dev/loop{number}".encode()
-    _check(libc().mount(device, os.fsencode(where), b"ext4", flags, _OPTIONS), f"mount {where}")
+    check_call(libc().mount(device, os.fsencode(where), b"ext4", flags, _OPTIONS), f"mount {where}")
 
 
 class Storage:
@@ -650,7 +656,7 @@ class Storage:
                 self._entered = 1
             except OSError as error:  # it is looked at then, and its row says so
                 _log.warning("no file system of limited size for a sandbox: %s", error)
-                libc().umount2(os.fsencode(where), _MNT_DETACH)
+                detach(where)
                 self.close()
                 self._disks = None
         else:
@@ -662,7 +668,7 @@ class Storage:
         """What needs it has found it."""
         self._entered = max(0, self._entered - 1)
         if self.sized and self._entered == 0:
-            libc().umount2(os.fsencode(self._box / "disk"), _MNT_DETACH)
+            detach(self._box / "disk")
 
     def close(self) -> None:
         """Give it back to the machine. Idempotent. Blocks: what was not written yet may be."""

@@ -112,7 +112,7 @@ def test_any_answers(bench: Bench, steps: list[Any], policy: Policy, stream: boo
     first = len(bench.server.entries)
     result, row = bench.play(steps, policy, stream)
     served = bench.server.entries[first:]
-    check_books(row, served)
+    check_usage(row, served)
     check_calls(row)
     assert len(row.calls) <= (MAX_TURNS + 2) * MOST_CALLS
     assert row.turns <= MAX_TURNS
@@ -130,7 +130,7 @@ def test_any_answers(bench: Bench, steps: list[Any], policy: Policy, stream: boo
         assert not any(info.synthetic for info in row.message_info)
 
 
-def check_books(row: Trajectory, served: list[Any]) -> None:
+def check_usage(row: Trajectory, served: list[Any]) -> None:
     """Each request of the server's log is a call of the row, with the same tokens."""
     assert [c.call_id for c in row.calls] == [e.call_id for e in served]
     known = [e for e in served if e.reported]

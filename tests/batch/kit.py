@@ -275,7 +275,7 @@ def content(out: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def check_books(out: Path, served: Sequence[Entry]) -> None:
+def check_usage(out: Path, served: Sequence[Entry]) -> None:
     """The server's requests are our calls, one by one; what we could not learn is `unknown`."""
     recorded = [
         c for name in ("trajectories", "failures") for r in table(out, name) for c in r["calls"]

@@ -67,7 +67,7 @@ async def test_killed_at(
     watcher.check()
     assert kit.content(out) == unbroken
     assert len(unbroken) == UNITS
-    kit.check_books(out, server.entries)
+    kit.check_usage(out, server.entries)
     kit.check_not_asked_again(out, receipts)
     assert not set(done) & set(receipts)
     assert list((out / "journal").iterdir()) == []

@@ -48,4 +48,4 @@ async def test_a_full_disk_stops_clearly_and_resumes(tmp_path: Path, server: Fak
     final = kit.final_rows(kept)
     assert len(final) == kit.units_of(60)
     assert before <= set(final)
-    kit.check_books(kept, server.entries)
+    kit.check_usage(kept, server.entries)

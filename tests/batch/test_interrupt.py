@@ -50,7 +50,7 @@ async def test_once(tmp_path: Path, server: FakeServer) -> None:
     again = await kit.finish("--config", out / "run.yaml")
     assert again.process.returncode == 0, again.errors
     assert len(kit.final_rows(out)) == 12
-    kit.check_books(out, server.entries)
+    kit.check_usage(out, server.entries)
     kit.check_not_asked_again(out, run.receipts())
 
 
@@ -74,7 +74,7 @@ async def test_twice(tmp_path: Path, server: FakeServer) -> None:
     again = await kit.finish(*arguments)
     assert again.process.returncode == 0, again.errors
     assert len(kit.final_rows(out)) == 12
-    kit.check_books(out, server.entries)
+    kit.check_usage(out, server.entries)
     kit.check_not_asked_again(out, run.receipts())
 
 

@@ -44,7 +44,7 @@ async def check_end(
     """What must hold once the run is whole."""
     assert kit.content(out) == unbroken
     assert len(unbroken) == kit.units_of(DISTINCT)
-    kit.check_books(out, server.entries)
+    kit.check_usage(out, server.entries)
     kit.check_not_asked_again(out, receipts)
     assert list((out / "journal").iterdir()) == []
     assert list((out / "tmp").iterdir()) == []

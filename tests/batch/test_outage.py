@@ -45,7 +45,7 @@ async def test_an_outage_in_the_middle_costs_no_unit_and_no_time_of_agents(tmp_p
             *kit.played(dataset, out, server.base_url, *HERE, "--max-seconds", "1")
         )
         assert run.process.returncode == 0, run.errors
-        kit.check_books(out, server.entries)
+        kit.check_usage(out, server.entries)
         assert any(entry.fault == "server_error" for entry in server.entries)
     rows = kit.final_rows(out).values()
     assert len(rows) == kit.units_of(5)
@@ -82,7 +82,7 @@ async def test_an_outage_beyond_patience_parks_the_run(tmp_path: Path) -> None:
         assert resumed.process.returncode == 0, resumed.errors
         assert resumed.report()["done"] == kit.units_of(5) > done
         kit.check_not_asked_again(out, parked.receipts())
-        kit.check_books(out, server.entries)
+        kit.check_usage(out, server.entries)
 
 
 async def test_a_last_unit_that_draws_500s_alone_does_not_park_the_run(
@@ -102,7 +102,7 @@ async def test_a_last_unit_that_draws_500s_alone_does_not_park_the_run(
             run={"concurrency": 8, "max_attempts": 1},
         )
         report = await kit.run(config)
-        kit.check_books(out, server.entries)
+        kit.check_usage(out, server.entries)
     assert (report.exit_code, report.given_up, report.done) == (1, 1, kit.units_of(3))
     (failure,) = kit.table(out, "failures")
     assert failure["cause"] == "model_server"

@@ -70,7 +70,7 @@ async def check(folder: Path, run: dict[str, Any], env: dict[str, str], **endpoi
         path = config(folder, server.base_url, command, run, **endpoint)
         ended = await kit.finish("--config", path, env=env)
         assert ended.process.returncode == 0, ended.errors
-        kit.check_books(office.out, server.entries)
+        kit.check_usage(office.out, server.entries)
         refused = [entry for entry in server.entries if entry.model is None]
     rows = kit.final_rows(office.out).values()
     assert len(rows) == kit.units_of(12)

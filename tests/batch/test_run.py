@@ -31,7 +31,7 @@ async def test_a_run_and_its_resume(tmp_path: Path, server: FakeServer) -> None:
     assert (report["done"], report["units"], report["open"]) == (22, 22, 0)
     assert report["solved"] == 20
     assert len(kit.final_rows(out)) == 22
-    kit.check_books(out, server.entries)
+    kit.check_usage(out, server.entries)
     served = server.requests
 
     again = await kit.finish(*arguments)
@@ -130,7 +130,7 @@ async def test_a_wrong_key_stops_and_the_right_one_resumes(tmp_path: Path) -> No
         right = await kit.finish(*arguments, env={"SOME_KEY": "right"})
         assert right.process.returncode == 0, right.errors
         assert len(kit.final_rows(out)) == kit.units_of(20)
-        kit.check_books(out, server.entries)
+        kit.check_usage(out, server.entries)
     for path in out.rglob("*"):
         assert path.is_dir() or b"wrong-canary" not in path.read_bytes()
 
@@ -244,7 +244,7 @@ async def test_mixed_faults_are_ridden_out(tmp_path: Path) -> None:
     async with FakeServer(FakeConfig(faults=plan)) as server:
         run = await kit.finish(*kit.played(dataset, out, server.base_url, *HERE))
         assert run.process.returncode == 0, run.errors
-        kit.check_books(out, server.entries)
+        kit.check_usage(out, server.entries)
     final = kit.final_rows(out)
     assert len(final) == kit.units_of(30)
     for row in final.values():

@@ -37,7 +37,7 @@ async def test_the_same_command_twice_is_the_policys(tmp_path: Path, server: Fak
     assert (row["end_reason"], row["owner"], row["attempt"]) == ("sandbox_killed", "policy", 1)
     assert (row["reward"], row["truncated"], row["error"]) == (1.0, False, None)
     assert server.requests == 4, "no third attempt"
-    kit.check_books(out, server.entries)
+    kit.check_usage(out, server.entries)
     await kit.check_nothing_left([run.mark], out)
 
 

@@ -98,7 +98,7 @@ async def run(folder: Path, wire: tuple[str, str, bool]) -> dict[str, dict[str, 
         )  # fmt: skip
         report = await kit.run(config)
         served = {entry.api_mode for entry in server.entries}
-        kit.check_books(out, server.entries)
+        kit.check_usage(out, server.entries)
     assert (report.exit_code, served) == (0, {mode})
     found = kit.table(out, "trajectories")
     assert kit.table(out, "failures") == []

@@ -54,7 +54,7 @@ async def test_a_unit_that_kills_its_worker_is_given_up_alone(
     third = next(r for r in lost if r["task_id"] == "deadly" and r["attempt"] == 2)
     others = [r for r in lost if r["task_id"] != "deadly"]
     assert all(r["finished_at"] <= third["started_at"] for r in others), "it did not run alone"
-    kit.check_books(out, server.entries)
+    kit.check_usage(out, server.entries)
 
 
 async def test_a_key_that_one_worker_saw_refused_rests_at_the_other(

@@ -180,7 +180,7 @@ class Chaos:
         final = kit.final_rows(out)
         given_up = {r["unit_id"] for r in kit.table(out, "failures")} - set(final)
         assert len(final) + (len(given_up) if faults else 0) == kit.units_of(DISTINCT)
-        kit.check_books(out, server.entries)
+        kit.check_usage(out, server.entries)
         kit.check_not_asked_again(out, receipts)
         assert list((out / "journal").iterdir()) == []
         assert list((out / "tmp").iterdir()) == []

@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models", "tools", "sessions"),
     ("segments",),
     ("agent", "store"),
-    ("wiring definitions", "testing"),
+    ("wiring definitions checkpoints setups", "testing"),
     ("rollout verify workspaces", "aiagent", "evals"),
     ("rl",),
     ("servers", "export", "environments", "batch_runner"),

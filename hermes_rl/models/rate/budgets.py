@@ -310,6 +310,17 @@ class Budget:
             raise
         return reservation
 
+    def unit_spent(self) -> dict[str, int]:
+        """What was spent of the limits of the attempt alone, by name."""
+        return {
+            name: lease.spent for name, lease in self.leases.items() if name not in self._shared
+        }
+
+    def charge(self, spent: Mapping[str, int]) -> None:
+        """Count what the attempt that this one resumes had spent of the same limits."""
+        for name in spent.keys() & self.leases.keys() - self._shared.keys():
+            self.leases[name].settle(0, spent[name])
+
     def end(self, *, finished: bool) -> None:
         """The attempt has ended.
 
