@@ -1,8 +1,9 @@
 """Sandboxes alone, one after the other, in a worker as large as a busy one.
 
-    python sandbox_verbs.py BACKEND (start | builtin | external) COUNT [MB]
+    python sandbox_verbs.py BACKEND (start | fork | builtin | external) COUNT [MB]
 
-`start` leases and closes; the other two run a command in one session. What it costs is measured by
+`start` leases and closes, `fork` does so from a snapshot of 20 MB; the others run a command in one
+session. What it costs is measured by
 `rows`, from outside.
 """
 
@@ -14,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hermes_rl.sandboxes import SandboxSpec
+from hermes_rl.sandboxes import SandboxBackend, SandboxSnapshot, SandboxSpec
 from hermes_rl.wiring import make_backend
 
 COMMANDS = {"builtin": "echo step-1", "external": "/bin/true"}
@@ -28,6 +29,18 @@ def ballast(size_mb: int) -> mmap.mmap:
     return held
 
 
+async def fork(backend: SandboxBackend, count: int, folder: Path) -> None:
+    """Lease from one snapshot, and close."""
+    async with await backend.lease(SandboxSpec(lease="bench-first")) as first:
+        made = "for n in {1..200}; do head -c 100000 /dev/urandom >$n; done"
+        assert (await first.run(made, timeout_s=30.0)).exit_code == 0
+        assert await first.snapshot(folder)
+    spec = SandboxSpec(lease="bench-fork", snapshot=SandboxSnapshot(folder, shared=True))
+    for _ in range(count):
+        async with await backend.lease(spec):
+            pass
+
+
 async def run(name: str, verb: str, count: int, folder: Path) -> None:
     """All of it."""
     folder.chmod(0o711)
@@ -37,6 +50,9 @@ async def run(name: str, verb: str, count: int, folder: Path) -> None:
             for number in range(count):
                 sandbox = await backend.lease(SandboxSpec(lease=f"bench-{number}"))
                 await sandbox.aclose()
+            return
+        if verb == "fork":
+            await fork(backend, count, folder / "snapshot")
             return
         sandbox = await backend.lease(SandboxSpec(lease="bench"))
         for _ in range(count):

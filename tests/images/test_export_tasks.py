@@ -76,7 +76,7 @@ def test_what_a_folder_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 @pytest.fixture(scope="module")
 def machine(shared: Path) -> Path:
     """A base image with this machine's programs."""
-    return root_file_system(shared)
+    return root_file_system(shared / "machine")
 
 
 def play(tasks: Path, base: Path, model: str, out: Path) -> dict[str, float]:
