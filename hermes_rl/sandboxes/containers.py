@@ -170,6 +170,8 @@ class Containers:
             cwd = spec.cwd or image.root.workdir
             (control / "env").write_text(environment_file(variables, recipe.WORKSPACE, cwd))
             (control / "supervisor").write_text(supervisor_text())
+            for name in ("env", "supervisor"):
+                (control / name).chmod(0o644)
             limits = spec.limits
             # Processes and memory are bounded by the container's control group.
             bounds = ("-f", str(limits.file_bytes >> 10), "-n", str(recipe.OPEN_FILES), "-c", "0")

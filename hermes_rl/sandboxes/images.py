@@ -306,6 +306,10 @@ class ImageStore:
         return True
 
     def _prepare(self) -> None:
+        missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
+        for path in reversed(missing):
+            path.mkdir(exist_ok=True)
+            path.chmod(0o711)  # whatever the umask took: sandboxes have users of their own
         for name in ("l", "images", "names", "scratch"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
         for path in (self.root, self.root / "l", self.root / "scratch"):
@@ -482,6 +486,8 @@ def _shown(scratch: Path, file: Path, options: BuildOptions | None) -> tuple[Pat
     (closed / "shown").mkdir()
     lines = [f"export {name}={shlex.quote(value)}\n" for name, value in options.env.items()]
     (closed / "shown" / "env").write_text("".join(lines))
+    for path, mode in ((closed / "shown", 0o755), (closed / "shown" / "env", 0o644)):
+        path.chmod(mode)  # whatever the umask took
     (closed / "Dockerfile").write_text(_with_shell(file.read_text(encoding="utf-8")))
     return closed / "Dockerfile", [*shown, "--volume", f"{closed / 'shown'}:{_ENV_FOLDER}:ro"]
 

@@ -55,7 +55,9 @@ async def save(
         if not archive.stat().st_size:
             archive.unlink()
     if shell.source is not None:
-        await run(f"cat -- {shell.source}", state, None)
+        # The agent can put anything in its place, a pipe too.
+        if await run(f"[[ -f {shell.source} ]] && cat -- {shell.source}", state, None):
+            raise OSError("the state of the session cannot be read")
         (folder / STATE).write_bytes(state.value())
     (folder / ABOUT).write_text(json.dumps({"place": place}))
 

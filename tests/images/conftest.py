@@ -20,7 +20,8 @@ from hermes_rl.sandboxes import ImageStore
 def shared() -> Iterator[Path]:
     """A folder that sandboxes of other users can enter (pytest's own is closed to others)."""
     path = Path("/tmp") / f"hermes-images-{os.getpid()}-{os.urandom(4).hex()}"
-    path.mkdir(mode=0o711)
+    path.mkdir()
+    path.chmod(0o711)  # whatever the umask took
     yield path
     shutil.rmtree(path, ignore_errors=True)
 

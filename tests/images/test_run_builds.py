@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -210,11 +211,17 @@ SECRET = "https://user:fi5hy@index.example/it's"
 
 @pytest.mark.parametrize("way", ["command", "run"])
 def test_no_layer_and_no_configuration_keeps_variables_of_builds(
-    store: ImageStore, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    store: ImageStore,
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    way: str,
 ) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", SECRET)
+    request.addfinalizer(partial(os.umask, os.umask(0o077)))  # as on machines with strict defaults
     dockerfile = (
-        "# FROM nothing\nFROM base AS first\n"
+        "# FROM nothing\nFROM base AS first\nRUN chmod 777 /tmp\nUSER 1000\n"
         "RUN : \\\n# FROM a comment\nFROM not a stage ; printf '%s' \"${#PIP_INDEX_URL}\" >/tmp/n\n"
         "RUN x=`echo 1`\nFROM base\nCOPY --from=first /tmp/n /n\n"
         'SHELL ["/bin/bash", "-c"]\nRUN [[ a == a ]] && ls /etc/ssl/certs >/dev/null\n'
