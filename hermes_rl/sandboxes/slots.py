@@ -105,7 +105,7 @@ def default_state_dir() -> Path:
     return Path(tempfile.gettempdir()) / f"hermes-rl-{account()}"
 
 
-def own_folder(path: Path, mode: int) -> Path:
+def trusted_folder(path: Path, mode: int) -> Path:
     """Make a folder of ours. Raises: SandboxStartError when somebody else's stands there."""
     try:
         path.mkdir(parents=True, mode=mode)
@@ -141,9 +141,9 @@ class Home:
 
     def __init__(self, root: Path | None = None) -> None:
         # Absolute: the watchdog and bubblewrap work elsewhere.
-        self.root = own_folder((root or default_state_dir()).absolute(), 0o711)
-        self.boxes = own_folder(self.root / "boxes", 0o711)
-        self.owners = own_folder(self.root / "owners", 0o700)
+        self.root = trusted_folder((root or default_state_dir()).absolute(), 0o711)
+        self.boxes = trusted_folder(self.root / "boxes", 0o711)
+        self.owners = trusted_folder(self.root / "owners", 0o700)
         self._made = 0
         self._memory = Path(watchdog.memory_folder(str(self.root)))
         self._lock = self._become_owner()
@@ -186,7 +186,7 @@ class Home:
             found = os.statvfs(self._memory.parent)
             if found.f_bavail * found.f_frsize < ROOM_BYTES:
                 return box
-            made = own_folder(self._memory, 0o711) / box.name
+            made = trusted_folder(self._memory, 0o711) / box.name
             made.mkdir(mode=0o700)
         except (OSError, SandboxStartError):
             return box
@@ -289,7 +289,7 @@ class Slots:
     def __init__(self) -> None:
         run = Path("/run")
         base = run / "hermes-rl" if os.access(run, os.W_OK) else default_state_dir()
-        self._folder = own_folder(own_folder(base, 0o711) / "slots", 0o700)
+        self._folder = trusted_folder(trusted_folder(base, 0o711) / "slots", 0o700)
         self._first = first_slot() or 0
         self._locks: dict[int, int] = {}
         """User id -> the descriptor of its lock."""
