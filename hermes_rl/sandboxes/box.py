@@ -28,11 +28,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from hermes_rl.aio import in_thread
-from hermes_rl.errors import SandboxStartError, UserError
+from hermes_rl.errors import SandboxStartError, TaskFault, UserError
 from hermes_rl.sandboxes import limits, processes, recipe
-from hermes_rl.sandboxes.base import SandboxLimits, SandboxSpec
+from hermes_rl.sandboxes.base import GradingSpec, SandboxLimits, SandboxSpec
 from hermes_rl.sandboxes.files import libc
 from hermes_rl.sandboxes.forks import Fork
+from hermes_rl.sandboxes.grading import Unpackable
+from hermes_rl.sandboxes.image_changes import Upper, programs_in, replaced
 from hermes_rl.sandboxes.slots import Storage, has_slots, is_host_root
 
 HOST_FOLDER_HOME = "/tmp"
@@ -107,6 +109,8 @@ class Lease:
     """Who owns the image, when that is not root: only he can write in it."""
     host: HostFolder | None = None
     """A folder of the host in place of a workspace of its own."""
+    images: int = 0
+    """Who owns the files of the image, where they are shown as the sandbox's."""
     fork: Fork = field(default_factory=Fork)
     """What it shares with others that start from the same snapshot."""
 
@@ -465,3 +469,31 @@ async def gone(pidfd: int) -> None:
     finally:
         loop.remove_reader(handle)
         os.close(handle)
+
+
+def verifier_mounts(lease: Lease, spec: GradingSpec, verify: Path, storage: Storage) -> list[str]:
+    """Arguments for the folders that a verifier wants at places of its own.
+
+    Raises: Unpackable when the agent left an image in which no verifier can be trusted to start.
+    """
+    if spec.image is None and lease.layers.upper is not None:
+        image, changes = lease.layers.image, Upper(lease.storage.seen(lease.layers.upper.up))
+        search = image.env.get("PATH", recipe.PATH)
+        programs = programs_in(image.lower, search)
+        if (found := replaced(programs, changes, search, spec.mounts)) is not None:
+            raise Unpackable(f"the agent replaced {found}, which grading relies on")
+    arguments = []
+    for number, (place, folder) in enumerate(spec.mounts.items()):
+        if not folder:
+            arguments += ["--size", str(lease.spec.limits.tmp_bytes), "--tmpfs", place]
+            continue
+        shown = (verify / folder).resolve()
+        if not shown.is_relative_to(verify.resolve()):
+            raise TaskFault(f"verify.mounts: {folder!r} is not a folder of the verifier's files")
+        shown.mkdir(parents=True, exist_ok=True)
+        if lease.uid is not None:  # an overlay takes no writes to other users' files
+            for path in (shown, *shown.rglob("*")):
+                os.chown(path, lease.uid, lease.uid)
+        layer = storage.layer(f"mount{number}", lease.uid)
+        arguments += ["--overlay-src", str(shown), *layer.arguments(), place]
+    return arguments

@@ -24,7 +24,6 @@ from hermes_rl.errors import (
     SandboxKilled,
     SandboxStartError,
     SnapshotLost,
-    TaskFault,
 )
 from hermes_rl.sandboxes import grading, limits, probe, recipe, watchdog
 from hermes_rl.sandboxes.base import (
@@ -42,11 +41,12 @@ from hermes_rl.sandboxes.box import (
     confined,
     host_folder,
     launch,
+    verifier_mounts,
 )
 from hermes_rl.sandboxes.files import Beneath
-from hermes_rl.sandboxes.forks import Bases
+from hermes_rl.sandboxes.forks import Bases, mount_as
 from hermes_rl.sandboxes.grading import Packing, Unpackable, pack_in_thread
-from hermes_rl.sandboxes.image_changes import Upper, programs_in, replaced
+from hermes_rl.sandboxes.images import OVERLAY_OPTIONS
 from hermes_rl.sandboxes.limits import TEMPORARY, Usage, measure
 from hermes_rl.sandboxes.probe import find_binary, reachable
 from hermes_rl.sandboxes.session import (
@@ -60,7 +60,7 @@ from hermes_rl.sandboxes.session import (
     variables_of,
 )
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost, ShellPaths, supervisor_text
-from hermes_rl.sandboxes.slots import Disks, Home, Slots, Storage, find_disks, has_slots
+from hermes_rl.sandboxes.slots import Disks, Home, Slots, Storage, detach, find_disks, has_slots
 from hermes_rl.sandboxes.snapshots import ROOT, WORKSPACE, unpack
 
 if TYPE_CHECKING:
@@ -169,17 +169,18 @@ class Bubblewrap:
     async def _lease(self, home: Home, spec: SandboxSpec, image: recipe.Root) -> BubblewrapSandbox:
         host = host_folder(self._workspace, home.root) if self._workspace is not None else None
         layers = recipe.Layers(self._etc[spec.network is True], image)
-        box = home.new_box()
+        folder = home.new_box()
         slot = self._slots.take() if self._slots is not None and host is None else None
-        owner = recipe.image_owner(image.lower) if slot is not None else None
-        storage = Storage(box, self._disks if host is None else None, spec.limits)
-        lease = Lease(spec, box, storage, slot, layers, owner=owner, host=host)
+        storage = Storage(folder, self._disks if host is None else None, spec.limits)
+        lease = Lease(spec, folder, storage, slot, layers, host=host)
         try:
+            if slot is not None and (owner := recipe.image_owner(image.lower)) is not None:
+                lease = await self._own_image(lease, owner)
             lease.admit_user()
-            await self._mounting(storage.enter)
+            await self._mounting(partial(self._enter, lease))
             if image.lower:
                 upper = storage.layer("layer", lease.uid)
-                lease = replace(lease, layers=replace(layers, upper=upper))
+                lease = replace(lease, layers=replace(lease.layers, upper=upper))
             if spec.snapshot is not None:
                 await self._put_back(lease, spec.snapshot)
             outer, shell, egress = await self._start(lease)
@@ -192,6 +193,24 @@ class Bubblewrap:
         if spec.snapshot is not None:
             await restored(sandbox, spec.snapshot)
         return sandbox
+
+    async def _own_image(self, lease: Lease, owner: int) -> Lease:
+        """Have the files of an image belong to the sandbox: by a mount that shows them so, where
+        the machine can, else by running it as their owner."""
+        store, shown = lease.layers.image.store, lease.make_readable("i")
+        layers = replace(lease.layers, shown=shown)
+        # The kernel takes so many bytes of names, and these are longer than the store's.
+        fits = sum(len(f"/oldroot{layers.find(p)}:") for p in layers.image.lower) < OVERLAY_OPTIONS
+        if not fits or not (store and self._bases and await self._bases.can_show(store)):
+            return replace(lease, owner=owner)
+        return replace(lease, layers=layers, images=owner)
+
+    def _enter(self, lease: Lease) -> None:
+        """Mount what a lease needs; in the spawner's thread. Raises: OSError."""
+        lease.storage.enter()
+        shown, store = lease.layers.shown, lease.layers.image.store
+        if shown is not None and store is not None and self._bases is not None:
+            mount_as(self._bases.namespace(lease.uid or 0, lease.images), store, shown)
 
     async def _put_back(self, lease: Lease, snapshot: SandboxSnapshot) -> None:
         """Fill the workspace, and the layer over an image. Raises: SnapshotLost."""
@@ -303,7 +322,7 @@ class Bubblewrap:
         box = GradingSandbox(lease, name, self._cgroups, storage)
 
         def enter() -> None:
-            lease.storage.enter()
+            self._enter(lease)
             storage.enter()
             if lease.fork.base is not None:
                 lease.fork.base.enter(lease.fork)
@@ -344,7 +363,7 @@ class Bubblewrap:
         mounts += ["--size", str(lease.spec.limits.tmp_bytes), "--tmpfs", grading.HOME]
         workspace, storage = None, graded.storage
         layers = self._grading_layers(lease, spec, storage)
-        mounts += _verifier_mounts(lease, spec, verify, storage)
+        mounts += verifier_mounts(lease, spec, verify, storage)
         variables = dict(layers.image.env)
         if layers.image.workdir is not None:
             variables["WORKDIR"] = layers.image.workdir
@@ -377,7 +396,8 @@ class Bubblewrap:
         elif lease.layers.upper is not None:
             image = replace(image, lower=[*image.lower, lease.layers.upper.up])
         upper = storage.layer("root", lease.uid) if image.lower else None
-        return recipe.Layers(self._etc[False], image, upper)
+        shown = lease.layers.shown if image.store == lease.layers.image.store else None
+        return recipe.Layers(self._etc[False], image, upper, shown)
 
     async def _watch(self, home: Home) -> None:
         """Look at sandboxes in which something runs: a limit may be exceeded at any time."""
@@ -418,7 +438,7 @@ class Bubblewrap:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait([self._watcher])
-        if self._bases is not None and self._bases.unpacked:
+        if self._bases is not None and self._bases.namespaces:
             self._bases.close()
         if self._home is not None:
             await asyncio.to_thread(self._home.close)
@@ -426,34 +446,6 @@ class Bubblewrap:
             if self._slots is not None:
                 self._slots.close()
         self._spawner.close()
-
-
-def _verifier_mounts(lease: Lease, spec: GradingSpec, verify: Path, storage: Storage) -> list[str]:
-    """Arguments for the folders that a verifier wants at places of its own.
-
-    Raises: Unpackable when the agent left an image in which no verifier can be trusted to start.
-    """
-    if spec.image is None and lease.layers.upper is not None:
-        image, changes = lease.layers.image, Upper(lease.storage.seen(lease.layers.upper.up))
-        search = image.env.get("PATH", recipe.PATH)
-        programs = programs_in(image.lower, search)
-        if (found := replaced(programs, changes, search, spec.mounts)) is not None:
-            raise Unpackable(f"the agent replaced {found}, which grading relies on")
-    arguments = []
-    for number, (place, folder) in enumerate(spec.mounts.items()):
-        if not folder:
-            arguments += ["--size", str(lease.spec.limits.tmp_bytes), "--tmpfs", place]
-            continue
-        shown = (verify / folder).resolve()
-        if not shown.is_relative_to(verify.resolve()):
-            raise TaskFault(f"verify.mounts: {folder!r} is not a folder of the verifier's files")
-        shown.mkdir(parents=True, exist_ok=True)
-        if lease.uid is not None:  # an overlay takes no writes to other users' files
-            for path in (shown, *shown.rglob("*")):
-                os.chown(path, lease.uid, lease.uid)
-        layer = storage.layer(f"mount{number}", lease.uid)
-        arguments += ["--overlay-src", str(shown), *layer.arguments(), place]
-    return arguments
 
 
 async def _try(look: Awaitable[None]) -> None:
@@ -481,6 +473,8 @@ def _leave(lease: Lease) -> None:
     """What needed the mounts of a lease has found them; in the spawner's thread."""
     if lease.fork.base is not None:
         lease.fork.leave(lease.bound)
+    if lease.layers.shown is not None:
+        detach(lease.layers.shown)
     lease.storage.leave()
 
 

@@ -33,8 +33,8 @@ _ATTRIBUTES = struct.Struct("=4Q")
 """The kernel's `struct mount_attr`: flags to set and to clear, propagation, a user namespace."""
 
 
-def user_namespace(uid: int) -> int:
-    """Make a user namespace that shows files of root as `uid`'s. Returns a descriptor.
+def user_namespace(uid: int, owner: int) -> int:
+    """Make a user namespace that shows files of `owner` as `uid`'s. Returns a descriptor.
 
     Raises: OSError.
     """
@@ -52,7 +52,7 @@ def user_namespace(uid: int) -> int:
         if not made.stdout.readline():
             raise OSError(errno.EPERM, "no user namespace can be made")
         for kind in ("uid", "gid"):
-            Path(f"/proc/{made.pid}/{kind}_map").write_text(f"0 {uid} 1")
+            Path(f"/proc/{made.pid}/{kind}_map").write_text(f"{owner} {uid} 1")
         return os.open(f"/proc/{made.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -132,7 +132,33 @@ class Bases:
     disks: Disks
     unpacked: dict[Path, Base] = field(default_factory=dict)
     """Snapshot -> what it became."""
-    _namespaces: dict[int, int] = field(default_factory=dict)
+    namespaces: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Descriptors by user and owner (see `namespace`); what is unpacked has one."""
+    _shows: dict[Path, bool] = field(default_factory=dict)
+
+    async def can_show(self, folder: Path) -> bool:
+        """Whether a folder can be shown with other owners, below an overlay too."""
+        if folder not in self._shows:
+            trial = self.home.new_box()
+            self._shows[folder] = await self.mounting(lambda: self._try_to_show(folder, trial))
+            await asyncio.to_thread(remove_tree, trial)
+        return self._shows[folder]
+
+    def _try_to_show(self, folder: Path, trial: Path) -> bool:
+        shown, empty, overlay = (trial / name for name in ("shown", "empty", "overlay"))
+        for path in (shown, empty, overlay):
+            path.mkdir()
+        options = f"lowerdir={empty}:{shown},userxattr".encode()
+        try:
+            mount_as(self.namespace(1), folder, shown)
+            done = libc().mount(b"overlay", os.fsencode(overlay), b"overlay", 0, options)
+            check_call(done, "mount")
+        except OSError:
+            return False
+        finally:
+            detach(overlay)
+            detach(shown)
+        return True
 
     async def take(self, snapshot: Path, limits: SandboxLimits) -> Base | None:
         """A snapshot to be shared by one more sandbox; None where that cannot be done.
@@ -164,15 +190,9 @@ class Bases:
             return True
 
         def shareable() -> bool:
-            """Try it: not every file system can be mounted so."""
             trial = base.folder / "trial"
             trial.mkdir()
-            try:
-                mount_as(self.namespace(1), base.storage.folder, trial)
-            except OSError:
-                return False
-            detach(trial)
-            return True
+            return self._try_to_show(base.storage.folder, trial)
 
         try:
             await self.mounting(base.storage.enter)
@@ -200,19 +220,20 @@ class Bases:
         base.storage.close()
         await asyncio.to_thread(remove_tree, base.folder)
 
-    def namespace(self, uid: int) -> int:
-        """The user namespace for one sandbox user; users are used again and again."""
-        if uid not in self._namespaces:
-            self._namespaces[uid] = user_namespace(uid)
-        return self._namespaces[uid]
+    def namespace(self, uid: int, owner: int = 0) -> int:
+        """The user namespace that shows an owner's files as a sandbox's; users are used again and
+        again."""
+        if (uid, owner) not in self.namespaces:
+            self.namespaces[uid, owner] = user_namespace(uid, owner)
+        return self.namespaces[uid, owner]
 
     def close(self) -> None:
         """Give all of it back to the machine; their folders go with the backend's."""
         for base in self.unpacked.values():
             base.storage.close()
-        for fd in self._namespaces.values():
+        for fd in self.namespaces.values():
             os.close(fd)
-        self.unpacked, self._namespaces = {}, {}
+        self.unpacked, self.namespaces, self._shows = {}, {}, {}
 
 
 @dataclass

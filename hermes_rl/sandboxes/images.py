@@ -48,7 +48,7 @@ _WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
 _PIECE = 1 << 20
 _SHORT = 16
 """Digits of a layer's digest in the name of its folder."""
-_OPTIONS = 3000
+OVERLAY_OPTIONS = 3000
 """Bytes for the paths of an image's layers in the options of an overlay: the rest of a page is for
 the paths of its upper layers."""
 _LOCK_S = 600.0
@@ -657,7 +657,7 @@ def stored_image(name: str) -> tuple[Image, tuple[Path, ...]]:
             f"Run: hermes-rl images {how}"
         )
     folders = store.folders(image)
-    if sum(len(f"/oldroot{folder}:") for folder in folders) > _OPTIONS:
+    if sum(len(f"/oldroot{folder}:") for folder in folders) > OVERLAY_OPTIONS:
         raise TaskFault(
             f"image {name!r} has {len(folders)} layers, more than one overlay takes here. Squash "
             "it (buildah build --squash), or put the store in a folder with a shorter path"

@@ -58,6 +58,8 @@ class Root:
     workdir: str | None = None
     workspace: Sequence[Path] = ()
     """Its directories of /workspace, lowest first."""
+    store: Path | None = None
+    """The folder of all its directories, for an image of the store."""
     superuser: bool = False
     """Commands run as the user 0 of the sandbox, who owns all files, and has no capabilities."""
 
@@ -71,6 +73,15 @@ class Layers:
     image: Root = Root()
     upper: Writable | None = None
     """Where writes to an image go; kept for the grading sandbox."""
+    shown: Path | None = None
+    """Where bubblewrap finds the folder `image.store`, its files shown as the sandbox's."""
+
+    def find(self, path: Path) -> Path:
+        """A directory of the image as bubblewrap finds it."""
+        store = self.image.store
+        if self.shown is None or store is None or not path.is_relative_to(store):
+            return path
+        return self.shown / path.relative_to(store)
 
 
 @dataclass(frozen=True)
@@ -147,7 +158,7 @@ def _stored(name: str) -> Root:
     workdir = image.workdir if image.workdir != "/" else None
     workspace = tuple(p for folder in folders if (p := folder / WORKSPACE[1:]).is_dir())
     superuser = image.user in ("", "root", "0")
-    return Root(folders, image.env, workdir, workspace, superuser)
+    return Root(folders, image.env, workdir, workspace, folders[0].parent, superuser)
 
 
 def image_owner(lower: Sequence[Path]) -> int | None:
@@ -170,7 +181,7 @@ def arguments(box: Box, descriptors: Mapping[str, int]) -> list[str]:
         *("--size", str(limits.shm_bytes), "--perms", "1777", "--tmpfs", "/dev/shm"),
         *("--size", str(limits.tmp_bytes), "--perms", "1777", "--tmpfs", "/tmp"),
         *("--size", str(RUN_BYTES), "--tmpfs", "/run", "--dir", box.state),
-        *_image_workspace(box.layers.image.workspace),
+        *_image_workspace([box.layers.find(path) for path in box.layers.image.workspace]),
         *(("--bind", str(box.workspace), WORKSPACE) if box.workspace is not None else ()),
         *("--ro-bind", str(box.control), CONTROL),
         *box.mounts,
@@ -195,7 +206,8 @@ def _root(layers: Layers) -> list[str]:
     lower = layers.image.lower
     if lower:
         # Later sources lie on top.
-        sources = [part for path in lower for part in ("--overlay-src", str(path))]
+        found = [str(layers.find(path)) for path in lower]
+        sources = [part for path in found for part in ("--overlay-src", path)]
         top = ["--ro-overlay"] if layers.upper is None else layers.upper.arguments()
         return [*sources, *top, "/", *_emptied(lower)]
     machine = ["--ro-bind", "/usr", "/usr", "--ro-bind", str(layers.etc), "/etc", *_links()]

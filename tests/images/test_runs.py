@@ -134,6 +134,21 @@ async def test_a_sandbox_shows_its_image(published: ImageStore, backend: Bubblew
         assert "No such file" in result.output, "what one agent wrote no other sees"
 
 
+async def test_each_sandbox_over_an_image_has_another_user(
+    published: ImageStore, backend: Bubblewrap
+) -> None:
+    """In each of them the files of the image belong to the user of the sandbox."""
+    spec = SandboxSpec(lease="users", image="published")
+    async with await backend.lease(spec) as one, await backend.lease(spec) as two:
+        users = {os.stat(f"/proc/{sandbox.host_pid}").st_uid for sandbox in (one, two)}
+        assert len(users) == 2
+        assert users.isdisjoint({0, os.stat(published.root / "l").st_uid})
+        for sandbox in (one, two):
+            assert sandbox.info.limits["own_uid"] is True
+            result = await sandbox.run("stat -c %u /app/given.txt; >>/app/given.txt", timeout_s=9)
+            assert (result.output, result.exit_code) == ("0\n", 0)
+
+
 TESTED = GradingSpec(
     "/tests/test.sh && read -r reward </logs/verifier/reward.txt; echo reward=${reward:-0} >&3",
     files={"tests/test.sh": b"#!/bin/bash\ngrep -qx hello /app/hello.txt && echo 1 "
