@@ -38,9 +38,9 @@ if TYPE_CHECKING:
         leased_sandbox,
         tells_a_host_fault,
     )
-    from hermes_rl.sandboxes.container import ENGINES, Engine
     from hermes_rl.sandboxes.containers import Containers, ContainerSandbox
     from hermes_rl.sandboxes.egress import Bounds, EgressProxy, open_egress
+    from hermes_rl.sandboxes.engine import ENGINES, Engine
     from hermes_rl.sandboxes.files import Beneath, Look
     from hermes_rl.sandboxes.grading import FORMAT, Packing, Unpackable, pack_in_thread, reading
     from hermes_rl.sandboxes.images import BuildOptions, Image, ImageStore

@@ -19,7 +19,7 @@ import select
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -212,6 +212,10 @@ class Outer:
     def _children(self) -> list[int]:
         alive = self._proc is not None and self._proc.alive()
         return processes.children(self.init) if alive else []
+
+    def send(self, processes_: Iterable[processes.Proc], number: int) -> None:
+        """See `processes.Tree`."""
+        processes.signal_all(processes_, number)
 
     def end_process(self, inside: int) -> None:
         """See `processes.Tree`."""

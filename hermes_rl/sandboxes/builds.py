@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hermes_rl.errors import HermesError, UserError
 from hermes_rl.locks import lock_within
-from hermes_rl.sandboxes.container import Engine, EngineError
+from hermes_rl.sandboxes.engine import Engine, EngineError
 from hermes_rl.sandboxes.images import BuildOptions, ImageStore, find_program
 from hermes_rl.sandboxes.programs import BuildFailed
 

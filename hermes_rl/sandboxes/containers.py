@@ -6,7 +6,8 @@ channel is the container's standard input and output, attached. Process 1 ends w
 does, and with it the container: an agent never outlives the worker that leased it.
 
 Processes are watched and ended from the host, by the ids that the host knows them by. So the engine
-runs on this machine, and we may signal what it starts: as root, or with a rootless engine.
+runs on this machine. Where we may not signal what it starts, as ordinary users of a rootful engine,
+it does so for us, and it passes files on.
 
 Grading runs the verifier in a new container of a commit of the agent's one.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import shlex
@@ -39,11 +41,9 @@ from hermes_rl.sandboxes.container import (
     KILLED,
     KILLED_INSIDE,
     ContainerTree,
-    Engine,
-    EngineError,
-    EngineImage,
     Held,
 )
+from hermes_rl.sandboxes.engine import Engine, EngineError, EngineImage
 from hermes_rl.sandboxes.files import DOWNLOAD_MAX, Beneath
 from hermes_rl.sandboxes.image_changes import graded_programs, replaced
 from hermes_rl.sandboxes.session import (
@@ -71,6 +71,8 @@ if TYPE_CHECKING:
 
 _MOUNTED = tuple(path.lstrip("/") for path in (recipe.CONTROL, recipe.STATE, "/tmp", "/dev"))
 """Folders of a container that belong to other file systems."""
+_log = logging.getLogger(__name__)
+
 _REMOVED = "removed"
 """The file of a snapshot that names what was removed of the image."""
 _ENDED_S = 10.0
@@ -374,6 +376,7 @@ class ContainerSandbox(FolderSandbox):
         self.programs: tuple[str, ...] = ()
         """Those that tests rely on and that the image has."""
         self._backend = backend
+        self._fetched = False
 
     @property
     def container(self) -> str:
@@ -423,6 +426,31 @@ class ContainerSandbox(FolderSandbox):
     def _passed(self, file: Path) -> Path:
         """A file, moved to where commands find their input."""
         return Path(shutil.move(file, self._shell.inputs / "names"))
+
+    def _beneath(self, path: str) -> str | None:
+        """See `ShellSandbox`. Files that we may not see are read and written inside."""
+        return super()._beneath(path) if self._tree.reachable or self._fetched else None
+
+    async def read_left(self, path: str) -> bytes:
+        """See `base.Sandbox.read_left`."""
+        await self._fetch_left()
+        return await super().read_left(path)
+
+    async def pack_left(self, local: Path) -> None:
+        """See `base.Sandbox.pack_left`."""
+        try:
+            await self._fetch_left()
+        except OSError as error:  # as of files with holes, which the engine fills
+            _log.warning("what a rollout left is not kept: %s", error)
+            return
+        await super().pack_left(local)
+
+    async def _fetch_left(self) -> None:
+        """Get a copy of the workspace from the engine, where we may not see it. Raises: OSError."""
+        await self._end_session()
+        if not (self._tree.reachable or self._fetched):
+            self._files = Beneath(await in_thread(self.held.fetch_workspace))
+            self._fetched = True
 
     def _others_run(self) -> bool:
         """See `ShellSandbox`: process 1 has a child that passes the channel on."""

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -154,6 +155,10 @@ class Tree:
         """Found among all processes of the machine."""
         return self._members.orphans()
 
+    def send(self, processes_: Iterable[processes.Proc], number: int) -> None:
+        """See `processes.Tree`."""
+        processes.signal_all(processes_, number)
+
     def end_process(self, inside: int) -> None:
         """See `processes.Tree`."""
         processes.end_inside(self.process.pid, inside)
@@ -190,7 +195,7 @@ class Tree:
         for _ in range(processes.ROUNDS):
             if not self._held():
                 break
-            processes.send(self._members.snapshot().alive, signal.SIGKILL)
+            processes.signal_all(self._members.snapshot().alive, signal.SIGKILL)
             time.sleep(0.001)
         os.close(self._alive)
         self._alive = -1

@@ -165,12 +165,16 @@ def descendants(pid: int) -> list[Proc]:
     return snapshot(children(pid)).alive
 
 
-def end_inside(root: int, inside: int) -> None:
-    """End a process below `root`, by its id in its own namespace, and all below it. Blocks."""
+def end_inside(root: int, inside: int, send: Send | None = None) -> None:
+    """End a process below `root`, by its id in its own namespace, and all below it. Blocks.
+
+    Args:
+        send: see `Send`.
+    """
     for proc in descendants(root):
         if inside_pid(proc.pid) == inside:
-            stop_tree(proc)
-            end_tree(proc)
+            stop_tree(proc, send or signal_all)
+            end_tree(proc, send or signal_all)
 
 
 class Quiescence:
@@ -204,6 +208,10 @@ def inside_pid(pid: int) -> int:
     return pid
 
 
+Send = Callable[[Iterable[Proc], int], None]
+"""Sends a signal to processes; by default we do so ourselves."""
+
+
 class Tree(Protocol):
     """A started shell, or a sandbox, with all that runs in it."""
 
@@ -213,6 +221,10 @@ class Tree(Protocol):
 
     def orphans(self) -> Snapshot:
         """Those whose parent is gone; the supervisor may be among them."""
+        ...
+
+    def send(self, processes_: Iterable[Proc], number: int) -> None:
+        """Send a signal to processes of it. Blocks."""
         ...
 
     def end_process(self, inside: int) -> None:
@@ -238,11 +250,18 @@ class Jobs:
     Args:
         supervisor: see `Tree.supervisor`.
         orphans: see `Tree.orphans`.
+        send: see `Send`.
     """
 
-    def __init__(self, supervisor: Callable[[], int], orphans: Callable[[], Snapshot]) -> None:
+    def __init__(
+        self,
+        supervisor: Callable[[], int],
+        orphans: Callable[[], Snapshot],
+        send: Send | None = None,
+    ) -> None:
         self._supervisor = supervisor
         self._orphans = orphans
+        self._send = send or signal_all
         self._kept: frozenset[Proc] = frozenset()
 
     def keep(self) -> None:
@@ -272,8 +291,8 @@ class Jobs:
         pause = 0.001
         while not quiescence.gone(now := self._job_snapshot(job)):
             if time.monotonic() > deadline:
-                return _kill(now, quiescence, lambda: self._job_snapshot(job))
-            send([proc for proc in now.alive if proc not in signalled], signal.SIGTERM)
+                return _kill(now, quiescence, lambda: self._job_snapshot(job), self._send)
+            self._send([proc for proc in now.alive if proc not in signalled], signal.SIGTERM)
             signalled.update(now.alive)
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
@@ -303,7 +322,7 @@ def _tree(root: Proc) -> Snapshot:
     return snapshot([root.pid]) if find(root.pid) == root else Snapshot([])
 
 
-def stop_tree(root: Proc) -> None:
+def stop_tree(root: Proc, send: Send | None = None) -> None:
     """SIGSTOP a process and everything below it, so that nothing of it forks or leaves it.
 
     For a tree whose orphans nobody would find. A process in the middle of a fork stops after it:
@@ -311,6 +330,7 @@ def stop_tree(root: Proc) -> None:
     changed for `STOP_S`, as when a process hangs in the kernel, and after `STOP_MOST_S`: processes
     could wake each other for ever. Blocks: call it in a thread.
     """
+    send = send or signal_all
     signalled: set[Proc] = set()
     running: list[Proc] | None = None
     deadline = time.monotonic() + STOP_S
@@ -327,7 +347,7 @@ def stop_tree(root: Proc) -> None:
             deadline = time.monotonic() + STOP_S
 
 
-def end_tree(root: Proc) -> bool:
+def end_tree(root: Proc, send: Send | None = None) -> bool:
     """SIGKILL a process and everything below it. Blocks: call it in a thread.
 
     Returns whether all of it is gone. What it forks in this moment may get away; where nobody would
@@ -341,10 +361,10 @@ def end_tree(root: Proc) -> bool:
         known.update(now.alive)
         return Snapshot([proc for proc in known if proc.alive()], now.dying)
 
-    return _kill(again(), Quiescence(), again)
+    return _kill(again(), Quiescence(), again, send or signal_all)
 
 
-def _kill(now: Snapshot, quiescence: Quiescence, again: Callable[[], Snapshot]) -> bool:
+def _kill(now: Snapshot, quiescence: Quiescence, again: Callable[[], Snapshot], send: Send) -> bool:
     """SIGKILL what a snapshot holds, take another, until all are gone. Returns whether they are."""
     for _ in range(ROUNDS):
         send(now.alive, signal.SIGKILL)
@@ -355,7 +375,7 @@ def _kill(now: Snapshot, quiescence: Quiescence, again: Callable[[], Snapshot]) 
     return False
 
 
-def send(processes: Iterable[Proc], number: int) -> None:
+def signal_all(processes: Iterable[Proc], number: int) -> None:
     """Send a signal to each of them."""
     for proc in processes:
         proc.signal(number)

@@ -110,7 +110,7 @@ async def start_shell(
     except BaseException:
         host_end.close()
         raise
-    shell = Shell(host_end, paths, Jobs(tree.supervisor, tree.orphans))
+    shell = Shell(host_end, paths, Jobs(tree.supervisor, tree.orphans, tree.send))
     try:
         await shell.ready()
         if settle is not None:

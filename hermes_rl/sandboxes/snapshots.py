@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from hermes_rl.sandboxes.files import DOWNLOAD_MAX, READ_MAX
-from hermes_rl.sandboxes.grading import OPAQUE_HEADER, finish_entry
+from hermes_rl.sandboxes.grading import CHUNK, OPAQUE_HEADER, finish_entry
 from hermes_rl.sandboxes.image_changes import OPAQUE_XATTR
 from hermes_rl.sandboxes.shell import Everything, HeadTail, IntoFile, Shell, Sink
 
@@ -128,7 +128,7 @@ def _checked(name: str, links: set[str]) -> str:
 
 def _make(packed: tarfile.TarFile, member: tarfile.TarInfo, made: str) -> None:
     if member.isreg():
-        packed.makefile(member, made)
+        _write_sparse(packed, member, made)
     elif member.issym():
         os.symlink(member.linkname, made)
     elif member.isfifo():
@@ -137,6 +137,19 @@ def _make(packed: tarfile.TarFile, member: tarfile.TarInfo, made: str) -> None:
         os.mknod(made, stat.S_IFCHR, os.makedev(0, 0))  # an overlay's mark of a removed file
     else:
         raise tarfile.ExtractError(f"{member.name!r} is of a kind that no sandbox can make")
+
+
+def _write_sparse(packed: tarfile.TarFile, member: tarfile.TarInfo, made: str) -> None:
+    """Write a file; what is nothing but zeros becomes a hole."""
+    source = packed.extractfile(member)
+    assert source is not None
+    with open(made, "xb") as target:
+        while data := source.read(CHUNK):
+            if data.count(0) == len(data):
+                target.seek(len(data), os.SEEK_CUR)
+            else:
+                target.write(data)
+        target.truncate(member.size)
 
 
 def _finish(made: str, member: tarfile.TarInfo, uid: int | None) -> None:

@@ -8,7 +8,7 @@ import select
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -148,8 +148,16 @@ class Launcher:
         os.close(tell)
         return process
 
-    def run(self, file: Path, name: str, state: Path) -> None:
-        """Run one function of a file on a backend. Raises: AssertionError with its traceback."""
+    def run(
+        self, file: Path, name: str, state: Path, engine: Mapping[str, str] | None = None
+    ) -> None:
+        """Run one function of a file on a backend.
+
+        Args:
+            engine: name, socket and image, for containers; None for bubblewrap.
+
+        Raises: AssertionError with its traceback.
+        """
         checks = self._code / file.name
         if not checks.exists():
             shutil.copyfile(file, checks)
@@ -157,7 +165,13 @@ class Launcher:
         if self._process is None:
             self._process = self._begin()
         binary = reachable(find_binary(), self._code)
-        order = {"file": str(checks), "check": name, "state": str(state), "binary": binary}
+        order = {
+            "file": str(checks),
+            "check": name,
+            "state": str(state),
+            "binary": binary,
+            "engine": engine,
+        }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
@@ -185,7 +199,7 @@ class Launcher:
 
 
 @pytest.fixture(scope="session")
-def as_ordinary_user(code: Path) -> Iterator[Callable[[Path, str], None]]:
+def as_ordinary_user(code: Path) -> Iterator[Callable[..., None]]:
     """Run one function of a file on a backend as an ordinary user, in a process of his."""
     folder = Path("/tmp") / f"hermes-user-{os.getpid()}-{os.urandom(4).hex()}"
     folder.mkdir(mode=0o700)
@@ -195,7 +209,7 @@ def as_ordinary_user(code: Path) -> Iterator[Callable[[Path, str], None]]:
         become = ["setpriv", f"--reuid={ORDINARY}", f"--regid={ORDINARY}", "--clear-groups", "--"]
         python = [*become, ordinary_python()]
     launcher = Launcher(python, code)
-    yield lambda file, name: launcher.run(file, name, folder / "state")
+    yield lambda file, name, engine=None: launcher.run(file, name, folder / "state", engine)
     launcher.close()
     shutil.rmtree(folder)
 

@@ -2,7 +2,8 @@
 
     python launcher.py TELL
 
-reads one JSON object a line, {"file", "check", "state", "binary"}, gives each check a backend of
+reads one JSON object a line, {"file", "check", "state", "binary", "engine"}, gives each check a
+backend of
 its own, and writes a line to descriptor TELL: the traceback, or nothing when it passed. One process
 for all checks of a user: a start costs more than most of them.
 """
@@ -15,11 +16,14 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from hermes_rl.sandboxes import Bubblewrap
+from hermes_rl.sandboxes import Bubblewrap, Containers, SandboxSpec
 
 
 @cache
@@ -33,9 +37,29 @@ def load(file: str) -> ModuleType:
     return module
 
 
-async def run(file: str, check: str, state: str, binary: str) -> None:
+class WithImage(Containers):
+    """Leases with this image where none is named."""
+
+    default = ""
+
+    async def lease(self, spec: SandboxSpec) -> Any:
+        return await super().lease(replace(spec, image=spec.image or self.default))
+
+
+def backend_of(state: Path, binary: str, engine: Mapping[str, str] | None) -> Any:
+    """bubblewrap, or containers of an engine: its name, socket, and an image."""
+    if engine is None:
+        return Bubblewrap(state_dir=state, binary=binary)
+    made = WithImage(engine["name"], socket_path=engine["socket"], state_dir=state)
+    made.default = engine["image"]
+    return made
+
+
+async def run(
+    file: str, check: str, state: str, binary: str, engine: Mapping[str, str] | None
+) -> None:
     """One check."""
-    backend = Bubblewrap(state_dir=Path(state), binary=binary)
+    backend = backend_of(Path(state), binary, engine)
     try:
         await getattr(load(file), check)(backend)
     finally:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,26 @@ def graded_images(engine: Engine) -> list[str]:
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 async def test_the_shipped_suite(backend: WithImage, check: Check) -> None:
     await check(backend)
+
+
+LONG = (
+    "survives_a_flood", "keeps_neighbours_apart", "bounds_what_it_reads", "moves_large_files",
+    "many_cancels_leave_nothing",
+)  # fmt: skip
+"""Checks that take seconds and have nothing to do with who asks the engine."""
+
+
+@pytest.mark.parametrize(
+    "check", [c for c in CHECKS if c.__name__ not in LONG], ids=lambda check: check.__name__
+)
+def test_the_suite_as_an_ordinary_user_of_a_rootful_engine(
+    running: Engine, as_ordinary_user: Callable[..., None], check: Check
+) -> None:
+    """One who may use its socket, as the group `docker` may, and is not root: the engine signals
+    processes for him, and passes files on."""
+    os.chmod(running.path, 0o666)
+    engine = {"name": running.name, "socket": running.path, "image": IMAGE}
+    as_ordinary_user(Path(conformance.__file__), check.__name__, engine)
 
 
 @pytest.mark.parametrize("name", egress_checks.NAMES)
