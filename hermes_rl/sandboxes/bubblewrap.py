@@ -36,7 +36,7 @@ from hermes_rl.sandboxes.box import (
 )
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.grading import Packing, Unpackable, pack_in_thread
-from hermes_rl.sandboxes.image_changes import Upper, programs_in, replaced
+from hermes_rl.sandboxes.image_changes import Upper, relied_on, replaced
 from hermes_rl.sandboxes.limits import TEMPORARY, Usage, measure
 from hermes_rl.sandboxes.probe import find_binary, reachable
 from hermes_rl.sandboxes.session import (
@@ -387,8 +387,9 @@ def _verifier_mounts(lease: Lease, spec: GradingSpec, verify: Path, storage: Sto
     if spec.image is None and lease.layers.upper is not None:
         image, changes = lease.layers.image, Upper(lease.storage.seen(lease.layers.upper.up))
         search = image.env.get("PATH", recipe.PATH)
-        programs = programs_in(image.lower, search)
-        if (found := replaced(programs, changes, search, spec.mounts)) is not None:
+        relied = relied_on(image.lower, image.env, search)
+        places = (*spec.mounts, grading.HOME, grading.VERIFY)
+        if (found := replaced(relied, changes, places)) is not None:
             raise Unpackable(f"the agent replaced {found}, which grading relies on")
     arguments = []
     for number, (place, folder) in enumerate(spec.mounts.items()):

@@ -30,7 +30,6 @@ from hermes_rl.errors import SandboxDied, SandboxStartError, TaskFault
 from hermes_rl.sandboxes import limits, processes, recipe
 from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sandboxes.box import gone
-from hermes_rl.sandboxes.image_changes import Replaced
 from hermes_rl.sandboxes.watchdog import (
     CONTAINERS,
     remove_container,
@@ -41,6 +40,7 @@ from hermes_rl.sandboxes.watchdog import (
 ENGINES = ("docker", "podman")
 API = "/v1.41"
 _ENDED_S = 10.0
+_NOT_FOUND = 404
 KILLED = 137
 """Exit code of a process that SIGKILL ended."""
 KILLED_INSIDE = 247
@@ -594,11 +594,36 @@ class Held:
         path = f"/containers/{self._container('s')}/json"
         return int(self.engine.request("GET", path, query={"size": 1}).get("SizeRw") or 0)
 
-    def changes(self) -> Changes:
-        """What the session changed of its image."""
-        container = self._container("s")
-        listed = self.engine.request("GET", f"/containers/{container}/changes") or []
-        return Changes(self.engine, container, {c["Path"]: int(c["Kind"]) for c in listed})
+    def changes(self) -> dict[str, int]:
+        """Path -> what the session did to it in its image: 0 changed, 1 added, 2 removed."""
+        where = f"/containers/{self._container('s')}/changes"
+        return {c["Path"]: int(c["Kind"]) for c in self.engine.request("GET", where) or []}
+
+    def found(self, path: str) -> Mapping[str, Any]:
+        """Size and mode of what the session left at a path. Raises: EngineError, ValueError."""
+        where = f"/containers/{self._container('s')}/archive"
+        headers = self.engine.request("HEAD", where, query={"path": path})
+        shown = next((v for k, v in headers.items() if k.lower().endswith("path-stat")), "")
+        read: Mapping[str, Any] = json.loads(base64.b64decode(shown))
+        return read
+
+    def is_folder(self, path: str) -> bool:
+        """Whether the session left a folder at a path. Raises: EngineError."""
+        try:
+            return bool(int(self.found(path)["mode"]) & _FOLDER)
+        except EngineError as error:
+            if error.status != _NOT_FOUND:
+                raise
+        except (ValueError, KeyError, TypeError):
+            pass
+        return False
+
+    def read(self, path: str) -> bytes:
+        """A file that the session left; empty for no file. Raises: EngineError."""
+        with self._archive("s", path) as packed, tarfile.open(packed) as archive:
+            member = archive.next()
+            file = archive.extractfile(member) if member is not None and member.isreg() else None
+            return file.read() if file is not None else b""
 
     def commit(self, name: str) -> str:
         """Make an image of what the session left. Returns its id."""
@@ -663,37 +688,3 @@ def writable_copy(verify: Path, folder: str, under: Path) -> Path:
     for path in (copied, *copied.rglob("*")):
         path.chmod(0o777)
     return copied
-
-
-class Changes:
-    """What an agent changed of an image (see `image_changes.replaced`).
-
-    Args:
-        listed: path -> 0 changed, 1 added, 2 removed.
-    """
-
-    def __init__(self, engine: Engine, container: str, listed: Mapping[str, int]) -> None:
-        self._engine, self._container, self._listed = engine, container, listed
-        self._below: dict[str, dict[str, bool]] = {}
-        for path, kind in listed.items():
-            folder, _, name = path.rpartition("/")
-            self._below.setdefault(folder or "/", {})[name] = kind == 2
-
-    def names(self, folder: str, *, opaque_too: bool) -> Mapping[str, bool]:
-        """Changed entries of a folder -> whether it was removed. Raises: Replaced."""
-        path = ""
-        for part in folder.split("/"):
-            path += f"/{part}"
-            kind = self._listed.get(path)
-            if kind == 2 or (kind is not None and not self._is_folder(path)):
-                raise Replaced(path)
-        return self._below.get(path, {})
-
-    def _is_folder(self, path: str) -> bool:
-        try:
-            where = f"/containers/{self._container}/archive"
-            headers = self._engine.request("HEAD", where, query={"path": path})
-            found = next(v for k, v in headers.items() if k.lower().endswith("path-stat"))
-            return bool(int(json.loads(base64.b64decode(found))["mode"]) & _FOLDER)
-        except (EngineError, StopIteration, ValueError, KeyError, TypeError):
-            return False
