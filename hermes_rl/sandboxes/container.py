@@ -414,6 +414,11 @@ class ContainerTree:
         """Children of process 1."""
         return processes.snapshot(self._children(), below=False)
 
+    def has_background(self) -> bool:
+        """Whether anything runs beside process 1, its helper and the supervisor."""
+        children = self._children()
+        return len(children) > 2 or any(map(processes.children, children[1:2]))
+
     def _children(self) -> list[int]:
         return processes.children(self.init) if self.init else []
 
@@ -545,6 +550,8 @@ class Held:
             tree.close()
             if "/bin/bash" in str(error):
                 raise TaskFault("the image holds no /bin/bash") from error
+            if "unable to find user" in str(error):
+                raise TaskFault(f"the image's USER is not in its /etc/passwd: {error}") from error
             raise SandboxStartError(f"a container cannot be started: {error}") from error
         except BaseException:
             tree.close()

@@ -264,6 +264,9 @@ class Containers:
         TaskFault when its image is missing."""
         held = sandbox.held
         try:
+            # Commits and archives write the holes of files too.
+            if (excess := await sandbox.excess()) is not None:
+                return grading.refused(f"the agent's sandbox {excess}")
             if spec.image is not None:
                 if not await in_thread(held.is_folder, recipe.WORKSPACE):
                     return grading.refused(f"the agent replaced {recipe.WORKSPACE}")
@@ -422,12 +425,15 @@ class ContainerSandbox(FolderSandbox):
     async def look(self) -> None:
         """Hold it against the limits that its control group does not hold. Raises: SandboxKilled,
         EngineError."""
-        if self._shell.busy and not self._shell.lost.is_set():
-            held = await in_thread(self.held.written)
-            if held > self.spec.limits.workspace_bytes:
-                await self._end(
-                    SandboxKilled(f"the sandbox exceeded its limits: {held} bytes written")
-                )
+        if self._shell.lost.is_set() or not (self._shell.busy or self._tree.has_background()):
+            return
+        if (excess := await self.excess()) is not None:
+            await self._end(SandboxKilled(f"the sandbox {excess}"))
+
+    async def excess(self) -> str | None:
+        """Which limit of the disk it exceeds; None for none. Raises: EngineError."""
+        written, limit = await in_thread(self.held.written), self.spec.limits.workspace_bytes
+        return f"exceeded its limits: {written} bytes written" if written > limit else None
 
     async def _after(self, ended: Ended) -> None:
         if ended.exit_code and self._tree.out_of_memory():

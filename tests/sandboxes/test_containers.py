@@ -160,6 +160,30 @@ async def test_a_workspace_over_its_limit_is_ended(
             await sandbox.run("head -c 40M /dev/zero >big; sleep 50", timeout_s=60)
 
 
+async def test_what_runs_in_the_background_is_counted_too(
+    backend: WithImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hermes_rl.sandboxes.containers.WATCH_S", 0.2)
+    limits = SandboxLimits(workspace_bytes=20 * MB)
+    async with await backend.lease(SandboxSpec(lease="later", limits=limits)) as sandbox:
+        await sandbox.run("(head -c 40M /dev/zero >big; sleep 100) >/dev/null 2>&1 &", timeout_s=60)
+        path = f"/containers/{sandbox.container}/json"
+        running = lambda: backend.engine.request("GET", path)["State"]["Running"]  # noqa: E731
+        assert await asyncio.to_thread(until, lambda: not running())
+        with pytest.raises(SandboxKilled, match="exceeded"):
+            await sandbox.run("true", timeout_s=20)
+
+
+async def test_files_of_holes_are_counted_before_grading_copies_them(backend: WithImage) -> None:
+    limits = SandboxLimits(workspace_bytes=20 * MB)
+    async with await backend.lease(SandboxSpec(lease="holes", limits=limits)) as sandbox:
+        await sandbox.run("for n in 1 2 3; do truncate -s 1000M hole$n; done", timeout_s=20)
+        for image in (None, IMAGE):
+            verdict = await sandbox.grade(GradingSpec("exit 0", image=image))
+            assert verdict.exit_code == 137
+            assert "bytes written" in verdict.output
+
+
 async def test_an_agent_that_forges_the_channel_harms_only_itself(backend: WithImage) -> None:
     async with await backend.lease(SandboxSpec(lease="forger")) as sandbox:
         forge = "IFS=' ' read -ra me </proc/$BASHPID/stat; echo nonsense >/proc/${me[3]}/fd/4"
@@ -352,6 +376,12 @@ async def test_faults_of_a_task_and_of_the_machine(
     import_image(running, io.BytesIO(bytes(10240)), "empty")
     with pytest.raises(TaskFault, match="no /bin/bash"):
         await backend.lease(SandboxSpec(lease="empty", image="empty:1"))
+    made = running.request("POST", "/containers/create", {"Image": IMAGE, "Cmd": ["true"]})
+    query = {"container": made["Id"], "repo": "no-user", "tag": "1", "changes": "USER nobody-here"}
+    running.request("POST", "/commit", {}, query=query)
+    running.request("DELETE", f"/containers/{made['Id']}")
+    with pytest.raises(TaskFault, match="USER is not in its /etc/passwd"):
+        await backend.lease(SandboxSpec(lease="no-user", image="no-user:1"))
     absent = Containers(running.name, socket_path=f"{state}/no.sock", state_dir=state)
     with pytest.raises(SandboxStartError, match="does not answer"):
         await absent.lease(SandboxSpec(lease="absent", image=IMAGE))
