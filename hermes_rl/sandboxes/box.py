@@ -29,12 +29,12 @@ from typing import TypeVar
 
 from hermes_rl.aio import in_thread
 from hermes_rl.errors import SandboxStartError, TaskFault, UserError
-from hermes_rl.sandboxes import limits, processes, recipe
+from hermes_rl.sandboxes import grading, limits, processes, recipe
 from hermes_rl.sandboxes.base import GradingSpec, SandboxLimits, SandboxSpec
 from hermes_rl.sandboxes.files import libc
 from hermes_rl.sandboxes.forks import Fork
 from hermes_rl.sandboxes.grading import Unpackable
-from hermes_rl.sandboxes.image_changes import Upper, programs_in, replaced
+from hermes_rl.sandboxes.image_changes import Upper, relied_on, replaced
 from hermes_rl.sandboxes.slots import Storage, has_slots, is_host_root
 
 HOST_FOLDER_HOME = "/tmp"
@@ -483,8 +483,9 @@ def verifier_mounts(lease: Lease, spec: GradingSpec, verify: Path, storage: Stor
     if spec.image is None and lease.layers.upper is not None:
         image, changes = lease.layers.image, Upper(lease.storage.seen(lease.layers.upper.up))
         search = image.env.get("PATH", recipe.PATH)
-        programs = programs_in(image.lower, search)
-        if (found := replaced(programs, changes, search, spec.mounts)) is not None:
+        relied = relied_on(image.lower, image.env, search)
+        places = (*spec.mounts, grading.HOME, grading.VERIFY)
+        if (found := replaced(relied, changes, places)) is not None:
             raise Unpackable(f"the agent replaced {found}, which grading relies on")
     arguments = []
     for number, (place, folder) in enumerate(spec.mounts.items()):

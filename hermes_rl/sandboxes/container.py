@@ -24,7 +24,6 @@ from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sandboxes.box import gone
 from hermes_rl.sandboxes.engine import Engine, EngineError
 from hermes_rl.sandboxes.grading import MAX_BYTES
-from hermes_rl.sandboxes.image_changes import Replaced
 from hermes_rl.sandboxes.slots import trusted_folder
 from hermes_rl.sandboxes.snapshots import unpack
 from hermes_rl.sandboxes.watchdog import (
@@ -35,6 +34,7 @@ from hermes_rl.sandboxes.watchdog import (
 )
 
 _ENDED_S = 10.0
+_NOT_FOUND = 404
 KILLED = 137
 """Exit code of a process that SIGKILL ended."""
 KILLED_INSIDE = 247
@@ -43,6 +43,8 @@ _EXEC_S = 10.0
 """How long the engine's own program may take to become process 1."""
 _GRADED = "hermes-rl-graded"
 """Repository of the images that are graded, each of which lives as long as its grading."""
+REMOVED = 2
+"""How an engine marks a path that was removed; 0 is changed, 1 added."""
 _FOLDER = 1 << 31
 """The bit of a mode that Go's os.FileMode has for folders."""
 
@@ -315,6 +317,8 @@ class Held:
             tree.close()
             if "/bin/bash" in str(error):
                 raise TaskFault("the image holds no /bin/bash") from error
+            if "unable to find user" in str(error):
+                raise TaskFault(f"the image's USER is not in its /etc/passwd: {error}") from error
             raise SandboxStartError(f"a container cannot be started: {error}") from error
         except BaseException:
             tree.close()
@@ -364,19 +368,42 @@ class Held:
         path = f"/containers/{self._container('s')}/json"
         return int(self.engine.request("GET", path, query={"size": 1}).get("SizeRw") or 0)
 
-    def changes(self) -> Changes:
-        """What the session changed of its image."""
-        return Changes(self.engine, self._container("s"), self._listed())
+    def changes(self) -> dict[str, int]:
+        """Path -> what the session did to it in its image: 0 changed, 1 added, 2 removed."""
+        where = f"/containers/{self._container('s')}/changes"
+        return {c["Path"]: int(c["Kind"]) for c in self.engine.request("GET", where) or []}
 
-    def _listed(self) -> dict[str, int]:
-        listed = self.engine.request("GET", f"/containers/{self._container('s')}/changes") or []
-        return {change["Path"]: int(change["Kind"]) for change in listed}
+    def found(self, path: str) -> Mapping[str, Any]:
+        """Size and mode of what the session left at a path. Raises: EngineError, ValueError."""
+        where = f"/containers/{self._container('s')}/archive"
+        headers = self.engine.request("HEAD", where, query={"path": path})
+        shown = next((v for k, v in headers.items() if k.lower().endswith("path-stat")), "")
+        read: Mapping[str, Any] = json.loads(base64.b64decode(shown))
+        return read
+
+    def is_folder(self, path: str) -> bool:
+        """Whether the session left a folder at a path. Raises: EngineError."""
+        try:
+            return bool(int(self.found(path)["mode"]) & _FOLDER)
+        except EngineError as error:
+            if error.status != _NOT_FOUND:
+                raise
+        except (ValueError, KeyError, TypeError):
+            pass
+        return False
+
+    def read(self, path: str) -> bytes:
+        """A file that the session left; empty for no file. Raises: EngineError."""
+        with self._archive("s", path) as packed, tarfile.open(packed) as archive:
+            member = archive.next()
+            file = archive.extractfile(member) if member is not None and member.isreg() else None
+            return file.read() if file is not None else b""
 
     def listed_changes(self) -> tuple[list[str], list[str]]:
         """Paths that the session changed or added, folders first; and those that it removed."""
-        listed = sorted((path.strip("/"), kind) for path, kind in self._listed().items())
-        changed = [path for path, kind in listed if kind != _REMOVED and path]
-        return changed, [path for path, kind in listed if kind == _REMOVED]
+        listed = sorted((path.strip("/"), kind) for path, kind in self.changes().items())
+        changed = [path for path, kind in listed if kind != REMOVED and path]
+        return changed, [path for path, kind in listed if kind == REMOVED]
 
     def commit(self, name: str) -> str:
         """Make an image of what the session left. Returns its id."""
@@ -436,41 +463,3 @@ def _packed(entry: tarfile.TarInfo, data: bytes = b"") -> io.BytesIO:
         archive.addfile(entry, io.BytesIO(data))
     packed.seek(0)
     return packed
-
-
-_REMOVED = 2
-"""How an engine marks a path that was removed; 0 is changed, 1 added."""
-
-
-class Changes:
-    """What an agent changed of an image (see `image_changes.replaced`).
-
-    Args:
-        listed: path -> 0 changed, 1 added, 2 removed.
-    """
-
-    def __init__(self, engine: Engine, container: str, listed: Mapping[str, int]) -> None:
-        self._engine, self._container, self._listed = engine, container, listed
-        self._below: dict[str, dict[str, bool]] = {}
-        for path, kind in listed.items():
-            folder, _, name = path.rpartition("/")
-            self._below.setdefault(folder or "/", {})[name] = kind == _REMOVED
-
-    def names(self, folder: str, *, opaque_too: bool) -> Mapping[str, bool]:
-        """Changed entries of a folder -> whether it was removed. Raises: Replaced."""
-        path = ""
-        for part in folder.split("/"):
-            path += f"/{part}"
-            kind = self._listed.get(path)
-            if kind == _REMOVED or (kind is not None and not self._is_folder(path)):
-                raise Replaced(path)
-        return self._below.get(path, {})
-
-    def _is_folder(self, path: str) -> bool:
-        try:
-            where = f"/containers/{self._container}/archive"
-            headers = self._engine.request("HEAD", where, query={"path": path})
-            found = next(v for k, v in headers.items() if k.lower().endswith("path-stat"))
-            return bool(int(json.loads(base64.b64decode(found))["mode"]) & _FOLDER)
-        except (EngineError, StopIteration, ValueError, KeyError, TypeError):
-            return False

@@ -23,7 +23,9 @@ import secrets
 import shlex
 import shutil
 import socket
-from collections.abc import Sequence
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,12 +42,21 @@ from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, Sa
 from hermes_rl.sandboxes.container import (
     KILLED,
     KILLED_INSIDE,
+    REMOVED,
     ContainerTree,
     Held,
 )
 from hermes_rl.sandboxes.engine import Engine, EngineError, EngineImage
 from hermes_rl.sandboxes.files import DOWNLOAD_MAX, Beneath
-from hermes_rl.sandboxes.image_changes import graded_programs, replaced
+from hermes_rl.sandboxes.image_changes import (
+    LIBRARIES,
+    LIBRARY_FOLDERS,
+    Relied,
+    Replaced,
+    graded_programs,
+    library_path,
+    replaced,
+)
 from hermes_rl.sandboxes.session import (
     FolderSandbox,
     encode,
@@ -82,6 +93,9 @@ WATCH_S = 5.0
 _CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"]
 """What package managers and `su` need inside a container; no other is left to its root."""
 
+_PLACES = (recipe.WORKSPACE, recipe.CONTROL, recipe.STATE, grading.HOME, grading.VERIFY)
+"""Where grading has folders of its own, or the agent's workspace."""
+
 _INIT = f"""\
 exec 2>&1
 trap 'exit 143' TERM
@@ -117,7 +131,7 @@ class Containers:
         self._home: Home | None = None
         self._opening = asyncio.Lock()
         self._images: dict[str, asyncio.Task[EngineImage]] = {}
-        self._programs: dict[str, tuple[str, ...]] = {}
+        self._relied: dict[str, Relied] = {}
         self._live: set[ContainerSandbox] = set()
         self._watcher: asyncio.Task[None] | None = None
 
@@ -190,7 +204,7 @@ class Containers:
         sandbox.egress = egress
         self._live.add(sandbox)
         try:
-            sandbox.programs = await self._programs_of(image, sandbox)
+            sandbox.relied = await self._relied_of(image, sandbox)
         except BaseException:
             await asyncio.shield(sandbox.aclose())
             raise
@@ -233,7 +247,8 @@ class Containers:
             "Image": image,
             "Entrypoint": ["/bin/bash", "--norc", "--noprofile", "-c", _INIT],
             "Cmd": list(command),
-            "Env": [f"LANG={recipe.LANG}"],
+            # A bash without SHELL asks the C library, which loads what /etc/nsswitch.conf names.
+            "Env": [f"LANG={recipe.LANG}", "SHELL=/bin/bash"],
             "Hostname": "sandbox",
             "WorkingDir": recipe.WORKSPACE,
             "Healthcheck": {"Test": ["NONE"]},
@@ -259,28 +274,54 @@ class Containers:
             },
         }
 
-    async def _programs_of(self, image: EngineImage, sandbox: ContainerSandbox) -> tuple[str, ...]:
-        """Those of `graded_programs.txt` that an image has, before an agent can add any."""
-        if image.id not in self._programs:
-            found = await sandbox.programs_in(image.root.env.get("PATH", recipe.PATH))
-            self._programs[image.id] = found
-        return self._programs[image.id]
+    async def _relied_of(self, image: EngineImage, sandbox: ContainerSandbox) -> Relied:
+        """What verifiers rely on of an image, before an agent can change any of it."""
+        if image.id not in self._relied:
+            self._relied[image.id] = await sandbox.relied_on(image.root.env)
+        return self._relied[image.id]
 
     async def grade(self, sandbox: ContainerSandbox, spec: GradingSpec, name: str) -> GradingResult:
         """Run a verifier over what a sandbox left. Raises: SandboxStartError, SandboxDied,
         TaskFault when its image is missing."""
+        held = sandbox.held
+        try:
+            # Commits and archives write the holes of files too.
+            if (excess := await sandbox.excess()) is not None:
+                return grading.refused(f"the agent's sandbox {excess}")
+            if spec.image is not None:
+                if not await in_thread(held.is_folder, recipe.WORKSPACE):
+                    return grading.refused(f"the agent replaced {recipe.WORKSPACE}")
+                named = await self.image(spec.image)
+                return await self._judge(sandbox, spec, name, named)
+            changes = await in_thread(Changes, held)
+            found = await in_thread(replaced, sandbox.relied, changes, (*spec.mounts, *_PLACES))
+            if found is not None:
+                return grading.refused(f"the agent replaced {found}, which grading relies on")
+        except EngineError as error:
+            raise SandboxStartError(f"a grading sandbox cannot be made: {error}") from error
+        try:
+            return await self._judge(sandbox, spec, name, None)
+        except (SandboxStartError, TaskFault):
+            # Does it start in the image without the agent's changes, but not with them?
+            await self._judge(sandbox, replace(spec, script="exit 0"), name, sandbox.image)
+        try:
+            return await self._judge(sandbox, spec, name, None)
+        except (SandboxStartError, TaskFault) as error:
+            return grading.refused(f"no grading sandbox starts over what the agent left: {error}")
+
+    async def _judge(
+        self,
+        sandbox: ContainerSandbox,
+        spec: GradingSpec,
+        name: str,
+        over: EngineImage | None,
+    ) -> GradingResult:
+        """Run a verifier in an image; None is what the agent left. Raises: SandboxStartError,
+        SandboxDied, TaskFault."""
         held, of_agent = sandbox.held, sandbox.spec
         try:
-            if spec.image is None:
-                search = sandbox.image.root.env.get("PATH", recipe.PATH)
-                changes = await in_thread(held.changes)
-                found = await in_thread(replaced, sandbox.programs, changes, search, spec.mounts)
-                if found is not None:
-                    return grading.refused(f"the agent replaced {found}, which grading relies on")
-                root, image = sandbox.image.root, await in_thread(held.commit, name)
-            else:
-                named = await self.image(spec.image)
-                root, image = named.root, named.id
+            root = (over or sandbox.image).root
+            image = await in_thread(held.commit, name) if over is None else over.id
             control, verify = held.folder(f"{name}/ctl"), held.folder(f"{name}/verify")
             variables = dict(root.env)
             if root.workdir is not None:
@@ -373,8 +414,7 @@ class ContainerSandbox(FolderSandbox):
         files = Beneath(folder, tree.uid if os.geteuid() == 0 else None)
         super().__init__(info, tree, shell, recipe.WORKSPACE, files)
         self.spec, self.image, self.held = spec, image, held
-        self.programs: tuple[str, ...] = ()
-        """Those that tests rely on and that the image has."""
+        self.relied = Relied((), (), (), ())
         self._backend = backend
         self._fetched = False
 
@@ -383,17 +423,26 @@ class ContainerSandbox(FolderSandbox):
         """The container's name: what an operator, or a test, may kill."""
         return self._tree.name
 
-    async def programs_in(self, path: str) -> tuple[str, ...]:
-        """Those of `graded_programs` that are in the folders of a PATH."""
-        sink = HeadTail(1 << 16)
+    async def relied_on(self, env: Mapping[str, str]) -> Relied:
+        """What verifiers rely on of the image, whose variables are `env`."""
+        sink = HeadTail(1 << 17)
+        libraries = (f"{f}{b}/{p}" for f in LIBRARY_FOLDERS for b in ("", "/*") for p in LIBRARIES)
         text = (
-            f"IFS=: read -ra folders <<<{shlex.quote(path)}\n"
+            "shopt -s nullglob; set +f\n"
+            f"IFS=: read -ra folders <<<{shlex.quote(env.get('PATH', recipe.PATH))}\n"
             f"for p in {' '.join(graded_programs())}; do\n"
-            'for d in "${folders[@]}"; do [[ -e $d/$p ]] && echo "$p" && break; done\n'
-            "done\ntrue"
+            'for d in "${folders[@]}"; do [[ -e $d/$p ]] && echo "p $p" && break; done\n'
+            "done\n"
+            f'for f in /{" /".join(libraries)}; do echo "l ${{f##*/}}"; done\n'
+            'show() { if cd -P -- "$2" 2>/dev/null; then echo "$1 $PWD"; else echo "$1 $2"; fi }\n'
+            'for d in "${folders[@]}"; do [[ $d = /* ]] && show d "$d"; done\n'
+            f'for d in {shlex.join(library_path(env))}; do show e "$d"; done\n'
+            "true"
         )
         await self._execute("i", encode(text), sink, 60.0)
-        return tuple(sink.text().split())
+        lines = [line.partition(" ")[::2] for line in sink.text().splitlines()]
+        found = [sorted({value.strip("/") for key, value in lines if key == k}) for k in "plde"]
+        return Relied(*found)
 
     async def _save_files(self, folder: Path) -> None:
         """See `ShellSandbox`. All that was changed of the image, the workspace among it, packed
@@ -459,12 +508,15 @@ class ContainerSandbox(FolderSandbox):
     async def look(self) -> None:
         """Hold it against the limits that its control group does not hold. Raises: SandboxKilled,
         EngineError."""
-        if self._shell.busy and not self._shell.lost.is_set():
-            held = await in_thread(self.held.written)
-            if held > self.spec.limits.workspace_bytes:
-                await self._end(
-                    SandboxKilled(f"the sandbox exceeded its limits: {held} bytes written")
-                )
+        if self._shell.lost.is_set() or not (self._shell.busy or self._tree.others_run()):
+            return
+        if (excess := await self.excess()) is not None:
+            await self._end(SandboxKilled(f"the sandbox {excess}"))
+
+    async def excess(self) -> str | None:
+        """Which limit of the disk it exceeds; None for none. Raises: EngineError."""
+        written, limit = await in_thread(self.held.written), self.spec.limits.workspace_bytes
+        return f"exceeded its limits: {written} bytes written" if written > limit else None
 
     async def _after(self, ended: Ended) -> None:
         if ended.exit_code and self._tree.out_of_memory():
@@ -520,3 +572,34 @@ def _writable_copy(verify: Path, folder: str, under: Path) -> Path:
     for path in (copied, *copied.rglob("*")):
         path.chmod(0o777)
     return copied
+
+
+class Changes:
+    """What an agent changed of an image (see `image_changes.replaced`).
+
+    Raises: EngineError.
+    """
+
+    def __init__(self, held: Held) -> None:
+        self._held, self._listed = held, held.changes()
+        self._below: dict[str, dict[str, bool]] = {}
+        for path, kind in self._listed.items():
+            folder, _, name = path.rpartition("/")
+            self._below.setdefault(folder or "/", {})[name] = kind == REMOVED
+
+    def names(self, folder: str, *, opaque_too: bool) -> Mapping[str, bool]:
+        """Changed entries of a folder -> whether it was removed. Raises: Replaced."""
+        path = ""
+        for part in folder.split("/"):
+            path += f"/{part}"
+            kind = self._listed.get(path)
+            if kind == REMOVED or (kind is not None and not self._held.is_folder(path)):
+                raise Replaced(path)
+        return self._below.get(path, {})
+
+    def read(self, path: str, limit: int) -> bytes:
+        """See `image_changes.Changes`. Raises: EngineError."""
+        with contextlib.suppress(ValueError, KeyError, tarfile.TarError):
+            if int(self._held.found(f"/{path}")["size"]) <= limit:
+                return self._held.read(f"/{path}")
+        raise Replaced(f"/{path}")

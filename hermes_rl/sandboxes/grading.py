@@ -70,6 +70,7 @@ _VARIABLES = {
     "LC_ALL": "C.UTF-8",
     "TZ": "UTC",
     "TERM": "dumb",
+    "SHELL": "/bin/bash",
     "PYTHONNOUSERSITE": "1",
     "PYTHONSAFEPATH": "1",
     "PYTHONDONTWRITEBYTECODE": "1",

@@ -191,6 +191,8 @@ def arguments(box: Box, descriptors: Mapping[str, int]) -> list[str]:
         *(() if box.layers.image.lower else ("--remount-ro", "/")),
         *("--uid", user, "--gid", user, "--hostname", "sandbox", "--cap-drop", "ALL"),
         *("--clearenv", "--setenv", "LANG", LANG, "--chdir", box.cwd),
+        # A bash without them asks the C library, which loads what /etc/nsswitch.conf names.
+        *("--setenv", "HOME", "/", "--setenv", "SHELL", "/bin/bash"),
         *("--seccomp", str(descriptors["seccomp"]), "--info-fd", str(descriptors["info"])),
     ]
 

@@ -176,6 +176,10 @@ TESTED = GradingSpec(
         "rm /bin; mkdir /bin",
         "mkdir -p /opt/tools; printf 'exit 0' >/opt/tools/grep; chmod +x /opt/tools/grep",
         "rm -rf /usr/lib64; ln -s /app /usr/lib64",
+        "echo hello >/app/hello.txt; ln -s /app /verify; ln -s /app /grading",
+        "echo hello >/app/hello.txt; echo >/etc/ld.so.cache",
+        "d=$(echo /usr/lib/*-linux-gnu); mkdir -p $d/glibc-hwcaps/x86-64-v2; "
+        "cp $d/libtinfo.so.6 $d/glibc-hwcaps/x86-64-v2; echo hello >/app/hello.txt",
     ],
 )
 async def test_no_change_of_the_image_earns_the_reward_or_escapes_the_grade(
@@ -191,6 +195,7 @@ async def test_what_a_solution_may_do_is_graded(published: ImageStore, backend: 
     """New programs, changed files of the image, a removed program that nobody tests with."""
     command = (
         "printf 'x' >/usr/local/bin/new; rm /usr/bin/uniq; echo a >>/etc/passwd; "
+        "touch /usr/lib/x86_64-linux-gnu/libc.a; "
         "echo hello >/app/hello.txt"
     )
     async with await backend.lease(SandboxSpec(lease="honest", image="published")) as sandbox:

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -179,6 +180,30 @@ async def test_a_workspace_over_its_limit_is_ended(
             await sandbox.run("head -c 40M /dev/zero >big; sleep 50", timeout_s=60)
 
 
+async def test_what_runs_in_the_background_is_counted_too(
+    backend: WithImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hermes_rl.sandboxes.containers.WATCH_S", 0.2)
+    limits = SandboxLimits(workspace_bytes=20 * MB)
+    async with await backend.lease(SandboxSpec(lease="later", limits=limits)) as sandbox:
+        await sandbox.run("(head -c 40M /dev/zero >big; sleep 100) >/dev/null 2>&1 &", timeout_s=60)
+        path = f"/containers/{sandbox.container}/json"
+        running = lambda: backend.engine.request("GET", path)["State"]["Running"]  # noqa: E731
+        assert await asyncio.to_thread(until, lambda: not running())
+        with pytest.raises(SandboxKilled, match="exceeded"):
+            await sandbox.run("true", timeout_s=20)
+
+
+async def test_files_of_holes_are_counted_before_grading_copies_them(backend: WithImage) -> None:
+    limits = SandboxLimits(workspace_bytes=20 * MB)
+    async with await backend.lease(SandboxSpec(lease="holes", limits=limits)) as sandbox:
+        await sandbox.run("for n in 1 2 3; do truncate -s 1000M hole$n; done", timeout_s=20)
+        for image in (None, IMAGE):
+            verdict = await sandbox.grade(GradingSpec("exit 0", image=image))
+            assert verdict.exit_code == 137
+            assert "bytes written" in verdict.output
+
+
 async def test_an_agent_that_forges_the_channel_harms_only_itself(backend: WithImage) -> None:
     async with await backend.lease(SandboxSpec(lease="forger")) as sandbox:
         forge = "IFS=' ' read -ra me </proc/$BASHPID/stat; echo nonsense >/proc/${me[3]}/fd/4"
@@ -186,6 +211,19 @@ async def test_an_agent_that_forges_the_channel_harms_only_itself(backend: WithI
             await sandbox.run(f"{forge}; sleep 5", timeout_s=20)
         verdict = await sandbox.grade(GradingSpec("exit 3"))
         assert verdict.exit_code == 3
+
+
+CACHE = """
+import struct, sys
+name, path = (text.encode() + b"\\0" for text in sys.argv[1:])
+head, entry = struct.Struct("=20sIIB3xI12x"), struct.Struct("=iIIIQ")
+start = head.size + entry.size
+data = head.pack(b"glibc-ld.so.cache1.1", 1, len(name + path), 2, 0)
+data += entry.pack(0x303, start, start + len(name), 0, 0) + name + path
+open("/etc/ld.so.cache", "wb").write(data)
+"""
+WRITE_CACHE = f"python3 -c {shlex.quote(CACHE)}"
+"""Makes a cache of the loader with one library: its name, and where it is."""
 
 
 @pytest.mark.parametrize(
@@ -199,6 +237,14 @@ async def test_an_agent_that_forges_the_channel_harms_only_itself(backend: WithI
         "rm -rf /tests; ln -s /usr/local/bin /tests",
         "echo /workspace/evil.so >/etc/ld.so.preload",
         "rm -rf /logs; ln -s /workspace /logs",
+        "d=$(dirname $(find /usr/lib -name libtinfo.so.6))/glibc-hwcaps/x86-64-v2; mkdir -p $d; "
+        "touch $d/libtinfo.so.6",
+        "mkdir -p /usr/lib/x86_64-linux-gnu/gconv; touch /usr/lib/x86_64-linux-gnu/gconv/X.so",
+        f"{WRITE_CACHE} libc.so.06 /lib/x86_64-linux-gnu/../../opt/libc.so.06",
+        f"{WRITE_CACHE} libtinfo.so.6 /opt/libtinfo.so.6",
+        "echo x >/etc/ld.so.cache",
+        "ln -s /workspace /verify",
+        "rm -rf /workspace; ln -s /verify /workspace",
     ],
 )
 async def test_no_replaced_program_judges(backend: WithImage, cheat: str) -> None:
@@ -213,6 +259,58 @@ async def test_no_replaced_program_judges(backend: WithImage, cheat: str) -> Non
         verdict = await sandbox.grade(spec)
         assert (verdict.exit_code, verdict.report) == (137, b"")
         assert "replaced" in verdict.output
+
+
+SCORED = GradingSpec("cd /workspace; [[ -e answer ]] && n=1 || n=0; echo reward=$n >&3", score=True)
+
+
+@pytest.mark.parametrize(
+    "installed",
+    [
+        "touch /usr/lib/x86_64-linux-gnu/libc.a /usr/lib/x86_64-linux-gnu/libtinfo.so",
+        f"{WRITE_CACHE} libc.so.6 /lib/x86_64-linux-gnu/libc.so.6",
+        f"mkdir -p /opt; {WRITE_CACHE} libmine.so.1 /opt/libmine.so.1",
+    ],
+)
+async def test_libraries_that_an_agent_installs_cost_no_reward(
+    backend: WithImage, installed: str
+) -> None:
+    async with await backend.lease(SandboxSpec(lease="installed")) as sandbox:
+        await sandbox.run(f"{installed}; touch answer", timeout_s=20)
+        verdict = await sandbox.grade(SCORED)
+        assert verdict.report == b"reward=1\n", verdict.output
+
+
+async def test_no_library_of_the_agent_is_loaded_to_look_up_users(backend: WithImage) -> None:
+    """glibc loads what /etc/nsswitch.conf names; a verifier's shell asks it for nothing."""
+    script = "[[ $(</proc/self/maps) = *nss_agents* ]] && n=1 || n=0; echo reward=$n >&3"
+    cheat = """
+    d=$(dirname $(find /usr/lib -name libtinfo.so.6))
+    cp $d/libtinfo.so.6 $d/libnss_agents.so.2; echo passwd: agents >/etc/nsswitch.conf
+    """
+    async with await backend.lease(SandboxSpec(lease="users")) as sandbox:
+        assert await sh(sandbox, cheat) == " [0]"
+        asks = "(unset SHELL; exec bash -c 'echo \"$(</proc/self/maps)\"') | grep -c nss_agents"
+        assert not (await sh(sandbox, asks)).startswith("0"), "a shell without SHELL loads it"
+        verdict = await sandbox.grade(GradingSpec(script, score=True))
+        assert verdict.report == b"reward=0\n"
+
+
+async def test_an_agent_that_prevents_its_grading_earns_nothing(backend: WithImage) -> None:
+    """It is not taken for a fault of the machine, nor of the task."""
+    async with await backend.lease(SandboxSpec(lease="breaker")) as sandbox:
+        await sandbox.run("touch answer; chmod 0 /usr", timeout_s=20)
+        verdict = await sandbox.grade(SCORED)
+        assert (verdict.exit_code, verdict.report) == (137, b"")
+        assert "no grading sandbox starts over what the agent left" in verdict.output
+
+
+async def test_a_workspace_that_leads_to_the_verifiers_files_is_none(backend: WithImage) -> None:
+    spec = replace(SCORED, files={"answer": b"42"}, image=IMAGE)
+    async with await backend.lease(SandboxSpec(lease="leads")) as sandbox:
+        await sandbox.run("cd /; rm -rf /workspace; ln -s /verify /workspace", timeout_s=20)
+        verdict = await sandbox.grade(spec)
+        assert (verdict.exit_code, verdict.report) == (137, b"")
 
 
 FORGER = """
@@ -298,6 +396,12 @@ async def test_faults_of_a_task_and_of_the_machine(
     import_image(running, io.BytesIO(bytes(10240)), "empty")
     with pytest.raises(TaskFault, match="no /bin/bash"):
         await backend.lease(SandboxSpec(lease="empty", image="empty:1"))
+    made = running.request("POST", "/containers/create", {"Image": IMAGE, "Cmd": ["true"]})
+    query = {"container": made["Id"], "repo": "no-user", "tag": "1", "changes": "USER nobody-here"}
+    running.request("POST", "/commit", {}, query=query)
+    running.request("DELETE", f"/containers/{made['Id']}")
+    with pytest.raises(TaskFault, match="USER is not in its /etc/passwd"):
+        await backend.lease(SandboxSpec(lease="no-user", image="no-user:1"))
     absent = Containers(running.name, socket_path=f"{state}/no.sock", state_dir=state)
     with pytest.raises(SandboxStartError, match="does not answer"):
         await absent.lease(SandboxSpec(lease="absent", image=IMAGE))
