@@ -98,16 +98,22 @@ async def test_the_shipped_suite(backend: WithImage, check: Check) -> None:
     await check(backend)
 
 
-LONG = (
-    "survives_a_flood", "keeps_neighbours_apart", "bounds_what_it_reads", "moves_large_files",
-    "many_cancels_leave_nothing",
-)  # fmt: skip
-"""Checks that take seconds and have nothing to do with who asks the engine."""
+OTHERWISE = [
+    check
+    for check in CHECKS
+    if check.__name__
+    in (
+        *("keeps_state", "ends_what_takes_too_long", "many_timeouts_leave_nothing", "moves_bytes"),
+        *("runs_background_processes", "cancelled_commands_end", "grades_what_was_left"),
+        *("says_what_is_wrong_with_a_path", "keeps_whatever_was_left", "reports_and_times_out"),
+        *("nothing_runs_during_grading", "starts_from_a_snapshot"),
+    )
+]
+"""What is done otherwise for such a user."""
 
 
-@pytest.mark.parametrize(
-    "check", [c for c in CHECKS if c.__name__ not in LONG], ids=lambda check: check.__name__
-)
+@pytest.mark.parametrize("running", ["docker"], indirect=True)
+@pytest.mark.parametrize("check", OTHERWISE, ids=lambda check: check.__name__)
 def test_the_suite_as_an_ordinary_user_of_a_rootful_engine(
     running: Engine, as_ordinary_user: Callable[..., None], check: Check
 ) -> None:
