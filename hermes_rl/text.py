@@ -7,10 +7,10 @@ without terminal codes.
 `SECRETS` is what this process knows of secrets: API keys where they are read (`Keys`), what key
 commands print, and variables of the environment that are named like secrets. All that is written to
 a run passes through one of its `scrub` methods, which replace each by `[secret NAME]`: as it is, in
-base64 (both alphabets, at any offset), in hexadecimal, percent-encoded, escaped for JSON, and with
-white space, quotes, commas or line breaks within it, also where adjacent texts of one record have
-its parts. The registry is one for the process, as its environment is. A secret is never forgotten:
-texts with a key that was replaced since may still arrive.
+lower or upper case, in base64 (both alphabets, at any offset), in hexadecimal, percent-encoded,
+escaped for JSON, and with white space, quotes, commas or line breaks within it, also where adjacent
+texts of one record have its parts. The registry is one for the process, as its environment is. A
+secret is never forgotten: texts with a key that was replaced since may still arrive.
 """
 
 from __future__ import annotations
@@ -327,6 +327,8 @@ def _forms_of(value: str) -> Iterator[bytes]:
     raw = _utf8(value)
     quoted = quote(raw, safe="")
     texts = [raw, raw.hex().encode(), raw.hex().upper().encode(), quoted.encode()]
+    # Host names are recorded in lower case; other programs fold case too.
+    texts += [_utf8(text) for text in (value.lower(), value.upper()) if _is_telling(text)]
     texts += [_utf8(quote(raw)), re.sub(r"%..", lambda m: m[0].lower(), quoted).encode()]
     for offset in range(3):
         coded = b64encode(b"\0" * offset + raw)

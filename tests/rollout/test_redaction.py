@@ -99,6 +99,13 @@ def test_no_place_in_a_record_keeps_a_secret(record: object) -> None:
     assert MARK in str(known(KEY).scrub_record(record))
 
 
+def test_a_secret_in_another_case_is_found_and_a_common_name_is_not() -> None:
+    assert "9xwb4y" not in known("nvapi-Zq8tRk2vLm9xWb4y").scrub(
+        "http://nvapi-zq8trk2vlm9xwb4y.org/"
+    )
+    assert known("MyProject").scrub("myproject and MYPROJECT") == "myproject and MYPROJECT"
+
+
 @pytest.mark.parametrize("before", ["\\", "C:\\", "\\\\", '{"a": "\\\\'])
 def test_a_backslash_before_a_secret_is_not_taken_for_a_line_break(before: str) -> None:
     key = "nvapi-Zq8tRk2vLm9xWb4y"
